@@ -1,0 +1,108 @@
+# What a developer types. `make help` lists it.
+SHELL := /bin/bash
+VENV ?= .venv
+PY := $(VENV)/bin/python
+JOBS ?= $(shell nproc)
+ROOM ?=
+ARGS ?=
+
+ROOMS := io kernels store memory select runtime
+STAMP := $(VENV)/.kvswap-setup
+NINJA := ninja -j$(JOBS)
+SUB := $(MAKE) --no-print-directory
+# One builder at a time in each build folder.
+LOCK = mkdir -p build && flock build/.lock-$(1)
+CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' \) -print0 2>/dev/null
+PY_FILES := kvswap_torch tests examples setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: help schema setup build cpp-test torch-test py-test test demo bench lint format \
+  wheel wheel-check clean locked-build locked-core locked-torch-test \
+  sanitize-address sanitize-undefined sanitize-thread
+
+help:  ## list the targets
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+
+setup: $(STAMP)  ## Debian packages (root) and the pinned environment in .venv
+$(STAMP): constraints.txt .ci/setup
+	@.ci/setup $(VENV)
+
+build: $(STAMP)  ## incremental build of the libraries into kvswap_torch/
+	@$(call LOCK,dev) $(SUB) locked-build
+
+locked-build: build/dev/build.ninja
+	@$(NINJA) -C build/dev libraries
+
+build/dev/build.ninja:
+	@cmake -S . -B build/dev -GNinja -DKVSWAP_INPLACE=ON \
+	  -DPython_EXECUTABLE=$(abspath $(PY)) -DPython_FIND_VIRTUALENV=ONLY
+
+cpp-test: $(STAMP)  ## torch-free build and ctest; ROOM=io for one room
+	@$(call LOCK,core) $(SUB) locked-core DIR=build/core
+
+# All that compiles is tested even when a room does not compile; the failure is kept.
+locked-core:
+	@test -f $(DIR)/build.ninja || cmake -S . -B $(DIR) -GNinja -DKVSWAP_BUILD_TORCH=OFF $(FLAGS)
+	@built=0; $(NINJA) -C $(DIR) -k 0 $(addprefix test_,$(or $(ROOM),$(ROOMS))) || built=$$?; \
+	$(UNDER) ctest --test-dir $(DIR) --output-on-failure -j$(JOBS) $(addprefix -L ,$(ROOM)) \
+	  $(ARGS) && exit $$built
+
+sanitize-address: FLAGS := -DKVSWAP_SANITIZE=address
+sanitize-undefined: FLAGS := -DKVSWAP_SANITIZE=undefined
+sanitize-thread: FLAGS := -DKVSWAP_SANITIZE=thread
+# ThreadSanitizer needs the address layout that kernels with much randomisation do not give.
+sanitize-thread: UNDER := setarch -R
+
+sanitize-address: $(STAMP)  ## torch-free tests under AddressSanitizer
+sanitize-undefined: $(STAMP)  ## torch-free tests under UndefinedBehaviorSanitizer
+sanitize-thread: $(STAMP)  ## torch-free tests under ThreadSanitizer
+sanitize-address sanitize-undefined sanitize-thread:
+	@$(call LOCK,$@) $(SUB) locked-core DIR=build/$@ FLAGS="$(FLAGS)" UNDER="$(UNDER)"
+
+torch-test: build  ## GoogleTest of the C++ session over tensors
+	@$(call LOCK,dev) $(SUB) locked-torch-test
+
+locked-torch-test:
+	@$(NINJA) -C build/dev test_torch
+	@ctest --test-dir build/dev --output-on-failure -L torch $(ARGS)
+
+py-test: build  ## build, then pytest; ARGS="tests/python/test_config.py -k save"
+	$(PY) -m pytest -q $(ARGS)
+
+test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
+	@$(SUB) lint
+	@$(SUB) cpp-test
+	@$(SUB) torch-test
+	$(PY) -m pytest -q $(ARGS)
+	@$(SUB) wheel-check
+
+demo: build  ## a long document answered from a KV cache on disk, next to the full cache
+	$(PY) -m examples.demo $(ARGS)
+
+bench: build  ## decode and reader benchmarks; ARGS go to decode.py
+	$(PY) tests/bench/decode.py $(ARGS)
+	$(PY) tests/bench/reader.py
+
+lint: $(STAMP)  ## ruff and clang-format, changing nothing
+	@$(VENV)/bin/ruff check $(wildcard $(PY_FILES))
+	@$(VENV)/bin/ruff format --check $(wildcard $(PY_FILES))
+	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format --dry-run -Werror
+
+format: $(STAMP)  ## rewrite the sources as ruff and clang-format want them
+	@$(VENV)/bin/ruff check --fix $(wildcard $(PY_FILES)); true
+	@$(VENV)/bin/ruff format $(wildcard $(PY_FILES))
+	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format -i
+
+schema: $(STAMP)  ## write kvswap_torch/config.schema.json from SwapConfig's fields
+	@$(PY) -c 'import json; from kvswap_torch.config_file import schema; \
+	  print(json.dumps(schema(), indent=2))' > kvswap_torch/config.schema.json
+
+wheel: $(STAMP)  ## build a wheel into dist/
+	@$(call LOCK,wheel) $(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+wheel-check: $(STAMP)  ## build the wheel, install it, import it, link a C++ program to it
+	@$(call LOCK,wheel) $(PY) -m tests.packaging.check_wheel
+
+clean:  ## remove what was built, not .venv
+	rm -rf build dist kvswap_torch/lib kvswap_torch/include kvswap_torch/share \
+	  kvswap_torch/_C*.so *.egg-info

@@ -1,0 +1,34 @@
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "" FORCE)
+endif()
+set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -g1 -DNDEBUG")
+
+find_program(KVSWAP_CCACHE ccache)
+if(KVSWAP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # Development, torch-free and wheel builds compile the same text: one serves the others.
+  set(CMAKE_CXX_COMPILER_LAUNCHER env CCACHE_NOHASHDIR=1 ${KVSWAP_CCACHE})
+endif()
+
+# What every target of ours is compiled with; dependencies' headers come in as SYSTEM.
+add_library(kvswap_options INTERFACE)
+target_compile_options(kvswap_options INTERFACE -Wall -Wextra -Werror)
+
+# Torch is not instrumented, so a sanitised build stops at the wall.
+if(KVSWAP_SANITIZE)
+  if(KVSWAP_BUILD_TORCH)
+    message(FATAL_ERROR "KVSWAP_SANITIZE: needs -DKVSWAP_BUILD_TORCH=OFF, torch is not instrumented")
+  endif()
+  if(NOT KVSWAP_SANITIZE MATCHES "^(address|undefined|thread)$")
+    message(FATAL_ERROR
+      "KVSWAP_SANITIZE: must be address, undefined or thread, got '${KVSWAP_SANITIZE}'")
+  endif()
+  target_compile_options(kvswap_options INTERFACE
+    -fsanitize=${KVSWAP_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1)
+  target_link_options(kvswap_options INTERFACE -fsanitize=${KVSWAP_SANITIZE})
+endif()

@@ -1,0 +1,47 @@
+# Every dependency but a compiler is optional; the macro KVSWAP_HAS_X is always 0 or 1. Without
+# liburing: the thread reader; without Highway: the scalar kernels; without xxHash: a slower hash.
+find_package(Threads REQUIRED)
+add_library(kvswap_dependencies INTERFACE)
+target_link_libraries(kvswap_dependencies INTERFACE Threads::Threads)
+
+function(kvswap_has name found fallback)
+  if(found)
+    set(value 1)
+  else()
+    set(value 0)
+    message(STATUS "kvswap: ${name} not found, ${fallback}")
+  endif()
+  target_compile_definitions(kvswap_dependencies INTERFACE KVSWAP_HAS_${name}=${value})
+  set(KVSWAP_HAS_${name} ${value} PARENT_SCOPE)
+endfunction()
+
+# The archive by its full name: a wheel must not need liburing.so.
+find_path(KVSWAP_URING_INCLUDE liburing.h)
+find_library(KVSWAP_URING_LIBRARY liburing.a)
+if(KVSWAP_URING_INCLUDE AND KVSWAP_URING_LIBRARY)
+  target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${KVSWAP_URING_INCLUDE})
+  target_link_libraries(kvswap_dependencies INTERFACE ${KVSWAP_URING_LIBRARY})
+  kvswap_has(URING TRUE "")
+else()
+  kvswap_has(URING FALSE "building with the thread reader only (Debian: liburing-dev)")
+endif()
+
+# Debian ships Highway only as a shared library: the wheel carries a copy of it (KvswapInstall).
+find_path(KVSWAP_HIGHWAY_INCLUDE hwy/highway.h)
+find_library(KVSWAP_HIGHWAY_LIBRARY NAMES libhwy.a hwy)
+if(KVSWAP_HIGHWAY_INCLUDE AND KVSWAP_HIGHWAY_LIBRARY)
+  target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${KVSWAP_HIGHWAY_INCLUDE})
+  target_link_libraries(kvswap_dependencies INTERFACE ${KVSWAP_HIGHWAY_LIBRARY})
+  kvswap_has(HIGHWAY TRUE "")
+else()
+  kvswap_has(HIGHWAY FALSE "building the scalar kernels only (Debian: libhwy-dev)")
+endif()
+
+find_path(KVSWAP_XXHASH_INCLUDE xxhash.h)
+if(KVSWAP_XXHASH_INCLUDE)
+  target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${KVSWAP_XXHASH_INCLUDE})
+  kvswap_has(XXHASH TRUE "")
+else()
+  target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${PROJECT_SOURCE_DIR}/cmake/fallback)
+  kvswap_has(XXHASH FALSE "using a slower checksum, cmake/fallback (Debian: libxxhash-dev)")
+endif()

@@ -1,0 +1,45 @@
+# The wheel's content below kvswap_torch/: libraries in lib/, public headers in include/kvswap/, the
+# CMake package in share/cmake/kvswap/. Only public headers are installed; they throw.
+include(CMakePackageConfigHelpers)
+
+# Each stands alone: torch and the standard library only.
+set(public_headers torch/session.h torch/query_predictor.h)
+
+install(TARGETS kvswap_torch LIBRARY DESTINATION lib)
+install(TARGETS kvswap_core ARCHIVE DESTINATION lib)
+if(TARGET _C)
+  install(TARGETS _C LIBRARY DESTINATION .)
+endif()
+install(FILES ${package_dir}/lib/build_info.json DESTINATION lib)
+
+set(KVSWAP_CORE_LINKS Threads::Threads)
+if(KVSWAP_HAS_URING)
+  install(FILES ${KVSWAP_URING_LIBRARY} DESTINATION lib)
+  list(APPEND KVSWAP_CORE_LINKS "\${kvswap_lib_dir}/liburing.a")
+endif()
+# A machine that installs the wheel need not have Highway.
+if(KVSWAP_HAS_HIGHWAY)
+  file(REAL_PATH ${KVSWAP_HIGHWAY_LIBRARY} highway_file)
+  get_filename_component(highway_name ${highway_file} NAME)
+  if(highway_name MATCHES "\\.so")
+    execute_process(COMMAND ${CMAKE_OBJDUMP} -p ${highway_file} OUTPUT_VARIABLE highway_facts)
+    string(REGEX MATCH "SONAME +([^\n]+)" unused "${highway_facts}")
+    set(highway_name ${CMAKE_MATCH_1})
+  endif()
+  install(FILES ${highway_file} DESTINATION lib RENAME ${highway_name})
+  list(APPEND KVSWAP_CORE_LINKS "\${kvswap_lib_dir}/${highway_name}")
+endif()
+
+foreach(header IN LISTS public_headers)
+  get_filename_component(folder ${header} DIRECTORY)
+  install(FILES ${PROJECT_SOURCE_DIR}/csrc/${header} DESTINATION include/kvswap/${folder})
+endforeach()
+
+configure_package_config_file(
+  ${PROJECT_SOURCE_DIR}/cmake/kvswapConfig.cmake.in ${CMAKE_BINARY_DIR}/kvswapConfig.cmake
+  INSTALL_DESTINATION share/cmake/kvswap)
+write_basic_package_version_file(
+  ${CMAKE_BINARY_DIR}/kvswapConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES
+  ${CMAKE_BINARY_DIR}/kvswapConfig.cmake ${CMAKE_BINARY_DIR}/kvswapConfigVersion.cmake
+  DESTINATION share/cmake/kvswap)

@@ -1,0 +1,37 @@
+# A room is a folder of csrc/. Its objects are compiled once; they make the room's own archive, so
+# that a test of one room needs only the rooms below it, and kvswap_core, which is what is shipped.
+file(WRITE ${CMAKE_BINARY_DIR}/empty.cpp "// Stands in for a room that has no source yet.\n")
+
+function(kvswap_add_room room)
+  cmake_parse_arguments(arg "" "SUBDIR" "DEPENDS" ${ARGN})
+  if(NOT arg_SUBDIR)
+    set(arg_SUBDIR ${room})
+  endif()
+  file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/${arg_SUBDIR}/*.cpp)
+  if(NOT sources)
+    set(sources ${CMAKE_BINARY_DIR}/empty.cpp)
+  endif()
+  add_library(kvswap_${room}_objects OBJECT ${sources})
+  target_include_directories(kvswap_${room}_objects PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
+  target_link_libraries(kvswap_${room}_objects
+    PUBLIC kvswap_dependencies PRIVATE kvswap_options)
+
+  add_library(kvswap_${room} STATIC $<TARGET_OBJECTS:kvswap_${room}_objects>)
+  set_target_properties(kvswap_${room} PROPERTIES LINKER_LANGUAGE CXX)
+  target_include_directories(kvswap_${room} PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
+  target_link_libraries(kvswap_${room} PUBLIC kvswap_dependencies)
+  foreach(dependency IN LISTS arg_DEPENDS)
+    target_link_libraries(kvswap_${room} PUBLIC kvswap_${dependency})
+  endforeach()
+endfunction()
+
+function(kvswap_add_core)
+  set(objects)
+  foreach(room IN LISTS ARGN)
+    list(APPEND objects $<TARGET_OBJECTS:kvswap_${room}_objects>)
+  endforeach()
+  add_library(kvswap_core STATIC ${objects})
+  set_target_properties(kvswap_core PROPERTIES LINKER_LANGUAGE CXX)
+  target_include_directories(kvswap_core PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
+  target_link_libraries(kvswap_core PUBLIC kvswap_dependencies)
+endfunction()

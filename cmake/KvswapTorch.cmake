@@ -1,0 +1,66 @@
+find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c
+    "import torch; print(torch.utils.cmake_prefix_path); print(torch.__version__)"
+  OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+string(REPLACE "\n" ";" torch_facts "${torch_facts}")
+list(GET torch_facts 0 torch_prefix)
+list(GET torch_facts 1 KVSWAP_TORCH_VERSION)
+# Torch's own package looks for a kineto that wheels do not carry and warns; c10 is linked anyway.
+if(NOT EXISTS ${torch_prefix}/../../lib/libkineto.a)
+  set(kineto_LIBRARY ${torch_prefix}/../../lib/libc10.so)
+endif()
+find_package(Torch REQUIRED HINTS ${torch_prefix})
+set(torch_lib_dir ${TORCH_INSTALL_PREFIX}/lib)
+message(STATUS "kvswap: torch ${KVSWAP_TORCH_VERSION} in ${TORCH_INSTALL_PREFIX}")
+
+file(GLOB torch_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/torch/*.cpp)
+file(GLOB python_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/python/*.cpp)
+if(NOT torch_sources)
+  set(torch_sources ${CMAKE_BINARY_DIR}/empty.cpp)
+endif()
+
+# The whole of kvswap_core goes in, so that the Python module and LibTorch programs share one copy.
+add_library(kvswap_torch SHARED ${torch_sources})
+target_include_directories(kvswap_torch PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
+target_link_libraries(kvswap_torch
+  PUBLIC ${TORCH_LIBRARIES}
+  PRIVATE kvswap_options $<LINK_LIBRARY:WHOLE_ARCHIVE,kvswap_core> kvswap_dependencies)
+target_link_options(kvswap_torch PRIVATE -Wl,--exclude-libs,liburing.a -Wl,--no-undefined)
+
+set(targets kvswap_torch)
+if(python_sources)
+  find_library(KVSWAP_TORCH_PYTHON torch_python PATHS ${torch_lib_dir} NO_DEFAULT_PATH REQUIRED)
+  Python_add_library(_C MODULE WITH_SOABI ${python_sources})
+  target_link_libraries(_C PRIVATE kvswap_options kvswap_torch kvswap_dependencies
+    ${KVSWAP_TORCH_PYTHON})
+  target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
+  set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden)
+  list(APPEND targets _C)
+endif()
+
+# In the wheel torch is a neighbour in site-packages; in the tree it is where Python found it.
+set_target_properties(kvswap_torch PROPERTIES
+  BUILD_RPATH "${torch_lib_dir}" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+if(TARGET _C)
+  set_target_properties(_C PROPERTIES
+    BUILD_RPATH "$ORIGIN/lib;${torch_lib_dir}" INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
+endif()
+set(package_dir ${CMAKE_BINARY_DIR}/kvswap_torch)
+if(KVSWAP_INPLACE)
+  set(package_dir ${PROJECT_SOURCE_DIR}/kvswap_torch)
+endif()
+set_target_properties(kvswap_torch PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${package_dir}/lib)
+if(TARGET _C)
+  set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${package_dir})
+endif()
+string(TOLOWER "${CMAKE_BUILD_TYPE}" build_type)
+file(CONFIGURE OUTPUT ${package_dir}/lib/build_info.json @ONLY CONTENT [[{
+  "torch": "@KVSWAP_TORCH_VERSION@",
+  "liburing": @KVSWAP_HAS_URING@,
+  "highway": @KVSWAP_HAS_HIGHWAY@,
+  "xxhash": @KVSWAP_HAS_XXHASH@,
+  "build_type": "@build_type@"
+}
+]])
+add_custom_target(libraries DEPENDS ${targets})

@@ -1,0 +1,284 @@
+#include "io/data_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "io/error_text.h"
+#include "io/unnamed_file.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kSmallestAlignment = 512;
+constexpr int64_t kUnknownAlignment = 4096;  // every device and file system in use takes this
+constexpr int64_t kDirtyBytesMax = 8 << 20;  // buffered only: what may wait in the page cache
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+Status check_options(const DataFileOptions& options) {
+  if (options.extend_bytes < 1) {
+    return Status::invalid("DataFile::open: extend_bytes must be at least 1, got " +
+                           std::to_string(options.extend_bytes));
+  }
+  struct stat facts {};
+  if (::stat(options.directory.c_str(), &facts) != 0) {
+    return {StatusCode::kInvalid,
+            "DataFile::open: directory must exist, got '" + options.directory + "' where " +
+                errno_text(errno) + "; create it or choose another path",
+            errno};
+  }
+  if (!S_ISDIR(facts.st_mode)) {
+    return {StatusCode::kInvalid,
+            "DataFile::open: path must be a directory, got '" + options.directory +
+                "', which is not one; choose another path",
+            ENOTDIR};
+  }
+  return Status::ok();
+}
+
+/// What O_DIRECT asks of this file: 0 where the file system says that it has none.
+int64_t direct_alignment(int fd) {
+#if defined(STATX_DIOALIGN)
+  struct statx facts {};
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 &&
+      (facts.stx_mask & STATX_DIOALIGN) != 0) {
+    if (facts.stx_dio_offset_align == 0) return 0;
+    const int64_t asked = std::max(facts.stx_dio_mem_align, facts.stx_dio_offset_align);
+    return std::max(kSmallestAlignment, static_cast<int64_t>(std::bit_ceil(
+                                            static_cast<uint64_t>(asked))));
+  }
+#else
+  (void)fd;
+#endif
+  return kUnknownAlignment;
+}
+
+/// Writes one block and reads it back: some file systems refuse O_DIRECT only then. 0 or errno.
+int prove_block(int fd, int64_t alignment) {
+  struct Free {
+    void operator()(void* block) const { std::free(block); }
+  };
+  const auto size = static_cast<size_t>(alignment);
+  const std::unique_ptr<void, Free> written(std::aligned_alloc(size, size));
+  const std::unique_ptr<void, Free> read(std::aligned_alloc(size, size));
+  if (!written || !read) return ENOMEM;
+  std::memset(written.get(), 0x5a, size);
+  std::memset(read.get(), 0, size);
+  ssize_t count = ::pwrite(fd, written.get(), size, 0);
+  if (count >= 0) count = ::pread(fd, read.get(), size, 0);
+  if (count < 0) return errno;
+  if (count != static_cast<ssize_t>(size)) return EIO;
+  return std::memcmp(written.get(), read.get(), size) == 0 ? 0 : EIO;
+}
+
+class UnnamedDataFile final : public DataFile {
+ public:
+  UnnamedDataFile(OwnedFd fd, const DataFileOptions& options)
+      : fd_(std::move(fd)), options_(options) {}
+
+  void choose_preallocation() {
+    if (::fallocate(fd_.get(), 0, 0, kSmallestAlignment) == 0 || errno != EOPNOTSUPP) return;
+    preallocates_ = false;
+    add_fallback("Preallocation is refused in '" + options_.directory +
+                 "': a full disk is noticed only when a write fails.");
+  }
+
+  Status choose_mode() {
+    if (options_.mode != IoMode::kBuffered) {
+      std::string reason;
+      if (try_direct(&reason)) return Status::ok();
+      const std::string sentence = "O_DIRECT is refused in '" + options_.directory + "' (" +
+                                   reason + ")";
+      if (options_.mode == IoMode::kDirect) {
+        return Status::storage("DataFile::open: the file system must take O_DIRECT because the "
+                               "mode is direct, but " + sentence +
+                                   "; use mode auto or buffered, or choose another path",
+                               EINVAL);
+      }
+      add_fallback(sentence + ": buffered I/O is used, which costs more CPU.");
+    }
+    // Selected groups lie scattered: read-ahead would fetch what nobody asked for.
+    (void)::posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_RANDOM);
+    return Status::ok();
+  }
+
+  void add_fallback(std::string sentence) { fallbacks_.push_back(std::move(sentence)); }
+
+  int fd() const override { return fd_.get(); }
+  bool is_direct() const override { return direct_; }
+  int64_t alignment_bytes() const override { return alignment_; }
+  const std::string& directory() const override { return options_.directory; }
+  const std::vector<std::string>& fallbacks() const override { return fallbacks_; }
+  int64_t allocated_bytes() const override { return allocated_.load(std::memory_order_acquire); }
+
+  Status reserve(int64_t size_bytes) override;
+  Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override;
+  void drop_cached(int64_t offset_bytes, int64_t length_bytes) override;
+
+ private:
+  bool try_direct(std::string* reason);
+  int allocate_up_to(int64_t size_bytes);
+  Status no_space(const std::string& where, int64_t needed_bytes, int error_number) const;
+
+  OwnedFd fd_;
+  DataFileOptions options_;
+  bool direct_ = false;
+  int64_t alignment_ = kSmallestAlignment;
+  std::vector<std::string> fallbacks_;
+  std::mutex reserve_mutex_;
+  std::atomic<int64_t> allocated_{0};
+  bool preallocates_ = true;
+  int64_t dirty_bytes_ = 0;
+};
+
+bool UnnamedDataFile::try_direct(std::string* reason) {
+  const int64_t alignment = direct_alignment(fd_.get());
+  if (alignment == 0) {
+    *reason = "the file system says that it has none";
+    return false;
+  }
+  const int flags = ::fcntl(fd_.get(), F_GETFL);
+  int error = ::fcntl(fd_.get(), F_SETFL, flags | O_DIRECT) == 0 ? 0 : errno;
+  if (error == 0) error = prove_block(fd_.get(), alignment);
+  if (error == 0) {
+    direct_ = true;
+    alignment_ = alignment;
+    return true;
+  }
+  *reason = errno_text(error);
+  (void)::fcntl(fd_.get(), F_SETFL, flags);
+  return false;
+}
+
+Status UnnamedDataFile::no_space(const std::string& where, int64_t needed_bytes,
+                                 int error_number) const {
+  const Result<int64_t> free = free_bytes(options_.directory);
+  const std::string left = free.is_ok() ? std::to_string(free.value()) : "an unknown number of";
+  return Status::storage(where + ": '" + options_.directory + "' must have room for " +
+                             std::to_string(needed_bytes) + " bytes more, but " + left +
+                             " bytes are free: " + errno_text(error_number) +
+                             "; free space, choose another path or lower the context",
+                         error_number);
+}
+
+int UnnamedDataFile::allocate_up_to(int64_t size_bytes) {
+  const int64_t allocated = allocated_.load(std::memory_order_relaxed);
+  int result = 0;
+  do {
+    result = preallocates_ ? ::fallocate(fd_.get(), 0, allocated, size_bytes - allocated)
+                           : ::ftruncate(fd_.get(), size_bytes);
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) {
+    allocated_.store(size_bytes, std::memory_order_release);
+    return 0;
+  }
+  const int error = errno;
+  (void)!::ftruncate(fd_.get(), allocated);  // a failed fallocate may have taken a part
+  return error;
+}
+
+Status UnnamedDataFile::reserve(int64_t size_bytes) {
+  const std::lock_guard lock(reserve_mutex_);
+  const int64_t allocated = allocated_.load(std::memory_order_relaxed);
+  if (size_bytes <= allocated) return Status::ok();
+  if (options_.quota_bytes >= 0 && size_bytes > options_.quota_bytes) {
+    return Status::budget("DataFile::reserve: the session file must stay within its quota of " +
+                          std::to_string(options_.quota_bytes) + " bytes, but " +
+                          std::to_string(size_bytes) +
+                          " are needed; raise the quota or lower the context");
+  }
+  int64_t ahead = round_up(size_bytes, std::max(options_.extend_bytes, alignment_));
+  if (options_.quota_bytes >= 0) ahead = std::min(ahead, options_.quota_bytes);
+  int error = allocate_up_to(ahead);
+  if (error != 0 && ahead > size_bytes) error = allocate_up_to(size_bytes);
+  if (error == 0) return Status::ok();
+  if (error == ENOSPC) return no_space("DataFile::reserve", size_bytes - allocated, error);
+  return Status::storage("DataFile::reserve: the session file in '" + options_.directory +
+                             "' must grow to " + std::to_string(size_bytes) + " bytes, got " +
+                             errno_text(error) + storage_hint(error),
+                         error);
+}
+
+Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> bytes) {
+  const int64_t end = offset_bytes + static_cast<int64_t>(bytes.size());
+  KVSWAP_RETURN_IF_ERROR(reserve(end));
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const int64_t at = offset_bytes + static_cast<int64_t>(done);
+    const ssize_t count = ::pwrite(fd_.get(), bytes.data() + done, bytes.size() - done, at);
+    if (count > 0) {
+      done += static_cast<size_t>(count);
+      continue;
+    }
+    const int error = count == 0 ? EIO : errno;
+    if (error == EINTR) continue;
+    if (error == ENOSPC) {
+      return no_space("DataFile::write", static_cast<int64_t>(bytes.size() - done), error);
+    }
+    return Status::storage("DataFile::write: " + std::to_string(bytes.size() - done) +
+                               " bytes at offset " + std::to_string(at) +
+                               " of the session file in '" + options_.directory +
+                               "' must be written, got " + errno_text(error) +
+                               storage_hint(error),
+                           error);
+  }
+  dirty_bytes_ += static_cast<int64_t>(bytes.size());
+  if (!direct_ && dirty_bytes_ >= kDirtyBytesMax) {
+    drop_cached(0, 0);
+    dirty_bytes_ = 0;
+  }
+  return Status::ok();
+}
+
+void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
+  if (direct_) return;
+  // Dirty pages are not dropped, so they are written first.
+  (void)::sync_file_range(fd_.get(), offset_bytes, length_bytes,
+                          SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |
+                              SYNC_FILE_RANGE_WAIT_AFTER);
+  (void)::posix_fadvise(fd_.get(), offset_bytes, length_bytes, POSIX_FADV_DONTNEED);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DataFile>> DataFile::open(const DataFileOptions& options) {
+  KVSWAP_RETURN_IF_ERROR(check_options(options));
+  std::string fallback;
+  Result<OwnedFd> fd = create_unnamed_file(options.directory);
+  if (!fd.is_ok() && fd.status().code() == StatusCode::kStorage) {
+    const std::string reason = errno_text(fd.status().error_number());
+    fd = create_and_unlink_file(options.directory);
+    fallback = "O_TMPFILE is refused in '" + options.directory + "' (" + reason +
+               "): the session file had a name for a moment.";
+  }
+  if (!fd.is_ok()) return fd.status();
+  auto file = std::make_unique<UnnamedDataFile>(std::move(fd.value()), options);
+  if (!fallback.empty()) file->add_fallback(std::move(fallback));
+  file->choose_preallocation();
+  KVSWAP_RETURN_IF_ERROR(file->choose_mode());
+  return std::unique_ptr<DataFile>(std::move(file));
+}
+
+Result<int64_t> free_bytes(const std::string& directory) {
+  struct statvfs facts {};
+  if (::statvfs(directory.c_str(), &facts) != 0) {
+    return Status::storage("free_bytes: '" + directory + "' must be on a mounted file system, got " +
+                               errno_text(errno),
+                           errno);
+  }
+  return static_cast<int64_t>(facts.f_bavail) * static_cast<int64_t>(facts.f_frsize);
+}
+
+}  // namespace kvswap

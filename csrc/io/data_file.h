@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/status.h"
+
+namespace kvswap {
+
+enum class IoMode { kAuto, kDirect, kBuffered };
+
+struct DataFileOptions {
+  std::string directory;             // must exist and be writable
+  IoMode mode = IoMode::kAuto;       // kAuto: O_DIRECT if the file system takes it, else buffered
+  int64_t quota_bytes = -1;          // most the file may occupy; -1: no limit but the disk's
+  int64_t extend_bytes = 64 << 20;   // preallocation step
+};
+
+/// The session's unnamed file: nothing of it is left in the directory, whatever ends the process.
+///
+/// Opened with O_TMPFILE (mode 0600); where the file system refuses that, created and unlinked at
+/// once. Space is preallocated in steps, since extending a file while reading it makes O_DIRECT
+/// reads slow. O_DIRECT is proven by writing and reading back one block, because some file systems
+/// refuse it only then; with kAuto the fall-back is buffered I/O whose pages are dropped from the
+/// page cache, and `fallbacks()` says so in a sentence.
+///
+/// Thread rules: write() by one thread at a time; reserve() by any thread, also during write();
+/// readers use fd() from any thread.
+class DataFile {
+ public:
+  static Result<std::unique_ptr<DataFile>> open(const DataFileOptions& options);
+  virtual ~DataFile() = default;
+
+  virtual int fd() const = 0;
+  virtual bool is_direct() const = 0;
+  /// Offsets, lengths and addresses of reads and writes are multiples of this (a power of two).
+  virtual int64_t alignment_bytes() const = 0;
+  virtual const std::string& directory() const = 0;
+  virtual const std::vector<std::string>& fallbacks() const = 0;
+
+  /// Makes sure that [0, size_bytes) is allocated; fails with kBudget over the quota and with
+  /// kStorage (ENOSPC, naming the free bytes) on a full disk.
+  virtual Status reserve(int64_t size_bytes) = 0;
+  /// Writes the whole buffer, in however many system calls it takes; reserves what is not reserved.
+  virtual Status write(int64_t offset_bytes, std::span<const std::byte> bytes) = 0;
+  virtual int64_t allocated_bytes() const = 0;
+  /// Buffered files only: drops what was written or read from the page cache. Else nothing. Needed
+  /// only to be exact: write() and the readers drop what they left there every few MiB.
+  virtual void drop_cached(int64_t offset_bytes, int64_t length_bytes) = 0;
+};
+
+/// Free bytes for this user on the file system of `directory`.
+Result<int64_t> free_bytes(const std::string& directory);
+
+}  // namespace kvswap

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "io/block_reader.h"
+#include "io/data_file.h"
+#include "io/read_progress.h"
+
+namespace kvswap {
+
+/// A submitted batch in the reader's own memory.
+struct ReadBatch {
+  Ticket ticket = 0;
+  std::vector<iovec> targets;
+  std::vector<ReadProgress> reads;
+  size_t next = 0;     // first read that was not started
+  size_t started = 0;  // started and not finished
+  Status status;
+  bool is_done = false;  // what wait() looks at
+
+  /// Keeps the first failure; reads that were not started are left out.
+  void fail(Status failure);
+  bool has_unstarted() const { return next < reads.size(); }
+  bool is_finished() const { return started == 0 && !has_unstarted(); }
+};
+
+/// The batches that were submitted and not yet waited for. Memory of batches that are through is
+/// used again, so a steady state allocates nothing. No locks: the reader has one.
+class ReadBatchTable {
+ public:
+  ReadBatch& add(std::span<const BlockRead> reads);
+  ReadBatch* find(Ticket ticket);
+  /// Takes the finished batch out and returns its status.
+  Status take(Ticket ticket);
+  std::span<const std::unique_ptr<ReadBatch>> live() const { return live_; }
+
+ private:
+  std::vector<std::unique_ptr<ReadBatch>> live_;
+  std::vector<std::unique_ptr<ReadBatch>> free_;
+  Ticket last_ticket_ = 0;
+};
+
+/// What wait() says to a ticket that names no batch.
+Status unknown_ticket(Ticket ticket);
+
+/// Refuses what the kernel would refuse, before anything is started.
+Status check_reads(const DataFile& file, std::span<const BlockRead> reads);
+
+}  // namespace kvswap

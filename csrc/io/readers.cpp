@@ -1,0 +1,104 @@
+#include "io/readers.h"
+
+#include <fcntl.h>
+
+#include <utility>
+
+#include "io/io_thread.h"
+#include "io/reader_backends.h"
+
+namespace kvswap {
+namespace {
+
+constexpr uint64_t kCachedBytesMax = 64 << 20;
+
+/// What holds for every reader: in a forked child, where our threads do not exist, calls fail and
+/// the destructor leaves the copy alone; and buffered reads do not fill the page cache for good.
+class GuardedReader final : public BlockReader {
+ public:
+  GuardedReader(std::unique_ptr<BlockReader> inner, const DataFile& file)
+      : inner_(std::move(inner)), file_(file) {}
+
+  ~GuardedReader() override {
+    // Joining a thread or destroying its condition variable would hang in a forked child.
+    if (!owner_.is_here()) (void)inner_.release();
+  }
+
+  Result<Ticket> submit(std::span<const BlockRead> reads) override {
+    KVSWAP_RETURN_IF_ERROR(owner_.check("submit"));
+    return inner_->submit(reads);
+  }
+
+  Status wait(Ticket ticket) override {
+    KVSWAP_RETURN_IF_ERROR(owner_.check("wait"));
+    Status status = inner_->wait(ticket);
+    if (!file_.is_direct()) drop_cached();
+    return status;
+  }
+
+  bool is_done(Ticket ticket) override { return !owner_.is_here() || inner_->is_done(ticket); }
+  ReaderCounters counters() const override {
+    return owner_.is_here() ? inner_->counters() : ReaderCounters{};
+  }
+  std::string name() const override { return inner_->name(); }
+
+ private:
+  void drop_cached() {
+    const uint64_t bytes = inner_->counters().bytes;
+    if (bytes - dropped_at_bytes_ < kCachedBytesMax) return;
+    dropped_at_bytes_ = bytes;
+    (void)::posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
+  }
+
+  std::unique_ptr<BlockReader> inner_;
+  const DataFile& file_;
+  OwnerProcess owner_;
+  uint64_t dropped_at_bytes_ = 0;
+};
+
+Status check_range(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return Status::ok();
+  return Status::invalid(std::string("open_reader: ") + name + " must be " +
+                         std::to_string(least) + " to " + std::to_string(most) + ", got " +
+                         std::to_string(value));
+}
+
+Result<std::unique_ptr<BlockReader>> make_reader(const DataFile& file,
+                                                 const ReaderOptions& options) {
+  switch (options.kind) {
+    case ReaderKind::kSync:
+      return make_sync_reader(file, options);
+    case ReaderKind::kThreads:
+      return make_thread_reader(file, options);
+    case ReaderKind::kUring:
+    case ReaderKind::kAuto:
+      break;
+  }
+  return make_uring_reader(file, options);
+}
+
+}  // namespace
+
+Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options) {
+  KVSWAP_RETURN_IF_ERROR(check_range("depth", options.depth, 1, 1024));
+  KVSWAP_RETURN_IF_ERROR(check_range("threads", options.threads, 1, 256));
+  KVSWAP_RETURN_IF_ERROR(check_range("call_bytes_max", options.call_bytes_max,
+                                     file.alignment_bytes(), 1 << 30));
+  if (options.call_bytes_max % file.alignment_bytes() != 0) {
+    return Status::invalid("open_reader: call_bytes_max must be a multiple of " +
+                           std::to_string(file.alignment_bytes()) + ", got " +
+                           std::to_string(options.call_bytes_max));
+  }
+  OpenedReader opened;
+  Result<std::unique_ptr<BlockReader>> reader = make_reader(file, options);
+  if (!reader.is_ok() && options.kind == ReaderKind::kAuto) {
+    opened.reason = reader.status().message() + ". Reads go through " +
+                    std::to_string(options.threads) + " threads instead.";
+    reader = make_thread_reader(file, options);
+  }
+  if (!reader.is_ok()) return reader.status();
+  opened.reader = std::make_unique<GuardedReader>(std::move(reader.value()), file);
+  return opened;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/block_reader.h"
+#include "io/data_file.h"
+
+namespace kvswap {
+
+enum class ReaderKind { kAuto, kUring, kThreads, kSync };
+
+struct ReaderOptions {
+  ReaderKind kind = ReaderKind::kAuto;  // kAuto: io_uring where it works, else threads
+  int depth = 64;                       // reads in flight at most, 1..1024
+  int threads = 8;                      // for kThreads, 1..256
+  int64_t call_bytes_max = 1 << 30;     // longer reads take several system calls; aligned
+};
+
+struct OpenedReader {
+  std::unique_ptr<BlockReader> reader;
+  std::string reason;                   // why this one, in a sentence; empty when it is what was asked
+};
+
+/// Opens the reader that `options` asks for; the file must outlive it. Only kAuto falls back.
+Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options);
+
+/// A modelled device: what a read costs there, whatever the disk underneath.
+struct DeviceModel {
+  std::string name;             // "nvme", "ufs", "ufs3", "emmc"
+  double latency_seconds = 0;   // of one read on an idle device
+  double bytes_per_second = 0;  // shared by all reads in flight
+  int depth = 1;                // reads the device serves at once
+};
+
+/// nvme, ufs (4.0), ufs3 (3.1) or emmc (5.1) with published figures; nothing for another name.
+std::optional<DeviceModel> find_device_model(const std::string& name);
+
+/// Wraps a reader so that no batch is done before the modelled device would be done with it.
+std::unique_ptr<BlockReader> make_modelled_reader(std::unique_ptr<BlockReader> inner,
+                                                  const DeviceModel& model);
+
+}  // namespace kvswap

@@ -1,0 +1,141 @@
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "io/io_thread.h"
+#include "io/read_batch.h"
+#include "io/read_call.h"
+#include "io/reader_backends.h"
+
+namespace kvswap {
+namespace {
+
+/// Reads with a pool of threads, one preadv each at a time; batches are started in their order.
+class ThreadReader final : public BlockReader {
+ public:
+  ThreadReader(const DataFile& file, const ReaderOptions& options)
+      : file_(file),
+        alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
+        call_bytes_max_(options.call_bytes_max) {}
+
+  ~ThreadReader() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+      for (const auto& batch : batches_.live()) batch->next = batch->reads.size();
+    }
+    work_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  Status start(int threads) {
+    for (int index = 0; index < threads; ++index) {
+      const std::string name = "kvswap-read-" + std::to_string(index);
+      Result<std::thread> thread = start_io_thread(name, [this] { run(); });
+      if (!thread.is_ok()) return thread.status();
+      threads_.push_back(std::move(thread.value()));
+    }
+    return Status::ok();
+  }
+
+  Result<Ticket> submit(std::span<const BlockRead> reads) override {
+    KVSWAP_RETURN_IF_ERROR(check_reads(file_, reads));
+    Ticket ticket = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      ticket = batches_.add(reads).ticket;
+      ++counters_.batches;
+    }
+    const size_t helpers = std::min(reads.size(), threads_.size());
+    for (size_t index = 0; index < helpers; ++index) work_.notify_one();
+    return ticket;
+  }
+
+  Status wait(Ticket ticket) override {
+    std::unique_lock lock(mutex_);
+    const ReadBatch* batch = batches_.find(ticket);
+    if (batch == nullptr) return unknown_ticket(ticket);
+    done_.wait(lock, [&] { return batch->is_done; });
+    return batches_.take(ticket);
+  }
+
+  bool is_done(Ticket ticket) override {
+    const std::lock_guard lock(mutex_);
+    const ReadBatch* batch = batches_.find(ticket);
+    return batch == nullptr || batch->is_done;
+  }
+
+  ReaderCounters counters() const override {
+    const std::lock_guard lock(mutex_);
+    return counters_;
+  }
+
+  std::string name() const override { return "threads"; }
+
+ private:
+  ReadBatch* next_batch() {
+    for (const auto& batch : batches_.live()) {
+      if (batch->has_unstarted()) return batch.get();
+    }
+    return nullptr;
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      ReadBatch* batch = nullptr;
+      work_.wait(lock, [&] { return (batch = next_batch()) != nullptr || stopping_; });
+      if (batch == nullptr) return;
+      ReadProgress& read = batch->reads[batch->next++];
+      ++batch->started;
+      lock.unlock();
+      ReaderCounters counted;
+      const ReadProgress::Next next = read_one(read, &counted);
+      lock.lock();
+      counters_.reads += counted.reads;
+      counters_.bytes += counted.bytes;
+      counters_.retries += counted.retries;
+      --batch->started;
+      if (next == ReadProgress::Next::kFailed) batch->fail(read.failure(file_.directory()));
+      if (batch->is_finished()) {
+        batch->is_done = true;
+        done_.notify_all();
+      }
+    }
+  }
+
+  ReadProgress::Next read_one(ReadProgress& read, ReaderCounters* counted) const {
+    ReadProgress::Next next;
+    do {
+      const int64_t result = call_preadv(file_.fd(), read.next_call(call_bytes_max_));
+      next = read.apply(result, alignment_bytes_);
+      ++counted->reads;
+      counted->bytes += result > 0 ? static_cast<uint64_t>(result) : 0;
+      counted->retries += next == ReadProgress::Next::kCallAgain;
+    } while (next == ReadProgress::Next::kCallAgain);
+    return next;
+  }
+
+  const DataFile& file_;
+  const int64_t alignment_bytes_;
+  const int64_t call_bytes_max_;
+  mutable std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  ReadBatchTable batches_;
+  ReaderCounters counters_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<BlockReader>> make_thread_reader(const DataFile& file,
+                                                        const ReaderOptions& options) {
+  auto reader = std::make_unique<ThreadReader>(file, options);
+  KVSWAP_RETURN_IF_ERROR(reader->start(options.threads));
+  return std::unique_ptr<BlockReader>(std::move(reader));
+}
+
+}  // namespace kvswap

@@ -1,0 +1,232 @@
+#include "io/reader_backends.h"
+
+#if KVSWAP_HAS_URING
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "io/io_thread.h"
+#include "io/read_batch.h"
+#include "io/uring_ring.h"
+
+namespace kvswap {
+namespace {
+
+/// Reads through io_uring: one thread of ours owns the ring and keeps up to `depth` reads in
+/// flight, so that a batch larger than the depth makes progress while its owner computes.
+///
+/// Who owns what: between submit() and `is_done` a batch belongs to the ring's thread, except for
+/// its ticket and `is_done`, which `mutex_` guards like the table and the inbox.
+class UringReader final : public BlockReader {
+ public:
+  UringReader(const DataFile& file, const ReaderOptions& options)
+      : file_(file),
+        alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
+        call_bytes_max_(options.call_bytes_max),
+        slots_(static_cast<size_t>(options.depth)) {
+    free_slots_.reserve(slots_.size());
+    for (size_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
+  }
+
+  ~UringReader() override {
+    if (!thread_.joinable()) return;
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    ring_.wake();
+    thread_.join();
+  }
+
+  Status start() {
+    Result<std::thread> thread = start_io_thread("kvswap-uring", [this] { run(); });
+    if (!thread.is_ok()) return thread.status();
+    thread_ = std::move(thread.value());
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [&] { return opened_.has_value(); });
+    if (opened_->is_ok()) return Status::ok();
+    lock.unlock();
+    thread_.join();
+    return *opened_;
+  }
+
+  Result<Ticket> submit(std::span<const BlockRead> reads) override {
+    KVSWAP_RETURN_IF_ERROR(check_reads(file_, reads));
+    Ticket ticket = 0;
+    bool must_wake = false;
+    {
+      const std::lock_guard lock(mutex_);
+      ReadBatch& batch = batches_.add(reads);
+      ticket = batch.ticket;
+      ++counters_.batches;
+      if (batch.is_done) return ticket;
+      inbox_.push_back(&batch);
+      must_wake = std::exchange(asleep_, false);
+    }
+    if (must_wake) ring_.wake();
+    return ticket;
+  }
+
+  Status wait(Ticket ticket) override {
+    std::unique_lock lock(mutex_);
+    const ReadBatch* batch = batches_.find(ticket);
+    if (batch == nullptr) return unknown_ticket(ticket);
+    done_.wait(lock, [&] { return batch->is_done; });
+    return batches_.take(ticket);
+  }
+
+  bool is_done(Ticket ticket) override {
+    const std::lock_guard lock(mutex_);
+    const ReadBatch* batch = batches_.find(ticket);
+    return batch == nullptr || batch->is_done;
+  }
+
+  ReaderCounters counters() const override {
+    const std::lock_guard lock(mutex_);
+    return counters_;
+  }
+
+  std::string name() const override { return "uring"; }
+
+ private:
+  struct Slot {
+    ReadBatch* batch = nullptr;
+    ReadProgress* read = nullptr;
+  };
+
+  void run() {
+    Status opened = ring_.open(file_.fd(), static_cast<int>(slots_.size()));
+    const bool works = opened.is_ok();
+    {
+      const std::lock_guard lock(mutex_);
+      opened_ = std::move(opened);
+    }
+    done_.notify_all();
+    if (!works) return;
+    while (take_work()) {
+      start_reads();
+      if (may_sleep()) ring_.submit_and_wait();
+      ring_.reap([this](uint64_t slot, int result) { complete(slot, result); });
+    }
+  }
+
+  /// Publishes finished batches, takes new ones; false when the reader closes and all is quiet.
+  bool take_work() {
+    std::unique_lock lock(mutex_);
+    asleep_ = false;
+    counters_.reads += std::exchange(counted_.reads, 0);
+    counters_.bytes += std::exchange(counted_.bytes, 0);
+    counters_.retries += std::exchange(counted_.retries, 0);
+    bool any_finished = false;
+    std::erase_if(active_, [&](ReadBatch* batch) {
+      if (!batch->is_finished()) return false;
+      batch->is_done = true;
+      return any_finished = true;
+    });
+    active_.insert(active_.end(), inbox_.begin(), inbox_.end());
+    inbox_.clear();
+    const bool stopping = stopping_;
+    lock.unlock();
+    if (any_finished) done_.notify_all();
+    if (!stopping) return true;
+    for (ReadBatch* batch : active_) batch->next = batch->reads.size();
+    return free_slots_.size() < slots_.size();
+  }
+
+  /// Fills the ring up to its depth; batches in their order.
+  void start_reads() {
+    for (ReadBatch* batch : active_) {
+      while (batch->has_unstarted() && !free_slots_.empty()) {
+        const size_t slot = free_slots_.back();
+        free_slots_.pop_back();
+        slots_[slot] = {batch, &batch->reads[batch->next++]};
+        ++batch->started;
+        prepare(slot);
+      }
+    }
+  }
+
+  void prepare(size_t slot) {
+    ring_.prepare_read(slots_[slot].read->next_call(call_bytes_max_), slot);
+    ++counted_.reads;
+  }
+
+  /// A batch that came since the last look is taken before waiting.
+  bool may_sleep() {
+    const std::lock_guard lock(mutex_);
+    asleep_ = inbox_.empty();
+    return asleep_;
+  }
+
+  void complete(size_t slot, int result) {
+    const auto [batch, read] = slots_[slot];
+    if (result > 0) counted_.bytes += static_cast<uint64_t>(result);
+    const ReadProgress::Next next = read->apply(result, alignment_bytes_);
+    if (next == ReadProgress::Next::kCallAgain) {
+      ++counted_.retries;
+      prepare(slot);
+      return;
+    }
+    if (next == ReadProgress::Next::kFailed) batch->fail(read->failure(file_.directory()));
+    --batch->started;
+    free_slots_.push_back(slot);
+  }
+
+  const DataFile& file_;
+  const int64_t alignment_bytes_;
+  const int64_t call_bytes_max_;
+
+  // Of the ring's thread alone.
+  UringRing ring_;
+  std::vector<Slot> slots_;
+  std::vector<size_t> free_slots_;
+  std::vector<ReadBatch*> active_;
+  ReaderCounters counted_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable done_;
+  ReadBatchTable batches_;
+  std::vector<ReadBatch*> inbox_;
+  ReaderCounters counters_;
+  std::optional<Status> opened_;
+  bool asleep_ = false;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<BlockReader>> make_uring_reader(const DataFile& file,
+                                                       const ReaderOptions& options) {
+  auto reader = std::make_unique<UringReader>(file, options);
+  KVSWAP_RETURN_IF_ERROR(reader->start());
+  return std::unique_ptr<BlockReader>(std::move(reader));
+}
+
+Status check_uring() {
+  UringRing ring;
+  return ring.open(STDIN_FILENO, 1);
+}
+
+}  // namespace kvswap
+
+#else
+
+namespace kvswap {
+
+Status check_uring() {
+  return Status::storage("io_uring: this build must have liburing, but it was made without; "
+                         "install liburing's headers and build again", 0);
+}
+
+Result<std::unique_ptr<BlockReader>> make_uring_reader(const DataFile&, const ReaderOptions&) {
+  return check_uring();
+}
+
+}  // namespace kvswap
+
+#endif

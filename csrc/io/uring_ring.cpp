@@ -1,0 +1,108 @@
+#include "io/uring_ring.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+
+#include "io/error_text.h"
+
+namespace kvswap {
+namespace {
+
+/// Newer flags first: each saves wake-ups or locks, and older kernels refuse what they do not know.
+constexpr unsigned kFlagSets[] = {
+    IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_SUBMIT_ALL |
+        IORING_SETUP_CLAMP,
+    IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN | IORING_SETUP_SUBMIT_ALL |
+        IORING_SETUP_CLAMP,
+    IORING_SETUP_COOP_TASKRUN | IORING_SETUP_SUBMIT_ALL | IORING_SETUP_CLAMP,
+    0,
+};
+
+Status setup_error(const char* what, int error_number) {
+  return Status::storage(std::string("io_uring: ") + what + " must work, got " +
+                             errno_text(error_number) +
+                             "; use the thread reader, or allow io_uring "
+                             "(kernel.io_uring_disabled, the container's seccomp profile)",
+                         error_number);
+}
+
+bool takes_reads(io_uring& ring) {
+  io_uring_probe* probe = io_uring_get_probe_ring(&ring);
+  if (probe == nullptr) return false;
+  const bool supported = io_uring_opcode_supported(probe, IORING_OP_READ) != 0;
+  io_uring_free_probe(probe);
+  return supported;
+}
+
+}  // namespace
+
+UringRing::~UringRing() {
+  if (is_open_) io_uring_queue_exit(&ring_);
+  if (wake_fd_ >= 0) ::close(wake_fd_);
+}
+
+Status UringRing::open(int fd, int depth) {
+  int result = -EINVAL;
+  for (const unsigned flags : kFlagSets) {
+    // One entry more than the depth for the read of the eventfd.
+    result = io_uring_queue_init(static_cast<unsigned>(depth) + 1, &ring_, flags);
+    if (result != -EINVAL) break;
+  }
+  if (result != 0) return setup_error("io_uring_queue_init", -result);
+  is_open_ = true;
+  if (!takes_reads(ring_)) return setup_error("IORING_OP_READ (Linux 5.6)", EOPNOTSUPP);
+  (void)io_uring_ring_dontfork(&ring_);
+  wake_fd_ = ::eventfd(0, EFD_CLOEXEC);
+  if (wake_fd_ < 0) return setup_error("eventfd", errno);
+  file_is_registered_ = io_uring_register_files(&ring_, &fd, 1) == 0;
+  file_ = file_is_registered_ ? 0 : fd;
+  return Status::ok();
+}
+
+io_uring_sqe* UringRing::next_entry() {
+  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+  // The reader keeps at most `depth` reads in flight, and the ring has room for one more.
+  KVSWAP_ASSERT(entry != nullptr);
+  return entry;
+}
+
+void UringRing::prepare_read(const ReadProgress::Call& call, uint64_t tag) {
+  io_uring_sqe* entry = next_entry();
+  const auto offset = static_cast<uint64_t>(call.offset_bytes);
+  if (call.targets_count == 1) {
+    io_uring_prep_read(entry, file_, call.targets[0].iov_base,
+                       static_cast<unsigned>(call.targets[0].iov_len), offset);
+  } else {
+    io_uring_prep_readv(entry, file_, call.targets, static_cast<unsigned>(call.targets_count),
+                        offset);
+  }
+  if (file_is_registered_) entry->flags |= IOSQE_FIXED_FILE;
+  entry->user_data = tag;
+}
+
+void UringRing::arm_wake() {
+  io_uring_sqe* entry = next_entry();
+  io_uring_prep_read(entry, wake_fd_, &wake_count_, sizeof(wake_count_), 0);
+  entry->user_data = kWakeTag;
+  wake_is_armed_ = true;
+}
+
+void UringRing::submit_and_wait() {
+  if (!wake_is_armed_) arm_wake();
+  const int result = io_uring_submit_and_wait(&ring_, 1);
+  if (result >= 0 || result == -EINTR) return;
+  // The kernel is short of something for a moment. What is in flight still completes.
+  KVSWAP_ASSERT(result == -EAGAIN || result == -EBUSY || result == -ENOMEM);
+  ::usleep(100);
+}
+
+void UringRing::wake() const {
+  const uint64_t one = 1;
+  while (::write(wake_fd_, &one, sizeof(one)) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace kvswap

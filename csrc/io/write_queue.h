@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "io/data_file.h"
+#include "io/status.h"
+
+namespace kvswap {
+
+struct WriteQueueOptions {
+  int64_t buffer_bytes = 4 << 20;  // size of one staging buffer
+  int buffers = 3;                 // how many; the bound on what prefill keeps in flight
+};
+
+/// Writes behind: one thread writes staging buffers to the file in the order they were handed in.
+///
+/// acquire() lends an empty aligned buffer and blocks while all are in flight, so a slow disk makes
+/// the producer wait and memory never grows. submit() hands it over and returns its number; numbers
+/// rise by one. An error is kept: every later acquire(), submit(), wait() returns it, and what was
+/// handed in after the failed write is given up.
+///
+/// Thread rules: one producer thread. The destructor writes what was submitted. Not valid in a
+/// forked child.
+class WriteQueue {
+ public:
+  /// A lent buffer; hand it back by submit() or give_back().
+  struct Buffer {
+    std::byte* data = nullptr;   // aligned to 4096
+    int64_t capacity_bytes = 0;
+    int index = -1;
+  };
+
+  static Result<std::unique_ptr<WriteQueue>> create(DataFile* file,
+                                                    const WriteQueueOptions& options);
+  virtual ~WriteQueue() = default;
+  virtual Result<Buffer> acquire() = 0;
+  virtual void give_back(Buffer buffer) = 0;
+  /// Offset and length are multiples of the file's alignment. Also takes the buffer when it fails.
+  virtual Result<uint64_t> submit(Buffer buffer, int64_t offset_bytes, int64_t length_bytes) = 0;
+  /// The last number whose bytes are in the file.
+  virtual uint64_t written() const = 0;
+  virtual Status wait(uint64_t number) = 0;
+  virtual int64_t resident_bytes() const = 0;
+  virtual uint64_t bytes_written() const = 0;
+  /// Seconds that acquire() made the producer wait.
+  virtual double blocked_seconds() const = 0;
+};
+
+}  // namespace kvswap

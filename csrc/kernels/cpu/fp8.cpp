@@ -1,0 +1,106 @@
+#include "kernels/fp8.h"
+
+#include <algorithm>
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/fp8.cpp"
+#include "kernels/cpu/dispatch.h"
+#include "kernels/cpu/simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvswap::HWY_NAMESPACE {
+
+inline constexpr float kFloat8Max = 448.0f;
+
+template <typename T>
+float largest_magnitude(const T* row, int64_t size) {
+  Floats largest_so_far = zeros();
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    largest_so_far = maximum(largest_so_far, magnitude(load(row + i)));
+  }
+  if (i < size) {
+    largest_so_far = maximum(largest_so_far, magnitude(load_some(row + i, size - i)));
+  }
+  return largest(largest_so_far);
+}
+
+template <typename T>
+void quantize_typed(const Fp8Args& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* source = static_cast<const T*>(args.source) + row * args.head_dim;
+    Float8* target = static_cast<Float8*>(args.target) + row * args.head_dim;
+    const float step = largest_magnitude(source, args.head_dim) / kFloat8Max;
+    const float scale = step > 0.0f ? step : 1.0f;
+    args.scales[row] = scale;
+    int64_t i = 0;
+    for (; i + kLanes <= args.head_dim; i += kLanes) {
+      store(divide(load(source + i), fill(scale)), target + i);
+    }
+    if (i < args.head_dim) {
+      const int64_t rest = args.head_dim - i;
+      store_some(divide(load_some(source + i, rest), fill(scale)), target + i, rest);
+    }
+  }
+}
+
+template <typename T>
+void dequantize_typed(const Fp8Args& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const Float8* source = static_cast<const Float8*>(args.source) + row * args.head_dim;
+    T* target = static_cast<T*>(args.target) + row * args.head_dim;
+    const Floats scale = fill(args.scales[row]);
+    int64_t i = 0;
+    for (; i + kLanes <= args.head_dim; i += kLanes) {
+      store(multiply(load(source + i), scale), target + i);
+    }
+    if (i < args.head_dim) {
+      const int64_t rest = args.head_dim - i;
+      store_some(multiply(load_some(source + i, rest), scale), target + i, rest);
+    }
+  }
+}
+
+void quantize_rows(const Fp8Args& args, int64_t begin, int64_t end) {
+  switch (args.dtype) {
+    case DType::kFloat32: return quantize_typed<float>(args, begin, end);
+    case DType::kBFloat16: return quantize_typed<BFloat16>(args, begin, end);
+    case DType::kFloat16: return quantize_typed<Float16>(args, begin, end);
+    case DType::kInt8: return;
+  }
+}
+
+void dequantize_rows(const Fp8Args& args, int64_t begin, int64_t end) {
+  switch (args.dtype) {
+    case DType::kFloat32: return dequantize_typed<float>(args, begin, end);
+    case DType::kBFloat16: return dequantize_typed<BFloat16>(args, begin, end);
+    case DType::kFloat16: return dequantize_typed<Float16>(args, begin, end);
+    case DType::kInt8: return;
+  }
+}
+
+}  // namespace kvswap::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvswap {
+
+KVSWAP_EXPORT(quantize_rows);
+KVSWAP_EXPORT(dequantize_rows);
+
+inline constexpr int64_t kRowsPerPiece = 256;
+
+void fp8_quantize(const Fp8Args& args, const Execution& execution) {
+  run_parallel(execution, args.rows, kRowsPerPiece, [&](int64_t begin, int64_t end) {
+    KVSWAP_DISPATCH(quantize_rows)(args, begin, end);
+  });
+}
+
+void fp8_dequantize(const Fp8Args& args, const Execution& execution) {
+  run_parallel(execution, args.rows, kRowsPerPiece, [&](int64_t begin, int64_t end) {
+    KVSWAP_DISPATCH(dequantize_rows)(args, begin, end);
+  });
+}
+
+}  // namespace kvswap
+#endif  // HWY_ONCE

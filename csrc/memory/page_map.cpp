@@ -1,0 +1,109 @@
+#include "memory/page_map.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "io/status.h"
+
+namespace kvswap {
+
+std::optional<Replacement> parse_replacement(const std::string& name) {
+  if (name == "fifo") return Replacement::kFifo;
+  if (name == "lru") return Replacement::kLru;
+  if (name == "unused") return Replacement::kUnused;
+  return std::nullopt;
+}
+
+PageMap::PageMap(int32_t first_page, int32_t pages, Replacement replacement)
+    : first_page_(first_page),
+      replacement_(replacement),
+      states_(pages),
+      buckets_(std::bit_ceil(static_cast<uint32_t>(2 * std::max(pages, 1))), -1) {
+  candidates_.reserve(pages);
+}
+
+int32_t PageMap::bucket_of(uint64_t key) const {
+  const auto mask = static_cast<uint32_t>(buckets_.size() - 1);
+  auto bucket = static_cast<uint32_t>((key * 0x9E3779B97F4A7C15u) >> 32) & mask;
+  while (buckets_[bucket] >= 0 && states_[buckets_[bucket]].key != key) {
+    bucket = (bucket + 1) & mask;
+  }
+  return static_cast<int32_t>(bucket);
+}
+
+int32_t PageMap::find(uint64_t key) const {
+  const int32_t index = buckets_[bucket_of(key)];
+  return index < 0 ? -1 : first_page_ + index;
+}
+
+void PageMap::insert(uint64_t key, int32_t index) {
+  buckets_[bucket_of(key)] = index;
+  states_[index].key = key;
+  states_[index].is_filled = true;
+}
+
+void PageMap::erase(int32_t index) {
+  const auto mask = static_cast<uint32_t>(buckets_.size() - 1);
+  auto hole = static_cast<uint32_t>(bucket_of(states_[index].key));
+  states_[index] = {};
+  buckets_[hole] = -1;
+  // Those behind the hole that probed across it are put in again, else they could not be found.
+  for (uint32_t next = (hole + 1) & mask; buckets_[next] >= 0; next = (next + 1) & mask) {
+    const int32_t moved = buckets_[next];
+    buckets_[next] = -1;
+    buckets_[bucket_of(states_[moved].key)] = moved;
+  }
+}
+
+void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignments) {
+  KVSWAP_ASSERT(keys.size() <= states_.size() && keys.size() == assignments.size());
+  ++step_;
+  size_t loads = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const int32_t index = buckets_[bucket_of(keys[i])];
+    assignments[i] = {index < 0 ? -1 : first_page_ + index, index < 0};
+    if (index >= 0) {
+      states_[index].used_step = step_;
+    } else {
+      ++loads;
+    }
+  }
+  if (loads == 0) return;
+
+  candidates_.clear();
+  for (int32_t index = 0; index < pages(); ++index) {
+    if (!states_[index].is_filled || states_[index].used_step != step_) {
+      candidates_.push_back(index);
+    }
+  }
+  KVSWAP_ASSERT(candidates_.size() >= loads);
+  const auto leaves_before = [this](int32_t a, int32_t b) {
+    const uint64_t rank_a = leaving_rank(replacement_, states_[a]);
+    const uint64_t rank_b = leaving_rank(replacement_, states_[b]);
+    return rank_a != rank_b ? rank_a < rank_b : a < b;
+  };
+  std::partial_sort(candidates_.begin(), candidates_.begin() + loads, candidates_.end(),
+                    leaves_before);
+  auto leaving = candidates_.begin();
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!assignments[i].is_load) continue;
+    const int32_t index = *leaving++;
+    if (states_[index].is_filled) erase(index);
+    insert(keys[i], index);
+    states_[index].loaded_step = states_[index].used_step = step_;
+    assignments[i].page = first_page_ + index;
+  }
+}
+
+void PageMap::forget(uint64_t key) {
+  const int32_t index = buckets_[bucket_of(key)];
+  if (index >= 0) erase(index);
+}
+
+void PageMap::clear() {
+  std::fill(states_.begin(), states_.end(), PageState{});
+  std::fill(buckets_.begin(), buckets_.end(), -1);
+  step_ = 0;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "memory/replacement.h"
+
+namespace kvswap {
+
+/// The reuse buffer's book-keeping: which unit each page of a partition holds (KVSwap 3.4.3's slot
+/// table).
+///
+/// plan() gives every wanted key a page: the one that holds it (a hit), or one whose unit leaves
+/// (a load). What a plan hands out is pinned until the next plan(); a load counts as present at
+/// once, so the caller must forget() it when the read fails. Not thread-safe.
+class PageMap {
+ public:
+  /// Pages first_page .. first_page + pages - 1.
+  PageMap(int32_t first_page, int32_t pages, Replacement replacement);
+
+  struct Assignment {
+    int32_t page = -1;
+    bool is_load = false;
+  };
+
+  /// Keys must be distinct and at most as many as there are pages.
+  void plan(std::span<const uint64_t> keys, std::span<Assignment> assignments);
+  void forget(uint64_t key);
+  void clear();
+  /// The page that holds `key`, or -1.
+  int32_t find(uint64_t key) const;
+
+  int32_t pages() const { return static_cast<int32_t>(states_.size()); }
+  /// At most four buckets and one candidate a page.
+  static constexpr int64_t bytes_per_page() { return sizeof(PageState) + 5 * sizeof(int32_t); }
+
+ private:
+  int32_t bucket_of(uint64_t key) const;
+  void insert(uint64_t key, int32_t index);
+  void erase(int32_t index);
+
+  int32_t first_page_;
+  Replacement replacement_;
+  std::vector<PageState> states_;    // [pages]
+  std::vector<int32_t> buckets_;     // open addressing: index into states_ or -1
+  std::vector<int32_t> candidates_;  // scratch of plan()
+  uint64_t step_ = 0;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace kvswap {
+
+/// What is known about a page when somebody must leave.
+struct PageState {
+  uint64_t key = 0;
+  uint64_t loaded_step = 0;
+  uint64_t used_step = 0;
+  bool is_filled = false;
+};
+
+/// Who leaves first.
+enum class Replacement {
+  kFifo,    ///< the oldest load (KVSwap 3.4.3)
+  kLru,     ///< the one not used for longest
+  kUnused,  ///< any that the last step did not use, in page order (the published research code)
+};
+
+std::optional<Replacement> parse_replacement(const std::string& name);
+
+/// Pages with the lowest rank leave first; ties in page order. Empty pages always come first.
+inline uint64_t leaving_rank(Replacement replacement, const PageState& page) {
+  if (!page.is_filled) return 0;
+  switch (replacement) {
+    case Replacement::kFifo: return 1 + page.loaded_step;
+    case Replacement::kLru: return 1 + page.used_step;
+    case Replacement::kUnused: return 1;
+  }
+  return 0;
+}
+
+}  // namespace kvswap

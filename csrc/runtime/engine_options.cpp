@@ -1,0 +1,125 @@
+#include "runtime/engine_options.h"
+
+#include <algorithm>
+
+#include "kernels/paged_attention.h"
+#include "memory/page_map.h"
+#include "runtime/fetcher.h"
+#include "select/low_rank_selector.h"
+#include "store/record_store.h"
+
+namespace kvswap {
+
+namespace {
+
+Status out_of_range(const char* name, int64_t low, int64_t high, int64_t value) {
+  return Status::invalid("session: " + std::string(name) + " must be " + std::to_string(low) +
+                         ".." + std::to_string(high) + ", got " + std::to_string(value));
+}
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Status EngineOptions::validate() const {
+  struct Range {
+    const char* name;
+    int64_t low, high, value;
+  };
+  const int64_t width = kv_heads * head_dim;
+  const Range ranges[] = {
+      {"layers", 1, 4096, layers},
+      {"kv_heads", 1, 1024, kv_heads},
+      {"heads", 1, 4096, heads},
+      {"head_dim", 1, 1024, head_dim},
+      {"group_tokens", 1, 64, group_tokens},
+      {"groups_max", 1, 1 << 20, groups_max},
+      {"pages_max", std::max(groups_max, select_queries_max), 1 << 24, pages_max},
+      {"sink_tokens", 0, 4096, sink_tokens},
+      {"tail_tokens", 0, 4096, tail_tokens},
+      {"select_queries_max", 1, kChunkQueriesMax, select_queries_max},
+      {"merge_gap_bytes", 0, 1 << 24, merge_gap_bytes},
+      {"merge_bytes_max", 1, 1 << 28, merge_bytes_max},
+      {"read_depth", 1, 1024, reader.depth},
+  };
+  for (const Range& range : ranges) {
+    if (range.value < range.low || range.value > range.high) {
+      return out_of_range(range.name, range.low, range.high, range.value);
+    }
+  }
+  if (dtype == DType::kInt8) {
+    return Status::invalid("session: dtype must be float32, bfloat16 or float16, got int8");
+  }
+  if (heads % kv_heads != 0) {
+    return Status::invalid("session: heads must be a multiple of kv_heads, got " +
+                           std::to_string(heads) + " and " + std::to_string(kv_heads));
+  }
+  if (static_cast<int64_t>(ranks.size()) != layers) {
+    return Status::invalid("session: ranks must have one number per layer (" +
+                           std::to_string(layers) + "), got " + std::to_string(ranks.size()));
+  }
+  for (const int64_t rank : ranks) {
+    if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
+  }
+  return Status::ok();
+}
+
+int64_t EngineOptions::payload_bytes() const {
+  return kv_heads * 2 * group_tokens * head_dim * dtype_bytes(dtype);
+}
+
+int64_t EngineOptions::sink_pages() const {
+  return sink_tokens == 0 ? 0 : (sink_tokens + group_tokens - 2) / group_tokens + 1;
+}
+
+int64_t EngineOptions::tail_pages() const {
+  return (tail_tokens + group_tokens - 1 + select_queries_max + group_tokens - 1) / group_tokens +
+         1;
+}
+
+int64_t EngineOptions::sealed_groups(int64_t columns) const {
+  return std::max<int64_t>(0, columns - tail_tokens) / group_tokens;
+}
+
+int64_t EngineOptions::write_buffer_bytes(int64_t record_bytes) const {
+  // A small budget must not be eaten by staging; a large one gains nothing beyond 1 MiB.
+  const int64_t wanted = kv_memory_bytes < 0 ? 1 << 20
+                                             : std::clamp<int64_t>(kv_memory_bytes / 96, 64 << 10,
+                                                                   1 << 20);
+  return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
+}
+
+int64_t EngineOptions::past_block_groups(int64_t record_bytes) const {
+  return std::max<int64_t>(1, write_buffer_bytes(record_bytes) / record_bytes);
+}
+
+MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+                       int64_t context) {
+  const int64_t groups = (context + options.group_tokens - 1) / options.group_tokens;
+  const int64_t width = options.kv_heads * options.head_dim;
+  const int64_t partitions = options.layers * batch;
+  MemoryNeed need;
+  need.pages = partitions * options.pages_per_layer() * record_bytes;
+  if (options.page_place == PagePlace::kStaged) need.pages *= 2;
+  const int64_t chunk_tokens = LowRankSelector::chunk_tokens(options.group_tokens);
+  const int64_t chunks = (options.sealed_groups(context) * options.group_tokens + chunk_tokens - 1) /
+                         chunk_tokens;
+  for (const int64_t rank : options.ranks) {
+    const Summary::Shape shape = {rank, chunk_tokens, options.summary_dtype};
+    need.summary += batch * chunks * shape.chunk_bytes();
+    need.projections += 2 * width * rank * int64_t{sizeof(float)};
+  }
+  need.tables = partitions * (groups * RecordStore::table_bytes_per_group() +
+                              options.pages_max * (PageMap::bytes_per_page() +
+                                                   Fetch::bytes_per_load())) +
+                batch * ((context + 63) / 64) * 8;
+  const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
+  need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
+                 options.merge_gap_bytes + 2 * block + 2 * block;
+  need.scratch = batch * options.select_queries_max * groups * int64_t{sizeof(float)} +
+                 batch * options.pages_per_layer() * 20 +
+                 batch * options.tail_pages() * record_bytes;  // crop() into sealed groups
+  return need;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,124 @@
+#include "runtime/fetcher.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+
+namespace kvswap {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_between(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double>(end - begin).count();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Fetcher>> Fetcher::create(std::unique_ptr<BlockReader> reader,
+                                                 RecordStore* store, const Options& options) {
+  auto scrap = AlignedBytes::allocate(options.merge_gap_bytes);
+  if (!scrap.is_ok()) return scrap.status();
+  return std::unique_ptr<Fetcher>(
+      new Fetcher(std::move(reader), store, options, std::move(scrap.value())));
+}
+
+Fetcher::Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const Options& options,
+                 AlignedBytes scrap)
+    : reader_(std::move(reader)), store_(store), options_(options), scrap_(std::move(scrap)) {}
+
+Status Fetcher::submit(Fetch& fetch) {
+  KVSWAP_ASSERT(fetch.ticket == 0);
+  if (fetch.loads.empty()) return Status::ok();
+  fetch.placements.clear();
+  for (const Load& load : fetch.loads) {
+    KVSWAP_RETURN_IF_ERROR(store_->ensure_written(fetch.layer, load.sequence, load.group));
+    fetch.placements.push_back({store_->offset_bytes(fetch.layer, load.sequence, load.group),
+                                store_->record_bytes(), load.target});
+  }
+  drop_repeats(fetch);
+  fetch.merged.build(fetch.placements, {.gap_bytes_max = options_.merge_gap_bytes,
+                                        .merged_bytes_max = options_.merge_bytes_max,
+                                        .scrap = scrap_.data()});
+  auto ticket = reader_->submit(fetch.merged.reads());
+  if (!ticket.is_ok()) return ticket.status();
+  fetch.ticket = ticket.value();
+  fetch.submitted_at = Clock::now();
+  return Status::ok();
+}
+
+void Fetcher::drop_repeats(Fetch& fetch) {
+  auto& placements = fetch.placements;
+  std::sort(placements.begin(), placements.end(), [](const Placement& a, const Placement& b) {
+    return a.offset_bytes < b.offset_bytes;
+  });
+  fetch.copies.clear();
+  size_t kept = 0;
+  for (size_t i = 1; i < placements.size(); ++i) {
+    if (placements[i].offset_bytes == placements[kept].offset_bytes) {
+      fetch.copies.push_back({static_cast<const std::byte*>(placements[kept].target),
+                              static_cast<std::byte*>(placements[i].target)});
+    } else {
+      placements[++kept] = placements[i];
+    }
+  }
+  placements.resize(kept + 1);
+}
+
+Status Fetcher::finish(Fetch& fetch) {
+  if (fetch.ticket == 0) return Status::ok();
+  const Clock::time_point waits_from = Clock::now();
+  Status arrived = reader_->wait(fetch.ticket);
+  fetch.ticket = 0;
+  KVSWAP_RETURN_IF_ERROR(arrived);
+  counters_.hidden_seconds += seconds_between(fetch.submitted_at, waits_from);
+  counters_.wait_seconds += seconds_between(waits_from, Clock::now());
+  counters_.records += fetch.loads.size();
+  counters_.payload_bytes += fetch.loads.size() * store_->record_bytes();
+  counters_.gap_bytes += fetch.merged.gap_bytes();
+  for (const Fetch::Copy& copy : fetch.copies) {
+    std::memcpy(copy.target, copy.source, store_->record_bytes());
+  }
+  return verify(fetch);
+}
+
+Status Fetcher::verify(const Fetch& fetch) {
+  const auto count = static_cast<int64_t>(fetch.loads.size());
+  std::atomic<int64_t> failed = 0;
+  const auto check = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Load& load = fetch.loads[i];
+      if (!store_->verify(fetch.layer, load.sequence, load.group, load.target)) ++failed;
+    }
+  };
+  options_.parallel != nullptr ? (*options_.parallel)(count, 32, check)
+                               : serial_for(count, 32, check);
+  if (failed == 0) return Status::ok();
+  for (const Load& load : fetch.loads) {
+    if (!store_->verify(fetch.layer, load.sequence, load.group, load.target)) {
+      KVSWAP_RETURN_IF_ERROR(reread(fetch, load));
+    }
+  }
+  return Status::ok();
+}
+
+Status Fetcher::reread(const Fetch& fetch, const Load& load) {
+  ++counters_.reread_records;
+  const int64_t offset = store_->offset_bytes(fetch.layer, load.sequence, load.group);
+  const iovec target = {load.target, static_cast<size_t>(store_->record_bytes())};
+  const BlockRead again = {offset, {&target, 1}};
+  auto ticket = reader_->submit({&again, 1});
+  if (!ticket.is_ok()) return ticket.status();
+  KVSWAP_RETURN_IF_ERROR(reader_->wait(ticket.value()));
+  if (store_->verify(fetch.layer, load.sequence, load.group, load.target)) return Status::ok();
+  return Status::corrupt(
+      "read of layer " + std::to_string(fetch.layer) + ", group " + std::to_string(load.group) +
+      ", sequence " + std::to_string(load.sequence) + " from the file in " + options_.path +
+      " at offset " + std::to_string(offset) +
+      ": the checksum must hold, and did not in two reads; the disk or its memory returns wrong "
+      "bytes, nothing of it was used");
+}
+
+}  // namespace kvswap

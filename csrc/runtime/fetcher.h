@@ -1,0 +1,95 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "io/block_reader.h"
+#include "io/merge.h"
+#include "kernels/types.h"
+#include "memory/page_pool.h"
+#include "store/record_store.h"
+
+namespace kvswap {
+
+/// One record on its way to memory.
+struct Load {
+  int64_t sequence = 0;
+  int64_t group = 0;
+  int32_t page = -1;             // of the sequence's pool; -1: not a page
+  std::byte* target = nullptr;   // record_bytes, aligned
+};
+
+/// The loads of one layer that travel together. Reused, so that a steady state allocates nothing.
+struct Fetch {
+  int64_t layer = 0;
+  std::vector<Load> loads;
+  Ticket ticket = 0;  // 0: nothing in flight
+  std::chrono::steady_clock::time_point submitted_at;
+  std::vector<Placement> placements;
+  // Sequences that share a past share its records: each is read once, then copied.
+  struct Copy {
+    const std::byte* source;
+    std::byte* target;
+  };
+  std::vector<Copy> copies;
+  MergedReads merged;
+
+  /// Memory of one load while it is planned and under way, its group and page in the plan included.
+  static constexpr int64_t bytes_per_load() {
+    return sizeof(Load) + sizeof(Placement) + sizeof(Copy) + 2 * sizeof(iovec) +
+           sizeof(BlockRead) + 2 * sizeof(int32_t);
+  }
+};
+
+struct FetchCounters {
+  uint64_t records = 0;
+  uint64_t payload_bytes = 0;   // of records
+  uint64_t gap_bytes = 0;       // read only because neighbours were merged
+  uint64_t reread_records = 0;  // checksum did not hold at first
+  double wait_seconds = 0;      // the caller stood still
+  double hidden_seconds = 0;    // reads were under way while the caller computed
+};
+
+/// Records from the file to memory: merge, submit, wait, verify.
+///
+/// finish() serves only records whose checksum holds: a record that fails is read once more, then
+/// reported as corrupt with layer, group and offset. On any error the targets hold nothing that
+/// may be used. Not thread-safe; several fetches may be in flight.
+class Fetcher {
+ public:
+  struct Options {
+    std::string path;  // named in errors
+    int64_t merge_gap_bytes = 0;
+    int64_t merge_bytes_max = 0;
+    const ParallelFor* parallel = nullptr;
+  };
+
+  static Result<std::unique_ptr<Fetcher>> create(std::unique_ptr<BlockReader> reader,
+                                                 RecordStore* store, const Options& options);
+
+  /// Submits fetch.loads; nothing to do for none.
+  Status submit(Fetch& fetch);
+  /// Waits for and verifies what submit() started; afterwards the fetch is idle.
+  Status finish(Fetch& fetch);
+
+  const FetchCounters& counters() const { return counters_; }
+  const BlockReader& reader() const { return *reader_; }
+  int64_t scrap_bytes() const { return scrap_.size(); }
+
+ private:
+  Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const Options& options,
+          AlignedBytes scrap);
+  void drop_repeats(Fetch& fetch);
+  Status verify(const Fetch& fetch);
+  Status reread(const Fetch& fetch, const Load& load);
+
+  std::unique_ptr<BlockReader> reader_;
+  RecordStore* store_;
+  Options options_;
+  AlignedBytes scrap_;
+  FetchCounters counters_;
+};
+
+}  // namespace kvswap

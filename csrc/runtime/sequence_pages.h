@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "memory/page_map.h"
+#include "memory/page_pool.h"
+#include "runtime/engine_options.h"
+
+namespace kvswap {
+
+/// The memory of one sequence: one pool, cut per layer into reuse buffer, sinks and tail.
+///
+/// The tail is a ring: group g of the text stands in the ring's page g modulo its length, from the
+/// first group that is not sealed on. Sinks are copies of sealed groups that stay.
+class SequencePages {
+ public:
+  static Result<std::unique_ptr<SequencePages>> create(const EngineOptions& options,
+                                                       int64_t record_bytes);
+
+  PagePool& pool() { return *pool_; }
+  PageMap& map(int64_t layer) { return maps_[layer]; }
+  /// Groups that are pinned as sinks; sink i stands in sink_page(layer, i).
+  std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
+  int32_t sink_page(int64_t layer, int64_t index) const;
+  int32_t tail_page(int64_t layer, int64_t group) const;
+
+  /// Takes over tail and sinks of another sequence; the reuse buffer begins empty.
+  void copy_from(SequencePages& other, int64_t record_bytes);
+  void clear();
+
+ private:
+  SequencePages(const EngineOptions& options, std::unique_ptr<PagePool> pool);
+
+  EngineOptions options_;
+  std::unique_ptr<PagePool> pool_;
+  std::vector<PageMap> maps_;                // [layers]
+  std::vector<std::vector<int32_t>> sinks_;  // [layers][sinks]
+};
+
+}  // namespace kvswap

@@ -1,0 +1,268 @@
+#include <algorithm>
+#include <numeric>
+
+#include "kernels/paged_attention.h"
+#include "runtime/engine.h"
+#include "runtime/page_table.h"
+#include "runtime/stopwatch.h"
+
+namespace kvswap {
+
+int64_t Engine::choosable_groups(int64_t layer, int64_t sequence) const {
+  const int64_t sealed = layers_[layer].sealed_groups;
+  const int64_t padding =
+      std::min(sealed, validity_[sequence].first_valid() / options_.group_tokens);
+  const auto sinks = static_cast<int64_t>(sequences_[sequence]->sinks(layer).size());
+  return sealed - padding - sinks;
+}
+
+bool Engine::fits(int64_t layer, int64_t sequence) const {
+  return choosable_groups(layer, sequence) <= options_.groups_max;
+}
+
+bool Engine::all_fit(int64_t layer) const {
+  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+    if (!fits(layer, sequence)) return false;
+  }
+  return true;
+}
+
+bool Engine::needs_projection(int64_t layer) const {
+  return !selector_->has_projection(layer) && !all_fit(layer);
+}
+
+Status Engine::look_ahead(int64_t layer, const QueryView& query) {
+  KVSWAP_RETURN_IF_ERROR(check_layer(layer));
+  drop_step(layer);
+  if (layers_[layer].sealed_groups == 0 || query.queries < 1 ||
+      query.queries > options_.select_queries_max || needs_projection(layer)) {
+    return Status::ok();
+  }
+  return plan(layer, query);
+}
+
+Status Engine::plan(int64_t layer, const QueryView& query) {
+  KVSWAP_RETURN_IF_ERROR(choose(layer, query));
+  return submit(layer);
+}
+
+Status Engine::choose(int64_t layer, const QueryView& query) {
+  const Stopwatch watch(counters_.select_seconds);
+  Step& step = layers_[layer].step;
+  step.columns = layers_[layer].columns;
+  step.sealed_groups = layers_[layer].sealed_groups;
+  step.chosen.resize(batch());
+  if (all_fit(layer)) {
+    for (int64_t sequence = 0; sequence < batch(); ++sequence) choose_all(layer, sequence);
+    return Status::ok();
+  }
+  if (!selector_->has_projection(layer)) {
+    return Status::invalid("session: layer " + std::to_string(layer) + " must choose among " +
+                           std::to_string(step.sealed_groups) +
+                           " groups and has no projection; call set_projection() first");
+  }
+  std::vector<Candidates> candidates(batch());
+  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+    candidates[sequence] = {&validity_[sequence], sequences_[sequence]->sinks(layer)};
+  }
+  // Where there are fewer pages than queries, the last ones choose.
+  QueryView choosing = query;
+  choosing.queries = std::min(query.queries, options_.pages_max);
+  choosing.data = static_cast<const std::byte*>(query.data) +
+                  (query.queries - choosing.queries) * query.query_stride *
+                      dtype_bytes(query.dtype);
+  selector_->choose({.layer = layer,
+                     .query = choosing,
+                     .groups = step.sealed_groups,
+                     .groups_per_query =
+                         std::min(options_.groups_max, options_.pages_max / choosing.queries),
+                     .candidates = candidates,
+                     .chosen = &step.chosen});
+  // A shorter sequence of the batch gets what it would get alone: everything.
+  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+    if (fits(layer, sequence)) choose_all(layer, sequence);
+  }
+  return Status::ok();
+}
+
+void Engine::choose_all(int64_t layer, int64_t sequence) {
+  Step& step = layers_[layer].step;
+  const std::vector<int32_t>& sinks = sequences_[sequence]->sinks(layer);
+  std::vector<int32_t>& chosen = step.chosen[sequence];
+  chosen.clear();
+  const int64_t first = validity_[sequence].first_valid() / options_.group_tokens;
+  for (int64_t group = first; group < step.sealed_groups; ++group) {
+    const bool is_pinned = std::find(sinks.begin(), sinks.end(), group) != sinks.end();
+    if (!is_pinned && mask(layer, sequence, group) != 0) {
+      chosen.push_back(static_cast<int32_t>(group));
+    }
+  }
+}
+
+Status Engine::submit(int64_t layer) {
+  const Stopwatch watch(counters_.plan_seconds);
+  Step& step = layers_[layer].step;
+  step.pages.resize(batch());
+  step.fetch.layer = layer;
+  step.fetch.loads.clear();
+  size_t groups = 0;
+  for (const std::vector<int32_t>& chosen : step.chosen) groups += chosen.size();
+  step.fetch.loads.reserve(groups);
+  std::vector<RecordKey> keys;
+  std::vector<PageMap::Assignment> assignments;
+  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+    const std::vector<int32_t>& chosen = step.chosen[sequence];
+    SequencePages& pages = *sequences_[sequence];
+    keys.clear();
+    for (const int32_t group : chosen) keys.push_back(store_->key(layer, sequence, group));
+    assignments.resize(keys.size());
+    pages.map(layer).plan(keys, assignments);
+    step.pages[sequence].resize(keys.size());
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const int32_t page = assignments[i].page;
+      step.pages[sequence][i] = page;
+      if (assignments[i].is_load) {
+        step.fetch.loads.push_back({sequence, chosen[i], page, pages.pool().landing(page)});
+      }
+    }
+    counters_.groups_attended += keys.size();
+  }
+  counters_.groups_loaded += step.fetch.loads.size();
+  counters_.sequences += batch();
+  ++counters_.steps;
+  step.is_planned = true;
+  const Status submitted = fetcher_->submit(step.fetch);
+  if (!submitted.is_ok()) forget_loads(layer);
+  return submitted;
+}
+
+Status Engine::finish(int64_t layer) {
+  Step& step = layers_[layer].step;
+  const Status arrived = fetcher_->finish(step.fetch);
+  if (!arrived.is_ok()) {
+    forget_loads(layer);
+    return arrived;
+  }
+  const std::vector<Load>& loads = step.fetch.loads;
+  std::vector<int32_t> landed;
+  for (size_t i = 0; i < loads.size();) {
+    const int64_t sequence = loads[i].sequence;
+    landed.clear();
+    for (; i < loads.size() && loads[i].sequence == sequence; ++i) landed.push_back(loads[i].page);
+    sequences_[sequence]->pool().publish(landed);
+  }
+  step.is_planned = false;
+  return Status::ok();
+}
+
+void Engine::forget_loads(int64_t layer) {
+  Step& step = layers_[layer].step;
+  for (const Load& load : step.fetch.loads) {
+    sequences_[load.sequence]->map(layer).forget(
+        store_->key(layer, load.sequence, load.group));
+  }
+  step.is_planned = false;
+}
+
+void Engine::drop_step(int64_t layer) {
+  Step& step = layers_[layer].step;
+  if (!step.is_planned) return;
+  // What arrives whole may stay; what does not is forgotten by finish(), and nobody needed it.
+  (void)finish(layer).is_ok();
+}
+
+void Engine::drop_steps() {
+  for (int64_t layer = 0; layer < options_.layers; ++layer) drop_step(layer);
+}
+
+Status Engine::attend(const AttendArgs& args) {
+  KVSWAP_RETURN_IF_ERROR(check_layer(args.layer));
+  Layer& layer = layers_[args.layer];
+  const int64_t queries = args.query.queries;
+  if (queries < 1 || queries > options_.select_queries_max || queries > layer.columns) {
+    return Status::invalid("attend: queries must be at least 1 and at most select_queries_max (" +
+                           std::to_string(options_.select_queries_max) +
+                           ") and the columns appended (" + std::to_string(layer.columns) +
+                           "), got " + std::to_string(queries));
+  }
+  Step& step = layer.step;
+  const bool fits = step.is_planned && step.sealed_groups == layer.sealed_groups &&
+                    step.columns + queries == layer.columns;
+  if (!fits) {
+    drop_step(args.layer);
+    KVSWAP_RETURN_IF_ERROR(plan(args.layer, args.query));
+  }
+  KVSWAP_RETURN_IF_ERROR(finish(args.layer));
+  {
+    const Stopwatch watch(counters_.attend_seconds);
+    build_page_table(args.layer, *table_);
+    run_attention(args, *table_);
+  }
+  return seal_overflow(args.layer);
+}
+
+void Engine::build_page_table(int64_t layer, PageTable& table) {
+  const Layer& state = layers_[layer];
+  const int64_t group_tokens = options_.group_tokens;
+  const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
+  table.resize(batch(), options_.pages_per_layer());
+  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+    SequencePages& pages = *sequences_[sequence];
+    int64_t entry = sequence * table.pages_max;
+    const auto add = [&](int64_t group, int32_t page) {
+      table.pages[entry] = pages.pool().page(page);
+      table.masks[entry] = mask(layer, sequence, group);
+      table.columns[entry] = static_cast<int32_t>(group * group_tokens);
+      ++entry;
+    };
+    // Sinks hold the first valid tokens, so no chosen group comes before them.
+    const std::vector<int32_t>& sinks = pages.sinks(layer);
+    for (size_t i = 0; i < sinks.size(); ++i) {
+      add(sinks[i], pages.sink_page(layer, static_cast<int64_t>(i)));
+    }
+    const std::vector<int32_t>& chosen = state.step.chosen[sequence];
+    for (size_t i = 0; i < chosen.size(); ++i) add(chosen[i], state.step.pages[sequence][i]);
+    for (int64_t group = state.sealed_groups; group < groups; ++group) {
+      add(group, pages.tail_page(layer, group));
+    }
+    table.counts[sequence] = static_cast<int32_t>(entry - sequence * table.pages_max);
+  }
+}
+
+void Engine::run_attention(const AttendArgs& args, const PageTable& table) {
+  PagedAttentionArgs kernel;
+  kernel.query = args.query.data;
+  kernel.query_batch_stride = args.query.batch_stride;
+  kernel.query_head_stride = args.query.head_stride;
+  kernel.query_token_stride = args.query.query_stride;
+  kernel.output = args.output;
+  kernel.pages = table.pages.data();
+  kernel.masks = table.masks.data();
+  kernel.columns = table.columns.data();
+  kernel.page_counts = table.counts.data();
+  const std::vector<int32_t> query_columns(
+      batch(), static_cast<int32_t>(layers_[args.layer].columns - args.query.queries));
+  kernel.query_columns = query_columns.data();
+  kernel.pages_max = table.pages_max;
+  kernel.batch = batch();
+  kernel.heads = options_.heads;
+  kernel.queries = args.query.queries;
+  kernel.scale = args.scale;
+  kernel.shape = record_shape();
+  kernel.dtype = options_.dtype;
+  paged_attention(kernel, {.parallel = parallel_ ? &parallel_ : nullptr});
+}
+
+Status Engine::seal_overflow(int64_t layer) {
+  while (due_groups(layer, layers_[layer].columns) > 0) {
+    const Status sealed = seal_from_tail(layer);
+    if (!sealed.is_ok()) {
+      // A part of the batch may be sealed: all of it or nothing.
+      take_back(layer, layers_[layer].sealed_groups);
+      return sealed;
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace kvswap

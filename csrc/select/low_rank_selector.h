@@ -1,0 +1,84 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels/types.h"
+#include "select/selector.h"
+#include "select/summary.h"
+
+namespace kvswap {
+
+struct LowRankOptions {
+  int64_t layers = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t group_tokens = 0;
+  DType summary_dtype = DType::kFloat32;
+  const ParallelFor* parallel = nullptr;  // null: serial
+};
+
+/// KVSwap's selector (3.2, 3.3): low-rank keys, one choice for all heads, score = sum over heads of
+/// the approximate products, max within the group, top-k.
+///
+/// A layer works once it has its pair of projections; the paper's method is the case where both
+/// are the same.
+class LowRankSelector final : public Selector {
+ public:
+  explicit LowRankSelector(const LowRankOptions& options);
+
+  bool has_projection(int64_t layer) const { return layers_[layer].rank > 0; }
+  int64_t rank(int64_t layer) const { return layers_[layer].rank; }
+  /// Both [kv_heads * head_dim, rank], copied. Only while the layer has no rows.
+  void set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
+  /// Forgets the projections and the summaries made with them.
+  void drop_projection(int64_t layer);
+  int64_t projection_bytes() const;
+
+  int64_t bytes_to_append(int64_t layer, int64_t tokens) const override;
+  void append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) override;
+  void choose(const ChooseArgs& args) override;
+  void truncate(int64_t layer, int64_t tokens) override;
+  int64_t tokens(int64_t layer) const override;
+  void set_sequences(int64_t sequences) override;
+  void select_sequences(std::span<const int64_t> indices) override;
+  void clear() override;
+  int64_t resident_bytes() const override { return live_bytes_->load(); }
+
+  /// Largest chunk of at most 1024 tokens that holds whole blocks of 16 and whole groups.
+  static int64_t chunk_tokens(int64_t group_tokens);
+  int64_t scratch_bytes() const;
+
+ private:
+  struct Layer {
+    int64_t rank = 0;
+    std::vector<float> key_projection;    // [kv_heads * head_dim, rank]
+    std::vector<float> query_projection;  // [kv_heads * head_dim, rank]
+    std::vector<Summary> summaries;       // [sequences]
+  };
+
+  void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) const;
+  void project_queries(const ChooseArgs& args);
+  void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);
+  void choose_for_sequence(const ChooseArgs& args, int64_t sequence);
+  float* group_scores(int64_t sequence, int64_t query) {
+    return group_scores_.data() + (sequence * queries_ + query) * groups_;
+  }
+
+  LowRankOptions options_;
+  std::vector<Layer> layers_;
+  int64_t sequences_ = 0;
+  std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+
+  // Scratch of choose(), kept so that a steady state allocates nothing.
+  int64_t queries_ = 0;
+  int64_t groups_ = 0;
+  std::vector<float> projected_;     // [batch, queries, rank]
+  std::vector<float> group_scores_;  // [batch, queries, groups]
+};
+
+}  // namespace kvswap

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "io/status.h"
+#include "kernels/types.h"
+#include "select/token_validity.h"
+
+namespace kvswap {
+
+/// Keys of one sequence: element (head, token, d) at head * head_stride + token * token_stride + d.
+struct KeyView {
+  const void* data = nullptr;
+  int64_t head_stride = 0;   // elements, as all strides
+  int64_t token_stride = 0;
+  DType dtype = DType::kFloat32;
+};
+
+/// Queries of a layer: [batch, heads, queries, head_dim], head_dim contiguous.
+struct QueryView {
+  const void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t query_stride = 0;
+  int64_t heads = 0;         // all heads, or kv_heads: already summed over each GQA group
+  int64_t queries = 0;
+  DType dtype = DType::kFloat32;
+};
+
+/// Which groups of one sequence may be chosen.
+struct Candidates {
+  const TokenValidity* valid = nullptr;  // invalid tokens do not score
+  std::span<const int32_t> excluded;     // attended anyway (sinks)
+};
+
+struct ChooseArgs {
+  int64_t layer = 0;
+  QueryView query;
+  int64_t groups = 0;                           // sealed groups 0..groups-1 of every sequence
+  int64_t groups_per_query = 0;
+  std::span<const Candidates> candidates;       // [batch]
+  std::vector<std::vector<int32_t>>* chosen = nullptr;  // [batch][...] out, in rising order
+};
+
+/// Summary + query + budget -> group ids: the part that decides what is read.
+///
+/// Each query chooses its own `groups_per_query`; the union is returned. Equal scores go to the
+/// lower id. A group of only invalid tokens is never chosen. Not thread-safe; uses the threads of
+/// its ParallelFor.
+class Selector {
+ public:
+  virtual ~Selector() = default;
+
+  /// Bytes that append() of `tokens` to every sequence would allocate.
+  virtual int64_t bytes_to_append(int64_t layer, int64_t tokens) const = 0;
+  /// The next `tokens` sealed tokens of a sequence, whole groups.
+  virtual void append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) = 0;
+  virtual void choose(const ChooseArgs& args) = 0;
+  virtual void truncate(int64_t layer, int64_t tokens) = 0;
+  /// Tokens summarised so far.
+  virtual int64_t tokens(int64_t layer) const = 0;
+  virtual void set_sequences(int64_t sequences) = 0;
+  virtual void select_sequences(std::span<const int64_t> indices) = 0;
+  virtual void clear() = 0;
+  virtual int64_t resident_bytes() const = 0;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "io/status.h"
+#include "kernels/types.h"
+
+namespace kvswap {
+
+/// Low-rank rows of one layer and one sequence, in chunks of blocks (`[blocks, rank, 16]`).
+///
+/// Chunks are shared between sequences that share a past: a copy of a Summary costs pointers, and
+/// the first append to a shared last chunk copies that chunk alone. Not thread-safe.
+class Summary {
+ public:
+  struct Shape {
+    int64_t rank = 0;
+    int64_t chunk_tokens = 0;  // a multiple of 16
+    DType dtype = DType::kFloat32;
+    int64_t chunk_bytes() const;
+  };
+  /// Counts itself in `live_bytes` while it lives.
+  struct Chunk {
+    Chunk(const Shape& shape, std::shared_ptr<std::atomic<int64_t>> live_bytes);
+    Chunk(const Chunk& other);
+    Chunk& operator=(const Chunk&) = delete;
+    ~Chunk();
+
+    std::vector<std::byte> rows;     // [blocks, rank, 16] of dtype
+    std::vector<float> token_scale;  // [blocks, 16]: int8 only
+
+   private:
+    int64_t bytes_;
+    std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+  };
+
+  /// `live_bytes` counts the chunks that all summaries together hold.
+  Summary(const Shape& shape, std::shared_ptr<std::atomic<int64_t>> live_bytes)
+      : shape_(shape), live_bytes_(std::move(live_bytes)) {}
+
+  int64_t rows() const { return rows_; }
+  const Shape& shape() const { return shape_; }
+  int64_t chunks() const { return static_cast<int64_t>(chunks_.size()); }
+  const Chunk& chunk(int64_t index) const { return *chunks_[index]; }
+  /// Rows of chunk `index` in use.
+  int64_t chunk_rows(int64_t index) const;
+
+  /// Chunks that must be allocated before `tokens` more rows fit.
+  int64_t chunks_to_append(int64_t tokens) const;
+  /// Is one of them a copy of the last chunk, because others share that?
+  bool copies_to_append(int64_t tokens) const;
+  const Chunk* last_chunk() const { return chunks_.empty() ? nullptr : chunks_.back().get(); }
+  /// Calls write(chunk, first_row, first_token, count) for each piece of the `tokens` new rows.
+  void append(int64_t tokens,
+              const std::function<void(Chunk&, int64_t first_row, int64_t first_token,
+                                       int64_t count)>& write);
+  void truncate(int64_t rows);
+
+ private:
+  Shape shape_;
+  std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+  int64_t rows_ = 0;
+  std::vector<std::shared_ptr<Chunk>> chunks_;
+};
+
+}  // namespace kvswap

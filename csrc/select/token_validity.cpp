@@ -1,0 +1,46 @@
+#include "select/token_validity.h"
+
+#include "io/status.h"
+
+namespace kvswap {
+
+void TokenValidity::append(int64_t count, const bool* valid) {
+  words_.resize((columns_ + count + 63) / 64, 0);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t column = columns_ + i;
+    if (valid == nullptr || valid[i]) {
+      words_[column / 64] |= uint64_t{1} << (column % 64);
+      if (first_valid_ < 0) first_valid_ = column;
+    } else {
+      all_valid_from_ = column + 1;
+    }
+  }
+  columns_ += count;
+}
+
+void TokenValidity::truncate(int64_t columns) {
+  KVSWAP_ASSERT(columns >= 0 && columns <= columns_);
+  columns_ = columns;
+  words_.resize((columns + 63) / 64);
+  if (columns % 64 != 0) words_.back() &= (uint64_t{1} << (columns % 64)) - 1;
+  find_bounds();
+}
+
+void TokenValidity::find_bounds() {
+  if (first_valid_ >= columns_) first_valid_ = -1;
+  if (all_valid_from_ <= columns_) return;
+  all_valid_from_ = columns_;
+  while (all_valid_from_ > 0 && is_valid(all_valid_from_ - 1)) --all_valid_from_;
+}
+
+uint64_t TokenValidity::mask(int64_t first, int64_t count) const {
+  KVSWAP_ASSERT(count > 0 && count <= 64);
+  const auto words = static_cast<int64_t>(words_.size());
+  const int64_t word = first / 64;
+  const int64_t shift = first % 64;
+  uint64_t bits = word < words ? words_[word] >> shift : 0;
+  if (shift != 0 && word + 1 < words) bits |= words_[word + 1] << (64 - shift);
+  return count == 64 ? bits : bits & ((uint64_t{1} << count) - 1);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "io/status.h"
+#include "store/extent_allocator.h"
+
+namespace kvswap {
+
+/// Where records stand in the file: the part that decides which of them are neighbours.
+///
+/// A unit's record has a fixed padded size within one layout. A layout whose units could not be
+/// aligned without multiplying their size is refused at creation, never padded silently.
+/// Not thread-safe.
+class Layout {
+ public:
+  virtual ~Layout() = default;
+  /// Bytes a record occupies: its payload, padded to the file's alignment.
+  virtual int64_t record_bytes() const = 0;
+  /// Offset of `count` neighbouring records of one layer.
+  virtual int64_t place(int64_t layer, int64_t count) = 0;
+  virtual void release(int64_t offset_bytes) = 0;
+  /// What the file must be able to hold.
+  virtual int64_t end_bytes() const = 0;
+  /// Gives back what was taken ahead of need, and takes nothing ahead until clear().
+  virtual void tighten() = 0;
+  virtual void clear() = 0;
+};
+
+/// Records in the order in which they are sealed, so that neighbours in the text are neighbours on
+/// disk. Single groups sealed while decoding come from an open run of each layer (`run_records`
+/// long at most), so that they stand together, too.
+class SequenceLayout final : public Layout {
+ public:
+  /// Refuses a payload that padding to `alignment_bytes` would more than double.
+  static Result<std::unique_ptr<Layout>> create(int64_t payload_bytes, int64_t alignment_bytes,
+                                                int64_t layers, int64_t run_records = 64);
+
+  int64_t record_bytes() const override { return record_bytes_; }
+  int64_t place(int64_t layer, int64_t count) override;
+  void release(int64_t offset_bytes) override;
+  int64_t end_bytes() const override { return extents_.end_bytes(); }
+  void tighten() override;
+  void clear() override;
+
+ private:
+  struct OpenRun {
+    int64_t offset_bytes = 0;
+    int64_t records_left = 0;
+  };
+
+  SequenceLayout(int64_t record_bytes, int64_t layers, int64_t run_records)
+      : record_bytes_(record_bytes), run_records_(run_records), runs_(layers) {}
+  void close_run(OpenRun& run);
+
+  int64_t record_bytes_;
+  int64_t run_records_;
+  bool is_tight_ = false;
+  std::vector<OpenRun> runs_;  // [layers]
+  ExtentAllocator extents_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "io/data_file.h"
+#include "io/write_queue.h"
+#include "store/layout.h"
+
+namespace kvswap {
+
+/// Names a sealed record for as long as it lives; a later record never has the same key, even in
+/// the same place of the file.
+using RecordKey = uint64_t;
+
+struct RecordStoreOptions {
+  int64_t layers = 0;
+  int64_t payload_bytes = 0;  // of one record; the rest up to record_bytes is zeros
+  bool checksum = true;
+  uint64_t seed = 0;          // of this session: no other session's records pass verify()
+};
+
+/// Groups to and from the file: sealed records, reached through a table per layer and sequence.
+///
+/// A record is immutable once committed and counted by the tables that hold it: sequences that
+/// share a past share its records, and its space is used again when the last table lets go.
+/// Committed bytes reach the file in order behind the caller's back; ensure_written() waits for
+/// one record. Checksums (XXH3, seeded with session, layer, group and record) sit in memory.
+///
+/// Thread rules: one thread at a time. The file must outlive the store.
+class RecordStore {
+ public:
+  /// Records being filled: `count` neighbours of `record_bytes` each, at `data`.
+  struct StagedRun {
+    WriteQueue::Buffer buffer;
+    int64_t layer = 0;
+    int64_t offset_bytes = 0;
+    int64_t count = 0;
+    std::byte* data() const { return buffer.data; }
+  };
+
+  static Result<std::unique_ptr<RecordStore>> create(DataFile* file,
+                                                     std::unique_ptr<Layout> layout,
+                                                     const RecordStoreOptions& options,
+                                                     const WriteQueueOptions& write_options);
+
+  int64_t record_bytes() const { return layout_->record_bytes(); }
+  /// Most records that one run can stage.
+  int64_t run_records_max() const { return buffer_bytes_ / record_bytes(); }
+
+  /// Lends room for `count` records; blocks while the disk is behind.
+  Result<StagedRun> stage(int64_t layer, int64_t count);
+  /// Seals the run: record i becomes the next group of `sequences[i]` in its layer, also when the
+  /// hand-over to the disk fails; truncate() takes that back.
+  Status commit(const StagedRun& run, std::span<const int64_t> sequences);
+
+  int64_t groups(int64_t layer, int64_t sequence) const;
+  RecordKey key(int64_t layer, int64_t sequence, int64_t group) const;
+  int64_t offset_bytes(int64_t layer, int64_t sequence, int64_t group) const;
+  /// Waits until the record's bytes are in the file.
+  Status ensure_written(int64_t layer, int64_t sequence, int64_t group);
+  /// True when `bytes` (payload and padding) are what was committed; always, without checksums.
+  bool verify(int64_t layer, int64_t sequence, int64_t group, const std::byte* bytes) const;
+
+  /// Drops the groups from `groups` on in a layer, of all sequences.
+  void truncate(int64_t layer, int64_t groups);
+  void set_sequences(int64_t sequences);
+  /// Table i of the new batch shares the records of table indices[i] of the old one.
+  void select_sequences(std::span<const int64_t> indices);
+  void clear();
+
+  /// Bytes of tables for one more group of one sequence in one layer.
+  static constexpr int64_t table_bytes_per_group() { return sizeof(Record) + sizeof(uint32_t); }
+  int64_t staging_bytes() const { return queue_->resident_bytes(); }
+  uint64_t bytes_written() const { return queue_->bytes_written(); }
+  double write_blocked_seconds() const { return queue_->blocked_seconds(); }
+  int64_t bytes_on_disk() const { return live_records_ * record_bytes(); }
+  Status flush();
+
+ private:
+  struct Record {
+    uint32_t place = 0;       // offset / record_bytes
+    uint32_t serial = 0;
+    uint32_t checksum = 0;
+    uint32_t references = 0;
+  };
+  struct PendingWrite {
+    uint64_t number = 0;
+    int64_t begin_bytes = 0;
+    int64_t end_bytes = 0;
+  };
+  // Deques: they grow without the copy (and the doubled memory) of a vector.
+  using Table = std::deque<uint32_t>;  // [groups]: index into records_
+
+  RecordStore(DataFile* file, std::unique_ptr<Layout> layout, const RecordStoreOptions& options,
+              std::unique_ptr<WriteQueue> queue, int64_t buffer_bytes);
+
+  Result<int64_t> place(int64_t layer, int64_t count);
+  const Record& record(int64_t layer, int64_t sequence, int64_t group) const;
+  uint32_t checksum(const std::byte* bytes, int64_t layer, int64_t group, uint32_t serial) const;
+  uint32_t add_record(const Record& record);
+  void let_go(uint32_t index);
+
+  DataFile* file_;
+  std::unique_ptr<Layout> layout_;
+  RecordStoreOptions options_;
+  std::unique_ptr<WriteQueue> queue_;
+  int64_t buffer_bytes_;
+  std::vector<std::vector<Table>> tables_;  // [layers][sequences]
+  std::deque<Record> records_;
+  std::vector<uint32_t> unused_records_;
+  std::deque<PendingWrite> pending_;
+  uint32_t next_serial_ = 1;
+  int64_t live_records_ = 0;
+  uint64_t last_write_ = 0;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,241 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "kernels/group_topk.h"
+#include "kernels/low_rank_score.h"
+#include "kernels/project.h"
+#include "kernels/select_groups.h"
+#include "torch/op_checks.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kIndexMax = std::numeric_limits<int32_t>::max();
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// A summary and, for int8, its scales: contiguous and checked.
+struct Summary {
+  Summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
+      : rows(summary.contiguous()) {
+    check_shape(where, "summary", summary, "[batch, blocks, rank, 16]",
+                {-1, -1, -1, kSummaryBlock});
+    const bool is_int8 = summary.scalar_type() == at::kChar;
+    if (!is_int8) check_floating(where, "summary (unless int8)", summary);
+    TORCH_CHECK_VALUE(is_int8 == token_scale.has_value(), where,
+                      ": token_scale must be given with an int8 summary and only then, got ",
+                      token_scale ? "one" : "none", " for ", summary.scalar_type());
+    if (!is_int8) return;
+    check_shape(where, "token_scale", *token_scale, "[batch, blocks, 16]",
+                {batch(), blocks(), kSummaryBlock});
+    check_dtype(where, "token_scale", *token_scale, at::kFloat);
+    scales = token_scale->contiguous();
+  }
+
+  int64_t batch() const { return rows.size(0); }
+  int64_t blocks() const { return rows.size(1); }
+  int64_t rank() const { return rows.size(2); }
+  int64_t tokens() const { return blocks() * kSummaryBlock; }
+  DType dtype() const { return to_dtype(rows.scalar_type()); }
+
+  const void* block(int64_t sequence, int64_t index) const {
+    const int64_t offset = (sequence * blocks() + index) * rank() * kSummaryBlock;
+    return static_cast<const char*>(rows.const_data_ptr()) + offset * rows.element_size();
+  }
+  const float* scale(int64_t sequence, int64_t index) const {
+    if (!scales.defined()) return nullptr;
+    return scales.const_data_ptr<float>() + (sequence * blocks() + index) * kSummaryBlock;
+  }
+
+  at::Tensor rows;
+  at::Tensor scales;
+};
+
+at::Tensor low_rank_score_cpu(const at::Tensor& summary, const at::Tensor& query,
+                              const OptionalTensor& token_scale) {
+  const Summary source("low_rank_score", summary, token_scale);
+  check_shape("low_rank_score", "query", query, "[batch, queries, rank]",
+              {source.batch(), -1, source.rank()});
+  check_dtype("low_rank_score", "query", query, at::kFloat);
+  const at::Tensor queries = query.contiguous();
+  const int64_t count = query.size(1);
+  at::Tensor scores = at::empty({source.batch(), count, source.tokens()}, query.options());
+  constexpr int64_t kPieceBlocks = 64;
+  const int64_t pieces = (source.blocks() + kPieceBlocks - 1) / kPieceBlocks;
+  run_parallel(torch_execution(), source.batch() * pieces, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t sequence = i / pieces;
+      const int64_t first = i % pieces * kPieceBlocks;
+      low_rank_score({.summary = source.block(sequence, first),
+                      .token_scale = source.scale(sequence, first),
+                      .query = queries.const_data_ptr<float>() + sequence * count * source.rank(),
+                      .scores = scores.data_ptr<float>() + sequence * count * source.tokens() +
+                                first * kSummaryBlock,
+                      .score_stride = source.tokens(),
+                      .blocks = std::min(kPieceBlocks, source.blocks() - first),
+                      .rank = source.rank(),
+                      .queries = count,
+                      .dtype = source.dtype()});
+    }
+  });
+  return scores;
+}
+
+at::Tensor group_max_cpu(const at::Tensor& scores, int64_t group_tokens) {
+  check_shape("group_max", "scores", scores, "[batch, tokens]", {-1, -1});
+  check_dtype("group_max", "scores", scores, at::kFloat);
+  check_range("group_max", "group_tokens", group_tokens, 1, kGroupTokensMax);
+  const at::Tensor source = scores.contiguous();
+  const int64_t tokens = scores.size(1);
+  const int64_t groups = (tokens + group_tokens - 1) / group_tokens;
+  at::Tensor maxima = at::empty({scores.size(0), groups}, scores.options());
+  run_parallel(torch_execution(), scores.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      group_max({.scores = source.const_data_ptr<float>() + i * tokens,
+                 .group_scores = maxima.data_ptr<float>() + i * groups,
+                 .tokens = tokens,
+                 .group_tokens = group_tokens});
+    }
+  });
+  return maxima;
+}
+
+/// Room for k choices of each sequence, none made yet.
+std::tuple<at::Tensor, at::Tensor> no_choices(int64_t batch, int64_t k) {
+  return {at::full({batch, k}, -1, at::kInt), at::zeros({batch}, at::kInt)};
+}
+
+std::tuple<at::Tensor, at::Tensor> top_k_groups_cpu(const at::Tensor& scores, int64_t k) {
+  check_shape("top_k_groups", "scores", scores, "[batch, groups]", {-1, -1});
+  check_dtype("top_k_groups", "scores", scores, at::kFloat);
+  check_range("top_k_groups", "k", k, 0, kIndexMax);
+  check_range("top_k_groups", "groups", scores.size(1), 0, kIndexMax);
+  const at::Tensor source = scores.contiguous();
+  auto [indices, counts] = no_choices(scores.size(0), k);
+  int32_t* chosen = indices.data_ptr<int32_t>();
+  int32_t* chosen_counts = counts.data_ptr<int32_t>();
+  run_parallel(torch_execution(), scores.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      chosen_counts[i] = static_cast<int32_t>(
+          top_k({.scores = source.const_data_ptr<float>() + i * source.size(1),
+                 .indices = chosen + i * k,
+                 .count = source.size(1),
+                 .k = k}));
+    }
+  });
+  return {indices, counts};
+}
+
+/// One token position per sequence, or `otherwise` for all.
+at::Tensor token_bounds(const char* name, const OptionalTensor& bounds, int64_t otherwise,
+                        const Summary& summary) {
+  if (!bounds) return at::full({summary.batch()}, otherwise, at::kLong);
+  check_shape("select_groups", name, *bounds, "[batch]", {summary.batch()});
+  check_dtype("select_groups", name, *bounds, at::kLong);
+  const at::Tensor contiguous = bounds->contiguous();
+  for (int64_t i = 0; i < summary.batch(); ++i) {
+    check_range("select_groups", name, contiguous.const_data_ptr<int64_t>()[i], 0,
+                summary.tokens());
+  }
+  return contiguous;
+}
+
+std::tuple<at::Tensor, at::Tensor> select_groups_cpu(
+    const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens, int64_t k,
+    const OptionalTensor& token_scale, const OptionalTensor& first_tokens,
+    const OptionalTensor& last_tokens) {
+  const Summary source("select_groups", summary, token_scale);
+  check_shape("select_groups", "query", query, "[batch, rank]", {source.batch(), source.rank()});
+  check_dtype("select_groups", "query", query, at::kFloat);
+  check_range("select_groups", "group_tokens", group_tokens, 1, kGroupTokensMax);
+  check_range("select_groups", "k", k, 0, kIndexMax);
+  const at::Tensor queries = query.contiguous();
+  const at::Tensor first = token_bounds("first_tokens", first_tokens, 0, source);
+  const at::Tensor last = token_bounds("last_tokens", last_tokens, source.tokens(), source);
+  const int64_t groups = (source.tokens() + group_tokens - 1) / group_tokens;
+  at::Tensor group_scores = at::empty({groups}, at::kFloat);
+  auto [indices, counts] = no_choices(source.batch(), k);
+  for (int64_t i = 0; i < source.batch(); ++i) {
+    counts.data_ptr<int32_t>()[i] = static_cast<int32_t>(
+        select_groups({.summary = source.block(i, 0),
+                       .token_scale = source.scale(i, 0),
+                       .query = queries.const_data_ptr<float>() + i * source.rank(),
+                       .group_scores = group_scores.data_ptr<float>(),
+                       .indices = indices.data_ptr<int32_t>() + i * k,
+                       .first_token = first.const_data_ptr<int64_t>()[i],
+                       .last_token = last.const_data_ptr<int64_t>()[i],
+                       .rank = source.rank(),
+                       .group_tokens = group_tokens,
+                       .k = k,
+                       .dtype = source.dtype()},
+                      torch_execution()));
+  }
+  return {indices, counts};
+}
+
+std::tuple<at::Tensor, at::Tensor> project_keys_cpu(
+    const at::Tensor& keys, const at::Tensor& projection,
+    std::optional<at::ScalarType> summary_dtype) {
+  check_shape("project_keys", "keys", keys, "[batch, kv_heads, tokens, head_dim]",
+              {-1, -1, -1, -1});
+  check_floating("project_keys", "keys", keys);
+  check_shape("project_keys", "projection", projection, "[kv_heads * head_dim, rank]",
+              {keys.size(1) * keys.size(3), -1});
+  check_dtype("project_keys", "projection", projection, at::kFloat);
+  const at::ScalarType type = summary_dtype.value_or(keys.scalar_type());
+  const bool is_int8 = type == at::kChar;
+  const int64_t batch = keys.size(0);
+  const int64_t tokens = keys.size(2);
+  const int64_t rank = projection.size(1);
+  const int64_t blocks = (tokens + kSummaryBlock - 1) / kSummaryBlock;
+  at::Tensor summary =
+      at::zeros({batch, blocks, rank, kSummaryBlock}, keys.options().dtype(type));
+  if (!is_int8) check_floating("project_keys", "summary (unless int8)", summary);
+  at::Tensor token_scale = is_int8 ? at::zeros({batch, blocks, kSummaryBlock}, at::kFloat)
+                                   : at::empty({0}, at::kFloat);
+  const at::Tensor source = with_contiguous_rows(keys);
+  const at::Tensor factors = projection.contiguous();
+  constexpr int64_t kPieceTokens = 256;
+  const int64_t pieces = (tokens + kPieceTokens - 1) / kPieceTokens;
+  run_parallel(torch_execution(), batch * pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t sequence = i / pieces;
+      const int64_t first = i % pieces * kPieceTokens;
+      const int64_t offset = sequence * source.stride(0) + first * source.stride(2);
+      project_keys(
+          {.keys = static_cast<const char*>(source.const_data_ptr()) +
+                   offset * source.element_size(),
+           .head_stride = source.stride(1),
+           .token_stride = source.stride(2),
+           .projection = factors.const_data_ptr<float>(),
+           .summary = static_cast<char*>(summary.data_ptr()) +
+                      sequence * summary.stride(0) * summary.element_size(),
+           .token_scale = is_int8 ? token_scale.data_ptr<float>() + sequence * token_scale.stride(0)
+                                  : nullptr,
+           .first_row = first,
+           .tokens = std::min(kPieceTokens, tokens - first),
+           .kv_heads = keys.size(1),
+           .head_dim = keys.size(3),
+           .rank = rank,
+           .key_dtype = to_dtype(keys.scalar_type()),
+           .summary_dtype = to_dtype(type)});
+    }
+  });
+  return {summary, token_scale};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kvswap_torch, CPU, library) {
+  library.impl("low_rank_score", low_rank_score_cpu);
+  library.impl("group_max", group_max_cpu);
+  library.impl("top_k_groups", top_k_groups_cpu);
+  library.impl("select_groups", select_groups_cpu);
+  library.impl("project_keys", project_keys_cpu);
+}
+
+}  // namespace kvswap

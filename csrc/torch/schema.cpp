@@ -1,0 +1,33 @@
+#include <torch/library.h>
+
+#include <vector>
+
+// Every op of the library: torch.ops.kvswap_torch.*. Shapes, dtypes and errors are documented in
+// kvswap_torch/ops.py.
+TORCH_LIBRARY(kvswap_torch, library) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  const auto define = [&](const char* schema) { library.def(schema, tags); };
+  define("low_rank_score(Tensor summary, Tensor query, Tensor? token_scale=None) -> Tensor");
+  define("group_max(Tensor scores, int group_tokens) -> Tensor");
+  define("top_k_groups(Tensor scores, int k) -> (Tensor indices, Tensor counts)");
+  define(
+      "select_groups(Tensor summary, Tensor query, int group_tokens, int k, "
+      "Tensor? token_scale=None, Tensor? first_tokens=None, Tensor? last_tokens=None) "
+      "-> (Tensor indices, Tensor counts)");
+  define(
+      "project_keys(Tensor keys, Tensor projection, ScalarType? summary_dtype=None) "
+      "-> (Tensor summary, Tensor token_scale)");
+  define("paged_gather(Tensor pages, Tensor table) -> (Tensor keys, Tensor values)");
+  define("pack_records(Tensor keys, Tensor values, int group_tokens) -> Tensor");
+  define(
+      "unpack_records(Tensor records, int tokens, str layout=\"hnd\") "
+      "-> (Tensor keys, Tensor values)");
+  define("fp8_quantize(Tensor source) -> (Tensor quantized, Tensor scales)");
+  define("fp8_dequantize(Tensor quantized, Tensor scales, ScalarType dtype) -> Tensor");
+  define(
+      "paged_attention(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor columns, "
+      "Tensor query_columns, float scale) -> (Tensor output, Tensor log_sum_exp)");
+  define(
+      "merge_attention(Tensor output, Tensor log_sum_exp, Tensor other_output, "
+      "Tensor other_log_sum_exp) -> (Tensor output, Tensor log_sum_exp)");
+}

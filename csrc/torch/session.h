@@ -1,0 +1,133 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvswap {
+
+/// What a session is made of. Fields mirror kvswap_torch.SwapConfig; see there for their meaning.
+struct SessionOptions {
+  // The model. Layers are numbered 0..layers-1 over those that live on disk.
+  int64_t layers = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  at::ScalarType dtype = at::kFloat;  // kFloat, kBFloat16 or kHalf
+
+  // Where and how the bytes are kept.
+  std::string directory;
+  std::string io_mode = "auto";  // auto | direct | buffered
+  std::string reader = "auto";   // auto | uring | threads | sync
+  std::string device_model;      // empty | nvme | ufs | emmc
+  int64_t read_depth = 64;
+  int64_t merge_gap_bytes = 16 << 10;
+  int64_t merge_bytes_max = 256 << 10;
+  int64_t disk_quota_bytes = -1;  // -1: no limit but the disk's
+  bool checksum = true;
+
+  // What is selected and kept.
+  int64_t group_tokens = 4;
+  std::vector<int64_t> ranks;     // one per layer, or one for all
+  std::string summary_dtype = "model";  // model | int8
+  int64_t groups_max = 100;       // selected groups per step, sinks and tail not counted
+  int64_t pages_max = 200;        // reuse buffer per layer and sequence; at least groups_max
+  int64_t sink_tokens = 4;
+  int64_t tail_tokens = 32;
+  std::string replacement = "fifo";  // fifo | lru | unused
+  int64_t select_queries_max = 8;    // 1..16: longer chunks attend exactly
+  bool staged_pages = false;         // land reads in staging and copy them to pages (device seam)
+
+  // Promises.
+  int64_t kv_memory_bytes = -1;  // -1: as much as the settings need
+  int64_t max_context = -1;      // with max_batch: checked and allocated at construction
+  int64_t max_batch = -1;
+};
+
+/// One generation's KV cache on disk: the public C++ class, and what Python's cache drives.
+///
+/// Order of calls in one forward pass of `n` new tokens, for each layer i in turn:
+///   declare(valid)                 once, before the first layer, when some new columns are padding
+///   look_ahead(i + 1, query)       any time before layer i + 1's attend(); optional
+///   append(i, keys, values)        the new tokens' K (after RoPE) and V
+///   attend(i, query, ...)          softmax(scale * Q K^T) V over selected groups, sinks and tail
+/// A chunk of more than select_queries_max tokens attends exactly over everything before it.
+///
+/// Thread rules: one thread at a time. Not valid in a forked child. Every method but close() throws
+/// c10::ValueError for a wrong call and kvswap::SessionError for what the world refuses.
+class Session {
+ public:
+  explicit Session(const SessionOptions& options);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  /// Bytes by use (and their "total") that a batch and a context need with these settings, on a
+  /// disk of this alignment. Opens nothing.
+  static std::map<std::string, int64_t> memory_need(const SessionOptions& options, int64_t batch,
+                                                    int64_t context,
+                                                    int64_t alignment_bytes = 512);
+
+  /// Validity of the columns that the next append() of each layer brings: [batch, tokens] bool.
+  /// Without it new columns are all valid.
+  void declare(const at::Tensor& valid);
+
+  /// Predicts what `layer` will read from a predicted query, and submits the reads.
+  /// query: [batch, heads or kv_heads, queries, head_dim] after RoPE; with kv_heads heads it is the
+  /// sum over each GQA group. Does nothing when no group is sealed, when all of them are attended
+  /// anyway and in memory, or when queries > select_queries_max.
+  void look_ahead(int64_t layer, const at::Tensor& query);
+
+  /// keys, values: [batch, kv_heads, tokens, head_dim], last dimension contiguous. The first call
+  /// fixes the batch. Fails before anything is written when budget, quota or disk cannot hold it.
+  void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);
+
+  /// query: [batch, heads, tokens, head_dim]; keys, values: what the last append() of this layer
+  /// was given (used by exact chunks). Returns [batch, tokens, heads, head_dim].
+  at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                    const at::Tensor& values, double scale);
+
+  /// The pair of projections of a layer, [kv_heads * head_dim, rank] fp32; groups sealed before are
+  /// read back and summarised.
+  void set_projection(int64_t layer, const at::Tensor& key_projection,
+                      const at::Tensor& query_projection);
+  /// True when this layer must choose among more groups than it may attend and has no projection.
+  bool needs_projection(int64_t layer) const;
+
+  /// K and V of columns [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
+  std::pair<at::Tensor, at::Tensor> read_back(int64_t layer, int64_t begin, int64_t end);
+
+  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order.
+  std::vector<std::vector<int64_t>> last_selection(int64_t layer) const;
+
+  /// Sequence i of the new batch continues as sequence indices[i] of the old one: beam reorder,
+  /// select, repeat. Nothing is rewritten on disk.
+  void select_sequences(const std::vector<int64_t>& indices);
+  /// Keeps the first `columns` columns of every layer.
+  void crop(int64_t columns);
+  /// Forgets everything but projections and settings.
+  void reset();
+  /// Gives back file and memory; further calls throw. Idempotent, never throws.
+  void close() noexcept;
+
+  int64_t columns(int64_t layer) const;
+  int64_t batch() const;  // 0 before the first append
+
+  /// Numbers by name (bytes, seconds, counts); README.md documents each.
+  std::map<std::string, double> counters() const;
+  /// Sentences by name: reader, io_mode, fallbacks, ...
+  std::map<std::string, std::string> facts() const;
+  /// Bytes by use, as charged against kv_memory_bytes.
+  std::map<std::string, int64_t> ledger() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,5 @@
+"""``python -m kvswap_torch``."""
+
+from kvswap_torch.cli.app import main
+
+main()

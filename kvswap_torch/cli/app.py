@@ -1,0 +1,159 @@
+"""The commands and their options; what they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from kvswap_torch.errors import KVSwapError
+from kvswap_torch.native import PACKAGE_DIR
+
+app = typer.Typer(
+    name="kvswap_torch",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="A KV cache that lives on disk, for Hugging Face models.",
+)
+
+_GENERATE_HELP = """\
+Answer questions about a long document from a KV cache that lives on disk.
+
+The document is read once. Its keys and values go to a file without a name in --path, which is \
+gone when the command ends. Then each question is asked in turn; each turn sees those before it.
+
+[bold]Start here:[/bold] one document, one question, defaults for everything else.
+
+  python -m kvswap_torch generate --model DIR --document book.txt --question "Who tells it?"
+
+[bold]Less memory:[/bold] give a budget; the rest is derived from it, or you are told the minimum.
+
+  ... --kv-memory 64MiB --path /fast/disk
+
+[bold]As good as the full cache?[/bold] Run both; see answers, speeds and bytes side by side.
+
+  ... --compare --json result.json
+
+[bold]Several turns:[/bold] repeat --question.
+
+  ... --question "Who tells it?" --question "Where does she live?"
+
+[bold]Prompts.[/bold] With --prompt-template auto, a model that has a chat template is asked \
+through it; any other gets '{document}\\n\\nQuestion: {question}\\nAnswer:'. Give your own to \
+change that: what follows {document} is repeated in each turn, and \\n is a new line.
+"""
+
+
+@app.command(help=_GENERATE_HELP)
+def generate(
+    model: Annotated[
+        str, typer.Option(help="Folder (or hub name) of a Hugging Face model.", metavar="DIR")
+    ],
+    document: Annotated[
+        Path, typer.Option(help="Text file, UTF-8.", exists=True, dir_okay=False, metavar="FILE")
+    ],
+    question: Annotated[
+        list[str], typer.Option(help="A question; repeat for several turns.", metavar="TEXT")
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="What the tuner wrote, or SwapConfig.save().", metavar="config.json"),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Most memory the KV cache may take.", metavar="512MiB"),
+    ] = None,
+    path: Annotated[
+        Path, typer.Option(help="Folder on the disk that holds the KV cache.", metavar="DIR")
+    ] = Path("."),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run with the full cache in memory.")
+    ] = False,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", metavar="OUT")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")
+    ] = 200,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of weights and KV; auto: as the model says."),
+    ] = "auto",
+    prefill_chunk: Annotated[
+        int, typer.Option(min=64, help="Tokens of the document per forward pass.", metavar="N")
+    ] = 4096,
+    prompt_template: Annotated[
+        str,
+        typer.Option(help="auto, or a text with {document} and {question}.", metavar="TEXT"),
+    ] = "auto",
+) -> None:
+    from kvswap_torch.cli.generate import GenerateOptions, run
+
+    run(
+        GenerateOptions(
+            model=model,
+            document=document,
+            questions=tuple(question),
+            config=config,
+            kv_memory=kv_memory,
+            path=path,
+            compare=compare,
+            json_out=json_out,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            prefill_chunk=prefill_chunk,
+            prompt_template=prompt_template,
+        ),
+        Console(),
+    )
+
+
+@app.command()
+def info(
+    path: Annotated[
+        Path, typer.Option(help="Folder on the disk to ask about.", metavar="DIR")
+    ] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What this machine offers: reader and why, O_DIRECT, SIMD level, locked memory, versions."""
+    from kvswap_torch.cli.info import show
+
+    show(path, as_json, Console())
+
+
+@app.command()
+def cmake_prefix() -> None:
+    """Print the folder for CMAKE_PREFIX_PATH, so that CMake finds kvswap.
+
+    cmake -S . -B build -DCMAKE_PREFIX_PATH="$(python -m kvswap_torch cmake-prefix);$(python -c
+    'import torch; print(torch.utils.cmake_prefix_path)')"
+    """
+    folder = PACKAGE_DIR / "share" / "cmake"
+    if not (folder / "kvswap").is_dir():
+        raise ImportError(
+            f"cmake-prefix: {folder} must exist and does not; install the package with pip "
+            "(a development build keeps no CMake files)"
+        )
+    print(folder)
+
+
+def main() -> None:
+    """Runs a command; what the user can mend is one line on stderr and exit status 1."""
+    try:
+        app()
+    except (KVSwapError, ImportError) as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"[bold red]error:[/bold red] {_escaped(error)}"
+        )
+        sys.exit(1)
+
+
+def _escaped(error: BaseException) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))

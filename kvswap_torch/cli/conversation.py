@@ -1,0 +1,170 @@
+"""One document, several questions, any cache: prefill once, then ask turn by turn.
+
+Nothing here knows which cache it drives. That is what makes a comparison fair: the same tokens go
+through the same calls, and only the cache differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from kvswap_torch.cli.prompt import Prompt
+
+
+@dataclass
+class Turn:
+    """A question, its answer and how long it took.
+
+    `first_token_seconds` includes reading the question; `tokens_per_second` is what follows the
+    first token, or None for an answer of one token.
+    """
+
+    question: str
+    answer: str
+    question_tokens: int
+    answer_tokens: int
+    first_token_seconds: float
+    tokens_per_second: float | None
+    answer_ids: list[int] = field(repr=False, default_factory=list)
+
+
+class AnswerStream:
+    """The streamer that ``generate()`` feeds: text to `write`, times of tokens kept.
+
+    Text is held back until it is certain: a character may be made of several tokens.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._write = write
+        self._ids: list[int] = []
+        self._written = 0
+        self._prompt_seen = False
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.times.append(time.perf_counter())
+        self._ids.extend(value.flatten().tolist())
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            self._flush(text)
+
+    def end(self) -> None:
+        self._flush(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+
+    def _flush(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)
+
+
+class Conversation:
+    """A model, a cache and the tokens both have seen so far.
+
+    Parameters
+    ----------
+    model, tokenizer
+        From transformers; one sequence, greedy.
+    cache
+        Anything that ``generate(past_key_values=...)`` takes.
+    prompt
+        How document and questions are put.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, cache: Any, prompt: Prompt) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self.turns: list[Turn] = []
+
+    @torch.inference_mode()
+    def read(
+        self, document_ids: Sequence[int], chunk: int, progress: Callable[[int], None]
+    ) -> float:
+        """Prefills the document, telling `progress` each pass's tokens; returns the seconds."""
+        started = time.perf_counter()
+        keep_last: dict[str, Any] = {}
+        # Logits of a long chunk over a large vocabulary would take more memory than its KV.
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            keep_last["logits_to_keep"] = 1
+        for begin, end in even_chunks(len(document_ids), chunk):
+            ids = torch.tensor([document_ids[begin:end]], device=self.model.device)
+            self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **keep_last)
+            progress(end - begin)
+        self.ids.extend(document_ids)
+        return time.perf_counter() - started
+
+    def ask(self, question: str, max_new_tokens: int, write: Callable[[str], None]) -> Turn:
+        """Appends a question and generates its answer, streamed to `write`."""
+        asked = self.prompt.question_ids(self.tokenizer, question, len(self.turns))
+        self.ids.extend(asked)
+        stream = AnswerStream(self.tokenizer, write)
+        ids = torch.tensor([self.ids], device=self.model.device)
+        started = time.perf_counter()
+        output = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=self.cache,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            streamer=stream,
+            pad_token_id=self._pad_token_id(),
+        )
+        answer = output[0, len(self.ids) :].tolist()
+        # The end token is not in the cache yet, and the next turn's text brings its own.
+        ended = bool(answer) and answer[-1] in self._end_ids()
+        self.ids.extend(answer[:-1] if ended else answer)
+        turn = Turn(
+            question=question,
+            answer=self.tokenizer.decode(answer, skip_special_tokens=True),
+            question_tokens=len(asked),
+            answer_tokens=len(answer),
+            first_token_seconds=stream.times[0] - started,
+            tokens_per_second=_speed(stream.times),
+            answer_ids=answer,
+        )
+        self.turns.append(turn)
+        return turn
+
+    def _end_ids(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        if ends is None:
+            return set()
+        return {ends} if isinstance(ends, int) else set(ends)
+
+    def _pad_token_id(self) -> int | None:
+        """A pad token, so that ``generate()`` does not warn; one sequence never uses it."""
+        if self.model.generation_config.pad_token_id is not None:
+            return self.model.generation_config.pad_token_id
+        return min(self._end_ids(), default=None)
+
+
+def even_chunks(tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """Ranges of at most `chunk` tokens that differ by at most one.
+
+    A short last chunk would be taken for a question, which a cache on disk attends over selected
+    groups only; a document's own chunks are to be exact.
+    """
+    count = -(-tokens // chunk)
+    edges = [tokens * index // count for index in range(count + 1)] if count else [0]
+    return list(itertools.pairwise(edges))
+
+
+def _speed(times: list[float]) -> float | None:
+    if len(times) < 2 or times[-1] <= times[0]:
+        return None
+    return (len(times) - 1) / (times[-1] - times[0])

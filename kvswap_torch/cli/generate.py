@@ -1,0 +1,178 @@
+"""``kvswap_torch generate``: a long document answered from disk, with the full cache beside it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from kvswap_torch.cli import report
+from kvswap_torch.cli.prompt import Prompt, make_prompt
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.memory_size import parse_bytes
+
+if TYPE_CHECKING:
+    from kvswap_torch.cli.conversation import Conversation
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The command's options; see ``python -m kvswap_torch generate --help``."""
+
+    model: str
+    document: Path
+    questions: tuple[str, ...]
+    config: Path | None = None
+    kv_memory: str | None = None
+    path: Path = Path(".")
+    compare: bool = False
+    json_out: Path | None = None
+    max_new_tokens: int = 200
+    dtype: str = "auto"
+    prefill_chunk: int = 4096
+    prompt_template: str = "auto"
+
+
+@dataclass(frozen=True)
+class Material:
+    """What both runs share, so that only the cache differs."""
+
+    model: Any
+    tokenizer: Any
+    prompt: Prompt
+    document_ids: list[int]
+
+
+def run(options: GenerateOptions, console: Console) -> report.Result:
+    """Runs the command; prints as it goes; returns what ``--json`` writes."""
+    # All that can be refused is refused before a model is loaded.
+    kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
+    config = _load_config(options.config)
+    _check_outputs(options)
+    material = _load(options, console)
+
+    from kvswap_torch import KVSwapCache
+
+    with KVSwapCache(
+        material.model,
+        path=options.path,
+        config=config,
+        kv_memory_bytes=kv_memory,
+        max_context=_context(options, material),
+        max_batch=1,
+    ) as cache:
+        console.rule("KV cache on disk")
+        disk = _converse(options, material, cache, console)
+        disk.stats = report.plain_stats(cache.stats())
+    console.print(report.closing_line(disk))
+
+    memory = None
+    if options.compare:
+        from transformers import DynamicCache
+
+        console.rule("full KV cache in memory")
+        full = DynamicCache(config=material.model.config)
+        memory = _converse(options, material, full, console)
+        memory.stats = {"kv_bytes_full": report.tensor_bytes(full)}
+        console.print(report.closing_line(memory))
+
+    result = report.Result(
+        model=options.model,
+        document=str(options.document),
+        document_tokens=len(material.document_ids),
+        disk=disk,
+        memory=memory,
+    )
+    if memory is not None:
+        console.print(report.comparison(result))
+    if options.json_out is not None:
+        report.write_json(result, options.json_out)
+    return result
+
+
+def _converse(
+    options: GenerateOptions, material: Material, cache: Any, console: Console
+) -> report.Run:
+    from kvswap_torch.cli.conversation import Conversation
+
+    conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
+    seconds = _read(conversation, material.document_ids, options.prefill_chunk, console)
+    for question in options.questions:
+        console.print(f"\n[bold]> {report.escaped(question)}[/bold]")
+        conversation.ask(
+            question,
+            options.max_new_tokens,
+            lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
+        )
+        console.print()
+    gc.collect()
+    return report.Run(
+        prefill_tokens=len(material.document_ids),
+        prefill_seconds=seconds,
+        turns=conversation.turns,
+    )
+
+
+def _read(conversation: Conversation, ids: list[int], chunk: int, console: Console) -> float:
+    columns = (
+        TextColumn("reading the document"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("prefill", total=len(ids))
+        return conversation.read(ids, chunk, lambda done: progress.update(task, advance=done))
+
+
+def _context(options: GenerateOptions, material: Material) -> int:
+    """The most tokens this run can come to: known now, so budget and disk are checked now."""
+    asked = sum(
+        len(material.prompt.question_ids(material.tokenizer, question, turn))
+        for turn, question in enumerate(options.questions)
+    )
+    return len(material.document_ids) + asked + len(options.questions) * options.max_new_tokens
+
+
+def _load_config(path: Path | None) -> Any:
+    from kvswap_torch.config import SwapConfig
+
+    return None if path is None else SwapConfig.load(path)
+
+
+def _check_outputs(options: GenerateOptions) -> None:
+    if options.json_out is not None and not options.json_out.resolve().parent.is_dir():
+        raise ConfigError(f"--json: its folder must exist, got {options.json_out}")
+
+
+def _load(options: GenerateOptions, console: Console) -> Material:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    # Its bar for loading weights would stand above ours.
+    logging.disable_progress_bar()
+    try:
+        text = options.document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--document: must be readable UTF-8 text: {error}") from error
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    with console.status("loading the model"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(options.model)
+            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--model: must be a Hugging Face causal language model with its tokenizer, got "
+                f"{options.model!r}: {error}"
+            ) from error
+    prompt = make_prompt(options.prompt_template, tokenizer)
+    ids = prompt.prefix_ids(tokenizer, text)
+    if not ids:
+        raise ConfigError(f"--document: must not be empty, got {options.document}")
+    return Material(model.eval(), tokenizer, prompt, ids)

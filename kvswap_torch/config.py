@@ -1,0 +1,314 @@
+"""`SwapConfig`: every decision the cache obeys, and the file it is kept in.
+
+The tuner writes such a file and the cache reads it; nothing else connects the two. A file holds the
+settings, the name of a projection file beside it, the model it is for, and one solution per (batch,
+context) pair (KVSwap, appendix A.4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from kvswap_torch import config_file
+from kvswap_torch.config_parts import (
+    ModelIdentity,
+    Solution,
+    checked_json,
+    identity_from,
+    solution_from,
+)
+from kvswap_torch.config_rules import (
+    boolean,
+    checked_rank,
+    documented,
+    number,
+    one_of,
+    plain,
+    rank_rule,
+)
+from kvswap_torch.errors import ConfigError
+
+__all__ = ["CONFIG_VERSION", "ModelIdentity", "Solution", "SwapConfig"]
+
+CONFIG_VERSION = 1
+
+
+@documented
+@dataclass(frozen=True)
+class SwapConfig:
+    """What the tuner decides and the cache obeys. Checked on construction, then immutable."""
+
+    group_tokens: int = number(
+        4, 1, 64, "tokens of one layer and sequence that are selected and read together (G)"
+    )
+    rank: int | tuple[int, ...] = rank_rule(
+        32,
+        "columns of the low-rank summary: one number, or one for each layer on disk; doubled when "
+        "the projection is computed from the first prefill",
+    )
+    summary_dtype: str = one_of(
+        "model", ("model", "int8"), "precision of the summary's rows: the model's dtype, or int8"
+    )
+    groups_max: int = number(
+        100, 1, 1 << 24, "groups attended per layer, sequence and step, sinks and tail apart (M)"
+    )
+    pages_max: int = number(
+        200,
+        1,
+        1 << 24,
+        "groups kept in memory per layer and sequence (C); at least `groups_max`; what is above it "
+        "is the reuse buffer",
+    )
+    sink_tokens: int = number(
+        4, 0, 1 << 16, "first valid tokens of each sequence, always in memory and attended"
+    )
+    tail_tokens: int = number(
+        32, 0, 1 << 16, "newest tokens, always in memory and attended, sealed group by group"
+    )
+    replacement: str = one_of(
+        "fifo",
+        ("fifo", "lru", "unused"),
+        "who leaves the reuse buffer: the oldest load (the paper), the least recently used, or "
+        "whatever this step did not use (the published research code)",
+    )
+    select_queries_max: int = number(
+        8, 1, 16, "longest chunk that attends the union of its selections; longer ones are exact"
+    )
+    look_ahead: bool = boolean(
+        True, "predict the next layer's query and read ahead; off: choose with the true query"
+    )
+    layout: str = one_of("sequence", ("sequence",), "order of the records on disk")
+    reader: str = one_of(
+        "auto", ("auto", "uring", "threads", "sync"), "who reads; auto: the fastest that works"
+    )
+    io_mode: str = one_of(
+        "auto", ("auto", "direct", "buffered"), "O_DIRECT or the page cache; auto: O_DIRECT if able"
+    )
+    read_depth: int = number(64, 1, 4096, "reads in flight at once")
+    merge_gap_bytes: int = number(
+        16 << 10,
+        0,
+        1 << 30,
+        "neighbouring reads are merged over a gap up to this",
+    )
+    merge_bytes_max: int = number(256 << 10, 4096, 1 << 30, "longest merged read")
+    checksum: bool = boolean(True, "verify every record that is read")
+    device_model: str | None = one_of(
+        None,
+        (None, "nvme", "ufs", "emmc"),
+        "delay reads as a modelled device would, for experiments; None: the real disk only",
+    )
+    disk_quota_bytes: int | None = number(
+        None, 1, 2**63 - 1, "most bytes on disk; None: what the disk has free"
+    )
+    projection_file: str | None = plain(
+        None, "safetensors file, relative to the config; None: computed from the first prefill"
+    )
+    projection_kind: str = one_of(
+        "query_aware",
+        ("query_aware", "svd_keys"),
+        "the best bilinear form of queries and keys, or the paper's SVD of the keys",
+    )
+    model: ModelIdentity | None = plain(None, "the model it is for; None: any")
+    provenance: Mapping[str, Any] = plain(dict, "how it was found: free-form, never interpreted")
+    table: tuple[Solution, ...] = plain((), "one solution per (batch, context) pair")
+    version: int = plain(CONFIG_VERSION, "of the file format")
+
+    source: Path | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._adopt_plain_values()
+        for item in dataclasses.fields(self):
+            if "check" in item.metadata:
+                item.metadata["check"](item.name, getattr(self, item.name))
+        if self.version != CONFIG_VERSION or type(self.version) is not int:
+            raise ConfigError(
+                f"version: this kvswap_torch reads version {CONFIG_VERSION}, got "
+                f"{self.version!r}; write the config again with its tuner or update kvswap_torch"
+            )
+        if self.pages_max < self.groups_max:
+            raise ConfigError(
+                f"pages_max: must be at least groups_max ({self.groups_max}), since what a step "
+                f"attends must be in memory, got {self.pages_max}"
+            )
+        if self.merge_gap_bytes > self.merge_bytes_max:
+            raise ConfigError(
+                f"merge_gap_bytes: must be at most merge_bytes_max ({self.merge_bytes_max}), got "
+                f"{self.merge_gap_bytes}"
+            )
+        self._check_projection_file()
+        self._check_table()
+
+    def _adopt_plain_values(self) -> None:
+        """Lists and mappings, as JSON gives them, become what the fields promise."""
+        if isinstance(self.rank, list):
+            object.__setattr__(self, "rank", tuple(self.rank))
+        if isinstance(self.model, Mapping):
+            object.__setattr__(self, "model", identity_from(self.model))
+        elif self.model is not None and not isinstance(self.model, ModelIdentity):
+            raise ConfigError(f"model: must be a ModelIdentity or None, got {self.model!r}")
+        object.__setattr__(self, "provenance", checked_json(self.provenance))
+        if isinstance(self.table, str) or not isinstance(self.table, tuple | list):
+            raise ConfigError(f"table: must be a list of solutions, got {self.table!r}")
+        rows = tuple(solution_from(row) for row in self.table)
+        object.__setattr__(self, "table", rows)
+
+    def _check_projection_file(self) -> None:
+        name = self.projection_file
+        if name is None:
+            return
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"projection_file: must be a file name, got {name!r}")
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ConfigError(
+                "projection_file: must lie beside the config or in a folder below it, so that the "
+                f"two travel together, got {name!r}"
+            )
+
+    def _check_table(self) -> None:
+        seen: set[tuple[int, int]] = set()
+        for row in self.table:
+            if (row.batch, row.context) in seen:
+                raise ConfigError(
+                    f"table: one solution per pair, got two for batch {row.batch}, context "
+                    f"{row.context}"
+                )
+            seen.add((row.batch, row.context))
+            foreign = sorted(set(dict(row.settings)) - set(SOLVABLE))
+            if foreign:
+                raise ConfigError(
+                    f"table: a solution must set only {', '.join(SOLVABLE)}, got "
+                    f"{', '.join(foreign)}"
+                )
+            try:
+                self._with(row)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"table: batch {row.batch}, context {row.context}: {error}"
+                ) from error
+
+    def _with(self, row: Solution) -> SwapConfig:
+        return dataclasses.replace(self, **dict(row.settings), table=())
+
+    def ranks(self, layers: int) -> tuple[int, ...]:
+        """The rank of each of `layers` layers.
+
+        Raises
+        ------
+        ConfigError
+            When there is one rank a layer, for another number of layers.
+        """
+        if isinstance(self.rank, int):
+            return (self.rank,) * layers
+        if len(self.rank) != layers:
+            raise ConfigError(
+                f"rank: must be one number or {layers}, one for each layer on disk, got "
+                f"{len(self.rank)}"
+            )
+        return self.rank
+
+    def for_batch_and_context(self, batch: int, context: int) -> SwapConfig:
+        """The config for a run, without a table: the exact pair's solution, or the nearest's.
+
+        Near is measured in doublings of batch plus doublings of context; of two equally near the
+        one with the longer context, then the larger batch, is taken, which reads less than it may
+        rather than more. Without a table the config itself is returned.
+
+        Raises
+        ------
+        ConfigError
+            When batch or context is not positive.
+        """
+        if batch < 1 or context < 1:
+            raise ConfigError(
+                f"for_batch_and_context: both must be positive, got {batch} and {context}"
+            )
+        if not self.table:
+            return self
+        nearest = min(
+            self.table, key=lambda row: (row.distance(batch, context), -row.context, -row.batch)
+        )
+        return self._with(nearest)
+
+    def check_model(self, identity: ModelIdentity) -> None:
+        """Refuses another model's config.
+
+        Raises
+        ------
+        ConfigError
+            Naming each thing that differs; also for a rank that the model's keys are too narrow
+            for, or one rank a layer for another number of layers.
+        """
+        if self.model is not None:
+            differences = self.model.differences(identity)
+            if differences:
+                told = ", ".join(
+                    f"{name} {ours} (this model: {theirs})"
+                    for name, (ours, theirs) in differences.items()
+                )
+                where = f"config {self.source}" if self.source else "config"
+                raise ConfigError(
+                    f"{where}: must be for the model it is used with, but was made for {told}; "
+                    "calibrate this model, or leave the config out"
+                )
+        if identity.layers is not None:
+            self.ranks(identity.layers)
+        if identity.kv_heads is not None and identity.head_dim is not None:
+            width = identity.kv_heads * identity.head_dim
+            for row in (self, *map(self._with, self.table)):
+                checked_rank(row.rank, width)
+
+    @property
+    def projection_path(self) -> Path | None:
+        """Where the projection file is; None when there is none.
+
+        Raises
+        ------
+        ConfigError
+            When the config was not loaded from or saved to a file, so that there is no folder to
+            look in.
+        """
+        if self.projection_file is None:
+            return None
+        if self.source is None:
+            raise ConfigError(
+                "projection_file: is relative to the config's file, but this config was not loaded "
+                "from one; use SwapConfig.load(), or pass source="
+            )
+        return self.source.parent / self.projection_file
+
+    @classmethod
+    def load(cls, path: str | Path) -> SwapConfig:
+        """Reads a config file.
+
+        Raises
+        ------
+        ConfigError
+            Missing file, corrupt JSON, unknown field or version, or a value out of range; names the
+            file, the field and what came.
+        """
+        return config_file.load(Path(path))
+
+    def save(self, path: str | Path) -> SwapConfig:
+        """Writes the config whole or not at all; equal configs give equal bytes.
+
+        Returns
+        -------
+        SwapConfig
+            The same config, knowing its file, so that `projection_path` can be asked.
+        """
+        config_file.save(self, Path(path))
+        return dataclasses.replace(self, source=Path(path))
+
+
+SOLVABLE = tuple(
+    item.name
+    for item in dataclasses.fields(SwapConfig)
+    if item.name
+    not in ("model", "provenance", "table", "version", "source", "disk_quota_bytes", "checksum")
+)

@@ -1,0 +1,171 @@
+"""The config as JSON: read with every doubt named, written atomically and byte-stable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvswap_torch.config_parts import ModelIdentity, Solution
+from kvswap_torch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvswap_torch.config import SwapConfig
+
+
+def load(path: Path) -> SwapConfig:
+    """See `SwapConfig.load`."""
+    from kvswap_torch.config import CONFIG_VERSION, SwapConfig
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: must be a readable JSON file: {error}") from error
+    try:
+        fields = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (json.JSONDecodeError, RecursionError, ConfigError, ValueError) as error:
+        raise ConfigError(
+            f"config {path}: must be valid JSON: {error}; restore the file or tune again"
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"config {path}: must be a JSON object, got {type(fields).__name__}")
+    version = fields.get("version")
+    # Before anything else: a newer file may well have fields that are unknown here.
+    if type(version) is not int or version != CONFIG_VERSION:
+        raise ConfigError(
+            f"config {path}: version must be {CONFIG_VERSION}, which is what this kvswap_torch "
+            f"reads, got {version!r}; write it again with the tuner of this kvswap_torch, or use "
+            "the kvswap_torch that wrote it"
+        )
+    known = [item.name for item in dataclasses.fields(SwapConfig) if item.metadata]
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"config {path}: fields must be among {', '.join(known)}, got {', '.join(unknown)}"
+        )
+    try:
+        return SwapConfig(**fields, source=path)
+    except ConfigError as error:
+        raise ConfigError(f"config {path}: {error}") from error
+
+
+def dumps(config: SwapConfig) -> str:
+    """The file's text: one field a line, one solution a line, so that a diff reads well."""
+    lines = []
+    for item in dataclasses.fields(config):
+        if not item.metadata:
+            continue
+        value = getattr(config, item.name)
+        if item.name == "table" and value:
+            rows = ",\n".join(f"    {_text(_solution_json(row))}" for row in value)
+            shown = f"[\n{rows}\n  ]"
+        elif item.name == "model" and value is not None:
+            shown = _text({k: v for k, v in dataclasses.asdict(value).items() if v is not None})
+        elif item.name == "provenance" and value:
+            shown = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
+            shown = shown.replace("\n", "\n  ")
+        else:
+            shown = _text(value)
+        lines.append(f"  {_text(item.name)}: {shown}")
+    # The version first: it says how to read the rest.
+    lines.sort(key=lambda line: not line.startswith('  "version"'))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def save(config: SwapConfig, path: Path) -> None:
+    """See `SwapConfig.save`."""
+    text = dumps(config)
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"config {path}: its folder must be writable: {error}") from error
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        # mkstemp's 0600 is for secrets; a config is shared like any file.
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise ConfigError(f"config {path}: could not be written: {error}") from error
+        raise
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the file, made of the fields' own rules."""
+    from kvswap_torch.config import CONFIG_VERSION, SOLVABLE, SwapConfig
+
+    properties: dict[str, Any] = {}
+    for item in dataclasses.fields(SwapConfig):
+        if "schema" in item.metadata:
+            properties[item.name] = item.metadata["schema"] | {"description": item.metadata["doc"]}
+    positive = {"type": "integer", "minimum": 1}
+    identity = {
+        item.name: positive if item.type.startswith("int") else {"type": "string", "minLength": 1}
+        for item in dataclasses.fields(ModelIdentity)
+    }
+    settings = {name: {"$ref": f"#/properties/{name}"} for name in SOLVABLE}
+    row = {
+        "batch": positive,
+        "context": positive,
+        "settings": {"type": "object", "properties": settings, "additionalProperties": False},
+    }
+    properties["projection_file"] = {"type": ["string", "null"], "minLength": 1}
+    properties["model"] = {
+        "type": ["object", "null"],
+        "properties": identity,
+        "additionalProperties": False,
+    }
+    properties["provenance"] = {"type": "object"}
+    properties["table"] = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": row,
+            "required": list(row),
+            "additionalProperties": False,
+        },
+    }
+    properties["version"] = {"const": CONFIG_VERSION}
+    for name in ("projection_file", "model", "provenance", "table", "version"):
+        doc = SwapConfig.__dataclass_fields__[name].metadata["doc"]
+        properties[name] = properties[name] | {"description": doc}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "kvswap_torch SwapConfig",
+        "type": "object",
+        "properties": properties,
+        "required": ["version"],
+        "additionalProperties": False,
+    }
+
+
+def _solution_json(row: Solution) -> dict[str, Any]:
+    return {"batch": row.batch, "context": row.context, "settings": dict(row.settings)}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"a field must be given once, got {', '.join(twice)} again")
+    return fields
+
+
+def _no_constant(name: str) -> Any:
+    raise ConfigError(f"numbers must be finite, got {name}")

@@ -1,0 +1,126 @@
+"""What a `SwapConfig` holds beside settings: the model it is for, the tuner's solutions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvswap_torch.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What of a model a config depends on. None means: not known, not compared.
+
+    Parameters
+    ----------
+    model_type
+        The family's name, for instance ``qwen3``.
+    layers
+        Layers that live on disk: the full-attention ones.
+    heads, kv_heads, head_dim
+        Attention heads, key-value heads, and their width.
+    dtype
+        Of the keys and values: ``float32``, ``bfloat16`` or ``float16``.
+    config_hash
+        Hexadecimal digest of the model's own config, set by who calibrated on it.
+    """
+
+    model_type: str | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dtype: str | None = None
+    config_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            kind = int if item.type.startswith("int") else str
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind) or value in (0, ""):
+                raise ConfigError(f"model.{item.name}: must be a {kind.__name__}, got {value!r}")
+            if kind is int and value < 0:
+                raise ConfigError(f"model.{item.name}: must be positive, got {value}")
+
+    def differences(self, other: ModelIdentity) -> dict[str, tuple[Any, Any]]:
+        """Fields that both know and that differ: name -> (ours, theirs)."""
+        pairs = {
+            item.name: (getattr(self, item.name), getattr(other, item.name))
+            for item in dataclasses.fields(self)
+        }
+        return {
+            name: (ours, theirs)
+            for name, (ours, theirs) in pairs.items()
+            if ours is not None and theirs is not None and ours != theirs
+        }
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The settings found best for one batch size and context length.
+
+    Parameters
+    ----------
+    batch, context
+        The pair; `context` in tokens.
+    settings
+        Names and values of the `SwapConfig` fields that differ from the config's own. Given as a
+        mapping, kept as sorted pairs.
+    """
+
+    batch: int
+    context: int
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
+        given = dict(self.settings)
+        if isinstance(given.get("rank"), list):
+            given["rank"] = tuple(given["rank"])
+        object.__setattr__(self, "settings", tuple(sorted(given.items())))
+
+    def distance(self, batch: int, context: int) -> float:
+        """How far a request is from this pair, in doublings of either."""
+        return abs(math.log2(self.batch / batch)) + abs(math.log2(self.context / context))
+
+
+def identity_from(fields: Mapping[str, Any]) -> ModelIdentity:
+    """The model identity that `fields` describe; refuses unknown names."""
+    known = [item.name for item in dataclasses.fields(ModelIdentity)]
+    unknown = sorted(str(name) for name in set(fields) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"model: fields must be among {', '.join(known)}, got {', '.join(unknown)}"
+        )
+    return ModelIdentity(**fields)
+
+
+def solution_from(row: Any) -> Solution:
+    """A table's row from JSON, or as it is."""
+    if isinstance(row, Solution):
+        return row
+    if not isinstance(row, Mapping) or set(row) != {"batch", "context", "settings"}:
+        raise ConfigError(f"table: a row must have batch, context and settings, got {row!r}")
+    if not isinstance(row["settings"], Mapping):
+        raise ConfigError(f"table: settings must be an object, got {row['settings']!r}")
+    return Solution(row["batch"], row["context"], tuple(row["settings"].items()))
+
+
+def checked_json(provenance: Any) -> dict[str, Any]:
+    """A copy of `provenance` as JSON would give it back; refuses what JSON cannot hold."""
+    if not isinstance(provenance, Mapping):
+        raise ConfigError(f"provenance: must be a mapping, got {provenance!r}")
+    try:
+        return json.loads(json.dumps(dict(provenance), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"provenance: must be what JSON can hold: {error}") from error

@@ -1,0 +1,95 @@
+"""Fields that carry their own rule: default, range, meaning and JSON Schema, stated once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvswap_torch.errors import ConfigError
+
+_RANK_MAX = 1 << 16
+T = TypeVar("T", bound=type)
+
+
+def number(default: int | None, low: int, high: int, doc: str) -> Any:
+    """An int from `low` to `high`; None too when that is the default."""
+
+    def check(name: str, value: Any) -> None:
+        if value is None and default is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name}: must be an int from {low} to {high}, got {value!r}")
+
+    schema: dict[str, Any] = {"type": "integer", "minimum": low, "maximum": high}
+    if default is None:
+        schema["type"] = ["integer", "null"]
+    return _field(default, check, schema, doc)
+
+
+def boolean(default: bool, doc: str) -> Any:
+    """True or False."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}: must be true or false, got {value!r}")
+
+    return _field(default, check, {"type": "boolean"}, doc)
+
+
+def one_of(default: str | None, choices: tuple[str | None, ...], doc: str) -> Any:
+    """One of a few words."""
+
+    def check(name: str, value: Any) -> None:
+        if not (value is None or isinstance(value, str)) or value not in choices:
+            words = ", ".join(str(choice) for choice in choices)
+            raise ConfigError(f"{name}: must be one of {words}, got {value!r}")
+
+    return _field(default, check, {"enum": list(choices)}, doc)
+
+
+def rank_rule(default: int, doc: str) -> Any:
+    """A rank, or a tuple with one for each layer."""
+    one = {"type": "integer", "minimum": 1, "maximum": _RANK_MAX}
+    schema = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
+    return _field(default, lambda name, value: checked_rank(value, _RANK_MAX), schema, doc)
+
+
+def checked_rank(rank: Any, width: int) -> None:
+    """Raises `ConfigError` unless every rank in `rank` lies between 1 and `width`."""
+    values = rank if isinstance(rank, tuple) else (rank,)
+    good = bool(values) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= width
+        for value in values
+    )
+    if not good:
+        shown = list(rank) if isinstance(rank, tuple) else rank
+        raise ConfigError(
+            f"rank: must be an int from 1 to {width}, or one for each layer on disk, got {shown!r}"
+        )
+
+
+def plain(default: Any, doc: str) -> Any:
+    """A field whose rule is not a range: the class checks it."""
+    if default is dict:
+        return dataclasses.field(default_factory=dict, hash=False, metadata={"doc": doc})
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def _field(
+    default: Any, check: Callable[[str, Any], None], schema: dict[str, Any], doc: str
+) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"check": check, "schema": schema, "doc": doc}
+    )
+
+
+def documented(cls: T) -> T:
+    """Adds a NumPy-style ``Parameters`` section made of the fields' own words."""
+    lines = ["", "", "Parameters", "----------"]
+    for item in dataclasses.fields(cls):
+        if "doc" in item.metadata:
+            default = "" if item.default is dataclasses.MISSING else f", default {item.default!r}"
+            lines += [f"{item.name} : {item.type}{default}", f"    {item.metadata['doc']}"]
+    cls.__doc__ = (cls.__doc__ or "") + "\n".join(lines) + "\n"
+    return cls

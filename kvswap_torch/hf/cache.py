@@ -1,0 +1,294 @@
+"""`KVSwapCache`: a transformers cache whose full-attention layers live on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.hf.attention import Switch, attending
+from kvswap_torch.hf.driver import SessionDriver
+from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.hooks import Hooks
+from kvswap_torch.hf.layer import DiskLayer
+from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.settings import Budget
+from kvswap_torch.hf.stats import CacheStats, collect
+from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.projection import Pair
+from kvswap_torch.projection_file import load_projections
+
+
+class KVSwapCache(Cache):
+    """A KV cache on disk, for stock ``generate()``.
+
+    ::
+
+        with KVSwapCache(model, path="/fast/disk") as cache:
+            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+            print(cache.stats())
+
+    States: open -> closed, by `close`, at the end of a ``with`` block, when it is collected, or at
+    interpreter exit. While one is open the model's attention implementation is "kvswap"; other
+    caches of the same model go on working.
+
+    Not for: training, ``torch.compile`` of the model after the cache was opened, several threads at
+    once, a forked child, or more than one generation at a time in one cache.
+
+    Parameters
+    ----------
+    model
+        A decoder-only transformers model on the CPU, or PEFT's wrapper of one.
+    path
+        A directory on the disk to use. Nothing is left behind in it.
+    config
+        A `SwapConfig`, the path of a config file, or None for the defaults.
+    kv_memory_bytes
+        Hard limit for everything the cache keeps in memory, as an int or like ``"256MiB"``. Rank,
+        groups and pages are derived from it: without a config as large as it allows, with one at
+        most as large as that says.
+    max_context, max_batch
+        Tokens per sequence and sequences to be ready for. Given both, they are checked and
+        allocated now instead of at the first forward pass.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Naming what in the model cannot be kept on disk.
+    ConfigError
+        A setting, a config or a projection that is not usable, or another model's.
+    BudgetError
+        `kv_memory_bytes` is too small; names the minimum.
+    StorageError
+        `path` is missing, no directory, not writable, or without room for `max_context`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        path: str | Path,
+        config: SwapConfig | str | Path | None = None,
+        kv_memory_bytes: int | str | None = None,
+        max_context: int | None = None,
+        max_batch: int | None = None,
+    ):
+        self.parts = model_parts(model)
+        if config is not None and not isinstance(config, SwapConfig):
+            config = SwapConfig.load(config)
+        if config is not None:
+            config.check_model(self.parts.identity)
+        budget = _budget(kv_memory_bytes, max_context, max_batch)
+        self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes)
+        with contextlib.ExitStack() as undo:
+            self.driver = SessionDriver(
+                self.parts,
+                path,
+                config,
+                budget,
+                _projections(config, self.parts),
+                reserved_bytes=self._look_ahead.nbytes,
+            )
+            undo.callback(self.driver.close)
+            super().__init__(layers=_layers(self.parts, self.driver))
+            switch = Switch.acquire(self.parts)
+            undo.callback(switch.release)
+            hooks = Hooks(self, switch)
+            undo.callback(hooks.remove)
+            # Not a method: it must not keep the cache alive, and runs at interpreter exit too.
+            self._finalizer = weakref.finalize(self, undo.pop_all().close)
+
+    # What generate() and models ask.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in the cache, padding included; never the number that a step attends."""
+        self.driver.check_open()
+        if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], DiskLayer):
+            return self.layers[layer_idx].get_seq_length()
+        return super().get_seq_length(layer_idx)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """``max_context``, or -1 when it was not given."""
+        if layer_idx is None:
+            return self.driver.max_context
+        return super().get_max_length(layer_idx)
+
+    get_max_cache_shape = get_max_length
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the cache; -1 while it is empty."""
+        self.driver.check_open()
+        return self.driver.session.batch() or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.get_seq_length() > 0
+
+    def __bool__(self) -> bool:
+        """False while empty.
+
+        Also up to a model's original length where it has one: Phi-3 drops a true cache that a
+        generation takes past it, and goes on in memory. Crossing it raises instead.
+        """
+        original = getattr(self.parts.config, "original_max_position_embeddings", None)
+        return not self.closed and self.get_seq_length() > (original or 0)
+
+    # What changes the whole cache.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest ``-tokens_to_remove`` columns, as transformers' caches do.
+
+        Parameters
+        ----------
+        tokens_to_remove
+            A negative number; 0 removes nothing.
+
+        Raises
+        ------
+        ValueError
+            For a positive number, which once meant the length to keep.
+        """
+        self.driver.check_open()
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "crop: must be given a negative number, of tokens to remove, got "
+                f"{tokens_to_remove}; to keep n tokens pass n - cache.get_seq_length()"
+            )
+        for layer in self._other_layers():
+            layer.crop(tokens_to_remove)
+        if tokens_to_remove < 0:
+            self.driver.crop(max(0, self.driver.columns() + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Sequence i goes on as sequence ``beam_idx[i]``; nothing is rewritten on disk."""
+        for layer in self._other_layers():
+            layer.reorder_cache(beam_idx)
+        self.driver.select_sequences(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences `indices`: numbers, or a mask over the batch."""
+        for layer in self._other_layers():
+            layer.batch_select_indices(indices)
+        chosen = torch.as_tensor(indices)
+        if chosen.dtype == torch.bool:
+            chosen = chosen.nonzero().flatten()
+        size = max(1, self.batch_size)
+        self.driver.select_sequences([index % size for index in chosen.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times, one after the other."""
+        for layer in self._other_layers():
+            layer.batch_repeat_interleave(repeats)
+        batch = max(0, self.batch_size)
+        self.driver.select_sequences([i for i in range(batch) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forgets all tokens, so that the cache can be used for another text."""
+        for layer in self._other_layers():
+            layer.reset()
+        self.driver.reset()
+
+    def stats(self) -> CacheStats:
+        """What the cache has done and what it takes; prints as a table."""
+        self.driver.check_open()
+        return collect(self.driver, self._look_ahead)
+
+    # Its life.
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Frees disk and memory and gives the model its own attention back. Again does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> KVSwapCache:
+        self.driver.check_open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.get_seq_length()} tokens"
+        return f"KVSwapCache({self.parts.name}, {len(self.parts.disk)} layers on disk, {state})"
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "KVSwapCache: cannot be copied, since its tokens are in one file on disk; to ask again "
+            "about the same text, crop() back to it, or repeat sequences with "
+            "batch_repeat_interleave()"
+        )
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        self.__copy__()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "KVSwapCache: cannot be pickled, since its tokens are in an unnamed file that only this "
+            "process can reach"
+        )
+
+    # What its hooks call.
+
+    def before_layer(
+        self, index: int, module: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Layer `index` is about to run: declares padding, arms it, looks ahead to the next."""
+        batch, tokens = hidden.shape[:2]
+        if index == self.parts.disk[0]:
+            self.driver.begin_forward(batch, tokens, kwargs.get("attention_mask"))
+        layer = self.layers[index]
+        if isinstance(layer, DiskLayer):
+            layer.arm()
+            attending[module] = layer
+        target = self.parts.disk_index.get(index + 1)
+        if target is not None and self.driver.wants_look_ahead(target, batch, tokens):
+            query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
+            if query is not None:
+                self.driver.look_ahead(target, query)
+
+    def _other_layers(self) -> list[CacheLayerMixin]:
+        self.driver.check_open()
+        return [layer for layer in self.layers if not isinstance(layer, DiskLayer)]
+
+
+def _layers(parts: ModelParts, driver: SessionDriver) -> list[Any]:
+    layers: list[Any] = []
+    for index, kind in enumerate(parts.kinds):
+        if index in parts.disk_index:
+            layers.append(DiskLayer(driver, parts.disk_index[index]))
+        else:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**parts.layer_kwargs[index]))
+    return layers
+
+
+def _projections(config: SwapConfig | None, parts: ModelParts) -> list[Pair] | None:
+    if config is None or config.projection_file is None:
+        return None
+    ranks = config.ranks(parts.shape.layers)
+    return load_projections(config.projection_path, ranks, parts.shape.width, parts.identity)
+
+
+def _budget(
+    kv_memory_bytes: int | str | None, max_context: int | None, max_batch: int | None
+) -> Budget:
+    if kv_memory_bytes is not None:
+        kv_memory_bytes = parse_bytes(kv_memory_bytes, "kv_memory_bytes")
+    for name, value in (("max_context", max_context), ("max_batch", max_batch)):
+        positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if value is not None and not positive:
+            raise ConfigError(f"{name}: must be a positive int or None, got {value!r}")
+    return Budget(kv_memory_bytes, max_context, max_batch)

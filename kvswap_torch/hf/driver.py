@@ -1,0 +1,253 @@
+"""Drives a session through a model's forward passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ClosedError, KVSwapError
+from kvswap_torch.hf import session as session_module
+from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.padding import Padding
+from kvswap_torch.hf.settings import Budget, settle
+from kvswap_torch.projection import Pair, from_chunk
+
+
+class SessionDriver:
+    """The state a cache has beside the session itself: settings, validity of columns, projections.
+
+    States: open -> closed. A session is opened at once, so that a wrong path is told at once, and
+    again at the first forward pass when the settings depend on that pass's batch and length.
+
+    Thread rules: as the session's, one thread at a time.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        path: str | Path,
+        config: SwapConfig | None,
+        budget: Budget,
+        projections: list[Pair] | None,
+        reserved_bytes: int = 0,
+    ):
+        self.parts = parts
+        self.padding = Padding()
+        self._path = path
+        self._given = config
+        if budget.kv_memory_bytes is not None:
+            left = max(1, budget.kv_memory_bytes - reserved_bytes)
+            budget = dataclasses.replace(budget, kv_memory_bytes=left)
+        self._budget = budget
+        self._projections = projections
+        self._estimated: dict[int, str] = {}
+        self._declared = False  # the session holds a validity that not all layers have taken
+        self.estimate_seconds = 0.0
+        self._settled = budget.is_known or not budget.matters(config)
+        self.config = settle(config, parts.shape, budget, projections is not None)
+        self.session: Any = None
+        self._open(self.config)
+
+    def _open(self, config: SwapConfig) -> None:
+        limits = dataclasses.asdict(self._budget)
+        calibrated = self._projections is not None
+        options = session_module.session_options(
+            config, self.parts, self._path, calibrated=calibrated, **limits
+        )
+        if self.session is not None:
+            self.session.close()
+        self.config, self.ranks = config, options["ranks"]
+        self.session = session_module.open_session(options)
+        for layer, pair in enumerate(self._projections or []):
+            self.session.set_projection(layer, *pair)
+
+    # What the cache's layers ask.
+
+    def check_open(self) -> None:
+        if self.session is None:
+            raise ClosedError("KVSwapCache: must be open, was closed; open another cache")
+
+    @property
+    def max_context(self) -> int:
+        return -1 if self._budget.max_context is None else self._budget.max_context
+
+    def columns(self, layer: int = 0) -> int:
+        self.check_open()
+        return self.session.columns(layer)
+
+    # One forward pass.
+
+    def begin_forward(self, batch: int, tokens: int, mask: torch.Tensor | None) -> None:
+        """Before the first layer on disk: checks the pass against what is there, declares padding.
+
+        Parameters
+        ----------
+        batch, tokens
+            Of the new columns.
+        mask
+            ``[batch, columns + tokens]`` bool, False where a column is padding; None: none is.
+
+        Raises
+        ------
+        ValueError
+            Another batch than before, a mask of another length, or one that contradicts what
+            earlier passes said about the same columns.
+        KVSwapError
+            When an earlier pass stopped half-way.
+        """
+        self.check_open()
+        columns = self.columns()
+        if any(self.columns(i) != columns for i in range(1, self.parts.shape.layers)):
+            raise KVSwapError(
+                "KVSwapCache: all layers must hold the same columns, but an earlier forward pass "
+                "was interrupted; call reset() and begin again"
+            )
+        if columns and batch != self.session.batch():
+            raise ValueError(
+                f"KVSwapCache: batch must stay {self.session.batch()} until reset(), got {batch}; "
+                "to repeat sequences use batch_repeat_interleave()"
+            )
+        self._refuse_rope_crossing(columns, tokens)
+        if not self._settled:
+            calibrated = self._projections is not None
+            shape, budget = self.parts.shape, self._budget
+            self._open(settle(self._given, shape, budget, calibrated, batch, tokens))
+            self._settled = True
+        valid = self.padding.declare(columns, batch, tokens, mask)
+        if valid is None and self._declared:
+            # A pass that failed declared what it did not append.
+            valid = torch.ones(batch, tokens, dtype=torch.bool)
+        if valid is not None:
+            self._declared = True
+            self.session.declare(valid)
+
+    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
+        """query: ``[batch, heads or kv_heads, queries, head_dim]``, a prediction."""
+        self.session.look_ahead(layer, query.contiguous())
+
+    def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> bool:
+        """Whether a prediction for `layer` could be of use."""
+        config = self.config
+        return (
+            config.look_ahead
+            and tokens <= config.select_queries_max
+            and self.columns(layer) >= config.tail_tokens + config.group_tokens
+            and self.session.batch() == batch
+        )
+
+    def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
+        """Stores the new K and V and attends; ``[batch, tokens, heads, head_dim]``."""
+        with torch.no_grad():
+            query, keys, values = _plain(query), _plain(keys), _plain(values)
+            tokens = keys.shape[2]
+            if self._will_choose(layer, tokens):
+                self._estimate(layer, keys, query)
+            self.session.append(layer, keys, values)
+            if layer == 0:
+                self.padding.commit()
+            if layer == self.parts.shape.layers - 1:
+                self._declared = False
+            if self.session.needs_projection(layer):
+                self._estimate_from_disk(layer)
+            output = self.session.attend(layer, query, keys, values, scale)
+        return _NoGradient.apply(output, query) if torch.is_grad_enabled() else output
+
+    # Projections.
+
+    def _will_choose(self, layer: int, tokens: int) -> bool:
+        """Whether a long chunk will leave more groups than may be attended, and no projection.
+
+        Asked before the chunk is appended: then nothing must be read back for its summary.
+        """
+        config = self.config
+        if self._projections is not None or layer in self._estimated:
+            return False
+        if tokens <= config.select_queries_max:
+            return False
+        columns = self.columns(layer) + tokens - config.tail_tokens
+        return columns // config.group_tokens > config.groups_max
+
+    def _estimate(self, layer: int, keys: torch.Tensor, query: torch.Tensor | None) -> None:
+        began = time.perf_counter()
+        kind = self.config.projection_kind
+        valid = self.padding.newest if query is not None else None
+        pair = from_chunk(kind, keys, query, self.ranks[layer], valid)
+        self.session.set_projection(layer, *pair)
+        self._estimated[layer] = kind if query is not None else "svd_keys"
+        self.estimate_seconds += time.perf_counter() - began
+
+    def _estimate_from_disk(self, layer: int) -> None:
+        """Decoding has outgrown what may be attended: the newest keys have to do."""
+        columns = self.columns(layer)
+        keys, _ = self.session.read_back(layer, max(0, columns - 2048), columns)
+        self._estimate(layer, keys, None)
+
+    @property
+    def projection_source(self) -> str:
+        if self._projections is not None:
+            return "file"
+        if not self._estimated:
+            return "none needed so far"
+        kinds = ", ".join(sorted(set(self._estimated.values())))
+        return f"first prefill ({kinds}, not calibrated: rank doubled)"
+
+    # The whole cache.
+
+    def crop(self, columns: int) -> None:
+        self.check_open()
+        self.session.crop(columns)
+        self.padding.crop(columns)
+
+    def select_sequences(self, indices: Sequence[int]) -> None:
+        self.check_open()
+        if self.session.batch():
+            self.session.select_sequences(list(indices))
+            self.padding.select(indices)
+
+    def reset(self) -> None:
+        self.check_open()
+        self.session.reset()
+        self.padding, self._declared = Padding(), False
+
+    def close(self) -> None:
+        """Gives back file and memory. Again does nothing."""
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.close()
+
+    def _refuse_rope_crossing(self, columns: int, tokens: int) -> None:
+        """Long RoPE has other factors past the original length, which changes earlier keys."""
+        rope = getattr(self.parts.decoder, "rotary_emb", None)
+        original = getattr(self.parts.config, "original_max_position_embeddings", None)
+        if getattr(rope, "rope_type", None) != "longrope" or original is None:
+            return
+        if 0 < columns <= original < columns + tokens:
+            raise ValueError(
+                f"KVSwapCache: {self.parts.name} changes its rotary factors past {original} tokens, "
+                f"so a cache must not grow across that length, got {columns} + {tokens} tokens; "
+                "reset() and prefill the whole text at once (a prompt that is longer from the "
+                "start is fine)"
+            )
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes an output on; says so when somebody asks for gradients through the cache."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise KVSwapError("KVSwapCache: is for inference, gradients do not pass through the disk")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

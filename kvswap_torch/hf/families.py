@@ -1,0 +1,204 @@
+"""What a model is made of, and whether its cache can live on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+
+from kvswap_torch.config import ModelIdentity
+from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.sizing import ModelShape
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIM_MAX = 256
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """One decoder, seen from its cache.
+
+    Parameters
+    ----------
+    name
+        The model's class, for messages.
+    outermost
+        The module that users call; `decoder` is the one that owns the layers.
+    mixers
+        Per layer its attention (or other token-mixing) module; None where it has none.
+    kinds, layer_kwargs
+        Per layer transformers' layer type and what its own cache layer is made with.
+    disk
+        Numbers of the layers whose KV goes to disk, rising.
+    windows
+        Sliding windows so wide that their layers are full attention in effect.
+    """
+
+    name: str
+    outermost: PreTrainedModel
+    decoder: PreTrainedModel
+    mixers: tuple[nn.Module | None, ...]
+    kinds: tuple[str, ...]
+    layer_kwargs: tuple[dict[str, Any], ...]
+    disk: tuple[int, ...]
+    windows: frozenset[int]
+    dtype: torch.dtype
+    shape: ModelShape
+    identity: ModelIdentity = field(repr=False)
+
+    @cached_property
+    def disk_index(self) -> dict[int, int]:
+        """Number of a layer in the model -> its number among those on disk."""
+        return {index: number for number, index in enumerate(self.disk)}
+
+    @property
+    def config(self) -> Any:
+        """The decoder's own config: what attention and mask functions are looked up by."""
+        return self.decoder.config
+
+
+def model_parts(model: Any) -> ModelParts:
+    """Takes a model apart, or says by name why its cache cannot live on disk.
+
+    Raises
+    ------
+    ValueError
+        When it is not a transformers model.
+    UnsupportedModelError
+        Naming what is in the way.
+    """
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # PEFT's wrapper
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model: must be a transformers PreTrainedModel, got {type(model).__name__}"
+        )
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _unsupported(name, "is an encoder-decoder model; decoder-only models are supported")
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(decoder, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
+        raise _unsupported(name, "keeps its layers where they are not found (decoder.layers)")
+    config = decoder.config
+    mixers = tuple(_mixer(layer) for layer in layers)
+    kinds, layer_kwargs = get_layer_types_and_kwargs(config)
+    unknown = sorted(set(kinds) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+    if unknown or len(kinds) != len(mixers):
+        raise _unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
+    windows = _full_windows(config, kinds, layer_kwargs)
+    disk = tuple(
+        i
+        for i, kind in enumerate(kinds)
+        if kind == "full_attention"
+        or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
+    )
+    _check_attention(name, decoder, [mixers[i] for i in disk], kinds, layer_kwargs)
+    dtype, shape = _tensors(name, config, [mixers[i] for i in disk])
+    identity = ModelIdentity(
+        model_type=config.model_type,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        config_hash=config_hash(config),
+    )
+    return ModelParts(
+        name=name,
+        outermost=model,
+        decoder=decoder,
+        mixers=mixers,
+        kinds=tuple(kinds),
+        layer_kwargs=tuple(layer_kwargs),
+        disk=disk,
+        windows=windows,
+        dtype=dtype,
+        shape=shape,
+        identity=identity,
+    )
+
+
+def config_hash(config: Any) -> str:
+    """Digest of the numbers that shape a model's keys and queries, the same in every release."""
+    names = ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"]
+    facts = {name: getattr(config, name, None) for name in names}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _mixer(layer: nn.Module) -> nn.Module | None:
+    """The child that reads and writes the cache: it knows its layer's number."""
+    children = dict(layer.named_children())
+    for name in ("self_attn", "attention", "attn"):
+        if name in children:
+            return children[name]
+    numbered = (c for c in children.values() if isinstance(getattr(c, "layer_idx", None), int))
+    return next(numbered, None)
+
+
+def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> frozenset[int]:
+    """Windows at least as long as the longest sequence, as in Phi-3's 128K models."""
+    longest = getattr(config, "max_position_embeddings", None)
+    windows = {
+        kwargs["sliding_window"]
+        for kind, kwargs in zip(kinds, layer_kwargs, strict=True)
+        if kind == "sliding_attention"
+    }
+    return frozenset(w for w in windows if isinstance(longest, int) and w >= longest)
+
+
+def _check_attention(name, decoder, attentions, kinds, layer_kwargs) -> None:
+    config = decoder.config
+    if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
+        raise _unsupported(name, "shares one layer's keys and values with other layers")
+    if not attentions:
+        windows = {k["sliding_window"] for k in layer_kwargs if "sliding_window" in k}
+        why = f" (windows of {', '.join(map(str, sorted(windows)))} tokens)" if windows else ""
+        raise _unsupported(name, f"has no full-attention layer{why}, so its cache is small already")
+    if None in attentions or not getattr(decoder, "_can_set_attn_implementation", lambda: True)():
+        raise _unsupported(name, "computes attention itself, not through the attention interface")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise _unsupported(name, "caps attention logits (attn_logit_softcapping)")
+    if any(isinstance(getattr(a, "sinks", None), torch.Tensor) for a in attentions):
+        raise _unsupported(name, "has learned attention sinks (s_aux)")
+    if getattr(config, "use_bidirectional_attention", False) or not all(
+        getattr(a, "is_causal", True) for a in attentions
+    ):
+        raise _unsupported(name, "attends to later tokens (bidirectional attention)")
+
+
+def _tensors(name: str, config: Any, attentions: list[nn.Module]) -> tuple[torch.dtype, ModelShape]:
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(attentions[0], "head_dim", None) or config.hidden_size // heads
+    value_dim = getattr(attentions[0], "v_head_dim", head_dim)
+    if head_dim % 8 or head_dim > HEAD_DIM_MAX or value_dim != head_dim:
+        raise _unsupported(
+            name,
+            f"has heads of {head_dim} (keys) and {value_dim} (values) elements; they must be equal "
+            f"and a multiple of 8, at most {HEAD_DIM_MAX}",
+        )
+    parameters = [p for a in attentions for p in a.parameters()]
+    devices = {p.device.type for p in parameters}
+    if devices - {"cpu"}:
+        raise _unsupported(
+            name,
+            f"is on {', '.join(sorted(devices - {'cpu'}))}; this build works on the CPU: move the "
+            "model with model.to('cpu')",
+        )
+    # Quantised weights are integers; keys then have the type of what is not quantised.
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    if dtype not in DTYPES:
+        raise _unsupported(name, f"is of type {dtype}; float32, bfloat16 and float16 are supported")
+    return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
+
+
+def _unsupported(name: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"KVSwapCache: {name} {why}")

@@ -1,0 +1,134 @@
+"""One layer of a `KVSwapCache` whose keys and values live on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kvswap_torch.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.driver import SessionDriver
+
+
+class DiskLayer(CacheLayerMixin):
+    """What transformers sees of a layer on disk: lengths and mask sizes, never its tensors.
+
+    A forward pass calls, in this order and on one thread: `arm` (the attention module's pre-hook),
+    `update` (the attention module), `attend` (our attention function). `update` keeps the new keys
+    and values until `attend` hands them to the session together with the query; so an `update`
+    without our hook or our attention function is noticed instead of being lost.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, driver: SessionDriver, disk_index: int):
+        # Not the base's constructor: it would set is_initialized, which is asked for here.
+        self.keys = self.values = None
+        self.disk_index = disk_index
+        self.driver = driver
+        self._armed = False
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.get_seq_length() > 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: memory is allocated when the session's first tokens come."""
+
+    def arm(self) -> None:
+        """The model's own attention module is about to run with this cache."""
+        self._armed, self._pending = True, None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the new tokens' K (after RoPE) and V, ``[batch, kv_heads, tokens, head_dim]``.
+
+        Returns
+        -------
+        tuple
+            The same tensors, not the whole cache: `attend` has what came before.
+        """
+        self.driver.check_open()
+        if not self._armed:
+            raise ValueError(
+                f"KVSwapCache: must be used with the model it was opened for "
+                f"({self.driver.parts.name}), called as a module so that its hooks run; got an "
+                "update from elsewhere. Open a cache for that model; if it is torch.compile()d, "
+                "open the cache first"
+            )
+        self._armed, self._pending = False, (key_states, value_states)
+        return key_states, value_states
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attends over this layer's cache; ``[batch, tokens, heads, head_dim]``."""
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"KVSwapCache: {type(module).__name__} must update the cache before it attends, "
+                "and did not"
+            )
+        keys, values = self._pending
+        self._pending = None
+        _refuse(module, attention_mask, dropout, kwargs)
+        columns = self.get_seq_length() + keys.shape[2]
+        if sliding_window is not None and sliding_window < columns:
+            raise UnsupportedModelError(
+                f"KVSwapCache: {type(module).__name__} has a sliding window of {sliding_window} "
+                f"tokens, which must be at least the context, got {columns}"
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        return self.driver.attend(self.disk_index, query, keys, values, scale)
+
+    def get_seq_length(self) -> int:
+        return self.driver.columns(self.disk_index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.driver.max_context
+
+    def offload(self) -> None: ...
+
+    def prefetch(self) -> None: ...
+
+    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "KVSwapCache: layers on disk change together; call this on the cache, not on a layer"
+        )
+
+    crop = reset = reorder_cache = _whole_cache_only
+    batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+
+def _refuse(module, attention_mask, dropout: float, kwargs: dict[str, Any]) -> None:
+    """What the kernel does not do must not be ignored."""
+    name = type(module).__name__
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedModelError(
+            f"KVSwapCache: {name} must attend causally with padding at most, got a mask of shape "
+            f"{tuple(attention_mask.shape)}; pass a mask [batch, tokens] or none"
+        )
+    for option in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(option) is not None:
+            raise UnsupportedModelError(f"KVSwapCache: {name} uses {option}, which is not there yet")
+    if dropout:
+        raise UnsupportedModelError(
+            f"KVSwapCache: dropout must be 0, got {dropout}; call model.eval() first"
+        )

@@ -1,0 +1,190 @@
+"""Predicting the next layer's query from this layer's input (KVSwap, section 3.3).
+
+Two ways, with the same answer:
+
+*fast*, in C++, for the Llama and Qwen families with plain linear projections;
+*generic*, for every model: the next attention module's own `forward` runs with a stub for a cache,
+and our attention function hands back the query it was called with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvswap_torch.hf.attention import capturing
+from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.native import LIBRARY
+
+FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SUMMED_BYTES_MAX = 64 << 20  # for summed projections when there is no budget
+SUMMED_BUDGET_SHARE = 8  # they may take one part in this many of a budget
+
+
+class LookAhead:
+    """Predicts queries for one model; made anew for each cache.
+
+    Parameters
+    ----------
+    parts
+        The model.
+    kv_memory_bytes
+        The budget; summed projections are used only where they are a small part of it.
+    """
+
+    def __init__(self, parts: ModelParts, kv_memory_bytes: int | None = None):
+        self._parts = parts
+        fast = {i: m for i in parts.disk if _is_fast(m := parts.mixers[i])} if _load() else {}
+        self.summed = bool(fast) and self._may_sum(fast, kv_memory_bytes)
+        self._fast = {i: _predictor(m, parts, self.summed) for i, m in fast.items()}
+        rotary = getattr(parts.decoder, "rotary_emb", None)
+        parameters = inspect.signature(rotary.forward).parameters if rotary is not None else {}
+        self._rotary_by_kind = rotary if "layer_type" in parameters else None
+
+    def _may_sum(self, fast: dict[int, Any], budget: int | None) -> bool:
+        shape = self._parts.shape
+        if shape.heads == shape.kv_heads or any(hasattr(m, "q_norm") for m in fast.values()):
+            return False
+        most = SUMMED_BYTES_MAX if budget is None else budget // SUMMED_BUDGET_SHARE
+        return self._summed_bytes(fast) <= most
+
+    def _summed_bytes(self, layers: Any) -> int:
+        shape = self._parts.shape
+        rows = shape.width * shape.element_bytes
+        return sum(rows * self._parts.mixers[i].q_proj.in_features for i in layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the summed projections, bytes."""
+        return self._summed_bytes(self._fast) if self.summed else 0
+
+    @property
+    def description(self) -> str:
+        fast, layers = len(self._fast), len(self._parts.disk)
+        if fast == 0:
+            return "generic"
+        kind = "fast, heads summed" if self.summed else "fast"
+        return kind if fast == layers else f"{kind} ({fast} of {layers} layers)"
+
+    def predict(
+        self, layer: int, source: int, hidden: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The query of `layer`, as far as the input of `source`, the layer before, tells.
+
+        Parameters
+        ----------
+        layer, source
+            Numbers of layers in the model.
+        hidden
+            ``[batch, tokens, hidden]``: what `source`'s attention is called with, normalised.
+        kwargs
+            The other arguments of that call.
+
+        Returns
+        -------
+        Tensor or None
+            ``[batch, heads or kv_heads, tokens, head_dim]`` after RoPE; None when `source` does not
+            know positions (it is no attention), so that nothing can be said.
+        """
+        attention = self._parts.mixers[layer]
+        embeddings = self._position_embeddings(layer, source, hidden, kwargs)
+        # A replaced forward (accelerate's) must run to its end, or weights stay where they are.
+        if embeddings is None or "forward" in vars(attention):
+            return None
+        with torch.no_grad():
+            predictor = self._fast.get(layer)
+            if predictor is not None:
+                cos, sin = embeddings
+                return predictor.predict(hidden, cos, sin)
+            return captured_query(attention, hidden, embeddings, kwargs)
+
+    def _position_embeddings(self, layer, source, hidden, kwargs) -> Any:
+        kinds = self._parts.kinds
+        if self._rotary_by_kind is not None and kinds[layer] != kinds[source]:
+            return self._rotary_by_kind(hidden, kwargs["position_ids"], kinds[layer])
+        return kwargs.get("position_embeddings")
+
+
+def captured_query(
+    attention: nn.Module, hidden: torch.Tensor, embeddings: Any, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The query `attention` makes of `hidden`; its own code, whatever it is wrapped in.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, heads, tokens, head_dim]``.
+    """
+    capturing[attention] = _take
+    call = kwargs | {
+        "hidden_states": hidden,
+        "position_embeddings": embeddings,
+        "attention_mask": None,
+        "past_key_values": _NoCache(),
+    }
+    try:
+        attention.forward(**call)
+    except _Captured as captured:
+        return captured.query
+    finally:
+        del capturing[attention]
+    raise RuntimeError(f"look-ahead: {type(attention).__name__} did not attend")
+
+
+class _Captured(Exception):
+    """Ends an attention's forward where its query is known: the rest of it is of no use."""
+
+    def __init__(self, query: torch.Tensor):
+        super().__init__()
+        self.query = query
+
+
+def _take(query: torch.Tensor) -> None:
+    raise _Captured(query)
+
+
+class _NoCache:
+    """Stands for a cache that keeps nothing."""
+
+    def update(self, keys, values, *args, **kwargs):
+        return keys, values
+
+
+def _load() -> bool:
+    if not LIBRARY.is_file():
+        return False
+    torch.classes.load_library(str(LIBRARY))
+    try:
+        return torch.classes.kvswap_torch.QueryPredictor is not None
+    except RuntimeError:
+        return False
+
+
+def _is_fast(attention: nn.Module) -> bool:
+    family = type(attention).__module__.split(".")
+    projection, norm = getattr(attention, "q_proj", None), getattr(attention, "q_norm", None)
+    known = family[:2] == ["transformers", "models"] and family[2] in FAST_FAMILIES
+    return (
+        known
+        and type(projection) is nn.Linear
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+        and "forward" not in vars(projection)  # accelerate puts its own there
+        and (norm is None or hasattr(norm, "variance_epsilon"))
+    )
+
+
+def _predictor(attention: nn.Module, parts: ModelParts, summed: bool) -> Any:
+    projection, norm = attention.q_proj, getattr(attention, "q_norm", None)
+    return torch.classes.kvswap_torch.QueryPredictor(
+        projection.weight.detach(),
+        None if projection.bias is None else projection.bias.detach(),
+        None if norm is None else norm.weight.detach(),
+        0.0 if norm is None else norm.variance_epsilon,
+        parts.shape.heads,
+        parts.shape.kv_heads,
+        summed,
+    )

@@ -1,0 +1,158 @@
+"""What `KVSwapCache.stats()` tells."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvswap_torch.memory_size import format_bytes
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.driver import SessionDriver
+    from kvswap_torch.hf.lookahead import LookAhead
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counts since the cache was opened; prints as a table.
+
+    Parameters
+    ----------
+    tokens, batch
+        Columns and sequences in the cache now.
+    decoded
+        Decoding steps: short forward passes, of all sequences at once.
+    bytes_read, bytes_written
+        From and to the disk.
+    bytes_read_per_token, bytes_written_per_token
+        Read per decoding step and sequence; written per token stored.
+    hit_rate
+        Share of chosen groups that were in memory already; None before anything was chosen.
+    groups_per_step
+        Groups chosen per layer, sequence and step.
+    wait_seconds, hidden_seconds
+        Time that layers waited for the disk, and time that reads took while layers computed.
+    resident_bytes, ledger
+        Memory in use, and by what.
+    kv_bytes_full, kv_bytes_on_disk
+        What a cache in memory would take for the same tokens, and what is on disk.
+    reader, io_mode, fallbacks
+        How the disk is read, and what was fallen back from, with the reason.
+    projection, predictor
+        Where the projections come from, and how the next layer's query is predicted.
+    estimate_seconds
+        Time spent on estimating projections.
+    counters
+        The session's own counters, by name.
+    """
+
+    tokens: int
+    batch: int
+    decoded: int
+    bytes_read: int
+    bytes_written: int
+    bytes_read_per_token: float
+    bytes_written_per_token: float
+    hit_rate: float | None
+    groups_per_step: float
+    wait_seconds: float
+    hidden_seconds: float
+    resident_bytes: int
+    ledger: Mapping[str, int]
+    kv_bytes_full: int
+    kv_bytes_on_disk: int
+    reader: str
+    io_mode: str
+    fallbacks: str
+    projection: str
+    predictor: str
+    estimate_seconds: float
+    counters: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> Any:
+        return asdict(self)[name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain numbers, strings and dictionaries, fit for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        table = Table(title="KVSwapCache", show_header=False)
+        for name, value in _rows(self):
+            table.add_row(name, value)
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        return text.getvalue().rstrip()
+
+
+def collect(driver: SessionDriver, look_ahead: LookAhead) -> CacheStats:
+    """Reads the session's counters."""
+    session, shape = driver.session, driver.parts.shape
+    counters, facts = session.counters(), session.facts()
+    ledger = dict(session.ledger())
+    if look_ahead.nbytes:
+        ledger["predictor"] = look_ahead.nbytes
+    tokens, batch = driver.columns(), session.batch()
+    steps = counters.get("steps", 0.0)  # one per layer and short pass
+    chosen = counters.get("groups_chosen", 0.0)
+    hits, loads = counters.get("page_hits", 0.0), counters.get("page_loads", 0.0)
+    decoded = steps / shape.layers
+    per_step = 1 / max(1.0, decoded * max(1, batch))
+    written = counters.get("bytes_written", 0.0)
+    return CacheStats(
+        tokens=tokens,
+        batch=batch,
+        decoded=int(decoded),
+        bytes_read=int(counters.get("bytes_read", 0)),
+        bytes_written=int(written),
+        bytes_read_per_token=counters.get("bytes_read_decode", counters.get("bytes_read", 0.0))
+        * per_step,
+        bytes_written_per_token=written / max(1, tokens * max(1, batch)),
+        hit_rate=hits / (hits + loads) if hits + loads else None,
+        groups_per_step=chosen * per_step / shape.layers,
+        wait_seconds=counters.get("wait_seconds", 0.0),
+        hidden_seconds=counters.get("hidden_seconds", 0.0),
+        resident_bytes=sum(ledger.values()),
+        ledger=ledger,
+        kv_bytes_full=shape.kv_bytes(tokens) * batch,
+        kv_bytes_on_disk=int(counters.get("bytes_on_disk", written)),
+        reader=facts.get("reader", ""),
+        io_mode=facts.get("io_mode", ""),
+        fallbacks=facts.get("fallbacks", ""),
+        projection=driver.projection_source,
+        predictor=look_ahead.description if driver.config.look_ahead else "off",
+        estimate_seconds=driver.estimate_seconds,
+        counters=counters,
+    )
+
+
+def _rows(stats: CacheStats) -> list[tuple[str, str]]:
+    share = stats.resident_bytes / stats.kv_bytes_full if stats.kv_bytes_full else 0.0
+    hit_rate = "-" if stats.hit_rate is None else f"{stats.hit_rate:.1%}"
+    rows = [
+        ("tokens", f"{stats.tokens} x {stats.batch}, {stats.decoded} decoding steps"),
+        ("KV in a full cache", format_bytes(stats.kv_bytes_full)),
+        ("KV on disk", format_bytes(stats.kv_bytes_on_disk)),
+        ("KV memory", f"{format_bytes(stats.resident_bytes)} ({share:.1%} of full)"),
+    ]
+    rows += [(f"  {name}", format_bytes(size)) for name, size in stats.ledger.items()]
+    rows += [
+        ("read", f"{format_bytes(stats.bytes_read)}, "
+                 f"{format_bytes(stats.bytes_read_per_token)} per token"),
+        ("written", f"{format_bytes(stats.bytes_written)}, "
+                    f"{format_bytes(stats.bytes_written_per_token)} per token"),
+        ("groups per step", f"{stats.groups_per_step:.1f}"),
+        ("hit rate", hit_rate),
+        ("waited / hidden", f"{stats.wait_seconds:.2f} s / {stats.hidden_seconds:.2f} s"),
+        ("reader", f"{stats.reader}, {stats.io_mode}"),
+        ("projection", stats.projection),
+        ("predictor", stats.predictor),
+    ]
+    if stats.fallbacks:
+        rows.append(("fell back", stats.fallbacks))
+    return rows

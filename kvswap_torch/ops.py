@@ -1,0 +1,304 @@
+"""The compiled ops, typed and documented: ``torch.ops.kvswap_torch.*``.
+
+All run on the CPU, in fp32 inside, on torch's own threads; the result does not depend on how many.
+Wrong shapes or dtypes raise ``ValueError`` with what must hold and what came.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvswap_torch.native import require_library
+
+torch.ops.load_library(require_library())
+
+from kvswap_torch import op_fakes  # noqa: E402,F401  the ops must be there first
+
+_ops = torch.ops.kvswap_torch
+
+
+def low_rank_score(summary: Tensor, query: Tensor, token_scale: Tensor | None = None) -> Tensor:
+    """Scores every token of a summary: KVSwap section 3.3, eq. 1, summed over heads.
+
+    Parameters
+    ----------
+    summary
+        ``[batch, blocks, rank, 16]``, fp32, bf16, fp16 or int8: 16 tokens stand side by side.
+    query
+        ``[batch, queries, rank]`` fp32: projected queries.
+    token_scale
+        ``[batch, blocks, 16]`` fp32: the scale of each int8 row, and only then.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, queries, blocks * 16]`` fp32.
+    """
+    return _ops.low_rank_score(summary, query, token_scale)
+
+
+def group_max(scores: Tensor, group_tokens: int) -> Tensor:
+    """The largest score of each group of consecutive tokens: KVSwap section 3.3, ReduceMax.
+
+    Parameters
+    ----------
+    scores
+        ``[batch, tokens]`` fp32. NaN counts as -inf.
+    group_tokens
+        1..64; the last group may be shorter.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, ceil(tokens / group_tokens)]`` fp32.
+    """
+    return _ops.group_max(scores, group_tokens)
+
+
+def top_k_groups(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best groups of each sequence: KVSwap section 3.3, TopK.
+
+    Ties go to the lower index, so that the choice is the same on every back end.
+
+    Parameters
+    ----------
+    scores
+        ``[batch, groups]`` fp32. -inf and NaN are never chosen.
+    k
+        How many at most.
+
+    Returns
+    -------
+    indices
+        ``[batch, k]`` int32 in rising order, then -1.
+    counts
+        ``[batch]`` int32: how many were chosen.
+    """
+    return _ops.top_k_groups(scores, k)
+
+
+def select_groups(
+    summary: Tensor,
+    query: Tensor,
+    group_tokens: int,
+    k: int,
+    token_scale: Tensor | None = None,
+    first_tokens: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score, ReduceMax and TopK in one pass over the summary: KVSwap section 3.3.
+
+    Parameters
+    ----------
+    summary
+        ``[batch, blocks, rank, 16]``, fp32, bf16, fp16 or int8.
+    query
+        ``[batch, rank]`` fp32.
+    group_tokens
+        1..64.
+    k
+        Groups to choose at most.
+    token_scale
+        ``[batch, blocks, 16]`` fp32 with an int8 summary.
+    first_tokens, last_tokens
+        ``[batch]`` int64: only tokens in ``[first, last)`` count. Default: all.
+
+    Returns
+    -------
+    indices
+        ``[batch, k]`` int32 in rising order, then -1.
+    counts
+        ``[batch]`` int32.
+    """
+    return _ops.select_groups(
+        summary, query, group_tokens, k, token_scale, first_tokens, last_tokens
+    )
+
+
+def project_keys(
+    keys: Tensor, projection: Tensor, summary_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compresses keys to a summary: KVSwap section 3.2, ``K_lr = flatten(K) A``.
+
+    Parameters
+    ----------
+    keys
+        ``[batch, kv_heads, tokens, head_dim]`` of any strides, fp32, bf16 or fp16.
+    projection
+        ``[kv_heads * head_dim, rank]`` fp32.
+    summary_dtype
+        fp32, bf16, fp16 or int8; default: that of the keys.
+
+    Returns
+    -------
+    summary
+        ``[batch, ceil(tokens / 16), rank, 16]``; tokens that are not there are zero.
+    token_scale
+        int8: ``[batch, ceil(tokens / 16), 16]`` fp32, the row's largest magnitude / 127. Otherwise
+        empty, ``[0]``.
+    """
+    return _ops.project_keys(keys, projection, summary_dtype)
+
+
+def paged_gather(pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies the tokens of page tables to contiguous K and V, in the order of the tables.
+
+    Parameters
+    ----------
+    pages
+        ``[slots, kv_heads, 2, group_tokens, head_dim]``, fp32, bf16 or fp16: each head's K, then
+        its V. With one head in a page and a table for each, pages hold single heads.
+    table
+        ``[batch, 1 or kv_heads, pages]`` int32 slots; -1 gives zeros.
+
+    Returns
+    -------
+    keys, values
+        ``[batch, kv_heads, pages * group_tokens, head_dim]``.
+    """
+    return _ops.paged_gather(pages, table)
+
+
+def pack_records(keys: Tensor, values: Tensor, group_tokens: int) -> Tensor:
+    """Cuts K and V into records, the byte order of disk and pages: KVSwap section 3.4.
+
+    Parameters
+    ----------
+    keys, values
+        ``[batch, kv_heads, tokens, head_dim]`` of any strides (HND, or NHD seen through
+        ``transpose(1, 2)``), fp32, bf16 or fp16.
+    group_tokens
+        Tokens of a record, 1..64.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, ceil(tokens / group_tokens), kv_heads, 2, group_tokens, head_dim]``; missing
+        tokens of the last record are zero.
+    """
+    return _ops.pack_records(keys, values, group_tokens)
+
+
+def unpack_records(records: Tensor, tokens: int, layout: str = "hnd") -> tuple[Tensor, Tensor]:
+    """The way back from :func:`pack_records`.
+
+    Parameters
+    ----------
+    records
+        ``[batch, groups, kv_heads, 2, group_tokens, head_dim]``, fp32, bf16 or fp16.
+    tokens
+        How many tokens to take, at most ``groups * group_tokens``.
+    layout
+        Byte order of the result: ``"hnd"`` or ``"nhd"``.
+
+    Returns
+    -------
+    keys, values
+        ``[batch, kv_heads, tokens, head_dim]``; with ``"nhd"`` a transposed view.
+    """
+    return _ops.unpack_records(records, tokens, layout)
+
+
+def fp8_quantize(source: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds to e4m3 with a scale per row (token and head): ARKV's low-precision tier.
+
+    Parameters
+    ----------
+    source
+        ``[..., head_dim]``, fp32, bf16 or fp16.
+
+    Returns
+    -------
+    quantized
+        ``[..., head_dim]`` ``float8_e4m3fn``, rounded to nearest even.
+    scales
+        ``[...]`` fp32: largest magnitude of the row / 448; 1 for a row of zeros.
+    """
+    return _ops.fp8_quantize(source)
+
+
+def fp8_dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The way back from :func:`fp8_quantize`.
+
+    Parameters
+    ----------
+    quantized
+        ``[..., head_dim]`` ``float8_e4m3fn``.
+    scales
+        ``[...]`` fp32.
+    dtype
+        fp32, bf16 or fp16.
+
+    Returns
+    -------
+    Tensor
+        ``[..., head_dim]`` of ``dtype``.
+    """
+    return _ops.fp8_dequantize(quantized, scales, dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    masks: Tensor,
+    columns: Tensor,
+    query_columns: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention over the tokens of page tables: KVSwap section 3.4.
+
+    Token ``t`` of a page is seen by query ``i`` if bit ``t`` of the page's mask is set and
+    ``column + t <= query_column + i``: causal within the chunk. A query that sees nothing gets
+    zeros and a log-sum-exp of -inf.
+
+    Parameters
+    ----------
+    query
+        ``[batch, heads, queries, head_dim]``, fp32, bf16 or fp16; 1..16 queries; ``heads`` is a
+        multiple of the KV heads.
+    pages
+        ``[slots, kv_heads, 2, group_tokens, head_dim]`` of the same dtype; 1..64 tokens. With one
+        head in a page and a table for each KV head, pages hold single heads.
+    table
+        ``[batch, 1 or kv_heads, pages]`` int32 slots; -1 for none.
+    masks
+        As ``table``, int64: the valid tokens of each page, one bit each.
+    columns
+        As ``table``, int32: the column of each page's first token.
+    query_columns
+        ``[batch]`` int32: the column of query 0.
+    scale
+        Factor of the scores.
+
+    Returns
+    -------
+    output
+        ``[batch, queries, heads, head_dim]``.
+    log_sum_exp
+        ``[batch, heads, queries]`` fp32.
+    """
+    return _ops.paged_attention(query, pages, table, masks, columns, query_columns, scale)
+
+
+def merge_attention(
+    output: Tensor, log_sum_exp: Tensor, other_output: Tensor, other_log_sum_exp: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Joins two attentions over different keys by their log-sum-exp.
+
+    A side whose log-sum-exp is -inf counts for nothing; two such sides give zeros and -inf.
+
+    Parameters
+    ----------
+    output, other_output
+        ``[..., head_dim]``, fp32, bf16 or fp16.
+    log_sum_exp, other_log_sum_exp
+        ``[...]`` fp32.
+
+    Returns
+    -------
+    output, log_sum_exp
+        New tensors of the same shapes.
+    """
+    return _ops.merge_attention(output, log_sum_exp, other_output, other_log_sum_exp)

@@ -1,0 +1,175 @@
+"""Projections: the pair of matrices that turns keys and queries into low-rank ones.
+
+A key k becomes k A_k and a query q becomes q A_q, both of length `rank`, so that their product is
+close to q . k. Two ways to choose them:
+
+`svd_keys`
+    The paper's (KVSwap, section 3.2): the right singular vectors of the keys, A_q = A_k.
+`query_aware`
+    The best rank-r form of q . k itself: with Cq and Ck the second moments of queries and centred
+    keys, from the SVD of Cq^1/2 Ck^1/2. Better at the same rank, since only q . k is needed.
+
+Keys are one token's K of all KV heads side by side, after RoPE; queries are summed over the heads
+of each KV head, since groups are scored by a sum over heads. Columns come in falling order of
+weight: the first r of a projection are the projection of rank r.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+RIDGE = 1e-2  # share of the mean variance added to each moment: directions that no sample showed
+KEYS_MAX = 2048  # tokens of a chunk that an estimate looks at
+QUERIES_NEWEST = 512
+QUERIES_MIN = 8
+SVD_PASSES = 4  # of subspace iteration; the spectrum of keys falls fast
+
+
+def svd_keys(keys: torch.Tensor, rank: int) -> Pair:
+    """The paper's projection.
+
+    Parameters
+    ----------
+    keys
+        ``[samples, width]``, any float dtype; fewer samples than `rank` are fine.
+    rank
+        Columns, at most ``width``.
+
+    Returns
+    -------
+    tuple
+        Twice the same ``[width, rank]`` fp32 matrix with orthonormal columns.
+    """
+    _check("svd_keys", keys, rank)
+    keys = keys.float()
+    # The moment's singular vectors are the keys' right ones.
+    directions, _, _ = leading_svd(keys.T @ keys / len(keys), rank)
+    directions = directions.contiguous()
+    return directions, directions
+
+
+def query_aware(keys: torch.Tensor, queries: torch.Tensor, rank: int) -> Pair:
+    """The projection with the least expected error of q . k.
+
+    With L L^T = moment + ridge for queries (Lq) and centred keys (Lk), and Lq^T Lk = U S V^T, the
+    columns are A_k = Lq U S^-1/2 and A_q = Lk V S^-1/2: no inverse of a moment is taken, so fewer
+    samples than dimensions do no harm.
+
+    Parameters
+    ----------
+    keys
+        ``[samples, width]``.
+    queries
+        ``[samples, width]``, each summed over the heads of a KV head; the count may differ.
+    rank
+        Columns, at most ``width``.
+
+    Returns
+    -------
+    tuple
+        The key and the query matrix, ``[width, rank]`` fp32.
+    """
+    _check("query_aware", keys, rank)
+    _check("query_aware", queries, rank)
+    keys, queries = keys.float(), queries.float()
+    centred = keys - keys.mean(0)
+    key_factor = _factor(centred.T @ centred / len(keys))
+    query_factor = _factor(queries.T @ queries / len(queries))
+    left, weights, right = leading_svd(query_factor.T @ key_factor, rank)
+    scale = weights.clamp_min(weights[0].clamp_min(1e-30) * 1e-7).rsqrt()
+    return query_factor @ left * scale, key_factor @ right * scale
+
+
+def from_chunk(
+    kind: str,
+    keys: torch.Tensor,
+    query: torch.Tensor | None,
+    rank: int,
+    valid: torch.Tensor | None = None,
+) -> Pair:
+    """A projection from one chunk's own keys and queries, when nobody calibrated one.
+
+    A bounded sample is looked at: keys evenly over the chunk; of the queries half evenly and half
+    the newest, which resemble most those to come. With too few queries the keys alone decide.
+
+    Parameters
+    ----------
+    kind
+        ``query_aware`` or ``svd_keys``.
+    keys
+        ``[batch, kv_heads, tokens, head_dim]`` after RoPE.
+    query
+        ``[batch, heads, tokens, head_dim]`` of the same tokens, or None.
+    rank
+        Columns, at most ``kv_heads * head_dim``.
+    valid
+        ``[batch, tokens]`` bool; None: all.
+    """
+    kv_heads, tokens = keys.shape[1], keys.shape[2]
+    per_sequence = max(1, KEYS_MAX // len(keys))
+    evenly = torch.linspace(0, tokens - 1, min(tokens, per_sequence)).long()
+    sample = flat_tokens(keys[:, :, evenly])
+    if valid is not None and valid[:, evenly].any():
+        sample = sample[valid[:, evenly].flatten()]
+    if kind == "svd_keys" or query is None:
+        return svd_keys(sample, rank)
+    newest = torch.arange(max(0, tokens - max(1, QUERIES_NEWEST // len(keys))), tokens)
+    looked_at = torch.cat([evenly[:: max(1, len(evenly) // max(1, len(newest)))], newest])
+    queries = sum_over_heads(query[:, :, looked_at], kv_heads)
+    if valid is not None:
+        queries = queries[valid[:, looked_at].flatten()]
+    if len(queries) < QUERIES_MIN:
+        return svd_keys(sample, rank)
+    return query_aware(sample, queries, rank)
+
+
+def leading_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `rank` largest singular triplets of ``[rows, columns]``, by subspace iteration when few.
+
+    Returns
+    -------
+    tuple
+        ``[rows, rank]``, ``[rank]`` falling, ``[columns, rank]``.
+    """
+    size = min(matrix.shape)
+    width = rank + 16
+    if 3 * width >= size:
+        left, weights, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left[:, :rank], weights[:rank], right[:rank].T.contiguous()
+    # A generator of its own: sampling in generate() must not change with it.
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(matrix.shape[1], width, generator=generator, dtype=matrix.dtype)
+    for _ in range(SVD_PASSES):
+        basis = torch.linalg.qr(matrix @ basis).Q
+        basis = torch.linalg.qr(matrix.T @ basis).Q
+    left, weights, right = torch.linalg.svd(matrix @ basis, full_matrices=False)
+    return left[:, :rank], weights[:rank], (basis @ right.T)[:, :rank].contiguous()
+
+
+def sum_over_heads(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """``[batch, heads, tokens, head_dim]`` to ``[batch * tokens, kv_heads * head_dim]`` fp32."""
+    summed = query.float().unflatten(1, (kv_heads, -1)).sum(2)
+    return flat_tokens(summed)
+
+
+def flat_tokens(keys: torch.Tensor) -> torch.Tensor:
+    """``[batch, kv_heads, tokens, head_dim]`` to ``[batch * tokens, kv_heads * head_dim]``."""
+    return keys.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _factor(moment: torch.Tensor) -> torch.Tensor:
+    """Lower triangular L with L L^T = moment + RIDGE * mean(diagonal)."""
+    moment = moment.double()
+    mean = moment.diagonal().mean().clamp_min(1e-30)
+    raised = moment + RIDGE * mean * torch.eye(len(moment), dtype=moment.dtype)
+    return torch.linalg.cholesky(raised).float()
+
+
+def _check(where: str, samples: torch.Tensor, rank: int) -> None:
+    if samples.dim() != 2 or len(samples) == 0:
+        shape = tuple(samples.shape)
+        raise ValueError(f"{where}: samples must be [count >= 1, width], got {shape}")
+    if not 1 <= rank <= samples.shape[1]:
+        raise ValueError(f"{where}: rank must be 1 to {samples.shape[1]}, got {rank}")

@@ -1,0 +1,120 @@
+"""Projections in a safetensors file: what calibration writes and the cache reads.
+
+Tensors ``layers.{i}.key`` and ``layers.{i}.query``, ``[kv_heads * head_dim, columns]`` fp32, for
+every layer i on disk, counted from 0 over those; the first r columns are the projection of rank r.
+Metadata: ``kvswap_projection`` (the format's version), ``kind``, and ``model``, the identity of the
+model as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvswap_torch.config_parts import ModelIdentity, identity_from
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.projection import Pair
+
+FORMAT_VERSION = "1"
+
+
+def save_projections(
+    path: str | Path, pairs: Sequence[Pair], *, kind: str, model: ModelIdentity | None = None
+) -> None:
+    """Writes one pair a layer. `kind` is ``query_aware`` or ``svd_keys``."""
+    tensors = {}
+    for layer, (key, query) in enumerate(pairs):
+        tensors[f"layers.{layer}.key"] = key.float().contiguous()
+        # safetensors refuses two names for one memory, which svd_keys has.
+        tensors[f"layers.{layer}.query"] = query.float().clone().contiguous()
+    identity = {
+        name: value
+        for name, value in dataclasses.asdict(model or ModelIdentity()).items()
+        if value is not None
+    }
+    metadata = {
+        "kvswap_projection": FORMAT_VERSION,
+        "kind": kind,
+        "model": json.dumps(identity, sort_keys=True),
+    }
+    save_file(tensors, str(path), metadata=metadata)
+
+
+def load_projections(
+    path: str | Path, ranks: Sequence[int], width: int, model: ModelIdentity | None = None
+) -> list[Pair]:
+    """Reads a projection for each layer, cut to that layer's rank.
+
+    Parameters
+    ----------
+    ranks
+        Columns wanted of each layer on disk.
+    width
+        Rows: ``kv_heads * head_dim``.
+    model
+        The model it will be used with; compared with the one in the file.
+
+    Raises
+    ------
+    ConfigError
+        Missing or broken file, another model's, a layer missing, wrong shape, too few columns, or a
+        number that is not finite.
+    """
+    where = f"projection {path}"
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            _check_metadata(where, file.metadata() or {}, model)
+            names = set(file.keys())
+            return [
+                _pair(where, file, names, layer, rank, width) for layer, rank in enumerate(ranks)
+            ]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{where}: must be a readable safetensors file: {error}") from error
+
+
+def _check_metadata(where: str, metadata: dict[str, str], model: ModelIdentity | None) -> None:
+    version = metadata.get("kvswap_projection")
+    if version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{where}: metadata kvswap_projection must be {FORMAT_VERSION!r}, got {version!r}; "
+            "calibrate again with this kvswap_torch"
+        )
+    try:
+        written_for = identity_from(json.loads(metadata.get("model", "{}")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: metadata model must describe a model: {error}") from error
+    # Moments of keys do not depend on the precision they are stored in.
+    differences = written_for.differences(model) if model else {}
+    differences.pop("dtype", None)
+    if differences:
+        told = ", ".join(f"{n} {ours} (this model: {it})" for n, (ours, it) in differences.items())
+        raise ConfigError(
+            f"{where}: must be for the model it is used with, but was made for {told}; calibrate "
+            "this model, or leave projection_file out"
+        )
+
+
+def _pair(where: str, file, names: set[str], layer: int, rank: int, width: int) -> Pair:
+    matrices = []
+    for role in ("key", "query"):
+        name = f"layers.{layer}.{role}"
+        if name not in names:
+            raise ConfigError(f"{where}: must have {name}, has only {len(names)} other tensors")
+        matrix = file.get_tensor(name)
+        rows, columns = matrix.shape if matrix.dim() == 2 else (0, 0)
+        if rows != width or columns < rank or not matrix.is_floating_point():
+            raise ConfigError(
+                f"{where}: {name} must be floats [{width}, at least {rank}], got "
+                f"{matrix.dtype} {list(matrix.shape)}; calibrate again, or lower rank"
+            )
+        matrix = matrix[:, :rank].to(torch.float32).contiguous()
+        if not torch.isfinite(matrix).all():
+            raise ConfigError(f"{where}: {name} must be finite, has NaN or infinity; restore it")
+        matrices.append(matrix)
+    return matrices[0], matrices[1]

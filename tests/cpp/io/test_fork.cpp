@@ -1,0 +1,72 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+
+#include "io/readers.h"
+#include "io/write_queue.h"
+#include "test_files.h"
+
+namespace kvswap {
+namespace {
+
+/// Runs `check` in a forked child, which the alarm ends if it hangs; true if it said so.
+bool holds_in_child(const std::function<bool()>& check) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    ::_exit(check() ? 0 : 1);
+  }
+  int state = 0;
+  ::waitpid(child, &state, 0);
+  return WIFEXITED(state) && WEXITSTATUS(state) == 0;
+}
+
+bool is_refused(const Status& status) {
+  return status.code() == StatusCode::kInvalid && contains(status.message(), "fork");
+}
+
+class AfterFork : public testing::Test {
+ protected:
+  void SetUp() override { fill_random(content_.span(), 41); }
+
+  TempDirectory directory_;
+  AlignedBytes content_{1 << 20};
+};
+
+TEST_F(AfterFork, AReaderRefusesAndClosesWithoutAHang) {
+  for (const ReaderKind kind : {ReaderKind::kSync, ReaderKind::kThreads, ReaderKind::kAuto}) {
+    const auto file = file_with(directory_.path(), IoMode::kAuto, content_.span());
+    auto reader = std::move(must(open_reader(*file, {.kind = kind})).reader);
+    const AlignedBytes landing(4096);
+    const iovec target{landing.data(), landing.size()};
+    const BlockRead read{8192, {&target, 1}};
+    const Ticket before = must(reader->submit({&read, 1}));
+    EXPECT_TRUE(holds_in_child([&] {
+      const auto ticket = reader->submit({&read, 1});
+      const bool refused = !ticket.is_ok() && is_refused(ticket.status()) &&
+                           is_refused(reader->wait(before)) && reader->is_done(before);
+      reader.reset();
+      return refused;
+    }));
+    must(reader->wait(before));
+    EXPECT_TRUE(std::equal(landing.data(), landing.data() + 4096, content_.data() + 8192));
+  }
+}
+
+TEST_F(AfterFork, AWriteQueueRefusesAndClosesWithoutAHang) {
+  const auto file = file_with(directory_.path(), IoMode::kAuto, content_.span());
+  auto queue = must(WriteQueue::create(file.get(), {.buffer_bytes = 8192, .buffers = 2}));
+  EXPECT_TRUE(holds_in_child([&] {
+    const bool refused = is_refused(queue->acquire().status()) && is_refused(queue->wait(0));
+    queue.reset();
+    return refused;
+  }));
+  WriteQueue::Buffer buffer = must(queue->acquire());
+  std::fill_n(buffer.data, 8192, std::byte{7});
+  must(queue->wait(must(queue->submit(buffer, 0, 8192))));
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,191 @@
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "fault_injection.h"
+#include "io/write_queue.h"
+#include "test_files.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kBlock = 8192;
+
+/// A file whose writes wait for permission, and which remembers their order.
+class GatedFile final : public DataFile {
+ public:
+  explicit GatedFile(std::unique_ptr<DataFile> inner) : inner_(std::move(inner)) {}
+
+  void allow(int writes) {
+    {
+      const std::lock_guard lock(mutex_);
+      allowed_ += writes;
+    }
+    changed_.notify_all();
+  }
+  std::vector<int64_t> order() {
+    const std::lock_guard lock(mutex_);
+    return order_;
+  }
+
+  Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return allowed_ > 0; });
+    --allowed_;
+    order_.push_back(offset_bytes);
+    return inner_->write(offset_bytes, bytes);
+  }
+  int fd() const override { return inner_->fd(); }
+  bool is_direct() const override { return inner_->is_direct(); }
+  int64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
+  const std::string& directory() const override { return inner_->directory(); }
+  const std::vector<std::string>& fallbacks() const override { return inner_->fallbacks(); }
+  Status reserve(int64_t size_bytes) override { return inner_->reserve(size_bytes); }
+  int64_t allocated_bytes() const override { return inner_->allocated_bytes(); }
+  void drop_cached(int64_t, int64_t) override {}
+
+ private:
+  std::unique_ptr<DataFile> inner_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int allowed_ = 0;
+  std::vector<int64_t> order_;
+};
+
+class WriteQueueTest : public testing::Test {
+ protected:
+  uint64_t put(WriteQueue& queue, int64_t offset, int value) {
+    WriteQueue::Buffer buffer = must(queue.acquire());
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data) % 4096, 0u);
+    std::memset(buffer.data, value, kBlock);
+    return must(queue.submit(buffer, offset, kBlock));
+  }
+
+  TempDirectory directory_;
+  std::unique_ptr<DataFile> file_ = must(DataFile::open({.directory = directory_.path()}));
+};
+
+TEST_F(WriteQueueTest, WritesEverythingInItsPlace) {
+  const auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 3}));
+  for (int index = 0; index < 100; ++index) {
+    EXPECT_EQ(put(*queue, index * kBlock, index), static_cast<uint64_t>(index + 1));
+  }
+  must(queue->wait(100));
+  EXPECT_EQ(queue->written(), 100u);
+  EXPECT_EQ(queue->bytes_written(), static_cast<uint64_t>(100 * kBlock));
+  EXPECT_EQ(queue->resident_bytes(), 3 * kBlock);
+  const AlignedBytes read(kBlock);
+  for (int index = 0; index < 100; ++index) {
+    ASSERT_EQ(::pread(file_->fd(), read.data(), kBlock, index * kBlock), kBlock);
+    const AlignedBytes expected(kBlock);
+    std::memset(expected.data(), index, kBlock);
+    ASSERT_EQ(std::memcmp(read.data(), expected.data(), kBlock), 0);
+  }
+}
+
+TEST_F(WriteQueueTest, KeepsTheOrderAndItsBound) {
+  GatedFile gated(std::move(file_));
+  const auto queue = must(WriteQueue::create(&gated, {.buffer_bytes = kBlock, .buffers = 2}));
+  put(*queue, 5 * kBlock, 1);
+  put(*queue, 2 * kBlock, 2);
+  std::atomic<bool> acquired = false;
+  std::thread producer([&] {
+    put(*queue, 9 * kBlock, 3);
+    acquired = true;
+  });
+  ::usleep(20000);
+  EXPECT_FALSE(acquired);
+  EXPECT_EQ(queue->written(), 0u);
+  gated.allow(1);
+  producer.join();
+  must(queue->wait(1));
+  EXPECT_GT(queue->blocked_seconds(), 0.0);
+  gated.allow(2);
+  must(queue->wait(3));
+  EXPECT_EQ(gated.order(), (std::vector<int64_t>{5 * kBlock, 2 * kBlock, 9 * kBlock}));
+}
+
+TEST_F(WriteQueueTest, AnErrorStays) {
+  for (uint64_t bad = 1; bad <= 6; ++bad) {
+    WriteFaults faults{.fail_write = bad};
+    FaultyDataFile faulty(must(DataFile::open({.directory = directory_.path()})), &faults);
+    const auto queue =
+        must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 3}));
+    Status first;
+    for (int index = 0; index < 6 && first.is_ok(); ++index) {
+      Result<WriteQueue::Buffer> buffer = queue->acquire();
+      if (!buffer.is_ok()) {
+        first = buffer.status();
+        break;
+      }
+      const Result<uint64_t> number = queue->submit(buffer.value(), index * kBlock, kBlock);
+      if (!number.is_ok()) first = number.status();
+    }
+    if (first.is_ok()) first = queue->wait(6);
+    EXPECT_EQ(first.error_number(), ENOSPC) << bad;
+    EXPECT_EQ(queue->written(), bad - 1);
+    EXPECT_FALSE(queue->acquire().is_ok());
+    EXPECT_FALSE(queue->wait(bad).is_ok());
+  }
+}
+
+TEST_F(WriteQueueTest, AnErrorFreesAProducerThatWaits) {
+  WriteFaults faults{.fail_write = 1};
+  FaultyDataFile faulty(std::move(file_), &faults);
+  const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 1}));
+  put(*queue, 0, 1);
+  EXPECT_FALSE(queue->acquire().is_ok());
+}
+
+TEST_F(WriteQueueTest, GivingBackMakesRoom) {
+  const auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 1}));
+  for (int index = 0; index < 5; ++index) queue->give_back(must(queue->acquire()));
+  put(*queue, 0, 1);
+}
+
+TEST_F(WriteQueueTest, ClosingWritesWhatWasHandedIn) {
+  auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 4}));
+  for (int index = 0; index < 4; ++index) put(*queue, index * kBlock, 0x40 + index);
+  queue.reset();
+  const AlignedBytes read(kBlock);
+  for (int index = 0; index < 4; ++index) {
+    ASSERT_EQ(::pread(file_->fd(), read.data(), kBlock, index * kBlock), kBlock);
+    EXPECT_EQ(static_cast<int>(read.data()[kBlock - 1]), 0x40 + index);
+  }
+}
+
+TEST_F(WriteQueueTest, RefusesWhatItCannotWrite) {
+  const auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 1}));
+  const std::pair<int64_t, int64_t> wrong[] = {
+      {-kBlock, kBlock}, {100, kBlock}, {0, 100}, {0, 0}, {0, 2 * kBlock}};
+  for (const auto& [offset, length] : wrong) {
+    const Result<uint64_t> number = queue->submit(must(queue->acquire()), offset, length);
+    ASSERT_FALSE(number.is_ok());
+    EXPECT_EQ(number.status().code(), StatusCode::kInvalid);
+  }
+  EXPECT_EQ(queue->wait(1).code(), StatusCode::kInvalid);
+  must(queue->wait(0));
+  for (const WriteQueueOptions& options :
+       {WriteQueueOptions{.buffers = 0}, WriteQueueOptions{.buffer_bytes = 100},
+        WriteQueueOptions{.buffer_bytes = 0}}) {
+    EXPECT_FALSE(WriteQueue::create(file_.get(), options).is_ok());
+  }
+}
+
+TEST_F(WriteQueueTest, OverTheQuotaIsABudgetError) {
+  file_ = must(DataFile::open({.directory = directory_.path(), .quota_bytes = 2 * kBlock}));
+  const auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 1}));
+  put(*queue, 0, 1);
+  put(*queue, kBlock, 2);
+  put(*queue, 2 * kBlock, 3);
+  EXPECT_EQ(queue->wait(3).code(), StatusCode::kBudget);
+  EXPECT_EQ(queue->written(), 2u);
+}
+
+}  // namespace
+}  // namespace kvswap

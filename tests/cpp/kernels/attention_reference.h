@@ -1,0 +1,126 @@
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels/paged_attention.h"
+#include "kernels/kernel_test.h"
+
+namespace kvswap {
+
+struct AttentionShape {
+  int64_t batch = 1, kv_heads = 1, ratio = 1, queries = 1;
+  int64_t group_tokens = 4, head_dim = 64, pages = 3;
+  bool table_per_head = false;
+};
+
+/// Random pages, tables with holes, and the softmax over them in double.
+template <typename T>
+struct AttentionCase {
+  explicit AttentionCase(const AttentionShape& s, uint32_t seed = 1) : shape(s) {
+    heads = s.kv_heads * s.ratio;
+    table_heads = s.table_per_head ? s.kv_heads : 1;
+    page_heads = s.table_per_head ? 1 : s.kv_heads;
+    page_elements = page_heads * 2 * s.group_tokens * s.head_dim;
+    const int64_t rows = s.batch * table_heads;
+    elements = random_elements<T>((rows * s.pages + 1) * page_elements, seed);
+    query = random_elements<T>(s.batch * heads * s.queries * s.head_dim + 1, seed + 1);
+    std::mt19937_64 generator(seed);
+    for (int64_t i = 0; i < rows * s.pages; ++i) {
+      const bool hole = i % 7 == 5;
+      pages.push_back(hole ? nullptr : &elements[i * page_elements]);
+      masks.push_back(hole ? 0 : generator());
+      columns.push_back(static_cast<int32_t>(i % s.pages * s.group_tokens));
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      page_counts.push_back(static_cast<int32_t>(std::max<int64_t>(0, s.pages - row % 3)));
+    }
+    const int64_t last_column = s.pages * s.group_tokens - 1;
+    for (int64_t b = 0; b < s.batch; ++b) {
+      query_columns.push_back(static_cast<int32_t>(last_column - s.queries / 2));
+    }
+    output.resize(s.batch * s.queries * heads * s.head_dim, from_float<T>(-7.0f));
+    log_sum_exp.resize(s.batch * heads * s.queries, -7.0f);
+  }
+
+  PagedAttentionArgs args() {
+    const RecordShape record{page_heads, shape.group_tokens, shape.head_dim, sizeof(T)};
+    PagedAttentionArgs a;
+    a.query = query.data();
+    a.query_batch_stride = heads * shape.queries * shape.head_dim;
+    a.query_head_stride = shape.head_dim;  // [batch, queries, heads, head_dim]
+    a.query_token_stride = heads * shape.head_dim;
+    a.output = output.data();
+    a.log_sum_exp = log_sum_exp.data();
+    a.pages = pages.data();
+    a.masks = masks.data();
+    a.columns = columns.data();
+    a.page_counts = page_counts.data();
+    a.query_columns = query_columns.data();
+    a.pages_max = shape.pages;
+    a.table_heads = table_heads;
+    a.batch = shape.batch;
+    a.heads = heads;
+    a.queries = shape.queries;
+    a.scale = 0.2f;
+    a.shape = record;
+    a.dtype = dtype_of<T>();
+    return a;
+  }
+
+  /// Calls visit(score, value row) for every token that (b, head, query) sees.
+  template <typename Visit>
+  void for_each_seen(int64_t b, int64_t head, int64_t q, const Visit& visit) const {
+    const int64_t kv_head = head / shape.ratio;
+    const int64_t table = b * table_heads + (shape.table_per_head ? kv_head : 0);
+    const int64_t side = shape.group_tokens * shape.head_dim;
+    const T* row = &query[((b * shape.queries + q) * heads + head) * shape.head_dim];
+    for (int64_t p = 0; p < page_counts[table]; ++p) {
+      const int64_t i = table * shape.pages + p;
+      for (int64_t t = 0; t < shape.group_tokens; ++t) {
+        if (!(masks[i] >> t & 1) || columns[i] + t > query_columns[b] + q) continue;
+        const T* key = static_cast<const T*>(pages[i]) + (shape.table_per_head ? 0 : kv_head) * 2 *
+                           side + t * shape.head_dim;
+        double score = 0;
+        for (int64_t d = 0; d < shape.head_dim; ++d) score += to_float(row[d]) * to_float(key[d]);
+        visit(score * double{0.2f}, key + side);
+      }
+    }
+  }
+
+  void expect_matches_reference() const {
+    for (int64_t i = 0; i < shape.batch * heads * shape.queries; ++i) {
+      const int64_t q = i % shape.queries;
+      const int64_t head = i / shape.queries % heads;
+      const int64_t b = i / shape.queries / heads;
+      double total = 0;
+      std::vector<double> sums(shape.head_dim);
+      for_each_seen(b, head, q, [&](double score, const T* value) {
+        total += std::exp(score);
+        for (int64_t d = 0; d < shape.head_dim; ++d) sums[d] += std::exp(score) * to_float(value[d]);
+      });
+      if (total == 0) {
+        EXPECT_EQ(log_sum_exp[i], -std::numeric_limits<float>::infinity());
+      } else {
+        EXPECT_NEAR(log_sum_exp[i], std::log(total), 1e-4);
+      }
+      const T* row = &output[((b * shape.queries + q) * heads + head) * shape.head_dim];
+      for (int64_t d = 0; d < shape.head_dim; ++d) {
+        const double expected = total == 0 ? 0 : sums[d] / total;
+        ASSERT_NEAR(to_float(row[d]), expected, tolerance_of<T>() * (1 + std::abs(expected)))
+            << "sequence " << b << " head " << head << " query " << q << " d " << d;
+      }
+    }
+  }
+
+  AttentionShape shape;
+  int64_t heads, table_heads, page_heads, page_elements;
+  std::vector<T> elements, query, output;
+  std::vector<const void*> pages;
+  std::vector<uint64_t> masks;
+  std::vector<int32_t> columns, page_counts, query_columns;
+  std::vector<float> log_sum_exp;
+};
+
+}  // namespace kvswap

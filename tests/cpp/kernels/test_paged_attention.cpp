@@ -1,0 +1,103 @@
+#include "kernels/paged_attention.h"
+
+#include <thread>
+
+#include "kernels/attention_reference.h"
+
+namespace kvswap {
+namespace {
+
+class PagedAttention : public KernelTest {};
+
+template <typename T>
+void expect_matches_reference(const AttentionShape& shape) {
+  AttentionCase<T> attention(shape);
+  paged_attention(attention.args(), {});
+  attention.expect_matches_reference();
+}
+
+void expect_all_types(const AttentionShape& shape) {
+  expect_matches_reference<float>(shape);
+  expect_matches_reference<BFloat16>(shape);
+  expect_matches_reference<Float16>(shape);
+}
+
+TEST_P(PagedAttention, HeadDimsAndRatios) {
+  for (const int64_t head_dim : {64, 72, 80, 96, 128, 256}) {
+    for (const int64_t ratio : {1, 2, 3, 4, 7, 16}) {
+      expect_all_types({.kv_heads = 2, .ratio = ratio, .head_dim = head_dim, .pages = 20});
+    }
+  }
+}
+
+TEST_P(PagedAttention, GroupSizes) {
+  for (const int64_t group_tokens : {1, 2, 4, 8, 13, 16, 32, 64}) {
+    expect_all_types({.kv_heads = 2, .ratio = 2, .group_tokens = group_tokens, .pages = 11});
+  }
+}
+
+TEST_P(PagedAttention, SeveralQueriesAreCausal) {
+  for (const int64_t queries : {2, 3, 8, 16}) {
+    expect_all_types({.batch = 2, .kv_heads = 2, .ratio = 3, .queries = queries, .pages = 9});
+  }
+}
+
+TEST_P(PagedAttention, TablesPerHead) {
+  expect_all_types({.batch = 3, .kv_heads = 4, .ratio = 4, .pages = 25, .table_per_head = true});
+}
+
+TEST_P(PagedAttention, BatchesWithRaggedTables) {
+  expect_all_types({.batch = 8, .kv_heads = 3, .ratio = 4, .pages = 30});
+}
+
+TEST_P(PagedAttention, OneToken) {
+  AttentionCase<float> attention({.group_tokens = 1, .pages = 1});
+  attention.masks[0] = 1;
+  paged_attention(attention.args(), {});
+  attention.expect_matches_reference();
+}
+
+TEST_P(PagedAttention, EmptySelectionGivesZeros) {
+  AttentionCase<BFloat16> attention({.batch = 2, .kv_heads = 2, .ratio = 4});
+  std::fill(attention.masks.begin(), attention.masks.end(), 0);
+  paged_attention(attention.args(), {});
+  attention.expect_matches_reference();
+
+  AttentionCase<float> no_pages({.pages = 0});
+  paged_attention(no_pages.args(), {});
+  no_pages.expect_matches_reference();
+}
+
+TEST_P(PagedAttention, LargeScoresDoNotOverflow) {
+  AttentionCase<float> attention({.ratio = 4, .pages = 50});
+  for (float& element : attention.query) element *= 100.0f;
+  paged_attention(attention.args(), {});
+  for (const float value : attention.output) EXPECT_TRUE(std::isfinite(value));
+  for (const float value : attention.log_sum_exp) EXPECT_TRUE(std::isfinite(value));
+}
+
+TEST_P(PagedAttention, SplitPagesAreMerged) {
+  expect_all_types({.batch = 1, .kv_heads = 2, .ratio = 2, .queries = 2, .pages = 1500});
+}
+
+/// The pieces in falling order on other threads: nothing may depend on who does what when.
+void contrary_for(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) {
+  for (int64_t i = count - 1; i >= 0; --i) std::thread(body, i, i + 1).join();
+}
+
+TEST_P(PagedAttention, ThreadsDoNotChangeABit) {
+  for (const int64_t pages : {40, 1500}) {
+    const AttentionShape shape{.batch = 2, .kv_heads = 2, .ratio = 3, .pages = pages};
+    AttentionCase<float> alone(shape), threaded(shape);
+    paged_attention(alone.args(), {});
+    const ParallelFor parallel = contrary_for;
+    paged_attention(threaded.args(), {.parallel = &parallel});
+    EXPECT_EQ(alone.output, threaded.output);
+    EXPECT_EQ(alone.log_sum_exp, threaded.log_sum_exp);
+  }
+}
+
+KVSWAP_EVERY_LEVEL(PagedAttention);
+
+}  // namespace
+}  // namespace kvswap

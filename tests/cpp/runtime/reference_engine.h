@@ -1,0 +1,288 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "runtime/engine_options.h"
+
+namespace kvswap {
+
+/// New tokens of a layer: keys, values [batch, kv_heads, tokens, head_dim], contiguous.
+struct Tokens {
+  int64_t tokens = 0;
+  std::vector<float> keys;
+  std::vector<float> values;
+};
+
+/// The engine as it would be with all K and V in memory and no thought of speed: the same rules of
+/// sealing, sinks and selection, attention in double. Keys, queries and projections should be small
+/// whole numbers, so that scores are exact and equal scores really are.
+class ReferenceEngine {
+ public:
+  explicit ReferenceEngine(const EngineOptions& options)
+      : options_(options), layers_(options.layers) {}
+
+  struct Sequence {
+    std::vector<float> keys;    // [columns, kv_heads, head_dim]
+    std::vector<float> values;
+  };
+  struct Layer {
+    int64_t columns = 0;
+    int64_t sealed = 0;
+    std::vector<Sequence> sequences;
+    std::vector<float> key_projection;  // [kv_heads * head_dim, rank]
+    std::vector<float> query_projection;
+    bool is_planned = false;
+    int64_t planned_columns = 0;
+    int64_t planned_sealed = 0;
+    std::vector<std::vector<int32_t>> chosen;
+  };
+
+  Layer& layer(int64_t index) { return layers_[index]; }
+  const std::vector<std::vector<bool>>& validity() const { return valid_; }
+  int64_t batch() const { return static_cast<int64_t>(valid_.size()); }
+
+  void declare(int64_t batch, int64_t tokens, const bool* valid) {
+    if (valid_.empty()) start(batch);
+    for (int64_t b = 0; b < batch; ++b) {
+      valid_[b].insert(valid_[b].end(), valid + b * tokens, valid + (b + 1) * tokens);
+    }
+  }
+
+  void append(int64_t index, int64_t batch, const Tokens& tokens) {
+    if (valid_.empty()) start(batch);
+    Layer& layer = layers_[index];
+    const int64_t dim = options_.head_dim;
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t t = 0; t < tokens.tokens; ++t) {
+        for (int64_t h = 0; h < options_.kv_heads; ++h) {
+          const int64_t at = ((b * options_.kv_heads + h) * tokens.tokens + t) * dim;
+          Sequence& into = layer.sequences[b];
+          into.keys.insert(into.keys.end(), &tokens.keys[at], &tokens.keys[at] + dim);
+          into.values.insert(into.values.end(), &tokens.values[at], &tokens.values[at] + dim);
+        }
+      }
+    }
+    if (tokens.tokens <= options_.select_queries_max) seal(layer);
+    layer.columns += tokens.tokens;
+    if (tokens.tokens > options_.select_queries_max) seal(layer);
+    for (auto& valid : valid_) {
+      if (static_cast<int64_t>(valid.size()) < layer.columns) valid.resize(layer.columns, true);
+    }
+  }
+
+  /// query [batch, heads, queries, head_dim], contiguous.
+  void look_ahead(int64_t index, const std::vector<float>& query, int64_t queries) {
+    Layer& layer = layers_[index];
+    layer.is_planned = false;
+    if (layer.sealed == 0 || queries > options_.select_queries_max || lacks_projection(layer)) {
+      return;
+    }
+    plan(layer, index, query, queries);
+  }
+
+  /// [batch, queries, heads, head_dim]
+  std::vector<double> attend(int64_t index, const std::vector<float>& query, int64_t queries,
+                             double scale) {
+    Layer& layer = layers_[index];
+    if (!layer.is_planned || layer.planned_sealed != layer.sealed ||
+        layer.planned_columns + queries != layer.columns) {
+      plan(layer, index, query, queries);
+    }
+    layer.is_planned = false;
+    std::vector<double> output;
+    for (int64_t b = 0; b < batch(); ++b) {
+      for (int64_t q = 0; q < queries; ++q) {
+        for (int64_t h = 0; h < options_.heads; ++h) {
+          attend_one(layer, b, h, layer.columns - queries + q,
+                     &query[((b * options_.heads + h) * queries + q) * options_.head_dim], scale,
+                     output);
+        }
+      }
+    }
+    seal(layer);
+    return output;
+  }
+
+  void crop(int64_t columns) {
+    for (Layer& layer : layers_) {
+      if (layer.columns > columns) {
+        layer.columns = columns;
+        layer.sealed = std::min(layer.sealed, options_.sealed_groups(columns));
+        for (Sequence& sequence : layer.sequences) {
+          sequence.keys.resize(columns * width());
+          sequence.values.resize(columns * width());
+        }
+      }
+      layer.is_planned = false;
+    }
+    for (auto& valid : valid_) valid.resize(std::min<size_t>(valid.size(), columns));
+  }
+
+  void select_sequences(const std::vector<int64_t>& indices) {
+    const auto valid = valid_;
+    valid_.clear();
+    for (const int64_t index : indices) valid_.push_back(valid[index]);
+    for (Layer& layer : layers_) {
+      seal(layer);
+      const auto sequences = layer.sequences;
+      layer.sequences.clear();
+      for (const int64_t index : indices) layer.sequences.push_back(sequences[index]);
+      layer.is_planned = false;
+    }
+  }
+
+  void reset() {
+    valid_.clear();
+    for (Layer& layer : layers_) {
+      layer.columns = layer.sealed = 0;
+      layer.sequences.clear();
+      layer.is_planned = false;
+    }
+  }
+
+ private:
+  int64_t width() const { return options_.kv_heads * options_.head_dim; }
+
+  void start(int64_t batch) {
+    valid_.assign(batch, {});
+    for (Layer& layer : layers_) layer.sequences.assign(batch, {});
+  }
+
+  void seal(Layer& layer) {
+    layer.sealed = std::max(layer.sealed, options_.sealed_groups(layer.columns));
+  }
+
+  int64_t first_valid(int64_t b) const {
+    return std::find(valid_[b].begin(), valid_[b].end(), true) - valid_[b].begin();
+  }
+
+  bool is_sink(int64_t b, int64_t group) const {
+    const int64_t first = first_valid(b);
+    return options_.sink_tokens > 0 && first < static_cast<int64_t>(valid_[b].size()) &&
+           group >= first / options_.group_tokens &&
+           group <= (first + options_.sink_tokens - 1) / options_.group_tokens;
+  }
+
+  bool has_valid(int64_t b, int64_t group) const {
+    const auto begin = valid_[b].begin() + group * options_.group_tokens;
+    return std::find(begin, begin + options_.group_tokens, true) != begin + options_.group_tokens;
+  }
+
+  bool fits(const Layer& layer, int64_t b) const {
+    int64_t groups = 0;
+    for (int64_t g = first_valid(b) / options_.group_tokens; g < layer.sealed; ++g) {
+      groups += !is_sink(b, g);
+    }
+    return groups <= options_.groups_max;
+  }
+
+  bool lacks_projection(const Layer& layer) const {
+    for (int64_t b = 0; b < batch(); ++b) {
+      if (layer.key_projection.empty() && !fits(layer, b)) return true;
+    }
+    return false;
+  }
+
+  void plan(Layer& layer, int64_t index, const std::vector<float>& query, int64_t queries) {
+    layer.is_planned = true;
+    layer.planned_columns = layer.columns;
+    layer.planned_sealed = layer.sealed;
+    layer.chosen.assign(batch(), {});
+    const int64_t choosing = std::min(queries, options_.pages_max);
+    const int64_t k = std::min(options_.groups_max, options_.pages_max / choosing);
+    for (int64_t b = 0; b < batch(); ++b) {
+      std::set<int32_t> chosen;
+      if (fits(layer, b)) {
+        for (int64_t g = 0; g < layer.sealed; ++g) {
+          if (!is_sink(b, g) && has_valid(b, g)) chosen.insert(static_cast<int32_t>(g));
+        }
+      } else {
+        for (int64_t q = queries - choosing; q < queries; ++q) {
+          for (const int32_t g : best(layer, index, b, query, queries, q, k)) chosen.insert(g);
+        }
+      }
+      layer.chosen[b].assign(chosen.begin(), chosen.end());
+    }
+  }
+
+  /// The k groups whose best valid token has the highest low-rank score; ties to the lower group.
+  std::vector<int32_t> best(const Layer& layer, int64_t index, int64_t b,
+                            const std::vector<float>& query, int64_t queries, int64_t q,
+                            int64_t k) const {
+    const int64_t rank = options_.ranks[index];
+    const int64_t ratio = options_.heads / options_.kv_heads;
+    std::vector<double> projected(rank);
+    for (int64_t h = 0; h < options_.heads; ++h) {
+      for (int64_t d = 0; d < options_.head_dim; ++d) {
+        const double value =
+            query[((b * options_.heads + h) * queries + q) * options_.head_dim + d];
+        const int64_t row = h / ratio * options_.head_dim + d;
+        for (int64_t r = 0; r < rank; ++r) {
+          projected[r] += value * layer.query_projection[row * rank + r];
+        }
+      }
+    }
+    std::vector<std::pair<double, int32_t>> scored;
+    for (int64_t g = 0; g < layer.sealed; ++g) {
+      double score = -INFINITY;
+      for (int64_t t = g * options_.group_tokens; t < (g + 1) * options_.group_tokens; ++t) {
+        if (valid_[b][t]) score = std::max(score, token_score(layer, b, t, rank, projected));
+      }
+      if (score > -INFINITY && !is_sink(b, g)) scored.push_back({-score, static_cast<int32_t>(g)});
+    }
+    std::sort(scored.begin(), scored.end());
+    std::vector<int32_t> groups;
+    for (int64_t i = 0; i < std::min<int64_t>(k, scored.size()); ++i) {
+      groups.push_back(scored[i].second);
+    }
+    return groups;
+  }
+
+  double token_score(const Layer& layer, int64_t b, int64_t token, int64_t rank,
+                     const std::vector<double>& projected) const {
+    double score = 0;
+    for (int64_t r = 0; r < rank; ++r) {
+      double key = 0;
+      for (int64_t w = 0; w < width(); ++w) {
+        key += layer.sequences[b].keys[token * width() + w] * layer.key_projection[w * rank + r];
+      }
+      score += key * projected[r];
+    }
+    return score;
+  }
+
+  void attend_one(const Layer& layer, int64_t b, int64_t head, int64_t column, const float* query,
+                  double scale, std::vector<double>& output) const {
+    const int64_t dim = options_.head_dim;
+    const int64_t offset = head / (options_.heads / options_.kv_heads) * dim;
+    const std::set<int64_t> chosen(layer.chosen[b].begin(), layer.chosen[b].end());
+    std::vector<double> sum(dim);
+    double total = 0;
+    double largest = -INFINITY;
+    for (const bool is_second : {false, true}) {
+      for (int64_t t = 0; t <= column; ++t) {
+        const int64_t group = t / options_.group_tokens;
+        const bool is_seen = group >= layer.sealed || is_sink(b, group) || chosen.contains(group);
+        if (!is_seen || !valid_[b][t]) continue;
+        double score = 0;
+        const int64_t at = t * width() + offset;
+        for (int64_t d = 0; d < dim; ++d) score += query[d] * layer.sequences[b].keys[at + d];
+        if (!is_second) largest = std::max(largest, score * scale);
+        const double weight = is_second ? std::exp(score * scale - largest) : 0;
+        total += weight;
+        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * layer.sequences[b].values[at + d];
+      }
+    }
+    for (const double value : sum) output.push_back(total > 0 ? value / total : 0);
+  }
+
+  EngineOptions options_;
+  std::vector<Layer> layers_;
+  std::vector<std::vector<bool>> valid_;  // [batch][columns]
+};
+
+}  // namespace kvswap

@@ -1,0 +1,113 @@
+"""Builds the wheel, installs it in a fresh environment, imports it and links a C++ program to it.
+
+Run by ``make wheel-check``. The environment borrows this one's torch by a link, so that the
+libraries find it where a pip install would have put it: beside them.
+"""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSUMER = Path(__file__).resolve().parent / "consumer"
+PROBE = """
+import json, sys
+import kvswap_torch
+assert not {"torch", "transformers", "typer"} & set(sys.modules), "import must stay light"
+from kvswap_torch.native import PACKAGE_DIR, build_info, require_library
+assert PACKAGE_DIR.is_relative_to(sys.prefix), PACKAGE_DIR
+import torch
+torch.ops.load_library(require_library())
+from kvswap_torch import _C
+json.dump(build_info(), sys.stdout)
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Runs a command; its output, or an end with it."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, text=True, capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"),
+        *("-w", folder, ROOT),
+        cwd=ROOT,
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """A new environment with the wheel and this one's packages; returns its Python."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    here = Path(sysconfig.get_path("purelib"))
+    there = Path(
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
+        ).strip()
+    )
+    (there / "torch").symlink_to(here / "torch")
+    # What is not linked is found through a path file, after what is installed there.
+    (there / "borrowed.pth").write_text(f"{here}\n")
+    run(
+        *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"),
+        *("--target", there, wheel),
+        cwd=folder,
+    )
+    return python
+
+
+def check_libraries(python: Path, folder: Path) -> None:
+    package = run(
+        python, "-c", "import kvswap_torch; print(kvswap_torch.__path__[0])", cwd=folder
+    ).strip()
+    for library in [*Path(package).glob("_C*.so"), Path(package) / "lib" / "libkvswap_torch.so"]:
+        # libpython's symbols come from the program, and libtorch_python must not be needed by lib/.
+        needed = run("ldd", library, cwd=folder)
+        missing = [line.strip() for line in needed.splitlines() if "not found" in line]
+        if missing:
+            sys.exit(f"{library.name}: every library must be found, missing: {missing}")
+        if library.parent.name == "lib" and "torch_python" in needed:
+            sys.exit(f"{library.name}: must not need libtorch_python")
+
+
+def check_consumer(python: Path, folder: Path) -> str:
+    """Builds and runs the C++ program against what was installed."""
+    prefix = run(python, "-m", "kvswap_torch", "cmake-prefix", cwd=folder).strip()
+    torch_prefix = run(
+        python, "-c", "import torch; print(torch.utils.cmake_prefix_path)", cwd=folder
+    ).strip()
+    build = folder / "consumer-build"
+    run(
+        *("cmake", "-GNinja", "-S", CONSUMER, "-B", build),
+        f"-DCMAKE_PREFIX_PATH={prefix};{torch_prefix}",
+        cwd=folder,
+    )
+    run("cmake", "--build", build, cwd=folder)
+    return run(build / "consumer", folder, cwd=folder)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvswap-wheel-") as name:
+        folder = Path(name)
+        wheel = build_wheel(folder / "dist")
+        python = make_environment(folder / "env", wheel)
+        print("wheel-check: built with", run(python, "-c", PROBE, cwd=folder))
+        check_libraries(python, folder)
+        shutil.rmtree(folder / "dist")
+        print("wheel-check: C++ program says:", check_consumer(python, folder).strip())
+
+
+if __name__ == "__main__":
+    main()

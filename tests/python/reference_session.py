@@ -1,0 +1,278 @@
+"""The session's executable specification: plain torch, everything in memory.
+
+`ReferenceSession` has the interface of `kvswap_torch._C.Session` (csrc/torch/session.h) and the
+same answers, in the plainest code that gives them. The C++ session is compared with it.
+
+A layer's columns are, from the left: sealed groups of G columns, then the tail. What a query
+attends: the tail, the sink groups, and the chosen ones of the other sealed groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvswap_torch.errors import ClosedError
+
+
+@dataclass
+class Options:
+    """The fields of kvswap::SessionOptions with the same defaults."""
+
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    dtype: torch.dtype = torch.float32
+    directory: str = ""
+    io_mode: str = "auto"
+    reader: str = "auto"
+    device_model: str = ""
+    read_depth: int = 64
+    merge_gap_bytes: int = 16 << 10
+    merge_bytes_max: int = 256 << 10
+    disk_quota_bytes: int = -1
+    checksum: bool = True
+    group_tokens: int = 4
+    ranks: list[int] = field(default_factory=list)
+    summary_dtype: str = "model"
+    groups_max: int = 100
+    pages_max: int = 200
+    sink_tokens: int = 4
+    tail_tokens: int = 32
+    replacement: str = "fifo"
+    select_queries_max: int = 8
+    staged_pages: bool = False
+    kv_memory_bytes: int = -1
+    max_context: int = -1
+    max_batch: int = -1
+
+
+@dataclass
+class Layer:
+    """One layer: every column's K, V and validity, how many columns are sealed, and the plan."""
+
+    keys: torch.Tensor  # [batch, kv_heads, columns, head_dim]
+    values: torch.Tensor  # as keys
+    valid: torch.Tensor  # [batch, columns] bool
+    sealed: int = 0  # columns in sealed groups, a multiple of G
+    predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
+    selection: list[list[int]] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        return self.keys.shape[2]
+
+
+class ReferenceSession:
+    """Exact selection semantics of KVSwap (sections 3.2-3.4) over tensors in memory."""
+
+    def __init__(self, options: Options):
+        self._options = options
+        ranks = list(options.ranks)
+        self._ranks = ranks * options.layers if len(ranks) == 1 else ranks
+        self._projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._closed = False
+        self._counters = dict.fromkeys(
+            ["bytes_read", "bytes_written", "steps", "groups_chosen", "page_hits", "page_loads"], 0.0
+        )
+        self.reset()
+
+    # What comes in.
+
+    def declare(self, valid: torch.Tensor) -> None:
+        self._open()
+        self._declared = dict.fromkeys(range(self._options.layers), valid.bool().clone())
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._open()
+        batch, _, tokens, _ = keys.shape
+        if self.batch() not in (0, batch):
+            raise ValueError(f"append: batch must stay {self.batch()}, got {batch}")
+        valid = self._declared.pop(layer, None)
+        if valid is None:
+            valid = torch.ones(batch, tokens, dtype=torch.bool)
+        if tuple(valid.shape) != (batch, tokens):
+            raise ValueError(f"append: declared {tuple(valid.shape)}, got {(batch, tokens)} columns")
+        old = self._layers.get(layer)
+        if old is None:
+            self._layers[layer] = Layer(keys.clone(), values.clone(), valid)
+        else:
+            old.keys = torch.cat([old.keys, keys], 2)
+            old.values = torch.cat([old.values, values], 2)
+            old.valid = torch.cat([old.valid, valid], 1)
+        if tokens > self._options.select_queries_max:
+            self._seal(self._layers[layer])
+
+    def set_projection(self, layer, key_projection, query_projection) -> None:
+        self._open()
+        shape = (self._options.kv_heads * self._options.head_dim, self._ranks[layer])
+        for name, matrix in (("key", key_projection), ("query", query_projection)):
+            if tuple(matrix.shape) != shape:
+                raise ValueError(f"set_projection: {name} must be {shape}, got {matrix.shape}")
+        self._projections[layer] = (key_projection.float(), query_projection.float())
+
+    # What goes out.
+
+    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
+        """query: [batch, heads or kv_heads, queries, head_dim]."""
+        self._open()
+        state = self._layers.get(layer)
+        if state is None or query.shape[2] > self._options.select_queries_max:
+            return
+        if self._must_choose(state) and layer not in self._projections:
+            return
+        state.predicted = state.selection = self._choose(layer, query)
+
+    def attend(self, layer, query, keys, values, scale: float) -> torch.Tensor:
+        """query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim]."""
+        self._open()
+        state = self._layers[layer]
+        tokens = query.shape[2]
+        if tokens > self._options.select_queries_max:
+            state.selection = [list(range(state.sealed // self._options.group_tokens))] * len(query)
+            return self._attention(state, query, state.valid, scale)
+        chosen = state.predicted if state.predicted is not None else self._choose(layer, query)
+        state.predicted, state.selection = None, chosen
+        visible = state.valid & self._attended_columns(state, chosen)
+        output = self._attention(state, query, visible, scale)
+        self._count(state, chosen, tokens)
+        self._seal(state)
+        return output
+
+    def needs_projection(self, layer: int) -> bool:
+        state = self._layers.get(layer)
+        return state is not None and layer not in self._projections and self._must_choose(state)
+
+    def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._open()
+        state = self._layers[layer]
+        return state.keys[:, :, begin:end].clone(), state.values[:, :, begin:end].clone()
+
+    def last_selection(self, layer: int) -> list[list[int]]:
+        return self._layers[layer].selection if layer in self._layers else []
+
+    # The whole cache.
+
+    def select_sequences(self, indices: list[int]) -> None:
+        self._open()
+        index = torch.as_tensor(indices, dtype=torch.long)
+        for state in self._layers.values():
+            state.keys, state.values = state.keys[index], state.values[index]
+            state.valid, state.predicted = state.valid[index], None
+
+    def crop(self, columns: int) -> None:
+        self._open()
+        self._declared = {}
+        for state in self._layers.values():
+            state.keys, state.values = state.keys[:, :, :columns], state.values[:, :, :columns]
+            state.valid, state.predicted = state.valid[:, :columns], None
+            state.sealed = min(state.sealed, self._sealed_at(state.columns))
+
+    def reset(self) -> None:
+        self._open()
+        self._layers: dict[int, Layer] = {}
+        self._declared: dict[int, torch.Tensor] = {}
+
+    def close(self) -> None:
+        self._closed, self._layers = True, {}
+
+    def columns(self, layer: int) -> int:
+        return self._layers[layer].columns if layer in self._layers else 0
+
+    def batch(self) -> int:
+        return next((len(state.keys) for state in self._layers.values()), 0)
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    def facts(self) -> dict[str, str]:
+        return {"reader": "memory", "io_mode": "memory", "fallbacks": ""}
+
+    def ledger(self) -> dict[str, int]:
+        size = sum(2 * state.keys.nbytes for state in self._layers.values())
+        return {"pages": size}
+
+    # How.
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ClosedError("session: must be open, was closed")
+
+    def _sealed_at(self, columns: int) -> int:
+        group = self._options.group_tokens
+        return max(0, columns - self._options.tail_tokens) // group * group
+
+    def _seal(self, state: Layer) -> None:
+        state.sealed = max(state.sealed, self._sealed_at(state.columns))
+
+    def _groups(self, state: Layer, sequence: int) -> tuple[list[int], list[int]]:
+        """(sink groups, the others with a valid token) among a sequence's sealed groups."""
+        group = self._options.group_tokens
+        valid = state.valid[sequence].nonzero().flatten().tolist()
+        sinks = {column // group for column in valid[: self._options.sink_tokens]}
+        alive = {column // group for column in valid if column < state.sealed}
+        return sorted(sinks & alive), sorted(alive - sinks)
+
+    def _must_choose(self, state: Layer) -> bool:
+        most = max(len(self._groups(state, s)[1]) for s in range(len(state.keys)))
+        return most > self._options.groups_max
+
+    def _choose(self, layer: int, query: torch.Tensor) -> list[list[int]]:
+        """Per sequence: union over the queries of each one's best groups, in rising order."""
+        state, queries = self._layers[layer], query.shape[2]
+        count = min(self._options.groups_max, max(1, self._options.pages_max // queries))
+        chosen = []
+        for sequence in range(len(state.keys)):
+            _, candidates = self._groups(state, sequence)
+            if len(candidates) <= self._options.groups_max:
+                chosen.append(candidates)
+                continue
+            if layer not in self._projections:
+                raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
+            best = self._group_scores(layer, sequence, query[sequence])[:, candidates]
+            order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
+            chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
+        return chosen
+
+    def _group_scores(self, layer: int, sequence: int, query: torch.Tensor) -> torch.Tensor:
+        """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]: max over valid
+        tokens of (K A_k) . sum over heads of A_q,g(h)^T q_h."""
+        state, options = self._layers[layer], self._options
+        key_projection, query_projection = self._projections[layer]
+        keys = state.keys[sequence, :, : state.sealed].float()
+        rows = keys.transpose(0, 1).flatten(1) @ key_projection  # [sealed, rank]
+        summed = query.float().unflatten(0, (options.kv_heads, -1)).sum(1)
+        projected = summed.transpose(0, 1).flatten(1) @ query_projection  # [queries, rank]
+        scores = (projected @ rows.T).masked_fill(~state.valid[sequence, : state.sealed], -torch.inf)
+        return scores.unflatten(1, (-1, options.group_tokens)).amax(2)
+
+    def _attended_columns(self, state: Layer, chosen: list[list[int]]) -> torch.Tensor:
+        group = self._options.group_tokens
+        attended = torch.zeros_like(state.valid)
+        attended[:, state.sealed :] = True
+        for sequence, groups in enumerate(chosen):
+            for g in groups + self._groups(state, sequence)[0]:
+                attended[sequence, g * group : (g + 1) * group] = True
+        return attended
+
+    def _attention(self, state, query, visible, scale) -> torch.Tensor:
+        """visible: [batch, columns]. A query that sees nothing gives zeros."""
+        tokens, columns = query.shape[2], state.columns
+        repeats = query.shape[1] // state.keys.shape[1]
+        keys = state.keys.float().repeat_interleave(repeats, 1)
+        values = state.values.float().repeat_interleave(repeats, 1)
+        causal = torch.ones(tokens, columns, dtype=torch.bool).tril(columns - tokens)
+        mask = causal & visible[:, None, None, :]
+        scores = (query.float() @ keys.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
+        weights = scores.softmax(-1).nan_to_num(0.0)
+        return (weights @ values).to(query.dtype).transpose(1, 2)
+
+    def _count(self, state: Layer, chosen: list[list[int]], tokens: int) -> None:
+        record = 2 * state.keys[0, :, 0].numel() * self._options.group_tokens
+        groups = sum(map(len, chosen))
+        self._counters["steps"] += 1
+        self._counters["groups_chosen"] += groups
+        self._counters["page_loads"] += groups
+        self._counters["bytes_read"] += groups * record * state.keys.element_size()

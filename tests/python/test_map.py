@@ -1,0 +1,255 @@
+"""The layering map, read off the includes and imports and held true.
+
+`CONTRIBUTING.md` draws it. Two walls do most of the work: torch only in csrc/torch and csrc/python,
+transformers only in kvswap_torch/hf (the command line and calibration load it inside functions).
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "kvswap_torch"
+
+LINES_MAX = 400
+BODY_LINES_MAX = 60
+NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core"}
+
+# Who may include whom. Every room sees io's Status; that is the one word they share.
+STATUS = "io/status.h"
+MAY_INCLUDE = {
+    "io": {"io"},
+    "kernels": {"kernels"},
+    "store": {"store", "io"},
+    "memory": {"memory"},
+    "select": {"select", "kernels"},
+    "runtime": {"runtime", "io", "kernels", "store", "memory", "select"},
+    "torch": {"torch", "io", "kernels", "store", "memory", "select", "runtime"},
+    "python": {"python", "torch", "io", "kernels", "store", "memory", "select", "runtime"},
+}
+# Foreign headers behind a wall: first part of an <include> -> the only places for it.
+WALLED = {
+    "ATen": ("torch/", "python/"),
+    "c10": ("torch/", "python/"),
+    "torch": ("torch/", "python/"),
+    "pybind11": ("python/",),
+    "Python": ("python/",),
+    "liburing": ("io/",),
+    "hwy": ("kernels/cpu/",),
+    "cuda": ("kernels/cuda/", "torch/"),
+    "cub": ("kernels/cuda/",),
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def sources(folder: Path, *suffixes: str) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file())
+
+
+CPP = sources(CSRC, ".h", ".cpp", ".cu", ".cuh")
+CPP_TESTS = sources(ROOT / "tests", ".h", ".cpp")
+PYTHON = [path for name in ("kvswap_torch", "tuning", "examples", "tests")
+          for path in sources(ROOT / name, ".py")]  # fmt: skip
+
+
+def includes(path: Path) -> Iterator[tuple[bool, str]]:
+    """(in quotes, what) for each include."""
+    for quote, what in INCLUDE.findall(path.read_text(encoding="utf-8")):
+        yield quote == '"', what
+
+
+def ours(quoted: bool, what: str) -> bool:
+    """Whether an include names a file of ours; "hwy/..." in quotes does not."""
+    return quoted and what.split("/")[0] in MAY_INCLUDE
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
+    """(absolute module, at import time) for each import outside ``if TYPE_CHECKING``."""
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, at_import
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            prefix = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            yield ".".join(filter(None, (prefix, node.module))), at_import
+        inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(tree, True)
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    return list(imports(ast.parse(path.read_text(encoding="utf-8")), package))
+
+
+def inside(path: Path, *places: str) -> bool:
+    relative = path.relative_to(ROOT).as_posix()
+    return any(relative == place or relative.startswith(place) for place in places)
+
+
+def test_every_room_includes_only_what_is_below_it() -> None:
+    wrong = []
+    for path in CPP:
+        room = path.relative_to(CSRC).parts[0]
+        for quoted, what in includes(path):
+            if not ours(quoted, what) or what == STATUS:
+                continue
+            if what.split("/")[0] not in MAY_INCLUDE[room]:
+                wrong.append(f"{path.relative_to(ROOT)} includes {what}")
+    assert wrong == []
+
+
+def test_our_headers_are_included_by_their_full_path_and_foreign_ones_in_brackets() -> None:
+    wrong = []
+    for path in CPP:
+        for quoted, what in includes(path):
+            if ours(quoted, what) and not (CSRC / what).is_file():
+                wrong.append(f"{path.relative_to(ROOT)}: no csrc/{what}")
+            # Highway's own samples and macros write "hwy/...".
+            elif quoted and not ours(quoted, what) and not what.startswith("hwy/"):
+                wrong.append(f"{path.relative_to(ROOT)}: {what} is no path from csrc/")
+    assert wrong == []
+
+
+def test_rooms_are_known() -> None:
+    assert {path.relative_to(CSRC).parts[0] for path in CPP} <= set(MAY_INCLUDE)
+
+
+def test_foreign_headers_stay_behind_their_walls() -> None:
+    wrong = []
+    for path in CPP:
+        for quoted, what in includes(path):
+            places = WALLED.get(re.split("[/._]", what)[0])
+            if ours(quoted, what) or places is None:
+                continue
+            if not path.relative_to(CSRC).as_posix().startswith(places):
+                wrong.append(f"{path.relative_to(ROOT)} includes <{what}>")
+    assert wrong == []
+
+
+def test_torch_free_tests_stay_torch_free() -> None:
+    wrong = []
+    for path in CPP_TESTS:
+        if inside(path, "tests/cpp/torch/"):
+            continue
+        for quoted, what in includes(path):
+            if what.split("/")[0] in ("ATen", "c10", "torch", "pybind11") and not (
+                quoted and inside(path, "tests/bench/")
+            ):
+                wrong.append(f"{path.relative_to(ROOT)} includes {what}")
+    assert wrong == []
+
+
+def test_cpu_and_cuda_never_include_each_other_and_contracts_include_neither() -> None:
+    wrong = []
+    for path in sources(CSRC / "kernels", ".h", ".cpp", ".cu", ".cuh"):
+        place = path.relative_to(CSRC / "kernels").parts[0]
+        for _, what in includes(path):
+            for side in ("cpu", "cuda"):
+                if what.startswith(f"kernels/{side}/") and place != side:
+                    wrong.append(f"{path.relative_to(ROOT)} includes {what}")
+    assert wrong == []
+
+
+def test_transformers_is_imported_only_in_hf_and_lazily_by_the_command_line() -> None:
+    wrong = []
+    for path in PYTHON:
+        if not inside(path, "kvswap_torch/", "tuning/"):
+            continue
+        for module, at_import in imports_of(path):
+            if module.split(".")[0] != "transformers":
+                continue
+            lazy = inside(path, "kvswap_torch/cli/", "tuning/calibrate.py") and not at_import
+            if not inside(path, "kvswap_torch/hf/") and not lazy:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+def test_nothing_that_the_package_imports_at_once_needs_torch() -> None:
+    """`import kvswap_torch` must stay light: follow what it imports at import time."""
+    seen: set[str] = set()
+    queue = ["kvswap_torch"]
+    while queue:
+        module = queue.pop()
+        path = module_path(module)
+        if module in seen or path is None:
+            continue
+        seen.add(module)
+        for name, at_import in imports_of(path):
+            assert not at_import or name.split(".")[0] not in ("torch", "transformers"), path
+            if at_import and name.startswith("kvswap_torch"):
+                queue.append(name)
+    assert len(seen) > 3
+
+
+def module_path(module: str) -> Path | None:
+    place = ROOT / Path(*module.split("."))
+    for path in (place.with_suffix(".py"), place / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def test_the_package_never_imports_what_stands_above_it() -> None:
+    wrong = []
+    for path in PYTHON:
+        if inside(path, "kvswap_torch/"):
+            above = {"tuning", "tests", "examples"}
+        elif inside(path, "tuning/"):
+            above = {"tests", "examples"}
+        else:
+            continue
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {module}"
+            for module, _ in imports_of(path)
+            if module.split(".")[0] in above
+        ]
+    assert wrong == []
+
+
+def test_nothing_but_the_command_line_knows_the_command_line() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in PYTHON
+        if inside(path, "kvswap_torch/") and not inside(path, "kvswap_torch/cli/")
+        for module, _ in imports_of(path)
+        if module.split(".")[0] in ("typer", "click")
+        or (module.startswith("kvswap_torch.cli") and path.name != "__main__.py")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["C++", "Python"])
+def test_files_are_short(kind: str) -> None:
+    paths = CPP + CPP_TESTS if kind == "C++" else PYTHON
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {
+        str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > LINES_MAX
+    } == {}
+
+
+def test_python_functions_fit_a_screen() -> None:
+    long = {}
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+                lines = node.end_lineno - body[0].lineno + 1
+                if lines > BODY_LINES_MAX:
+                    long[f"{path.relative_to(ROOT)}: {node.name}"] = lines
+    assert long == {}
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    named = [path for path in CPP + CPP_TESTS + PYTHON if path.stem in NAMELESS]
+    assert named == []

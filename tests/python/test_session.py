@@ -1,0 +1,208 @@
+"""The C++ session against the executable specification, over back ends and operations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvswap_torch import _C
+from kvswap_torch.errors import BudgetError, ClosedError, StorageError
+from tests.python.reference_session import Options, ReferenceSession
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+BACK_ENDS = [
+    {"reader": "sync", "io_mode": "buffered"},
+    {"reader": "sync", "io_mode": "direct"},
+    {"reader": "threads", "io_mode": "direct"},
+    {"reader": "uring", "io_mode": "direct"},
+    {"reader": "auto", "io_mode": "auto", "staged_pages": True},
+]
+
+
+def options(directory, **changes) -> Options:
+    made = Options(
+        layers=LAYERS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        directory=str(directory),
+        ranks=[16],
+        group_tokens=4,
+        groups_max=5,
+        pages_max=12,
+        tail_tokens=8,
+        sink_tokens=4,
+        select_queries_max=4,
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def native(made: Options) -> _C.Session:
+    target = _C.SessionOptions()
+    for name, value in vars(made).items():
+        setattr(target, name, value)
+    return _C.Session(target)
+
+
+def projection(seed: int, rank: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (KV_HEADS * HEAD_DIM, rank)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+class Twins:
+    """The same calls to both sessions; everything they answer is compared."""
+
+    def __init__(self, made: Options, seed: int = 0):
+        self.sessions = (native(made), ReferenceSession(made))
+        self.options = made
+        self.generator = torch.Generator().manual_seed(seed)
+        for layer in range(made.layers):
+            for session in self.sessions:
+                session.set_projection(layer, *projection(layer))
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.options.dtype)
+
+    def forward(self, batch: int, tokens: int, look_ahead: bool = True, valid=None) -> None:
+        if valid is not None:
+            for session in self.sessions:
+                session.declare(valid)
+        for layer in range(self.options.layers):
+            keys = self.random(batch, KV_HEADS, tokens, HEAD_DIM)
+            values = self.random(batch, KV_HEADS, tokens, HEAD_DIM)
+            query = self.random(batch, HEADS, tokens, HEAD_DIM)
+            predicted = query + 0.1 * self.random(batch, HEADS, tokens, HEAD_DIM)
+            outputs = []
+            for session in self.sessions:
+                if look_ahead and layer > 0:
+                    session.look_ahead(layer, predicted)
+                session.append(layer, keys, values)
+                outputs.append(session.attend(layer, query, keys, values, 0.125))
+            if valid is not None:
+                outputs = [torch.where(valid[..., None, None], out, 0.0) for out in outputs]
+            torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-5, atol=2e-5)
+            mine, theirs = (session.last_selection(layer) for session in self.sessions)
+            if tokens <= self.options.select_queries_max:
+                assert [list(groups) for groups in mine] == theirs
+
+    def all(self, name: str, *arguments) -> None:
+        for session in self.sessions:
+            getattr(session, name)(*arguments)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS, ids=lambda b: "-".join(map(str, b.values())))
+def test_decode_after_a_long_prompt(tmp_path, back_end):
+    twins = Twins(options(tmp_path, **back_end))
+    twins.forward(2, 150)
+    for _ in range(30):
+        twins.forward(2, 1)
+    twins.forward(2, 3)
+    twins.forward(2, 40)
+    twins.forward(2, 1)
+    counters = twins.sessions[0].counters()
+    assert counters["bytes_read"] > 0
+    assert 0 < counters["groups_loaded"] < counters["groups_attended"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_operations(tmp_path, seed):
+    rng = random.Random(seed)
+    made = options(
+        tmp_path,
+        group_tokens=rng.choice([1, 2, 3, 4, 7, 16]),
+        groups_max=rng.choice([1, 3, 8]),
+        tail_tokens=rng.choice([0, 3, 8, 32]),
+        sink_tokens=rng.choice([0, 1, 4, 6]),
+        select_queries_max=rng.choice([1, 4, 8]),
+        replacement=rng.choice(["fifo", "lru", "unused"]),
+        **rng.choice(BACK_ENDS),
+    )
+    made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])
+    twins = Twins(made, seed)
+    batch = rng.choice([1, 2, 3])
+    valid = torch.ones(batch, 60, dtype=torch.bool)
+    valid[0, : rng.randrange(30)] = False
+    twins.forward(batch, 60, valid=valid)
+    for _ in range(25):
+        kind = rng.random()
+        columns = twins.sessions[1].columns(0)
+        if kind < 0.6:
+            twins.forward(batch, rng.randint(1, 4), look_ahead=rng.random() < 0.8)
+        elif kind < 0.7:
+            twins.forward(batch, rng.randint(5, 50))
+        elif kind < 0.85:
+            twins.all("crop", rng.randint(max(32, columns - 40), columns))
+        else:
+            indices = [rng.randrange(batch) for _ in range(rng.randint(1, 3))]
+            twins.all("select_sequences", indices)
+            batch = len(indices)
+    mine, theirs = (s.read_back(1, 0, twins.sessions[1].columns(1)) for s in twins.sessions)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reads_back_every_bit(tmp_path, dtype):
+    session = native(options(tmp_path, dtype=dtype, group_tokens=8))
+    keys, values = torch.randn(2, 2, KV_HEADS, 100, HEAD_DIM).to(dtype)
+    session.append(0, keys[:, :, :90], values[:, :, :90])
+    session.append(0, keys[:, :, 90:], values[:, :, 90:])
+    assert torch.equal(session.read_back(0, 3, 98)[0], keys[:, :, 3:98])
+    assert torch.equal(session.read_back(0, 0, 100)[1], values)
+
+
+def test_budget_is_checked_before_anything_is_written(tmp_path):
+    need = _C.Session.memory_need(options_of(tmp_path), 1, 400)["total"]
+    session = native(options(tmp_path, kv_memory_bytes=need))
+    for layer in range(LAYERS):
+        session.set_projection(layer, *projection(layer))
+    keys = torch.randn(1, KV_HEADS, 400, HEAD_DIM)
+    session.append(0, keys, keys)
+    session.append(1, keys, keys)
+    assert session.ledger()["total"] <= need
+    with pytest.raises(BudgetError, match="kv_memory_bytes must"):
+        for _ in range(1000):
+            session.append(0, keys, keys)
+    columns = session.columns(0)
+    torch.testing.assert_close(session.read_back(0, columns - 400, columns)[0], keys)
+    assert session.ledger()["peak"] <= need
+
+
+def options_of(directory):
+    target = _C.SessionOptions()
+    for name, value in vars(options(directory, kv_memory_bytes=4 << 20)).items():
+        setattr(target, name, value)
+    return target
+
+
+def test_errors_have_their_classes(tmp_path):
+    with pytest.raises(StorageError, match="missing"):
+        native(options(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="reader must be one of"):
+        native(options(tmp_path, reader="carrier pigeon"))
+    session = native(options(tmp_path))
+    keys = torch.randn(1, KV_HEADS, 10, HEAD_DIM)
+    with pytest.raises(ValueError, match="keys must be"):
+        session.append(0, keys[:, :1], keys[:, :1])
+    with pytest.raises(ValueError, match="dtype"):
+        session.append(0, keys.half(), keys.half())
+    session.append(0, keys, keys)
+    with pytest.raises(ValueError, match="batch must stay 1"):
+        session.append(0, keys.expand(2, -1, -1, -1), keys.expand(2, -1, -1, -1))
+    session.close()
+    session.close()
+    with pytest.raises(ClosedError):
+        session.append(0, keys, keys)
+
+
+def test_nothing_is_left_in_the_folder(tmp_path):
+    session = native(options(tmp_path))
+    keys = torch.randn(1, KV_HEADS, 100, HEAD_DIM)
+    session.append(0, keys, keys)
+    assert list(tmp_path.iterdir()) == []
+    session.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,118 @@
+"""Tiny random models of every family, and what tests of the cache share.
+
+Weights are drawn with a large spread, so that tokens vary and attention is not flat.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import transformers
+from python.reference_session import Options, ReferenceSession
+
+from kvswap_torch import SwapConfig
+from kvswap_torch.hf import session as session_module
+
+VOCABULARY = 97
+PAD, EOS = 0, 1
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=PAD,
+    bos_token_id=2,
+    eos_token_id=EOS,
+    tie_word_embeddings=False,
+)
+_SLIDING = dict(
+    num_hidden_layers=4,
+    head_dim=16,
+    sliding_window=6,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    query_pre_attn_scalar=16,
+)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(head_dim=16)),
+    "qwen2": ("Qwen2", dict(num_hidden_layers=2)),
+    "qwen3": ("Qwen3", dict(head_dim=16)),
+    "mistral": ("Mistral", dict(head_dim=16, sliding_window=None, num_hidden_layers=2)),
+    "phi3": ("Phi3", dict(hidden_size=64, num_hidden_layers=2)),
+    "gemma3": ("Gemma3", _SLIDING),
+}
+# hidden_size / heads is 12 for qwen2, which has no head_dim of its own to set.
+FAMILIES["qwen2"][1]["hidden_size"] = 64
+
+# Small enough that prompts of some twenty tokens have sealed groups.
+SMALL = dict(
+    group_tokens=2, tail_tokens=4, sink_tokens=2, rank=8, select_queries_max=4, read_depth=8
+)
+COVERING = SwapConfig(groups_max=400, pages_max=400, **SMALL)
+TIGHT = SwapConfig(groups_max=3, pages_max=6, **SMALL)
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    name, extra = FAMILIES[family]
+    config_name = "Gemma3TextConfig" if family == "gemma3" else f"{name}Config"
+    return getattr(transformers, config_name)(**(_COMMON | extra | changes))
+
+
+def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any):
+    """A model in eval mode; `changes` go to its config."""
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM")
+    model = model_class(config_of(family, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.0 / parameter.shape[1] ** 0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    return model.to(dtype).eval()
+
+
+def prompt(batch: int, tokens: int, seed: int = 1, padding: tuple[int, ...] = ()) -> dict:
+    """``input_ids`` and ``attention_mask``; sequence i begins with ``padding[i]`` pads."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for i, count in enumerate(padding):
+        ids[i, :count], mask[i, :count] = PAD, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def reference_session(options: dict[str, Any]) -> ReferenceSession:
+    return ReferenceSession(Options(**options))
+
+
+def native_session(options: dict[str, Any]) -> Any:
+    return _open_native(options)
+
+
+_open_native = session_module.open_session
+
+
+def has_native() -> bool:
+    try:
+        return hasattr(importlib.import_module("kvswap_torch._C"), "Session")
+    except ImportError:
+        return False
+
+
+SESSIONS = {
+    "reference": reference_session,
+    "native": native_session,
+}
+
+
+def greedy(model: Any, inputs: dict, cache: Any = None, tokens: int = 12, **arguments: Any):
+    """Generated ids; never stops early."""
+    arguments = dict(do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens) | arguments
+    return model.generate(**inputs, past_key_values=cache, **arguments)
+

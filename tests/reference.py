@@ -1,0 +1,122 @@
+"""What each op must compute, in a few lines of plain torch: the meaning, not the speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEVER = float("-inf")
+
+
+def flat_rows(summary: Tensor, token_scale: Tensor | None = None) -> Tensor:
+    """[batch, blocks, rank, 16] -> [batch, blocks * 16, rank] in fp32."""
+    rows = summary.float().transpose(2, 3).flatten(1, 2)
+    return rows if token_scale is None else rows * token_scale.flatten(1)[..., None]
+
+
+def low_rank_score(summary: Tensor, query: Tensor, token_scale: Tensor | None = None) -> Tensor:
+    return query @ flat_rows(summary, token_scale).transpose(1, 2)
+
+
+def group_max(scores: Tensor, group_tokens: int) -> Tensor:
+    missing = -scores.shape[1] % group_tokens
+    clean = torch.where(scores.isnan(), NEVER, scores)
+    padded = torch.nn.functional.pad(clean, (0, missing), value=NEVER)
+    return padded.unflatten(1, (-1, group_tokens)).amax(-1)
+
+
+def top_k_groups(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    indices = torch.full((scores.shape[0], k), -1, dtype=torch.int32)
+    counts = torch.zeros(scores.shape[0], dtype=torch.int32)
+    for i, row in enumerate(scores):
+        best = torch.argsort(row, descending=True, stable=True)
+        best = best[row[best] > NEVER][:k].sort().values
+        indices[i, : len(best)] = best
+        counts[i] = len(best)
+    return indices, counts
+
+
+def select_groups(
+    summary: Tensor,
+    query: Tensor,
+    group_tokens: int,
+    k: int,
+    token_scale: Tensor | None = None,
+    first_tokens: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    scores = low_rank_score(summary, query[:, None], token_scale)[:, 0]
+    for i, row in enumerate(scores):
+        row[: 0 if first_tokens is None else first_tokens[i]] = NEVER
+        row[len(row) if last_tokens is None else last_tokens[i] :] = NEVER
+    return top_k_groups(group_max(scores, group_tokens), k)
+
+
+def project_keys(keys: Tensor, projection: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = keys.float().transpose(1, 2).flatten(2) @ projection
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % 16))
+    scale = rows.abs().amax(-1) / 127 if dtype == torch.int8 else torch.empty(0)
+    if dtype == torch.int8:
+        rows = (rows / scale[..., None]).nan_to_num(0).round()
+        scale = scale.unflatten(1, (-1, 16))
+    return rows.unflatten(1, (-1, 16)).transpose(2, 3).to(dtype), scale
+
+
+def paged_gather(pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    kv_heads = max(pages.shape[1], table.shape[1])
+    taken = pages[table.clamp(min=0).long()] * (table >= 0)[..., None, None, None, None]
+    heads = [taken[:, h % table.shape[1], :, h % pages.shape[1]] for h in range(kv_heads)]
+    keys, values = torch.stack(heads, 1).unbind(3)
+    return keys.flatten(2, 3), values.flatten(2, 3)
+
+
+def pack_records(keys: Tensor, values: Tensor, group_tokens: int) -> Tensor:
+    both = torch.stack([keys, values], 2)
+    padded = torch.nn.functional.pad(both, (0, 0, 0, -keys.shape[2] % group_tokens))
+    return padded.unflatten(3, (-1, group_tokens)).movedim(3, 1)
+
+
+def unpack_records(records: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    keys, values = records.movedim(1, 3).flatten(3, 4)[..., :tokens, :].unbind(2)
+    return keys, values
+
+
+def fp8_quantize(source: Tensor) -> tuple[Tensor, Tensor]:
+    scales = source.float().abs().amax(-1) / 448
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (source.float() / scales[..., None]).to(torch.float8_e4m3fn), scales
+
+
+def fp8_dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (quantized.float() * scales[..., None]).to(dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    masks: Tensor,
+    columns: Tensor,
+    query_columns: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    keys, values = (side.double() for side in paged_gather(pages, table))
+    slots = torch.arange(pages.shape[3])
+    valid = (masks[..., None] >> slots & 1).bool() & (table >= 0)[..., None]
+    seen_from = (columns[..., None] + slots).flatten(2)[:, :, None]
+    at = query_columns[:, None, None, None] + torch.arange(query.shape[2])[:, None]
+    visible = (valid.flatten(2)[:, :, None] & (seen_from <= at)).expand(-1, keys.shape[1], -1, -1)
+    ratio = query.shape[1] // keys.shape[1]
+    keys, values, visible = (x.repeat_interleave(ratio, 1) for x in (keys, values, visible))
+    scores = (query.double() @ keys.mT * scale).masked_fill(~visible, NEVER)
+    output = torch.nan_to_num(scores.softmax(-1)) @ values
+    return output.transpose(1, 2).to(query.dtype), scores.logsumexp(-1).float()
+
+
+def merge_attention(
+    output: Tensor, log_sum_exp: Tensor, other_output: Tensor, other_log_sum_exp: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = torch.logaddexp(log_sum_exp, other_log_sum_exp)
+    weight = torch.nan_to_num((log_sum_exp - total).exp())[..., None]
+    other_weight = torch.nan_to_num((other_log_sum_exp - total).exp())[..., None]
+    return (weight * output.float() + other_weight * other_output.float()).to(output.dtype), total
