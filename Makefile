@@ -84,7 +84,7 @@ bench: build  ## decode and reader benchmarks; ARGS go to decode.py
 	$(PY) tests/bench/reader.py
 
 lint: $(STAMP)  ## ruff and clang-format, changing nothing
-	@$(VENV)/bin/ruff check $(wildcard $(PY_FILES))
+	@$(VENV)/bin/ruff check -q --output-format concise $(wildcard $(PY_FILES))
 	@$(VENV)/bin/ruff format --check $(wildcard $(PY_FILES))
 	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format --dry-run -Werror
 

@@ -54,7 +54,7 @@ class SwapConfig:
         "model", ("model", "int8"), "precision of the summary's rows: the model's dtype, or int8"
     )
     groups_max: int = number(
-        100, 1, 1 << 24, "groups attended per layer, sequence and step, sinks and tail apart (M)"
+        100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"
     )
     pages_max: int = number(
         200,
@@ -64,10 +64,10 @@ class SwapConfig:
         "is the reuse buffer",
     )
     sink_tokens: int = number(
-        4, 0, 1 << 16, "first valid tokens of each sequence, always in memory and attended"
+        4, 0, 4096, "first valid tokens of each sequence, always in memory and attended"
     )
     tail_tokens: int = number(
-        32, 0, 1 << 16, "newest tokens, always in memory and attended, sealed group by group"
+        32, 0, 4096, "newest tokens, always in memory and attended, sealed group by group"
     )
     replacement: str = one_of(
         "fifo",
@@ -88,14 +88,11 @@ class SwapConfig:
     io_mode: str = one_of(
         "auto", ("auto", "direct", "buffered"), "O_DIRECT or the page cache; auto: O_DIRECT if able"
     )
-    read_depth: int = number(64, 1, 4096, "reads in flight at once")
+    read_depth: int = number(64, 1, 1024, "reads in flight at once")
     merge_gap_bytes: int = number(
-        16 << 10,
-        0,
-        1 << 30,
-        "neighbouring reads are merged over a gap up to this",
+        16 << 10, 0, 1 << 24, "neighbouring reads are merged over a gap up to this"
     )
-    merge_bytes_max: int = number(256 << 10, 4096, 1 << 30, "longest merged read")
+    merge_bytes_max: int = number(256 << 10, 4096, 1 << 28, "longest merged read")
     checksum: bool = boolean(True, "verify every record that is read")
     device_model: str | None = one_of(
         None,
@@ -134,6 +131,11 @@ class SwapConfig:
             raise ConfigError(
                 f"pages_max: must be at least groups_max ({self.groups_max}), since what a step "
                 f"attends must be in memory, got {self.pages_max}"
+            )
+        if self.pages_max < self.select_queries_max:
+            raise ConfigError(
+                f"pages_max: must be at least select_queries_max ({self.select_queries_max}), a "
+                f"page for each query's choice, got {self.pages_max}"
             )
         if self.merge_gap_bytes > self.merge_bytes_max:
             raise ConfigError(

@@ -20,7 +20,7 @@ import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-RIDGE = 1e-2  # share of the mean variance added to each moment: directions that no sample showed
+RIDGE = 1e-2  # share of the mean variance added to a moment of one sample, less for more
 KEYS_MAX = 2048  # tokens of a chunk that an estimate looks at
 QUERIES_NEWEST = 512
 QUERIES_MIN = 8
@@ -44,16 +44,14 @@ def svd_keys(keys: torch.Tensor, rank: int) -> Pair:
     """
     _check("svd_keys", keys, rank)
     keys = keys.float()
-    # The moment's singular vectors are the keys' right ones.
-    directions, _, _ = leading_svd(keys.T @ keys / len(keys), rank)
-    directions = directions.contiguous()
-    return directions, directions
+    return pair_from_moments("svd_keys", keys.T @ keys / len(keys), None, rank)
 
 
 def query_aware(keys: torch.Tensor, queries: torch.Tensor, rank: int) -> Pair:
     """The projection with the least expected error of q . k.
 
-    With L L^T = moment + ridge for queries (Lq) and centred keys (Lk), and Lq^T Lk = U S V^T, the
+    With L L^T = moment + ridge for queries (Lq) and centred keys (Lk), where the ridge stands for
+    directions that too few samples did not show, and Lq^T Lk = U S V^T, the
     columns are A_k = Lq U S^-1/2 and A_q = Lk V S^-1/2: no inverse of a moment is taken, so fewer
     samples than dimensions do no harm.
 
@@ -75,8 +73,38 @@ def query_aware(keys: torch.Tensor, queries: torch.Tensor, rank: int) -> Pair:
     _check("query_aware", queries, rank)
     keys, queries = keys.float(), queries.float()
     centred = keys - keys.mean(0)
-    key_factor = _factor(centred.T @ centred / len(keys))
-    query_factor = _factor(queries.T @ queries / len(queries))
+    key_moment = centred.T @ centred / len(keys)
+    query_moment = queries.T @ queries / len(queries)
+    counts = (len(keys), len(queries))
+    return pair_from_moments("query_aware", key_moment, query_moment, rank, counts)
+
+
+def pair_from_moments(
+    kind: str,
+    key_moment: torch.Tensor,
+    query_moment: torch.Tensor | None,
+    rank: int,
+    counts: tuple[int, int] = (1, 1),
+) -> Pair:
+    """A projection from second moments, which can be gathered over any amount of text.
+
+    Parameters
+    ----------
+    kind
+        ``svd_keys`` (of the keys as they are) or ``query_aware`` (of centred keys, and queries).
+    key_moment, query_moment
+        ``[width, width]`` mean outer products; `query_moment` only for ``query_aware``.
+    rank
+        Columns, at most ``width``.
+    counts
+        Samples that the moments of keys and queries were made of.
+    """
+    if kind == "svd_keys":
+        # The moment's singular vectors are the keys' right ones.
+        directions = leading_svd(key_moment, rank)[0].contiguous()
+        return directions, directions
+    key_factor = _factor(key_moment, counts[0])
+    query_factor = _factor(query_moment, counts[1])
     left, weights, right = leading_svd(query_factor.T @ key_factor, rank)
     scale = weights.clamp_min(weights[0].clamp_min(1e-30) * 1e-7).rsqrt()
     return query_factor @ left * scale, key_factor @ right * scale
@@ -159,12 +187,13 @@ def flat_tokens(keys: torch.Tensor) -> torch.Tensor:
     return keys.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _factor(moment: torch.Tensor) -> torch.Tensor:
-    """Lower triangular L with L L^T = moment + RIDGE * mean(diagonal)."""
+def _factor(moment: torch.Tensor, count: int) -> torch.Tensor:
+    """Lower triangular L with L L^T = moment + a ridge that fades with the samples' count."""
+    width = len(moment)
     moment = moment.double()
     mean = moment.diagonal().mean().clamp_min(1e-30)
-    raised = moment + RIDGE * mean * torch.eye(len(moment), dtype=moment.dtype)
-    return torch.linalg.cholesky(raised).float()
+    ridge = RIDGE * mean * width / (width + count - 1)
+    return torch.linalg.cholesky(moment + ridge * torch.eye(width, dtype=moment.dtype)).float()
 
 
 def _check(where: str, samples: torch.Tensor, rank: int) -> None:

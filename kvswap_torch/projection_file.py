@@ -30,8 +30,8 @@ def save_projections(
     """Writes one pair a layer. `kind` is ``query_aware`` or ``svd_keys``."""
     tensors = {}
     for layer, (key, query) in enumerate(pairs):
-        tensors[f"layers.{layer}.key"] = key.float().contiguous()
-        # safetensors refuses two names for one memory, which svd_keys has.
+        # safetensors refuses two names for one memory, which svd_keys has: copies.
+        tensors[f"layers.{layer}.key"] = key.float().clone().contiguous()
         tensors[f"layers.{layer}.query"] = query.float().clone().contiguous()
     identity = {
         name: value

@@ -27,9 +27,9 @@ using Ticket = uint64_t;
 
 struct ReaderCounters {
   uint64_t batches = 0;
-  uint64_t reads = 0;        // system-level reads, after merging, short reads' rests included
-  uint64_t bytes = 0;        // bytes that arrived
-  uint64_t retries = 0;      // reads submitted again after a transient error or a short read
+  uint64_t reads = 0;    // system-level reads, after merging, short reads' rests included
+  uint64_t bytes = 0;    // bytes that arrived
+  uint64_t retries = 0;  // reads submitted again after a transient error or a short read
 };
 
 /// Reads blocks in batches.

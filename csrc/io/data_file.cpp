@@ -32,7 +32,7 @@ Status check_options(const DataFileOptions& options) {
     return Status::invalid("DataFile::open: extend_bytes must be at least 1, got " +
                            std::to_string(options.extend_bytes));
   }
-  struct stat facts {};
+  struct stat facts{};
   if (::stat(options.directory.c_str(), &facts) != 0) {
     return {StatusCode::kInvalid,
             "DataFile::open: directory must exist, got '" + options.directory + "' where " +
@@ -51,13 +51,13 @@ Status check_options(const DataFileOptions& options) {
 /// What O_DIRECT asks of this file: 0 where the file system says that it has none.
 int64_t direct_alignment(int fd) {
 #if defined(STATX_DIOALIGN)
-  struct statx facts {};
+  struct statx facts{};
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 &&
       (facts.stx_mask & STATX_DIOALIGN) != 0) {
     if (facts.stx_dio_offset_align == 0) return 0;
     const int64_t asked = std::max(facts.stx_dio_mem_align, facts.stx_dio_offset_align);
-    return std::max(kSmallestAlignment, static_cast<int64_t>(std::bit_ceil(
-                                            static_cast<uint64_t>(asked))));
+    return std::max(kSmallestAlignment,
+                    static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(asked))));
   }
 #else
   (void)fd;
@@ -95,24 +95,7 @@ class UnnamedDataFile final : public DataFile {
                  "': a full disk is noticed only when a write fails.");
   }
 
-  Status choose_mode() {
-    if (options_.mode != IoMode::kBuffered) {
-      std::string reason;
-      if (try_direct(&reason)) return Status::ok();
-      const std::string sentence = "O_DIRECT is refused in '" + options_.directory + "' (" +
-                                   reason + ")";
-      if (options_.mode == IoMode::kDirect) {
-        return Status::storage("DataFile::open: the file system must take O_DIRECT because the "
-                               "mode is direct, but " + sentence +
-                                   "; use mode auto or buffered, or choose another path",
-                               EINVAL);
-      }
-      add_fallback(sentence + ": buffered I/O is used, which costs more CPU.");
-    }
-    // Selected groups lie scattered: read-ahead would fetch what nobody asked for.
-    (void)::posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_RANDOM);
-    return Status::ok();
-  }
+  Status choose_mode();
 
   void add_fallback(std::string sentence) { fallbacks_.push_back(std::move(sentence)); }
 
@@ -128,7 +111,7 @@ class UnnamedDataFile final : public DataFile {
   void drop_cached(int64_t offset_bytes, int64_t length_bytes) override;
 
  private:
-  bool try_direct(std::string* reason);
+  int try_direct();
   int allocate_up_to(int64_t size_bytes);
   Status no_space(const std::string& where, int64_t needed_bytes, int error_number) const;
 
@@ -143,23 +126,39 @@ class UnnamedDataFile final : public DataFile {
   int64_t dirty_bytes_ = 0;
 };
 
-bool UnnamedDataFile::try_direct(std::string* reason) {
-  const int64_t alignment = direct_alignment(fd_.get());
-  if (alignment == 0) {
-    *reason = "the file system says that it has none";
-    return false;
+Status UnnamedDataFile::choose_mode() {
+  const int error = options_.mode == IoMode::kBuffered ? 0 : try_direct();
+  if (error == ENOSPC) return no_space("DataFile::open", alignment_, error);
+  if (error != 0) {
+    const std::string sentence =
+        "O_DIRECT is refused in '" + options_.directory + "' (" + errno_text(error) + ")";
+    if (options_.mode == IoMode::kDirect) {
+      return Status::storage(
+          "DataFile::open: the file system must take O_DIRECT because the mode "
+          "is direct, but " +
+              sentence + "; use mode auto or buffered, or choose another path",
+          error);
+    }
+    add_fallback(sentence + ": buffered I/O is used, which costs more CPU.");
   }
+  // Selected groups lie scattered: read-ahead would fetch what nobody asked for.
+  if (!direct_) (void)::posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_RANDOM);
+  return Status::ok();
+}
+
+int UnnamedDataFile::try_direct() {
+  const int64_t alignment = direct_alignment(fd_.get());
+  if (alignment == 0) return EOPNOTSUPP;
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   int error = ::fcntl(fd_.get(), F_SETFL, flags | O_DIRECT) == 0 ? 0 : errno;
   if (error == 0) error = prove_block(fd_.get(), alignment);
-  if (error == 0) {
-    direct_ = true;
+  direct_ = error == 0;
+  if (direct_) {
     alignment_ = alignment;
-    return true;
+  } else {
+    (void)::fcntl(fd_.get(), F_SETFL, flags);
   }
-  *reason = errno_text(error);
-  (void)::fcntl(fd_.get(), F_SETFL, flags);
-  return false;
+  return error;
 }
 
 Status UnnamedDataFile::no_space(const std::string& where, int64_t needed_bytes,
@@ -230,8 +229,7 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
     return Status::storage("DataFile::write: " + std::to_string(bytes.size() - done) +
                                " bytes at offset " + std::to_string(at) +
                                " of the session file in '" + options_.directory +
-                               "' must be written, got " + errno_text(error) +
-                               storage_hint(error),
+                               "' must be written, got " + errno_text(error) + storage_hint(error),
                            error);
   }
   dirty_bytes_ += static_cast<int64_t>(bytes.size());
@@ -245,9 +243,9 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
 void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
   if (direct_) return;
   // Dirty pages are not dropped, so they are written first.
-  (void)::sync_file_range(fd_.get(), offset_bytes, length_bytes,
-                          SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |
-                              SYNC_FILE_RANGE_WAIT_AFTER);
+  (void)::sync_file_range(
+      fd_.get(), offset_bytes, length_bytes,
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   (void)::posix_fadvise(fd_.get(), offset_bytes, length_bytes, POSIX_FADV_DONTNEED);
 }
 
@@ -272,10 +270,10 @@ Result<std::unique_ptr<DataFile>> DataFile::open(const DataFileOptions& options)
 }
 
 Result<int64_t> free_bytes(const std::string& directory) {
-  struct statvfs facts {};
+  struct statvfs facts{};
   if (::statvfs(directory.c_str(), &facts) != 0) {
-    return Status::storage("free_bytes: '" + directory + "' must be on a mounted file system, got " +
-                               errno_text(errno),
+    return Status::storage("free_bytes: '" + directory +
+                               "' must be on a mounted file system, got " + errno_text(errno),
                            errno);
   }
   return static_cast<int64_t>(facts.f_bavail) * static_cast<int64_t>(facts.f_frsize);

@@ -13,10 +13,10 @@ namespace kvswap {
 enum class IoMode { kAuto, kDirect, kBuffered };
 
 struct DataFileOptions {
-  std::string directory;             // must exist and be writable
-  IoMode mode = IoMode::kAuto;       // kAuto: O_DIRECT if the file system takes it, else buffered
-  int64_t quota_bytes = -1;          // most the file may occupy; -1: no limit but the disk's
-  int64_t extend_bytes = 64 << 20;   // preallocation step
+  std::string directory;            // must exist and be writable
+  IoMode mode = IoMode::kAuto;      // kAuto: O_DIRECT if the file system takes it, else buffered
+  int64_t quota_bytes = -1;         // most the file may occupy; -1: no limit but the disk's
+  int64_t extend_bytes = 64 << 20;  // preallocation step
 };
 
 /// The session's unnamed file: nothing of it is left in the directory, whatever ends the process.

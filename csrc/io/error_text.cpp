@@ -6,8 +6,8 @@
 namespace kvswap {
 
 std::string errno_text(int error_number) {
-  return std::generic_category().message(error_number) + " (errno " +
-         std::to_string(error_number) + ")";
+  return std::generic_category().message(error_number) + " (errno " + std::to_string(error_number) +
+         ")";
 }
 
 std::string storage_hint(int error_number) {

@@ -11,10 +11,10 @@ namespace kvswap {
 /// What this machine offers to the readers.
 struct HostInfo {
   bool has_uring = false;
-  std::string uring_problem;         // why not, in a sentence; empty when it works
+  std::string uring_problem;  // why not, in a sentence; empty when it works
   std::string kernel_release;
   int64_t page_bytes = 0;
-  int64_t locked_memory_bytes = 0;   // RLIMIT_MEMLOCK; -1: no limit
+  int64_t locked_memory_bytes = 0;  // RLIMIT_MEMLOCK; -1: no limit
 };
 
 HostInfo read_host_info();

@@ -60,8 +60,9 @@ Result<std::thread> start_io_thread(const std::string& name, std::function<void(
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error == 0) return thread;
-  return Status::storage(name + ": an I/O thread must start, but the system refused one more; "
-                                "raise the limit on processes (ulimit -u)",
+  return Status::storage(name +
+                             ": an I/O thread must start, but the system refused one more; "
+                             "raise the limit on processes (ulimit -u)",
                          error);
 }
 

@@ -5,9 +5,8 @@
 namespace kvswap {
 
 void MergedReads::build(std::span<Placement> placements, const MergeOptions& options) {
-  std::sort(placements.begin(), placements.end(), [](const Placement& a, const Placement& b) {
-    return a.offset_bytes < b.offset_bytes;
-  });
+  std::sort(placements.begin(), placements.end(),
+            [](const Placement& a, const Placement& b) { return a.offset_bytes < b.offset_bytes; });
   reads_.clear();
   targets_.clear();
   gap_bytes_ = 0;

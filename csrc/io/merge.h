@@ -19,9 +19,9 @@ struct Placement {
 };
 
 struct MergeOptions {
-  int64_t gap_bytes_max = 16 << 10;    // neighbours closer than this become one read
+  int64_t gap_bytes_max = 16 << 10;  // neighbours closer than this become one read
   int64_t merged_bytes_max = 256 << 10;
-  void* scrap = nullptr;               // gap_bytes_max bytes, aligned: where gaps land
+  void* scrap = nullptr;  // gap_bytes_max bytes, aligned: where gaps land
 };
 
 /// The reads that fetch `placements`, neighbours merged, gaps landing in the scrap area.

@@ -1,8 +1,7 @@
 #include <time.h>
 
-#include <cerrno>
-
 #include <algorithm>
+#include <cerrno>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -44,8 +43,8 @@ class DeviceClock {
     std::pop_heap(free_at_.begin(), free_at_.end(), std::greater<>());
     double& place = free_at_.back();
     const double ready = std::max(submitted_at, place) + model_.latency_seconds;
-    bus_free_at_ = std::max(ready, bus_free_at_) +
-                   static_cast<double>(bytes) / model_.bytes_per_second;
+    bus_free_at_ =
+        std::max(ready, bus_free_at_) + static_cast<double>(bytes) / model_.bytes_per_second;
     place = bus_free_at_;
     std::push_heap(free_at_.begin(), free_at_.end(), std::greater<>());
     return bus_free_at_;

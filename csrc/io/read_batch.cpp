@@ -76,8 +76,10 @@ Status check_reads(const DataFile& file, std::span<const BlockRead> reads) {
       any_empty |= target.iov_len == 0 || target.iov_base == nullptr;
     }
     if (any_empty) {
-      return Status::invalid("submit: every target must have an address and a length, got none "
-                             "in the read at offset " + std::to_string(read.offset_bytes));
+      return Status::invalid(
+          "submit: every target must have an address and a length, got none "
+          "in the read at offset " +
+          std::to_string(read.offset_bytes));
     }
     if ((bits & mask) != 0) {
       return Status::invalid("submit: offset, addresses and lengths must be multiples of " +

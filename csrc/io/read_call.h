@@ -21,8 +21,8 @@ inline int64_t call_preadv(int fd, const ReadProgress::Call& call) {
 #if defined(__SANITIZE_THREAD__) || KVSWAP_CLANG_TSAN
   // Gaps of merged reads land in one scrap area from several threads at once, and nobody reads it.
   // The interceptor of preadv() would call that a race.
-  const int64_t result = ::syscall(SYS_preadv, fd, call.targets, call.targets_count,
-                                   call.offset_bytes, 0);
+  const int64_t result =
+      ::syscall(SYS_preadv, fd, call.targets, call.targets_count, call.offset_bytes, 0);
 #else
   const int64_t result = ::preadv(fd, call.targets, call.targets_count, call.offset_bytes);
 #endif

@@ -67,8 +67,8 @@ ReadProgress::Next ReadProgress::apply(int64_t result, int64_t alignment_bytes) 
 
 Status ReadProgress::failure(const std::string& directory) const {
   const std::string what = std::to_string(missing_bytes_) + " bytes at offset " +
-                           std::to_string(offset_bytes_) + " of the session file in '" +
-                           directory + "'";
+                           std::to_string(offset_bytes_) + " of the session file in '" + directory +
+                           "'";
   if (error_number_ == 0) {
     return Status::storage("read: " + what + " must lie within the file, but it ends before them" +
                                "; it was truncated, or they were never written",

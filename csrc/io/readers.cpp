@@ -58,9 +58,8 @@ class GuardedReader final : public BlockReader {
 
 Status check_range(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return Status::ok();
-  return Status::invalid(std::string("open_reader: ") + name + " must be " +
-                         std::to_string(least) + " to " + std::to_string(most) + ", got " +
-                         std::to_string(value));
+  return Status::invalid(std::string("open_reader: ") + name + " must be " + std::to_string(least) +
+                         " to " + std::to_string(most) + ", got " + std::to_string(value));
 }
 
 Result<std::unique_ptr<BlockReader>> make_reader(const DataFile& file,
@@ -82,8 +81,8 @@ Result<std::unique_ptr<BlockReader>> make_reader(const DataFile& file,
 Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options) {
   KVSWAP_RETURN_IF_ERROR(check_range("depth", options.depth, 1, 1024));
   KVSWAP_RETURN_IF_ERROR(check_range("threads", options.threads, 1, 256));
-  KVSWAP_RETURN_IF_ERROR(check_range("call_bytes_max", options.call_bytes_max,
-                                     file.alignment_bytes(), 1 << 30));
+  KVSWAP_RETURN_IF_ERROR(
+      check_range("call_bytes_max", options.call_bytes_max, file.alignment_bytes(), 1 << 30));
   if (options.call_bytes_max % file.alignment_bytes() != 0) {
     return Status::invalid("open_reader: call_bytes_max must be a multiple of " +
                            std::to_string(file.alignment_bytes()) + ", got " +

@@ -21,7 +21,7 @@ struct ReaderOptions {
 
 struct OpenedReader {
   std::unique_ptr<BlockReader> reader;
-  std::string reason;                   // why this one, in a sentence; empty when it is what was asked
+  std::string reason;  // why this one, in a sentence; empty when it is what was asked
 };
 
 /// Opens the reader that `options` asks for; the file must outlive it. Only kAuto falls back.

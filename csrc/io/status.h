@@ -12,10 +12,10 @@ namespace kvswap {
 /// What went wrong, in the three voices that callers tell apart.
 enum class StatusCode {
   kOk,
-  kInvalid,    ///< The caller is wrong: a bad argument or a call out of turn.
-  kBudget,     ///< The memory budget or the disk quota cannot hold what was asked.
-  kStorage,    ///< The world is wrong: a system call failed.
-  kCorrupt,    ///< Bytes came back that were not the ones written.
+  kInvalid,  ///< The caller is wrong: a bad argument or a call out of turn.
+  kBudget,   ///< The memory budget or the disk quota cannot hold what was asked.
+  kStorage,  ///< The world is wrong: a system call failed.
+  kCorrupt,  ///< Bytes came back that were not the ones written.
 };
 
 /// The outcome of an operation that the world can make fail. It must be looked at.
@@ -57,10 +57,10 @@ class [[nodiscard]] Status {
 #define KVSWAP_ASSERT(expression) \
   ((expression) ? void(0) : ::kvswap::assertion_failed(#expression, __FILE__, __LINE__))
 
-#define KVSWAP_RETURN_IF_ERROR(expression)                 \
-  do {                                                     \
-    ::kvswap::Status kvswap_status_ = (expression);        \
-    if (!kvswap_status_.is_ok()) return kvswap_status_;    \
+#define KVSWAP_RETURN_IF_ERROR(expression)              \
+  do {                                                  \
+    ::kvswap::Status kvswap_status_ = (expression);     \
+    if (!kvswap_status_.is_ok()) return kvswap_status_; \
   } while (false)
 
 /// A value or the Status that says why there is none.

@@ -219,8 +219,10 @@ Status check_uring() {
 namespace kvswap {
 
 Status check_uring() {
-  return Status::storage("io_uring: this build must have liburing, but it was made without; "
-                         "install liburing's headers and build again", 0);
+  return Status::storage(
+      "io_uring: this build must have liburing, but it was made without; "
+      "install liburing's headers and build again",
+      0);
 }
 
 Result<std::unique_ptr<BlockReader>> make_uring_reader(const DataFile&, const ReaderOptions&) {

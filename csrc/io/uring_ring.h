@@ -24,7 +24,7 @@ class UringRing {
   /// Room for `depth` reads in flight.
   Status open(int fd, int depth);
 
-  /// Queues a read; the kernel sees it at the next submit_and_wait().
+  /// Queues a read; the kernel sees it at the next submit_and_wait() at the latest.
   void prepare_read(const ReadProgress::Call& call, uint64_t tag);
 
   /// Hands over what is queued and waits until something completed or wake() was called.
@@ -61,6 +61,7 @@ class UringRing {
   int wake_fd_ = -1;
   uint64_t wake_count_ = 0;  // where the kernel puts the eventfd's count
   bool wake_is_armed_ = false;
+  unsigned prepared_ = 0;
 };
 
 }  // namespace kvswap

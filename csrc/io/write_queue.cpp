@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -21,7 +20,8 @@ constexpr int64_t kBufferAlignment = 4096;
 class StagingMemory {
  public:
   explicit StagingMemory(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
-    void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* base =
+        ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return;
     base_ = static_cast<std::byte*>(base);
     (void)::madvise(base_, bytes_, MADV_DONTFORK);
@@ -44,6 +44,9 @@ class QueueState {
  public:
   QueueState(DataFile* file, const WriteQueueOptions& options)
       : file_(file), options_(options), memory_(options.buffer_bytes * options.buffers) {
+    const auto buffers = static_cast<size_t>(options.buffers);
+    jobs_.reserve(buffers);
+    free_.reserve(buffers);
     for (int index = options.buffers - 1; index >= 0; --index) free_.push_back(index);
   }
 
@@ -105,7 +108,7 @@ class QueueState {
   std::condition_variable work_;      // for our thread
   std::condition_variable progress_;  // for the producer
   std::vector<int> free_;
-  std::deque<Job> jobs_;
+  std::vector<Job> jobs_;  // oldest first; never more than there are buffers
   uint64_t submitted_ = 0;
   uint64_t written_ = 0;
   uint64_t bytes_written_ = 0;
@@ -141,11 +144,10 @@ Result<uint64_t> QueueState::submit(const WriteQueue::Buffer& buffer, int64_t of
   if (offset_bytes < 0 || offset_bytes % alignment != 0 || length_bytes < 1 ||
       length_bytes % alignment != 0 || length_bytes > options_.buffer_bytes) {
     give_back(buffer);
-    return Status::invalid("WriteQueue::submit: offset and length must be multiples of " +
-                           std::to_string(alignment) + " and the length within " +
-                           std::to_string(options_.buffer_bytes) + ", got offset " +
-                           std::to_string(offset_bytes) + " and length " +
-                           std::to_string(length_bytes));
+    return Status::invalid(
+        "WriteQueue::submit: offset and length must be multiples of " + std::to_string(alignment) +
+        " and the length within " + std::to_string(options_.buffer_bytes) + ", got offset " +
+        std::to_string(offset_bytes) + " and length " + std::to_string(length_bytes));
   }
   const std::lock_guard lock(mutex_);
   KVSWAP_ASSERT(buffer.index >= 0 && buffer.index < options_.buffers);
@@ -174,10 +176,10 @@ void QueueState::run() {
     work_.wait(lock, [&] { return !jobs_.empty() || stopping_; });
     if (jobs_.empty()) return;
     const Job job = jobs_.front();
-    jobs_.pop_front();
+    jobs_.erase(jobs_.begin());
     lock.unlock();
-    Status status = file_->write(job.offset_bytes, {address(job.index),
-                                                    static_cast<size_t>(job.length_bytes)});
+    Status status =
+        file_->write(job.offset_bytes, {address(job.index), static_cast<size_t>(job.length_bytes)});
     lock.lock();
     free_.push_back(job.index);
     if (status.is_ok()) {
@@ -218,9 +220,7 @@ class ThreadedWriteQueue final : public WriteQueue {
   }
   uint64_t written() const override { return owner_.is_here() ? state_->written() : 0; }
   int64_t resident_bytes() const override { return state_->resident_bytes(); }
-  uint64_t bytes_written() const override {
-    return owner_.is_here() ? state_->bytes_written() : 0;
-  }
+  uint64_t bytes_written() const override { return owner_.is_here() ? state_->bytes_written() : 0; }
   double blocked_seconds() const override {
     return owner_.is_here() ? state_->blocked_seconds() : 0;
   }
@@ -236,15 +236,14 @@ Result<std::unique_ptr<WriteQueue>> WriteQueue::create(DataFile* file,
                                                        const WriteQueueOptions& options) {
   if (options.buffers < 1 || options.buffer_bytes < kBufferAlignment ||
       options.buffer_bytes % kBufferAlignment != 0) {
-    return Status::invalid("WriteQueue: buffers must be at least 1 and buffer_bytes a multiple of " +
-                           std::to_string(kBufferAlignment) + ", got " +
-                           std::to_string(options.buffers) + " and " +
-                           std::to_string(options.buffer_bytes));
+    return Status::invalid(
+        "WriteQueue: buffers must be at least 1 and buffer_bytes a multiple of " +
+        std::to_string(kBufferAlignment) + ", got " + std::to_string(options.buffers) + " and " +
+        std::to_string(options.buffer_bytes));
   }
   auto state = std::make_unique<QueueState>(file, options);
   KVSWAP_RETURN_IF_ERROR(state->start());
-  return std::unique_ptr<WriteQueue>(
-      std::make_unique<ThreadedWriteQueue>(std::move(state)));
+  return std::unique_ptr<WriteQueue>(std::make_unique<ThreadedWriteQueue>(std::move(state)));
 }
 
 }  // namespace kvswap

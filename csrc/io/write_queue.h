@@ -28,7 +28,7 @@ class WriteQueue {
  public:
   /// A lent buffer; hand it back by submit() or give_back().
   struct Buffer {
-    std::byte* data = nullptr;   // aligned to 4096
+    std::byte* data = nullptr;  // aligned to 4096
     int64_t capacity_bytes = 0;
     int index = -1;
   };

@@ -52,6 +52,8 @@ void bind_session(py::module_& module) {
                   py::arg("context"), py::arg("alignment_bytes") = 512)
       .def("declare", &Session::declare, py::arg("valid"), Released())
       .def("look_ahead", &Session::look_ahead, py::arg("layer"), py::arg("query"), Released())
+      .def("override_selection", &Session::override_selection, py::arg("layer"),
+           py::arg("groups"))
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
       .def("attend", &Session::attend, py::arg("layer"), py::arg("query"), py::arg("keys"),

@@ -138,11 +138,6 @@ Status Engine::check_room(int64_t batch, int64_t context) const {
 }
 
 Status Engine::allocate(int64_t batch) {
-  if (options_.max_batch > 0 && batch > options_.max_batch) {
-    return Status::invalid("session: batch must be at most max_batch (" +
-                           std::to_string(options_.max_batch) + "), got " +
-                           std::to_string(batch));
-  }
   KVSWAP_RETURN_IF_ERROR(grow_spare(batch - this->batch()));
   while (this->batch() < batch) {
     sequences_.push_back(std::move(spare_.back()));
@@ -198,6 +193,11 @@ Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
 Status Engine::begin(int64_t batch, int64_t tokens) {
   if (batch < 1) {
     return Status::invalid("session: batch must be at least 1, got " + std::to_string(batch));
+  }
+  if (options_.max_batch > 0 && batch > options_.max_batch) {
+    return Status::invalid("session: batch must be at most max_batch (" +
+                           std::to_string(options_.max_batch) + "), got " +
+                           std::to_string(batch));
   }
   KVSWAP_RETURN_IF_ERROR(check_room(batch, std::max(tokens, options_.max_context)));
   release_spare(batch);

@@ -68,6 +68,9 @@ class Engine {
   Status append(int64_t layer, const KeyValueView& tokens);
   /// Chooses, plans and submits what `layer` will need; see Session::look_ahead().
   Status look_ahead(int64_t layer, const QueryView& query);
+  /// Replaces the layer's next choice, made all the same, by these groups: see
+  /// Session::override_selection().
+  Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
   /// what has left the tail. queries <= select_queries_max.
   Status attend(const AttendArgs& args);
@@ -108,6 +111,7 @@ class Engine {
     int64_t sealed_groups = 0;
     std::vector<std::vector<int32_t>> chosen;  // [batch][groups], rising
     std::vector<std::vector<int32_t>> pages;   // [batch][groups]: of the sequence's pool
+    std::vector<std::vector<int32_t>> overriding;  // empty: nothing overrides the next choice
     Fetch fetch;
   };
   struct Layer {
@@ -146,6 +150,7 @@ class Engine {
   Status plan(int64_t layer, const QueryView& query);
   Status choose(int64_t layer, const QueryView& query);
   void choose_all(int64_t layer, int64_t sequence);
+  void apply_override(int64_t layer);
   Status submit(int64_t layer);
   Status finish(int64_t layer);
   void forget_loads(int64_t layer);

@@ -43,6 +43,7 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query) {
 
 Status Engine::plan(int64_t layer, const QueryView& query) {
   KVSWAP_RETURN_IF_ERROR(choose(layer, query));
+  apply_override(layer);
   return submit(layer);
 }
 
@@ -65,17 +66,11 @@ Status Engine::choose(int64_t layer, const QueryView& query) {
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {
     candidates[sequence] = {&validity_[sequence], sequences_[sequence]->sinks(layer)};
   }
-  // Where there are fewer pages than queries, the last ones choose.
-  QueryView choosing = query;
-  choosing.queries = std::min(query.queries, options_.pages_max);
-  choosing.data = static_cast<const std::byte*>(query.data) +
-                  (query.queries - choosing.queries) * query.query_stride *
-                      dtype_bytes(query.dtype);
   selector_->choose({.layer = layer,
-                     .query = choosing,
+                     .query = query,
                      .groups = step.sealed_groups,
                      .groups_per_query =
-                         std::min(options_.groups_max, options_.pages_max / choosing.queries),
+                         std::min(options_.groups_max, options_.pages_max / query.queries),
                      .candidates = candidates,
                      .chosen = &step.chosen});
   // A shorter sequence of the batch gets what it would get alone: everything.
@@ -97,6 +92,42 @@ void Engine::choose_all(int64_t layer, int64_t sequence) {
       chosen.push_back(static_cast<int32_t>(group));
     }
   }
+}
+
+Status Engine::override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups) {
+  KVSWAP_RETURN_IF_ERROR(check_layer(layer));
+  if (static_cast<int64_t>(groups.size()) != batch()) {
+    return Status::invalid("override_selection: groups must be given for each of " +
+                           std::to_string(batch()) + " sequences, got " +
+                           std::to_string(groups.size()));
+  }
+  for (std::vector<int32_t>& of_sequence : groups) {
+    std::sort(of_sequence.begin(), of_sequence.end());
+    of_sequence.erase(std::unique(of_sequence.begin(), of_sequence.end()), of_sequence.end());
+    if (static_cast<int64_t>(of_sequence.size()) > options_.pages_max) {
+      return Status::invalid("override_selection: a sequence must have at most pages_max (" +
+                             std::to_string(options_.pages_max) + ") groups, got " +
+                             std::to_string(of_sequence.size()));
+    }
+  }
+  layers_[layer].step.overriding = std::move(groups);
+  return Status::ok();
+}
+
+void Engine::apply_override(int64_t layer) {
+  Step& step = layers_[layer].step;
+  if (static_cast<int64_t>(step.overriding.size()) != batch()) return;
+  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+    const std::vector<int32_t>& sinks = sequences_[sequence]->sinks(layer);
+    std::vector<int32_t>& chosen = step.chosen[sequence];
+    chosen.clear();
+    for (const int32_t group : step.overriding[sequence]) {
+      const bool is_sealed = group >= 0 && group < step.sealed_groups;
+      const bool is_pinned = std::find(sinks.begin(), sinks.end(), group) != sinks.end();
+      if (is_sealed && !is_pinned) chosen.push_back(group);
+    }
+  }
+  step.overriding.clear();
 }
 
 Status Engine::submit(int64_t layer) {

@@ -56,8 +56,9 @@ QueryPredictor::QueryPredictor(const QueryPredictorWeights& weights,
     : weights_(weights), heads_out_(shape.heads), head_dim_(shape.head_dim) {
   check_weights(weights, shape);
   if (heads == Heads::kSummed) {
-    TORCH_CHECK_VALUE(!weights.norm,
-                      "QueryPredictor: heads can only be summed without q_norm, which is not linear");
+    TORCH_CHECK_VALUE(
+        !weights.norm,
+        "QueryPredictor: heads can only be summed without q_norm, which is not linear");
     weights_.projection = sum_heads(weights.projection, shape);
     if (weights.bias) weights_.bias = sum_heads(*weights.bias, shape).flatten();
     heads_out_ = shape.kv_heads;

@@ -9,9 +9,9 @@ namespace kvswap {
 
 /// What a layer's queries are made with. Tensors are shared with the model, not copied.
 struct QueryPredictorWeights {
-  at::Tensor projection;                // [heads * head_dim, hidden]: W_q
-  std::optional<at::Tensor> bias;       // [heads * head_dim]
-  std::optional<at::Tensor> norm;       // [head_dim]: weight of q_norm (RMS norm per head)
+  at::Tensor projection;           // [heads * head_dim, hidden]: W_q
+  std::optional<at::Tensor> bias;  // [heads * head_dim]
+  std::optional<at::Tensor> norm;  // [head_dim]: weight of q_norm (RMS norm per head)
   double norm_epsilon = 1e-6;
 };
 

@@ -181,6 +181,12 @@ void Session::look_ahead(int64_t layer, const at::Tensor& query) {
   throw_if_error(impl_->engine().look_ahead(layer, query_view(packed)));
 }
 
+void Session::override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups) {
+  std::vector<std::vector<int32_t>> narrow;
+  for (const auto& of_sequence : groups) narrow.emplace_back(of_sequence.begin(), of_sequence.end());
+  throw_if_error(impl_->engine().override_selection(layer, std::move(narrow)));
+}
+
 void Session::append(int64_t layer, const at::Tensor& keys, const at::Tensor& values) {
   const EngineOptions& options = impl_->engine().options();
   impl_->check("append", "keys", keys, options.kv_heads, options.kv_heads);

@@ -83,6 +83,11 @@ class Session {
   /// anyway and in memory, or when queries > select_queries_max.
   void look_ahead(int64_t layer, const at::Tensor& query);
 
+  /// Replaces the next choice of `layer` by these groups, [batch][...]: for oracles, recorded
+  /// choices and measurements. The choice is made all the same, so that its cost stays; groups that
+  /// are not sealed or attended anyway (sinks) are left out. At most pages_max a sequence.
+  void override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups);
+
   /// keys, values: [batch, kv_heads, tokens, head_dim], last dimension contiguous. The first call
   /// fixes the batch. Fails before anything is written when budget, quota or disk cannot hold it.
   void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);

@@ -89,7 +89,11 @@ def comparison(result: Result) -> Table:
     title = f"{result.document_tokens:,} tokens of document"
     table = Table("", "on disk", "full, in memory", title=title, title_justify="left")
     for ours, theirs in zip(disk.turns, memory.turns, strict=True):
-        table.add_row(f"> {escaped(ours.question)}", escaped(ours.answer), escaped(theirs.answer))
+        table.add_row(
+            f"> {escaped(ours.question)}",
+            escaped(ours.answer.strip()),
+            escaped(theirs.answer.strip()),
+        )
     table.add_section()
     for label, value in (
         ("prefill", lambda run: f"{run.prefill_seconds:.2f} s"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,7 +39,7 @@ class Switch:
     config object, since that is where transformers looks the implementation up.
     """
 
-    _by_config: dict[int, Switch] = {}
+    _by_config: ClassVar[dict[int, Switch]] = {}
 
     def __init__(self, parts: ModelParts):
         self.config = parts.config

@@ -85,6 +85,7 @@ class KVSwapCache(Cache):
         if config is not None:
             config.check_model(self.parts.identity)
         budget = _budget(kv_memory_bytes, max_context, max_batch)
+        self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes)
         with contextlib.ExitStack() as undo:
             self.driver = SessionDriver(
@@ -198,6 +199,7 @@ class KVSwapCache(Cache):
         for layer in self._other_layers():
             layer.reset()
         self.driver.reset()
+        self._others_changed = False
 
     def stats(self) -> CacheStats:
         """What the cache has done and what it takes; prints as a table."""
@@ -237,11 +239,22 @@ class KVSwapCache(Cache):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "KVSwapCache: cannot be pickled, since its tokens are in an unnamed file that only this "
-            "process can reach"
+            "KVSwapCache: cannot be pickled, since its tokens are in an unnamed file that only "
+            "this process can reach"
         )
 
     # What its hooks call.
+
+    def begin_pass(self) -> None:
+        """The decoder is about to run with this cache."""
+        self.driver.check_open()
+        if self._others_changed:
+            # Layers on disk tell by their lengths; a state of fixed size would not.
+            self.driver.refuse_interrupted()
+
+    def end_pass(self) -> None:
+        """The decoder has run to its end."""
+        self._others_changed = False
 
     def before_layer(
         self, index: int, module: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
@@ -254,6 +267,8 @@ class KVSwapCache(Cache):
         if isinstance(layer, DiskLayer):
             layer.arm()
             attending[module] = layer
+        else:
+            self._others_changed = True
         target = self.parts.disk_index.get(index + 1)
         if target is not None and self.driver.wants_look_ahead(target, batch, tokens):
             query = self._look_ahead.predict(index + 1, index, hidden, kwargs)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,12 +17,14 @@ from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.padding import Padding
-from kvswap_torch.hf.settings import Budget, settle
+from kvswap_torch.hf.settings import Budget, FirstPass, settle
 from kvswap_torch.projection import Pair, from_chunk
 
 
 class SessionDriver:
     """The state a cache has beside the session itself: settings, validity of columns, projections.
+
+    `reserved_bytes` of the budget are used elsewhere (by the predictor).
 
     States: open -> closed. A session is opened at once, so that a wrong path is told at once, and
     again at the first forward pass when the settings depend on that pass's batch and length.
@@ -41,29 +45,44 @@ class SessionDriver:
         self.padding = Padding()
         self._path = path
         self._given = config
-        if budget.kv_memory_bytes is not None:
-            left = max(1, budget.kv_memory_bytes - reserved_bytes)
-            budget = dataclasses.replace(budget, kv_memory_bytes=left)
         self._budget = budget
+        self._reserved_bytes = reserved_bytes
         self._projections = projections
         self._estimated: dict[int, str] = {}
         self._declared = False  # the session holds a validity that not all layers have taken
         self.estimate_seconds = 0.0
         self._settled = budget.is_known or not budget.matters(config)
-        self.config = settle(config, parts.shape, budget, projections is not None)
         self.session: Any = None
-        self._open(self.config)
+        self._open(None)
 
-    def _open(self, config: SwapConfig) -> None:
-        limits = dataclasses.asdict(self._budget)
+    def _options(self, config: SwapConfig) -> dict[str, Any]:
+        budget = self._budget
+        if budget.kv_memory_bytes is not None:
+            left = max(1, budget.kv_memory_bytes - self._reserved_bytes)
+            budget = dataclasses.replace(budget, kv_memory_bytes=left)
         calibrated = self._projections is not None
-        options = session_module.session_options(
-            config, self.parts, self._path, calibrated=calibrated, **limits
-        )
+        return session_module.session_options(config, self.parts, self._path, budget, calibrated)
+
+    def _open(self, first: FirstPass | None) -> None:
+        """Opens a session with settings for the first forward pass, or for what is known before."""
+
+        alignment = functools.cache(lambda: session_module.alignment_bytes(self._path))
+
+        def need(config: SwapConfig, batch: int, context: int) -> Mapping[str, int]:
+            options = self._options(config)
+            uses = session_module.memory_need(options, batch, context, alignment())
+            total = uses["total"] + self._reserved_bytes
+            return uses | {"predictor": self._reserved_bytes, "total": total}
+
+        config = settle(self._given, self.parts.shape, self._budget, need, first)
+        options = self._options(config)
         if self.session is not None:
             self.session.close()
         self.config, self.ranks = config, options["ranks"]
         self.session = session_module.open_session(options)
+        fallbacks = self.session.facts()["fallbacks"]
+        if fallbacks:
+            warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
         for layer, pair in enumerate(self._projections or []):
             self.session.set_projection(layer, *pair)
 
@@ -104,10 +123,7 @@ class SessionDriver:
         self.check_open()
         columns = self.columns()
         if any(self.columns(i) != columns for i in range(1, self.parts.shape.layers)):
-            raise KVSwapError(
-                "KVSwapCache: all layers must hold the same columns, but an earlier forward pass "
-                "was interrupted; call reset() and begin again"
-            )
+            self.refuse_interrupted()
         if columns and batch != self.session.batch():
             raise ValueError(
                 f"KVSwapCache: batch must stay {self.session.batch()} until reset(), got {batch}; "
@@ -115,9 +131,7 @@ class SessionDriver:
             )
         self._refuse_rope_crossing(columns, tokens)
         if not self._settled:
-            calibrated = self._projections is not None
-            shape, budget = self.parts.shape, self._budget
-            self._open(settle(self._given, shape, budget, calibrated, batch, tokens))
+            self._open(FirstPass(batch, tokens))
             self._settled = True
         valid = self.padding.declare(columns, batch, tokens, mask)
         if valid is None and self._declared:
@@ -126,6 +140,13 @@ class SessionDriver:
         if valid is not None:
             self._declared = True
             self.session.declare(valid)
+
+    def refuse_interrupted(self) -> NoReturn:
+        """Layers are out of step; nothing computed from them would be right."""
+        raise KVSwapError(
+            "KVSwapCache: all layers must hold the same columns, but an earlier forward pass was "
+            "interrupted; call reset() and begin again"
+        )
 
     def look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """query: ``[batch, heads or kv_heads, queries, head_dim]``, a prediction."""
@@ -144,19 +165,20 @@ class SessionDriver:
     def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         """Stores the new K and V and attends; ``[batch, tokens, heads, head_dim]``."""
         with torch.no_grad():
-            query, keys, values = _plain(query), _plain(keys), _plain(values)
-            tokens = keys.shape[2]
-            if self._will_choose(layer, tokens):
-                self._estimate(layer, keys, query)
-            self.session.append(layer, keys, values)
-            if layer == 0:
-                self.padding.commit()
-            if layer == self.parts.shape.layers - 1:
-                self._declared = False
-            if self.session.needs_projection(layer):
-                self._estimate_from_disk(layer)
-            output = self.session.attend(layer, query, keys, values, scale)
+            output = self._attend(layer, _plain(query), _plain(keys), _plain(values), scale)
         return _NoGradient.apply(output, query) if torch.is_grad_enabled() else output
+
+    def _attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
+        if self._will_choose(layer, keys.shape[2]):
+            self._estimate(layer, keys, query)
+        self.session.append(layer, keys, values)
+        if layer == 0:
+            self.padding.commit()
+        if layer == self.parts.shape.layers - 1:
+            self._declared = False
+        if self.session.needs_projection(layer):
+            self._estimate_from_disk(layer)
+        return self.session.attend(layer, query, keys, values, scale)
 
     # Projections.
 
@@ -214,6 +236,8 @@ class SessionDriver:
         self.check_open()
         self.session.reset()
         self.padding, self._declared = Padding(), False
+        # The next text's first long chunk tells more about it than this text's did.
+        self._estimated.clear()
 
     def close(self) -> None:
         """Gives back file and memory. Again does nothing."""
@@ -229,8 +253,8 @@ class SessionDriver:
             return
         if 0 < columns <= original < columns + tokens:
             raise ValueError(
-                f"KVSwapCache: {self.parts.name} changes its rotary factors past {original} tokens, "
-                f"so a cache must not grow across that length, got {columns} + {tokens} tokens; "
+                f"KVSwapCache: {self.parts.name} changes its rotary factors past {original} "
+                f"tokens, so a cache must not grow across that length, got {columns} + {tokens}; "
                 "reset() and prefill the whole text at once (a prompt that is longer from the "
                 "start is fine)"
             )

@@ -128,8 +128,11 @@ def model_parts(model: Any) -> ModelParts:
 
 def config_hash(config: Any) -> str:
     """Digest of the numbers that shape a model's keys and queries, the same in every release."""
-    names = ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"]
-    facts = {name: getattr(config, name, None) for name in names}
+    names = (
+        "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
+        "head_dim intermediate_size vocab_size"
+    )
+    facts = {name: getattr(config, name, None) for name in names.split()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -28,7 +28,8 @@ class Hooks:
         parts = cache.parts
         for module in {parts.outermost, parts.outermost.base_model, parts.decoder}:
             self._add(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._add(module.register_forward_hook(self._leave, always_call=True))
+            leave = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            self._add(leave)
         for index, mixer in enumerate(parts.mixers):
             if mixer is not None:
                 self._modules.append(mixer)
@@ -45,9 +46,15 @@ class Hooks:
             return
         if _uses(cache, args, kwargs):
             self._switch.in_forward = True
+            if module is cache.parts.decoder:
+                cache.begin_pass()
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Called after a failed pass too, with no output."""
         self._switch.in_forward = False
+        cache = self._cache()
+        if cache is not None and output is not None and _uses(cache, args, kwargs):
+            cache.end_pass()
 
     def remove(self) -> None:
         """Takes all hooks off again."""

@@ -127,7 +127,9 @@ def _refuse(module, attention_mask, dropout: float, kwargs: dict[str, Any]) -> N
         )
     for option in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(option) is not None:
-            raise UnsupportedModelError(f"KVSwapCache: {name} uses {option}, which is not there yet")
+            raise UnsupportedModelError(
+                f"KVSwapCache: {name} uses {option}, which attention from disk has not"
+            )
     if dropout:
         raise UnsupportedModelError(
             f"KVSwapCache: dropout must be 0, got {dropout}; call model.eval() first"

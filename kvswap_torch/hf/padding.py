@@ -42,6 +42,11 @@ class Padding:
                 )
             self._declared = (columns, tokens, None)
             return None
+        if mask.dim() != 2:
+            raise ValueError(
+                "attention_mask: layers on disk attend causally with padding at most, got a mask "
+                f"of shape {tuple(mask.shape)}; pass a mask [batch, tokens] or none"
+            )
         if tuple(mask.shape) != (batch, columns + tokens):
             raise ValueError(
                 f"attention_mask: must cover the {columns} columns in the cache and the {tokens} "

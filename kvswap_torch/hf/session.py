@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.settings import Budget
 from kvswap_torch.sizing import effective_ranks
 
 # Options that a config and a session have under the same name.
@@ -26,25 +28,19 @@ SHARED = (
     "replacement",
     "select_queries_max",
 )
-OPTIONAL = ("disk_quota_bytes", "kv_memory_bytes", "max_context", "max_batch")
 
 
 def session_options(
     config: SwapConfig,
     parts: ModelParts,
     path: str | Path,
-    *,
+    budget: Budget,
     calibrated: bool,
-    kv_memory_bytes: int | None,
-    max_context: int | None,
-    max_batch: int | None,
 ) -> dict[str, Any]:
     """The fields of kvswap::SessionOptions by name."""
     options: dict[str, Any] = {name: getattr(config, name) for name in SHARED}
-    limits = (config.disk_quota_bytes, kv_memory_bytes, max_context, max_batch)
-    options |= {
-        name: -1 if value is None else value for name, value in zip(OPTIONAL, limits, strict=True)
-    }
+    limits = dataclasses.asdict(budget) | {"disk_quota_bytes": config.disk_quota_bytes}
+    options |= {name: -1 if value is None else value for name, value in limits.items()}
     return options | {
         "layers": parts.shape.layers,
         "heads": parts.shape.heads,
@@ -61,7 +57,29 @@ def open_session(options: dict[str, Any]) -> Any:
     """A `kvswap_torch._C.Session` with these options."""
     from kvswap_torch import _C
 
+    return _C.Session(_native(options))
+
+
+def alignment_bytes(path: str | Path) -> int:
+    """What reads and writes in a directory must be aligned to; 4096 where that is not known."""
+    from kvswap_torch import _C
+
+    return _C.system_info(str(path)).get("alignment_bytes", 4096)
+
+
+def memory_need(
+    options: dict[str, Any], batch: int, context: int, alignment: int
+) -> dict[str, int]:
+    """Bytes by use that such a session needs for `batch` sequences of `context` tokens."""
+    from kvswap_torch import _C
+
+    return _C.Session.memory_need(_native(options), batch, context, alignment)
+
+
+def _native(options: dict[str, Any]) -> Any:
+    from kvswap_torch import _C
+
     native = _C.SessionOptions()
     for name, value in options.items():
         setattr(native, name, value)
-    return _C.Session(native)
+    return native

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.sizing import ModelShape, fit_budget
+from kvswap_torch.sizing import ModelShape, Request, fit_budget
+
+Need = Callable[[SwapConfig, int, int], Mapping[str, int]]
+"""(settings, batch, context) -> bytes by use."""
 
 
 @dataclass(frozen=True)
@@ -26,42 +30,45 @@ class Budget:
         return self.kv_memory_bytes is not None or bool(config is not None and config.table)
 
 
+@dataclass(frozen=True)
+class FirstPass:
+    """The first forward pass, where that is what is known."""
+
+    batch: int
+    tokens: int
+
+    @property
+    def context(self) -> int:
+        """What to be ready for: half as long again, at least 1,024 tokens more."""
+        return self.tokens + max(1024, self.tokens // 2)
+
+
 def settle(
     config: SwapConfig | None,
     shape: ModelShape,
     budget: Budget,
-    calibrated: bool,
-    batch: int | None = None,
-    tokens: int | None = None,
+    need: Need,
+    first: FirstPass | None = None,
 ) -> SwapConfig:
     """The settings for a run.
 
     A config's table gives the solution for the nearest (batch, context); a budget then lowers what
-    does not fit or, when there is no config, uses what there is.
-
-    Parameters
-    ----------
-    batch, tokens
-        Of the first forward pass, where that is what is known. The context is then taken to be half
-        as long again, at least 1,024 tokens more.
+    does not fit or, when there is no config, uses what there is. Before the first pass, with batch
+    or context not known, only what no run could do without is checked.
     """
-    context = budget.max_context
-    if context is None:
-        context = 1 if tokens is None else tokens + max(1024, tokens // 2)
-    batch = budget.max_batch or batch or 1
+    context = budget.max_context or (first.context if first else 1)
+    batch = budget.max_batch or (first.batch if first else 1)
     base = config or default_config(shape)
-    if base.table and (budget.is_known or tokens is not None):
+    if base.table and (budget.is_known or first is not None):
         base = base.for_batch_and_context(batch, context)
     base = dataclasses.replace(base, table=())
     if budget.kv_memory_bytes is None:
         return base
     return fit_budget(
-        budget.kv_memory_bytes,
+        Request(budget.kv_memory_bytes, context, batch),
         shape,
-        context,
-        batch,
         base,
-        calibrated=calibrated,
+        lambda settings: need(settings, batch, context),
         grow=config is None,
     )
 

@@ -26,19 +26,19 @@ class CacheStats:
     tokens, batch
         Columns and sequences in the cache now.
     decoded
-        Decoding steps: short forward passes, of all sequences at once.
+        Decoding steps: short forward passes, counted once for each sequence.
     bytes_read, bytes_written
         From and to the disk.
     bytes_read_per_token, bytes_written_per_token
-        Read per decoding step and sequence; written per token stored.
+        Chosen groups read per decoding step of a sequence; written per token stored.
     hit_rate
         Share of chosen groups that were in memory already; None before anything was chosen.
     groups_per_step
         Groups chosen per layer, sequence and step.
     wait_seconds, hidden_seconds
         Time that layers waited for the disk, and time that reads took while layers computed.
-    resident_bytes, ledger
-        Memory in use, and by what.
+    resident_bytes, resident_bytes_peak, ledger
+        Memory in use, the most so far, and what it is used for.
     kv_bytes_full, kv_bytes_on_disk
         What a cache in memory would take for the same tokens, and what is on disk.
     reader, io_mode, fallbacks
@@ -63,6 +63,7 @@ class CacheStats:
     wait_seconds: float
     hidden_seconds: float
     resident_bytes: int
+    resident_bytes_peak: int
     ledger: Mapping[str, int]
     kv_bytes_full: int
     kv_bytes_on_disk: int
@@ -95,35 +96,35 @@ def collect(driver: SessionDriver, look_ahead: LookAhead) -> CacheStats:
     session, shape = driver.session, driver.parts.shape
     counters, facts = session.counters(), session.facts()
     ledger = dict(session.ledger())
+    resident, peak = (ledger.pop(name) + look_ahead.nbytes for name in ("total", "peak"))
+    ledger.pop("limit", None)
     if look_ahead.nbytes:
         ledger["predictor"] = look_ahead.nbytes
     tokens, batch = driver.columns(), session.batch()
-    steps = counters.get("steps", 0.0)  # one per layer and short pass
-    chosen = counters.get("groups_chosen", 0.0)
-    hits, loads = counters.get("page_hits", 0.0), counters.get("page_loads", 0.0)
-    decoded = steps / shape.layers
-    per_step = 1 / max(1.0, decoded * max(1, batch))
-    written = counters.get("bytes_written", 0.0)
+    attended, loaded = counters["groups_attended"], counters["groups_loaded"]
+    decoded = counters["sequences"] / shape.layers
+    each = 1 / max(1.0, decoded)
+    written = counters["bytes_written"]
     return CacheStats(
         tokens=tokens,
         batch=batch,
         decoded=int(decoded),
-        bytes_read=int(counters.get("bytes_read", 0)),
+        bytes_read=int(counters["bytes_read"]),
         bytes_written=int(written),
-        bytes_read_per_token=counters.get("bytes_read_decode", counters.get("bytes_read", 0.0))
-        * per_step,
-        bytes_written_per_token=written / max(1, tokens * max(1, batch)),
-        hit_rate=hits / (hits + loads) if hits + loads else None,
-        groups_per_step=chosen * per_step / shape.layers,
-        wait_seconds=counters.get("wait_seconds", 0.0),
-        hidden_seconds=counters.get("hidden_seconds", 0.0),
-        resident_bytes=sum(ledger.values()),
+        bytes_read_per_token=loaded * counters["record_bytes"] * each,
+        bytes_written_per_token=written / max(1, tokens * batch),
+        hit_rate=1 - loaded / attended if attended else None,
+        groups_per_step=attended * each / shape.layers,
+        wait_seconds=counters["wait_seconds"],
+        hidden_seconds=counters["hidden_seconds"],
+        resident_bytes=resident,
+        resident_bytes_peak=peak,
         ledger=ledger,
         kv_bytes_full=shape.kv_bytes(tokens) * batch,
-        kv_bytes_on_disk=int(counters.get("bytes_on_disk", written)),
-        reader=facts.get("reader", ""),
-        io_mode=facts.get("io_mode", ""),
-        fallbacks=facts.get("fallbacks", ""),
+        kv_bytes_on_disk=int(counters["bytes_on_disk"]),
+        reader=facts["reader"],
+        io_mode=facts["io_mode"],
+        fallbacks=facts["fallbacks"],
         projection=driver.projection_source,
         predictor=look_ahead.description if driver.config.look_ahead else "off",
         estimate_seconds=driver.estimate_seconds,
@@ -140,12 +141,18 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("KV on disk", format_bytes(stats.kv_bytes_on_disk)),
         ("KV memory", f"{format_bytes(stats.resident_bytes)} ({share:.1%} of full)"),
     ]
-    rows += [(f"  {name}", format_bytes(size)) for name, size in stats.ledger.items()]
+    rows += [(f"  {name}", format_bytes(size)) for name, size in stats.ledger.items() if size]
     rows += [
-        ("read", f"{format_bytes(stats.bytes_read)}, "
-                 f"{format_bytes(stats.bytes_read_per_token)} per token"),
-        ("written", f"{format_bytes(stats.bytes_written)}, "
-                    f"{format_bytes(stats.bytes_written_per_token)} per token"),
+        (
+            "read",
+            f"{format_bytes(stats.bytes_read)}, "
+            f"{format_bytes(stats.bytes_read_per_token)} per token",
+        ),
+        (
+            "written",
+            f"{format_bytes(stats.bytes_written)}, "
+            f"{format_bytes(stats.bytes_written_per_token)} per token",
+        ),
         ("groups per step", f"{stats.groups_per_step:.1f}"),
         ("hit rate", hit_rate),
         ("waited / hidden", f"{stats.wait_seconds:.2f} s / {stats.hidden_seconds:.2f} s"),

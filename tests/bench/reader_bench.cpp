@@ -3,7 +3,8 @@
 //
 //   create DIRECTORY BYTES                       the file that is read, under /proc while we live
 //   stream KIND BLOCK DEPTH SECONDS              random reads, always at least DEPTH to do
-//   batch KIND BLOCK DEPTH READS PAUSE_US COUNT  COUNT batches of READS, a busy pause between submit
+//   batch KIND BLOCK DEPTH READS PAUSE_US COUNT  COUNT batches of READS, a busy pause between
+//   submit
 //                                                and wait, an idle one of 2 ms between batches
 
 #include <sys/mman.h>
@@ -155,11 +156,11 @@ class Bench {
       idle_cpu += pause;
       ::usleep(2000);
     }
-    std::printf("{\"submit_us\": %.1f, \"wait_us\": %.1f, \"total_us\": %.1f, "
-                "\"total_p90_us\": %.1f, \"cpu_us\": %.1f}\n",
-                1e6 * quantile(submits, 0.5), 1e6 * quantile(waits, 0.5),
-                1e6 * quantile(totals, 0.5), 1e6 * quantile(totals, 0.9),
-                1e6 * (cpu_seconds() - cpu - idle_cpu) / count);
+    std::printf(
+        "{\"submit_us\": %.1f, \"wait_us\": %.1f, \"total_us\": %.1f, "
+        "\"total_p90_us\": %.1f, \"cpu_us\": %.1f}\n",
+        1e6 * quantile(submits, 0.5), 1e6 * quantile(waits, 0.5), 1e6 * quantile(totals, 0.5),
+        1e6 * quantile(totals, 0.9), 1e6 * (cpu_seconds() - cpu - idle_cpu) / count);
   }
 
  private:

@@ -14,7 +14,7 @@ def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Runs a test over the plain-torch session and over the C++ one."""
     # Imported late: tests of the config need neither torch nor transformers.
     import torch
-    from python.tiny_models import SESSIONS, has_native
+    from tests.python.tiny_models import SESSIONS, has_native
 
     from kvswap_torch.hf import session
 
@@ -29,7 +29,7 @@ def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def open_cache(sessions: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Opens caches in a fresh directory; closes them all at the end."""
-    from python.tiny_models import COVERING
+    from tests.python.tiny_models import COVERING
 
     from kvswap_torch import KVSwapCache
 

@@ -73,6 +73,12 @@ def test_defaults_are_the_documented_ones() -> None:
         assert item.name == "source" or f"\n{item.name} : " in SwapConfig.__doc__
 
 
+def test_a_page_for_each_query() -> None:
+    with pytest.raises(ConfigError, match="^pages_max: must be at least select_queries_max"):
+        SwapConfig(groups_max=4, pages_max=7)
+    assert SwapConfig(groups_max=4, pages_max=8).pages_max == 8
+
+
 def test_a_config_is_frozen_hashable_and_travels() -> None:
     config = SwapConfig(rank=[8, 48], model={"layers": 2}, table=[Solution(1, 2, {"rank": [4, 4]})])
     assert config.rank == (8, 48)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from python.tiny_models import FAMILIES, PAD, greedy, prompt, tiny_model
 from transformers import DynamicCache
+
+from tests.python.tiny_models import FAMILIES, PAD, greedy, prompt, tiny_model
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -45,7 +46,7 @@ def test_sampling_with_a_seed(model, open_cache):
 
 def test_beam_search(model, open_cache):
     inputs = prompt(2, 18, padding=(3, 0))
-    arguments = dict(num_beams=3, num_return_sequences=2, tokens=10)
+    arguments = {"num_beams": 3, "num_return_sequences": 2, "tokens": 10}
     expected = greedy(model, inputs, **arguments)
     assert torch.equal(greedy(model, inputs, open_cache(model), **arguments), expected)
 
@@ -53,13 +54,13 @@ def test_beam_search(model, open_cache):
 def test_prompt_lookup_decoding(model, open_cache):
     inputs = prompt(1, 8)
     inputs = {name: tensor.repeat(1, 3) for name, tensor in inputs.items()}
-    arguments = dict(prompt_lookup_num_tokens=5, tokens=12)
+    arguments = {"prompt_lookup_num_tokens": 5, "tokens": 12}
     expected = greedy(model, inputs, DynamicCache(config=model.config), **arguments)
     assert torch.equal(greedy(model, inputs, open_cache(model), **arguments), expected)
 
 
 def test_assistant_model(model, open_cache):
-    # The assistant agrees sometimes: same weights, one layer less precise.
+    # Another model: most of what it proposes is wrong and cropped away.
     assistant = tiny_model("llama", seed=3)
     inputs = prompt(1, 20)
     expected = greedy(model, inputs)
@@ -214,8 +215,8 @@ def test_half_precision_error(family, dtype, open_cache):
     with torch.no_grad():
         truth = exact.to(torch.float32)(ids).logits
         theirs = half(ids).logits.float()
-        parts = [half(part, past_key_values=cache).logits.float() for part in ids.split(20, 1)]
-        ours = [*parts[:1], *[p for p in parts[1:]]]
+        parts = [20, *[4] * 2, *[1] * 12]  # prefill, short chunks, decoding
+        ours = [half(part, past_key_values=cache).logits.float() for part in ids.split(parts, 1)]
     error = (torch.cat(ours, 1) - truth).abs().mean()
     assert error <= 2 * (theirs - truth).abs().mean()
 
@@ -232,3 +233,58 @@ def test_whatever_the_model_used_before(family, implementation, open_cache):
     assert torch.equal(greedy(model, inputs), expected)  # another cache, while ours is open
     cache.close()
     assert model.config._attn_implementation == implementation
+
+
+def test_the_cache_comes_back_with_the_output(llama, open_cache):
+    cache, inputs = open_cache(llama), prompt(2, 14)
+    arguments = {"return_dict_in_generate": True, "output_hidden_states": True}
+    outputs = greedy(llama, inputs, cache, output_logits=True, **arguments)
+    expected = greedy(llama, inputs, output_logits=True, **arguments)
+    assert outputs.past_key_values is cache
+    assert torch.equal(outputs.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(outputs.logits), torch.stack(expected.logits))
+    # And goes on from there, as from any cache.
+    more = {"input_ids": outputs.sequences, "attention_mask": torch.ones_like(outputs.sequences)}
+    plain = greedy(llama, more, expected.past_key_values, tokens=5)
+    assert torch.equal(greedy(llama, more, outputs.past_key_values, tokens=5), plain)
+
+
+def test_going_on_from_embeddings(llama, open_cache):
+    """A prompt of embeddings, its answer, and more embeddings on top of the same cache."""
+    embed = llama.get_input_embeddings()
+    first, more = prompt(1, 12)["input_ids"], prompt(1, 5, seed=9)["input_ids"]
+    answers = []
+    for cache in (DynamicCache(config=llama.config), open_cache(llama)):
+        with torch.no_grad():
+            llama(inputs_embeds=embed(first), past_key_values=cache)
+            both = embed(torch.cat([first, more], 1))
+            mask = torch.ones(both.shape[:2], dtype=torch.long)
+            inputs = {"inputs_embeds": both, "attention_mask": mask}
+            answers.append(greedy(llama, inputs, cache, tokens=6))
+    assert torch.equal(*answers)
+
+
+def test_stopping_early_in_a_batch(llama, open_cache):
+    """A finished sequence goes on as padding that the mask calls valid; nobody minds."""
+    inputs = prompt(3, 16, padding=(0, 2, 5))
+    plain = llama.generate(**inputs, do_sample=False, max_new_tokens=10)
+    stop = plain[0, 18].item()  # the first sequence ends with its third token
+    arguments = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": stop}
+    expected = llama.generate(**inputs, **arguments)
+    actual = llama.generate(**inputs, past_key_values=open_cache(llama), **arguments)
+    assert torch.equal(actual, expected)
+
+
+def test_contiguous_and_strided_keys_alike(llama, open_cache):
+    """Keys come as views of a projection; a model may also hand over copies."""
+    ids = prompt(2, 21)["input_ids"]
+    handles = [
+        layer.self_attn.k_proj.register_forward_hook(lambda m, a, out: out.clone(
+            memory_format=torch.contiguous_format))
+        for layer in llama.model.layers
+    ]  # fmt: skip
+    with torch.no_grad():
+        copied = llama(ids, past_key_values=open_cache(llama)).logits
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(llama(ids, past_key_values=open_cache(llama)).logits, copied)

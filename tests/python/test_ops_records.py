@@ -46,9 +46,7 @@ def test_keys_whose_rows_are_not_contiguous():
     records = ops.pack_records(keys, values, 4)
     assert torch.equal(records, reference.pack_records(keys, values, 4))
     strided = records.transpose(0, 1)
-    assert torch.equal(
-        ops.unpack_records(strided, 8)[1], reference.unpack_records(strided, 8)[1]
-    )
+    assert torch.equal(ops.unpack_records(strided, 8)[1], reference.unpack_records(strided, 8)[1])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -91,7 +89,9 @@ def test_fp8_rounds_every_half_as_torch_does():
 def test_fp8_of_views():
     source = torch.randn(64, 10).T
     quantized, scales = ops.fp8_quantize(source)
-    assert torch.equal(quantized.view(torch.uint8), reference.fp8_quantize(source)[0].view(torch.uint8))
+    assert torch.equal(
+        quantized.view(torch.uint8), reference.fp8_quantize(source)[0].view(torch.uint8)
+    )
     back = ops.fp8_dequantize(quantized[::2], scales[::2], torch.bfloat16)
     assert torch.equal(back, reference.fp8_dequantize(quantized[::2], scales[::2], torch.bfloat16))
 
@@ -106,7 +106,9 @@ def test_opcheck():
     opcheck(ops_of.paged_gather, (records[0], table))
     quantized, scales = ops.fp8_quantize(keys)
     opcheck(ops_of.fp8_quantize, (keys,))
-    opcheck(ops_of.fp8_dequantize, (quantized, scales, torch.float16))
+    # test_schema cannot compare fp8 inputs: torch has no arithmetic for them.
+    others = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    opcheck(ops_of.fp8_dequantize, (quantized, scales, torch.float16), test_utils=others)
 
 
 KEYS = torch.zeros(1, 2, 8, 64)
@@ -122,12 +124,18 @@ RECORDS = torch.zeros(1, 2, 2, 2, 4, 64)
         (lambda: ops.pack_records(KEYS, KEYS, 65), r"group_tokens must be 1..64, got 65"),
         (lambda: ops.pack_records(KEYS.long(), KEYS.long(), 4), r"keys must be float32, bfloat16"),
         (lambda: ops.unpack_records(RECORDS, 9), r"unpack_records: tokens must be 0..8, got 9"),
-        (lambda: ops.unpack_records(RECORDS, 8, "dnh"), r'layout must be "hnd" or "nhd", got "dnh"'),
+        (
+            lambda: ops.unpack_records(RECORDS, 8, "dnh"),
+            r'layout must be "hnd" or "nhd", got "dnh"',
+        ),
         (
             lambda: ops.paged_gather(RECORDS[0], torch.full((1, 1, 1), 2, dtype=torch.int32)),
             r"paged_gather: slots in table must be -1..1, got 2",
         ),
-        (lambda: ops.paged_gather(RECORDS[0], torch.zeros(1, 1, 1)), r"table must be Int, got Float"),
+        (
+            lambda: ops.paged_gather(RECORDS[0], torch.zeros(1, 1, 1)),
+            r"table must be Int, got Float",
+        ),
         (
             lambda: ops.paged_gather(RECORDS[0], torch.zeros(1, 3, 1, dtype=torch.int32)),
             r"table must have one row for all KV heads or one for each of 2, got 3",

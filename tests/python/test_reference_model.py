@@ -17,8 +17,8 @@ from examples.reference_model.checkpoint import (
     NAME,
     PREVIOUS,
     CheckpointError,
+    CheckpointWriter,
     load_checkpoint,
-    save_checkpoint,
     write_atomic,
 )
 from examples.reference_model.documents import SOURCES, load_source, make_document
@@ -153,7 +153,11 @@ def test_skipped_positions_grow_and_stay_in_the_span():
 
 def test_a_stopped_run_goes_on_to_the_same_weights(run, tokenizer, tmp_path):
     straight = Run(
-        make_model(run.model.config), (TINY,), run.sampler, run.sampler, tmp_path / "straight",
+        make_model(run.model.config),
+        (TINY,),
+        run.sampler,
+        run.sampler,
+        tmp_path / "straight",
         compiled=False,
     )
     straight.folder.mkdir()
@@ -163,6 +167,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(run, tokenizer, tmp_path):
     for _ in range(2):
         run.step(TINY)
     run.save()
+    run.writer.wait()
     resumed = Run(
         make_model(run.model.config), (TINY,), run.sampler, run.sampler, tmp_path, compiled=False
     )
@@ -185,8 +190,10 @@ def test_training_ends_with_log_and_plot(run, tmp_path):
 
 
 def test_a_damaged_checkpoint_falls_back_and_says_so(tmp_path):
-    save_checkpoint(tmp_path, {"step": 1})
-    save_checkpoint(tmp_path, {"step": 2})
+    writer = CheckpointWriter(tmp_path)
+    writer.save({"step": 1})
+    writer.save({"step": 2})
+    writer.wait()
     assert load_checkpoint(tmp_path) == ({"step": 2}, [])
     data = bytearray((tmp_path / NAME).read_bytes())
     data[60] ^= 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from python.reference_session import Options, ReferenceSession
+from tests.python.reference_session import Options, ReferenceSession
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.hf import session as session_module
@@ -18,41 +18,46 @@ from kvswap_torch.hf import session as session_module
 VOCABULARY = 97
 PAD, EOS = 0, 1
 
-_COMMON: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    pad_token_id=PAD,
-    bos_token_id=2,
-    eos_token_id=EOS,
-    tie_word_embeddings=False,
-)
-_SLIDING = dict(
-    num_hidden_layers=4,
-    head_dim=16,
-    sliding_window=6,
-    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    query_pre_attn_scalar=16,
-)
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": 2,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+}
+_SLIDING = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 16,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", dict(head_dim=16)),
-    "qwen2": ("Qwen2", dict(num_hidden_layers=2)),
-    "qwen3": ("Qwen3", dict(head_dim=16)),
-    "mistral": ("Mistral", dict(head_dim=16, sliding_window=None, num_hidden_layers=2)),
-    "phi3": ("Phi3", dict(hidden_size=64, num_hidden_layers=2)),
+    "llama": ("Llama", {"head_dim": 16}),
+    "qwen2": ("Qwen2", {"num_hidden_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "num_hidden_layers": 2}),
+    "phi3": ("Phi3", {"hidden_size": 64, "num_hidden_layers": 2}),
     "gemma3": ("Gemma3", _SLIDING),
 }
 # hidden_size / heads is 12 for qwen2, which has no head_dim of its own to set.
 FAMILIES["qwen2"][1]["hidden_size"] = 64
 
 # Small enough that prompts of some twenty tokens have sealed groups.
-SMALL = dict(
-    group_tokens=2, tail_tokens=4, sink_tokens=2, rank=8, select_queries_max=4, read_depth=8
-)
+SMALL = {
+    "group_tokens": 2,
+    "tail_tokens": 4,
+    "sink_tokens": 2,
+    "rank": 8,
+    "select_queries_max": 4,
+    "read_depth": 8,
+}
 COVERING = SwapConfig(groups_max=400, pages_max=400, **SMALL)
 TIGHT = SwapConfig(groups_max=3, pages_max=6, **SMALL)
 
@@ -113,6 +118,5 @@ SESSIONS = {
 
 def greedy(model: Any, inputs: dict, cache: Any = None, tokens: int = 12, **arguments: Any):
     """Generated ids; never stops early."""
-    arguments = dict(do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens) | arguments
+    arguments = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens} | arguments
     return model.generate(**inputs, past_key_values=cache, **arguments)
-

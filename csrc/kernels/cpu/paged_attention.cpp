@@ -14,66 +14,17 @@
 HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
 
-/// Rows are (head of the group, query): hides what comes after the query's own column.
-void hide_later_tokens(const PagedAttentionArgs& args, const AttentionState& state, const TokenWalk& walk,
-                       int64_t tokens, int64_t first_column) {
-  for (int64_t row = 0; row < state.rows; ++row) {
-    float* scores = state.scores + row * kBlockTokens;
-    const int64_t column = first_column + row % args.queries;
-    for (int64_t t = 0; t < tokens; ++t) {
-      if (walk.columns[t] > column) scores[t] = kNothing;
-    }
-  }
-}
-
-template <typename T>
-void attend_block(const PagedAttentionArgs& args, const AttentionState& state, TokenWalk& walk,
-                  int64_t tokens, int64_t first_column) {
-  const int64_t head_dim = args.shape.head_dim;
-  const int64_t value_offset = args.shape.group_tokens * head_dim * sizeof(T);
-  const int64_t whole = (tokens + 3) / 4 * 4;
-  std::fill(walk.keys + tokens, walk.keys + whole, walk.keys[tokens - 1]);
-  int64_t row = 0;
-  for (; row + kTileRows <= state.rows; row += kTileRows) {
-    score_rows<T, kTileRows>(state, row, walk.keys, whole, head_dim);
-  }
-  for (; row < state.rows; ++row) score_rows<T, 1>(state, row, walk.keys, whole, head_dim);
-
-  if (args.queries > 1) hide_later_tokens(args, state, walk, tokens, first_column);
-  const int64_t padded = round_up_to_lanes(tokens);
-  for (row = 0; row < state.rows; ++row) {
-    float* scores = state.scores + row * kBlockTokens;
-    std::fill(scores + tokens, scores + padded, kNothing);
-    weigh_scores(state, row, args.scale, padded);
-  }
-
-  for (row = 0; row + kTileRows <= state.rows; row += kTileRows) {
-    weigh_rows<T, kTileRows>(state, row, walk.keys, tokens, value_offset, head_dim);
-  }
-  for (; row < state.rows; ++row) {
-    weigh_rows<T, 1>(state, row, walk.keys, tokens, value_offset, head_dim);
-  }
-}
-
-template <typename T>
-void load_query(const PagedAttentionArgs& args, const AttentionState& state, int64_t sequence,
-                int64_t first_head) {
-  for (int64_t row = 0; row < state.rows; ++row) {
-    const T* source = static_cast<const T*>(args.query) + sequence * args.query_batch_stride +
-                      (first_head + row / args.queries) * args.query_head_stride +
-                      row % args.queries * args.query_token_stride;
-    float* target = state.query + row * state.stride;
-    for (int64_t d = 0; d < args.shape.head_dim; ++d) target[d] = to_float(source[d]);
-  }
-}
-
 /// One row of the result, from its unnormalised sum in fp32.
 template <typename T>
 void store_output(const PagedAttentionArgs& args, int64_t sequence, int64_t head, int64_t query,
                   const float* values, float factor) {
   T* output = static_cast<T*>(args.output) +
               ((sequence * args.queries + query) * args.heads + head) * args.shape.head_dim;
-  for (int64_t d = 0; d < args.shape.head_dim; ++d) output[d] = from_float<T>(values[d] * factor);
+  int64_t d = 0;
+  for (; d + kLanes <= args.shape.head_dim; d += kLanes) {
+    store(multiply(load(values + d), fill(factor)), output + d);
+  }
+  for (; d < args.shape.head_dim; ++d) output[d] = from_float<T>(values[d] * factor);
 }
 
 void store_log_sum_exp(const PagedAttentionArgs& args, int64_t sequence, int64_t head,
@@ -82,94 +33,251 @@ void store_log_sum_exp(const PagedAttentionArgs& args, int64_t sequence, int64_t
   args.log_sum_exp[(sequence * args.heads + head) * args.queries + query] = value;
 }
 
-/// Task = ((sequence * kv_heads) + kv_head) * parts + part.
+/// Consecutive units of one sequence and part that share a page table: their K and V are neighbours
+/// in memory, so all of them attend to a block of tokens before the next block is looked at.
 template <typename T>
-void attend(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t task) {
-  const AttentionPartition cut(args);
-  const int64_t part = task % cut.parts;
-  const int64_t kv_head = task / cut.parts % cut.kv_heads;
-  const int64_t sequence = task / cut.parts / cut.kv_heads;
-  const int64_t table = sequence * args.table_heads + (args.table_heads == 1 ? 0 : kv_head);
-  const int64_t head_in_page = args.shape.kv_heads == 1 ? 0 : kv_head;
-  const int64_t head_dim = args.shape.head_dim;
-  const int64_t first_head = kv_head * (args.heads / cut.kv_heads);
-  const int64_t first_column = args.query_columns[sequence];
-
-  const AttentionState state = make_attention_state(cut.rows, head_dim);
-  load_query<T>(args, state, sequence, first_head);
-  const int64_t pages = args.page_counts[table];
-  const int64_t first_page = std::min(pages, part * std::min(cut.pages_per_part, pages));
-  TokenWalk walk{.args = args,
-                 .table = table,
-                 .head_offset = head_in_page * 2 * args.shape.group_tokens * head_dim *
-                                static_cast<int64_t>(sizeof(T)),
-                 .page = first_page,
-                 .last_page = first_page + std::min(cut.pages_per_part, pages - first_page),
-                 .last_column = first_column + args.queries - 1};
-  while (const int64_t tokens = walk.next()) {
-    attend_block<T>(args, state, walk, tokens, first_column);
+class AttentionRun {
+ public:
+  AttentionRun(const PagedAttentionArgs& args, const AttentionPartition& cut, int64_t first_unit,
+               int64_t units)
+      : args_(args),
+        cut_(cut),
+        first_unit_(first_unit),
+        units_(units),
+        first_kv_head_(first_unit % cut.kv_heads),
+        part_(first_unit / cut.kv_heads % cut.parts),
+        sequence_(first_unit / cut.kv_heads / cut.parts) {
   }
-  for (int64_t row = 0; row < cut.rows; ++row) {
-    const float factor = state.sum[row] > 0.0f ? 1.0f / state.sum[row] : 0.0f;
-    const float log_sum_exp =
-        state.sum[row] > 0.0f ? state.largest[row] + std::log(state.sum[row]) : kNothing;
-    const float* values = state.output + row * state.stride;
-    if (cut.parts == 1) {
-      const int64_t head = first_head + row / args.queries;
-      store_output<T>(args, sequence, head, row % args.queries, values, factor);
-      store_log_sum_exp(args, sequence, head, row % args.queries, log_sum_exp);
-    } else {
-      float* target = partials.output + (task * cut.rows + row) * head_dim;
-      for (int64_t d = 0; d < head_dim; ++d) target[d] = values[d] * factor;
-      partials.log_sum_exp[task * cut.rows + row] = log_sum_exp;
+
+  int64_t end_unit() const { return first_unit_ + units_; }
+
+  /// `next` is what this thread does after this run, or null.
+  void attend(const AttentionRun* next) {
+    make_state();
+    for (int64_t unit = 0; unit < units_; ++unit) load_query(unit);
+    TokenWalk walk = start();
+    TokenBlock blocks[2];
+    TokenBlock first_of_next;
+    if (next) next->start().next(first_of_next);
+    walk.next(blocks[0]);
+    for (int current = 0; blocks[current].count > 0; current = 1 - current) {
+      walk.next(blocks[1 - current]);
+      const bool is_last = blocks[1 - current].count == 0;
+      attend_block(blocks[current], is_last && next ? next->upcoming(first_of_next)
+                                                    : upcoming(blocks[1 - current]));
     }
+  }
+
+  void finish(const AttentionPartials& partials) const {
+    for (int64_t unit = 0; unit < units_; ++unit) {
+      const AttentionState state = state_of(unit);
+      for (int64_t row = 0; row < state.rows; ++row) finish_row(partials, state, unit, row);
+    }
+  }
+
+ private:
+  int64_t first_column() const { return args_.query_columns[sequence_]; }
+  int64_t head_of(int64_t unit, int64_t row) const {
+    return (first_kv_head_ + unit) * (args_.heads / cut_.kv_heads) + row / args_.queries;
+  }
+  int64_t side_bytes() const {
+    return args_.shape.group_tokens * args_.shape.head_dim * static_cast<int64_t>(sizeof(T));
+  }
+  int64_t key_offset(int64_t unit) const {
+    return args_.shape.kv_heads == 1 ? 0 : (first_kv_head_ + unit) * 2 * side_bytes();
+  }
+
+  TokenWalk start() const {
+    const int64_t table =
+        sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : first_kv_head_);
+    return TokenWalk(args_, table, part_ * cut_.pages_per_part, cut_.pages_per_part,
+                     first_column() + args_.queries - 1);
+  }
+
+  Upcoming upcoming(const TokenBlock& block) const {
+    return {.block = &block,
+            .key_offset = key_offset(0),
+            .side_bytes = side_bytes(),
+            .row_bytes = args_.shape.head_dim * static_cast<int64_t>(sizeof(T)),
+            .heads = units_};
+  }
+
+  void make_state() {
+    thread_local std::vector<float> scratch;
+    const int64_t rows = units_ * cut_.rows;
+    const int64_t stride = round_up_to_lanes(args_.shape.head_dim);
+    const size_t size = rows * (2 * stride + kBlockTokens + 3);
+    if (scratch.size() < size) scratch.resize(size);
+    all_ = {.rows = cut_.rows, .stride = stride, .query = scratch.data()};
+    all_.output = all_.query + rows * stride;
+    all_.scores = all_.output + rows * stride;
+    all_.largest = all_.scores + rows * kBlockTokens;
+    all_.sum = all_.largest + rows;
+    all_.decay = all_.sum + rows;
+    std::fill_n(all_.query, 2 * rows * stride, 0.0f);
+    std::fill_n(all_.largest, rows, kNothing);
+    std::fill_n(all_.sum, rows, 0.0f);
+  }
+
+  AttentionState state_of(int64_t unit) const {
+    const int64_t row = unit * cut_.rows;
+    AttentionState state = all_;
+    state.query += row * state.stride;
+    state.output += row * state.stride;
+    state.scores += row * kBlockTokens;
+    state.largest += row;
+    state.sum += row;
+    state.decay += row;
+    return state;
+  }
+
+  void load_query(int64_t unit) {
+    const AttentionState state = state_of(unit);
+    for (int64_t row = 0; row < state.rows; ++row) {
+      const T* source = static_cast<const T*>(args_.query) + sequence_ * args_.query_batch_stride +
+                        head_of(unit, row) * args_.query_head_stride +
+                        row % args_.queries * args_.query_token_stride;
+      float* target = state.query + row * state.stride;
+      for (int64_t d = 0; d < args_.shape.head_dim; ++d) target[d] = to_float(source[d]);
+    }
+  }
+
+  void attend_block(TokenBlock& block, const Upcoming& upcoming) {
+    const int64_t tiles = (block.count + kTileTokens - 1) / kTileTokens;
+    std::fill(block.slots + block.count, block.slots + tiles * kTileTokens,
+              block.slots[block.count - 1]);
+    for (int64_t unit = 0; unit < units_; ++unit) {
+      const AttentionState state = state_of(unit);
+      const HeadBlock head{.slots = block.slots,
+                           .tokens = block.count,
+                           .key_offset = key_offset(unit),
+                           .side_bytes = side_bytes(),
+                           .head_dim = args_.shape.head_dim,
+                           .first_piece = unit * tiles};
+      score_block<T>(state, head, upcoming);
+      if (args_.queries > 1) hide_later_tokens(state, block);
+      for (int64_t row = 0; row < state.rows; ++row) {
+        weigh_scores(state, row, args_.scale, block.count);
+      }
+      weigh_block<T>(state, head);
+    }
+  }
+
+  /// Rows are (head of the group, query): hides what comes after the query's own column.
+  void hide_later_tokens(const AttentionState& state, const TokenBlock& block) const {
+    for (int64_t row = 0; row < state.rows; ++row) {
+      float* scores = state.scores + row * kBlockTokens;
+      const int64_t column = first_column() + row % args_.queries;
+      for (int64_t t = 0; t < block.count; ++t) {
+        if (block.columns[t] > column) scores[t] = kNothing;
+      }
+    }
+  }
+
+  void finish_row(const AttentionPartials& partials, const AttentionState& state, int64_t unit,
+                  int64_t row) const {
+    const bool is_empty = !(state.sum[row] > 0.0f);
+    const float factor = is_empty ? 0.0f : 1.0f / state.sum[row];
+    const float log_sum_exp = is_empty ? kNothing : state.largest[row] + std::log(state.sum[row]);
+    const float* values = state.output + row * state.stride;
+    if (cut_.parts == 1) {
+      const int64_t query = row % args_.queries;
+      store_output<T>(args_, sequence_, head_of(unit, row), query, values, factor);
+      store_log_sum_exp(args_, sequence_, head_of(unit, row), query, log_sum_exp);
+      return;
+    }
+    const int64_t place = (first_unit_ + unit) * cut_.rows + row;
+    float* target = partials.output + place * args_.shape.head_dim;
+    for (int64_t d = 0; d < args_.shape.head_dim; ++d) target[d] = values[d] * factor;
+    partials.log_sum_exp[place] = log_sum_exp;
+  }
+
+  const PagedAttentionArgs& args_;
+  const AttentionPartition& cut_;
+  int64_t first_unit_;
+  int64_t units_;
+  int64_t first_kv_head_;
+  int64_t part_;
+  int64_t sequence_;
+  AttentionState all_;  // [units, rows] of everything
+};
+
+template <typename T>
+void attend_typed(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
+                  int64_t end) {
+  const AttentionPartition cut(args);
+  const auto run_at = [&](int64_t unit) {
+    const int64_t neighbours = args.table_heads == 1 ? cut.kv_heads - unit % cut.kv_heads : 1;
+    return AttentionRun<T>(args, cut, unit, std::min(neighbours, end - unit));
+  };
+  while (begin < end) {
+    AttentionRun<T> run = run_at(begin);
+    begin = run.end_unit();
+    if (begin < end) {
+      const AttentionRun<T> next = run_at(begin);
+      run.attend(&next);
+    } else {
+      run.attend(nullptr);
+    }
+    run.finish(partials);
   }
 }
 
-/// Joins the parts of one (sequence, KV head), in rising order of pages.
-template <typename T>
-void merge_parts(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t task) {
-  const AttentionPartition cut(args);
-  const int64_t head_dim = args.shape.head_dim;
-  const int64_t sequence = task / cut.kv_heads;
-  const int64_t first_head = task % cut.kv_heads * (args.heads / cut.kv_heads);
-  for (int64_t row = 0; row < cut.rows; ++row) {
-    const int64_t first = task * cut.parts * cut.rows + row;
-    float* values = partials.output + first * head_dim;
-    float total = partials.log_sum_exp[first];
-    for (int64_t part = 1; part < cut.parts; ++part) {
-      const int64_t other = first + part * cut.rows;
-      const float theirs = partials.log_sum_exp[other];
-      if (theirs == kNothing) continue;
-      const float larger = std::max(total, theirs);
-      const float both = larger + std::log(std::exp(total - larger) + std::exp(theirs - larger));
-      const float weight = std::exp(total - both);
-      const float other_weight = std::exp(theirs - both);
-      for (int64_t d = 0; d < head_dim; ++d) {
-        values[d] = weight * values[d] + other_weight * partials.output[other * head_dim + d];
-      }
-      total = both;
+/// Joins the parts of one head's row, in rising order of pages. `first` is its place in part 0.
+float join_parts(const AttentionPartition& cut, const AttentionPartials& partials, int64_t first,
+                 int64_t head_dim) {
+  float* values = partials.output + first * head_dim;
+  float total = partials.log_sum_exp[first];
+  for (int64_t part = 1; part < cut.parts; ++part) {
+    const int64_t place = first + part * cut.kv_heads * cut.rows;
+    const float theirs = partials.log_sum_exp[place];
+    if (theirs == kNothing) continue;
+    const float larger = std::max(total, theirs);
+    const float both = larger + std::log(std::exp(total - larger) + std::exp(theirs - larger));
+    const float weight = std::exp(total - both);
+    const float other_weight = std::exp(theirs - both);
+    for (int64_t d = 0; d < head_dim; ++d) {
+      values[d] = weight * values[d] + other_weight * partials.output[place * head_dim + d];
     }
-    const int64_t head = first_head + row / args.queries;
-    store_output<T>(args, sequence, head, row % args.queries, values, 1.0f);
+    total = both;
+  }
+  return total;
+}
+
+/// Heads are (sequence * kv_heads) + KV head.
+template <typename T>
+void merge_typed(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
+                 int64_t end) {
+  const AttentionPartition cut(args);
+  for (int64_t i = begin * cut.rows; i < end * cut.rows; ++i) {
+    const int64_t row = i % cut.rows;
+    const int64_t kv_head = i / cut.rows % cut.kv_heads;
+    const int64_t sequence = i / cut.rows / cut.kv_heads;
+    const int64_t first = (sequence * cut.parts * cut.kv_heads + kv_head) * cut.rows + row;
+    const float total = join_parts(cut, partials, first, args.shape.head_dim);
+    const int64_t head = kv_head * (args.heads / cut.kv_heads) + row / args.queries;
+    store_output<T>(args, sequence, head, row % args.queries,
+                    partials.output + first * args.shape.head_dim, 1.0f);
     store_log_sum_exp(args, sequence, head, row % args.queries, total);
   }
 }
 
-void attend_task(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t task) {
+void attend_units(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
+                  int64_t end) {
   switch (args.dtype) {
-    case DType::kFloat32: return attend<float>(args, partials, task);
-    case DType::kBFloat16: return attend<BFloat16>(args, partials, task);
-    case DType::kFloat16: return attend<Float16>(args, partials, task);
+    case DType::kFloat32: return attend_typed<float>(args, partials, begin, end);
+    case DType::kBFloat16: return attend_typed<BFloat16>(args, partials, begin, end);
+    case DType::kFloat16: return attend_typed<Float16>(args, partials, begin, end);
     case DType::kInt8: return;
   }
 }
 
-void merge_task(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t task) {
+void merge_heads(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
+                 int64_t end) {
   switch (args.dtype) {
-    case DType::kFloat32: return merge_parts<float>(args, partials, task);
-    case DType::kBFloat16: return merge_parts<BFloat16>(args, partials, task);
-    case DType::kFloat16: return merge_parts<Float16>(args, partials, task);
+    case DType::kFloat32: return merge_typed<float>(args, partials, begin, end);
+    case DType::kBFloat16: return merge_typed<BFloat16>(args, partials, begin, end);
+    case DType::kFloat16: return merge_typed<Float16>(args, partials, begin, end);
     case DType::kInt8: return;
   }
 }
@@ -180,30 +288,25 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kvswap {
 
-KVSWAP_EXPORT(attend_task);
-KVSWAP_EXPORT(merge_task);
+KVSWAP_EXPORT(attend_units);
+KVSWAP_EXPORT(merge_heads);
 
 void paged_attention(const PagedAttentionArgs& args, const Execution& execution) {
   const AttentionPartition cut(args);
-  const int64_t heads = args.batch * cut.kv_heads;
   thread_local std::vector<float> workspace;
   AttentionPartials partials;
   if (cut.parts > 1) {
-    const int64_t rows = heads * cut.parts * cut.rows;
+    const int64_t rows = cut.units * cut.rows;
     workspace.resize(std::max<size_t>(workspace.size(), rows * (args.shape.head_dim + 1)));
     partials = {.output = workspace.data(),
                 .log_sum_exp = workspace.data() + rows * args.shape.head_dim};
   }
-  run_parallel(execution, heads * cut.parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      KVSWAP_DISPATCH(attend_task)(args, partials, task);
-    }
+  run_parallel(execution, cut.units, 1, [&](int64_t begin, int64_t end) {
+    KVSWAP_DISPATCH(attend_units)(args, partials, begin, end);
   });
   if (cut.parts == 1) return;
-  run_parallel(execution, heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      KVSWAP_DISPATCH(merge_task)(args, partials, task);
-    }
+  run_parallel(execution, cut.units / cut.parts, 1, [&](int64_t begin, int64_t end) {
+    KVSWAP_DISPATCH(merge_heads)(args, partials, begin, end);
   });
 }
 

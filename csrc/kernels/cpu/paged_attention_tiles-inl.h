@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <limits>
 
 #include "kernels/cpu/simd-inl.h"
 #include "kernels/cpu/token_walk.h"
@@ -17,9 +17,11 @@
 HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
 
+inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
 inline constexpr int kTileRows = kRegisters == 32 ? 4 : 2;
+inline constexpr int64_t kTileTokens = 4;
 
-/// fp32 state of one task; all rows are padded to whole vectors.
+/// fp32 state of the rows of one KV head; query and output are padded to whole vectors.
 struct AttentionState {
   int64_t rows = 0;
   int64_t stride = 0;
@@ -31,44 +33,82 @@ struct AttentionState {
   float* decay = nullptr;    // [rows]: what the block does to what was summed before it
 };
 
-AttentionState make_attention_state(int64_t rows, int64_t head_dim) {
-  thread_local std::vector<float> scratch;
-  const int64_t stride = round_up_to_lanes(head_dim);
-  const size_t size = rows * (2 * stride + kBlockTokens + 3);
-  if (scratch.size() < size) scratch.resize(size);
-  AttentionState state{.rows = rows, .stride = stride, .query = scratch.data()};
-  state.output = state.query + rows * stride;
-  state.scores = state.output + rows * stride;
-  state.largest = state.scores + rows * kBlockTokens;
-  state.sum = state.largest + rows;
-  state.decay = state.sum + rows;
-  std::fill_n(state.query, 2 * rows * stride, 0.0f);
-  std::fill_n(state.largest, rows, kNothing);
-  std::fill_n(state.sum, rows, 0.0f);
-  return state;
+/// Rows that will be wanted next. Pages are scattered, so the hardware does not guess where they
+/// are: they are asked for in the order in which they stand in memory, a little at a time.
+struct Upcoming {
+  const TokenBlock* block = nullptr;
+  int64_t key_offset = 0;   // bytes from a slot to K of the first head
+  int64_t side_bytes = 0;   // from K to V, and from V to K of the next head
+  int64_t row_bytes = 0;
+  int64_t heads = 1;
+};
+
+/// K and V of one head for a block of tokens.
+struct HeadBlock {
+  const char* const* slots = nullptr;  // [tokens, and on to a multiple of kTileTokens]
+  int64_t tokens = 0;
+  int64_t key_offset = 0;  // bytes from a slot to K of this head
+  int64_t side_bytes = 0;  // from K to V
+  int64_t head_dim = 0;
+  int64_t first_piece = 0;  // of what is upcoming, one for each tile of this head
+};
+
+/// Piece i is the i-th tile of K and V in order of memory.
+inline void prefetch_piece(const Upcoming& upcoming, int64_t piece) {
+  constexpr int64_t kLineBytes = 64;
+  const int64_t first = piece / upcoming.heads * kTileTokens;
+  const int64_t head = piece % upcoming.heads;
+  const int64_t last = std::min(first + kTileTokens, upcoming.block->count);
+  for (int side = 0; side < 2; ++side) {
+    const int64_t offset = upcoming.key_offset + (2 * head + side) * upcoming.side_bytes;
+    for (int64_t token = first; token < last; ++token) {
+      const char* row = upcoming.block->slots[token] + offset;
+      for (int64_t byte = 0; byte < upcoming.row_bytes; byte += kLineBytes) {
+        __builtin_prefetch(row + byte, 0, KVPF);
+      }
+    }
+  }
 }
 
-template <typename T>
-inline Floats load_row(const T* row, int64_t d, int64_t head_dim) {
-  return d + kLanes <= head_dim ? load(row + d) : load_some(row + d, head_dim - d);
+/// How much of a vector of head_dim is there: a tail is rare, and would cost the loops their
+/// registers if it were looked for in them.
+enum class Extent { kWhole, kTail };
+
+template <Extent kExtent, typename T>
+inline Floats load_part(const T* source, int64_t count) {
+  if constexpr (kExtent == Extent::kWhole) return load(source);
+  return load_some(source, count);
 }
 
-/// scores[r, t] = query[r] . keys[t] for kRows rows and four tokens.
+/// sums[r, t] += query[r, d..] . key[t, d..] over one vector; `left` is what head_dim has from d on.
+template <Extent kExtent, typename T, int kRows>
+inline void score_step(const float* query, int64_t stride, const T* const* keys, int64_t d,
+                       int64_t left, Floats (&sums)[kRows][kTileTokens]) {
+  Floats key[kTileTokens];
+  for (int t = 0; t < kTileTokens; ++t) key[t] = load_part<kExtent>(keys[t] + d, left);
+  for (int r = 0; r < kRows; ++r) {
+    const Floats part = load(query + r * stride + d);
+    for (int t = 0; t < kTileTokens; ++t) sums[r][t] = multiply_add(part, key[t], sums[r][t]);
+  }
+}
+
+/// scores[r, t] = query[r] . key[t] for kRows rows and kTileTokens tokens.
 template <typename T, int kRows>
-void score_tile(const AttentionState& state, int64_t first_row, const char* const* keys, int64_t token,
-                int64_t head_dim) {
+inline void score_tile(const AttentionState& state, int64_t first_row, const HeadBlock& block,
+                       int64_t token) {
   const float* query = state.query + first_row * state.stride;
-  Floats sums[kRows][4];
-  for (auto& row : sums) std::fill_n(row, 4, zeros());
-  for (int64_t d = 0; d < head_dim; d += kLanes) {
-    Floats key[4];
-    for (int t = 0; t < 4; ++t) {
-      key[t] = load_row(reinterpret_cast<const T*>(keys[token + t]), d, head_dim);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      const Floats part = load(query + r * state.stride + d);
-      for (int t = 0; t < 4; ++t) sums[r][t] = multiply_add(part, key[t], sums[r][t]);
-    }
+  const T* keys[kTileTokens];
+  for (int64_t t = 0; t < kTileTokens; ++t) {
+    keys[t] = reinterpret_cast<const T*>(block.slots[token + t] + block.key_offset);
+  }
+  Floats sums[kRows][kTileTokens];
+  for (auto& row : sums) std::fill_n(row, kTileTokens, zeros());
+  int64_t d = 0;
+  for (; d + kLanes <= block.head_dim; d += kLanes) {
+    score_step<Extent::kWhole>(query, state.stride, keys, d, kLanes, sums);
+  }
+  if (d < block.head_dim) {
+    score_step<Extent::kTail>(query, state.stride, keys, d, block.head_dim - d, sums);
   }
   for (int r = 0; r < kRows; ++r) {
     sum4(sums[r], state.scores + (first_row + r) * kBlockTokens + token);
@@ -76,19 +116,21 @@ void score_tile(const AttentionState& state, int64_t first_row, const char* cons
 }
 
 template <typename T, int kRows>
-void score_rows(const AttentionState& state, int64_t first_row, const char* const* keys, int64_t tokens,
-                int64_t head_dim) {
-  for (int64_t token = 0; token < tokens; token += 4) {
-    score_tile<T, kRows>(state, first_row, keys, token, head_dim);
+void score_rows(const AttentionState& state, int64_t first_row, const HeadBlock& block,
+                const Upcoming& upcoming) {
+  for (int64_t token = 0; token < block.tokens; token += kTileTokens) {
+    if (first_row == 0) prefetch_piece(upcoming, block.first_piece + token / kTileTokens);
+    score_tile<T, kRows>(state, first_row, block, token);
   }
 }
 
 /// output[r, d..] = decay[r] * output[r, d..] + sum over tokens of weight[r, t] * value[t, d..]
-template <typename T, int kRows, int kVectors>
-void weigh_tile(const AttentionState& state, int64_t first_row, const char* const* keys, int64_t tokens,
-                int64_t value_offset, int64_t d, int64_t head_dim) {
+template <Extent kExtent, typename T, int kRows, int kVectors>
+void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock& block,
+                int64_t d) {
   float* output = state.output + first_row * state.stride + d;
   const float* weights = state.scores + first_row * kBlockTokens;
+  const int64_t value_offset = block.key_offset + block.side_bytes;
   Floats sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
@@ -96,10 +138,12 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const char* cons
                             fill(state.decay[first_row + r]));
     }
   }
-  for (int64_t token = 0; token < tokens; ++token) {
-    const T* row = reinterpret_cast<const T*>(keys[token] + value_offset);
+  for (int64_t token = 0; token < block.tokens; ++token) {
+    const T* row = reinterpret_cast<const T*>(block.slots[token] + value_offset);
     Floats value[kVectors];
-    for (int v = 0; v < kVectors; ++v) value[v] = load_row(row, d + v * kLanes, head_dim);
+    for (int v = 0; v < kVectors; ++v) {
+      value[v] = load_part<kExtent>(row + d + v * kLanes, block.head_dim - d);
+    }
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = fill(weights[r * kBlockTokens + token]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(weight, value[v], sums[r][v]);
@@ -111,21 +155,22 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const char* cons
 }
 
 template <typename T, int kRows>
-void weigh_rows(const AttentionState& state, int64_t first_row, const char* const* keys, int64_t tokens,
-                int64_t value_offset, int64_t head_dim) {
+void weigh_rows(const AttentionState& state, int64_t first_row, const HeadBlock& block) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
-    weigh_tile<T, kRows, 4>(state, first_row, keys, tokens, value_offset, d, head_dim);
+  for (; d + 4 * kLanes <= block.head_dim; d += 4 * kLanes) {
+    weigh_tile<Extent::kWhole, T, kRows, 4>(state, first_row, block, d);
   }
-  for (; d < head_dim; d += kLanes) {
-    weigh_tile<T, kRows, 1>(state, first_row, keys, tokens, value_offset, d, head_dim);
+  for (; d + kLanes <= block.head_dim; d += kLanes) {
+    weigh_tile<Extent::kWhole, T, kRows, 1>(state, first_row, block, d);
   }
+  if (d < block.head_dim) weigh_tile<Extent::kTail, T, kRows, 1>(state, first_row, block, d);
 }
 
-/// Turns a row's scores into weights relative to the largest so far. `tokens` are padded with
-/// -inf to `padded`, a multiple of kLanes.
-void weigh_scores(const AttentionState& state, int64_t row, float scale, int64_t padded) {
+/// Turns a row's scores into weights relative to the largest so far.
+inline void weigh_scores(const AttentionState& state, int64_t row, float scale, int64_t tokens) {
   float* scores = state.scores + row * kBlockTokens;
+  const int64_t padded = round_up_to_lanes(tokens);
+  std::fill(scores + tokens, scores + padded, kNothing);
   Floats largest_lanes = fill(kNothing);
   for (int64_t t = 0; t < padded; t += kLanes) {
     const Floats scaled = multiply(load(scores + t), fill(scale));
@@ -141,9 +186,27 @@ void weigh_scores(const AttentionState& state, int64_t row, float scale, int64_t
     store(weight, scores + t);
     sums = add(sums, weight);
   }
-  state.decay[row] = std::exp(before - reference);
+  state.decay[row] = before == now ? 1.0f : std::exp(before - reference);
   state.sum[row] = state.sum[row] * state.decay[row] + sum(sums);
   state.largest[row] = now;
+}
+
+template <typename T>
+void score_block(const AttentionState& state, const HeadBlock& block, const Upcoming& upcoming) {
+  int64_t row = 0;
+  for (; row + kTileRows <= state.rows; row += kTileRows) {
+    score_rows<T, kTileRows>(state, row, block, upcoming);
+  }
+  for (; row < state.rows; ++row) score_rows<T, 1>(state, row, block, upcoming);
+}
+
+template <typename T>
+void weigh_block(const AttentionState& state, const HeadBlock& block) {
+  int64_t row = 0;
+  for (; row + kTileRows <= state.rows; row += kTileRows) {
+    weigh_rows<T, kTileRows>(state, row, block);
+  }
+  for (; row < state.rows; ++row) weigh_rows<T, 1>(state, row, block);
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

@@ -37,8 +37,7 @@ TEST(DataFile, GivesBackWhatWasWritten) {
     fill_random(written.span(), 31);
     const auto file = file_with(directory.path(), mode, written.span());
     const AlignedBytes read(written.size());
-    ASSERT_EQ(::pread(file->fd(), read.data(), read.size(), 0),
-              static_cast<ssize_t>(read.size()));
+    ASSERT_EQ(::pread(file->fd(), read.data(), read.size(), 0), static_cast<ssize_t>(read.size()));
     EXPECT_EQ(std::memcmp(read.data(), written.data(), read.size()), 0);
     EXPECT_GE(file->allocated_bytes(), static_cast<int64_t>(written.size()));
     const int64_t alignment = file->alignment_bytes();
@@ -56,7 +55,7 @@ TEST(DataFile, HasNoNameAndIsPrivate) {
   const TempDirectory directory;
   const auto file = must(DataFile::open({.directory = directory.path()}));
   EXPECT_TRUE(directory.is_empty());
-  struct stat facts {};
+  struct stat facts{};
   ASSERT_EQ(::fstat(file->fd(), &facts), 0);
   EXPECT_EQ(facts.st_mode & 0777, 0600u);
   EXPECT_EQ(facts.st_nlink, 0u);
@@ -67,7 +66,7 @@ TEST(DataFile, TheNamedWayLeavesNothingEither) {
   const TempDirectory directory;
   const OwnedFd file = must(create_and_unlink_file(directory.path()));
   EXPECT_TRUE(directory.is_empty());
-  struct stat facts {};
+  struct stat facts{};
   ASSERT_EQ(::fstat(file.get(), &facts), 0);
   EXPECT_EQ(facts.st_mode & 0777, 0600u);
   EXPECT_EQ(::pwrite(file.get(), "abc", 3, 0), 3);
@@ -113,9 +112,8 @@ TEST(DataFile, DirectIsRefusedOrWorks) {
 
 TEST(DataFile, ReservesInStepsAndWithinItsQuota) {
   const TempDirectory directory;
-  const auto file = must(DataFile::open({.directory = directory.path(),
-                                         .quota_bytes = 10 << 20,
-                                         .extend_bytes = 4 << 20}));
+  const auto file = must(DataFile::open(
+      {.directory = directory.path(), .quota_bytes = 10 << 20, .extend_bytes = 4 << 20}));
   EXPECT_EQ(file->allocated_bytes(), 0);
   must(file->reserve(1));
   EXPECT_EQ(file->allocated_bytes(), 4 << 20);
@@ -129,26 +127,43 @@ TEST(DataFile, ReservesInStepsAndWithinItsQuota) {
   must(file->write((10 << 20) - 8192, bytes.span()));
 }
 
-TEST(DataFile, FullDiskNamesTheFreeBytes) {
-  const TempDirectory directory;
-  if (::mount("tmpfs", directory.path().c_str(), "tmpfs", 0, "size=1m") != 0) {
-    GTEST_SKIP() << "a small file system cannot be mounted here";
+/// A file system of 1 MiB, where the system lets us mount one.
+class SmallDisk : public testing::Test {
+ protected:
+  void SetUp() override {
+    is_mounted_ = ::mount("tmpfs", directory_.path().c_str(), "tmpfs", 0, "size=1m") == 0;
+    if (!is_mounted_) GTEST_SKIP() << "a small file system cannot be mounted here";
   }
-  {
-    const auto file = must(DataFile::open({.directory = directory.path()}));
-    must(file->reserve(256 << 10));  // the step of 64 MiB does not fit, the need does
-    EXPECT_EQ(file->allocated_bytes(), 256 << 10);
-    const Status status = file->reserve(4 << 20);
-    EXPECT_EQ(status.error_number(), ENOSPC);
-    const int64_t left = must(free_bytes(directory.path()));
-    expect_says(status, StatusCode::kStorage,
-                {directory.path(), "bytes are free", std::to_string(left)});
-    EXPECT_EQ(file->allocated_bytes(), 256 << 10);
-    const AlignedBytes bytes(64 << 10);
-    must(file->write(0, bytes.span()));
+  void TearDown() override {
+    if (is_mounted_) {
+      EXPECT_EQ(must(free_bytes(directory_.path())), 1 << 20);
+      EXPECT_EQ(::umount2(directory_.path().c_str(), MNT_DETACH), 0);
+    }
   }
-  EXPECT_EQ(must(free_bytes(directory.path())), 1 << 20);
-  EXPECT_EQ(::umount2(directory.path().c_str(), MNT_DETACH), 0);
+
+  TempDirectory directory_;
+  bool is_mounted_ = false;
+};
+
+TEST_F(SmallDisk, WhenFullTheErrorNamesTheFreeBytes) {
+  const auto file = must(DataFile::open({.directory = directory_.path()}));
+  must(file->reserve(256 << 10));  // the step of 64 MiB does not fit, the need does
+  EXPECT_EQ(file->allocated_bytes(), 256 << 10);
+  const Status status = file->reserve(4 << 20);
+  EXPECT_EQ(status.error_number(), ENOSPC);
+  const int64_t left = must(free_bytes(directory_.path()));
+  expect_says(status, StatusCode::kStorage,
+              {directory_.path(), "bytes are free", std::to_string(left)});
+  EXPECT_EQ(file->allocated_bytes(), 256 << 10);
+  const AlignedBytes bytes(64 << 10);
+  must(file->write(0, bytes.span()));
+}
+
+TEST_F(SmallDisk, WhenFullOpeningIsAnErrorAndNoFallBack) {
+  const auto hog = must(DataFile::open({.directory = directory_.path()}));
+  must(hog->reserve(1 << 20));
+  expect_says(open_status({.directory = directory_.path()}), StatusCode::kStorage,
+              {"DataFile::open", directory_.path(), "0 bytes are free"});
 }
 
 TEST(DataFile, FileSizeLimitIsAnError) {

@@ -15,8 +15,8 @@ class FaultInjection : public testing::Test {
   void SetUp() override {
     fill_random(content_.span(), 61);
     file_ = file_with(directory_.path(), IoMode::kAuto, content_.span());
-    reader_ = std::make_unique<FaultyReader>(std::move(must(open_reader(*file_, {})).reader),
-                                             &faults_);
+    reader_ =
+        std::make_unique<FaultyReader>(std::move(must(open_reader(*file_, {})).reader), &faults_);
     for (int index = 0; index < 4; ++index) {
       targets_.push_back({landing_.data() + 4096 * index, 4096});
     }

@@ -37,10 +37,9 @@ TEST(Merge, EveryRecordLandsInItsTarget) {
   std::mt19937_64 random(22);
   MergedReads merged;
   for (int round = 0; round < 400; ++round) {
-    const MergeOptions options{
-        .gap_bytes_max = static_cast<int64_t>(random() % 9) * kUnit,
-        .merged_bytes_max = static_cast<int64_t>(1 + random() % 64) * kUnit,
-        .scrap = random() % 4 == 0 ? nullptr : scrap.data()};
+    const MergeOptions options{.gap_bytes_max = static_cast<int64_t>(random() % 9) * kUnit,
+                               .merged_bytes_max = static_cast<int64_t>(1 + random() % 64) * kUnit,
+                               .scrap = random() % 4 == 0 ? nullptr : scrap.data()};
     const AlignedBytes landing(512 * kUnit);
     std::vector<Placement> placements;
     int64_t needed = 0;
@@ -103,7 +102,8 @@ TEST(Merge, AGapLandsInTheScrapArea) {
 
 TEST(Merge, TargetsThatTouchBecomeOne) {
   const AlignedBytes memory(4 * 4096);
-  std::vector<Placement> placements = {{0, 4096, memory.data()}, {4096, 4096, memory.data() + 4096}};
+  std::vector<Placement> placements = {{0, 4096, memory.data()},
+                                       {4096, 4096, memory.data() + 4096}};
   MergedReads merged;
   merged.build(placements, {});
   ASSERT_EQ(merged.reads().size(), 1u);

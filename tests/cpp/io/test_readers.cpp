@@ -81,11 +81,11 @@ class ReaderMatrix : public testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     const char* parent = GetParam().parent;
-    directory_ = parent ? std::make_unique<TempDirectory>(parent)
-                        : std::make_unique<TempDirectory>();
+    directory_ =
+        parent ? std::make_unique<TempDirectory>(parent) : std::make_unique<TempDirectory>();
     fill_random(content_.span(), 11);
-    auto file = DataFile::open({.directory = directory_->path(), .mode = GetParam().mode,
-                                .extend_bytes = kFileBytes});
+    auto file = DataFile::open(
+        {.directory = directory_->path(), .mode = GetParam().mode, .extend_bytes = kFileBytes});
     if (!file.is_ok() && GetParam().mode == IoMode::kDirect) {
       GTEST_SKIP() << file.status().message();
     }
@@ -314,20 +314,19 @@ TEST_P(ReaderMatrix, FetchesMergedNeighbours) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, ReaderMatrix,
-    testing::Values(Case{ReaderKind::kSync, IoMode::kDirect, nullptr},
-                    Case{ReaderKind::kSync, IoMode::kBuffered, nullptr},
-                    Case{ReaderKind::kThreads, IoMode::kDirect, nullptr},
-                    Case{ReaderKind::kThreads, IoMode::kBuffered, nullptr},
-                    Case{ReaderKind::kUring, IoMode::kDirect, nullptr},
-                    Case{ReaderKind::kUring, IoMode::kBuffered, nullptr},
-                    Case{ReaderKind::kAuto, IoMode::kAuto, nullptr},
-                    Case{ReaderKind::kSync, IoMode::kAuto, "/dev/shm"},
-                    Case{ReaderKind::kThreads, IoMode::kAuto, "/dev/shm"},
-                    Case{ReaderKind::kUring, IoMode::kAuto, "/dev/shm"},
-                    Case{ReaderKind::kUring, IoMode::kDirect, "/dev/shm"}),
-    case_name);
+INSTANTIATE_TEST_SUITE_P(All, ReaderMatrix,
+                         testing::Values(Case{ReaderKind::kSync, IoMode::kDirect, nullptr},
+                                         Case{ReaderKind::kSync, IoMode::kBuffered, nullptr},
+                                         Case{ReaderKind::kThreads, IoMode::kDirect, nullptr},
+                                         Case{ReaderKind::kThreads, IoMode::kBuffered, nullptr},
+                                         Case{ReaderKind::kUring, IoMode::kDirect, nullptr},
+                                         Case{ReaderKind::kUring, IoMode::kBuffered, nullptr},
+                                         Case{ReaderKind::kAuto, IoMode::kAuto, nullptr},
+                                         Case{ReaderKind::kSync, IoMode::kAuto, "/dev/shm"},
+                                         Case{ReaderKind::kThreads, IoMode::kAuto, "/dev/shm"},
+                                         Case{ReaderKind::kUring, IoMode::kAuto, "/dev/shm"},
+                                         Case{ReaderKind::kUring, IoMode::kDirect, "/dev/shm"}),
+                         case_name);
 
 TEST(OpenReader, RefusesOptionsOutOfRange) {
   const TempDirectory directory;

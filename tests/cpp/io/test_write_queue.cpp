@@ -114,8 +114,7 @@ TEST_F(WriteQueueTest, AnErrorStays) {
   for (uint64_t bad = 1; bad <= 6; ++bad) {
     WriteFaults faults{.fail_write = bad};
     FaultyDataFile faulty(must(DataFile::open({.directory = directory_.path()})), &faults);
-    const auto queue =
-        must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 3}));
+    const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 3}));
     Status first;
     for (int index = 0; index < 6 && first.is_ok(); ++index) {
       Result<WriteQueue::Buffer> buffer = queue->acquire();

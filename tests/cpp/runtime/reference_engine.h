@@ -26,7 +26,7 @@ class ReferenceEngine {
       : options_(options), layers_(options.layers) {}
 
   struct Sequence {
-    std::vector<float> keys;    // [columns, kv_heads, head_dim]
+    std::vector<float> keys;  // [columns, kv_heads, head_dim]
     std::vector<float> values;
   };
   struct Layer {
@@ -135,6 +135,9 @@ class ReferenceEngine {
     }
   }
 
+  /// What has left the tail is sealed by the next short append(), also by one that is refused.
+  void seal_overflow(int64_t index) { seal(layers_[index]); }
+
   void reset() {
     valid_.clear();
     for (Layer& layer : layers_) {
@@ -192,8 +195,7 @@ class ReferenceEngine {
     layer.planned_columns = layer.columns;
     layer.planned_sealed = layer.sealed;
     layer.chosen.assign(batch(), {});
-    const int64_t choosing = std::min(queries, options_.pages_max);
-    const int64_t k = std::min(options_.groups_max, options_.pages_max / choosing);
+    const int64_t k = std::min(options_.groups_max, options_.pages_max / queries);
     for (int64_t b = 0; b < batch(); ++b) {
       std::set<int32_t> chosen;
       if (fits(layer, b)) {
@@ -201,7 +203,7 @@ class ReferenceEngine {
           if (!is_sink(b, g) && has_valid(b, g)) chosen.insert(static_cast<int32_t>(g));
         }
       } else {
-        for (int64_t q = queries - choosing; q < queries; ++q) {
+        for (int64_t q = 0; q < queries; ++q) {
           for (const int32_t g : best(layer, index, b, query, queries, q, k)) chosen.insert(g);
         }
       }

@@ -1,0 +1,150 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+
+#include "memory/page_map.h"
+
+namespace kvswap {
+namespace {
+
+/// The same book-keeping with a map and a sort.
+class ModelMap {
+ public:
+  ModelMap(int32_t first, int32_t pages, Replacement replacement)
+      : first_(first), pages_(pages), replacement_(replacement) {}
+
+  std::vector<PageMap::Assignment> plan(const std::vector<uint64_t>& keys) {
+    ++step_;
+    std::vector<PageMap::Assignment> result;
+    for (const uint64_t key : keys) {
+      const auto it = std::find_if(pages_.begin(), pages_.end(),
+                                   [&](const PageState& p) { return p.is_filled && p.key == key; });
+      result.push_back({-1, it == pages_.end()});
+      if (it == pages_.end()) continue;
+      it->used_step = step_;
+      result.back().page = first_ + static_cast<int32_t>(it - pages_.begin());
+    }
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (!result[i].is_load) continue;
+      const size_t page = leaving();
+      pages_[page] = {keys[i], step_, step_, true};
+      result[i].page = first_ + static_cast<int32_t>(page);
+    }
+    return result;
+  }
+  void forget(uint64_t key) {
+    for (PageState& page : pages_) {
+      if (page.is_filled && page.key == key) page = {};
+    }
+  }
+  std::vector<uint64_t> keys() const {
+    std::vector<uint64_t> keys;
+    for (const PageState& page : pages_) {
+      if (page.is_filled) keys.push_back(page.key);
+    }
+    return keys;
+  }
+
+ private:
+  /// Empty pages first, then whom the policy names; never one that this step uses.
+  size_t leaving() const {
+    size_t best = pages_.size();
+    uint64_t best_rank = ~uint64_t{0};
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      const PageState& page = pages_[i];
+      if (page.is_filled && page.used_step == step_) continue;
+      uint64_t rank = 0;
+      if (page.is_filled && replacement_ == Replacement::kFifo) rank = 1 + page.loaded_step;
+      if (page.is_filled && replacement_ == Replacement::kLru) rank = 1 + page.used_step;
+      if (page.is_filled && replacement_ == Replacement::kUnused) rank = 1;
+      if (rank < best_rank) {
+        best = i;
+        best_rank = rank;
+      }
+    }
+    return best;
+  }
+
+  int32_t first_;
+  std::vector<PageState> pages_;
+  Replacement replacement_;
+  uint64_t step_ = 0;
+};
+
+class PageMapTest : public testing::TestWithParam<Replacement> {};
+
+TEST_P(PageMapTest, EqualsAModel) {
+  for (const int32_t pages : {1, 2, 3, 5, 8, 33}) {
+    SCOPED_TRACE(pages);
+    std::mt19937_64 random(pages);
+    PageMap map(100, pages, GetParam());
+    ModelMap model(100, pages, GetParam());
+    std::vector<PageMap::Assignment> assignments;
+    for (int step = 0; step < 1500; ++step) {
+      std::set<uint64_t> wanted;
+      const size_t count = random() % (pages + 1);
+      // Keys of all sizes, as records have them: a serial above, a place below.
+      while (wanted.size() < count) {
+        const uint64_t draw = random() % (3 * pages);
+        wanted.insert(draw << 32 | draw % 4);
+      }
+      std::vector<uint64_t> keys(wanted.begin(), wanted.end());
+      std::shuffle(keys.begin(), keys.end(), random);
+      assignments.resize(keys.size());
+      map.plan(keys, assignments);
+      const auto expected = model.plan(keys);
+      for (size_t i = 0; i < keys.size(); ++i) {
+        ASSERT_EQ(assignments[i].page, expected[i].page) << "step " << step;
+        ASSERT_EQ(assignments[i].is_load, expected[i].is_load);
+        ASSERT_EQ(map.find(keys[i]), expected[i].page);
+      }
+      if (random() % 3 == 0) {
+        const uint64_t draw = random() % (3 * pages);
+        const uint64_t key = draw << 32 | draw % 4;
+        map.forget(key);
+        model.forget(key);
+        ASSERT_EQ(map.find(key), -1);
+      }
+      for (const uint64_t key : model.keys()) ASSERT_GE(map.find(key), 100);
+      if (step == 1000) {
+        map.clear();
+        model = ModelMap(100, pages, GetParam());
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Replacements, PageMapTest,
+                         testing::Values(Replacement::kFifo, Replacement::kLru,
+                                         Replacement::kUnused));
+
+TEST(PageMap, WhatAStepUsesNeverLeavesInThatStep) {
+  PageMap map(0, 2, Replacement::kFifo);
+  PageMap::Assignment first[2];
+  map.plan(std::vector<uint64_t>{1, 2}, first);
+  PageMap::Assignment second[2];
+  map.plan(std::vector<uint64_t>{3, 1}, second);  // 1 is the oldest, but wanted
+  EXPECT_EQ(second[1].page, first[0].page);
+  EXPECT_FALSE(second[1].is_load);
+  EXPECT_EQ(second[0].page, first[1].page);
+  EXPECT_EQ(map.find(2), -1);
+}
+
+TEST(PageMapDeathTest, MoreThanThePagesIsOurMistake) {
+  PageMap map(0, 2, Replacement::kFifo);
+  PageMap::Assignment assignments[3];
+  EXPECT_DEATH(map.plan(std::vector<uint64_t>{1, 2, 3}, assignments), "does not hold");
+}
+
+TEST(Replacement, IsParsedByName) {
+  EXPECT_EQ(parse_replacement("fifo"), Replacement::kFifo);
+  EXPECT_EQ(parse_replacement("lru"), Replacement::kLru);
+  EXPECT_EQ(parse_replacement("unused"), Replacement::kUnused);
+  EXPECT_EQ(parse_replacement("FIFO"), std::nullopt);
+}
+
+}  // namespace
+}  // namespace kvswap

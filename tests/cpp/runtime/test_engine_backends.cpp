@@ -1,0 +1,76 @@
+// The same life over every way of reading, landing and computing gives the same bits.
+
+#include <thread>
+
+#include "engine_run.h"
+
+namespace kvswap {
+namespace {
+
+/// Splits work over threads as torch's pool does: pieces in any order, the caller takes one.
+void threaded_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
+  const int64_t pieces = std::min<int64_t>(3, (count + grain - 1) / grain);
+  std::vector<std::thread> threads;
+  for (int64_t piece = 1; piece < pieces; ++piece) {
+    threads.emplace_back(body, count * piece / pieces, count * (piece + 1) / pieces);
+  }
+  if (count > 0) body(0, count / std::max<int64_t>(pieces, 1));
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<std::byte> live(EngineOptions options, ParallelFor parallel, std::string* reader) {
+  EngineRun run(options, 5, std::move(parallel));
+  run.live(50, 3);
+  *reader = run.engine().fetcher().reader().name();
+  EXPECT_GT(run.engine().counters().groups_loaded, 100u);
+  return run.outputs();
+}
+
+class Backends : public testing::TestWithParam<std::tuple<ReaderKind, IoMode, PagePlace>> {};
+
+TEST_P(Backends, GiveTheSameBits) {
+  const TestDirectory directory;
+  std::string reader;
+  EngineOptions options = small_options(directory.path());
+  options.reader.kind = ReaderKind::kSync;
+  const std::vector<std::byte> expected = live(options, nullptr, &reader);
+  ASSERT_EQ(reader, "sync");
+
+  std::tie(options.reader.kind, options.file.mode, options.page_place) = GetParam();
+  if (options.reader.kind == ReaderKind::kUring) {
+    options.reader.kind = ReaderKind::kAuto;  // falls back where the machine has no io_uring
+  }
+  options.reader.depth = 7;
+  EXPECT_TRUE(live(options, nullptr, &reader) == expected) << reader;
+  options.merge_gap_bytes = 0;
+  EXPECT_TRUE(live(options, threaded_for, &reader) == expected) << reader << ", threads compute";
+  EXPECT_TRUE(directory.is_empty());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Backends,
+                         testing::Combine(testing::Values(ReaderKind::kSync, ReaderKind::kThreads,
+                                                          ReaderKind::kUring),
+                                          testing::Values(IoMode::kAuto, IoMode::kBuffered),
+                                          testing::Values(PagePlace::kDirect, PagePlace::kStaged)));
+
+TEST(Backends, AModelledDeviceGivesTheSameBits) {
+  const TestDirectory directory;
+  std::string reader;
+  EngineOptions options = small_options(directory.path());
+  const std::vector<std::byte> expected = live(options, nullptr, &reader);
+  options.device_model = "ufs";
+  EXPECT_TRUE(live(options, nullptr, &reader) == expected);
+  EXPECT_NE(reader.find("ufs("), std::string::npos) << reader;
+}
+
+TEST(Backends, WithoutChecksumsTheBitsAreTheSame) {
+  const TestDirectory directory;
+  std::string reader;
+  EngineOptions options = small_options(directory.path());
+  const std::vector<std::byte> expected = live(options, nullptr, &reader);
+  options.checksum = false;
+  EXPECT_TRUE(live(options, nullptr, &reader) == expected);
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,317 @@
+// Disks that fail or lie: an error, never a wrong output, and a retry afterwards is right.
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+
+#include "engine_run.h"
+#include "io/fault_injection.h"
+
+namespace kvswap {
+namespace {
+
+EngineOptions with_read_faults(const std::string& directory, ReadFaults* faults) {
+  EngineOptions options = small_options(directory);
+  options.tail_tokens = 4;
+  options.merge_bytes_max = 1;  // one read a record
+  options.wrap_reader = [faults](std::unique_ptr<BlockReader> inner) {
+    return std::make_unique<FaultyReader>(std::move(inner), faults);
+  };
+  return options;
+}
+
+/// Decodes while the reader obeys `faults`; every attend() that fails is tried again without.
+void decode_through_faults(EngineRun& run, ReadFaults& faults, StatusCode expected,
+                           int64_t* failures) {
+  for (int64_t step = 0; step < 6; ++step) {
+    const std::vector<float> ahead = run.draw_query(2, 1);
+    const Status planned = run.engine().look_ahead(0, run.view(ahead, 1));
+    if (planned.is_ok()) run.reference().look_ahead(0, ahead, 1);
+    if (!planned.is_ok()) ++*failures;
+    const Tokens drawn = run.draw_tokens(2, 1);
+    run.reference().append(0, 2, drawn);
+    ASSERT_TRUE(run.engine().append(0, run.view(drawn, 2)).is_ok());
+    const std::vector<float> query = run.draw_query(2, 1);
+    std::vector<std::byte> output;
+    Status attended = run.attend(0, query, 1, output);
+    if (!attended.is_ok()) {
+      ++*failures;
+      ASSERT_EQ(attended.code(), expected) << attended.message();
+      faults = {};
+      run.reference().layer(0).is_planned = false;
+      attended = run.attend(0, query, 1, output);
+    }
+    ASSERT_TRUE(attended.is_ok()) << attended.message();
+    run.expect_close(output, run.reference().attend(0, query, 1, 0.125));
+    ASSERT_EQ(run.engine().last_selection(0), run.reference().layer(0).chosen);
+  }
+}
+
+void prefill(EngineRun& run) {
+  for (const int64_t layer : {0, 1}) {
+    const Tokens drawn = run.draw_tokens(2, 150);
+    run.reference().append(layer, 2, drawn);
+    ASSERT_TRUE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
+    ASSERT_TRUE(run.set_projection(layer).is_ok());
+  }
+  run.compare_state();
+}
+
+class ReadFault : public testing::TestWithParam<PagePlace> {};
+
+TEST_P(ReadFault, FailsTheStepAndTheRetryIsRight) {
+  const TestDirectory directory;
+  int64_t failures = 0;
+  for (uint64_t read = 1; read <= 40; ++read) {
+    SCOPED_TRACE(read);
+    ReadFaults faults;
+    EngineOptions options = with_read_faults(directory.path(), &faults);
+    options.page_place = GetParam();
+    EngineRun run(options, 3);
+    prefill(run);
+    faults = {};
+    faults.fail_read = read;
+    decode_through_faults(run, faults, StatusCode::kStorage, &failures);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(failures, 30);
+}
+
+TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
+  const TestDirectory directory;
+  uint64_t again = 0;
+  for (uint64_t read = 1; read <= 40; ++read) {
+    SCOPED_TRACE(read);
+    ReadFaults faults;
+    EngineOptions options = with_read_faults(directory.path(), &faults);
+    options.page_place = GetParam();
+    EngineRun run(options, 3);
+    prefill(run);
+    const bool flips = read % 2 == 0;
+    faults = {};
+    (flips ? faults.flip_read : faults.misdirect_read) = read;
+    faults.misdirect_bytes = run.engine().record_bytes();
+    int64_t failures = 0;
+    decode_through_faults(run, faults, StatusCode::kCorrupt, &failures);
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(failures, 0);
+    again += run.engine().fetcher().counters().reread_records;
+  }
+  EXPECT_GT(again, 30u);
+}
+
+TEST_P(ReadFault, ARefusedSubmitLosesNoPage) {
+  const TestDirectory directory;
+  for (uint64_t submit = 1; submit <= 8; ++submit) {
+    SCOPED_TRACE(submit);
+    ReadFaults faults;
+    EngineOptions options = with_read_faults(directory.path(), &faults);
+    options.page_place = GetParam();
+    options.groups_max = options.pages_max = 4;
+    EngineRun run(options, 3);
+    prefill(run);
+    faults = {};
+    faults.fail_submit = submit;
+    int64_t failures = 0;
+    decode_through_faults(run, faults, StatusCode::kStorage, &failures);
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(failures, submit <= 6 ? 1 : failures);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Pools, ReadFault, testing::Values(PagePlace::kDirect, PagePlace::kStaged));
+
+TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
+  const TestDirectory directory;
+  ReadFaults faults;
+  EngineRun run(with_read_faults(directory.path(), &faults), 3);
+  prefill(run);
+  faults = {};
+  faults.fail_read = 3;
+  EXPECT_EQ(run.engine().crop(77).code(), StatusCode::kStorage);
+  faults = {};
+  run.compare_contents();
+  run.crop(77);
+  run.compare_contents();
+
+  faults = {};
+  faults.fail_read = 20;
+  EXPECT_EQ(run.set_projection(1).code(), StatusCode::kStorage);
+  EXPECT_FALSE(run.engine().has_projection(1));
+  faults = {};
+  EXPECT_TRUE(run.engine().needs_projection(1));
+  for (int step = 0; step < 10 && !testing::Test::HasFatalFailure(); ++step) run.forward(2, 2);
+}
+
+TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
+  const TestDirectory directory;
+  ReadFaults faults;
+  EngineRun run(with_read_faults(directory.path(), &faults), 3);
+  prefill(run);
+  const Tokens drawn = run.draw_tokens(2, 1);
+  ASSERT_TRUE(run.engine().append(0, run.view(drawn, 2)).is_ok());
+  // Wrong bytes in the file itself: every read of them is wrong.
+  std::vector<std::byte> garbage(run.engine().file().allocated_bytes(), std::byte{7});
+  const int fd = run.engine().file().fd();
+  const void* aligned = nullptr;
+  ASSERT_EQ(::posix_memalign(const_cast<void**>(&aligned), 4096, garbage.size()), 0);
+  std::memcpy(const_cast<void*>(aligned), garbage.data(), garbage.size());
+  ASSERT_EQ(::pwrite(fd, aligned, garbage.size(), 0), static_cast<ssize_t>(garbage.size()));
+  ::free(const_cast<void*>(aligned));
+  std::vector<std::byte> output;
+  const std::vector<float> query = run.draw_query(2, 1);
+  for (int turn = 0; turn < 2; ++turn) {
+    const Status attended = run.attend(0, query, 1, output);
+    ASSERT_EQ(attended.code(), StatusCode::kCorrupt);
+    EXPECT_NE(attended.message().find(directory.path()), std::string::npos);
+    EXPECT_NE(attended.message().find("layer 0"), std::string::npos);
+    EXPECT_EQ(output.front(), std::byte{0xab}) << "nothing may have been written";
+  }
+}
+
+/// A file whose writes take their time.
+class SlowFile final : public DataFile {
+ public:
+  explicit SlowFile(std::unique_ptr<DataFile> inner) : inner_(std::move(inner)) {}
+  int fd() const override { return inner_->fd(); }
+  bool is_direct() const override { return inner_->is_direct(); }
+  int64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
+  const std::string& directory() const override { return inner_->directory(); }
+  const std::vector<std::string>& fallbacks() const override { return inner_->fallbacks(); }
+  int64_t allocated_bytes() const override { return inner_->allocated_bytes(); }
+  void drop_cached(int64_t offset, int64_t length) override { inner_->drop_cached(offset, length); }
+  Status reserve(int64_t size_bytes) override { return inner_->reserve(size_bytes); }
+  Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return inner_->write(offset_bytes, bytes);
+  }
+
+ private:
+  std::unique_ptr<DataFile> inner_;
+};
+
+TEST(SlowDisk, IsWaitedFor) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.tail_tokens = 0;
+  options.wrap_file = [](std::unique_ptr<DataFile> inner) {
+    return std::make_unique<SlowFile>(std::move(inner));
+  };
+  EngineRun run(options, 9);
+  run.live(40, 2);
+}
+
+TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
+  const TestDirectory directory;
+  for (uint64_t write = 1; write <= 60; write += write < 12 ? 1 : 7) {
+    SCOPED_TRACE(write);
+    WriteFaults faults;
+    (write % 2 == 0 ? faults.fail_write : faults.tear_write) = write;
+    EngineOptions options = small_options(directory.path());
+    options.kv_memory_bytes = 8 << 20;  // small write buffers
+    options.wrap_file = [&faults](std::unique_ptr<DataFile> inner) {
+      return std::make_unique<FaultyDataFile>(std::move(inner), &faults);
+    };
+    EngineRun run(options, 9);
+    Status status = run.set_projection(0);
+    for (int step = 0; step < 60 && status.is_ok(); ++step) {
+      const int64_t tokens = step % 3 == 0 ? 30 : 1;
+      const Tokens drawn = run.draw_tokens(2, tokens);
+      status = run.engine().append(0, run.view(drawn, 2));
+      if (!status.is_ok()) break;
+      run.reference().append(0, 2, drawn);
+      if (tokens > 1) continue;
+      const std::vector<float> query = run.draw_query(2, 1);
+      std::vector<std::byte> output;
+      status = run.attend(0, query, 1, output);
+      if (status.is_ok()) run.expect_close(output, run.reference().attend(0, query, 1, 0.125));
+    }
+    ASSERT_EQ(status.code(), StatusCode::kStorage) << status.message();
+    EXPECT_EQ(status.error_number(), ENOSPC);
+    // The error stays; reset() and the end must come through all the same.
+    const Tokens drawn = run.draw_tokens(2, 30);
+    EXPECT_FALSE(run.engine().append(0, run.view(drawn, 2)).is_ok());
+    run.engine().reset();
+  }
+  EXPECT_TRUE(directory.is_empty());
+}
+
+TEST(WriteFault, OfReservingLeavesTheLayerAsItWas) {
+  const TestDirectory directory;
+  for (uint64_t reserve = 1; reserve <= 30; ++reserve) {
+    SCOPED_TRACE(reserve);
+    WriteFaults faults;
+    EngineOptions options = small_options(directory.path());
+    options.kv_memory_bytes = 8 << 20;
+    options.wrap_file = [&faults](std::unique_ptr<DataFile> inner) {
+      return std::make_unique<FaultyDataFile>(std::move(inner), &faults);
+    };
+    options.tail_tokens = 6;
+    EngineRun run(options, 9);
+    run.forward(3, 20);
+    run.forward(3, 2);
+    // The second try after giving up what was taken ahead must fail, too.
+    faults.fail_reserve = faults.reserves_seen + reserve;
+    for (int step = 0; step < 8 && !testing::Test::HasFatalFailure(); ++step) {
+      const Tokens drawn = run.draw_tokens(3, step % 2 == 0 ? 45 : 2);
+      Status appended = run.engine().append(0, run.view(drawn, 3));
+      if (!appended.is_ok()) {
+        run.compare_state();
+        run.compare_contents();
+        appended = run.engine().append(0, run.view(drawn, 3));
+      }
+      ASSERT_TRUE(appended.is_ok()) << appended.message();
+      run.reference().append(0, 3, drawn);
+      run.compare_state();
+    }
+    run.compare_contents();
+  }
+}
+
+TEST(Fork, AChildGetsErrorsAndHarmsNothing) {
+  const TestDirectory directory;
+  auto run = std::make_unique<EngineRun>(small_options(directory.path()), 4);
+  run->forward(2, 100);
+  const std::vector<float> query = run->draw_query(2, 1);
+  ASSERT_TRUE(run->engine().look_ahead(0, run->view(query, 1)).is_ok());
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    std::vector<std::byte> output;
+    const Tokens drawn = run->draw_tokens(2, 1);
+    Engine& engine = run->engine();
+    const bool refused = engine.append(0, run->view(drawn, 2)).code() == StatusCode::kInvalid &&
+                         run->attend(0, query, 1, output).code() == StatusCode::kInvalid &&
+                         engine.crop(3).code() == StatusCode::kInvalid;
+    engine.reset();
+    run.reset();
+    ::_exit(refused ? 0 : 1);
+  }
+  int exit_status = -1;
+  ASSERT_EQ(::waitpid(child, &exit_status, 0), child);
+  EXPECT_EQ(exit_status, 0);
+  run->reference().look_ahead(0, query, 1);
+  run->forward(2, 1);
+  run->compare_contents();
+}
+
+TEST(End, InTheMiddleOfALookAheadLeavesNothing) {
+  const TestDirectory directory;
+  for (const std::string device : {"", "emmc"}) {
+    EngineOptions options = small_options(directory.path());
+    options.device_model = device;
+    EngineRun run(options, 4);
+    run.forward(2, 200);
+    for (const int64_t layer : {0, 1}) {
+      ASSERT_TRUE(run.set_projection(layer).is_ok());
+      const std::vector<float> query = run.draw_query(2, 2);
+      ASSERT_TRUE(run.engine().look_ahead(layer, run.view(query, 2)).is_ok());
+    }
+    EXPECT_TRUE(directory.is_empty());
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,217 @@
+// The budget, the quota and the promises about context and batch; nothing is kept of what is
+// refused.
+
+#include "engine_run.h"
+
+namespace kvswap {
+namespace {
+
+/// What a small budget must be: staging buffers follow it, down to a floor.
+int64_t need(EngineOptions options, int64_t batch, int64_t context) {
+  options.kv_memory_bytes = options.max_context = options.max_batch = -1;
+  EngineRun probe(options, 1);
+  options.kv_memory_bytes = 1 << 20;
+  return memory_need(options, probe.engine().record_bytes(), batch, context).total();
+}
+
+TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
+  const TestDirectory directory;
+  for (const int64_t tokens : {1, 4, 13, 37}) {
+    EngineOptions options = small_options(directory.path());
+    options.kv_memory_bytes = need(options, 2, 2500);
+    EngineRun run(options, 7);
+    for (const int64_t layer : {0, 1}) ASSERT_TRUE(run.set_projection(layer).is_ok());
+    run.forward(2, 40);
+    int64_t layer = 0;
+    Status refused;
+    while (run.engine().columns(0) < 8000) {
+      const Tokens drawn = run.draw_tokens(2, tokens);
+      refused = run.engine().append(layer, run.view(drawn, 2));
+      ASSERT_LE(run.engine().ledger().peak(), options.kv_memory_bytes);
+      if (!refused.is_ok()) break;
+      run.reference().append(layer, 2, drawn);
+      layer = 1 - layer;
+    }
+    EXPECT_EQ(refused.code(), StatusCode::kBudget);
+    EXPECT_NE(refused.message().find("kv_memory_bytes must"), std::string::npos);
+    EXPECT_GE(run.engine().columns(1), 2500 - tokens) << "memory_need() promises as much";
+    const int64_t total = run.engine().ledger().total();
+    for (int again = 0; again < 3; ++again) {
+      const Tokens drawn = run.draw_tokens(2, tokens);
+      ASSERT_FALSE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
+      ASSERT_EQ(run.engine().ledger().total(), total);
+    }
+    if (tokens <= options.select_queries_max) run.reference().seal_overflow(layer);
+    run.compare_state();
+    run.compare_contents();
+    // With some room made, life goes on.
+    run.crop(1000);
+    run.forward(2, 3);
+    run.compare_contents();
+  }
+}
+
+TEST(Budget, ThatCannotHoldTheFirstAppendIsRefusedWithTheLeastThatCan) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  const int64_t least = need(options, 2, 300);
+  options.kv_memory_bytes = least - 1;
+  EngineRun run(options, 7);
+  const Tokens drawn = run.draw_tokens(2, 300);
+  const Status refused = run.engine().append(0, run.view(drawn, 2));
+  EXPECT_EQ(refused.code(), StatusCode::kBudget);
+  EXPECT_NE(refused.message().find(std::to_string(least)), std::string::npos) << refused.message();
+  EXPECT_EQ(run.engine().batch(), 0);
+  EXPECT_EQ(run.engine().columns(0), 0);
+  run.forward(1, 300);
+}
+
+TEST(Budget, PromisesAboutContextAndBatchAreCheckedAtTheStart) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.max_context = 2000;
+  options.max_batch = 2;
+  options.kv_memory_bytes = need(options, 2, 2000);
+  {
+    EngineRun run(options, 1);
+    run.forward(2, 1990);
+    run.forward(2, 4);
+    run.forward(2, 4);
+    const Tokens drawn = run.draw_tokens(2, 3);
+    EXPECT_EQ(run.engine().append(0, run.view(drawn, 2)).code(), StatusCode::kBudget);
+    run.forward(2, 2);
+    run.compare_contents();
+    run.reset();
+    const Tokens wide = run.draw_tokens(3, 8);
+    EXPECT_EQ(run.engine().append(0, run.view(wide, 3)).code(), StatusCode::kInvalid);
+  }
+  options.kv_memory_bytes -= 1;
+  auto refused = Engine::create(options, nullptr);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_EQ(refused.status().code(), StatusCode::kBudget);
+  EXPECT_TRUE(directory.is_empty());
+}
+
+TEST(Budget, AProjectionThatDoesNotFitLeavesTheLayerWithout) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.ranks = {16, 8};
+  options.kv_memory_bytes = need(options, 1, 20) + (32 << 10);
+  EngineRun run(options, 7);
+  run.forward(1, 20);
+  const Tokens more = run.draw_tokens(1, 1200);  // a second chunk of the summary
+  ASSERT_TRUE(run.engine().append(0, run.view(more, 1)).is_ok());
+  const std::vector<float> numbers(64 * 16, 1.0f);
+  EXPECT_EQ(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).code(),
+            StatusCode::kBudget);
+  EXPECT_FALSE(run.engine().has_projection(0));
+  EXPECT_EQ(run.engine().ledger().used(Use::kProjections), 0);
+  EXPECT_EQ(run.engine().ledger().used(Use::kSummary), 0);
+  ASSERT_TRUE(run.engine().crop(20).is_ok());
+  EXPECT_TRUE(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).is_ok());
+}
+
+TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  {
+    EngineRun probe(options, 1);
+    options.file.quota_bytes =
+        options.layers * 2 * options.sealed_groups(300) * probe.engine().record_bytes();
+  }
+  EngineRun run(options, 7);
+  run.forward(2, 30);
+  while (run.engine().columns(0) < 296) run.forward(2, 1);
+  run.forward(2, 4);
+  run.compare_contents();
+  Status refused;
+  while (refused.is_ok()) {
+    const Tokens drawn = run.draw_tokens(2, 37);
+    refused = run.engine().append(0, run.view(drawn, 2));
+    if (refused.is_ok()) run.reference().append(0, 2, drawn);
+  }
+  EXPECT_EQ(refused.code(), StatusCode::kBudget);
+  EXPECT_NE(refused.message().find("quota"), std::string::npos) << refused.message();
+  run.expect_context(run.engine().columns(0) + 37);
+  run.compare_state();
+  run.compare_contents();
+  run.crop(150);
+  run.forward(2, 100);
+  run.forward(2, 4);
+  run.compare_contents();
+}
+
+TEST(Quota, OfLessThanThePromisedContextIsRefusedAtTheStart) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.max_context = 10000;
+  options.max_batch = 1;
+  options.file.quota_bytes = 1 << 20;
+  EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
+  options.file.quota_bytes = -1;
+  options.max_context = int64_t{1} << 40;
+  EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kStorage);
+}
+
+TEST(Calls, OutOfTurnOrRangeAreRefused) {
+  const TestDirectory directory;
+  EngineRun run(small_options(directory.path()), 7);
+  std::vector<std::byte> output;
+  const std::vector<float> query = run.draw_query(2, 5);
+  EXPECT_EQ(run.attend(0, query, 1, output).code(), StatusCode::kInvalid) << "before any append";
+  run.forward(2, 30);
+  const Tokens one = run.draw_tokens(1, 2);
+  EXPECT_EQ(run.engine().append(0, run.view(one, 1)).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.engine().append(2, run.view(one, 2)).code(), StatusCode::kInvalid);
+  const Tokens none = {0, {}, {}};
+  EXPECT_EQ(run.engine().append(0, run.view(none, 2)).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.attend(0, query, 5, output).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.attend(0, query, 0, output).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.attend(-1, query, 1, output).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.engine().look_ahead(2, run.view(query, 1)).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.engine().read_back(0, 2, 0, 1, output.data(), output.data()).code(),
+            StatusCode::kInvalid);
+  EXPECT_EQ(run.engine().read_back(0, 0, 0, 31, output.data(), output.data()).code(),
+            StatusCode::kInvalid);
+  run.compare_contents();
+}
+
+TEST(Calls, ALayerThatMustChooseWithoutAProjectionSaysSo) {
+  const TestDirectory directory;
+  EngineRun run(small_options(directory.path()), 7);
+  run.forward(1, 30);
+  const Tokens more = run.draw_tokens(1, 60);
+  ASSERT_TRUE(run.engine().append(0, run.view(more, 1)).is_ok());
+  const Tokens next = run.draw_tokens(1, 1);
+  ASSERT_TRUE(run.engine().append(0, run.view(next, 1)).is_ok());
+  std::vector<std::byte> output;
+  EXPECT_TRUE(run.engine().needs_projection(0));
+  const std::vector<float> query = run.draw_query(1, 1);
+  EXPECT_TRUE(run.engine().look_ahead(0, run.view(query, 1)).is_ok());
+  EXPECT_EQ(run.attend(0, query, 1, output).code(), StatusCode::kInvalid);
+  ASSERT_TRUE(run.set_projection(0).is_ok());
+  EXPECT_TRUE(run.attend(0, query, 1, output).is_ok());
+}
+
+TEST(Options, ThatCannotWorkAreRefused) {
+  const TestDirectory directory;
+  const EngineOptions good = small_options(directory.path());
+  std::vector<EngineOptions> wrong(9, good);
+  wrong[0].groups_max = 0;
+  wrong[1].pages_max = 3;
+  wrong[2].group_tokens = 65;
+  wrong[3].heads = 3;
+  wrong[4].ranks = {5};
+  wrong[5].ranks = {5, 10000};
+  wrong[6].dtype = DType::kInt8;
+  wrong[7].device_model = "floppy";
+  wrong[8].head_dim = 1;  // a record of 64 bytes would be mostly padding
+  for (const EngineOptions& options : wrong) {
+    const auto engine = Engine::create(options, nullptr);
+    ASSERT_FALSE(engine.is_ok());
+    EXPECT_EQ(engine.status().code(), StatusCode::kInvalid) << engine.status().message();
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

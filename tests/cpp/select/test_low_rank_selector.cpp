@@ -1,0 +1,255 @@
+// Keys, queries and projections are small whole numbers: scores are exact in every element type, so
+// the choice must equal the reference's to the last tie.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <set>
+
+#include "select/low_rank_selector.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kKvHeads = 2;
+constexpr int64_t kHeads = 6;
+constexpr int64_t kDim = 8;
+constexpr int64_t kWidth = kKvHeads * kDim;
+
+struct Case {
+  int64_t group_tokens = 4;
+  int64_t rank = 5;
+  DType summary_dtype = DType::kFloat32;
+  int64_t groups = 50;
+  int64_t batch = 2;
+  int64_t queries = 1;
+  int64_t k = 6;
+  int64_t piece_groups = 1000;  // appended at once
+  int64_t sink_groups = 1;
+  int64_t padding = 0;  // of the last sequence
+  int64_t query_heads = kHeads;
+};
+
+class Selection {
+ public:
+  Selection(const Case& of, uint32_t seed)
+      : case_(of),
+        random_(seed),
+        selector_({.layers = 2,
+                   .kv_heads = kKvHeads,
+                   .head_dim = kDim,
+                   .group_tokens = of.group_tokens,
+                   .summary_dtype = of.summary_dtype}) {
+    key_projection_ = numbers(kWidth * of.rank, 1);
+    query_projection_ = numbers(kWidth * of.rank, 1);
+    selector_.set_projection(1, of.rank, key_projection_.data(), query_projection_.data());
+    selector_.set_sequences(of.batch);
+    for (int64_t b = 0; b < of.batch; ++b) append_sequence(b);
+    query_ = numbers(of.batch * of.query_heads * of.queries * kDim, 2);
+  }
+
+  LowRankSelector& selector() { return selector_; }
+
+  std::vector<std::vector<int32_t>> choose() {
+    std::vector<int32_t> sinks;
+    for (int32_t g = 0; g < case_.sink_groups; ++g) sinks.push_back(g);
+    std::vector<Candidates> candidates;
+    for (const TokenValidity& validity : validity_) candidates.push_back({&validity, sinks});
+    std::vector<std::vector<int32_t>> chosen;
+    selector_.choose({.layer = 1,
+                      .query = {.data = query_.data(),
+                                .batch_stride = case_.query_heads * case_.queries * kDim,
+                                .head_stride = case_.queries * kDim,
+                                .query_stride = kDim,
+                                .heads = case_.query_heads,
+                                .queries = case_.queries},
+                      .groups = case_.groups,
+                      .groups_per_query = case_.k,
+                      .candidates = candidates,
+                      .chosen = &chosen});
+    return chosen;
+  }
+
+  std::vector<std::vector<int32_t>> expected() const {
+    std::vector<std::vector<int32_t>> chosen;
+    for (int64_t b = 0; b < case_.batch; ++b) {
+      std::set<int32_t> of_any_query;
+      for (int64_t q = 0; q < case_.queries; ++q) {
+        std::vector<std::pair<float, int32_t>> scored;
+        for (int64_t g = case_.sink_groups; g < case_.groups; ++g) {
+          float best = -INFINITY;
+          for (int64_t t = g * case_.group_tokens; t < (g + 1) * case_.group_tokens; ++t) {
+            if (validity_[b].is_valid(t)) best = std::max(best, score(b, q, t));
+          }
+          if (best > -INFINITY) scored.push_back({-best, static_cast<int32_t>(g)});
+        }
+        std::sort(scored.begin(), scored.end());
+        for (int64_t i = 0; i < std::min<int64_t>(case_.k, scored.size()); ++i) {
+          of_any_query.insert(scored[i].second);
+        }
+      }
+      chosen.emplace_back(of_any_query.begin(), of_any_query.end());
+    }
+    return chosen;
+  }
+
+ private:
+  std::vector<float> numbers(int64_t count, int largest) {
+    std::vector<float> values(count);
+    for (float& value : values) {
+      value = static_cast<float>(static_cast<int>(random_() % (2 * largest + 1)) - largest);
+    }
+    return values;
+  }
+
+  void append_sequence(int64_t b) {
+    const int64_t tokens = case_.groups * case_.group_tokens;
+    keys_.push_back(numbers(kWidth * tokens, 2));
+    const int64_t piece = case_.piece_groups * case_.group_tokens;
+    for (int64_t first = 0; first < tokens; first += piece) {
+      const KeyView view = {keys_[b].data() + first * kDim, tokens * kDim, kDim};
+      selector_.append(1, b, view, std::min(piece, tokens - first));
+    }
+    validity_.emplace_back();
+    const int64_t padding = b + 1 == case_.batch ? case_.padding : 0;
+    const auto none = std::make_unique<bool[]>(padding + 1);
+    validity_.back().append(padding, none.get());
+    validity_.back().append(tokens - padding, nullptr);
+  }
+
+  float score(int64_t b, int64_t q, int64_t token) const {
+    const int64_t tokens = case_.groups * case_.group_tokens;
+    std::vector<float> row(case_.rank);
+    std::vector<float> projected(case_.rank);
+    for (int64_t r = 0; r < case_.rank; ++r) {
+      for (int64_t w = 0; w < kWidth; ++w) {
+        row[r] += keys_[b][(w / kDim * tokens + token) * kDim + w % kDim] *
+                  key_projection_[w * case_.rank + r];
+      }
+      for (int64_t h = 0; h < case_.query_heads; ++h) {
+        const int64_t kv_head = h / (case_.query_heads / kKvHeads);
+        for (int64_t d = 0; d < kDim; ++d) {
+          projected[r] += query_[((b * case_.query_heads + h) * case_.queries + q) * kDim + d] *
+                          query_projection_[(kv_head * kDim + d) * case_.rank + r];
+        }
+      }
+    }
+    float scale = 1;
+    if (case_.summary_dtype == DType::kInt8) {
+      float largest = 0;
+      for (const float value : row) largest = std::max(largest, std::fabs(value));
+      scale = largest / 127.0f;
+      const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+      for (float& value : row) value = std::nearbyint(value * inverse);
+    }
+    float sum = 0;
+    for (int64_t r = 0; r < case_.rank; ++r) sum += row[r] * projected[r];
+    return sum * scale;
+  }
+
+  Case case_;
+  std::mt19937 random_;
+  LowRankSelector selector_;
+  std::vector<float> key_projection_;
+  std::vector<float> query_projection_;
+  std::vector<std::vector<float>> keys_;  // [batch][kv_heads, tokens, head_dim]
+  std::vector<TokenValidity> validity_;
+  std::vector<float> query_;
+};
+
+void expect_reference(const Case& of) {
+  for (uint32_t seed = 0; seed < 3; ++seed) {
+    Selection selection(of, seed);
+    ASSERT_EQ(selection.choose(), selection.expected())
+        << "G " << of.group_tokens << ", rank " << of.rank << ", seed " << seed;
+    ASSERT_EQ(selection.choose(), selection.expected()) << "a second time";
+  }
+}
+
+TEST(LowRankSelector, ChoosesAsTheReferenceForEveryGroupSize) {
+  for (const int64_t group_tokens : {1, 2, 3, 4, 7, 12, 16, 33, 64}) {
+    for (const int64_t groups : {1, 2, 30, 1100 / static_cast<int>(group_tokens) + 1}) {
+      expect_reference({.group_tokens = group_tokens, .groups = groups});
+    }
+  }
+}
+
+TEST(LowRankSelector, ChoosesAsTheReferenceForEveryRankAndElementType) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8}) {
+    for (const int64_t rank : {1, 2, 5, 8, 13, 16}) {
+      expect_reference({.rank = rank, .summary_dtype = dtype});
+    }
+  }
+}
+
+TEST(LowRankSelector, QueriesPaddingSinksAndSmallBudgets) {
+  expect_reference({.queries = 4, .k = 3});
+  expect_reference({.batch = 3, .queries = 16, .k = 1});
+  expect_reference({.padding = 61});
+  expect_reference({.batch = 1, .padding = 200});  // nothing but padding
+  expect_reference({.sink_groups = 0});
+  expect_reference({.sink_groups = 60});
+  expect_reference({.k = 1});
+  expect_reference({.k = 1000});
+  expect_reference({.query_heads = kKvHeads});
+}
+
+TEST(LowRankSelector, PieceByPieceIsTheSameAsAtOnce) {
+  for (const int64_t group_tokens : {3, 4, 64}) {
+    for (const int64_t piece : {1, 2, 5, 17}) {
+      expect_reference(
+          {.group_tokens = group_tokens, .groups = 400, .piece_groups = piece, .padding = 5});
+    }
+  }
+}
+
+TEST(LowRankSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
+  std::mt19937 random(3);
+  LowRankSelector selector({.layers = 1,
+                            .kv_heads = kKvHeads,
+                            .head_dim = kDim,
+                            .group_tokens = 4,
+                            .summary_dtype = DType::kFloat32});
+  EXPECT_EQ(selector.bytes_to_append(0, 100), 0) << "without a projection";
+  const std::vector<float> ones(kWidth * 5, 1.0f);
+  selector.set_projection(0, 5, ones.data(), ones.data());
+  selector.set_sequences(2);
+  int64_t batch = 2;
+  for (int step = 0; step < 200; ++step) {
+    const int64_t tokens = 4 * (1 + random() % 120);
+    const int64_t before = selector.resident_bytes();
+    const int64_t expected = selector.bytes_to_append(0, tokens);
+    const std::vector<float> keys(kWidth * tokens, 1.0f);
+    for (int64_t b = 0; b < batch; ++b) {
+      selector.append(0, b, {keys.data(), tokens * kDim, kDim}, tokens);
+    }
+    ASSERT_EQ(selector.resident_bytes() - before, expected);
+    if (random() % 2) {
+      std::vector<int64_t> indices(1 + random() % 4);
+      for (int64_t& index : indices) index = random() % batch;
+      selector.select_sequences(indices);
+      batch = static_cast<int64_t>(indices.size());
+    }
+    if (random() % 8 == 0) selector.truncate(0, selector.tokens(0) / 8 * 4);
+  }
+  selector.drop_projection(0);
+  EXPECT_EQ(selector.resident_bytes(), 0);
+  EXPECT_EQ(selector.projection_bytes(), 0);
+  EXPECT_FALSE(selector.has_projection(0));
+}
+
+TEST(LowRankSelector, ChunksHoldWholeGroupsAndWholeBlocks) {
+  for (int64_t group_tokens = 1; group_tokens <= 64; ++group_tokens) {
+    const int64_t tokens = LowRankSelector::chunk_tokens(group_tokens);
+    EXPECT_EQ(tokens % group_tokens, 0);
+    EXPECT_EQ(tokens % 16, 0);
+    EXPECT_LE(tokens, 1024);
+    EXPECT_GT(tokens, 512);
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,61 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+
+#include "select/token_validity.h"
+
+namespace kvswap {
+namespace {
+
+void expect_equal(const TokenValidity& validity, const std::vector<bool>& model,
+                  std::mt19937& random) {
+  const auto columns = static_cast<int64_t>(model.size());
+  ASSERT_EQ(validity.columns(), columns);
+  ASSERT_EQ(validity.first_valid(), std::find(model.begin(), model.end(), true) - model.begin());
+  int64_t from = columns;
+  while (from > 0 && model[from - 1]) --from;
+  ASSERT_EQ(validity.all_valid_from(), from);
+  for (int64_t column = 0; column < columns; ++column) {
+    ASSERT_EQ(validity.is_valid(column), model[column]);
+  }
+  for (int i = 0; i < 5; ++i) {
+    const int64_t first = random() % (columns + 70);
+    const int64_t count = 1 + random() % 64;
+    uint64_t expected = 0;
+    for (int64_t bit = 0; bit < count && first + bit < columns; ++bit) {
+      expected |= uint64_t{model[first + bit]} << bit;
+    }
+    ASSERT_EQ(validity.mask(first, count), expected) << first << " + " << count;
+  }
+}
+
+TEST(TokenValidity, EqualsAVectorOfBool) {
+  for (uint32_t seed = 0; seed < 30; ++seed) {
+    std::mt19937 random(seed);
+    TokenValidity validity;
+    std::vector<bool> model;
+    expect_equal(validity, model, random);
+    for (int step = 0; step < 40; ++step) {
+      if (random() % 4 > 0) {
+        const int64_t count = random() % (random() % 3 == 0 ? 150 : 9);
+        // All valid, all padding, or mixed; null means all valid.
+        const uint32_t kind = random() % 4;
+        const auto flags = std::make_unique<bool[]>(count + 1);
+        for (int64_t i = 0; i < count; ++i) flags[i] = kind == 1 || (kind > 1 && random() % kind);
+        validity.append(count, kind == 1 ? nullptr : flags.get());
+        model.insert(model.end(), flags.get(), flags.get() + count);
+      } else {
+        const auto columns = static_cast<int64_t>(random() % (model.size() + 1));
+        validity.truncate(columns);
+        model.resize(columns);
+      }
+      expect_equal(validity, model, random);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,71 @@
+"""Bad arguments and budgets: refused at construction, the model untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvswap_torch import (
+    BudgetError,
+    ConfigError,
+    KVSwapCache,
+    KVSwapError,
+    ModelIdentity,
+    StorageError,
+    SwapConfig,
+)
+from tests.python.tiny_models import TIGHT, greedy, prompt, tiny_model
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+def test_bad_arguments(llama, sessions, tmp_path):
+    with pytest.raises(ValueError, match="must be a transformers PreTrainedModel, got Linear"):
+        KVSwapCache(torch.nn.Linear(2, 2), tmp_path)
+    with pytest.raises(ConfigError, match="max_context: must be a positive int"):
+        KVSwapCache(llama, tmp_path, max_context=0)
+    with pytest.raises(ConfigError, match="kv_memory_bytes: must be a number with a unit"):
+        KVSwapCache(llama, tmp_path, kv_memory_bytes="much")
+    with pytest.raises(ConfigError, match="readable JSON"):
+        KVSwapCache(llama, tmp_path, config=tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="rank: must be an int from 1 to 32"):
+        KVSwapCache(llama, tmp_path, config=SwapConfig(rank=33))
+    with pytest.raises(ConfigError, match="rank: must be one number or 3"):
+        KVSwapCache(llama, tmp_path, config=SwapConfig(rank=(8, 8)))
+    with pytest.raises(ConfigError, match=r"kv_heads 4 \(this model: 2\)"):
+        KVSwapCache(llama, tmp_path, config=SwapConfig(rank=8, model=ModelIdentity(kv_heads=4)))
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_bad_paths(llama, tmp_path, sessions):
+    if sessions == "reference":
+        pytest.skip("the reference keeps nothing on disk")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(StorageError, match=path.name):
+            KVSwapCache(llama, path)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_budgets(llama, tmp_path, sessions):
+    if sessions == "reference":
+        pytest.skip("the reference keeps no ledger")
+    with pytest.raises(
+        BudgetError, match=r"kv_memory_bytes: must be at least \d+.*Lower max_context"
+    ):
+        KVSwapCache(llama, tmp_path, kv_memory_bytes="64KiB", max_context=64, max_batch=2)
+    inputs = prompt(2, 40, padding=(0, 5))
+    for arguments in ({}, {"max_context": 60, "max_batch": 2}, {"config": TIGHT}):
+        budget = 3 << 20
+        with KVSwapCache(llama, tmp_path, kv_memory_bytes=budget, **arguments) as cache:
+            out = greedy(llama, inputs, cache)
+            stats = cache.stats()
+            assert stats.resident_bytes <= stats.resident_bytes_peak <= budget
+            if "config" not in arguments:
+                assert torch.equal(out, greedy(llama, inputs))
+    cache = KVSwapCache(llama, tmp_path, max_context=20, max_batch=1)
+    with cache, pytest.raises(KVSwapError, match="max_context"):
+        greedy(llama, prompt(1, 30), cache)

@@ -1,0 +1,116 @@
+"""Which models are taken, and by what name the others are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from kvswap_torch import KVSwapCache, UnsupportedModelError
+from kvswap_torch.hf.families import model_parts
+from tests.python.tiny_models import COVERING, FAMILIES, config_of, greedy, prompt, tiny_model
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_parts(family):
+    model = tiny_model(family)
+    for outer in (model, model.model):
+        parts = model_parts(outer)
+        assert parts.decoder is model.model and parts.config is model.config
+        assert parts.disk == (
+            (1, 3) if family == "gemma3" else tuple(range(len(model.model.layers)))
+        )
+        assert all(parts.mixers[i] is model.model.layers[i].self_attn for i in parts.disk)
+        assert parts.shape.heads == 4 and parts.shape.kv_heads == 2 and parts.shape.head_dim == 16
+        assert parts.identity.model_type == model.config.model_type
+        assert parts.identity.layers == len(parts.disk) and parts.identity.dtype == "float32"
+
+
+def test_a_window_as_long_as_the_model_is_full_attention(open_cache):
+    """Phi-3's 128K models have a window of 262,144 tokens."""
+    model = tiny_model("phi3", sliding_window=512)
+    assert model_parts(model).disk == (0, 1)
+    inputs = prompt(2, 20, padding=(0, 6))
+    assert torch.equal(greedy(model, inputs, open_cache(model)), greedy(model, inputs))
+
+
+def test_peft_wrappers_are_looked_through():
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def get_base_model(self):
+            return self.model
+
+    model = tiny_model("llama")
+    assert model_parts(Wrapper(model)).outermost is model
+
+
+def refused(model, why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} .*{why}"):
+        KVSwapCache(model, path="/", config=COVERING)
+
+
+def build(name: str, **settings):
+    config = getattr(transformers, f"{name}Config")(**(TINY | settings))
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def test_what_is_refused_by_name():
+    refused(build("Gemma2"), "caps attention logits")
+    refused(build("GptOss", num_local_experts=2, num_experts_per_tok=1), "attention sinks")
+    refused(build("Mistral", sliding_window=16), "no full-attention layer .windows of 16 tokens")
+    refused(build("Bloom", n_head=2, n_layer=2), "layers where they are not found|attention itself")
+    encoder_decoder = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+    refused(encoder_decoder, "encoder-decoder")
+    refused(tiny_model("llama", head_dim=12), "heads of 12 .*multiple of 8")
+    refused(tiny_model("llama").double(), "torch.float64")
+    refused(tiny_model("llama").to("meta"), "is on meta.*CPU")
+    bidirectional = tiny_model("gemma3", use_bidirectional_attention=True)
+    refused(bidirectional, "later tokens")
+
+
+def test_attention_outside_the_interface_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation_cached_value", False)
+    refused(model, "computes attention itself")
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias"])
+def test_options_of_attention_are_never_ignored(option, open_cache, monkeypatch):
+    """A model that passes what the kernel cannot do is stopped, not answered wrongly."""
+    model = tiny_model("llama")
+    cache = open_cache(model)
+    with pytest.raises(UnsupportedModelError, match=option), torch.no_grad():
+        model(prompt(1, 8)["input_ids"], past_key_values=cache, **{option: torch.ones(4)})
+
+
+def test_training_dropout_is_refused(open_cache):
+    model = tiny_model("llama", attention_dropout=0.1).train()
+    cache = open_cache(model)
+    with pytest.raises(UnsupportedModelError, match=r"dropout must be 0.*eval"), torch.no_grad():
+        model(prompt(1, 8)["input_ids"], past_key_values=cache)
+
+
+def test_config_hash_tells_models_apart():
+    from kvswap_torch.hf.families import config_hash
+
+    assert config_hash(config_of("llama")) == config_hash(config_of("llama"))
+    assert config_hash(config_of("llama")) != config_hash(config_of("llama", hidden_size=64))

@@ -1,0 +1,115 @@
+"""What the cache tells of itself, and where its projections come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from kvswap_torch import ConfigError, KVSwapCache
+from kvswap_torch.hf.families import model_parts
+from kvswap_torch.projection import svd_keys
+from kvswap_torch.projection_file import save_projections
+from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+def test_numbers_and_table(llama, open_cache, sessions):
+    cache = open_cache(llama, TIGHT)
+    empty = cache.stats()
+    assert empty.tokens == empty.decoded == 0 and empty.hit_rate is None
+    greedy(llama, prompt(2, 30), cache, tokens=6)
+    stats = cache.stats()
+    assert (stats.tokens, stats.batch, stats.decoded) == (35, 2, 10)
+    assert stats.groups_per_step == 3
+    assert stats.kv_bytes_full == 2 * 3 * 2 * 16 * 4 * 35 * 2
+    assert stats.resident_bytes == sum(stats.ledger.values()) <= stats.resident_bytes_peak
+    assert stats["batch"] == 2 and stats.as_dict()["counters"]["steps"] == 15
+    json.dumps(stats.as_dict())
+    if sessions == "native":
+        assert stats.bytes_read_per_token > 0 and stats.bytes_written_per_token > 0
+        assert 0 <= stats.hit_rate < 1 and stats.kv_bytes_on_disk > 0
+        assert stats.reader in ("uring", "threads", "sync")
+    for words in ("35 x 2", "hit rate", "not calibrated", "KV on disk", "groups per step"):
+        assert words in str(stats)
+
+
+def test_no_projection_while_everything_is_attended(llama, open_cache):
+    cache = open_cache(llama)
+    greedy(llama, prompt(1, 40), cache)
+    assert cache.stats().projection == "none needed so far"
+    assert cache.stats().estimate_seconds == 0
+
+
+def test_projection_estimated_from_the_prefill(llama, open_cache):
+    cache = open_cache(llama, TIGHT)
+    greedy(llama, prompt(1, 40), cache, tokens=3)
+    assert "query_aware, not calibrated: rank doubled" in cache.stats().projection
+    assert cache.driver.ranks == [16] * 3  # twice TIGHT's
+    assert cache.stats().estimate_seconds > 0
+
+
+def test_projection_estimated_while_decoding(llama, open_cache):
+    """A short prompt outgrows the groups that may be attended: its keys alone are left."""
+    cache = open_cache(llama, TIGHT)
+    greedy(llama, prompt(2, 3), cache, tokens=20)
+    assert "svd_keys" in cache.stats().projection
+
+
+def test_each_text_has_its_own_projection(llama, open_cache):
+    """After reset() the next text is estimated anew, and the same text gives the same answer."""
+    cache = open_cache(llama, TIGHT)
+    first = greedy(llama, prompt(1, 40), cache)
+    cache.reset()
+    greedy(llama, prompt(1, 40, seed=7), cache)
+    seconds = cache.stats().estimate_seconds
+    cache.reset()
+    assert torch.equal(greedy(llama, prompt(1, 40), cache), first)
+    assert cache.stats().estimate_seconds > seconds
+
+
+def test_projection_file(llama, sessions, tmp_path):
+    parts = model_parts(llama)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(100, parts.shape.width, generator=generator)
+    pairs = [svd_keys(keys, 12)] * 3
+    save_projections(tmp_path / "p.safetensors", pairs, kind="svd_keys", model=parts.identity)
+    config = dataclasses.replace(TIGHT, projection_file="p.safetensors", model=parts.identity)
+    config.save(tmp_path / "config.json")
+    with KVSwapCache(llama, tmp_path, config=str(tmp_path / "config.json")) as cache:
+        greedy(llama, prompt(1, 40), cache)
+        assert cache.stats().projection == "file" and cache.driver.ranks == [8] * 3
+
+    with pytest.raises(ConfigError, match=r"at least 16"):
+        wide = dataclasses.replace(config, rank=16, source=tmp_path / "config.json")
+        KVSwapCache(llama, tmp_path, config=wide)
+    other = tiny_model("llama", num_key_value_heads=4)
+    with pytest.raises(ConfigError, match=r"kv_heads 2 \(this model: 4\)"):
+        KVSwapCache(other, tmp_path, config=tmp_path / "config.json")
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_int8_summary_and_wide_ranks(llama, open_cache, sessions):
+    """Full-rank summaries choose alike in either precision, up to rounding."""
+    if sessions == "reference":
+        pytest.skip("the reference keeps its keys, no summary")
+    config = dataclasses.replace(TIGHT, rank=16, groups_max=6, pages_max=12)
+    outputs = []
+    for dtype in ("model", "int8"):
+        cache = open_cache(llama, dataclasses.replace(config, summary_dtype=dtype))
+        outputs.append(greedy(llama, prompt(1, 40), cache))
+    assert (outputs[0] == outputs[1]).float().mean() > 0.8
+
+
+def test_look_ahead_hits(llama, open_cache, sessions):
+    if sessions == "reference":
+        pytest.skip("the reference has no pages")
+    cache = open_cache(llama, COVERING)
+    greedy(llama, prompt(1, 40), cache, tokens=10)
+    assert cache.stats().hit_rate > 0.8  # every group is read once, then kept

@@ -1,0 +1,191 @@
+"""Settings from a budget: they fit it, they use it, and too small a one is explained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvswap_torch import BudgetError, ConfigError, SwapConfig
+from kvswap_torch.hf.settings import Budget, FirstPass, default_config, settle
+from kvswap_torch.sizing import ModelShape, Request, effective_ranks, fit_budget
+
+SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
+
+
+def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) -> dict[str, int]:
+    """A simple stand-in for the session's own count."""
+    page = 2 * shape.width * config.group_tokens * shape.element_bytes
+    ranks = sum(effective_ranks(config, shape, calibrated=False))
+    uses = {
+        "pages": shape.layers * batch * (config.pages_max + 20) * page,
+        "summary": batch * context * ranks * shape.element_bytes,
+        "projections": 8 * shape.width * ranks,
+    }
+    return uses | {"total": sum(uses.values())}
+
+
+def native_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) -> dict[str, int]:
+    core = pytest.importorskip("kvswap_torch._C")
+    options = core.SessionOptions()
+    for item in ("layers", "heads", "kv_heads", "head_dim"):
+        setattr(options, item, getattr(shape, item))
+    for item in ("group_tokens", "groups_max", "pages_max", "sink_tokens", "tail_tokens"):
+        setattr(options, item, getattr(config, item))
+    options.summary_dtype = config.summary_dtype
+    options.select_queries_max = config.select_queries_max
+    options.dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element_bytes]
+    options.ranks = list(effective_ranks(config, shape, calibrated=False))
+    return core.Session.memory_need(options, batch, context, 4096)
+
+
+shapes = st.builds(
+    ModelShape,
+    layers=st.integers(1, 32),
+    heads=st.just(8),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    head_dim=st.sampled_from([8, 64, 128]),
+    element_bytes=st.sampled_from([2, 4]),
+)
+configs = st.builds(
+    lambda rank, spare, **rest: SwapConfig(
+        rank=rank, pages_max=max(rest["groups_max"] + spare, 16), **rest
+    ),
+    rank=st.integers(1, 200),
+    spare=st.integers(0, 300),
+    groups_max=st.integers(1, 300),
+    group_tokens=st.sampled_from([1, 4, 16]),
+    tail_tokens=st.integers(0, 64),
+    summary_dtype=st.sampled_from(["model", "int8"]),
+)
+
+
+@pytest.mark.parametrize("count", [plain_need, native_need])
+@given(data=st.data())
+def test_never_over_the_budget(count, data):
+    shape, config = data.draw(shapes), data.draw(configs)
+    context, batch = data.draw(st.integers(1, 200_000)), data.draw(st.integers(1, 8))
+    budget = data.draw(st.integers(1 << 16, 1 << 32))
+    grow = data.draw(st.booleans())
+
+    def need(settings):
+        return count(settings, shape, context, batch)
+
+    request = Request(budget, context, batch)
+    try:
+        chosen = fit_budget(request, shape, config, need, grow=grow)
+    except BudgetError as error:
+        least = int(str(error).split("at least ")[1].split(" ")[0])
+        assert least > budget
+        # What the message says suffices does suffice.
+        enough = fit_budget(Request(least, context, batch), shape, config, need, grow=grow)
+        assert need(enough)["total"] <= least
+        return
+    assert need(chosen)["total"] <= budget
+    assert chosen.group_tokens == config.group_tokens
+    if not grow:
+        assert chosen.groups_max <= max(config.groups_max, 8)
+        assert max(chosen.ranks(shape.layers)) <= min(config.rank, shape.width)
+        assert chosen.pages_max <= max(config.pages_max, config.select_queries_max)
+
+
+@given(budget=st.integers(1 << 20, 1 << 28), more=st.integers(0, 1 << 26))
+def test_more_memory_never_holds_less(budget, more):
+    def need(settings):
+        return plain_need(settings, SHAPE, 8192, 2)
+
+    config = SwapConfig()
+    try:
+        small = fit_budget(Request(budget, 8192, 2), SHAPE, config, need)
+    except BudgetError:
+        assume(False)
+    large = fit_budget(Request(budget + more, 8192, 2), SHAPE, config, need)
+    assert large.rank >= small.rank and large.groups_max >= small.groups_max
+    assert need(large)["total"] >= need(small)["total"] or large == small
+
+
+def test_what_memory_is_spent_on():
+    """Rank and groups first, then spare pages, then the whole context."""
+
+    def fit(megabytes):
+        def need(settings):
+            return plain_need(settings, SHAPE, 4096, 1)
+
+        return fit_budget(Request(int(megabytes * 2**20), 4096, 1), SHAPE, SwapConfig(), need)
+
+    small, middle, large = fit(0.6), fit(2.5), fit(64)
+    assert 8 <= small.rank < 32 and small.groups_max < 100
+    assert (middle.rank, middle.groups_max) == (32, 100) and 200 <= middle.pages_max < 1024
+    assert large.groups_max == large.pages_max == 1024  # all of it: attention is exact
+
+
+def test_a_rank_for_each_layer_keeps_its_proportions():
+    config = SwapConfig(rank=(8, 32, 8, 16))
+
+    def need(settings):
+        return plain_need(settings, SHAPE, 4096, 1)
+
+    chosen = fit_budget(Request(800 << 10, 4096, 1), SHAPE, config, need)
+    assert chosen.rank[0] == chosen.rank[2] == 8 < chosen.rank[3] < chosen.rank[1] < 32
+
+
+def test_too_small_is_explained():
+    def need(settings):
+        return plain_need(settings, SHAPE, 4096, 2)
+
+    with pytest.raises(BudgetError) as caught:
+        fit_budget(Request(1000, 4096, 2), SHAPE, SwapConfig(), need)
+    for words in ("must be at least", "max_context 4096", "max_batch 2", "got 1000", "pages",
+                  "summary", "Lower max_context"):  # fmt: skip
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="must be positive"):
+        Request(1, 0, 1)
+
+
+def test_effective_ranks():
+    config = SwapConfig(rank=24)
+    assert effective_ranks(config, SHAPE, calibrated=True) == (24,) * 4
+    assert effective_ranks(config, SHAPE, calibrated=False) == (32,) * 4  # doubled, to the width
+    assert SHAPE.kv_bytes(10) == 2 * 4 * 32 * 2 * 10
+
+
+# What the cache makes of what its user said.
+
+
+def settled(config, budget, first=None):
+    return settle(
+        config, SHAPE, budget, lambda c, batch, context: plain_need(c, SHAPE, context, batch), first
+    )
+
+
+def test_without_a_budget_the_config_stands():
+    config = SwapConfig(rank=16)
+    assert settled(config, Budget()) == config
+    assert settled(None, Budget()) == default_config(SHAPE)
+    narrow = dataclasses.replace(SHAPE, head_dim=8)
+    assert default_config(narrow).rank == 16  # never wider than the keys
+
+
+def test_a_table_gives_the_nearest_solution():
+    rows = [{"batch": b, "context": c, "settings": {"groups_max": g}}
+            for b, c, g in ((1, 4096, 40), (1, 65536, 90), (8, 4096, 20))]  # fmt: skip
+    config = SwapConfig(table=tuple(rows))
+    assert Budget().matters(config)
+    assert settled(config, Budget(max_context=8192, max_batch=1)).groups_max == 40
+    assert settled(config, Budget(), FirstPass(batch=8, tokens=3000)).groups_max == 20
+    assert settled(config, Budget()).groups_max == config.groups_max  # nothing known yet
+
+
+def test_a_budget_with_a_config_only_lowers():
+    config = SwapConfig(rank=16, groups_max=50, pages_max=60)
+    rich = settled(config, Budget(1 << 30, 4096, 1))
+    assert (rich.rank, rich.groups_max, rich.pages_max) == (16, 50, 60)
+    poor = settled(config, Budget(600 << 10, 4096, 1))
+    assert poor.groups_max < 50 and poor.pages_max < 60
+
+
+def test_an_unknown_context_leaves_room_to_grow():
+    assert FirstPass(1, 100).context == 1124 and FirstPass(1, 10_000).context == 15_000
