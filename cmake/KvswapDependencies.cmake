@@ -26,12 +26,10 @@ else()
   kvswap_has(URING FALSE "building with the thread reader only (Debian: liburing-dev)")
 endif()
 
-# Debian ships Highway only as a shared library: the wheel carries a copy of it (KvswapInstall).
+# Headers only: the kernels choose their target themselves, so libhwy.so is not needed at run time.
 find_path(KVSWAP_HIGHWAY_INCLUDE hwy/highway.h)
-find_library(KVSWAP_HIGHWAY_LIBRARY NAMES libhwy.a hwy)
-if(KVSWAP_HIGHWAY_INCLUDE AND KVSWAP_HIGHWAY_LIBRARY)
+if(KVSWAP_HIGHWAY_INCLUDE)
   target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${KVSWAP_HIGHWAY_INCLUDE})
-  target_link_libraries(kvswap_dependencies INTERFACE ${KVSWAP_HIGHWAY_LIBRARY})
   kvswap_has(HIGHWAY TRUE "")
 else()
   kvswap_has(HIGHWAY FALSE "building the scalar kernels only (Debian: libhwy-dev)")

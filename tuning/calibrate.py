@@ -5,7 +5,7 @@ The only file here that knows transformers, and only inside functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,15 +40,13 @@ class Calibrator:
 
         self.parts = model_parts(model)
 
-    def run(self, samples: Iterable[Sample], observer: Observer) -> Iterator[Sample]:
-        """Lets the model read each sample, then yields it: for progress, and to stop early.
+    def read(self, sample: Sample, observer: Observer) -> None:
+        """Lets the model read a sample; the observer is called once a layer.
 
-        The observer is called during the pass. The model is as before afterwards.
+        The model is as before afterwards, also when the observer raises.
         """
-        for sample in samples:
-            with self._watched(observer), torch.no_grad():
-                self.parts.decoder(input_ids=sample.ids[None], use_cache=False)
-            yield sample
+        with self._watched(observer), torch.no_grad():
+            self.parts.decoder(input_ids=sample.ids[None], use_cache=False)
 
     @contextmanager
     def _watched(self, observer: Observer) -> Iterator[None]:

@@ -5,34 +5,51 @@ from __future__ import annotations
 import torch
 
 from kvswap_torch.projection import Pair, flat_tokens, pair_from_moments, sum_over_heads
+from tuning.observe import Observed
+
+PIECE_TOKENS = 512  # a piece in fp32 stays small beside the moments
+READ_SHARE = 0.1  # weight of the queries of tokens that are only read
 
 
 class LayerMoments:
     """Streaming moments of one layer (KVSwap, appendix A.1).
 
-    Two fp32 matrices ``[width, width]`` and a vector, whatever the text's length: 8 MiB for 8 KV
+    Two fp32 matrices ``[width, width]`` and two vectors, whatever the text's length: 8 MiB for 8 KV
     heads of 128. Keys are moved by their first chunk's mean, so that centring them at the end
     loses no digits. Queries are summed over the heads of each KV head, because groups are scored
     by a sum over heads.
+
+    Keys are those of all tokens, but queries mostly those of tokens in focus: only they choose.
+    Queries of tokens that are merely read keep a small share, so that no direction is lost that
+    another text may need.
     """
 
     def __init__(self, width: int):
         self.width = width
         self.keys = 0
         self.queries = 0
+        self._weight = 0.0
         self._origin: torch.Tensor | None = None
         self._key_sum = torch.zeros(width)
         self._key_square = torch.zeros(width, width)
         self._query_square = torch.zeros(width, width)
+
+    def add(self, seen: Observed, focus: int) -> None:
+        """Counts one layer's sample; tokens from `focus` on choose with what they look for."""
+        kv_heads = seen.keys.shape[1]
+        self._add_keys(seen.keys)
+        self._add_queries(seen.query[:, :, :focus], kv_heads, READ_SHARE)
+        self._add_queries(seen.query[:, :, focus:], kv_heads, 1.0 - READ_SHARE)
+        self.queries += seen.query.shape[2] - focus
 
     @property
     def nbytes(self) -> int:
         """Memory held, bytes."""
         return 2 * self._key_square.nbytes + 2 * self._key_sum.nbytes
 
-    def add_keys(self, keys: torch.Tensor) -> None:
+    def _add_keys(self, keys: torch.Tensor) -> None:
         """keys: ``[batch, kv_heads, tokens, head_dim]`` after RoPE."""
-        for piece in keys.split(_PIECE_TOKENS, dim=2):
+        for piece in keys.split(PIECE_TOKENS, dim=2):
             rows = flat_tokens(piece).float()
             if self._origin is None:
                 self._origin = rows.mean(0)
@@ -41,12 +58,13 @@ class LayerMoments:
             self._key_square.addmm_(rows.T, rows)
             self.keys += len(rows)
 
-    def add_queries(self, query: torch.Tensor, kv_heads: int) -> None:
-        """query: ``[batch, heads or kv_heads, tokens, head_dim]`` after RoPE."""
-        for piece in query.split(_PIECE_TOKENS, dim=2):
+    def _add_queries(self, query: torch.Tensor, kv_heads: int, weight: float) -> None:
+        """query: ``[batch, heads, tokens, head_dim]`` after RoPE; weight: of all of them."""
+        count = query.shape[0] * query.shape[2]
+        for piece in query.split(PIECE_TOKENS, dim=2):
             rows = sum_over_heads(piece, kv_heads)
-            self._query_square.addmm_(rows.T, rows)
-            self.queries += len(rows)
+            self._query_square.addmm_(rows.T, rows, alpha=weight / count)
+        self._weight += weight
 
     @property
     def key_mean(self) -> torch.Tensor:
@@ -65,7 +83,7 @@ class LayerMoments:
     def query_moment(self) -> torch.Tensor:
         """Second moment of the summed queries, ``[width, width]``."""
         self._check()
-        return self._query_square / self.queries
+        return self._query_square / self._weight
 
     def pair(self, kind: str, rank: int) -> Pair:
         """The projection of this kind; its first columns are those of every smaller rank.
@@ -97,6 +115,3 @@ class LayerMoments:
     def _check(self) -> None:
         if self.keys == 0 or self.queries == 0:
             raise ValueError("moments: must have seen keys and queries; run a sample first")
-
-
-_PIECE_TOKENS = 2048  # a piece in fp32 stays small beside the moments

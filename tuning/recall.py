@@ -36,26 +36,32 @@ def rank_grid(width: int, most: int | None = None) -> tuple[int, ...]:
     return tuple(rank for rank in RANKS if rank < most) + (most,)
 
 
+def decoded_positions(tokens: int, focus: int, most: int) -> torch.Tensor:
+    """Tokens `focus` .. `tokens` - 1, or `most` of them evenly, rising."""
+    count = min(most, tokens - focus)
+    return torch.linspace(focus, tokens - 1, count).round().long()
+
+
 class Steps:
-    """The decoding steps of one layer over one sample: who is choosable, and what it weighs.
+    """Decoding steps of one layer over one sample: who is choosable, and what it weighs.
 
     Parameters
     ----------
-    focus
-        First token that is decoded.
+    positions
+        ``[steps]``: the tokens that are decoded, rising.
     """
 
-    def __init__(self, seen: Observed, focus: int, choice: Choice):
+    def __init__(self, seen: Observed, positions: torch.Tensor, choice: Choice):
         group, tokens = choice.group_tokens, seen.keys.shape[2]
         self.choice = choice
+        self.positions = positions
         self.groups = tokens // group
         # Token t is decoded when t tokens are in the cache: its sealed groups, and the tail.
-        positions = torch.arange(focus, tokens)
         self.sealed = (positions - choice.tail_tokens).clamp_min(0) // group
         sinks = -(-choice.sink_tokens // group)
         number = torch.arange(self.groups)
         self.choosable = (number >= sinks) & (number < self.sealed[:, None])
-        mass = attention_mass(seen.query[0, :, focus:], seen.keys[0], seen.scale, positions)
+        mass = attention_mass(seen.query[0][:, positions], seen.keys[0], seen.scale, positions)
         grouped = mass[:, : self.groups * group].unflatten(1, (self.groups, group)).sum(2)
         self.mass = grouped.masked_fill(~self.choosable, 0.0)  # [steps, groups]
         self.always = 1.0 - self.mass.sum(1)  # sinks and tail
@@ -135,15 +141,15 @@ class RecallTable:
         self._best = [0.0] * len(pairs)
         self._samples = [0] * len(pairs)
 
-    def add(self, seen: Observed, focus: int, steps: Steps) -> None:
-        """Counts one layer's sample."""
+    def add(self, seen: Observed, steps: Steps) -> None:
+        """Counts some of one layer's steps."""
         key, query = self.pairs[seen.layer]
         kv_heads = seen.keys.shape[1]
         rows = flat_tokens(seen.keys).float() @ key
         looks = {"true": seen.query}
         looks["predicted"] = seen.query if seen.predicted is None else seen.predicted
         projected = {
-            name: sum_over_heads(look[:, :, focus:], kv_heads) @ query
+            name: sum_over_heads(look[:, :, steps.positions], kv_heads) @ query
             for name, look in looks.items()
         }
         for rank in self.ranks:

@@ -5,14 +5,20 @@
 
 namespace kvswap {
 
-Status Engine::load_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
-                           std::byte* target) {
-  Fetch fetch;
+Status Engine::start_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
+                            std::byte* target, Fetch& fetch) {
   fetch.layer = layer;
+  fetch.loads.clear();
   for (int64_t i = 0; i < count; ++i) {
     fetch.loads.push_back({sequence, first_group + i, -1, target + i * record_bytes()});
   }
-  KVSWAP_RETURN_IF_ERROR(fetcher_->submit(fetch));
+  return fetcher_->submit(fetch);
+}
+
+Status Engine::load_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
+                           std::byte* target) {
+  Fetch fetch;
+  KVSWAP_RETURN_IF_ERROR(start_groups(layer, sequence, first_group, count, target, fetch));
   return fetcher_->finish(fetch);
 }
 
@@ -26,6 +32,7 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
                            std::to_string(begin) + ".." + std::to_string(end) + " of sequence " +
                            std::to_string(sequence));
   }
+  if (begin == end) return Status::ok();
   const int64_t group_tokens = options_.group_tokens;
   TokenView view = {.keys = keys,
                     .values = values,
@@ -162,6 +169,7 @@ Status Engine::crop_layer(int64_t layer, int64_t columns) {
   }
   state.columns = columns;
   state.step.chosen.clear();
+  state.step.overriding.clear();
   take_back(layer, sealed);
   return Status::ok();
 }
@@ -214,7 +222,10 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
   validity_ = std::move(validity);
   store_->select_sequences(indices);
   selector_->select_sequences(indices);
-  for (Layer& layer : layers_) layer.step.chosen.clear();
+  for (Layer& layer : layers_) {
+    layer.step.chosen.clear();
+    layer.step.overriding.clear();
+  }
   settle_charges();
   return Status::ok();
 }

@@ -221,6 +221,7 @@ void Engine::reset() {
   for (Layer& layer : layers_) {
     layer.columns = layer.sealed_groups = 0;
     layer.step.chosen.clear();
+    layer.step.overriding.clear();
   }
   ledger_.release(Use::kScratch, scored_bytes_);
   scored_bytes_ = 0;

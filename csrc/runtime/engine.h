@@ -79,6 +79,12 @@ class Engine {
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                    void* values);
 
+  /// Begins to read `count` sealed groups of a sequence to `target` ([count, record_bytes],
+  /// aligned to 4096); finish_groups() waits for them and verifies. `fetch` stays where it is.
+  Status start_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
+                      std::byte* target, Fetch& fetch);
+  Status finish_groups(Fetch& fetch) { return fetcher_->finish(fetch); }
+
   bool has_projection(int64_t layer) const { return selector_->has_projection(layer); }
   bool needs_projection(int64_t layer) const;
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);

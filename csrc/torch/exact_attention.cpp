@@ -5,8 +5,10 @@
 #include <vector>
 
 #include "kernels/merge_attention.h"
-#include "runtime/engine.h"
+#include "kernels/records.h"
+#include "runtime/past_stream.h"
 #include "torch/engine_calls.h"
+#include "torch/parallel.h"
 
 namespace kvswap {
 
@@ -74,31 +76,91 @@ Partial attend_masked(const at::Tensor& query, const at::Tensor& keys, const at:
   return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
 }
 
-/// Merges columns [0, past) of one sequence, block by block, into what the chunk saw of itself.
-void attend_past(Engine& engine, int64_t layer, int64_t sequence, int64_t past,
-                 const at::Tensor& query, Partial& partial, double scale) {
-  const EngineOptions& options = engine.options();
-  const TokenValidity& validity = engine.validity(sequence);
-  const int64_t block_tokens =
-      options.past_block_groups(engine.record_bytes()) * options.group_tokens;
-  const int64_t first = validity.first_valid() / options.group_tokens * options.group_tokens;
-  for (int64_t begin = first; begin < past; begin += block_tokens) {
-    const int64_t end = std::min(past, begin + block_tokens);
-    at::Tensor keys =
-        at::empty({options.kv_heads, end - begin, options.head_dim}, query.options());
-    at::Tensor values = at::empty_like(keys);
-    throw_if_error(engine.read_back(layer, sequence, begin, end, keys.data_ptr(),
-                                    values.data_ptr()));
+/// One sequence's chunk and what it has attended so far.
+struct Chunk {
+  Engine& engine;
+  int64_t layer;
+  int64_t sequence;
+  at::Tensor query;  // [heads, tokens, head_dim]
+  Partial partial;
+  double scale;
+
+  /// Merges keys and values [kv_heads, count, head_dim] that stand at columns `first`...
+  void attend(const at::Tensor& keys, const at::Tensor& values, int64_t first) {
+    const TokenValidity& validity = engine.validity(sequence);
+    const int64_t count = keys.size(1);
     std::optional<at::Tensor> mask;
-    if (begin < validity.all_valid_from()) {
-      const at::Tensor valid = valid_columns(validity, begin, end - begin);
-      if (!valid.any().item<bool>()) continue;
-      mask = additive(valid, query.scalar_type())
-                 .expand({1, 1, query.size(1), end - begin})
-                 .contiguous();
+    if (first < validity.all_valid_from()) {
+      const at::Tensor valid = valid_columns(validity, first, count);
+      if (!valid.any().item<bool>()) return;
+      mask = additive(valid, query.scalar_type()).expand({1, 1, query.size(1), count}).contiguous();
     }
     merge(partial, flash(query, keys, values, false, mask, scale));
   }
+};
+
+/// [kv_heads, groups * group_tokens, head_dim] twice, from records.
+std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
+                                         const PastStream::Block& block, int64_t record_bytes,
+                                         const at::TensorOptions& like) {
+  const int64_t tokens = block.groups * options.group_tokens;
+  at::Tensor keys = at::empty({options.kv_heads, tokens, options.head_dim}, like);
+  at::Tensor values = at::empty_like(keys);
+  std::vector<void*> records(block.groups);
+  std::vector<int64_t> first_tokens(block.groups);
+  for (int64_t i = 0; i < block.groups; ++i) {
+    records[i] = const_cast<std::byte*>(block.records + i * record_bytes);
+    first_tokens[i] = i * options.group_tokens;
+  }
+  const int64_t head_stride = tokens * options.head_dim;
+  at_parallel_for()(block.groups, 16, [&](int64_t begin, int64_t end) {
+    unpack_records({.shape = {options.kv_heads, options.group_tokens, options.head_dim,
+                              dtype_bytes(options.dtype)},
+                    .tokens = {.keys = keys.data_ptr(),
+                               .values = values.data_ptr(),
+                               .key_head_stride = head_stride,
+                               .key_token_stride = options.head_dim,
+                               .value_head_stride = head_stride,
+                               .value_token_stride = options.head_dim},
+                    .records = records.data() + begin,
+                    .first_tokens = first_tokens.data() + begin,
+                    .slots = nullptr,
+                    .lengths = nullptr,
+                    .count = end - begin});
+  });
+  return {keys, values};
+}
+
+/// Merges columns [0, past) of one sequence into what the chunk saw of itself: sealed groups from
+/// disk, block by block, and the rest from the tail.
+void attend_past(Chunk& chunk, int64_t past) {
+  Engine& engine = chunk.engine;
+  const EngineOptions& options = engine.options();
+  const int64_t group_tokens = options.group_tokens;
+  const int64_t first_group =
+      std::min(past, engine.validity(chunk.sequence).first_valid()) / group_tokens;
+  // append() may have sealed a group that the chunk's own first tokens fill up.
+  const int64_t end_group =
+      std::max(first_group, std::min(past / group_tokens, engine.sealed_groups(chunk.layer)));
+  auto stream =
+      PastStream::open(engine, chunk.layer, chunk.sequence, first_group, end_group);
+  throw_if_error(stream.status());
+  while (true) {
+    auto block = stream.value()->next();
+    throw_if_error(block.status());
+    if (block.value().groups == 0) break;
+    const auto [keys, values] =
+        unpack(options, block.value(), engine.record_bytes(), chunk.query.options());
+    chunk.attend(keys, values, block.value().first_group * group_tokens);
+  }
+  const int64_t rest = end_group * group_tokens;
+  if (rest == past) return;
+  at::Tensor keys =
+      at::empty({options.kv_heads, past - rest, options.head_dim}, chunk.query.options());
+  at::Tensor values = at::empty_like(keys);
+  throw_if_error(engine.read_back(chunk.layer, chunk.sequence, rest, past, keys.data_ptr(),
+                                  values.data_ptr()));
+  chunk.attend(keys, values, rest);
 }
 
 }  // namespace
@@ -126,13 +188,13 @@ at::Tensor attend_exactly(Engine& engine, int64_t layer, const at::Tensor& query
       return tensor[sequence].narrow(1, begin, tokens - begin);
     };
     const at::Tensor own_query = slice(query);
-    Partial partial =
-        validity.all_valid_from() <= past + begin
-            ? flash(own_query, slice(keys), slice(values), true, std::nullopt, scale)
-            : attend_masked(own_query, slice(keys), slice(values),
-                            valid_columns(validity, past + begin, tokens - begin), scale);
-    attend_past(engine, layer, sequence, past, own_query, partial, scale);
-    output[sequence].narrow(0, begin, tokens - begin).copy_(partial.output.transpose(0, 1));
+    Partial own = validity.all_valid_from() <= past + begin
+                      ? flash(own_query, slice(keys), slice(values), true, std::nullopt, scale)
+                      : attend_masked(own_query, slice(keys), slice(values),
+                                      valid_columns(validity, past + begin, tokens - begin), scale);
+    Chunk chunk = {engine, layer, sequence, own_query, std::move(own), scale};
+    attend_past(chunk, past);
+    output[sequence].narrow(0, begin, tokens - begin).copy_(chunk.partial.output.transpose(0, 1));
   }
   return output;
 }

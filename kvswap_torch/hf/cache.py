@@ -270,10 +270,14 @@ class KVSwapCache(Cache):
         else:
             self._others_changed = True
         target = self.parts.disk_index.get(index + 1)
-        if target is not None and self.driver.wants_look_ahead(target, batch, tokens):
-            query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
-            if query is not None:
-                self.driver.look_ahead(target, query)
+        if target is None or not self.driver.wants_look_ahead(target, batch, tokens):
+            return
+        if self.driver.attends_all(target):
+            self.driver.read_ahead(target, tokens)
+            return
+        query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
+        if query is not None:
+            self.driver.look_ahead(target, query)
 
     def _other_layers(self) -> list[CacheLayerMixin]:
         self.driver.check_open()
@@ -293,8 +297,11 @@ def _layers(parts: ModelParts, driver: SessionDriver) -> list[Any]:
 def _projections(config: SwapConfig | None, parts: ModelParts) -> list[Pair] | None:
     if config is None or config.projection_file is None:
         return None
-    ranks = config.ranks(parts.shape.layers)
-    return load_projections(config.projection_path, ranks, parts.shape.width, parts.identity)
+    layers, width = parts.shape.layers, parts.shape.width
+    rows = (config.for_batch_and_context(row.batch, row.context) for row in config.table)
+    solutions = [each.ranks(layers) for each in (config, *rows)]
+    widest = [max(ranks) for ranks in zip(*solutions, strict=True)]
+    return load_projections(config.projection_path, widest, width, parts.identity)
 
 
 def _budget(

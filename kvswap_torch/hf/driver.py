@@ -76,15 +76,17 @@ class SessionDriver:
 
         config = settle(self._given, self.parts.shape, self._budget, need, first)
         options = self._options(config)
+        session = session_module.open_session(options)
         if self.session is not None:
             self.session.close()
-        self.config, self.ranks = config, options["ranks"]
-        self.session = session_module.open_session(options)
-        fallbacks = self.session.facts()["fallbacks"]
+        self.session, self.config, self.ranks = session, config, options["ranks"]
+        fallbacks = session.facts()["fallbacks"]
         if fallbacks:
             warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
+        # A budget may have lowered the rank; the first columns are the projection of that rank.
         for layer, pair in enumerate(self._projections or []):
-            self.session.set_projection(layer, *pair)
+            key, query = (matrix[:, : self.ranks[layer]].contiguous() for matrix in pair)
+            session.set_projection(layer, key, query)
 
     # What the cache's layers ask.
 
@@ -161,6 +163,18 @@ class SessionDriver:
             and self.columns(layer) >= config.tail_tokens + config.group_tokens
             and self.session.batch() == batch
         )
+
+    def attends_all(self, layer: int) -> bool:
+        """Whether no choice is needed yet, so that any query tells what to read: everything."""
+        config = self.config
+        groups = (self.columns(layer) - config.tail_tokens) // config.group_tokens
+        return groups <= config.groups_max
+
+    def read_ahead(self, layer: int, tokens: int) -> None:
+        """Like `look_ahead`, where `attends_all`: nothing has to be predicted."""
+        shape = self.parts.shape
+        size = (self.session.batch(), shape.kv_heads, tokens, shape.head_dim)
+        self.session.look_ahead(layer, torch.zeros(size, dtype=self.parts.dtype))
 
     def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         """Stores the new K and V and attends; ``[batch, tokens, heads, head_dim]``."""

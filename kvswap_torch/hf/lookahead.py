@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from kvswap_torch.hf.attention import capturing
 from kvswap_torch.hf.families import ModelParts
@@ -119,12 +120,10 @@ def captured_query(
         ``[batch, heads, tokens, head_dim]``.
     """
     capturing[attention] = _take
-    call = kwargs | {
-        "hidden_states": hidden,
-        "position_embeddings": embeddings,
-        "attention_mask": None,
-        "past_key_values": _NoCache(),
-    }
+    # Families name the cache differently, and it must not be written to.
+    call = {
+        name: _NoCache() if isinstance(value, Cache) else value for name, value in kwargs.items()
+    } | {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
     try:
         attention.forward(**call)
     except _Captured as captured:

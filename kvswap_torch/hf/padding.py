@@ -45,7 +45,8 @@ class Padding:
         if mask.dim() != 2:
             raise ValueError(
                 "attention_mask: layers on disk attend causally with padding at most, got a mask "
-                f"of shape {tuple(mask.shape)}; pass a mask [batch, tokens] or none"
+                f"of shape {tuple(mask.shape)}; pass a mask [batch, tokens] or none, and for text "
+                "no token_type_ids"
             )
         if tuple(mask.shape) != (batch, columns + tokens):
             raise ValueError(

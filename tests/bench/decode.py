@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,9 +85,7 @@ class Contender:
 def open_kvswap(
     model, shape: Shape, batch: int, context: int, path: Path, config: SwapConfig
 ) -> Contender:
-    cache = KVSwapCache(
-        model, path=path, config=config, max_context=context + 512, max_batch=batch
-    )
+    cache = KVSwapCache(model, path=path, config=config, max_context=context + 512, max_batch=batch)
     width = shape.kv_heads * shape.head_dim
     rank = cache.driver.ranks[0]
     session = cache.driver.session
@@ -191,35 +189,14 @@ def main(
     ),
     out: Annotated[str, typer.Option(help="name under tests/bench/results; empty: none")] = "",
 ) -> None:
-    shape = SHAPES[shape_name]
-    if layers:
-        shape = replace(shape, layers=layers)
-    model = make_model(shape, context)
-    config = SwapConfig(
-        group_tokens=group_tokens,
-        rank=rank // 2,  # doubled by a cache that has no projection file
-        groups_max=SELECTED_TOKENS // group_tokens,
-        pages_max=max(pages, SELECTED_TOKENS // group_tokens),
-        select_queries_max=1,
-        device_model=device or None,
-    )
-    openers = {
-        "kvswap": lambda: open_kvswap(model, shape, batch, context, path, config),
-        "static": lambda: open_static(model, shape, batch, context),
-        "dynamic": lambda: open_dynamic(model, shape, batch, context),
-        "restore": lambda: open_restore(model, shape, batch, context, path, device or None),
-        "floor": lambda: open_floor(model, shape, batch),
-    }
+    setting = Setting(shape_name, layers, context, batch, group_tokens, rank, pages, device or None)
     console = Console()
-    contenders = []
-    for name in only.split(","):
-        with console.status(f"filling {name}"):
-            contenders.append(openers[name]())
-    ours = contenders[0]
-    if only.startswith("kvswap"):
+    contenders = open_contenders(setting, only.split(","), path, console)
+    ours = contenders[0] if only.startswith("kvswap") else None
+    if ours is not None:
         watch_prediction(ours)
         if trace is not None:
-            replay(ours, json.loads(trace.read_text()), shape, batch)
+            replay(ours, json.loads(trace.read_text()), setting.shape, batch)
     with console.status("decoding"):
         for _ in range(steps):
             for contender in contenders:
@@ -227,34 +204,94 @@ def main(
     results = {
         "machine": machine.describe(path),
         "shape": shape_name,
-        "layers": shape.layers,
+        "layers": setting.shape.layers,
         "context": context,
         "batch": batch,
         "device": device or "local disk",
         "choices": "random" if trace is None else trace.name,
-        "ms_per_token": {c.name: round(1e3 * c.median(warm_up), 2) for c in contenders},
-        "ms_quartiles": {c.name: _quartiles(c, warm_up) for c in contenders},
-        "speed_against": {
-            c.name: round(c.median(warm_up) / ours.median(warm_up), 2) for c in contenders[1:]
-        },
-    }
-    if only.startswith("kvswap"):
-        stats = ours.cache.stats()
-        results["kvswap"] = {
-            "config": {"G": group_tokens, "rank": rank, "pages_max": config.pages_max},
-            "kv_bytes_full": stats.kv_bytes_full,
-            "kv_memory_bytes": stats.resident_bytes,
-            "memory_share": round(stats.resident_bytes / stats.kv_bytes_full, 4),
-            "bytes_read_per_token": round(stats.bytes_read_per_token),
-            "hit_rate": stats.hit_rate,
-            "time_of_a_token_ms": time_of_a_token(ours, steps),
-            "reader": f"{stats.reader}, {stats.io_mode}",
-        }
+    } | summarise(contenders, warm_up)
+    if ours is not None:
+        results["kvswap"] = account(ours, setting, steps)
     _print(console, results)
     if out:
         console.print(f"wrote {machine.write(out, results).name}")
     for contender in contenders:
         contender.close()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    shape_name: str
+    layers: int
+    context: int
+    batch: int
+    group_tokens: int
+    rank: int
+    pages: int
+    device: str | None
+
+    @property
+    def shape(self) -> Shape:
+        shape = SHAPES[self.shape_name]
+        return replace(shape, layers=self.layers) if self.layers else shape
+
+    @property
+    def config(self) -> SwapConfig:
+        groups = SELECTED_TOKENS // self.group_tokens
+        return SwapConfig(
+            group_tokens=self.group_tokens,
+            rank=self.rank // 2,  # doubled by a cache that has no projection file
+            groups_max=groups,
+            pages_max=max(self.pages, groups),
+            select_queries_max=1,
+            device_model=self.device,
+        )
+
+
+def open_contenders(
+    setting: Setting, names: list[str], path: Path, console: Console
+) -> list[Contender]:
+    shape, batch, context = setting.shape, setting.batch, setting.context
+    model = make_model(shape, context)
+    openers = {
+        "kvswap": lambda: open_kvswap(model, shape, batch, context, path, setting.config),
+        "static": lambda: open_static(model, shape, batch, context),
+        "dynamic": lambda: open_dynamic(model, shape, batch, context),
+        "restore": lambda: open_restore(model, shape, batch, context, path, setting.device),
+        "floor": lambda: open_floor(model, shape, batch),
+    }
+    contenders = []
+    for name in names:
+        with console.status(f"filling {name}"):
+            contenders.append(openers[name]())
+    return contenders
+
+
+def summarise(contenders: list[Contender], warm_up: int) -> dict[str, Any]:
+    """Medians, quartiles, and everybody's time over the first one's."""
+    first = contenders[0].median(warm_up)
+    return {
+        "ms_per_token": {c.name: round(1e3 * c.median(warm_up), 2) for c in contenders},
+        "ms_quartiles": {c.name: _quartiles(c, warm_up) for c in contenders},
+        "speed_against": {c.name: round(c.median(warm_up) / first, 2) for c in contenders[1:]},
+    }
+
+
+def account(ours: Contender, setting: Setting, steps: int) -> dict[str, Any]:
+    """What our cache says of itself."""
+    stats, config = ours.cache.stats(), setting.config
+    return {
+        "config": {"G": config.group_tokens, "rank": setting.rank, "pages_max": config.pages_max},
+        "kv_bytes_full": stats.kv_bytes_full,
+        "kv_memory_bytes": stats.resident_bytes,
+        "memory_share": round(stats.resident_bytes / stats.kv_bytes_full, 4),
+        "bytes_read_per_token": round(stats.bytes_read_per_token),
+        "hit_rate": stats.hit_rate,
+        "time_of_a_token_ms": time_of_a_token(ours, steps),
+        "reader": f"{stats.reader}, {stats.io_mode}",
+    }
 
 
 def _quartiles(contender: Contender, warm_up: int) -> list[float]:

@@ -2,11 +2,13 @@
 //   g++ -std=c++20 -O3 -Icsrc -DKVSWAP_HAS_HIGHWAY=1 tests/bench/kernels_bench.cpp
 //       csrc/kernels/cpu/*.cpp -o build/kernels_bench && build/kernels_bench [part of a name]
 // Prints the median of repeated runs in the thread's own CPU time.
-#include <ctime>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <random>
 #include <string>
@@ -52,14 +54,15 @@ void measure(const std::string& name, double amount, const char* unit,
 }
 
 template <typename T>
-std::vector<T> random_words(int64_t count, uint32_t seed = 1) {
+std::vector<T> random_words(int64_t count) {
   std::vector<T> words(count);
-  std::mt19937 generator(seed);
+  uint32_t state = 12345;
   for (T& word : words) {
+    state = state * 1664525 + 1013904223;
     if constexpr (std::is_same_v<T, float>) {
-      word = static_cast<float>(generator() % 2000) * 1e-3f - 1.0f;
+      word = static_cast<float>(state >> 8) * 0x1p-23f - 1.0f;
     } else {
-      word = static_cast<T>(0x3c00 | (generator() & 0x81ff));  // a bf16 or half around 1
+      word = static_cast<T>(0x3c00 | (state >> 16 & 0x81ff));  // a bf16 or half around 1
     }
   }
   return words;
@@ -188,15 +191,33 @@ void measure_records() {
   }
 }
 
+/// A page pool as the runtime has it: in huge pages where the system gives them.
+struct HugePool {
+  explicit HugePool(int64_t elements) {
+    constexpr size_t kHugePage = 2 << 20;
+    const size_t bytes = (elements * 2 + kHugePage - 1) / kHugePage * kHugePage;
+    words = static_cast<uint16_t*>(std::aligned_alloc(kHugePage, bytes));
+    madvise(words, bytes, MADV_HUGEPAGE);
+    const auto values = random_words<uint16_t>(1 << 20);
+    for (int64_t i = 0; i < elements; ++i) words[i] = values[i % values.size()];
+  }
+  ~HugePool() { std::free(words); }
+  const uint16_t* data() const { return words; }
+
+  uint16_t* words;
+};
+
 /// Pages in random slots of a pool that is larger than the caches.
 void measure_attention(int64_t batch, int64_t heads, int64_t kv_heads, int64_t head_dim,
                        int64_t group, int64_t queries, bool in_cache) {
+  constexpr int64_t kPoolBytes = 160 << 20;
   const RecordShape shape{kv_heads, group, head_dim, 2};
   const int64_t pages = 436 / group;
   const int64_t page_elements = shape.payload_bytes() / 2;
-  const int64_t layers = in_cache ? 1 : std::max<int64_t>(1, (256 << 20) / (batch * pages * page_elements * 2));
+  const int64_t step_bytes = batch * pages * shape.payload_bytes();
+  const int64_t layers = in_cache ? 1 : std::max<int64_t>(1, kPoolBytes / step_bytes);
   const int64_t slots = layers * batch * pages;
-  const auto pool = random_words<uint16_t>(slots * page_elements);
+  const HugePool pool(slots * page_elements);
   std::vector<int64_t> order(slots);
   for (int64_t i = 0; i < slots; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), std::mt19937(3));

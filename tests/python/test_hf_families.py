@@ -60,6 +60,24 @@ def test_peft_wrappers_are_looked_through():
     assert model_parts(Wrapper(model)).outermost is model
 
 
+def test_the_text_part_of_an_image_model(open_cache):
+    """Gemma 3 with its vision tower: the text model alone is switched; images are refused."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28,
+              "num_attention_heads": 2, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=config_of("gemma3"), vision_config=vision, mm_tokens_per_image=4
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    cache, inputs = open_cache(model), prompt(2, 20, padding=(0, 5))
+    kinds = [part._attn_implementation for part in (config, config.text_config)]
+    assert kinds == ["sdpa", "kvswap"] and config.vision_config._attn_implementation == "sdpa"
+    assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
+    cache.reset()
+    with pytest.raises(ValueError, match="no token_type_ids"):
+        greedy(model, inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}, cache)
+
+
 def refused(model, why: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} .*{why}"):
         KVSwapCache(model, path="/", config=COVERING)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from kvswap_torch.hf import lookahead
@@ -177,3 +178,18 @@ def test_predictor_refuses_wrong_shapes():
     with pytest.raises(ValueError, match="cos and sin"):
         right.predict(torch.zeros(1, 3, 48), torch.ones(1, 3, 18), torch.ones(1, 3, 18))
     assert right.predict(torch.zeros(1, 3, 48), cos, cos).shape == (1, 2, 3, 16)
+
+
+def test_families_that_name_the_cache_differently(open_cache):
+    """GPT-NeoX passes it as layer_past and has one projection for all; nothing is written twice."""
+    torch.manual_seed(0)
+    settings = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config = transformers.GPTNeoXConfig(vocab_size=97, intermediate_size=64, **settings)
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    inputs = prompt(2, 20, padding=(0, 5))
+    cache = open_cache(model, COVERING)
+    assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
+    cache.close()
+    tight = open_cache(model, TIGHT)
+    greedy(model, inputs, tight)
+    assert tight.get_seq_length() == 31 and tight.stats().predictor == "generic"

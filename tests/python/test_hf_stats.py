@@ -95,6 +95,25 @@ def test_projection_file(llama, sessions, tmp_path):
     assert llama.config._attn_implementation == "sdpa"
 
 
+def test_projection_file_under_a_budget_and_a_table(llama, sessions, tmp_path):
+    """A solution or a budget may ask for fewer columns than the file has, and gets the first."""
+    if sessions == "reference":
+        pytest.skip("the reference keeps no ledger")
+    parts = model_parts(llama)
+    keys = torch.randn(100, parts.shape.width, generator=torch.Generator().manual_seed(0))
+    save_projections(tmp_path / "p", [svd_keys(keys, 32)] * 3, kind="svd_keys")
+    row = {"batch": 1, "context": 4096, "settings": {"rank": 32, "groups_max": 400,
+                                                     "pages_max": 400}}  # fmt: skip
+    config = dataclasses.replace(TIGHT, projection_file="p", table=(row,))
+    config = config.save(tmp_path / "config.json")
+    for arguments in ({}, {"max_context": 4096, "max_batch": 1}):
+        budget = 1300 << 10
+        with KVSwapCache(llama, tmp_path, config, kv_memory_bytes=budget, **arguments) as cache:
+            greedy(llama, prompt(1, 40), cache)
+            assert 8 <= cache.driver.ranks[0] < 32 and cache.stats().projection == "file"
+            assert cache.stats().resident_bytes_peak <= budget
+
+
 def test_int8_summary_and_wide_ranks(llama, open_cache, sessions):
     """Full-rank summaries choose alike in either precision, up to rounding."""
     if sessions == "reference":

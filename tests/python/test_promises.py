@@ -93,8 +93,14 @@ def test_nothing_is_left_after_kill_9(tmp_path):
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "cache = None"])
 def test_nothing_is_left_after_the_interpreter_ends(tmp_path, end):
-    finish(script(f"cache = KVSwapCache(model, path=folder)\n    read(cache, 600)\n    {end}".replace(
-        "\n    ", "\n"), tmp_path))
+    finish(
+        script(
+            f"cache = KVSwapCache(model, path=folder)\n    read(cache, 600)\n    {end}".replace(
+                "\n    ", "\n"
+            ),
+            tmp_path,
+        )
+    )
     assert list(tmp_path.iterdir()) == []
 
 

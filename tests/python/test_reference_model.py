@@ -11,8 +11,10 @@ import torch
 from rich.progress import Progress
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from examples.reference_model import texts as texts_module
+from examples.reference_model import train as train_module
 from examples.reference_model.checkpoint import (
     NAME,
     PREVIOUS,
@@ -24,7 +26,12 @@ from examples.reference_model.checkpoint import (
 from examples.reference_model.documents import SOURCES, load_source, make_document
 from examples.reference_model.evaluate import Reader, wilson
 from examples.reference_model.forms import FORMS, Words
-from examples.reference_model.model import load_weights, make_config, make_model
+from examples.reference_model.model import (
+    export_model,
+    load_weights,
+    make_config,
+    make_model,
+)
 from examples.reference_model.phases import CPU, FIRST, GPU, Phase
 from examples.reference_model.plot import draw_plot
 from examples.reference_model.samples import KINDS, Sampler, draw_positions
@@ -223,10 +230,53 @@ def test_missing_texts_are_said_plainly(monkeypatch):
         load_texts()
 
 
+def test_too_little_memory_and_a_missing_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr(train_module.os, "sysconf", lambda name: 1024)
+    with pytest.raises(ValueError, match="memory must be at least 6 GiB"):
+        train_module.check_machine("cpu")
+    monkeypatch.setattr(train_module.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        train_module.check_machine("gpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "abacus"], "preset must be one of"),
+        (["--first-phase", "9"], "first-phase must be 0 to"),
+        ([], "must hold no checkpoint"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_meant(tmp_path, arguments, message):
+    (tmp_path / NAME).write_bytes(b"something")
+    result = CliRunner().invoke(train_module.app, ["--work", str(tmp_path), *arguments])
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
+def test_a_write_that_fails_behind_the_training_is_not_lost(tmp_path):
+    writer = CheckpointWriter(tmp_path / "missing")
+    writer.save({"step": 1})
+    with pytest.raises(CheckpointError, match="could not be written"):
+        writer.wait()
+
+
 def test_weights_of_another_shape_are_refused(tmp_path):
     model = make_model(make_config(layers=1, hidden=64, heads=2))
     with pytest.raises(ValueError, match="must exist"):
         load_weights(model, tmp_path)
+    export_model(make_model(make_config(layers=2, hidden=64, heads=2)), tmp_path, newline=5)
+    with pytest.raises(ValueError, match="must fit the model"):
+        load_weights(model, tmp_path)
+
+
+def test_exported_weights_can_be_trained_on(tmp_path):
+    model, other = (make_model(make_config(layers=1, hidden=64, heads=2)) for _ in range(2))
+    export_model(model, tmp_path, newline=5)
+    load_weights(other, tmp_path)
+    wanted, got = model.state_dict(), other.state_dict()
+    assert all(torch.equal(wanted[name].bfloat16(), got[name].bfloat16()) for name in wanted)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 1
 
 
 def test_wilson_intervals_hold_the_share():

@@ -49,23 +49,15 @@ class AttentionRun {
         sequence_(first_unit / cut.kv_heads / cut.parts) {
   }
 
-  int64_t end_unit() const { return first_unit_ + units_; }
-
-  /// `next` is what this thread does after this run, or null.
-  void attend(const AttentionRun* next) {
+  void attend() {
     make_state();
     for (int64_t unit = 0; unit < units_; ++unit) load_query(unit);
-    TokenWalk walk = start();
-    TokenBlock blocks[2];
-    TokenBlock first_of_next;
-    if (next) next->start().next(first_of_next);
-    walk.next(blocks[0]);
-    for (int current = 0; blocks[current].count > 0; current = 1 - current) {
-      walk.next(blocks[1 - current]);
-      const bool is_last = blocks[1 - current].count == 0;
-      attend_block(blocks[current], is_last && next ? next->upcoming(first_of_next)
-                                                    : upcoming(blocks[1 - current]));
-    }
+    const int64_t table =
+        sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : first_kv_head_);
+    TokenWalk walk(args_, table, part_ * cut_.pages_per_part, cut_.pages_per_part,
+                   first_column() + args_.queries - 1);
+    TokenBlock block;
+    for (walk.next(block); block.count > 0; walk.next(block)) attend_block(block);
   }
 
   void finish(const AttentionPartials& partials) const {
@@ -85,21 +77,6 @@ class AttentionRun {
   }
   int64_t key_offset(int64_t unit) const {
     return args_.shape.kv_heads == 1 ? 0 : (first_kv_head_ + unit) * 2 * side_bytes();
-  }
-
-  TokenWalk start() const {
-    const int64_t table =
-        sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : first_kv_head_);
-    return TokenWalk(args_, table, part_ * cut_.pages_per_part, cut_.pages_per_part,
-                     first_column() + args_.queries - 1);
-  }
-
-  Upcoming upcoming(const TokenBlock& block) const {
-    return {.block = &block,
-            .key_offset = key_offset(0),
-            .side_bytes = side_bytes(),
-            .row_bytes = args_.shape.head_dim * static_cast<int64_t>(sizeof(T)),
-            .heads = units_};
   }
 
   void make_state() {
@@ -142,7 +119,7 @@ class AttentionRun {
     }
   }
 
-  void attend_block(TokenBlock& block, const Upcoming& upcoming) {
+  void attend_block(TokenBlock& block) {
     const int64_t tiles = (block.count + kTileTokens - 1) / kTileTokens;
     std::fill(block.slots + block.count, block.slots + tiles * kTileTokens,
               block.slots[block.count - 1]);
@@ -152,9 +129,8 @@ class AttentionRun {
                            .tokens = block.count,
                            .key_offset = key_offset(unit),
                            .side_bytes = side_bytes(),
-                           .head_dim = args_.shape.head_dim,
-                           .first_piece = unit * tiles};
-      score_block<T>(state, head, upcoming);
+                           .head_dim = args_.shape.head_dim};
+      score_block<T>(state, head);
       if (args_.queries > 1) hide_later_tokens(state, block);
       for (int64_t row = 0; row < state.rows; ++row) {
         weigh_scores(state, row, args_.scale, block.count);
@@ -206,20 +182,13 @@ template <typename T>
 void attend_typed(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
                   int64_t end) {
   const AttentionPartition cut(args);
-  const auto run_at = [&](int64_t unit) {
-    const int64_t neighbours = args.table_heads == 1 ? cut.kv_heads - unit % cut.kv_heads : 1;
-    return AttentionRun<T>(args, cut, unit, std::min(neighbours, end - unit));
-  };
   while (begin < end) {
-    AttentionRun<T> run = run_at(begin);
-    begin = run.end_unit();
-    if (begin < end) {
-      const AttentionRun<T> next = run_at(begin);
-      run.attend(&next);
-    } else {
-      run.attend(nullptr);
-    }
+    const int64_t neighbours = args.table_heads == 1 ? cut.kv_heads - begin % cut.kv_heads : 1;
+    const int64_t units = std::min(neighbours, end - begin);
+    AttentionRun<T> run(args, cut, begin, units);
+    run.attend();
     run.finish(partials);
+    begin += units;
   }
 }
 

@@ -33,16 +33,6 @@ struct AttentionState {
   float* decay = nullptr;    // [rows]: what the block does to what was summed before it
 };
 
-/// Rows that will be wanted next. Pages are scattered, so the hardware does not guess where they
-/// are: they are asked for in the order in which they stand in memory, a little at a time.
-struct Upcoming {
-  const TokenBlock* block = nullptr;
-  int64_t key_offset = 0;   // bytes from a slot to K of the first head
-  int64_t side_bytes = 0;   // from K to V, and from V to K of the next head
-  int64_t row_bytes = 0;
-  int64_t heads = 1;
-};
-
 /// K and V of one head for a block of tokens.
 struct HeadBlock {
   const char* const* slots = nullptr;  // [tokens, and on to a multiple of kTileTokens]
@@ -50,25 +40,7 @@ struct HeadBlock {
   int64_t key_offset = 0;  // bytes from a slot to K of this head
   int64_t side_bytes = 0;  // from K to V
   int64_t head_dim = 0;
-  int64_t first_piece = 0;  // of what is upcoming, one for each tile of this head
 };
-
-/// Piece i is the i-th tile of K and V in order of memory.
-inline void prefetch_piece(const Upcoming& upcoming, int64_t piece) {
-  constexpr int64_t kLineBytes = 64;
-  const int64_t first = piece / upcoming.heads * kTileTokens;
-  const int64_t head = piece % upcoming.heads;
-  const int64_t last = std::min(first + kTileTokens, upcoming.block->count);
-  for (int side = 0; side < 2; ++side) {
-    const int64_t offset = upcoming.key_offset + (2 * head + side) * upcoming.side_bytes;
-    for (int64_t token = first; token < last; ++token) {
-      const char* row = upcoming.block->slots[token] + offset;
-      for (int64_t byte = 0; byte < upcoming.row_bytes; byte += kLineBytes) {
-        __builtin_prefetch(row + byte, 0, KVPF);
-      }
-    }
-  }
-}
 
 /// How much of a vector of head_dim is there: a tail is rare, and would cost the loops their
 /// registers if it were looked for in them.
@@ -85,9 +57,12 @@ template <Extent kExtent, typename T, int kRows>
 inline void score_step(const float* query, int64_t stride, const T* const* keys, int64_t d,
                        int64_t left, Floats (&sums)[kRows][kTileTokens]) {
   Floats key[kTileTokens];
+  KVSWAP_UNROLL
   for (int t = 0; t < kTileTokens; ++t) key[t] = load_part<kExtent>(keys[t] + d, left);
+  KVSWAP_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const Floats part = load(query + r * stride + d);
+    KVSWAP_UNROLL
     for (int t = 0; t < kTileTokens; ++t) sums[r][t] = multiply_add(part, key[t], sums[r][t]);
   }
 }
@@ -102,7 +77,11 @@ inline void score_tile(const AttentionState& state, int64_t first_row, const Hea
     keys[t] = reinterpret_cast<const T*>(block.slots[token + t] + block.key_offset);
   }
   Floats sums[kRows][kTileTokens];
-  for (auto& row : sums) std::fill_n(row, kTileTokens, zeros());
+  KVSWAP_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    KVSWAP_UNROLL
+    for (int t = 0; t < kTileTokens; ++t) sums[r][t] = zeros();
+  }
   int64_t d = 0;
   for (; d + kLanes <= block.head_dim; d += kLanes) {
     score_step<Extent::kWhole>(query, state.stride, keys, d, kLanes, sums);
@@ -110,16 +89,15 @@ inline void score_tile(const AttentionState& state, int64_t first_row, const Hea
   if (d < block.head_dim) {
     score_step<Extent::kTail>(query, state.stride, keys, d, block.head_dim - d, sums);
   }
+  KVSWAP_UNROLL
   for (int r = 0; r < kRows; ++r) {
     sum4(sums[r], state.scores + (first_row + r) * kBlockTokens + token);
   }
 }
 
 template <typename T, int kRows>
-void score_rows(const AttentionState& state, int64_t first_row, const HeadBlock& block,
-                const Upcoming& upcoming) {
+void score_rows(const AttentionState& state, int64_t first_row, const HeadBlock& block) {
   for (int64_t token = 0; token < block.tokens; token += kTileTokens) {
-    if (first_row == 0) prefetch_piece(upcoming, block.first_piece + token / kTileTokens);
     score_tile<T, kRows>(state, first_row, block, token);
   }
 }
@@ -132,7 +110,9 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
   const float* weights = state.scores + first_row * kBlockTokens;
   const int64_t value_offset = block.key_offset + block.side_bytes;
   Floats sums[kRows][kVectors];
+  KVSWAP_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       sums[r][v] = multiply(load(output + r * state.stride + v * kLanes),
                             fill(state.decay[first_row + r]));
@@ -141,15 +121,20 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
   for (int64_t token = 0; token < block.tokens; ++token) {
     const T* row = reinterpret_cast<const T*>(block.slots[token] + value_offset);
     Floats value[kVectors];
+    KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       value[v] = load_part<kExtent>(row + d + v * kLanes, block.head_dim - d);
     }
+    KVSWAP_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = fill(weights[r * kBlockTokens + token]);
+      KVSWAP_UNROLL
       for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(weight, value[v], sums[r][v]);
     }
   }
+  KVSWAP_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) store(sums[r][v], output + r * state.stride + v * kLanes);
   }
 }
@@ -192,12 +177,12 @@ inline void weigh_scores(const AttentionState& state, int64_t row, float scale, 
 }
 
 template <typename T>
-void score_block(const AttentionState& state, const HeadBlock& block, const Upcoming& upcoming) {
+void score_block(const AttentionState& state, const HeadBlock& block) {
   int64_t row = 0;
   for (; row + kTileRows <= state.rows; row += kTileRows) {
-    score_rows<T, kTileRows>(state, row, block, upcoming);
+    score_rows<T, kTileRows>(state, row, block);
   }
-  for (; row < state.rows; ++row) score_rows<T, 1>(state, row, block, upcoming);
+  for (; row < state.rows; ++row) score_rows<T, 1>(state, row, block);
 }
 
 template <typename T>

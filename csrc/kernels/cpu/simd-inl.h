@@ -18,6 +18,15 @@
 #include "kernels/cpu/element.h"
 #include "kernels/cpu/targets.h"
 
+// Before each loop over an array of vectors: the array stays in registers only where its loops are
+// gone early.
+#undef KVSWAP_UNROLL
+#if defined(__clang__)
+#define KVSWAP_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define KVSWAP_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 #if !KVSWAP_HAS_HIGHWAY || HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 #include "kernels/cpu/simd_one_lane-inl.h"
 #else

@@ -1,0 +1,41 @@
+"""The curriculum: what each phase trains on, for two CPU cores and for one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Shares of repeat, same, other, list, pair, hop, record.
+FIRST = (0.42, 0.38, 0.10, 0.025, 0.025, 0.025, 0.025)
+MIXED = (0.08, 0.40, 0.26, 0.065, 0.065, 0.065, 0.065)
+LAST = (0.04, 0.32, 0.24, 0.10, 0.10, 0.06, 0.14)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with one length."""
+
+    name: str
+    length: int  # tokens of a sample
+    batch: int  # samples of a step
+    tokens: int  # of the phase
+    lr: tuple[float, float]  # at its beginning and end, linear between
+    span: int  # largest position reached by skipping
+    copy_share: float = 0.0
+    filled: tuple[float, float] = (0.3, 0.8)  # share of a sample that is facts and questions
+    shares: tuple[float, ...] = MIXED
+
+
+CPU = (
+    Phase("256", 256, 16, 2_500_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
+    Phase("256 again", 256, 16, 1_200_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
+    Phase("1K", 1024, 6, 2_400_000, (2e-3, 1.8e-3), 32768),
+    Phase("4K", 4096, 1, 1_200_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
+    Phase("8K", 8192, 1, 1_400_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+)
+GPU = (
+    Phase("256", 256, 32, 12_000_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
+    Phase("1K", 1024, 12, 30_000_000, (2e-3, 1.8e-3), 32768),
+    Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
+    Phase("16K", 16384, 1, 20_000_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+)
+PRESETS = {"cpu": CPU, "gpu": GPU}

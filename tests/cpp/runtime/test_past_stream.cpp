@@ -1,0 +1,74 @@
+#include "engine_run.h"
+#include "io/fault_injection.h"
+#include "runtime/past_stream.h"
+
+namespace kvswap {
+namespace {
+
+/// A long past in blocks of a few records each, so that several are under way.
+EngineOptions streaming_options(const std::string& directory) {
+  EngineOptions options = small_options(directory);
+  options.kv_memory_bytes = 8 << 20;  // small blocks
+  return options;
+}
+
+TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
+  const TestDirectory directory;
+  const EngineOptions options = streaming_options(directory.path());
+  EngineRun run(options, 6);
+  run.forward(2, 900);
+  Engine& engine = run.engine();
+  const int64_t sealed = engine.sealed_groups(1);
+  for (const int64_t first : {int64_t{0}, int64_t{7}, sealed - 1, sealed}) {
+    auto stream = PastStream::open(engine, 1, 1, first, sealed);
+    ASSERT_TRUE(stream.is_ok()) << stream.status().message();
+    int64_t group = first;
+    while (true) {
+      const auto block = stream.value()->next();
+      ASSERT_TRUE(block.is_ok()) << block.status().message();
+      if (block.value().groups == 0) break;
+      ASSERT_EQ(block.value().first_group, group);
+      for (int64_t i = 0; i < block.value().groups; ++i, ++group) {
+        ASSERT_TRUE(
+            engine.store().verify(1, 1, group, block.value().records + i * engine.record_bytes()));
+      }
+    }
+    EXPECT_EQ(group, sealed);
+  }
+  auto left_early = PastStream::open(engine, 0, 0, 0, sealed);
+  ASSERT_TRUE(left_early.is_ok());
+  ASSERT_TRUE(left_early.value()->next().is_ok());
+  left_early.value().reset();
+  run.compare_contents();
+}
+
+TEST(PastStream, AFailedReadIsAnErrorAndTheNextStreamIsRight) {
+  const TestDirectory directory;
+  ReadFaults faults;
+  EngineOptions options = streaming_options(directory.path());
+  options.wrap_reader = [&faults](std::unique_ptr<BlockReader> inner) {
+    return std::make_unique<FaultyReader>(std::move(inner), &faults);
+  };
+  EngineRun run(options, 6);
+  run.forward(1, 900);
+  const int64_t sealed = run.engine().sealed_groups(0);
+  for (uint64_t read = 1; read <= 4; ++read) {
+    faults = {};
+    faults.fail_read = read;
+    Status status;
+    for (int turn = 0; turn < 2; ++turn) {
+      status = {};
+      auto stream = PastStream::open(run.engine(), 0, 0, 0, sealed);
+      if (!stream.is_ok()) status = stream.status();
+      for (int64_t groups = 1; status.is_ok() && groups > 0;) {
+        const auto block = stream.value()->next();
+        status = block.status();
+        if (block.is_ok()) groups = block.value().groups;
+      }
+      EXPECT_EQ(status.code(), turn == 0 ? StatusCode::kStorage : StatusCode::kOk);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,130 @@
+"""Recall: of the choices that the engine makes, against the model's own softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from python.reference_session import Options, ReferenceSession
+
+from tuning.observe import Observed
+from tuning.recall import (
+    Choice,
+    RecallTable,
+    Steps,
+    attention_mass,
+    decoded_positions,
+    int8_rows,
+    rank_grid,
+)
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 80
+WIDTH = KV_HEADS * HEAD_DIM
+CHOICE = Choice(group_tokens=4, groups_max=3, sink_tokens=6, tail_tokens=10)
+
+
+def seen(predicted: bool = True, seed: int = 0) -> Observed:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(1, heads, TOKENS, HEAD_DIM, generator=generator)
+
+    query = 3 * draw(HEADS)
+    near = query + draw(HEADS) if predicted else None
+    return Observed(0, query, near, draw(KV_HEADS), HEAD_DIM**-0.5)
+
+
+def full_pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.eye(WIDTH), torch.eye(WIDTH)
+
+
+def test_attention_mass_is_the_softmax_of_what_is_seen():
+    sample, positions = seen(), torch.tensor([20, 50])
+    mass = attention_mass(sample.query[0][:, positions], sample.keys[0], sample.scale, positions)
+    keys = sample.keys[0].repeat_interleave(HEADS // KV_HEADS, 0)
+    for row, position in zip(mass, positions.tolist(), strict=True):
+        scores = sample.query[0, :, position, None] @ keys[:, : position + 1].mT * sample.scale
+        expected = scores.softmax(-1).mean(0)[0]
+        torch.testing.assert_close(row[: position + 1], expected)
+        assert not row[position + 1 :].any()
+
+
+def test_steps_choose_what_a_session_chooses():
+    """Decodes token by token with the reference session and compares groups."""
+    sample, read = seen(), 40
+    positions = torch.arange(read, TOKENS)
+    generator = torch.Generator().manual_seed(3)
+    pair = tuple(torch.randn(WIDTH, 5, generator=generator) for _ in range(2))
+    options = Options(
+        layers=1,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        ranks=[5],
+        group_tokens=4,
+        groups_max=3,
+        pages_max=24,
+        sink_tokens=6,
+        tail_tokens=10,
+    )
+    session = ReferenceSession(options)
+    session.set_projection(0, *pair)
+    session.append(0, sample.keys[:, :, :read], sample.keys[:, :, :read])
+
+    steps = Steps(sample, positions, CHOICE)
+    rows = sample.keys[0].transpose(0, 1).flatten(1) @ pair[0]
+    summed = sample.predicted[0].unflatten(0, (KV_HEADS, -1)).sum(1)
+    queries = summed.transpose(0, 1).flatten(1) @ pair[1]
+    chosen = steps.select(queries[positions] @ rows.T)
+    for row, t in zip(chosen.tolist(), positions.tolist(), strict=True):
+        session.look_ahead(0, sample.predicted[:, :, t : t + 1])
+        one = sample.keys[:, :, t : t + 1]
+        session.append(0, one, one)
+        session.attend(0, sample.query[:, :, t : t + 1], one, one, sample.scale)
+        assert sorted(row) == session.last_selection(0)[0]
+
+
+def test_recall_grows_with_groups_and_is_one_when_all_are_chosen():
+    sample, positions = seen(), torch.arange(40, TOKENS)
+    scores = torch.rand(len(positions), TOKENS, generator=torch.Generator().manual_seed(1))
+    values = []
+    for groups in (1, 4, 8, 40):
+        choice = Choice(4, groups, 6, 10)
+        steps = Steps(sample, positions, choice)
+        values.append(steps.recall(steps.select(scores)))
+        assert values[-1] <= steps.best_recall() + 1e-6
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(1.0)
+
+
+def test_table_tells_predicted_from_true_queries():
+    table = RecallTable([full_pair()], (4, WIDTH))
+    sample = seen()
+    table.add(sample, Steps(sample, torch.arange(40, TOKENS), CHOICE))
+    (predicted,), (true,), (best,) = table.recall("predicted"), table.recall("true"), table.best()
+    assert predicted[WIDTH] < true[WIDTH] <= best
+    assert set(true) == {4, WIDTH}
+
+
+def test_without_a_prediction_the_true_query_chooses():
+    table = RecallTable([full_pair()], (WIDTH,))
+    sample = seen(predicted=False)
+    table.add(sample, Steps(sample, torch.arange(40, TOKENS), CHOICE))
+    assert table.recall("predicted") == table.recall("true")
+
+
+def test_int8_rows_are_within_half_a_step():
+    rows = torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
+    error = (int8_rows(rows) - rows).abs()
+    assert (error <= rows.abs().amax(1, keepdim=True) / 127 / 2 + 1e-7).all()
+    assert not int8_rows(torch.zeros(2, 3)).any()
+
+
+def test_decoded_positions():
+    assert decoded_positions(10, 6, 100).tolist() == [6, 7, 8, 9]
+    assert decoded_positions(1000, 500, 3).tolist() == [500, 750, 999]
+
+
+def test_rank_grid_ends_with_the_most():
+    assert rank_grid(20) == (4, 8, 12, 16, 20)
+    assert rank_grid(1024, 64)[-1] == 64
+    assert rank_grid(4) == (4,)

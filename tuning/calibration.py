@@ -1,0 +1,216 @@
+"""Calibration of a model: projections, and what recall each layer has at each rank.
+
+Two passes (KVSwap, section 3.2 and appendix A.1): one over samples that the projections are fitted
+to, one over others on which the chosen groups' attention mass is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvswap_torch.config import ModelIdentity
+from kvswap_torch.projection import Pair
+from kvswap_torch.sizing import ModelShape
+from tuning.calibrate import Calibrator
+from tuning.moments import LayerMoments
+from tuning.observe import Observed
+from tuning.recall import Choice, RecallTable, Steps, decoded_positions, rank_grid
+from tuning.samples import Sample
+
+KINDS = ("query_aware", "svd_keys")
+SUMMARY_DTYPES = ("model", "int8")
+FEW_QUERIES = 4  # per element of a key; fewer in focus make a poor estimate of their moment
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, samples done, samples in all)."""
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What to measure.
+
+    Parameters
+    ----------
+    choice
+        How groups are chosen.
+    kinds
+        Projections to compare; the first is the one to use.
+    rank_max
+        The largest rank to measure; None: 256, or the keys' width if that is less.
+    steps_max
+        Decoded tokens of a sample that recall is measured at, evenly among them.
+    """
+
+    choice: Choice = field(default_factory=Choice)
+    kinds: tuple[str, ...] = KINDS
+    rank_max: int | None = None
+    steps_max: int = 192
+
+    def __post_init__(self) -> None:
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise ValueError(f"calibration: kinds must be among {KINDS}, got {self.kinds}")
+        if (self.rank_max is not None and self.rank_max < 1) or self.steps_max < 1:
+            raise ValueError(
+                "calibration: rank_max and steps_max must be positive, got "
+                f"{self.rank_max} and {self.steps_max}"
+            )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of one model.
+
+    Parameters
+    ----------
+    pairs
+        For each kind one projection a layer on disk, with a column for the largest rank.
+    tables
+        Recall by (kind, summary dtype).
+    energy
+        For each layer the share of the scores' variance that the first r columns keep.
+    tokens_fitted, tokens_measured, steps_measured
+        How much text it rests on; steps are the decoded tokens among those measured.
+    warnings
+        What to know before trusting it.
+    """
+
+    identity: ModelIdentity
+    shape: ModelShape
+    choice: Choice
+    pairs: dict[str, list[Pair]]
+    tables: dict[tuple[str, str], RecallTable]
+    energy: list[list[float]]
+    tokens_fitted: int
+    tokens_measured: int
+    steps_measured: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The projection to use."""
+        return next(iter(self.pairs))
+
+
+def calibrate(
+    model: Any,
+    fitted: Sequence[Sample],
+    held_out: Sequence[Sample],
+    options: CalibrationOptions | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Fits projections on some samples and measures them on others.
+
+    Parameters
+    ----------
+    model
+        A transformers model that `kvswap_torch.KVSwapCache` supports.
+    fitted, held_out
+        At least one sample each. Text with facts and questions about them laid in serves far better
+        than plain text: directions that only retrieval uses are not seen otherwise.
+
+    Raises
+    ------
+    ValueError
+        When there is nothing to fit or to measure.
+    UnsupportedModelError
+        When the model's cache cannot live on disk.
+    """
+    options = options or CalibrationOptions()
+    if not fitted or not held_out:
+        raise ValueError(
+            "calibrate: must have at least one sample to fit and one to measure, got "
+            f"{len(fitted)} and {len(held_out)}; give more text"
+        )
+    calibrator = Calibrator(model)
+    shape = calibrator.parts.shape
+    ranks = rank_grid(shape.width, options.rank_max or min(256, shape.width))
+    moments = gather_moments(calibrator, fitted, progress)
+    pairs = {kind: [m.pair(kind, ranks[-1]) for m in moments] for kind in options.kinds}
+    tables = {
+        (kind, dtype): RecallTable(pairs[kind], ranks, dtype)
+        for kind in options.kinds
+        for dtype in (SUMMARY_DTYPES if kind == options.kinds[0] else SUMMARY_DTYPES[:1])
+    }
+    measure_recall(calibrator, held_out, list(tables.values()), options, progress)
+    return Calibration(
+        identity=calibrator.parts.identity,
+        shape=shape,
+        choice=options.choice,
+        pairs=pairs,
+        tables=tables,
+        energy=[m.energy(p) for m, p in zip(moments, pairs[options.kinds[0]], strict=True)],
+        tokens_fitted=sum(len(sample.ids) for sample in fitted),
+        tokens_measured=sum(len(sample.ids) for sample in held_out),
+        steps_measured=sum(
+            min(options.steps_max, len(sample.ids) - sample.focus) for sample in held_out
+        ),
+        warnings=_warnings(moments[0], held_out, options.choice),
+    )
+
+
+def gather_moments(
+    calibrator: Calibrator, samples: Sequence[Sample], progress: Progress | None = None
+) -> list[LayerMoments]:
+    """One `LayerMoments` a layer on disk."""
+    shape = calibrator.parts.shape
+    moments = [LayerMoments(shape.width) for _ in range(shape.layers)]
+    _run(
+        calibrator,
+        samples,
+        lambda seen, sample: moments[seen.layer].add(seen, sample.focus),
+        "fitting projections",
+        progress,
+    )
+    return moments
+
+
+def measure_recall(
+    calibrator: Calibrator,
+    samples: Sequence[Sample],
+    tables: Sequence[RecallTable],
+    options: CalibrationOptions,
+    progress: Progress | None = None,
+) -> None:
+    """Counts the samples in every table."""
+
+    def measure(seen: Observed, sample: Sample) -> None:
+        positions = decoded_positions(len(sample.ids), sample.focus, options.steps_max)
+        steps = Steps(seen, positions, options.choice)
+        for table in tables:
+            table.add(seen, steps)
+
+    _run(calibrator, samples, measure, "measuring recall", progress)
+
+
+def _run(
+    calibrator: Calibrator,
+    samples: Sequence[Sample],
+    observe: Callable[[Observed, Sample], None],
+    what: str,
+    progress: Progress | None,
+) -> None:
+    for number, sample in enumerate(samples):
+        if progress is not None:
+            progress(what, number, len(samples))
+        calibrator.read(sample, lambda seen, sample=sample: observe(seen, sample))
+    if progress is not None:
+        progress(what, len(samples), len(samples))
+
+
+def _warnings(moments: LayerMoments, held_out: Sequence[Sample], choice: Choice) -> tuple[str, ...]:
+    warnings = []
+    if moments.queries < FEW_QUERIES * moments.width:
+        warnings.append(
+            f"calibration: at least {FEW_QUERIES * moments.width} decoded tokens serve keys of "
+            f"{moments.width} elements, got {moments.queries}; give more text"
+        )
+    attended = choice.group_tokens * choice.groups_max
+    longest = max(len(sample.ids) for sample in held_out)
+    if longest < 4 * attended:
+        warnings.append(
+            f"calibration: samples should be several times as long as the {attended} tokens that a "
+            f"step attends, the longest has {longest}; recall in longer contexts will be lower"
+        )
+    return tuple(warnings)
