@@ -7,12 +7,18 @@ namespace kvswap {
 
 const char* use_name(Use use) {
   switch (use) {
-    case Use::kPages: return "pages";
-    case Use::kSummary: return "summary";
-    case Use::kTables: return "tables";
-    case Use::kStaging: return "staging";
-    case Use::kProjections: return "projections";
-    case Use::kScratch: return "scratch";
+    case Use::kPages:
+      return "pages";
+    case Use::kSummary:
+      return "summary";
+    case Use::kTables:
+      return "tables";
+    case Use::kStaging:
+      return "staging";
+    case Use::kProjections:
+      return "projections";
+    case Use::kScratch:
+      return "scratch";
   }
   return "?";
 }

@@ -27,9 +27,12 @@ std::optional<Replacement> parse_replacement(const std::string& name);
 inline uint64_t leaving_rank(Replacement replacement, const PageState& page) {
   if (!page.is_filled) return 0;
   switch (replacement) {
-    case Replacement::kFifo: return 1 + page.loaded_step;
-    case Replacement::kLru: return 1 + page.used_step;
-    case Replacement::kUnused: return 1;
+    case Replacement::kFifo:
+      return 1 + page.loaded_step;
+    case Replacement::kLru:
+      return 1 + page.used_step;
+    case Replacement::kUnused:
+      return 1;
   }
   return 0;
 }

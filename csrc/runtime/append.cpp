@@ -14,15 +14,14 @@ const std::byte* offset_by(const void* base, int64_t elements, DType dtype) {
 }
 
 /// One sequence's tokens from `first_token` on, as the transfer kernel wants them.
-TokenView view_of(const KeyValueView& tokens, int64_t sequence, int64_t first_token,
-                  DType dtype) {
+TokenView view_of(const KeyValueView& tokens, int64_t sequence, int64_t first_token, DType dtype) {
   TokenView view;
-  view.keys = const_cast<std::byte*>(offset_by(
-      tokens.keys, sequence * tokens.key_batch_stride + first_token * tokens.key_token_stride,
-      dtype));
+  view.keys = const_cast<std::byte*>(
+      offset_by(tokens.keys,
+                sequence * tokens.key_batch_stride + first_token * tokens.key_token_stride, dtype));
   view.values = const_cast<std::byte*>(offset_by(
-      tokens.values,
-      sequence * tokens.value_batch_stride + first_token * tokens.value_token_stride, dtype));
+      tokens.values, sequence * tokens.value_batch_stride + first_token * tokens.value_token_stride,
+      dtype));
   view.key_head_stride = tokens.key_head_stride;
   view.key_token_stride = tokens.key_token_stride;
   view.value_head_stride = tokens.value_head_stride;
@@ -89,10 +88,8 @@ Status Engine::charge_growth(int64_t layer, int64_t columns) {
                                 selector_->bytes_to_append(layer, charged * group_tokens);
   const int64_t groups = layers_[layer].sealed_groups + due;
   const int64_t scratch_bytes = std::max<int64_t>(
-      0, batch() * options_.select_queries_max * groups * int64_t{sizeof(float)} -
-             scored_bytes_);
-  const int64_t table_bytes =
-      batch() * (due - charged) * RecordStore::table_bytes_per_group();
+      0, batch() * options_.select_queries_max * groups * int64_t{sizeof(float)} - scored_bytes_);
+  const int64_t table_bytes = batch() * (due - charged) * RecordStore::table_bytes_per_group();
   const std::string what = "a context of " + std::to_string(columns) + " tokens";
   const int64_t bytes = summary_bytes + table_bytes + scratch_bytes;
   if (!ledger_.check(bytes, what).is_ok()) release_spare(0);
@@ -230,12 +227,10 @@ Status Engine::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t 
           pin_sink(layer, sequence, group, staged.value().data() + i * record_bytes());
         }
       }
-      KVSWAP_RETURN_IF_ERROR(
-          store_->commit(staged.value(), std::vector<int64_t>(count, sequence)));
+      KVSWAP_RETURN_IF_ERROR(store_->commit(staged.value(), std::vector<int64_t>(count, sequence)));
     }
     if (selector_->has_projection(layer)) {
-      const KeyView keys = {view.keys, view.key_head_stride, view.key_token_stride,
-                            options_.dtype};
+      const KeyView keys = {view.keys, view.key_head_stride, view.key_token_stride, options_.dtype};
       selector_->append(layer, sequence, keys, groups * options_.group_tokens);
     }
   }
@@ -265,8 +260,7 @@ void Engine::pack_run(const RecordStore::StagedRun& run, const TokenView& view,
 }
 
 KeyView Engine::key_view(const std::byte* record) const {
-  return {record, 2 * options_.group_tokens * options_.head_dim, options_.head_dim,
-          options_.dtype};
+  return {record, 2 * options_.group_tokens * options_.head_dim, options_.head_dim, options_.dtype};
 }
 
 }  // namespace kvswap

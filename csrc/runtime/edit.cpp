@@ -81,9 +81,8 @@ Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
                               const float* queries) {
   KVSWAP_RETURN_IF_ERROR(check_layer(layer));
   if (rank != options_.ranks[layer]) {
-    return Status::invalid("set_projection: layer " + std::to_string(layer) +
-                           " must have rank " + std::to_string(options_.ranks[layer]) +
-                           ", got " + std::to_string(rank));
+    return Status::invalid("set_projection: layer " + std::to_string(layer) + " must have rank " +
+                           std::to_string(options_.ranks[layer]) + ", got " + std::to_string(rank));
   }
   drop_step(layer);
   selector_->drop_projection(layer);
@@ -100,8 +99,7 @@ Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
 Status Engine::summarise(int64_t layer, int64_t rank, const float* keys, const float* queries) {
   const Layer& state = layers_[layer];
   const int64_t sealed = state.sealed_groups;
-  const int64_t bytes =
-      2 * options_.kv_heads * options_.head_dim * rank * int64_t{sizeof(float)};
+  const int64_t bytes = 2 * options_.kv_heads * options_.head_dim * rank * int64_t{sizeof(float)};
   KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kProjections, bytes, "one more projection"));
   selector_->set_projection(layer, rank, keys, queries);
   const int64_t groups = sealed + due_groups(layer, state.columns);
@@ -162,8 +160,8 @@ Status Engine::crop_layer(int64_t layer, int64_t columns) {
     for (int64_t sequence = 0; sequence < batch(); ++sequence) {
       SequencePages& pages = *sequences_[sequence];
       for (int64_t i = 0; i < returning; ++i) {
-        std::memcpy(pages.pool().page(pages.tail_page(layer, sealed + i)),
-                    record_at(sequence, i), options_.payload_bytes());
+        std::memcpy(pages.pool().page(pages.tail_page(layer, sealed + i)), record_at(sequence, i),
+                    options_.payload_bytes());
       }
     }
   }
@@ -178,8 +176,8 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
   KVSWAP_RETURN_IF_ERROR(check_process());
   for (const int64_t index : indices) {
     if (index < 0 || index >= batch()) {
-      return Status::invalid("select_sequences: indices must be 0.." +
-                             std::to_string(batch() - 1) + ", got " + std::to_string(index));
+      return Status::invalid("select_sequences: indices must be 0.." + std::to_string(batch() - 1) +
+                             ", got " + std::to_string(index));
     }
   }
   if (options_.max_batch > 0 && static_cast<int64_t>(indices.size()) > options_.max_batch) {
@@ -238,11 +236,10 @@ Status Engine::charge_batch(int64_t batch) {
     groups += layer.sealed_groups;
     groups_max = std::max(groups_max, layer.sealed_groups);
   }
-  const int64_t table_bytes = std::max<int64_t>(0, batch - this->batch()) * groups *
-                              RecordStore::table_bytes_per_group();
+  const int64_t table_bytes =
+      std::max<int64_t>(0, batch - this->batch()) * groups * RecordStore::table_bytes_per_group();
   const int64_t scratch_bytes = std::max<int64_t>(
-      0, batch * options_.select_queries_max * groups_max * int64_t{sizeof(float)} -
-             scored_bytes_);
+      0, batch * options_.select_queries_max * groups_max * int64_t{sizeof(float)} - scored_bytes_);
   const std::string what = "the tables of a batch of " + std::to_string(batch);
   KVSWAP_RETURN_IF_ERROR(ledger_.check(table_bytes + scratch_bytes, what));
   KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kTables, table_bytes, what));
@@ -259,8 +256,7 @@ void Engine::settle_charges() {
   for (int64_t layer = 0; layer < options_.layers; ++layer) {
     const int64_t due = due_groups(layer, layers_[layer].columns);
     summary += selector_->bytes_to_append(layer, due * options_.group_tokens);
-    tables += batch() * (layers_[layer].sealed_groups + due) *
-              RecordStore::table_bytes_per_group();
+    tables += batch() * (layers_[layer].sealed_groups + due) * RecordStore::table_bytes_per_group();
   }
   const auto lower = [this](Use use, int64_t bytes) {
     if (ledger_.used(use) > bytes) ledger_.release(use, ledger_.used(use) - bytes);

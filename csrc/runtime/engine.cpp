@@ -22,8 +22,7 @@ Engine::~Engine() {
   if (getpid() == owner_pid_) drop_steps();
 }
 
-Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options,
-                                               ParallelFor parallel) {
+Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, ParallelFor parallel) {
   KVSWAP_RETURN_IF_ERROR(options.validate());
   std::unique_ptr<Engine> engine(new Engine(options, std::move(parallel)));
   KVSWAP_RETURN_IF_ERROR(engine->open());
@@ -55,19 +54,18 @@ Status Engine::open() {
   }
   if (options_.wrap_reader) reader = options_.wrap_reader(std::move(reader));
 
-  auto layout = SequenceLayout::create(options_.payload_bytes(), file_->alignment_bytes(),
-                                       options_.layers);
+  auto layout =
+      SequenceLayout::create(options_.payload_bytes(), file_->alignment_bytes(), options_.layers);
   if (!layout.is_ok()) return layout.status();
   const int64_t record_bytes = layout.value()->record_bytes();
   std::random_device random;
-  const RecordStoreOptions store_options = {
-      .layers = options_.layers,
-      .payload_bytes = options_.payload_bytes(),
-      .checksum = options_.checksum,
-      .seed = (uint64_t{random()} << 32) | random()};
-  auto store = RecordStore::create(file_.get(), std::move(layout.value()), store_options,
-                                   {.buffer_bytes = options_.write_buffer_bytes(record_bytes),
-                                    .buffers = kWriteBuffers});
+  const RecordStoreOptions store_options = {.layers = options_.layers,
+                                            .payload_bytes = options_.payload_bytes(),
+                                            .checksum = options_.checksum,
+                                            .seed = (uint64_t{random()} << 32) | random()};
+  auto store = RecordStore::create(
+      file_.get(), std::move(layout.value()), store_options,
+      {.buffer_bytes = options_.write_buffer_bytes(record_bytes), .buffers = kWriteBuffers});
   if (!store.is_ok()) return store.status();
   store_ = std::move(store.value());
 
@@ -78,13 +76,13 @@ Status Engine::open() {
                                   .parallel = parallel});
   if (!fetcher.is_ok()) return fetcher.status();
   fetcher_ = std::move(fetcher.value());
-  selector_ = std::make_unique<LowRankSelector>(
-      LowRankOptions{.layers = options_.layers,
-                     .kv_heads = options_.kv_heads,
-                     .head_dim = options_.head_dim,
-                     .group_tokens = options_.group_tokens,
-                     .summary_dtype = options_.summary_dtype,
-                     .parallel = parallel});
+  selector_ =
+      std::make_unique<LowRankSelector>(LowRankOptions{.layers = options_.layers,
+                                                       .kv_heads = options_.kv_heads,
+                                                       .head_dim = options_.head_dim,
+                                                       .group_tokens = options_.group_tokens,
+                                                       .summary_dtype = options_.summary_dtype,
+                                                       .parallel = parallel});
   return ledger_.charge(Use::kStaging, memory_need(options_, record_bytes, 0, 0).staging,
                         "the staging buffers of writes and long chunks");
 }
@@ -119,20 +117,19 @@ Status Engine::check_room(int64_t batch, int64_t context) const {
       options_.layers * batch * options_.sealed_groups(context) * record_bytes();
   if (options_.file.quota_bytes >= 0 && disk_bytes > options_.file.quota_bytes) {
     return Status::budget("session: disk_quota_bytes must be at least " +
-                          std::to_string(disk_bytes) + " for a batch of " +
-                          std::to_string(batch) + " and a context of " + std::to_string(context) +
-                          " tokens, got " + std::to_string(options_.file.quota_bytes));
+                          std::to_string(disk_bytes) + " for a batch of " + std::to_string(batch) +
+                          " and a context of " + std::to_string(context) + " tokens, got " +
+                          std::to_string(options_.file.quota_bytes));
   }
   const auto free = free_bytes(options_.file.directory);
   if (!free.is_ok()) return free.status();
   const int64_t available = free.value() + file_->allocated_bytes();
   if (disk_bytes > available) {
-    return Status::storage("session: " + options_.file.directory + " must have " +
-                               std::to_string(disk_bytes) + " bytes free for a context of " +
-                               std::to_string(context) + " tokens, got " +
-                               std::to_string(available) +
-                               "; free some, choose another path, or lower max_context",
-                           ENOSPC);
+    return Status::storage(
+        "session: " + options_.file.directory + " must have " + std::to_string(disk_bytes) +
+            " bytes free for a context of " + std::to_string(context) + " tokens, got " +
+            std::to_string(available) + "; free some, choose another path, or lower max_context",
+        ENOSPC);
   }
   return Status::ok();
 }
@@ -196,8 +193,7 @@ Status Engine::begin(int64_t batch, int64_t tokens) {
   }
   if (options_.max_batch > 0 && batch > options_.max_batch) {
     return Status::invalid("session: batch must be at most max_batch (" +
-                           std::to_string(options_.max_batch) + "), got " +
-                           std::to_string(batch));
+                           std::to_string(options_.max_batch) + "), got " + std::to_string(batch));
   }
   KVSWAP_RETURN_IF_ERROR(check_room(batch, std::max(tokens, options_.max_context)));
   release_spare(batch);
@@ -235,8 +231,7 @@ uint64_t Engine::mask(int64_t layer, int64_t sequence, int64_t group) const {
 }
 
 RecordShape Engine::record_shape() const {
-  return {options_.kv_heads, options_.group_tokens, options_.head_dim,
-          dtype_bytes(options_.dtype)};
+  return {options_.kv_heads, options_.group_tokens, options_.head_dim, dtype_bytes(options_.dtype)};
 }
 
 }  // namespace kvswap

@@ -43,10 +43,10 @@ struct EngineCounters {
   uint64_t groups_attended = 0;  // selected groups, sinks and tail not counted
   uint64_t groups_loaded = 0;
   uint64_t records_sealed = 0;
-  double select_seconds = 0;     // project, score, choose
-  double plan_seconds = 0;       // page maps, merging, submitting
-  double attend_seconds = 0;     // the attention kernel
-  double append_seconds = 0;     // packing, summarising, handing to the writer
+  double select_seconds = 0;  // project, score, choose
+  double plan_seconds = 0;    // page maps, merging, submitting
+  double attend_seconds = 0;  // the attention kernel
+  double append_seconds = 0;  // packing, summarising, handing to the writer
 };
 
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.
@@ -59,8 +59,7 @@ struct EngineCounters {
 /// Thread rules: one thread at a time; kernels use the given ParallelFor.
 class Engine {
  public:
-  static Result<std::unique_ptr<Engine>> create(const EngineOptions& options,
-                                                ParallelFor parallel);
+  static Result<std::unique_ptr<Engine>> create(const EngineOptions& options, ParallelFor parallel);
   ~Engine();
 
   /// Validity of the next columns: [batch, tokens], true where the token counts.
@@ -113,10 +112,10 @@ class Engine {
   /// What look_ahead() leaves for attend().
   struct Step {
     bool is_planned = false;
-    int64_t columns = 0;        // of the layer when it was planned
+    int64_t columns = 0;  // of the layer when it was planned
     int64_t sealed_groups = 0;
-    std::vector<std::vector<int32_t>> chosen;  // [batch][groups], rising
-    std::vector<std::vector<int32_t>> pages;   // [batch][groups]: of the sequence's pool
+    std::vector<std::vector<int32_t>> chosen;      // [batch][groups], rising
+    std::vector<std::vector<int32_t>> pages;       // [batch][groups]: of the sequence's pool
     std::vector<std::vector<int32_t>> overriding;  // empty: nothing overrides the next choice
     Fetch fetch;
   };

@@ -83,9 +83,8 @@ int64_t EngineOptions::sealed_groups(int64_t columns) const {
 
 int64_t EngineOptions::write_buffer_bytes(int64_t record_bytes) const {
   // A small budget must not be eaten by staging; a large one gains nothing beyond 1 MiB.
-  const int64_t wanted = kv_memory_bytes < 0 ? 1 << 20
-                                             : std::clamp<int64_t>(kv_memory_bytes / 96, 64 << 10,
-                                                                   1 << 20);
+  const int64_t wanted =
+      kv_memory_bytes < 0 ? 1 << 20 : std::clamp<int64_t>(kv_memory_bytes / 96, 64 << 10, 1 << 20);
   return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
 }
 
@@ -102,17 +101,17 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   need.pages = partitions * options.pages_per_layer() * record_bytes;
   if (options.page_place == PagePlace::kStaged) need.pages *= 2;
   const int64_t chunk_tokens = LowRankSelector::chunk_tokens(options.group_tokens);
-  const int64_t chunks = (options.sealed_groups(context) * options.group_tokens + chunk_tokens - 1) /
-                         chunk_tokens;
+  const int64_t chunks =
+      (options.sealed_groups(context) * options.group_tokens + chunk_tokens - 1) / chunk_tokens;
   for (const int64_t rank : options.ranks) {
     const Summary::Shape shape = {rank, chunk_tokens, options.summary_dtype};
     need.summary += batch * chunks * shape.chunk_bytes();
     need.projections += 2 * width * rank * int64_t{sizeof(float)};
   }
-  need.tables = partitions * (groups * RecordStore::table_bytes_per_group() +
-                              options.pages_max * (PageMap::bytes_per_page() +
-                                                   Fetch::bytes_per_load())) +
-                batch * ((context + 63) / 64) * 8;
+  need.tables =
+      partitions * (groups * RecordStore::table_bytes_per_group() +
+                    options.pages_max * (PageMap::bytes_per_page() + Fetch::bytes_per_load())) +
+      batch * ((context + 63) / 64) * 8;
   const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
                  options.merge_gap_bytes + 2 * block + 2 * block;

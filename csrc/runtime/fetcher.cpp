@@ -51,9 +51,8 @@ Status Fetcher::submit(Fetch& fetch) {
 
 void Fetcher::drop_repeats(Fetch& fetch) {
   auto& placements = fetch.placements;
-  std::sort(placements.begin(), placements.end(), [](const Placement& a, const Placement& b) {
-    return a.offset_bytes < b.offset_bytes;
-  });
+  std::sort(placements.begin(), placements.end(),
+            [](const Placement& a, const Placement& b) { return a.offset_bytes < b.offset_bytes; });
   fetch.copies.clear();
   size_t kept = 0;
   for (size_t i = 1; i < placements.size(); ++i) {

@@ -17,8 +17,8 @@ namespace kvswap {
 struct Load {
   int64_t sequence = 0;
   int64_t group = 0;
-  int32_t page = -1;             // of the sequence's pool; -1: not a page
-  std::byte* target = nullptr;   // record_bytes, aligned
+  int32_t page = -1;            // of the sequence's pool; -1: not a page
+  std::byte* target = nullptr;  // record_bytes, aligned
 };
 
 /// The loads of one layer that travel together. Reused, so that a steady state allocates nothing.
@@ -38,8 +38,8 @@ struct Fetch {
 
   /// Memory of one load while it is planned and under way, its group and page in the plan included.
   static constexpr int64_t bytes_per_load() {
-    return sizeof(Load) + sizeof(Placement) + sizeof(Copy) + 2 * sizeof(iovec) +
-           sizeof(BlockRead) + 2 * sizeof(int32_t);
+    return sizeof(Load) + sizeof(Placement) + sizeof(Copy) + 2 * sizeof(iovec) + sizeof(BlockRead) +
+           2 * sizeof(int32_t);
   }
 };
 

@@ -9,9 +9,8 @@ Result<std::unique_ptr<PastStream>> PastStream::open(Engine& engine, int64_t lay
                                                      int64_t end_group) {
   KVSWAP_ASSERT(first_group <= end_group && end_group <= engine.sealed_groups(layer));
   std::unique_ptr<PastStream> stream(new PastStream(engine, layer, sequence, end_group));
-  stream->block_groups_ =
-      std::min(engine.options().past_block_groups(engine.record_bytes()),
-               std::max<int64_t>(1, end_group - first_group));
+  stream->block_groups_ = std::min(engine.options().past_block_groups(engine.record_bytes()),
+                                   std::max<int64_t>(1, end_group - first_group));
   for (Slot& slot : stream->slots_) {
     auto bytes = AlignedBytes::allocate(stream->block_groups_ * engine.record_bytes());
     if (!bytes.is_ok()) return bytes.status();
@@ -28,10 +27,9 @@ PastStream::~PastStream() {
 
 Status PastStream::start(int index, int64_t first_group) {
   Slot& slot = slots_[index];
-  slot.block = {first_group, std::min(block_groups_, end_group_ - first_group),
-                slot.bytes.data()};
-  return engine_.start_groups(layer_, sequence_, first_group, slot.block.groups,
-                              slot.bytes.data(), slot.fetch);
+  slot.block = {first_group, std::min(block_groups_, end_group_ - first_group), slot.bytes.data()};
+  return engine_.start_groups(layer_, sequence_, first_group, slot.block.groups, slot.bytes.data(),
+                              slot.fetch);
 }
 
 Result<PastStream::Block> PastStream::next() {

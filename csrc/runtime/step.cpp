@@ -66,13 +66,13 @@ Status Engine::choose(int64_t layer, const QueryView& query) {
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {
     candidates[sequence] = {&validity_[sequence], sequences_[sequence]->sinks(layer)};
   }
-  selector_->choose({.layer = layer,
-                     .query = query,
-                     .groups = step.sealed_groups,
-                     .groups_per_query =
-                         std::min(options_.groups_max, options_.pages_max / query.queries),
-                     .candidates = candidates,
-                     .chosen = &step.chosen});
+  selector_->choose(
+      {.layer = layer,
+       .query = query,
+       .groups = step.sealed_groups,
+       .groups_per_query = std::min(options_.groups_max, options_.pages_max / query.queries),
+       .candidates = candidates,
+       .chosen = &step.chosen});
   // A shorter sequence of the batch gets what it would get alone: everything.
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {
     if (fits(layer, sequence)) choose_all(layer, sequence);
@@ -189,8 +189,7 @@ Status Engine::finish(int64_t layer) {
 void Engine::forget_loads(int64_t layer) {
   Step& step = layers_[layer].step;
   for (const Load& load : step.fetch.loads) {
-    sequences_[load.sequence]->map(layer).forget(
-        store_->key(layer, load.sequence, load.group));
+    sequences_[load.sequence]->map(layer).forget(store_->key(layer, load.sequence, load.group));
   }
   step.is_planned = false;
 }

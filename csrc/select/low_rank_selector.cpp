@@ -66,8 +66,7 @@ int64_t LowRankSelector::bytes_to_append(int64_t layer, int64_t tokens) const {
   return bytes;
 }
 
-void LowRankSelector::append(int64_t layer, int64_t sequence, const KeyView& keys,
-                             int64_t tokens) {
+void LowRankSelector::append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) {
   KVSWAP_ASSERT(has_projection(layer));
   Layer& target = layers_[layer];
   std::vector<ProjectKeysArgs> pieces;
@@ -94,8 +93,7 @@ void LowRankSelector::append(int64_t layer, int64_t sequence, const KeyView& key
   });
 }
 
-void LowRankSelector::run(int64_t count,
-                          const std::function<void(int64_t, int64_t)>& body) const {
+void LowRankSelector::run(int64_t count, const std::function<void(int64_t, int64_t)>& body) const {
   options_.parallel != nullptr ? (*options_.parallel)(count, 1, body) : serial_for(count, 1, body);
 }
 
@@ -129,8 +127,8 @@ void LowRankSelector::project_queries(const ChooseArgs& args) {
   const Layer& layer = layers_[args.layer];
   projected_.resize(sequences_ * queries_ * layer.rank);
   for (int64_t row = 0; row < sequences_ * queries_; ++row) {
-    const int64_t offset = row / queries_ * args.query.batch_stride +
-                           row % queries_ * args.query.query_stride;
+    const int64_t offset =
+        row / queries_ * args.query.batch_stride + row % queries_ * args.query.query_stride;
     ProjectQueryArgs project;
     project.query = element(args.query.data, offset, args.query.dtype);
     project.head_stride = args.query.head_stride;
@@ -150,8 +148,7 @@ void LowRankSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int6
   const Summary& summary = layer.summaries[sequence];
   const int64_t chunk_tokens = summary.shape().chunk_tokens;
   const int64_t first = chunk * chunk_tokens;
-  const int64_t rows =
-      std::min(chunk_tokens, args.groups * options_.group_tokens - first);
+  const int64_t rows = std::min(chunk_tokens, args.groups * options_.group_tokens - first);
   KVSWAP_ASSERT(rows <= summary.chunk_rows(chunk));
   const int64_t blocks = (rows + kSummaryBlock - 1) / kSummaryBlock;
   const Summary::Chunk& source = summary.chunk(chunk);

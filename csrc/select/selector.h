@@ -13,7 +13,7 @@ namespace kvswap {
 /// Keys of one sequence: element (head, token, d) at head * head_stride + token * token_stride + d.
 struct KeyView {
   const void* data = nullptr;
-  int64_t head_stride = 0;   // elements, as all strides
+  int64_t head_stride = 0;  // elements, as all strides
   int64_t token_stride = 0;
   DType dtype = DType::kFloat32;
 };
@@ -24,7 +24,7 @@ struct QueryView {
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   int64_t query_stride = 0;
-  int64_t heads = 0;         // all heads, or kv_heads: already summed over each GQA group
+  int64_t heads = 0;  // all heads, or kv_heads: already summed over each GQA group
   int64_t queries = 0;
   DType dtype = DType::kFloat32;
 };
@@ -38,9 +38,9 @@ struct Candidates {
 struct ChooseArgs {
   int64_t layer = 0;
   QueryView query;
-  int64_t groups = 0;                           // sealed groups 0..groups-1 of every sequence
+  int64_t groups = 0;  // sealed groups 0..groups-1 of every sequence
   int64_t groups_per_query = 0;
-  std::span<const Candidates> candidates;       // [batch]
+  std::span<const Candidates> candidates;               // [batch]
   std::vector<std::vector<int32_t>>* chosen = nullptr;  // [batch][...] out, in rising order
 };
 

@@ -56,9 +56,8 @@ class Summary {
   bool copies_to_append(int64_t tokens) const;
   const Chunk* last_chunk() const { return chunks_.empty() ? nullptr : chunks_.back().get(); }
   /// Calls write(chunk, first_row, first_token, count) for each piece of the `tokens` new rows.
-  void append(int64_t tokens,
-              const std::function<void(Chunk&, int64_t first_row, int64_t first_token,
-                                       int64_t count)>& write);
+  void append(int64_t tokens, const std::function<void(Chunk&, int64_t first_row,
+                                                       int64_t first_token, int64_t count)>& write);
   void truncate(int64_t rows);
 
  private:

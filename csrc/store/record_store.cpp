@@ -17,9 +17,8 @@ Result<std::unique_ptr<RecordStore>> RecordStore::create(DataFile* file,
   KVSWAP_ASSERT(write_options.buffer_bytes >= layout->record_bytes());
   auto queue = WriteQueue::create(file, write_options);
   if (!queue.is_ok()) return queue.status();
-  return std::unique_ptr<RecordStore>(
-      new RecordStore(file, std::move(layout), options, std::move(queue.value()),
-                      write_options.buffer_bytes));
+  return std::unique_ptr<RecordStore>(new RecordStore(
+      file, std::move(layout), options, std::move(queue.value()), write_options.buffer_bytes));
 }
 
 RecordStore::RecordStore(DataFile* file, std::unique_ptr<Layout> layout,

@@ -21,7 +21,7 @@ struct RecordStoreOptions {
   int64_t layers = 0;
   int64_t payload_bytes = 0;  // of one record; the rest up to record_bytes is zeros
   bool checksum = true;
-  uint64_t seed = 0;          // of this session: no other session's records pass verify()
+  uint64_t seed = 0;  // of this session: no other session's records pass verify()
 };
 
 /// Groups to and from the file: sealed records, reached through a table per layer and sequence.
@@ -43,8 +43,7 @@ class RecordStore {
     std::byte* data() const { return buffer.data; }
   };
 
-  static Result<std::unique_ptr<RecordStore>> create(DataFile* file,
-                                                     std::unique_ptr<Layout> layout,
+  static Result<std::unique_ptr<RecordStore>> create(DataFile* file, std::unique_ptr<Layout> layout,
                                                      const RecordStoreOptions& options,
                                                      const WriteQueueOptions& write_options);
 
@@ -83,7 +82,7 @@ class RecordStore {
 
  private:
   struct Record {
-    uint32_t place = 0;       // offset / record_bytes
+    uint32_t place = 0;  // offset / record_bytes
     uint32_t serial = 0;
     uint32_t checksum = 0;
     uint32_t references = 0;

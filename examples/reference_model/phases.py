@@ -30,7 +30,7 @@ CPU = (
     Phase("256 again", 256, 16, 1_200_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
     Phase("1K", 1024, 6, 2_400_000, (2e-3, 1.8e-3), 32768),
     Phase("4K", 4096, 1, 1_200_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
-    Phase("8K", 8192, 1, 1_400_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+    Phase("8K", 8192, 1, 950_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
 )
 GPU = (
     Phase("256", 256, 32, 12_000_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),

@@ -33,7 +33,7 @@ class RestoreFile:
 
     def __init__(self, path: Path, layer_bytes: int, bytes_per_second: float | None = None):
         self.layer_bytes = -(-layer_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        self._file = tempfile.TemporaryFile(dir=path, buffering=0)
+        self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
         self._direct = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDWR | os.O_DIRECT)
         self._pool = ThreadPoolExecutor(THREADS)
         self._buffers = [mmap.mmap(-1, self.layer_bytes) for _ in range(2)]

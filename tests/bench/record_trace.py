@@ -12,6 +12,7 @@ chose, too.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -60,7 +61,7 @@ def overlap(steps: list[list[list[int]]]) -> float:
     """Mean share of a step's groups that the step before had chosen, over layers."""
     shares = [
         len(set(now) & set(before)) / len(now)
-        for previous, current in zip(steps, steps[1:], strict=False)
+        for previous, current in itertools.pairwise(steps)
         for before, now in zip(previous, current, strict=True)
     ]
     return statistics.mean(shares)

@@ -32,7 +32,7 @@ SHAPES = {
 
 
 def make_model(shape: Shape, context: int, dtype: torch.dtype = torch.bfloat16):
-    """A Llama of this shape with random weights, in eval mode, with room for `context` positions."""
+    """A Llama of this shape with random weights, in eval mode; room for `context` positions."""
     config = LlamaConfig(
         vocab_size=4096,  # the head is no part of what is compared
         hidden_size=shape.hidden,

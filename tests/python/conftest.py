@@ -10,28 +10,28 @@ import pytest
 
 
 @pytest.fixture(params=["reference", "native"])
-def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Runs a test over the plain-torch session and over the C++ one."""
     # Imported late: tests of the config need neither torch nor transformers.
     import torch
-    from tests.python.tiny_models import SESSIONS, has_native
 
     from kvswap_torch.hf import session
-
-    torch.set_num_threads(1)  # matrices this small only wait for one another
+    from tests.python.tiny_models import SESSIONS, has_native
 
     if request.param == "native" and not has_native():
         pytest.skip("kvswap_torch._C is not built")
     monkeypatch.setattr(session, "open_session", SESSIONS[request.param])
-    return request.param
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads over matrices this small only wait for one another
+    yield request.param
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def open_cache(sessions: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Opens caches in a fresh directory; closes them all at the end."""
-    from tests.python.tiny_models import COVERING
-
     from kvswap_torch import KVSwapCache
+    from tests.python.tiny_models import COVERING
 
     caches = []
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import transformers
-from tests.python.reference_session import Options, ReferenceSession
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.hf import session as session_module
+from tests.python.reference_session import Options, ReferenceSession
 
 VOCABULARY = 97
 PAD, EOS = 0, 1

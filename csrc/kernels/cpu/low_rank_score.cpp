@@ -12,35 +12,51 @@ namespace kvswap::HWY_NAMESPACE {
 
 inline constexpr int64_t kBlockVectors = kSummaryBlock / kLanes;
 
-/// One block against kQueries queries: the block is read once.
+/// sums[q][v] += query[q, column] * column of a block, which is read once for all queries.
+template <typename T, int kQueries>
+inline void add_column(const T* row, const float* query, int64_t rank,
+                       Floats (&sums)[kQueries][kBlockVectors]) {
+  KVSWAP_UNROLL
+  for (int64_t v = 0; v < kBlockVectors; ++v) {
+    const Floats keys = load(row + v * kLanes);
+    KVSWAP_UNROLL
+    for (int q = 0; q < kQueries; ++q) {
+      sums[q][v] = multiply_add(keys, fill(query[q * rank]), sums[q][v]);
+    }
+  }
+}
+
+/// One block against kQueries queries. Columns are summed in several strands, so that an addition
+/// does not wait for the one before it.
 template <typename T, int kQueries>
 void score_block(const LowRankScoreArgs& args, int64_t block, int64_t first_query) {
-  constexpr int kUnroll = std::max<int>(1, 8 / (kQueries * kBlockVectors));
+  constexpr int kStrands = std::max<int>(1, 8 / (kQueries * kBlockVectors));
   const T* rows = static_cast<const T*>(args.summary) + block * args.rank * kSummaryBlock;
   const float* query = args.query + first_query * args.rank;
-  Floats sums[kUnroll][kQueries][kBlockVectors];
-  for (auto& unrolled : sums) {
-    for (auto& vectors : unrolled) std::fill_n(vectors, kBlockVectors, zeros());
+  Floats sums[kStrands][kQueries][kBlockVectors];
+  KVSWAP_UNROLL
+  for (auto& strand : sums) {
+    KVSWAP_UNROLL
+    for (auto& vectors : strand) std::fill_n(vectors, kBlockVectors, zeros());
   }
-  const auto accumulate = [&](int64_t column, auto& into) HWY_ATTR {
-    for (int64_t v = 0; v < kBlockVectors; ++v) {
-      const Floats keys = load(rows + column * kSummaryBlock + v * kLanes);
-      for (int64_t q = 0; q < kQueries; ++q) {
-        into[q][v] = multiply_add(keys, fill(query[q * args.rank + column]), into[q][v]);
-      }
-    }
-  };
   int64_t column = 0;
-  for (; column + kUnroll <= args.rank; column += kUnroll) {
-    for (int u = 0; u < kUnroll; ++u) accumulate(column + u, sums[u]);
+  for (; column + kStrands <= args.rank; column += kStrands) {
+    KVSWAP_UNROLL
+    for (int s = 0; s < kStrands; ++s) {
+      add_column(rows + (column + s) * kSummaryBlock, query + column + s, args.rank, sums[s]);
+    }
   }
-  for (; column < args.rank; ++column) accumulate(column, sums[0]);
-
-  for (int64_t q = 0; q < kQueries; ++q) {
+  for (; column < args.rank; ++column) {
+    add_column(rows + column * kSummaryBlock, query + column, args.rank, sums[0]);
+  }
+  KVSWAP_UNROLL
+  for (int q = 0; q < kQueries; ++q) {
     float* scores = args.scores + (first_query + q) * args.score_stride + block * kSummaryBlock;
+    KVSWAP_UNROLL
     for (int64_t v = 0; v < kBlockVectors; ++v) {
       Floats total = sums[0][q][v];
-      for (int u = 1; u < kUnroll; ++u) total = add(total, sums[u][q][v]);
+      KVSWAP_UNROLL
+      for (int s = 1; s < kStrands; ++s) total = add(total, sums[s][q][v]);
       if (args.token_scale) {
         total = multiply(total, load(args.token_scale + block * kSummaryBlock + v * kLanes));
       }

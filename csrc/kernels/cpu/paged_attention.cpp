@@ -46,8 +46,7 @@ class AttentionRun {
         units_(units),
         first_kv_head_(first_unit % cut.kv_heads),
         part_(first_unit / cut.kv_heads % cut.parts),
-        sequence_(first_unit / cut.kv_heads / cut.parts) {
-  }
+        sequence_(first_unit / cut.kv_heads / cut.parts) {}
 
   void attend() {
     make_state();
@@ -56,8 +55,12 @@ class AttentionRun {
         sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : first_kv_head_);
     TokenWalk walk(args_, table, part_ * cut_.pages_per_part, cut_.pages_per_part,
                    first_column() + args_.queries - 1);
-    TokenBlock block;
-    for (walk.next(block); block.count > 0; walk.next(block)) attend_block(block);
+    TokenBlock blocks[2];
+    walk.next(blocks[0]);
+    for (int current = 0; blocks[current].count > 0; current = 1 - current) {
+      walk.next(blocks[1 - current]);
+      attend_block(blocks[current], blocks[1 - current]);
+    }
   }
 
   void finish(const AttentionPartials& partials) const {
@@ -119,15 +122,18 @@ class AttentionRun {
     }
   }
 
-  void attend_block(TokenBlock& block) {
-    const int64_t tiles = (block.count + kTileTokens - 1) / kTileTokens;
-    std::fill(block.slots + block.count, block.slots + tiles * kTileTokens,
-              block.slots[block.count - 1]);
+  void attend_block(TokenBlock& block, const TokenBlock& next) {
+    const int64_t whole = (block.count + kTileTokens - 1) / kTileTokens * kTileTokens;
+    std::fill(block.slots + block.count, block.slots + whole, block.slots[block.count - 1]);
     for (int64_t unit = 0; unit < units_; ++unit) {
       const AttentionState state = state_of(unit);
+      const bool is_last = unit + 1 == units_;
       const HeadBlock head{.slots = block.slots,
+                           .next_slots = is_last ? next.slots : block.slots,
                            .tokens = block.count,
+                           .next_tokens = is_last ? next.count : block.count,
                            .key_offset = key_offset(unit),
+                           .next_key_offset = key_offset(is_last ? 0 : unit + 1),
                            .side_bytes = side_bytes(),
                            .head_dim = args_.shape.head_dim};
       score_block<T>(state, head);

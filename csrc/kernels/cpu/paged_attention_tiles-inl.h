@@ -33,14 +33,28 @@ struct AttentionState {
   float* decay = nullptr;    // [rows]: what the block does to what was summed before it
 };
 
-/// K and V of one head for a block of tokens.
+/// K and V of one head for a block of tokens, and those that come next.
 struct HeadBlock {
-  const char* const* slots = nullptr;  // [tokens, and on to a multiple of kTileTokens]
+  const char* const* slots = nullptr;       // [tokens, and on to a multiple of kTileTokens]
+  const char* const* next_slots = nullptr;  // [next_tokens]
   int64_t tokens = 0;
+  int64_t next_tokens = 0;
   int64_t key_offset = 0;  // bytes from a slot to K of this head
+  int64_t next_key_offset = 0;
   int64_t side_bytes = 0;  // from K to V
   int64_t head_dim = 0;
 };
+
+/// Asks for a piece of a row that comes next. Pages are scattered, so the hardware does not guess
+/// where; a few lines at a time, all along, since only so many can be on their way at once.
+/// Always inlined: g++ takes a function that only prefetches for one without effect, and drops it.
+[[gnu::always_inline]] inline void prefetch_next(const HeadBlock& block, int64_t token,
+                                                 int64_t offset, int64_t bytes) {
+  constexpr int64_t kLineBytes = 64;
+  if (token >= block.next_tokens) return;
+  const char* piece = block.next_slots[token] + block.next_key_offset + offset;
+  for (int64_t byte = 0; byte < bytes; byte += kLineBytes) __builtin_prefetch(piece + byte);
+}
 
 /// How much of a vector of head_dim is there: a tail is rare, and would cost the loops their
 /// registers if it were looked for in them.
@@ -97,7 +111,11 @@ inline void score_tile(const AttentionState& state, int64_t first_row, const Hea
 
 template <typename T, int kRows>
 void score_rows(const AttentionState& state, int64_t first_row, const HeadBlock& block) {
+  const int64_t row_bytes = block.head_dim * static_cast<int64_t>(sizeof(T));
   for (int64_t token = 0; token < block.tokens; token += kTileTokens) {
+    for (int64_t t = 0; first_row == 0 && t < kTileTokens; ++t) {
+      prefetch_next(block, token + t, 0, row_bytes);
+    }
     score_tile<T, kRows>(state, first_row, block, token);
   }
 }
@@ -109,6 +127,8 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
   float* output = state.output + first_row * state.stride + d;
   const float* weights = state.scores + first_row * kBlockTokens;
   const int64_t value_offset = block.key_offset + block.side_bytes;
+  const int64_t piece_offset = block.side_bytes + d * static_cast<int64_t>(sizeof(T));
+  constexpr int64_t piece_bytes = kVectors * kLanes * static_cast<int64_t>(sizeof(T));
   Floats sums[kRows][kVectors];
   KVSWAP_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -119,6 +139,7 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
     }
   }
   for (int64_t token = 0; token < block.tokens; ++token) {
+    if (first_row == 0) prefetch_next(block, token, piece_offset, piece_bytes);
     const T* row = reinterpret_cast<const T*>(block.slots[token] + value_offset);
     Floats value[kVectors];
     KVSWAP_UNROLL

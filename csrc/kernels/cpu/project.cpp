@@ -28,22 +28,29 @@ struct Factor {
 template <int kTokens, int kVectors>
 void multiply_tile(const float* keys, const Factor& factor, int64_t column, float* sums) {
   Floats tile[kTokens][kVectors];
+  KVSWAP_UNROLL
   for (int t = 0; t < kTokens; ++t) {
+    KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       tile[t][v] = load(sums + t * factor.stride + column + v * kLanes);
     }
   }
   for (int64_t d = 0; d < factor.head_dim; ++d) {
     Floats row[kVectors];
+    KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       row[v] = load(factor.values + d * factor.stride + column + v * kLanes);
     }
+    KVSWAP_UNROLL
     for (int t = 0; t < kTokens; ++t) {
       const Floats key = fill(keys[t * factor.head_dim + d]);
+      KVSWAP_UNROLL
       for (int v = 0; v < kVectors; ++v) tile[t][v] = multiply_add(key, row[v], tile[t][v]);
     }
   }
+  KVSWAP_UNROLL
   for (int t = 0; t < kTokens; ++t) {
+    KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       store(tile[t][v], sums + t * factor.stride + column + v * kLanes);
     }
