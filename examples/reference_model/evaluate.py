@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -80,9 +81,15 @@ class Reader:
         return best.tolist() == answer
 
 
+@lru_cache(maxsize=1)
+def held_out_bodies() -> tuple[str, ...]:
+    """What was never trained on."""
+    return tuple(text.body for text in load_texts() if text.held_out)
+
+
 def held_out_text(seed: int, characters: int) -> str:
     """A run of held-out text, beginning at a line."""
-    texts = [text.body for text in load_texts() if text.held_out]
+    texts = held_out_bodies()
     rng = np.random.default_rng(seed)
     joined = "\n".join(texts[i] for i in rng.permutation(len(texts)))
     first = int(rng.integers(len(joined) - characters))
@@ -124,11 +131,29 @@ def print_table(results: dict[str, dict[str, list[int]]], console: Console) -> N
     console.print(table)
 
 
+def parse_plan(lengths: str, documents: str) -> list[tuple[int, int]]:
+    """Lengths and how many documents of each.
+
+    Raises
+    ------
+    ValueError
+        When they are not whole positive numbers, one count per length or one for all.
+    """
+    words = lengths.split(","), documents.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for row in words for word in row):
+        raise ValueError(f"evaluate: numbers must be positive, got {lengths!r} and {documents!r}")
+    sizes, counts = ([int(word) for word in row] for row in words)
+    counts = counts * len(sizes) if len(counts) == 1 else counts
+    if len(counts) != len(sizes):
+        raise ValueError(f"evaluate: {len(sizes)} counts of documents must be given, got {counts}")
+    return list(zip(sizes, counts, strict=True))
+
+
 @app.command()
 def main(
     model: Annotated[Path, typer.Option(help="folder of the model")] = HERE,
     lengths: Annotated[str, typer.Option(help="tokens, with commas")] = "2048,8192,16384,32768",
-    documents: Annotated[int, typer.Option(help="documents of each length")] = 12,
+    documents: Annotated[str, typer.Option(help="how many of each length")] = "16,16,10,8",
     seed: int = 1000,
     out: Annotated[Path | None, typer.Option(help="write counts as JSON")] = None,
 ) -> None:
@@ -137,8 +162,9 @@ def main(
     try:
         reader = Reader(model)
         results = {}
-        for length in (int(word) for word in lengths.split(",")):
-            results[str(length)] = measure(reader, length, documents, seed=seed)
+        plan = parse_plan(lengths, documents)
+        for length, count in plan:
+            results[str(length)] = measure(reader, length, count, seed=seed)
             if out:
                 out.write_text(json.dumps(results, indent=1) + "\n")
     except (ValueError, MissingTexts) as error:

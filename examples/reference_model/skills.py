@@ -26,15 +26,15 @@ class Skill:
 
 
 SKILLS = (
-    Skill("single needle, 8 distractors", "same", 9, 4, 0.98, "words"),
-    Skill("in other words", "other", 9, 4, 0.95),
-    Skill("multi-key, 32 facts", "same", 32, 4, 0.95, "words"),
-    Skill("numbers", "same", 9, 2, 0.95, "number"),
+    Skill("single needle, 8 distractors", "same", 9, 6, 0.98, "words"),
+    Skill("in other words", "other", 9, 6, 0.95),
+    Skill("multi-key, 32 facts", "same", 32, 6, 0.95, "words"),
+    Skill("numbers", "same", 9, 4, 0.95, "number"),
     Skill("several turns", "same", 9, 4, 0.95, turns=True),
-    Skill("list all values", "list", 4, 2),
-    Skill("two questions in one", "pair", 4, 2),
-    Skill("two hops", "hop", 6, 2),
-    Skill("record to a list", "record", 6, 2),
+    Skill("list all values", "list", 4, 3),
+    Skill("two questions in one", "pair", 4, 3),
+    Skill("two hops", "hop", 6, 3),
+    Skill("record to a list", "record", 6, 3),
 )
 
 

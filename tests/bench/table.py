@@ -1,0 +1,88 @@
+"""Writes the README's tables from the results that stand in tests/bench/results.
+
+    python -m tests.bench.table
+
+Replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` in README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvswap_torch import format_bytes
+from tests.bench.machine import RESULTS
+
+README = Path("README.md")
+
+
+def load(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def decode_table() -> Iterator[str]:
+    yield "| shape, context, batch | disk | KV memory | cache | ms per token | against kvswap |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("decode_*.json"):
+        setting = (
+            f"{result['shape']} ({result['layers']} layers), {result['context']:,}, "
+            f"{result['batch']}"
+        )
+        disk = result["device"] + (
+            "" if result["choices"] == "random" else f", choices of {result['choices']}"
+        )
+        for name, value in result["ms_per_token"].items():
+            memory, ratio = "", result["speed_against"].get(name)
+            if name == "kvswap":
+                memory = f"1/{1 / result['kvswap']['memory_share']:.1f}"
+            against = "" if ratio is None else f"{ratio:.2f}x"
+            yield f"| {setting} | {disk} | {memory} | {name} | {value:.1f} | {against} |"
+            setting = disk = ""
+
+
+def prefill_table() -> Iterator[str]:
+    yield "| shape | tokens | DynamicCache | kvswap | ratio (median of pairs) | of it estimating |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("prefill_*.json"):
+        seconds = result["seconds"]
+        yield (
+            f"| {result['shape']} ({result['layers']} layers) | {result['tokens']:,} "
+            f"| {seconds['DynamicCache']:.2f} s | {seconds['kvswap']:.2f} s "
+            f"| {result['ratio_of_pairs']:.3f} | {result['estimate_seconds']:.2f} s |"
+        )
+
+
+def demo_table() -> Iterator[str]:
+    for demo in load("demo.json"):
+        right = sum(q["on_disk"] == q["truth"] for q in demo["questions"])
+        full = sum(q["in_memory"] == q["truth"] for q in demo["questions"])
+        yield "| | cache on disk | full cache |"
+        yield "|---|---|---|"
+        yield f"| right answers | {right} of {len(demo['questions'])} | {full} |"
+        yield (
+            f"| KV in memory | {format_bytes(demo['kv_bytes_in_memory'])} "
+            f"(1/{1 / demo['memory_share']:.1f}) | {format_bytes(demo['kv_bytes_full'])} |"
+        )
+        yield (
+            f"| tokens per second | {demo['tokens_per_second_on_disk']:.1f} "
+            f"| {demo['tokens_per_second_in_memory']:.1f} |"
+        )
+
+
+TABLES = {"decode": decode_table, "prefill": prefill_table, "demo": demo_table}
+
+
+def main() -> None:
+    text = README.read_text()
+    for name, table in TABLES.items():
+        marks = rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)"
+        body = "\n".join(table())
+        text = re.sub(marks, lambda m, body=body: m[1] + body + "\n" + m[2], text, flags=re.DOTALL)
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
