@@ -25,6 +25,7 @@ from kvswap_torch.config_rules import (
     boolean,
     checked_rank,
     documented,
+    layers_rule,
     number,
     one_of,
     plain,
@@ -80,6 +81,10 @@ class SwapConfig:
     )
     look_ahead: bool = boolean(
         True, "predict the next layer's query and read ahead; off: choose with the true query"
+    )
+    true_query_layers: tuple[int, ...] = layers_rule(
+        "layers on disk that choose with their true query all the same, since the layer before "
+        "tells too little of it; what they read is not hidden"
     )
     layout: str = one_of("sequence", ("sequence",), "order of the records on disk")
     reader: str = one_of(
@@ -149,6 +154,8 @@ class SwapConfig:
         """Lists and mappings, as JSON gives them, become what the fields promise."""
         if isinstance(self.rank, list):
             object.__setattr__(self, "rank", tuple(self.rank))
+        if isinstance(self.true_query_layers, list):
+            object.__setattr__(self, "true_query_layers", tuple(self.true_query_layers))
         if isinstance(self.model, Mapping):
             object.__setattr__(self, "model", identity_from(self.model))
         elif self.model is not None and not isinstance(self.model, ModelIdentity):
@@ -260,6 +267,11 @@ class SwapConfig:
                 )
         if identity.layers is not None:
             self.ranks(identity.layers)
+            if any(layer >= identity.layers for layer in self.true_query_layers):
+                raise ConfigError(
+                    f"true_query_layers: must be below {identity.layers}, the layers on disk, got "
+                    f"{list(self.true_query_layers)}"
+                )
         if identity.kv_heads is not None and identity.head_dim is not None:
             width = identity.kv_heads * identity.head_dim
             for row in (self, *map(self._with, self.table)):

@@ -85,8 +85,9 @@ class Solution:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
-        if isinstance(given.get("rank"), list):
-            given["rank"] = tuple(given["rank"])
+        for name in ("rank", "true_query_layers"):
+            if isinstance(given.get(name), list):
+                given[name] = tuple(given[name])
         object.__setattr__(self, "settings", tuple(sorted(given.items())))
 
     def distance(self, batch: int, context: int) -> float:

@@ -55,6 +55,21 @@ def rank_rule(default: int, doc: str) -> Any:
     return _field(default, lambda name, value: checked_rank(value, _RANK_MAX), schema, doc)
 
 
+def layers_rule(doc: str) -> Any:
+    """Numbers of layers, rising; none by default."""
+
+    def check(name: str, value: Any) -> None:
+        good = isinstance(value, tuple) and all(
+            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in value
+        )
+        if not good or list(value) != sorted(set(value)):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{name}: must be numbers of layers, rising, got {shown!r}")
+
+    one = {"type": "integer", "minimum": 0}
+    return _field((), check, {"type": "array", "items": one}, doc)
+
+
 def checked_rank(rank: Any, width: int) -> None:
     """Raises `ConfigError` unless every rank in `rank` lies between 1 and `width`."""
     values = rank if isinstance(rank, tuple) else (rank,)

@@ -1,11 +1,13 @@
 """Calibration of a model: projections, and what recall each layer has at each rank.
 
-Two passes (KVSwap, section 3.2 and appendix A.1): one over samples that the projections are fitted
-to, one over others on which the chosen groups' attention mass is measured.
+Three passes (KVSwap, section 3.2 and appendix A.1): two over samples that the projections are
+fitted to, for queries as the layer before predicts them and as they are, and one over other
+samples, on which the chosen groups' attention mass is measured.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,7 @@ from kvswap_torch.sizing import ModelShape
 from tuning.calibrate import Calibrator
 from tuning.moments import LayerMoments
 from tuning.observe import Observed
-from tuning.recall import Choice, RecallTable, Steps, decoded_positions, rank_grid
+from tuning.recall import QUERIES, Choice, RecallTable, Steps, decoded_positions, rank_grid
 from tuning.samples import Sample
 
 KINDS = ("query_aware", "svd_keys")
@@ -65,9 +67,10 @@ class Calibration:
     Parameters
     ----------
     pairs
-        For each kind one projection a layer on disk, with a column for the largest rank.
+        By (kind, query) one projection a layer on disk, with a column for the largest rank. Query
+        is ``predicted`` or ``true``: what the projection is made for.
     tables
-        Recall by (kind, summary dtype).
+        Recall by (kind, summary dtype, query).
     energy
         For each layer the share of the scores' variance that the first r columns keep.
     tokens_fitted, tokens_measured, steps_measured
@@ -79,8 +82,8 @@ class Calibration:
     identity: ModelIdentity
     shape: ModelShape
     choice: Choice
-    pairs: dict[str, list[Pair]]
-    tables: dict[tuple[str, str], RecallTable]
+    pairs: dict[tuple[str, str], list[Pair]]
+    tables: dict[tuple[str, str, str], RecallTable]
     energy: list[list[float]]
     tokens_fitted: int
     tokens_measured: int
@@ -90,7 +93,7 @@ class Calibration:
     @property
     def kind(self) -> str:
         """The projection to use."""
-        return next(iter(self.pairs))
+        return next(iter(self.pairs))[0]
 
 
 def calibrate(
@@ -126,11 +129,15 @@ def calibrate(
     calibrator = Calibrator(model)
     shape = calibrator.parts.shape
     ranks = rank_grid(shape.width, options.rank_max or min(256, shape.width))
-    moments = gather_moments(calibrator, fitted, progress)
-    pairs = {kind: [m.pair(kind, ranks[-1]) for m in moments] for kind in options.kinds}
+    pairs: dict[tuple[str, str], list[Pair]] = {}
+    for query in QUERIES:
+        moments = gather_moments(calibrator, fitted, query, progress)
+        for kind in options.kinds:
+            pairs[kind, query] = [m.pair(kind, ranks[-1]) for m in moments]
+    pairs = {(kind, query): pairs[kind, query] for kind in options.kinds for query in QUERIES}
     tables = {
-        (kind, dtype): RecallTable(pairs[kind], ranks, dtype)
-        for kind in options.kinds
+        (kind, dtype, query): RecallTable(made, ranks, dtype, query)
+        for (kind, query), made in pairs.items()
         for dtype in (SUMMARY_DTYPES if kind == options.kinds[0] else SUMMARY_DTYPES[:1])
     }
     measure_recall(calibrator, held_out, list(tables.values()), options, progress)
@@ -140,7 +147,7 @@ def calibrate(
         choice=options.choice,
         pairs=pairs,
         tables=tables,
-        energy=[m.energy(p) for m, p in zip(moments, pairs[options.kinds[0]], strict=True)],
+        energy=[m.energy(p) for m, p in zip(moments, pairs[options.kinds[0], "true"], strict=True)],
         tokens_fitted=sum(len(sample.ids) for sample in fitted),
         tokens_measured=sum(len(sample.ids) for sample in held_out),
         steps_measured=sum(
@@ -151,18 +158,21 @@ def calibrate(
 
 
 def gather_moments(
-    calibrator: Calibrator, samples: Sequence[Sample], progress: Progress | None = None
+    calibrator: Calibrator,
+    samples: Sequence[Sample],
+    query: str = "predicted",
+    progress: Progress | None = None,
 ) -> list[LayerMoments]:
-    """One `LayerMoments` a layer on disk."""
+    """One `LayerMoments` a layer on disk, for queries ``predicted`` or ``true``."""
     shape = calibrator.parts.shape
     moments = [LayerMoments(shape.width) for _ in range(shape.layers)]
-    _run(
-        calibrator,
-        samples,
-        lambda seen, sample: moments[seen.layer].add(seen, sample.focus),
-        "fitting projections",
-        progress,
-    )
+
+    def add(seen: Observed, sample: Sample) -> None:
+        if query == "true":
+            seen = dataclasses.replace(seen, predicted=None)
+        moments[seen.layer].add(seen, sample.focus)
+
+    _run(calibrator, samples, add, f"fitting to {query} queries", progress)
     return moments
 
 

@@ -12,13 +12,16 @@ Bytes = Callable[[tuple[int, ...]], int]
 
 
 def hand_out_ranks(
-    recall: Sequence[Mapping[int, float]], bytes_of: Bytes, budget_bytes: int
+    recall: Sequence[Mapping[int, float]],
+    bytes_of: Bytes,
+    budget_bytes: int,
+    gain_min: float = 0.0,
 ) -> tuple[int, ...]:
     """Greedily to the layer that gains most attention recall per byte.
 
     A step may skip ranks: recall often stays flat and then jumps, and a gain per byte over the
-    whole jump is what the layer is worth. Steps that gain nothing are not taken, so memory may be
-    left over.
+    whole jump is what the layer is worth. Steps that gain no more than `gain_min` are not taken, so
+    memory may be left over.
 
     Parameters
     ----------
@@ -50,7 +53,7 @@ def hand_out_ranks(
         steps = [
             (gain / (cost - spent), -cost, candidate)
             for candidate, gain in _steps(recall, chosen)
-            if gain > 0 and (cost := bytes_of(candidate)) <= budget_bytes
+            if gain > gain_min and (cost := bytes_of(candidate)) <= budget_bytes
         ]
         if not steps:
             return chosen

@@ -131,41 +131,45 @@ class RecallTable:
         One projection a layer on disk, with columns for the largest of `ranks`.
     summary_dtype
         ``model`` or ``int8``, as in `SwapConfig`.
+    query
+        ``predicted`` by the layer before, as far as it can be, or ``true``.
     """
 
-    def __init__(self, pairs: Sequence[Pair], ranks: Sequence[int], summary_dtype: str = "model"):
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        ranks: Sequence[int],
+        summary_dtype: str = "model",
+        query: str = "predicted",
+    ):
         self.pairs = pairs
         self.ranks = tuple(ranks)
         self.summary_dtype = summary_dtype
-        self._sums = {query: [dict.fromkeys(self.ranks, 0.0) for _ in pairs] for query in QUERIES}
+        self.query = query
+        self._sums = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
         self._best = [0.0] * len(pairs)
         self._samples = [0] * len(pairs)
 
     def add(self, seen: Observed, steps: Steps) -> None:
         """Counts some of one layer's steps."""
         key, query = self.pairs[seen.layer]
-        kv_heads = seen.keys.shape[1]
+        is_true = self.query == "true" or seen.predicted is None
+        look = seen.query if is_true else seen.predicted
         rows = flat_tokens(seen.keys).float() @ key
-        looks = {"true": seen.query}
-        looks["predicted"] = seen.query if seen.predicted is None else seen.predicted
-        projected = {
-            name: sum_over_heads(look[:, :, steps.positions], kv_heads) @ query
-            for name, look in looks.items()
-        }
+        low = sum_over_heads(look[:, :, steps.positions], seen.keys.shape[1]) @ query
         for rank in self.ranks:
             kept = rows[:, :rank]
             kept = int8_rows(kept) if self.summary_dtype == "int8" else kept.to(seen.keys.dtype)
-            for name, low in projected.items():
-                chosen = steps.select(low[:, :rank] @ kept.float().T)
-                self._sums[name][seen.layer][rank] += steps.recall(chosen)
+            chosen = steps.select(low[:, :rank] @ kept.float().T)
+            self._sums[seen.layer][rank] += steps.recall(chosen)
         self._best[seen.layer] += steps.best_recall()
         self._samples[seen.layer] += 1
 
-    def recall(self, query: str = "predicted") -> list[dict[int, float]]:
-        """For each layer, rank -> recall; query: ``predicted`` (as the engine) or ``true``."""
+    def recall(self) -> list[dict[int, float]]:
+        """For each layer, rank -> recall."""
         return [
             {rank: total / count for rank, total in sums.items()}
-            for sums, count in zip(self._sums[query], self._samples, strict=True)
+            for sums, count in zip(self._sums, self._samples, strict=True)
         ]
 
     def best(self) -> list[float]:

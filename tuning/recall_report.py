@@ -15,10 +15,9 @@ NAMES = {"query_aware": "query-aware", "svd_keys": "SVD of the keys"}
 
 
 def print_calibration(calibration: Calibration, console: Console) -> None:
-    """One table for each way to choose: layers by ranks, with the predicted and the true query."""
-    for (kind, dtype), table in calibration.tables.items():
-        for query in ("predicted", "true"):
-            console.print(_table(f"{NAMES[kind]}, {dtype} summary, {query} query", table, query))
+    """One table for each way to choose: layers by ranks."""
+    for (kind, dtype, query), table in calibration.tables.items():
+        console.print(_table(f"{NAMES[kind]}, {dtype} summary, {query} query", table))
     for warning in calibration.warnings:
         console.print(f"[yellow]{warning}")
 
@@ -31,6 +30,9 @@ def print_chosen(chosen: Chosen, demand: Demand, full_bytes: int, console: Conso
         f"ranks {config.rank} ({summary}), {config.groups_max} groups of {config.group_tokens} "
         f"attended, {config.pages_max} kept"
     )
+    if config.true_query_layers:
+        layers = ", ".join(map(str, config.true_query_layers))
+        console.print(f"layers that choose with their true query: {layers}")
     console.print(f"recall by layer: {' '.join(f'{value:.3f}' for value in chosen.recall)}")
     if chosen.uniform is not None:
         rank, recall = chosen.uniform
@@ -48,13 +50,13 @@ def _uses(need: dict[str, int]) -> list[str]:
     return [name for name, size in need.items() if size and name not in ("total", "record_bytes")]
 
 
-def _table(title: str, recall: RecallTable, query: str) -> Table:
+def _table(title: str, recall: RecallTable) -> Table:
     table = Table(title=f"Recall of attention mass: {title}")
     table.add_column("layer", justify="right")
     for rank in recall.ranks:
         table.add_column(str(rank), justify="right")
     table.add_column("best groups", justify="right")
-    rows = zip(recall.recall(query), recall.best(), strict=True)
+    rows = zip(recall.recall(), recall.best(), strict=True)
     for layer, (values, best) in enumerate(rows):
         table.add_row(str(layer), *(f"{value:.3f}" for value in values.values()), f"{best:.3f}")
     return table

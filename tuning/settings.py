@@ -13,13 +13,15 @@ from kvswap_torch.projection_file import save_projections
 from kvswap_torch.version import __version__
 from tuning.calibration import SUMMARY_DTYPES, Calibration
 from tuning.rank_budget import hand_out_ranks, uniform_rank
-from tuning.recall import RecallTable
+from tuning.recall import QUERIES
 from tuning.session_need import Demand, Need
 
 CONFIG_NAME = "kvswap.json"
 PROJECTION_NAME = "projection.safetensors"
 PAGES_SHARE = (3, 2)  # pages kept for each group attended, before ranks are handed out
 PAGES_MAX_SHARE = 4  # and at most, where memory is left over
+GAIN_MIN = 5e-4  # recall; what a layer gains below it is noise, and pages serve better
+PREDICTION_LOSS_MAX = 0.03  # share of a layer's recall; where more is lost it does not look ahead
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Chosen:
     need
         Bytes by use, and their "total".
     recall
-        For each layer the recall measured at its rank, with the predicted query.
+        For each layer the recall measured at its rank, with the query it will choose with.
     uniform
         What one rank for all layers would be and reach under the same budget; None where even the
         smallest does not fit.
@@ -48,8 +50,10 @@ def choose_settings(
 ) -> Chosen:
     """Summary precision, ranks and pages under a budget.
 
-    Ranks are handed out for each precision of the summary, and the one that holds more attention
-    mass is taken. Memory that no rank has a use for keeps more pages.
+    Layers whose predicted query finds clearly less than their true one choose with the true one:
+    what they read is waited for, but what they need is read. Ranks are handed out for each
+    precision of the summary, and the one that holds more attention mass is taken. Memory that no
+    rank has a use for keeps more pages.
 
     Parameters
     ----------
@@ -70,6 +74,7 @@ def choose_settings(
         **dataclasses.asdict(calibration.choice),
         pages_max=pages_max,
         projection_kind=calibration.kind,
+        true_query_layers=true_query_layers(calibration),
     )
     candidates = [_with_ranks(start, calibration, dtype, demand, need) for dtype in SUMMARY_DTYPES]
     best = max(candidates, key=lambda chosen: sum(chosen.recall))
@@ -77,16 +82,41 @@ def choose_settings(
     return dataclasses.replace(best, config=config, need=dict(need(config)))
 
 
+def true_query_layers(calibration: Calibration) -> tuple[int, ...]:
+    """Layers that lose more recall to prediction than reading ahead is worth."""
+    predicted, true = (
+        [max(table.values()) for table in calibration.tables[calibration.kind, "model", q].recall()]
+        for q in QUERIES
+    )
+    return tuple(
+        layer
+        for layer, (guess, known) in enumerate(zip(predicted, true, strict=True))
+        if guess < (1 - PREDICTION_LOSS_MAX) * known
+    )
+
+
+def layer_recall(calibration: Calibration, config: SwapConfig) -> list[dict[int, float]]:
+    """For each layer, rank -> recall with the query that `config` has it choose with."""
+    predicted, true = (
+        calibration.tables[calibration.kind, config.summary_dtype, query].recall()
+        for query in QUERIES
+    )
+    return [
+        (true if layer in config.true_query_layers else predicted)[layer]
+        for layer in range(len(true))
+    ]
+
+
 def _with_ranks(
     start: SwapConfig, calibration: Calibration, dtype: str, demand: Demand, need: Need
 ) -> Chosen:
     start = dataclasses.replace(start, summary_dtype=dtype)
-    recall = calibration.tables[calibration.kind, dtype].recall()
+    recall = layer_recall(calibration, start)
 
     def total(ranks: tuple[int, ...]) -> int:
         return need(dataclasses.replace(start, rank=ranks))["total"]
 
-    ranks = hand_out_ranks(recall, total, demand.budget_bytes)
+    ranks = hand_out_ranks(recall, total, demand.budget_bytes, GAIN_MIN)
     same = uniform_rank(recall, total, demand.budget_bytes)
     return Chosen(
         dataclasses.replace(start, rank=ranks),
@@ -121,10 +151,14 @@ def save_settings(
     folder.mkdir(parents=True, exist_ok=True)
     save_projections(
         folder / PROJECTION_NAME,
-        calibration.pairs[calibration.kind],
+        [
+            calibration.pairs[calibration.kind, _query(chosen.config, layer)][layer]
+            for layer in range(calibration.shape.layers)
+        ],
         kind=calibration.kind,
         model=calibration.identity,
     )
+    (folder / PROJECTION_NAME).chmod(0o644)  # safetensors writes for its owner alone
     config = dataclasses.replace(
         chosen.config,
         projection_file=PROJECTION_NAME,
@@ -134,14 +168,22 @@ def save_settings(
     return config.save(folder / CONFIG_NAME)
 
 
+def _query(config: SwapConfig, layer: int) -> str:
+    return "true" if layer in config.true_query_layers else "predicted"
+
+
 def _provenance(calibration: Calibration, chosen: Chosen, demand: Demand) -> dict[str, Any]:
-    table: RecallTable = calibration.tables[calibration.kind, chosen.config.summary_dtype]
+    predicted, true = (
+        calibration.tables[calibration.kind, chosen.config.summary_dtype, query]
+        for query in QUERIES
+    )
     layers = [
         {
             "rank": rank,
-            "recall_predicted_query": round(table.recall("predicted")[layer][rank], 4),
-            "recall_true_query": round(table.recall("true")[layer][rank], 4),
-            "recall_best_groups": round(table.best()[layer], 4),
+            "query": _query(chosen.config, layer),
+            "recall_predicted_query": round(predicted.recall()[layer][rank], 4),
+            "recall_true_query": round(true.recall()[layer][rank], 4),
+            "recall_best_groups": round(true.best()[layer], 4),
         }
         for layer, rank in enumerate(chosen.config.ranks(calibration.shape.layers))
     ]

@@ -12,7 +12,7 @@ struct Fp8Args {
   float* scales = nullptr;       // [rows]: one per token and head
   int64_t rows = 0;
   int64_t head_dim = 0;
-  DType dtype = DType::kFloat32; // of the unquantised side
+  DType dtype = DType::kFloat32;  // of the unquantised side
 };
 
 /// e4m3 (no infinities, largest 448), round to nearest even, scale = largest magnitude / 448 of the

@@ -7,10 +7,10 @@
 namespace kvswap {
 
 struct GroupMaxArgs {
-  const float* scores = nullptr;    // [tokens]
-  float* group_scores = nullptr;    // [ceil(tokens / group_tokens)]
+  const float* scores = nullptr;  // [tokens]
+  float* group_scores = nullptr;  // [ceil(tokens / group_tokens)]
   int64_t tokens = 0;
-  int64_t group_tokens = 0;         // 1..64; the last group may be ragged
+  int64_t group_tokens = 0;  // 1..64; the last group may be ragged
 };
 
 /// ReduceMax within each group of consecutive tokens (KVSwap section 3.3).

@@ -7,9 +7,9 @@
 namespace kvswap {
 
 struct MergeAttentionArgs {
-  void* output = nullptr;               // [rows, head_dim] in and out; dtype
-  float* log_sum_exp = nullptr;         // [rows] in and out
-  const void* other_output = nullptr;   // [rows, head_dim]
+  void* output = nullptr;                    // [rows, head_dim] in and out; dtype
+  float* log_sum_exp = nullptr;              // [rows] in and out
+  const void* other_output = nullptr;        // [rows, head_dim]
   const float* other_log_sum_exp = nullptr;  // [rows]
   int64_t rows = 0;
   int64_t head_dim = 0;

@@ -12,24 +12,24 @@ inline constexpr int64_t kChunkQueriesMax = 16;
 
 /// Decode attention over pages. A page has the byte order of a record.
 struct PagedAttentionArgs {
-  const void* query = nullptr;            // [batch, heads, queries, head_dim], strides below
-  int64_t query_batch_stride = 0;         // elements; head_dim is contiguous
+  const void* query = nullptr;     // [batch, heads, queries, head_dim], strides below
+  int64_t query_batch_stride = 0;  // elements; head_dim is contiguous
   int64_t query_head_stride = 0;
   int64_t query_token_stride = 0;
-  void* output = nullptr;                 // [batch, queries, heads, head_dim] contiguous
-  float* log_sum_exp = nullptr;           // [batch, heads, queries]; null: not wanted
-  const void* const* pages = nullptr;     // [batch, table_heads, pages_max]: base of each page
-  const uint64_t* masks = nullptr;        // [batch, table_heads, pages_max]: bit t: token t counts
-  const int32_t* columns = nullptr;       // [batch, table_heads, pages_max]: column of token 0
-  const int32_t* page_counts = nullptr;   // [batch, table_heads]
-  const int32_t* query_columns = nullptr; // [batch]: column of query 0; query i stands i later
+  void* output = nullptr;                  // [batch, queries, heads, head_dim] contiguous
+  float* log_sum_exp = nullptr;            // [batch, heads, queries]; null: not wanted
+  const void* const* pages = nullptr;      // [batch, table_heads, pages_max]: base of each page
+  const uint64_t* masks = nullptr;         // [batch, table_heads, pages_max]: bit t: token t counts
+  const int32_t* columns = nullptr;        // [batch, table_heads, pages_max]: column of token 0
+  const int32_t* page_counts = nullptr;    // [batch, table_heads]
+  const int32_t* query_columns = nullptr;  // [batch]: column of query 0; query i stands i later
   int64_t pages_max = 0;
-  int64_t table_heads = 1;                // 1: one table for all KV heads; else one for each
+  int64_t table_heads = 1;  // 1: one table for all KV heads; else one for each
   int64_t batch = 0;
-  int64_t heads = 0;                      // a multiple of kv_heads()
-  int64_t queries = 0;                    // 1..kChunkQueriesMax
+  int64_t heads = 0;    // a multiple of kv_heads()
+  int64_t queries = 0;  // 1..kChunkQueriesMax
   float scale = 1.0f;
-  RecordShape shape = {};                 // shape.kv_heads: heads in a page, all of them or one
+  RecordShape shape = {};  // shape.kv_heads: heads in a page, all of them or one
   DType dtype = DType::kFloat32;
 
   /// The model's KV heads. A page holds all of them, at their places in the record, or one alone,
@@ -41,9 +41,9 @@ struct PagedAttentionArgs {
 ///
 /// Token t of page p is seen by query i iff its mask bit is set and columns[p] + t <=
 /// query_columns[b] + i: causal within the chunk. A query that sees nothing gets zeros and a
-/// log-sum-exp of -inf; a page whose mask is 0 may be null. Work is split over batch x KV heads, and over pages where that is too
-/// little for the threads, merged by log-sum-exp in a fixed order, so that the result does not
-/// depend on the number of threads.
+/// log-sum-exp of -inf; a page whose mask is 0 may be null. Work is split over batch x KV heads,
+/// and over pages where that is too little for the threads, merged by log-sum-exp in a fixed order,
+/// so that the result does not depend on the number of threads.
 void paged_attention(const PagedAttentionArgs& args, const Execution& execution);
 
 }  // namespace kvswap

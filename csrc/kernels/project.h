@@ -27,12 +27,12 @@ struct ProjectKeysArgs {
 void project_keys(const ProjectKeysArgs& args);
 
 struct ProjectQueryArgs {
-  const void* query = nullptr;        // [heads, head_dim] with head_stride; dtype
+  const void* query = nullptr;  // [heads, head_dim] with head_stride; dtype
   int64_t head_stride = 0;
   const float* projection = nullptr;  // [kv_heads * head_dim, rank]
   float* projected = nullptr;         // [rank]
   int64_t heads = 0;
-  int64_t kv_heads = 0;               // heads is a multiple of kv_heads
+  int64_t kv_heads = 0;  // heads is a multiple of kv_heads
   int64_t head_dim = 0;
   int64_t rank = 0;
   DType dtype = DType::kFloat32;

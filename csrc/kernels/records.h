@@ -22,7 +22,7 @@ struct RecordShape {
 struct TokenView {
   void* keys = nullptr;
   void* values = nullptr;
-  int64_t key_head_stride = 0;     // elements, as all strides
+  int64_t key_head_stride = 0;  // elements, as all strides
   int64_t key_token_stride = 0;
   int64_t value_head_stride = 0;
   int64_t value_token_stride = 0;
@@ -31,10 +31,10 @@ struct TokenView {
 struct TransferArgs {
   RecordShape shape = {};
   TokenView tokens = {};
-  void* const* records = nullptr;     // [count] base of each record (or page)
+  void* const* records = nullptr;         // [count] base of each record (or page)
   const int64_t* first_tokens = nullptr;  // [count] token of the view at which record i begins
-  const int32_t* slots = nullptr;     // [count] slot in the record of that token; null: 0
-  const int32_t* lengths = nullptr;   // [count] tokens to move; null: group_tokens
+  const int32_t* slots = nullptr;         // [count] slot in the record of that token; null: 0
+  const int32_t* lengths = nullptr;       // [count] tokens to move; null: group_tokens
   int64_t count = 0;
 };
 

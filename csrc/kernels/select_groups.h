@@ -15,7 +15,7 @@ struct SelectGroupsArgs {
   int64_t first_token = 0;             // tokens outside [first_token, last_token) do not count
   int64_t last_token = 0;              // at most blocks * 16
   int64_t rank = 0;
-  int64_t group_tokens = 0;            // 1..64
+  int64_t group_tokens = 0;  // 1..64
   int64_t k = 0;
   DType dtype = DType::kFloat32;
 };

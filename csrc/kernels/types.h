@@ -14,9 +14,8 @@ constexpr int64_t dtype_bytes(DType dtype) {
 
 /// Runs body(begin, end) over disjoint pieces of [0, count), possibly on several threads, and
 /// returns when all are done. A piece is at least `grain` long except the last.
-using ParallelFor =
-    std::function<void(int64_t count, int64_t grain,
-                       const std::function<void(int64_t begin, int64_t end)>& body)>;
+using ParallelFor = std::function<void(
+    int64_t count, int64_t grain, const std::function<void(int64_t begin, int64_t end)>& body)>;
 
 /// All on the calling thread: the reference, and what tests use.
 inline void serial_for(int64_t count, int64_t /*grain*/,

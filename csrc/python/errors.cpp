@@ -14,18 +14,22 @@ namespace {
 
 const char* class_of(SessionError::Kind kind) {
   switch (kind) {
-    case SessionError::Kind::kBudget: return "BudgetError";
-    case SessionError::Kind::kStorage: return "StorageError";
-    case SessionError::Kind::kCorrupt: return "CorruptionError";
-    case SessionError::Kind::kClosed: return "ClosedError";
+    case SessionError::Kind::kBudget:
+      return "BudgetError";
+    case SessionError::Kind::kStorage:
+      return "StorageError";
+    case SessionError::Kind::kCorrupt:
+      return "CorruptionError";
+    case SessionError::Kind::kClosed:
+      return "ClosedError";
   }
   return "KVSwapError";
 }
 
 void raise(const SessionError& error) {
   const py::object type = py::module_::import("kvswap_torch.errors").attr(class_of(error.kind()));
-  py::object raised = error.error_number() != 0 ? type(error.error_number(), error.what())
-                                                : type(error.what());
+  py::object raised =
+      error.error_number() != 0 ? type(error.error_number(), error.what()) : type(error.what());
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 

@@ -52,14 +52,13 @@ void bind_session(py::module_& module) {
                   py::arg("context"), py::arg("alignment_bytes") = 512)
       .def("declare", &Session::declare, py::arg("valid"), Released())
       .def("look_ahead", &Session::look_ahead, py::arg("layer"), py::arg("query"), Released())
-      .def("override_selection", &Session::override_selection, py::arg("layer"),
-           py::arg("groups"))
+      .def("override_selection", &Session::override_selection, py::arg("layer"), py::arg("groups"))
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
       .def("attend", &Session::attend, py::arg("layer"), py::arg("query"), py::arg("keys"),
            py::arg("values"), py::arg("scale"), Released())
-      .def("set_projection", &Session::set_projection, py::arg("layer"),
-           py::arg("key_projection"), py::arg("query_projection"), Released())
+      .def("set_projection", &Session::set_projection, py::arg("layer"), py::arg("key_projection"),
+           py::arg("query_projection"), Released())
       .def("needs_projection", &Session::needs_projection, py::arg("layer"))
       .def("read_back", &Session::read_back, py::arg("layer"), py::arg("begin"), py::arg("end"),
            Released())

@@ -142,8 +142,7 @@ void attend_past(Chunk& chunk, int64_t past) {
   // append() may have sealed a group that the chunk's own first tokens fill up.
   const int64_t end_group =
       std::max(first_group, std::min(past / group_tokens, engine.sealed_groups(chunk.layer)));
-  auto stream =
-      PastStream::open(engine, chunk.layer, chunk.sequence, first_group, end_group);
+  auto stream = PastStream::open(engine, chunk.layer, chunk.sequence, first_group, end_group);
   throw_if_error(stream.status());
   while (true) {
     auto block = stream.value()->next();

@@ -25,8 +25,8 @@ inline void check_shape(const char* where, const char* name, const at::Tensor& t
   for (int64_t i = 0; fits && i < tensor.dim(); ++i) {
     fits = sizes[i] == -1 || sizes[i] == tensor.size(i);
   }
-  TORCH_CHECK_VALUE(fits, where, ": ", name, " must be ", names, " = ", sizes,
-                    " (-1: any), got ", tensor.sizes());
+  TORCH_CHECK_VALUE(fits, where, ": ", name, " must be ", names, " = ", sizes, " (-1: any), got ",
+                    tensor.sizes());
 }
 
 inline void check_dtype(const char* where, const char* name, const at::Tensor& tensor,

@@ -26,10 +26,9 @@ struct PageTable {
     check_dtype(where, "table", table, at::kInt);
     check_range(where, "group_tokens", pages.size(3), 1, kGroupTokensMax);
     shape = {pages.size(1), pages.size(3), pages.size(4), pages.element_size()};
-    TORCH_CHECK_VALUE(
-        table.size(1) == 1 || shape.kv_heads == 1 || table.size(1) == shape.kv_heads, where,
-        ": table must have one row for all KV heads or one for each of ", shape.kv_heads,
-        ", got ", table.size(1));
+    TORCH_CHECK_VALUE(table.size(1) == 1 || shape.kv_heads == 1 || table.size(1) == shape.kv_heads,
+                      where, ": table must have one row for all KV heads or one for each of ",
+                      shape.kv_heads, ", got ", table.size(1));
     const at::Tensor slots = table.contiguous();
     const char* base = static_cast<const char*>(pages.const_data_ptr());
     for (int64_t i = 0; i < slots.numel(); ++i) {

@@ -40,8 +40,7 @@ void transfer(Direction direction, const at::Tensor& keys, const at::Tensor& val
         targets[r] = static_cast<char*>(at_sequence(records, sequence)) +
                      (first + r) * shape.payload_bytes();
         first_tokens[r] = (first + r) * group_tokens;
-        lengths[r] =
-            static_cast<int32_t>(std::min(group_tokens, keys.size(2) - first_tokens[r]));
+        lengths[r] = static_cast<int32_t>(std::min(group_tokens, keys.size(2) - first_tokens[r]));
       }
       const TransferArgs args{.shape = shape,
                               .tokens = {.keys = at_sequence(keys, sequence),
@@ -98,11 +97,12 @@ TensorPair unpack_records_cpu(const at::Tensor& records, int64_t tokens, c10::st
 
 TensorPair fp8_quantize_cpu(const at::Tensor& source) {
   check_floating("fp8_quantize", "source", source);
-  TORCH_CHECK_VALUE(source.dim() >= 1, "fp8_quantize: source must be [..., head_dim], got a scalar");
+  TORCH_CHECK_VALUE(source.dim() >= 1,
+                    "fp8_quantize: source must be [..., head_dim], got a scalar");
   const at::Tensor rows = source.contiguous();
   at::Tensor quantized = at::empty(source.sizes(), source.options().dtype(at::kFloat8_e4m3fn));
-  at::Tensor scales = at::empty(source.sizes().slice(0, source.dim() - 1),
-                                source.options().dtype(at::kFloat));
+  at::Tensor scales =
+      at::empty(source.sizes().slice(0, source.dim() - 1), source.options().dtype(at::kFloat));
   fp8_quantize({.source = rows.const_data_ptr(),
                 .target = quantized.data_ptr(),
                 .scales = scales.data_ptr<float>(),

@@ -120,11 +120,11 @@ std::tuple<at::Tensor, at::Tensor> top_k_groups_cpu(const at::Tensor& scores, in
   int32_t* chosen_counts = counts.data_ptr<int32_t>();
   run_parallel(torch_execution(), scores.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      chosen_counts[i] = static_cast<int32_t>(
-          top_k({.scores = source.const_data_ptr<float>() + i * source.size(1),
-                 .indices = chosen + i * k,
-                 .count = source.size(1),
-                 .k = k}));
+      chosen_counts[i] =
+          static_cast<int32_t>(top_k({.scores = source.const_data_ptr<float>() + i * source.size(1),
+                                      .indices = chosen + i * k,
+                                      .count = source.size(1),
+                                      .k = k}));
     }
   });
   return {indices, counts};
@@ -144,10 +144,11 @@ at::Tensor token_bounds(const char* name, const OptionalTensor& bounds, int64_t 
   return contiguous;
 }
 
-std::tuple<at::Tensor, at::Tensor> select_groups_cpu(
-    const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens, int64_t k,
-    const OptionalTensor& token_scale, const OptionalTensor& first_tokens,
-    const OptionalTensor& last_tokens) {
+std::tuple<at::Tensor, at::Tensor> select_groups_cpu(const at::Tensor& summary,
+                                                     const at::Tensor& query, int64_t group_tokens,
+                                                     int64_t k, const OptionalTensor& token_scale,
+                                                     const OptionalTensor& first_tokens,
+                                                     const OptionalTensor& last_tokens) {
   const Summary source("select_groups", summary, token_scale);
   check_shape("select_groups", "query", query, "[batch, rank]", {source.batch(), source.rank()});
   check_dtype("select_groups", "query", query, at::kFloat);
@@ -177,9 +178,9 @@ std::tuple<at::Tensor, at::Tensor> select_groups_cpu(
   return {indices, counts};
 }
 
-std::tuple<at::Tensor, at::Tensor> project_keys_cpu(
-    const at::Tensor& keys, const at::Tensor& projection,
-    std::optional<at::ScalarType> summary_dtype) {
+std::tuple<at::Tensor, at::Tensor> project_keys_cpu(const at::Tensor& keys,
+                                                    const at::Tensor& projection,
+                                                    std::optional<at::ScalarType> summary_dtype) {
   check_shape("project_keys", "keys", keys, "[batch, kv_heads, tokens, head_dim]",
               {-1, -1, -1, -1});
   check_floating("project_keys", "keys", keys);
@@ -192,11 +193,10 @@ std::tuple<at::Tensor, at::Tensor> project_keys_cpu(
   const int64_t tokens = keys.size(2);
   const int64_t rank = projection.size(1);
   const int64_t blocks = (tokens + kSummaryBlock - 1) / kSummaryBlock;
-  at::Tensor summary =
-      at::zeros({batch, blocks, rank, kSummaryBlock}, keys.options().dtype(type));
+  at::Tensor summary = at::zeros({batch, blocks, rank, kSummaryBlock}, keys.options().dtype(type));
   if (!is_int8) check_floating("project_keys", "summary (unless int8)", summary);
-  at::Tensor token_scale = is_int8 ? at::zeros({batch, blocks, kSummaryBlock}, at::kFloat)
-                                   : at::empty({0}, at::kFloat);
+  at::Tensor token_scale =
+      is_int8 ? at::zeros({batch, blocks, kSummaryBlock}, at::kFloat) : at::empty({0}, at::kFloat);
   const at::Tensor source = with_contiguous_rows(keys);
   const at::Tensor factors = projection.contiguous();
   constexpr int64_t kPieceTokens = 256;
@@ -207,15 +207,15 @@ std::tuple<at::Tensor, at::Tensor> project_keys_cpu(
       const int64_t first = i % pieces * kPieceTokens;
       const int64_t offset = sequence * source.stride(0) + first * source.stride(2);
       project_keys(
-          {.keys = static_cast<const char*>(source.const_data_ptr()) +
-                   offset * source.element_size(),
+          {.keys =
+               static_cast<const char*>(source.const_data_ptr()) + offset * source.element_size(),
            .head_stride = source.stride(1),
            .token_stride = source.stride(2),
            .projection = factors.const_data_ptr<float>(),
            .summary = static_cast<char*>(summary.data_ptr()) +
                       sequence * summary.stride(0) * summary.element_size(),
-           .token_scale = is_int8 ? token_scale.data_ptr<float>() + sequence * token_scale.stride(0)
-                                  : nullptr,
+           .token_scale =
+               is_int8 ? token_scale.data_ptr<float>() + sequence * token_scale.stride(0) : nullptr,
            .first_row = first,
            .tokens = std::min(kPieceTokens, tokens - first),
            .kv_heads = keys.size(1),

@@ -15,25 +15,31 @@ namespace kvswap {
 void throw_if_error(const Status& status) {
   using Kind = SessionError::Kind;
   switch (status.code()) {
-    case StatusCode::kOk: return;
+    case StatusCode::kOk:
+      return;
     case StatusCode::kInvalid:
       // A path that is not there is the caller's mistake and the world's: OSError says which.
       if (status.error_number() != 0) {
         throw SessionError(Kind::kStorage, status.message(), status.error_number());
       }
       TORCH_CHECK_VALUE(false, status.message());
-    case StatusCode::kBudget: throw SessionError(Kind::kBudget, status.message());
+    case StatusCode::kBudget:
+      throw SessionError(Kind::kBudget, status.message());
     case StatusCode::kStorage:
       throw SessionError(Kind::kStorage, status.message(), status.error_number());
-    case StatusCode::kCorrupt: throw SessionError(Kind::kCorrupt, status.message());
+    case StatusCode::kCorrupt:
+      throw SessionError(Kind::kCorrupt, status.message());
   }
 }
 
 DType engine_dtype(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
     default:
       TORCH_CHECK_VALUE(false, "session: dtype must be float32, bfloat16 or float16, got ", dtype);
   }
@@ -70,10 +76,9 @@ EngineOptions engine_options(const SessionOptions& from) {
   to.head_dim = from.head_dim;
   to.dtype = engine_dtype(from.dtype);
   to.file.directory = from.directory;
-  to.file.mode = parse<IoMode>("io_mode", from.io_mode,
-                               {{"auto", IoMode::kAuto},
-                                {"direct", IoMode::kDirect},
-                                {"buffered", IoMode::kBuffered}});
+  to.file.mode = parse<IoMode>(
+      "io_mode", from.io_mode,
+      {{"auto", IoMode::kAuto}, {"direct", IoMode::kDirect}, {"buffered", IoMode::kBuffered}});
   to.file.quota_bytes = from.disk_quota_bytes;
   to.reader.kind = parse<ReaderKind>("reader", from.reader,
                                      {{"auto", ReaderKind::kAuto},
@@ -94,10 +99,9 @@ EngineOptions engine_options(const SessionOptions& from) {
   to.pages_max = from.pages_max;
   to.sink_tokens = from.sink_tokens;
   to.tail_tokens = from.tail_tokens;
-  to.replacement = parse<Replacement>("replacement", from.replacement,
-                                      {{"fifo", Replacement::kFifo},
-                                       {"lru", Replacement::kLru},
-                                       {"unused", Replacement::kUnused}});
+  to.replacement = parse<Replacement>(
+      "replacement", from.replacement,
+      {{"fifo", Replacement::kFifo}, {"lru", Replacement::kLru}, {"unused", Replacement::kUnused}});
   to.select_queries_max = from.select_queries_max;
   to.kv_memory_bytes = from.kv_memory_bytes;
   to.max_context = from.max_context;
@@ -128,11 +132,11 @@ class Session::Impl {
     TORCH_CHECK_VALUE(tensor.device().is_cpu(), where, ": ", name,
                       " must be on the CPU (this build has no other device), got ",
                       tensor.device());
-    TORCH_CHECK_VALUE(tensor.dim() == 4 && (tensor.size(1) == heads ||
-                                            tensor.size(1) == other_heads) &&
+    TORCH_CHECK_VALUE(tensor.dim() == 4 &&
+                          (tensor.size(1) == heads || tensor.size(1) == other_heads) &&
                           tensor.size(3) == options.head_dim,
-                      where, ": ", name, " must be [batch, ", heads, ", tokens, ",
-                      options.head_dim, "], got ", tensor.sizes());
+                      where, ": ", name, " must be [batch, ", heads, ", tokens, ", options.head_dim,
+                      "], got ", tensor.sizes());
     TORCH_CHECK_VALUE(engine_dtype(tensor.scalar_type()) == options.dtype, where, ": ", name,
                       " must have the session's dtype, got ", tensor.scalar_type());
   }
@@ -159,9 +163,8 @@ std::map<std::string, int64_t> Session::memory_need(const SessionOptions& option
   const int64_t record_bytes =
       (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
   const MemoryNeed need = kvswap::memory_need(engine_of, record_bytes, batch, context);
-  return {{"pages", need.pages},     {"summary", need.summary},
-          {"tables", need.tables},   {"staging", need.staging},
-          {"projections", need.projections}, {"scratch", need.scratch},
+  return {{"pages", need.pages},     {"summary", need.summary},         {"tables", need.tables},
+          {"staging", need.staging}, {"projections", need.projections}, {"scratch", need.scratch},
           {"total", need.total()},   {"record_bytes", record_bytes}};
 }
 
@@ -170,8 +173,7 @@ void Session::declare(const at::Tensor& valid) {
                     "declare: valid must be a [batch, tokens] bool tensor, got ", valid.sizes(),
                     " of ", valid.scalar_type());
   const at::Tensor packed = valid.to(at::kCPU).contiguous();
-  throw_if_error(
-      impl_->engine().declare(packed.size(0), packed.size(1), packed.data_ptr<bool>()));
+  throw_if_error(impl_->engine().declare(packed.size(0), packed.size(1), packed.data_ptr<bool>()));
 }
 
 void Session::look_ahead(int64_t layer, const at::Tensor& query) {
@@ -183,7 +185,8 @@ void Session::look_ahead(int64_t layer, const at::Tensor& query) {
 
 void Session::override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups) {
   std::vector<std::vector<int32_t>> narrow;
-  for (const auto& of_sequence : groups) narrow.emplace_back(of_sequence.begin(), of_sequence.end());
+  for (const auto& of_sequence : groups)
+    narrow.emplace_back(of_sequence.begin(), of_sequence.end());
   throw_if_error(impl_->engine().override_selection(layer, std::move(narrow)));
 }
 

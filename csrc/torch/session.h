@@ -33,10 +33,10 @@ struct SessionOptions {
 
   // What is selected and kept.
   int64_t group_tokens = 4;
-  std::vector<int64_t> ranks;     // one per layer, or one for all
+  std::vector<int64_t> ranks;           // one per layer, or one for all
   std::string summary_dtype = "model";  // model | int8
-  int64_t groups_max = 100;       // selected groups per step, sinks and tail not counted
-  int64_t pages_max = 200;        // reuse buffer per layer and sequence; at least groups_max
+  int64_t groups_max = 100;             // selected groups per step, sinks and tail not counted
+  int64_t pages_max = 200;              // reuse buffer per layer and sequence; at least groups_max
   int64_t sink_tokens = 4;
   int64_t tail_tokens = 32;
   std::string replacement = "fifo";  // fifo | lru | unused
@@ -70,8 +70,7 @@ class Session {
   /// Bytes by use (and their "total") that a batch and a context need with these settings, on a
   /// disk of this alignment. Opens nothing.
   static std::map<std::string, int64_t> memory_need(const SessionOptions& options, int64_t batch,
-                                                    int64_t context,
-                                                    int64_t alignment_bytes = 512);
+                                                    int64_t context, int64_t alignment_bytes = 512);
 
   /// Validity of the columns that the next append() of each layer brings: [batch, tokens] bool.
   /// Without it new columns are all valid.

@@ -25,6 +25,7 @@ class Phase:
     shares: tuple[float, ...] = MIXED
 
 
+# What the shipped weights are made with.
 CPU = (
     Phase("256", 256, 16, 2_500_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
     Phase("256 again", 256, 16, 1_200_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
@@ -38,4 +39,10 @@ GPU = (
     Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
     Phase("16K", 16384, 1, 20_000_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
 )
-PRESETS = {"cpu": CPU, "gpu": GPU}
+# Goes on from the end of `cpu`, with --resume, or --init-from and --first-phase 5. Not yet run.
+CPU_LONG = (
+    *CPU,
+    Phase("4K again", 4096, 1, 3_000_000, (1e-3, 5e-4), 65536, filled=(0.05, 0.5), shares=LAST),
+    Phase("16K", 16384, 1, 3_000_000, (5e-4, 3e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+)
+PRESETS = {"cpu": CPU, "cpu-long": CPU_LONG, "gpu": GPU}

@@ -28,7 +28,7 @@ from examples.reference_model.trainer import Run
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parents[1] / "build" / "reference_model"
 CORES_ASSUMED = 2
-THREADS_MAX = {"cpu": 2, "gpu": 8}
+THREADS_MAX = {"cpu": 2, "cuda": 8}
 MEMORY_MIN_GIB = 6
 EXTRA_WORDS_SHARE = 0.2
 
@@ -108,7 +108,7 @@ class Options:
 
 @app.command()
 def main(
-    preset: Annotated[str, typer.Option(help="cpu or gpu")] = "cpu",
+    preset: Annotated[str, typer.Option(help="cpu, cpu-long or gpu")] = "cpu",
     hours: Annotated[float, typer.Option(help="stop after so long; go on with --resume")] = 6.0,
     resume: Annotated[bool, typer.Option(help="go on from the last checkpoint")] = False,
     export_only: Annotated[bool, typer.Option(help="write the checkpoint's weights")] = False,
@@ -152,7 +152,7 @@ def check_options(options: Options) -> None:
 def train(options: Options) -> None:
     """Prepare, train and export."""
     device = "cuda" if options.preset == "gpu" else "cpu"
-    torch.set_num_threads(min(check_machine(options.preset), THREADS_MAX[options.preset]))
+    torch.set_num_threads(min(check_machine(options.preset), THREADS_MAX[device]))
     torch.manual_seed(options.seed)
     make_folder(options.work)
     tokenizer, sampler, held_out = prepare(options.work, options.seed, options.init_from)

@@ -159,6 +159,7 @@ class SessionDriver:
         config = self.config
         return (
             config.look_ahead
+            and layer not in config.true_query_layers
             and tokens <= config.select_queries_max
             and self.columns(layer) >= config.tail_tokens + config.group_tokens
             and self.session.batch() == batch

@@ -92,8 +92,13 @@ void measure_score(int64_t tokens, int64_t rank, DType dtype, int64_t queries, i
             low_rank_score(
                 {.summary = reinterpret_cast<const char*>(summary.data()) + layer * layer_bytes,
                  .token_scale = dtype == DType::kInt8 ? scale.data() : nullptr,
-                 .query = query.data(), .scores = scores.data(), .score_stride = tokens,
-                 .blocks = blocks, .rank = rank, .queries = queries, .dtype = dtype});
+                 .query = query.data(),
+                 .scores = scores.data(),
+                 .score_stride = tokens,
+                 .blocks = blocks,
+                 .rank = rank,
+                 .queries = queries,
+                 .dtype = dtype});
           });
 }
 
@@ -106,10 +111,16 @@ void measure_select() {
   int64_t layer = 0;
   measure("select_groups 32768 rank 32 bf16", 2e-9 * tokens * rank, "GB", [&] {
     layer = (layer + 1) % layers;
-    select_groups({.summary = summary.data() + layer * tokens * rank, .query = query.data(),
-                   .group_scores = group_scores.data(), .indices = indices.data(),
-                   .last_token = tokens, .rank = rank, .group_tokens = 4, .k = 100,
-                   .dtype = DType::kBFloat16}, {});
+    select_groups({.summary = summary.data() + layer * tokens * rank,
+                   .query = query.data(),
+                   .group_scores = group_scores.data(),
+                   .indices = indices.data(),
+                   .last_token = tokens,
+                   .rank = rank,
+                   .group_tokens = 4,
+                   .k = 100,
+                   .dtype = DType::kBFloat16},
+                  {});
   });
 }
 
@@ -118,15 +129,16 @@ void measure_top_k() {
     const auto scores = random_words<float>(count);
     std::vector<float> maxima(count / 4);
     measure("group_max of 4, " + std::to_string(count), 1e-9 * count, "Gscores", [&] {
-      group_max({.scores = scores.data(), .group_scores = maxima.data(), .tokens = count,
+      group_max({.scores = scores.data(),
+                 .group_scores = maxima.data(),
+                 .tokens = count,
                  .group_tokens = 4});
     });
     for (const int64_t k : {100, 4096}) {
       std::vector<int32_t> indices(k);
       measure("top_k " + std::to_string(k) + " of " + std::to_string(count), 1e-9 * count,
               "Gscores", [&] {
-                top_k({.scores = scores.data(), .indices = indices.data(), .count = count,
-                       .k = k});
+                top_k({.scores = scores.data(), .indices = indices.data(), .count = count, .k = k});
               });
     }
   }
@@ -139,10 +151,16 @@ void measure_project(int64_t rank) {
   std::vector<uint16_t> summary(tokens * rank);
   measure("project_keys 512 dims, rank " + std::to_string(rank),
           2e-9 * tokens * kv_heads * head_dim * rank, "GFLOP", [&] {
-            project_keys({.keys = keys.data(), .head_stride = tokens * head_dim,
-                          .token_stride = head_dim, .projection = projection.data(),
-                          .summary = summary.data(), .tokens = tokens, .kv_heads = kv_heads,
-                          .head_dim = head_dim, .rank = rank, .key_dtype = DType::kBFloat16,
+            project_keys({.keys = keys.data(),
+                          .head_stride = tokens * head_dim,
+                          .token_stride = head_dim,
+                          .projection = projection.data(),
+                          .summary = summary.data(),
+                          .tokens = tokens,
+                          .kv_heads = kv_heads,
+                          .head_dim = head_dim,
+                          .rank = rank,
+                          .key_dtype = DType::kBFloat16,
                           .summary_dtype = DType::kBFloat16});
           });
 }
@@ -155,10 +173,15 @@ void measure_project_query() {
   int64_t layer = 0;
   measure("project_query 32 heads x 64, rank 32", 4e-9 * 512 * rank, "GB", [&] {
     layer = (layer + 1) % layers;
-    project_query({.query = query.data(), .head_stride = 64,
+    project_query({.query = query.data(),
+                   .head_stride = 64,
                    .projection = projection.data() + layer * 512 * rank,
-                   .projected = projected.data(), .heads = 32, .kv_heads = 8, .head_dim = 64,
-                   .rank = rank, .dtype = DType::kBFloat16});
+                   .projected = projected.data(),
+                   .heads = 32,
+                   .kv_heads = 8,
+                   .head_dim = 64,
+                   .rank = rank,
+                   .dtype = DType::kBFloat16});
   });
 }
 
@@ -180,12 +203,15 @@ void measure_records() {
     const TransferArgs args{.shape = shape,
                             .tokens = {keys.data(), values.data(), head_stride, token_stride,
                                        head_stride, token_stride},
-                            .records = records.data(), .first_tokens = first_tokens.data(),
-                            .slots = nullptr, .lengths = nullptr,
+                            .records = records.data(),
+                            .first_tokens = first_tokens.data(),
+                            .slots = nullptr,
+                            .lengths = nullptr,
                             .count = tokens / group};
     const double gigabytes = 2e-9 * arena.size();
     const std::string name = hnd ? "HND" : "NHD";
-    measure("pack_records " + name + ", read + write", gigabytes, "GB", [&] { pack_records(args); });
+    measure("pack_records " + name + ", read + write", gigabytes, "GB",
+            [&] { pack_records(args); });
     measure("unpack_records " + name + ", read + write", gigabytes, "GB",
             [&] { unpack_records(args); });
   }
@@ -262,12 +288,22 @@ void measure_fp8() {
   std::vector<uint8_t> target(rows * head_dim);
   std::vector<float> scales(rows);
   measure("fp8_quantize bf16, read + write", 3e-9 * target.size(), "GB", [&] {
-    fp8_quantize({.source = source.data(), .target = target.data(), .scales = scales.data(),
-                  .rows = rows, .head_dim = head_dim, .dtype = DType::kBFloat16}, {});
+    fp8_quantize({.source = source.data(),
+                  .target = target.data(),
+                  .scales = scales.data(),
+                  .rows = rows,
+                  .head_dim = head_dim,
+                  .dtype = DType::kBFloat16},
+                 {});
   });
   measure("fp8_dequantize bf16, read + write", 3e-9 * target.size(), "GB", [&] {
-    fp8_dequantize({.source = target.data(), .target = source.data(), .scales = scales.data(),
-                    .rows = rows, .head_dim = head_dim, .dtype = DType::kBFloat16}, {});
+    fp8_dequantize({.source = target.data(),
+                    .target = source.data(),
+                    .scales = scales.data(),
+                    .rows = rows,
+                    .head_dim = head_dim,
+                    .dtype = DType::kBFloat16},
+                   {});
   });
 }
 

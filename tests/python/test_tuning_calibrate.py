@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from python.tiny_models import SMALL, VOCABULARY, greedy, has_native, prompt, tiny_model
 from transformers import DynamicCache
 
-from kvswap_torch import BudgetError, KVSwapCache, SwapConfig
+from kvswap_torch import BudgetError, ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.projection_file import load_projections
 from tuning.calibrate import Calibrator
 from tuning.calibration import CalibrationOptions, calibrate
 from tuning.recall import Choice
 from tuning.samples import Sample, windows
 from tuning.session_need import Demand, engine_need
-from tuning.settings import choose_settings, save_settings
+from tuning.settings import choose_settings, save_settings, true_query_layers
 
 TOKENS, FOCUS = 120, 80
 CHOICE = Choice(group_tokens=2, groups_max=4, sink_tokens=2, tail_tokens=4)
@@ -125,15 +128,12 @@ def calibrated():
 
 def test_recall_is_between_nothing_and_the_best(calibrated):
     _, calibration = calibrated
-    assert set(calibration.tables) == {
-        ("query_aware", "model"),
-        ("query_aware", "int8"),
-        ("svd_keys", "model"),
-    }
+    ways = {("query_aware", "model"), ("query_aware", "int8"), ("svd_keys", "model")}
+    queries = ("predicted", "true")
+    assert set(calibration.tables) == {(*way, query) for way in ways for query in queries}
     for table in calibration.tables.values():
-        for query in ("predicted", "true"):
-            for recall, best in zip(table.recall(query), table.best(), strict=True):
-                assert all(0 < value <= best + 1e-6 for value in recall.values())
+        for recall, best in zip(table.recall(), table.best(), strict=True):
+            assert all(0 < value <= best + 1e-6 for value in recall.values())
 
 
 def test_warnings_name_what_is_too_little(calibrated):
@@ -162,6 +162,31 @@ def test_the_budget_is_kept_and_written_down(calibrated, budget, tmp_path):
     before = (tmp_path / "kvswap.json").read_bytes()
     save_settings(tmp_path, calibration, chosen, demand)
     assert (tmp_path / "kvswap.json").read_bytes() == before
+
+
+def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated, tmp_path):
+    _, calibration = calibrated
+
+    def fake(values):
+        recall = [{4: value - 0.1, 8: value} for value in values]
+        return SimpleNamespace(recall=lambda: recall, best=lambda: [1.0] * 3)
+
+    found = {"predicted": fake([0.8, 0.3, 0.79]), "true": fake([0.8, 0.7, 0.8])}
+    tables = {
+        ("query_aware", dtype, query): table
+        for dtype in ("model", "int8")
+        for query, table in found.items()
+    }
+    faked = dataclasses.replace(calibration, tables=tables)
+    assert true_query_layers(faked) == (1,)
+    chosen = choose_settings(faked, Demand(4096, 1, 2000), columns_need)
+    assert chosen.config.true_query_layers == (1,)
+    assert chosen.recall == (0.8, 0.7, 0.79)
+    save_settings(tmp_path, faked, chosen, Demand(4096, 1, 2000))
+    written = load_projections(tmp_path / "projection.safetensors", [4] * 3, 32)
+    for layer, query in enumerate(("predicted", "true", "predicted")):
+        expected = calibration.pairs["query_aware", query][layer][0][:, :4]
+        torch.testing.assert_close(written[layer][0], expected)
 
 
 def test_a_budget_for_nothing_names_the_minimum(calibrated):
@@ -210,3 +235,16 @@ def test_a_sample_has_something_to_read_and_something_to_decode(focus):
 def test_a_sample_is_one_row_of_token_numbers():
     with pytest.raises(ValueError, match=r"\[tokens\] int64"):
         Sample(torch.zeros(1, 5), 2)
+
+
+@pytest.mark.parametrize("layers", [[1, 1], [2, 1], [-1], [True], "1", 1])
+def test_true_query_layers_must_be_rising_numbers(layers):
+    with pytest.raises(ConfigError, match="true_query_layers: must be numbers of layers, rising"):
+        SwapConfig(true_query_layers=layers)
+
+
+def test_true_query_layers_must_be_the_models():
+    config = SwapConfig(true_query_layers=[0, 3])
+    config.check_model(ModelIdentity(layers=4))
+    with pytest.raises(ConfigError, match=r"must be below 3, the layers on disk, got \[0, 3\]"):
+        config.check_model(ModelIdentity(layers=3))

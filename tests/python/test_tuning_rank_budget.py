@@ -77,6 +77,7 @@ def test_a_flat_stretch_before_a_jump_is_stepped_over():
 def test_memory_that_gains_nothing_is_left():
     recall = [{4: 0.9, 8: 0.9, 16: 0.88}]
     assert hand_out_ranks(recall, columns, 1000) == (4,)
+    assert hand_out_ranks([{4: 0.9, 8: 0.901}], columns, 1000, gain_min=0.01) == (4,)
 
 
 def test_too_small_a_budget_names_the_minimum():

@@ -16,8 +16,8 @@ SimdLevel active_simd_level();
 
 #if KVSWAP_HAS_HIGHWAY
 
-#define KVSWAP_EXPORT(function)                                                               \
-  static constexpr decltype(&HWY_STATIC_DISPATCH(function)) function##_table[] = {            \
+#define KVSWAP_EXPORT(function)                                                    \
+  static constexpr decltype(&HWY_STATIC_DISPATCH(function)) function##_table[] = { \
       &HWY_STATIC_DISPATCH(function), HWY_CHOOSE_AVX2(function), HWY_CHOOSE_AVX3(function)}
 
 #else

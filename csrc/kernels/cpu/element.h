@@ -24,8 +24,8 @@ inline float to_float(Float16 value) {
   const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
   const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
   if (magnitude >= 0x0f800000) return std::bit_cast<float>(sign | magnitude | 0x7f800000);
-  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) *
-                                                             0x1p112f));
+  return std::bit_cast<float>(sign |
+                              std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f));
 }
 
 inline float to_float(Float8 value) {

@@ -37,13 +37,20 @@ int64_t reduce_groups(const GroupMaxArgs& args) {
 
 int64_t reduce_whole_vectors(const GroupMaxArgs& args) {
   switch (args.group_tokens) {
-    case 1: return reduce_groups<1>(args);
-    case 2: return reduce_groups<2>(args);
-    case 4: return reduce_groups<4>(args);
-    case 8: return reduce_groups<8>(args);
-    case 16: return reduce_groups<16>(args);
-    case 32: return reduce_groups<32>(args);
-    default: return 0;
+    case 1:
+      return reduce_groups<1>(args);
+    case 2:
+      return reduce_groups<2>(args);
+    case 4:
+      return reduce_groups<4>(args);
+    case 8:
+      return reduce_groups<8>(args);
+    case 16:
+      return reduce_groups<16>(args);
+    case 32:
+      return reduce_groups<32>(args);
+    default:
+      return 0;
   }
 }
 
@@ -111,8 +118,10 @@ int64_t top_k(const TopKArgs& args) {
     candidates.resize(capacity);
     scratch.reserve(capacity);
   }
-  ScoreScan scan{.scores = args.scores, .count = args.count, .candidates = candidates.data(),
-            .capacity = capacity};
+  ScoreScan scan{.scores = args.scores,
+                 .count = args.count,
+                 .candidates = candidates.data(),
+                 .capacity = capacity};
   while (scan.next < scan.count) {
     KVSWAP_DISPATCH(scan_scores)(scan);
     if (scan.found > k) keep_best(scan, k, scratch);

@@ -77,10 +77,14 @@ void score_blocks(const LowRankScoreArgs& args) {
 
 void low_rank_score(const LowRankScoreArgs& args) {
   switch (args.dtype) {
-    case DType::kFloat32: return score_blocks<float>(args);
-    case DType::kBFloat16: return score_blocks<BFloat16>(args);
-    case DType::kFloat16: return score_blocks<Float16>(args);
-    case DType::kInt8: return score_blocks<int8_t>(args);
+    case DType::kFloat32:
+      return score_blocks<float>(args);
+    case DType::kBFloat16:
+      return score_blocks<BFloat16>(args);
+    case DType::kFloat16:
+      return score_blocks<Float16>(args);
+    case DType::kInt8:
+      return score_blocks<int8_t>(args);
   }
 }
 

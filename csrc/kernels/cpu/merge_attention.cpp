@@ -54,10 +54,14 @@ void merge_typed(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
 
 void merge_rows(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
   switch (args.dtype) {
-    case DType::kFloat32: return merge_typed<float>(args, begin, end);
-    case DType::kBFloat16: return merge_typed<BFloat16>(args, begin, end);
-    case DType::kFloat16: return merge_typed<Float16>(args, begin, end);
-    case DType::kInt8: return;
+    case DType::kFloat32:
+      return merge_typed<float>(args, begin, end);
+    case DType::kBFloat16:
+      return merge_typed<BFloat16>(args, begin, end);
+    case DType::kFloat16:
+      return merge_typed<Float16>(args, begin, end);
+    case DType::kInt8:
+      return;
   }
 }
 
@@ -71,9 +75,8 @@ KVSWAP_EXPORT(merge_rows);
 
 void merge_attention(const MergeAttentionArgs& args, const Execution& execution) {
   constexpr int64_t kRowsPerPiece = 64;
-  run_parallel(execution, args.rows, kRowsPerPiece, [&](int64_t begin, int64_t end) {
-    KVSWAP_DISPATCH(merge_rows)(args, begin, end);
-  });
+  run_parallel(execution, args.rows, kRowsPerPiece,
+               [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(merge_rows)(args, begin, end); });
 }
 
 }  // namespace kvswap

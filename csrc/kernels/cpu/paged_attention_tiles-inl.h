@@ -66,7 +66,8 @@ inline Floats load_part(const T* source, int64_t count) {
   return load_some(source, count);
 }
 
-/// sums[r, t] += query[r, d..] . key[t, d..] over one vector; `left` is what head_dim has from d on.
+/// sums[r, t] += query[r, d..] . key[t, d..] over one vector; `left` is what head_dim has from d
+/// on.
 template <Extent kExtent, typename T, int kRows>
 inline void score_step(const float* query, int64_t stride, const T* const* keys, int64_t d,
                        int64_t left, Floats (&sums)[kRows][kTileTokens]) {
@@ -122,8 +123,7 @@ void score_rows(const AttentionState& state, int64_t first_row, const HeadBlock&
 
 /// output[r, d..] = decay[r] * output[r, d..] + sum over tokens of weight[r, t] * value[t, d..]
 template <Extent kExtent, typename T, int kRows, int kVectors>
-void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock& block,
-                int64_t d) {
+void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock& block, int64_t d) {
   float* output = state.output + first_row * state.stride + d;
   const float* weights = state.scores + first_row * kBlockTokens;
   const int64_t value_offset = block.key_offset + block.side_bytes;
@@ -134,8 +134,8 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
   for (int r = 0; r < kRows; ++r) {
     KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      sums[r][v] = multiply(load(output + r * state.stride + v * kLanes),
-                            fill(state.decay[first_row + r]));
+      sums[r][v] =
+          multiply(load(output + r * state.stride + v * kLanes), fill(state.decay[first_row + r]));
     }
   }
   for (int64_t token = 0; token < block.tokens; ++token) {

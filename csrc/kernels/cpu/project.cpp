@@ -89,7 +89,8 @@ void project_panel(const ProjectKeysArgs& args, const float* factors, int64_t fi
     for (int64_t t = 0; t < tokens; ++t) {
       widen(source + t * args.token_stride, keys + t * args.head_dim, args.head_dim);
     }
-    const Factor factor{.values = factors + head * args.head_dim * stride, .stride = stride,
+    const Factor factor{.values = factors + head * args.head_dim * stride,
+                        .stride = stride,
                         .head_dim = args.head_dim};
     int64_t t = 0;
     for (; t + kTileTokens <= tokens; t += kTileTokens) {
@@ -135,10 +136,14 @@ void store_rows(const ProjectKeysArgs& args, const float* sums, int64_t first_to
 void store_panel(const ProjectKeysArgs& args, const float* sums, int64_t first_token,
                  int64_t tokens) {
   switch (args.summary_dtype) {
-    case DType::kFloat32: return store_rows<float>(args, sums, first_token, tokens);
-    case DType::kBFloat16: return store_rows<BFloat16>(args, sums, first_token, tokens);
-    case DType::kFloat16: return store_rows<Float16>(args, sums, first_token, tokens);
-    case DType::kInt8: return store_rows<int8_t>(args, sums, first_token, tokens);
+    case DType::kFloat32:
+      return store_rows<float>(args, sums, first_token, tokens);
+    case DType::kBFloat16:
+      return store_rows<BFloat16>(args, sums, first_token, tokens);
+    case DType::kFloat16:
+      return store_rows<Float16>(args, sums, first_token, tokens);
+    case DType::kInt8:
+      return store_rows<int8_t>(args, sums, first_token, tokens);
   }
 }
 
@@ -168,10 +173,14 @@ void project_keys_typed(const ProjectKeysArgs& args) {
 
 void project_keys(const ProjectKeysArgs& args) {
   switch (args.key_dtype) {
-    case DType::kFloat32: return project_keys_typed<float>(args);
-    case DType::kBFloat16: return project_keys_typed<BFloat16>(args);
-    case DType::kFloat16: return project_keys_typed<Float16>(args);
-    case DType::kInt8: return;
+    case DType::kFloat32:
+      return project_keys_typed<float>(args);
+    case DType::kBFloat16:
+      return project_keys_typed<BFloat16>(args);
+    case DType::kFloat16:
+      return project_keys_typed<Float16>(args);
+    case DType::kInt8:
+      return;
   }
 }
 
@@ -211,10 +220,17 @@ void project_query(const ProjectQueryArgs& args) {
   thread_local std::vector<float> grouped;  // [kv_heads * head_dim]
   grouped.assign(args.kv_heads * args.head_dim, 0.0f);
   switch (args.dtype) {
-    case DType::kFloat32: sum_query_heads<float>(args, grouped.data()); break;
-    case DType::kBFloat16: sum_query_heads<BFloat16>(args, grouped.data()); break;
-    case DType::kFloat16: sum_query_heads<Float16>(args, grouped.data()); break;
-    case DType::kInt8: return;
+    case DType::kFloat32:
+      sum_query_heads<float>(args, grouped.data());
+      break;
+    case DType::kBFloat16:
+      sum_query_heads<BFloat16>(args, grouped.data());
+      break;
+    case DType::kFloat16:
+      sum_query_heads<Float16>(args, grouped.data());
+      break;
+    case DType::kInt8:
+      return;
   }
   for (int64_t column = 0; column < args.rank; column += kLanes) {
     project_columns(args, grouped.data(), column);

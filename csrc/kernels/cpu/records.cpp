@@ -21,16 +21,19 @@ void copy_rows(char* rows, int64_t stride_bytes, char* record, int64_t count, in
 }
 
 template <Direction kDirection>
-void copy_tokens(char* rows, int64_t stride_bytes, char* record, int64_t count,
-                 int64_t row_bytes) {
+void copy_tokens(char* rows, int64_t stride_bytes, char* record, int64_t count, int64_t row_bytes) {
   if (stride_bytes == row_bytes) {
     return copy_rows<kDirection, 0>(rows, stride_bytes, record, 1, count * row_bytes);
   }
   switch (row_bytes) {
-    case 128: return copy_rows<kDirection, 128>(rows, stride_bytes, record, count, row_bytes);
-    case 256: return copy_rows<kDirection, 256>(rows, stride_bytes, record, count, row_bytes);
-    case 512: return copy_rows<kDirection, 512>(rows, stride_bytes, record, count, row_bytes);
-    default: return copy_rows<kDirection, 0>(rows, stride_bytes, record, count, row_bytes);
+    case 128:
+      return copy_rows<kDirection, 128>(rows, stride_bytes, record, count, row_bytes);
+    case 256:
+      return copy_rows<kDirection, 256>(rows, stride_bytes, record, count, row_bytes);
+    case 512:
+      return copy_rows<kDirection, 512>(rows, stride_bytes, record, count, row_bytes);
+    default:
+      return copy_rows<kDirection, 0>(rows, stride_bytes, record, count, row_bytes);
   }
 }
 
@@ -43,7 +46,8 @@ void transfer(const TransferArgs& args) {
   for (int64_t i = 0; i < args.count; ++i) {
     const int64_t length = args.lengths ? args.lengths[i] : shape.group_tokens;
     const int64_t first = args.first_tokens[i];
-    char* record = static_cast<char*>(args.records[i]) + (args.slots ? args.slots[i] : 0) * row_bytes;
+    char* record =
+        static_cast<char*>(args.records[i]) + (args.slots ? args.slots[i] : 0) * row_bytes;
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
       const int64_t key = head * view.key_head_stride + first * view.key_token_stride;
       const int64_t value = head * view.value_head_stride + first * view.value_token_stride;

@@ -26,7 +26,7 @@ inline int32_t index_of(uint64_t candidate) {
 
 /// A pass over scores that collects those above a threshold.
 struct ScoreScan {
-  const float* scores = nullptr;   // [count]
+  const float* scores = nullptr;  // [count]
   int64_t count = 0;
   int64_t next = 0;                // the first score not yet looked at
   float threshold = kNever;        // only greater scores are candidates

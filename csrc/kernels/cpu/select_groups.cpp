@@ -50,8 +50,8 @@ int64_t select_groups(const SelectGroupsArgs& args, const Execution& execution) 
     }
   });
   const int64_t groups = (args.last_token + args.group_tokens - 1) / args.group_tokens;
-  return top_k({.scores = args.group_scores, .indices = args.indices, .count = groups,
-                .k = args.k});
+  return top_k(
+      {.scores = args.group_scores, .indices = args.indices, .count = groups, .k = args.k});
 }
 
 }  // namespace kvswap

@@ -50,7 +50,9 @@ inline void store_some(Floats value, T* target, int64_t count) {
   std::memcpy(target, lanes, count * sizeof(T));
 }
 
-constexpr int64_t round_up_to_lanes(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+constexpr int64_t round_up_to_lanes(int64_t count) {
+  return (count + kLanes - 1) / kLanes * kLanes;
+}
 
 }  // namespace kvswap::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -47,8 +47,8 @@ inline Floats load(const Float8* source) {
   const auto magnitudes = hn::And(half_words, hn::Set(HalfWordTag(), 0x7f));
   const auto signs = hn::ShiftLeft<8>(hn::Xor(half_words, magnitudes));
   const auto halves = hn::Or(signs, hn::ShiftLeft<7>(magnitudes));
-  const auto values = hn::Mul(hn::PromoteTo(FloatTag(), hn::BitCast(Float16Tag(), halves)),
-                              fill(256.0f));
+  const auto values =
+      hn::Mul(hn::PromoteTo(FloatTag(), hn::BitCast(Float16Tag(), halves)), fill(256.0f));
   const auto not_a_number = hn::Gt(hn::Abs(values), fill(448.0f));
   return hn::IfThenElse(not_a_number, hn::NaN(FloatTag()), values);
 }
@@ -67,8 +67,8 @@ inline void store(Floats value, BFloat16* target) {
   const auto words = as_words(value);
   const auto odd = hn::And(hn::ShiftRight<16>(words), fill_words(1));
   const auto rounded = hn::Add(hn::Add(words, fill_words(0x7fff)), odd);
-  const auto numbers = hn::IfThenElse(hn::Eq(value, value), as_floats(rounded),
-                                      as_floats(fill_words(0x7fc00000)));
+  const auto numbers =
+      hn::IfThenElse(hn::Eq(value, value), as_floats(rounded), as_floats(fill_words(0x7fc00000)));
   store_low(hn::ShiftRight<16>(as_words(numbers)), &target->bits);
 }
 
@@ -90,9 +90,10 @@ inline void store(Floats value, Float8* target) {
   const auto odd = hn::And(hn::ShiftRight<20>(magnitude), fill_words(1));
   const auto rounded = hn::Add(hn::Add(magnitude, fill_words(0x7ffff)), odd);
   const auto normal = hn::ShiftRight<20>(hn::Sub(rounded, fill_words(0x3c000000)));
-  const auto in_range = hn::IfThenElse(hn::Lt(magnitude, fill_words(0x3c800000)), subnormal, normal);
-  const auto bits = hn::IfThenElse(hn::Lt(magnitude, fill_words(0x43f00000)), in_range,
-                                   fill_words(0x7f));
+  const auto in_range =
+      hn::IfThenElse(hn::Lt(magnitude, fill_words(0x3c800000)), subnormal, normal);
+  const auto bits =
+      hn::IfThenElse(hn::Lt(magnitude, fill_words(0x43f00000)), in_range, fill_words(0x7f));
   store_low(hn::Or(sign, bits), &target->bits);
 }
 

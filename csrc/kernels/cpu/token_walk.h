@@ -13,8 +13,8 @@ inline constexpr int64_t kBlockTokens = 64;   // tokens whose scores are taken t
 inline constexpr int64_t kPartTokens = 2048;  // token slots in one part where pages are split
 inline constexpr int64_t kUnitsEnough = 16;   // batch x KV heads from which pages are not split
 
-/// How the work is cut into units, ((sequence * parts) + part) * kv_heads + KV head. Parts depend on
-/// the sizes alone, so that the result does not depend on the number of threads.
+/// How the work is cut into units, ((sequence * parts) + part) * kv_heads + KV head. Parts depend
+/// on the sizes alone, so that the result does not depend on the number of threads.
 struct AttentionPartition {
   explicit AttentionPartition(const PagedAttentionArgs& args)
       : kv_heads(args.kv_heads()), rows(args.heads / kv_heads * args.queries) {

@@ -4,8 +4,8 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/paged_attention.h"
 #include "kernels/kernel_test.h"
+#include "kernels/paged_attention.h"
 
 namespace kvswap {
 
@@ -80,8 +80,8 @@ struct AttentionCase {
       const int64_t i = table * shape.pages + p;
       for (int64_t t = 0; t < shape.group_tokens; ++t) {
         if (!(masks[i] >> t & 1) || columns[i] + t > query_columns[b] + q) continue;
-        const T* key = static_cast<const T*>(pages[i]) + (shape.table_per_head ? 0 : kv_head) * 2 *
-                           side + t * shape.head_dim;
+        const T* key = static_cast<const T*>(pages[i]) +
+                       (shape.table_per_head ? 0 : kv_head) * 2 * side + t * shape.head_dim;
         double score = 0;
         for (int64_t d = 0; d < shape.head_dim; ++d) score += to_float(row[d]) * to_float(key[d]);
         visit(score * double{0.2f}, key + side);
@@ -98,7 +98,8 @@ struct AttentionCase {
       std::vector<double> sums(shape.head_dim);
       for_each_seen(b, head, q, [&](double score, const T* value) {
         total += std::exp(score);
-        for (int64_t d = 0; d < shape.head_dim; ++d) sums[d] += std::exp(score) * to_float(value[d]);
+        for (int64_t d = 0; d < shape.head_dim; ++d)
+          sums[d] += std::exp(score) * to_float(value[d]);
       });
       if (total == 0) {
         EXPECT_EQ(log_sum_exp[i], -std::numeric_limits<float>::infinity());

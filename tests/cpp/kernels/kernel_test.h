@@ -21,7 +21,7 @@ class KernelTest : public testing::TestWithParam<std::string> {
   void TearDown() override { ASSERT_TRUE(use_simd_level(simd_levels().back())); }
 };
 
-#define KVSWAP_EVERY_LEVEL(suite)                                                    \
+#define KVSWAP_EVERY_LEVEL(suite)                                               \
   INSTANTIATE_TEST_SUITE_P(EveryLevel, suite, testing::ValuesIn(simd_levels()), \
                            [](const auto& level) { return level.param; })
 

@@ -1,8 +1,8 @@
-#include "kernels/cpu/element.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
+
+#include "kernels/cpu/element.h"
 
 namespace kvswap {
 namespace {

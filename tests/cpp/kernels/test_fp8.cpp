@@ -1,7 +1,6 @@
-#include "kernels/fp8.h"
-
 #include <cmath>
 
+#include "kernels/fp8.h"
 #include "kernels/kernel_test.h"
 
 namespace kvswap {
@@ -18,11 +17,21 @@ void expect_rounds_as_scalar(int64_t rows, int64_t head_dim) {
   std::fill_n(source.begin(), rows > 1 ? head_dim : 0, from_float<T>(0.0f));
   std::vector<Float8> quantized(rows * head_dim);
   std::vector<float> scales(rows, -1.0f);
-  fp8_quantize({.source = source.data(), .target = quantized.data(), .scales = scales.data(),
-                .rows = rows, .head_dim = head_dim, .dtype = dtype_of<T>()}, {});
+  fp8_quantize({.source = source.data(),
+                .target = quantized.data(),
+                .scales = scales.data(),
+                .rows = rows,
+                .head_dim = head_dim,
+                .dtype = dtype_of<T>()},
+               {});
   std::vector<T> back(rows * head_dim);
-  fp8_dequantize({.source = quantized.data(), .target = back.data(), .scales = scales.data(),
-                  .rows = rows, .head_dim = head_dim, .dtype = dtype_of<T>()}, {});
+  fp8_dequantize({.source = quantized.data(),
+                  .target = back.data(),
+                  .scales = scales.data(),
+                  .rows = rows,
+                  .head_dim = head_dim,
+                  .dtype = dtype_of<T>()},
+                 {});
   for (int64_t row = 0; row < rows; ++row) {
     float largest = 0.0f;
     for (int64_t d = 0; d < head_dim; ++d) {
@@ -52,8 +61,12 @@ TEST_P(Fp8, EveryByteIsDequantized) {
   for (int i = 0; i < 256; ++i) bytes[i] = {static_cast<uint8_t>(i)};
   float scale = 0.5f;
   std::vector<float> values(256);
-  fp8_dequantize({.source = bytes.data(), .target = values.data(), .scales = &scale, .rows = 1,
-                  .head_dim = 256}, {});
+  fp8_dequantize({.source = bytes.data(),
+                  .target = values.data(),
+                  .scales = &scale,
+                  .rows = 1,
+                  .head_dim = 256},
+                 {});
   for (int i = 0; i < 256; ++i) {
     if ((i & 0x7f) == 0x7f) {
       EXPECT_TRUE(std::isnan(values[i]));

@@ -1,10 +1,9 @@
-#include "kernels/group_topk.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 
+#include "kernels/group_topk.h"
 #include "kernels/kernel_test.h"
 
 namespace kvswap {

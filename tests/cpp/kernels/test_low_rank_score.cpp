@@ -1,6 +1,5 @@
-#include "kernels/low_rank_score.h"
-
 #include "kernels/kernel_test.h"
+#include "kernels/low_rank_score.h"
 
 namespace kvswap {
 namespace {

@@ -1,9 +1,8 @@
-#include "kernels/merge_attention.h"
-
 #include <cmath>
 #include <limits>
 
 #include "kernels/kernel_test.h"
+#include "kernels/merge_attention.h"
 
 namespace kvswap {
 namespace {
@@ -25,9 +24,14 @@ void expect_matches_reference(int64_t rows, int64_t head_dim) {
   }
   const auto output_before = output;
   const auto log_sum_exp_before = log_sum_exp;
-  merge_attention({.output = output.data(), .log_sum_exp = log_sum_exp.data(),
-                   .other_output = other.data(), .other_log_sum_exp = other_log_sum_exp.data(),
-                   .rows = rows, .head_dim = head_dim, .dtype = dtype_of<T>()}, {});
+  merge_attention({.output = output.data(),
+                   .log_sum_exp = log_sum_exp.data(),
+                   .other_output = other.data(),
+                   .other_log_sum_exp = other_log_sum_exp.data(),
+                   .rows = rows,
+                   .head_dim = head_dim,
+                   .dtype = dtype_of<T>()},
+                  {});
   for (int64_t row = 0; row < rows; ++row) {
     const double weight = std::exp(double{log_sum_exp_before[row]});
     const double other_weight = std::exp(double{other_log_sum_exp[row]});
@@ -39,8 +43,7 @@ void expect_matches_reference(int64_t rows, int64_t head_dim) {
     }
     for (int64_t i = row * head_dim; i < (row + 1) * head_dim; ++i) {
       const double sum = weight * to_float(output_before[i]) + other_weight * to_float(other[i]);
-      ASSERT_NEAR(to_float(output[i]), total > 0 ? sum / total : 0.0, 2 * tolerance_of<T>())
-          << row;
+      ASSERT_NEAR(to_float(output[i]), total > 0 ? sum / total : 0.0, 2 * tolerance_of<T>()) << row;
     }
   }
 }

@@ -1,8 +1,7 @@
-#include "kernels/paged_attention.h"
-
 #include <thread>
 
 #include "kernels/attention_reference.h"
+#include "kernels/paged_attention.h"
 
 namespace kvswap {
 namespace {

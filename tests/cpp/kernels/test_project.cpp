@@ -1,9 +1,8 @@
-#include "kernels/project.h"
-
 #include <cmath>
 
 #include "kernels/kernel_test.h"
 #include "kernels/low_rank_score.h"
+#include "kernels/project.h"
 
 namespace kvswap {
 namespace {
@@ -57,8 +56,8 @@ void expect_matches_reference(const Shape& shape) {
     for (int64_t r = 0; r < shape.rank; ++r) {
       double expected = 0;
       for (int64_t d = 0; d < dims; ++d) {
-        expected += keys.at(d / shape.head_dim, token, d % shape.head_dim) *
-                    projection[d * shape.rank + r];
+        expected +=
+            keys.at(d / shape.head_dim, token, d % shape.head_dim) * projection[d * shape.rank + r];
       }
       limit = std::max(limit, std::abs(expected));
       const int64_t place =
@@ -66,7 +65,8 @@ void expect_matches_reference(const Shape& shape) {
       const double half_step = std::is_same_v<Row, int8_t> ? 0.501 * scale : 0;
       const double tolerance = tolerance_of<Row>() * (1 + std::abs(expected));
       ASSERT_NEAR(to_float(summary[place]) * scale, expected,
-                  half_step ? half_step : tolerance * std::sqrt(dims)) << token << " " << r;
+                  half_step ? half_step : tolerance * std::sqrt(dims))
+          << token << " " << r;
     }
     EXPECT_TRUE((!std::is_same_v<Row, int8_t>) || std::abs(scale - limit / 127) <= 1e-3 * limit);
   }
@@ -77,9 +77,10 @@ class ProjectKeys : public KernelTest {};
 class ProjectQuery : public KernelTest {};
 
 TEST_P(ProjectKeys, MatchesReference) {
-  for (const Shape& shape : {Shape{1, 0, 1, 64, 4}, Shape{1, 7, 2, 64, 32}, Shape{16, 16, 8, 64, 32},
-                             Shape{37, 5, 2, 80, 48}, Shape{70, 0, 4, 128, 64},
-                             Shape{9, 3, 1, 72, 65}, Shape{0, 0, 2, 64, 8}}) {
+  for (const Shape& shape :
+       {Shape{1, 0, 1, 64, 4}, Shape{1, 7, 2, 64, 32}, Shape{16, 16, 8, 64, 32},
+        Shape{37, 5, 2, 80, 48}, Shape{70, 0, 4, 128, 64}, Shape{9, 3, 1, 72, 65},
+        Shape{0, 0, 2, 64, 8}}) {
     expect_matches_reference<float, float>(shape);
     expect_matches_reference<BFloat16, BFloat16>(shape);
     expect_matches_reference<Float16, Float16>(shape);
@@ -93,10 +94,17 @@ TEST_P(ProjectKeys, ZeroKeysGiveZeroRowsInInt8) {
   const auto projection = random_elements<float>(64 * 8, 1);
   std::vector<int8_t> summary(8 * kSummaryBlock, 5);
   std::vector<float> token_scale(kSummaryBlock, 5.0f);
-  project_keys({.keys = keys.data(), .head_stride = 64, .token_stride = 64,
-                .projection = projection.data(), .summary = summary.data(),
-                .token_scale = token_scale.data(), .tokens = 1, .kv_heads = 1, .head_dim = 64,
-                .rank = 8, .summary_dtype = DType::kInt8});
+  project_keys({.keys = keys.data(),
+                .head_stride = 64,
+                .token_stride = 64,
+                .projection = projection.data(),
+                .summary = summary.data(),
+                .token_scale = token_scale.data(),
+                .tokens = 1,
+                .kv_heads = 1,
+                .head_dim = 64,
+                .rank = 8,
+                .summary_dtype = DType::kInt8});
   EXPECT_EQ(summary[0], 0);
   EXPECT_EQ(token_scale[0], 0.0f);
 }
@@ -109,9 +117,14 @@ void expect_query_matches_reference(int64_t kv_heads, int64_t ratio, int64_t hea
   const auto query = random_elements<T>(heads * head_stride, 21);
   const auto projection = random_elements<float>(kv_heads * head_dim * rank, 22);
   std::vector<float> projected(rank + 1, -7.0f);
-  project_query({.query = query.data(), .head_stride = head_stride,
-                 .projection = projection.data(), .projected = projected.data(), .heads = heads,
-                 .kv_heads = kv_heads, .head_dim = head_dim, .rank = rank,
+  project_query({.query = query.data(),
+                 .head_stride = head_stride,
+                 .projection = projection.data(),
+                 .projected = projected.data(),
+                 .heads = heads,
+                 .kv_heads = kv_heads,
+                 .head_dim = head_dim,
+                 .rank = rank,
                  .dtype = dtype_of<T>()});
   for (int64_t r = 0; r < rank; ++r) {
     double expected = 0;

@@ -1,8 +1,7 @@
-#include "kernels/records.h"
-
 #include <numeric>
 
 #include "kernels/kernel_test.h"
+#include "kernels/records.h"
 
 namespace kvswap {
 namespace {
@@ -22,8 +21,11 @@ struct Transfer {
   }
 
   TokenView view(std::vector<uint8_t>& k, std::vector<uint8_t>& v) const {
-    return {.keys = k.data(), .values = v.data(), .key_head_stride = head_stride,
-            .key_token_stride = token_stride, .value_head_stride = head_stride,
+    return {.keys = k.data(),
+            .values = v.data(),
+            .key_head_stride = head_stride,
+            .key_token_stride = token_stride,
+            .value_head_stride = head_stride,
             .value_token_stride = token_stride};
   }
 
@@ -52,9 +54,13 @@ void expect_round_trip(const RecordShape& shape, Order order) {
     records.push_back(arena.data() + (count - 1 - i) * shape.payload_bytes());
     first_tokens.push_back(i * shape.group_tokens);
   }
-  TransferArgs args{.shape = shape, .tokens = transfer.view(transfer.keys, transfer.values),
-                    .records = records.data(), .first_tokens = first_tokens.data(),
-                    .slots = nullptr, .lengths = nullptr, .count = count};
+  TransferArgs args{.shape = shape,
+                    .tokens = transfer.view(transfer.keys, transfer.values),
+                    .records = records.data(),
+                    .first_tokens = first_tokens.data(),
+                    .slots = nullptr,
+                    .lengths = nullptr,
+                    .count = count};
   pack_records(args);
   for (int64_t head = 0; head < shape.kv_heads; ++head) {
     for (int64_t token = 0; token < tokens; ++token) {
@@ -93,9 +99,13 @@ TEST(Records, SlotsAndLengthsMoveOnlyTheirTokens) {
   const int64_t first_token = 2;
   const int32_t slot = 5;
   const int32_t length = 3;
-  pack_records({.shape = shape, .tokens = transfer.view(transfer.keys, transfer.values),
-                .records = &base, .first_tokens = &first_token, .slots = &slot,
-                .lengths = &length, .count = 1});
+  pack_records({.shape = shape,
+                .tokens = transfer.view(transfer.keys, transfer.values),
+                .records = &base,
+                .first_tokens = &first_token,
+                .slots = &slot,
+                .lengths = &length,
+                .count = 1});
   for (int64_t t = 0; t < shape.group_tokens; ++t) {
     const bool moved = t >= slot && t < slot + length;
     const uint8_t expected = moved ? transfer.keys[transfer.row(0, first_token + t - slot)] : 0xee;

@@ -1,10 +1,9 @@
-#include "kernels/select_groups.h"
-
 #include <limits>
 
 #include "kernels/group_topk.h"
 #include "kernels/kernel_test.h"
 #include "kernels/low_rank_score.h"
+#include "kernels/select_groups.h"
 
 namespace kvswap {
 namespace {
@@ -25,14 +24,22 @@ void expect_same_choice(SelectGroupsArgs args, int64_t blocks) {
   chosen.resize(select_groups(args, {}));
 
   std::vector<float> scores(blocks * kSummaryBlock);
-  low_rank_score({.summary = summary.data(), .query = query.data(), .scores = scores.data(),
-                  .score_stride = blocks * kSummaryBlock, .blocks = blocks, .rank = args.rank,
+  low_rank_score({.summary = summary.data(),
+                  .query = query.data(),
+                  .scores = scores.data(),
+                  .score_stride = blocks * kSummaryBlock,
+                  .blocks = blocks,
+                  .rank = args.rank,
                   .queries = 1});
   std::fill_n(scores.begin(), args.first_token, -std::numeric_limits<float>::infinity());
-  group_max({.scores = scores.data(), .group_scores = expected_scores.data(),
-             .tokens = args.last_token, .group_tokens = args.group_tokens});
-  expected.resize(top_k({.scores = expected_scores.data(), .indices = expected.data(),
-                         .count = groups, .k = args.k}));
+  group_max({.scores = scores.data(),
+             .group_scores = expected_scores.data(),
+             .tokens = args.last_token,
+             .group_tokens = args.group_tokens});
+  expected.resize(top_k({.scores = expected_scores.data(),
+                         .indices = expected.data(),
+                         .count = groups,
+                         .k = args.k}));
   EXPECT_EQ(chosen, expected);
   EXPECT_EQ(group_scores, expected_scores);
 }
@@ -42,8 +49,11 @@ TEST_P(SelectGroups, SameAsTheThreeKernels) {
     for (const int64_t last_token : {0, 1, 100, 1024, 5000}) {
       for (const int64_t first_token : {0, 5, 1500}) {
         if (first_token > last_token) continue;
-        expect_same_choice({.first_token = first_token, .last_token = last_token, .rank = 8,
-                            .group_tokens = group_tokens, .k = 40},
+        expect_same_choice({.first_token = first_token,
+                            .last_token = last_token,
+                            .rank = 8,
+                            .group_tokens = group_tokens,
+                            .k = 40},
                            (last_token + kSummaryBlock - 1) / kSummaryBlock);
       }
     }

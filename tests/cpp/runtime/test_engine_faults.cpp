@@ -268,8 +268,8 @@ void append_through_a_full_disk(EngineOptions options, uint64_t reserve) {
   run.forward(3, 2);
   left = reserve;
   int64_t refusals = 0;
-  for (int step = 0; step < 10; ++step) {
-    const Tokens drawn = run.draw_tokens(3, step % 2 == 0 ? 45 : 2);
+  for (int step = 0; step < 25; ++step) {
+    const Tokens drawn = run.draw_tokens(3, step % 5 == 0 ? 21 : 4);
     Status appended = run.engine().append(0, run.view(drawn, 3));
     if (!appended.is_ok()) {
       ASSERT_EQ(appended.code(), StatusCode::kStorage);
@@ -292,9 +292,9 @@ TEST(WriteFault, OfReservingLeavesTheLayerAsItWas) {
   const TestDirectory directory;
   EngineOptions small = small_options(directory.path());
   small.tail_tokens = 6;
-  EngineOptions large = small_options(directory.path(), 64);
-  large.head_dim = 64;  // a record fills a write buffer: the batch is sealed in several runs
-  for (uint64_t reserve = 1; reserve <= 6; ++reserve) {
+  EngineOptions large = small_options(directory.path(), 16);
+  large.head_dim = 256;  // a record fills a write buffer: the batch is sealed in several runs
+  for (uint64_t reserve = 1; reserve <= 10; ++reserve) {
     SCOPED_TRACE(reserve);
     append_through_a_full_disk(small, reserve);
     append_through_a_full_disk(large, reserve);
