@@ -47,7 +47,7 @@ def main(
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = BUILD,
     kv_memory: Annotated[
         str, typer.Option(help="most memory for the KV cache; empty: what the config needs")
-    ] = "",
+    ] = "14MiB",
     out: Annotated[Path, typer.Option(help="results as JSON")] = BUILD / "demo.json",
 ) -> None:
     console = Console()

@@ -6,8 +6,9 @@ recorded choices: no disk, no timing, only who is there and who leaves.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 POLICIES = ("fifo", "lru", "unused")
 
@@ -15,16 +16,24 @@ Choices = Sequence[Iterable[int]]
 """Of one layer and sequence: the groups that each step chose."""
 
 
+@dataclass
+class _Page:
+    group: int | None = None
+    loaded: int = 0  # step
+    used: int = 0
+
+
 class ReuseBuffer:
-    """The pages of one layer and sequence.
+    """The pages of one layer and sequence, as the engine replaces them.
 
     Parameters
     ----------
     capacity
         Groups kept; at least as many as one step chooses.
     policy
-        Who leaves when a place is needed: ``fifo`` the oldest load, ``lru`` the least recently
-        used, ``unused`` all that the step before did not use. What the step itself uses stays.
+        Who leaves when a place is needed, empty pages first: ``fifo`` the oldest load, ``lru`` the
+        least recently used, ``unused`` any. What the step itself uses stays; ties leave in order
+        of the pages.
     """
 
     def __init__(self, capacity: int, policy: str):
@@ -32,34 +41,36 @@ class ReuseBuffer:
             raise ValueError(f"reuse buffer: policy must be one of {POLICIES}, got {policy!r}")
         if capacity < 1:
             raise ValueError(f"reuse buffer: capacity must be positive, got {capacity}")
-        self.capacity = capacity
         self.policy = policy
-        self._pages: OrderedDict[int, None] = OrderedDict()  # who leaves first comes first
+        self._pages = [_Page() for _ in range(capacity)]
+        self._at: dict[int, _Page] = {}
+        self._step = 0
 
     def step(self, groups: Iterable[int]) -> tuple[int, int]:
         """One step's choice; returns how many were there, and how many were loaded."""
-        wanted = set(groups)
-        if len(wanted) > self.capacity:
+        wanted = sorted(set(groups))
+        if len(wanted) > len(self._pages):
             raise ValueError(
                 f"reuse buffer: capacity must be at least the {len(wanted)} groups of a step, got "
-                f"{self.capacity}"
+                f"{len(self._pages)}"
             )
-        hits = [group for group in self._pages if group in wanted]
-        if self.policy == "lru":
-            for group in hits:
-                self._pages.move_to_end(group)
-        loads = sorted(wanted - self._pages.keys())
-        self._make_room(len(loads), wanted)
-        self._pages.update(dict.fromkeys(loads))
-        if self.policy == "unused":
-            for group in self._pages.keys() - wanted:
-                del self._pages[group]
-        return len(hits), len(loads)
+        self._step += 1
+        for group in wanted:
+            if group in self._at:
+                self._at[group].used = self._step
+        loads = [group for group in wanted if group not in self._at]
+        free = [page for page in self._pages if page.group is None or page.used < self._step]
+        for group, page in zip(loads, sorted(free, key=self._leaving_rank), strict=False):
+            if page.group is not None:
+                del self._at[page.group]
+            page.group, page.loaded, page.used = group, self._step, self._step
+            self._at[group] = page
+        return len(wanted) - len(loads), len(loads)
 
-    def _make_room(self, loads: int, wanted: set[int]) -> None:
-        leaving = len(self._pages) + loads - self.capacity
-        for group in [group for group in self._pages if group not in wanted][: max(0, leaving)]:
-            del self._pages[group]
+    def _leaving_rank(self, page: _Page) -> int:
+        if page.group is None:
+            return 0
+        return {"fifo": page.loaded, "lru": page.used, "unused": 1}[self.policy]
 
 
 def hit_rate(choices: Choices, capacity: int, policy: str) -> float:
@@ -94,7 +105,5 @@ def reuse_table(
 def overlap(choices: Choices) -> float:
     """Share of a step's groups that the step before chose too (section 3.4.2)."""
     sets = [set(groups) for groups in choices]
-    shares = [
-        len(now & before) / len(now) for before, now in zip(sets, sets[1:], strict=False) if now
-    ]
+    shares = [len(now & before) / len(now) for before, now in pairwise(sets) if now]
     return sum(shares) / len(shares) if shares else 0.0

@@ -1,0 +1,130 @@
+"""The solvers: within the budget, monotone in it, and compared with each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvswap_torch.errors import BudgetError
+from tuning.solver import Grid, Setting, solve_exhaustive, solve_greedy
+
+GRID = Grid(groups=(1, 2, 4, 8), ranks=(8, 16, 32, 64), capacities=(400, 600, 800))
+LEAST = 8 * 32 + 400
+
+
+@dataclass(frozen=True)
+class Model:
+    """A disk that serves `reads` small reads a second, beside a model of a certain speed.
+
+    Loading falls with larger groups and with more that is kept; scoring grows with the rank.
+    """
+
+    read_seconds: float = 1e-3
+    base_seconds: float = 0.02
+    column_seconds: float = 1e-4
+
+    def io_seconds(self, group_tokens: int, capacity: int) -> float:
+        missed = 400 * (1 - 0.5 * (capacity - 400) / capacity)
+        return missed / group_tokens * self.read_seconds
+
+    def model_seconds(self, rank: int, capacity: int) -> float:
+        return self.base_seconds + rank * self.column_seconds
+
+    def memory_bytes(self, setting: Setting) -> int:
+        return setting.rank * 32 + setting.capacity
+
+
+models = st.builds(Model, st.floats(1e-6, 1e-2), st.floats(1e-4, 0.1), st.floats(0, 1e-3))
+budgets = st.integers(LEAST, 4000)
+grids = st.builds(
+    Grid,
+    st.just(GRID.groups),
+    st.just(GRID.ranks),
+    st.just(GRID.capacities),
+    st.floats(0, 1),
+)
+
+
+@given(grids, models, budgets)
+def test_both_keep_the_budget(grid, model, budget):
+    for solve in (solve_greedy, solve_exhaustive):
+        found = solve(grid, model, budget)
+        assert model.memory_bytes(found.setting) == found.memory_bytes <= budget
+
+
+@given(grids, models, budgets)
+def test_exhaustive_is_never_slower(grid, model, budget):
+    best = solve_exhaustive(grid, model, budget).step_seconds
+    assert best <= solve_greedy(grid, model, budget).step_seconds
+
+
+@given(grids, models, budgets, st.integers(0, 2000))
+def test_more_memory_is_never_slower_for_the_exhaustive_solver(grid, model, budget, more):
+    less = solve_exhaustive(grid, model, budget)
+    assert solve_exhaustive(grid, model, budget + more).step_seconds <= less.step_seconds
+
+
+@given(grids, models, budgets, st.integers(0, 2000))
+def test_more_memory_hides_what_less_hides(grid, model, budget, more):
+    """Not a smaller G and not a larger rank at once is lost: the paper's order of wishes."""
+    less, richer = (solve_greedy(grid, model, size) for size in (budget, budget + more))
+    if less.hides:
+        assert richer.hides
+        assert richer.setting.capacity <= less.setting.capacity
+
+
+@given(grids, models, budgets)
+def test_greedy_takes_the_smallest_group_that_hides(grid, model, budget):
+    found = solve_greedy(grid, model, budget)
+    if not found.hides:
+        return
+    chosen = found.setting
+    io_allowed = 1 - grid.exposed_share
+    for group in grid.groups:
+        if group < chosen.group_tokens:
+            io = model.io_seconds(group, chosen.capacity)
+            assert io_allowed * io > model.model_seconds(chosen.rank, chosen.capacity)
+
+
+@given(models, budgets)
+def test_greedy_is_as_fast_where_rank_costs_no_time_and_something_hides(model, budget):
+    """Hidden loading leaves the model's own time, which then no setting can change."""
+    model = Model(model.read_seconds, model.base_seconds, 0.0)
+    found = solve_greedy(GRID, model, budget)
+    if found.hides:
+        best = solve_exhaustive(GRID, model, budget)
+        assert found.step_seconds == pytest.approx(best.step_seconds)
+
+
+def test_a_fast_disk_gets_small_groups_and_a_slow_one_a_reuse_buffer():
+    fast = solve_greedy(GRID, Model(read_seconds=1e-5), 4000)
+    assert (fast.setting, fast.hides) == (Setting(1, 64, 400), True)
+    slow = solve_greedy(GRID, Model(read_seconds=5e-4), 4000)
+    assert slow.setting.group_tokens > 1
+    model = Model(read_seconds=4.2e-4, base_seconds=0.018, column_seconds=0.0)
+    kept = solve_greedy(GRID, model, 4000)
+    assert (kept.setting.capacity, kept.setting.group_tokens, kept.hides) == (600, 8, True)
+
+
+def test_where_nothing_hides_the_fastest_met_is_taken():
+    found = solve_greedy(GRID, Model(read_seconds=1.0), 4000)
+    assert not found.hides
+    assert (found.setting.group_tokens, found.setting.capacity) == (8, 800)
+
+
+@pytest.mark.parametrize("solve", [solve_greedy, solve_exhaustive])
+def test_too_small_a_budget_names_the_minimum(solve):
+    with pytest.raises(BudgetError, match=f"needs {LEAST} bytes.*budget of {LEAST - 1}"):
+        solve(GRID, Model(), LEAST - 1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"groups": ()}, {"ranks": (8, 8)}, {"capacities": (0, 1)}, {"exposed_share": 1.5}]
+)
+def test_grids_are_checked(fields):
+    good = {"groups": (1,), "ranks": (8,), "capacities": (400,)}
+    with pytest.raises(ValueError, match=f"grid: {next(iter(fields))} must be"):
+        Grid(**(good | fields))
