@@ -166,6 +166,6 @@ def _too_small(grid: Grid, costs: Costs, budget_bytes: int) -> BudgetError:
     need = costs.memory_bytes(smallest)
     return BudgetError(
         f"solver: the smallest setting ({smallest}) needs {need} bytes ({format_bytes(need)}), "
-        f"more than the budget of {budget_bytes} ({format_bytes(budget_bytes)}); raise the budget, or "
-        "lower context or batch"
+        f"more than the budget of {budget_bytes} ({format_bytes(budget_bytes)}); raise the budget, "
+        "or lower context or batch"
     )

@@ -149,7 +149,7 @@ def time_of_a_token(contender: Contender, steps: int) -> dict[str, float]:
     """Where a token's milliseconds go, from the session's own clocks."""
     counters = contender.cache.stats().counters
     parts = {
-        name: 1e3 * counters[f"{name}_seconds"] / steps
+        name: 1e3 * (counters[f"{name}_seconds"] - contender.filled[f"{name}_seconds"]) / steps
         for name in ("select", "plan", "wait", "attend", "append")
     }
     parts["predict"] = 1e3 * contender.predict_seconds / steps
@@ -161,6 +161,7 @@ def watch_prediction(contender: Contender) -> None:
     """Adds up the time of predicting queries, which happens outside the session."""
     predict = contender.cache._look_ahead.predict
     contender.predict_seconds = 0.0
+    contender.filled = dict(contender.cache.stats().counters)
 
     def timed(*args):
         began = time.perf_counter()
