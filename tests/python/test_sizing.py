@@ -192,8 +192,6 @@ def test_an_unknown_context_leaves_room_to_grow():
 
 
 def test_without_a_calibration_layers_choose_with_their_true_query():
-    from kvswap_torch.hf.settings import Budget, settle
-
     shape = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16, element_bytes=4)
     settled = settle(None, shape, Budget(), lambda *_: {"total": 0})
     assert not settled.look_ahead
