@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from examples.reference_model.checkpoint import write_atomic
+from examples.reference_model.dilution import attend_with_text, repeat_heads
 from examples.reference_model.tokens import VOCABULARY
 
 # No mask: plain causal attention. A jump in positions would otherwise be read as packing.
@@ -19,11 +20,12 @@ CAUSAL = {"full_attention": None}
 
 
 def causal_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """Causal attention; repeated KV heads train faster on a CPU than grouped ones."""
-    groups = query.shape[1] // key.shape[1]
-    key = key[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
-    value = value[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    """Causal attention, beside which the last rows may see a long text."""
+    if getattr(module, "sees_text", False):
+        out = attend_with_text(module, query, key, value, scaling)
+    else:
+        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 

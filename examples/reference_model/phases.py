@@ -23,6 +23,8 @@ class Phase:
     copy_share: float = 0.0
     filled: tuple[float, float] = (0.3, 0.8)  # share of a sample that is facts and questions
     shares: tuple[float, ...] = MIXED
+    text_pieces: int = 0  # of long text beside a sample, see dilution.py; needs batch 1
+    text_share: float = 0.4  # of the steps that see it
 
 
 # What the shipped weights are made with.
@@ -39,10 +41,20 @@ GPU = (
     Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
     Phase("16K", 16384, 1, 20_000_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
 )
-# Goes on from the end of `cpu`, with --resume, or --init-from and --first-phase 5. Not yet run.
+# What must hold at 32K: mostly single facts, thin and dense, two in five beside 28K other tokens.
+HOLD = (0.04, 0.44, 0.36, 0.04, 0.04, 0.06, 0.02)
 CPU_LONG = (
     *CPU,
-    Phase("4K again", 4096, 1, 3_000_000, (1e-3, 5e-4), 65536, filled=(0.05, 0.5), shares=LAST),
-    Phase("16K", 16384, 1, 3_000_000, (5e-4, 3e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+    Phase(
+        "4K beside 28K",
+        4096,
+        1,
+        1_800_000,
+        (8e-4, 3e-5),
+        65536,
+        filled=(0.05, 0.75),
+        shares=HOLD,
+        text_pieces=7,
+    ),
 )
 PRESETS = {"cpu": CPU, "cpu-long": CPU_LONG, "gpu": GPU}

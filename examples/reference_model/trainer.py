@@ -13,6 +13,7 @@ import torch
 from rich.progress import Progress
 
 from examples.reference_model.checkpoint import CheckpointWriter, load_checkpoint
+from examples.reference_model.dilution import Dilution, show
 from examples.reference_model.model import token_losses
 from examples.reference_model.phases import Phase
 from examples.reference_model.samples import KINDS, WEIGHTS, Batch, Sampler
@@ -69,6 +70,7 @@ class Run:
         if self.compiled:
             self.losses = torch.compile(token_losses, dynamic=False)
         self.sums = np.zeros((2, len(KINDS)))
+        self.dilution: Dilution | None = None
 
     def save(self) -> None:
         """Begin to write a checkpoint; `writer.wait()` waits for it."""
@@ -145,6 +147,7 @@ class Run:
         began = time.monotonic()
         batch = self.sampler.batch(self.rng, phase)
         self.set_rates(phase)
+        self.dilute(phase)
         losses, _ = self.losses(self.model, *self.tensors(batch))
         kinds = batch.kinds[:, 1:]
         weights = torch.from_numpy(WEIGHTS[kinds]).to(self.device)
@@ -168,6 +171,16 @@ class Run:
         if place.step % LOG_STEPS == 0:
             self.log_losses(phase, count / (time.monotonic() - began))
         return mean
+
+    def dilute(self, phase: Phase) -> None:
+        """Show the model a long text beside the next sample, in the phase's share of steps."""
+        shown = phase.text_pieces > 0 and self.rng.random() < phase.text_share
+        if shown:
+            if self.dilution is None:
+                made = Dilution(self.model, phase.text_pieces, phase.length, phase.span)
+                self.dilution = made
+            self.dilution.renew(self.rng, self.sampler.text)
+        show(self.model, shown)
 
     def log_losses(self, phase: Phase, speed: float) -> None:
         seen = self.sums[1] > 0
@@ -198,6 +211,7 @@ class Run:
     @torch.no_grad()
     def measure(self, phase: Phase) -> dict[str, list[int]]:
         """Right answers and questions by skill; an answer is right when every token is."""
+        show(self.model, False)
         # The same questions every time, so that the curve is not the luck of the draw.
         batch = self.held_out.batch(np.random.default_rng(7), phase)
         ids, positions = self.tensors(batch)
