@@ -13,7 +13,7 @@ SUB := $(MAKE) --no-print-directory
 # One builder at a time in each build folder.
 LOCK = mkdir -p build && flock build/.lock-$(1)
 CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' \) -print0 2>/dev/null
-PY_FILES := kvswap_torch tests examples setup.py
+PY_FILES := kvswap_torch tuning tests examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench lint format \

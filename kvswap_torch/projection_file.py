@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from kvswap_torch.config_parts import ModelIdentity, identity_from
 from kvswap_torch.errors import ConfigError
@@ -27,7 +27,13 @@ FORMAT_VERSION = "1"
 def save_projections(
     path: str | Path, pairs: Sequence[Pair], *, kind: str, model: ModelIdentity | None = None
 ) -> None:
-    """Writes one pair a layer. `kind` is ``query_aware`` or ``svd_keys``."""
+    """Writes one pair a layer; equal pairs give equal bytes.
+
+    Parameters
+    ----------
+    kind
+        ``query_aware`` or ``svd_keys``.
+    """
     tensors = {}
     for layer, (key, query) in enumerate(pairs):
         # safetensors refuses two names for one memory, which svd_keys has: copies.
@@ -43,7 +49,16 @@ def save_projections(
         "kind": kind,
         "model": json.dumps(identity, sort_keys=True),
     }
-    save_file(tensors, str(path), metadata=metadata)
+    Path(path).write_bytes(_with_sorted_header(save(tensors, metadata=metadata)))
+
+
+def _with_sorted_header(written: bytes) -> bytes:
+    """The same file with its header's keys in order: safetensors' own order changes."""
+    size = int.from_bytes(written[:8], "little")
+    header = json.loads(written[8 : 8 + size])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + written[8 + size :]
 
 
 def load_projections(

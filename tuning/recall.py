@@ -49,9 +49,17 @@ class Steps:
     ----------
     positions
         ``[steps]``: the tokens that are decoded, rising.
+    mass
+        Their `attention_mass`, where it is known already.
     """
 
-    def __init__(self, seen: Observed, positions: torch.Tensor, choice: Choice):
+    def __init__(
+        self,
+        seen: Observed,
+        positions: torch.Tensor,
+        choice: Choice,
+        mass: torch.Tensor | None = None,
+    ):
         group, tokens = choice.group_tokens, seen.keys.shape[2]
         self.choice = choice
         self.positions = positions
@@ -61,7 +69,8 @@ class Steps:
         sinks = -(-choice.sink_tokens // group)
         number = torch.arange(self.groups)
         self.choosable = (number >= sinks) & (number < self.sealed[:, None])
-        mass = attention_mass(seen.query[0][:, positions], seen.keys[0], seen.scale, positions)
+        if mass is None:
+            mass = attention_mass(seen.query[0][:, positions], seen.keys[0], seen.scale, positions)
         grouped = mass[:, : self.groups * group].unflatten(1, (self.groups, group)).sum(2)
         self.mass = grouped.masked_fill(~self.choosable, 0.0)  # [steps, groups]
         self.always = 1.0 - self.mass.sum(1)  # sinks and tail

@@ -7,20 +7,14 @@ recorded choices: no disk, no timing, only who is there and who leaves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 POLICIES = ("fifo", "lru", "unused")
 
 Choices = Sequence[Iterable[int]]
 """Of one layer and sequence: the groups that each step chose."""
-
-
-@dataclass
-class _Page:
-    group: int | None = None
-    loaded: int = 0  # step
-    used: int = 0
 
 
 class ReuseBuffer:
@@ -42,35 +36,53 @@ class ReuseBuffer:
         if capacity < 1:
             raise ValueError(f"reuse buffer: capacity must be positive, got {capacity}")
         self.policy = policy
-        self._pages = [_Page() for _ in range(capacity)]
-        self._at: dict[int, _Page] = {}
+        self._group = np.full(capacity, -1, dtype=np.int64)  # of each page
+        self._loaded = np.zeros(capacity, dtype=np.int64)  # step
+        self._used = np.zeros(capacity, dtype=np.int64)
+        self._page = np.full(1024, -1, dtype=np.int64)  # of each group; -1: not kept
         self._step = 0
+
+    @property
+    def groups(self) -> set[int]:
+        """What is kept now."""
+        return set(self._group[self._group >= 0].tolist())
 
     def step(self, groups: Iterable[int]) -> tuple[int, int]:
         """One step's choice; returns how many were there, and how many were loaded."""
-        wanted = sorted(set(groups))
-        if len(wanted) > len(self._pages):
-            raise ValueError(
-                f"reuse buffer: capacity must be at least the {len(wanted)} groups of a step, got "
-                f"{len(self._pages)}"
-            )
-        self._step += 1
-        for group in wanted:
-            if group in self._at:
-                self._at[group].used = self._step
-        loads = [group for group in wanted if group not in self._at]
-        free = [page for page in self._pages if page.group is None or page.used < self._step]
-        for group, page in zip(loads, sorted(free, key=self._leaving_rank), strict=False):
-            if page.group is not None:
-                del self._at[page.group]
-            page.group, page.loaded, page.used = group, self._step, self._step
-            self._at[group] = page
+        wanted = np.unique(np.fromiter(groups, dtype=np.int64))
+        loads = self.plan(wanted)
         return len(wanted) - len(loads), len(loads)
 
-    def _leaving_rank(self, page: _Page) -> int:
-        if page.group is None:
-            return 0
-        return {"fifo": page.loaded, "lru": page.used, "unused": 1}[self.policy]
+    def plan(self, wanted: np.ndarray) -> np.ndarray:
+        """One step's choice, rising and without repeats; returns what was loaded, rising."""
+        if len(wanted) > len(self._group):
+            raise ValueError(
+                f"reuse buffer: capacity must be at least the {len(wanted)} groups of a step, got "
+                f"{len(self._group)}"
+            )
+        self._step += 1
+        if len(wanted) and wanted[-1] >= len(self._page):
+            more = np.full(2 * int(wanted[-1]) - len(self._page) + 2, -1, dtype=np.int64)
+            self._page = np.concatenate([self._page, more])
+        pages = self._page[wanted]
+        self._used[pages[pages >= 0]] = self._step
+        loads = wanted[pages < 0]
+        if len(loads):
+            self._load(loads)
+        return loads
+
+    def _load(self, loads: np.ndarray) -> None:
+        free = np.flatnonzero((self._group < 0) | (self._used < self._step))
+        pages = free[np.argsort(self._leaving_rank(free), kind="stable")[: len(loads)]]
+        leaving = self._group[pages]
+        self._page[leaving[leaving >= 0]] = -1
+        self._page[loads] = pages
+        self._group[pages] = loads
+        self._loaded[pages] = self._used[pages] = self._step
+
+    def _leaving_rank(self, pages: np.ndarray) -> np.ndarray:
+        rank = {"fifo": self._loaded, "lru": self._used, "unused": np.ones_like(self._used)}
+        return np.where(self._group[pages] < 0, 0, rank[self.policy][pages])
 
 
 def hit_rate(choices: Choices, capacity: int, policy: str) -> float:

@@ -158,7 +158,6 @@ def save_settings(
         kind=calibration.kind,
         model=calibration.identity,
     )
-    (folder / PROJECTION_NAME).chmod(0o644)  # safetensors writes for its owner alone
     config = dataclasses.replace(
         chosen.config,
         projection_file=PROJECTION_NAME,

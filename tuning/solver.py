@@ -35,16 +35,22 @@ class Setting:
 
 
 class Costs(Protocol):
-    """Of one batch size and context; seconds are of one layer's step."""
+    """Of one batch size and context; seconds are of one decoding step, all layers."""
 
-    def io_seconds(self, group_tokens: int, capacity: int) -> float:
+    def io_seconds(self, setting: Setting) -> float:
         """T_io: loading what the reuse buffer does not hold (A.3)."""
 
-    def model_seconds(self, rank: int, capacity: int) -> float:
+    def model_seconds(self, setting: Setting) -> float:
         """T_model: attention, feed-forward, prediction and management (A.3)."""
+
+    def step_seconds(self, setting: Setting) -> float:
+        """Both, loading beside computation as far as it can be."""
 
     def memory_bytes(self, setting: Setting) -> int:
         """All that a session needs; never less for more rank or capacity."""
+
+    def recall(self, setting: Setting) -> float:
+        """Attention mass that the chosen groups hold, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,15 @@ class Grid:
     ----------
     exposed_share
         alpha: the share of loading that need not be hidden behind computation, 0 to 1.
+    recall_min
+        Settings below it are left out.
     """
 
     groups: tuple[int, ...]
     ranks: tuple[int, ...]
     capacities: tuple[int, ...]
     exposed_share: float = 0.0
+    recall_min: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("groups", "ranks", "capacities"):
@@ -78,15 +87,18 @@ class Solution:
     Parameters
     ----------
     step_seconds
-        Of one layer, with loading beside computation: the longer of the two.
+        Of one decoding step.
     hides
         Whether all but the allowed share of loading is hidden.
+    recall
+        Attention mass that the chosen groups hold.
     """
 
     setting: Setting
     step_seconds: float
     hides: bool
     memory_bytes: int
+    recall: float
 
 
 def solve_greedy(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
@@ -98,7 +110,8 @@ def solve_greedy(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
     Raises
     ------
     BudgetError
-        When the smallest rank, buffer and group do not fit; names the minimum.
+        When the smallest rank, buffer and group do not fit, naming the minimum; or when nothing
+        that fits reaches the recall asked for, naming the best that does.
     """
     met = []
     for capacity in grid.capacities:
@@ -119,37 +132,45 @@ def solve_exhaustive(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
     BudgetError
         As `solve_greedy`.
     """
-    settings = itertools.starmap(
-        Setting, itertools.product(grid.groups, grid.ranks, grid.capacities)
-    )
-    fitting = [
-        found
-        for setting in settings
-        if (found := _judge(grid, costs, setting)).memory_bytes <= budget_bytes
-    ]
-    if not fitting:
+    fitting = solutions(grid, costs, budget_bytes)
+    good = [found for found in fitting if found.recall >= grid.recall_min]
+    if not good:
         raise _too_small(grid, costs, budget_bytes)
-    return min(fitting, key=_preference)
+    return min(good, key=_preference)
+
+
+def solutions(grid: Grid, costs: Costs, budget_bytes: int) -> list[Solution]:
+    """All settings of the grid that fit the budget, whatever their recall."""
+    settings = itertools.product(grid.groups, grid.ranks, grid.capacities)
+    fitting = (
+        setting
+        for setting in itertools.starmap(Setting, settings)
+        if costs.memory_bytes(setting) <= budget_bytes
+    )
+    return [_judge(grid, costs, setting) for setting in fitting]
 
 
 def _at_capacity(grid: Grid, costs: Costs, budget_bytes: int, capacity: int) -> Iterator[Solution]:
     """For each G, smallest first, the solution with the largest rank that fits."""
     for group in grid.groups:
         for rank in reversed(grid.ranks):
-            found = _judge(grid, costs, Setting(group, rank, capacity))
-            if found.memory_bytes <= budget_bytes:
+            setting = Setting(group, rank, capacity)
+            if costs.memory_bytes(setting) > budget_bytes:
+                continue
+            found = _judge(grid, costs, setting)
+            if found.recall >= grid.recall_min:
                 yield found
-                break
+            break
 
 
 def _judge(grid: Grid, costs: Costs, setting: Setting) -> Solution:
-    io = costs.io_seconds(setting.group_tokens, setting.capacity)
-    model = costs.model_seconds(setting.rank, setting.capacity)
+    io, model = costs.io_seconds(setting), costs.model_seconds(setting)
     return Solution(
         setting,
-        step_seconds=max(io, model),
+        step_seconds=costs.step_seconds(setting),
         hides=(1 - grid.exposed_share) * io <= model,
         memory_bytes=costs.memory_bytes(setting),
+        recall=costs.recall(setting),
     )
 
 
@@ -164,6 +185,13 @@ def _too_small(grid: Grid, costs: Costs, budget_bytes: int) -> BudgetError:
         key=costs.memory_bytes,
     )
     need = costs.memory_bytes(smallest)
+    if need <= budget_bytes:
+        best = max(found.recall for found in solutions(grid, costs, budget_bytes))
+        return BudgetError(
+            f"solver: a recall of attention mass of at least {grid.recall_min:.3f} is asked for, "
+            f"and settings within {budget_bytes} bytes ({format_bytes(budget_bytes)}) reach "
+            f"{best:.3f}; raise the budget, or ask for less"
+        )
     return BudgetError(
         f"solver: the smallest setting ({smallest}) needs {need} bytes ({format_bytes(need)}), "
         f"more than the budget of {budget_bytes} ({format_bytes(budget_bytes)}); raise the budget, "

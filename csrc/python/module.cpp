@@ -3,6 +3,7 @@
 #include "io/host_info.h"
 #include "kernels/cpu_features.h"
 #include "python/errors.h"
+#include "python/probe.h"
 #include "torch/session.h"
 
 namespace py = pybind11;
@@ -102,6 +103,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   kvswap::register_errors();
   bind_options(module);
   bind_session(module);
+  kvswap::bind_probe(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");
 }

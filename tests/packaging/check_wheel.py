@@ -25,6 +25,12 @@ torch.ops.load_library(require_library())
 from kvswap_torch import _C
 json.dump(build_info(), sys.stdout)
 """
+TUNER_PROBE = """
+import sys
+import tuning.default_samples as default
+assert default.TEXT.is_relative_to(sys.prefix) and len(default._documents()) > 10, default.TEXT
+assert (default.TEXT.parent / "LICENSE.txt").is_file()
+"""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -82,6 +88,14 @@ def check_libraries(python: Path, folder: Path) -> None:
             sys.exit(f"{library.name}: must not need libtorch_python")
 
 
+def check_tuner(python: Path, folder: Path) -> None:
+    """The tuner and its text are in the wheel, and its command starts."""
+    run(python, "-c", TUNER_PROBE, cwd=folder)
+    told = run(python, "-m", "tuning", "--help", cwd=folder)
+    if "--max-context" not in told:
+        sys.exit(f"python -m tuning --help: must name --max-context, got\n{told}")
+
+
 def check_consumer(python: Path, folder: Path) -> str:
     """Builds and runs the C++ program against what was installed."""
     prefix = run(python, "-m", "kvswap_torch", "cmake-prefix", cwd=folder).strip()
@@ -105,6 +119,7 @@ def main() -> None:
         python = make_environment(folder / "env", wheel)
         print("wheel-check: built with", run(python, "-c", PROBE, cwd=folder))
         check_libraries(python, folder)
+        check_tuner(python, folder)
         shutil.rmtree(folder / "dist")
         print("wheel-check: C++ program says:", check_consumer(python, folder).strip())
 

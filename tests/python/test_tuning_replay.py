@@ -36,7 +36,7 @@ def test_who_leaves():
         buffer = ReuseBuffer(3, policy)
         for groups in choices:
             buffer.step(groups)
-        kept[policy] = {page.group for page in buffer._pages}
+        kept[policy] = buffer.groups
     # 1 is the oldest load, 2 the least recently used, and 1 stands in the first page.
     assert kept == {"fifo": {2, 3, 4}, "lru": {1, 3, 4}, "unused": {2, 3, 4}}
 

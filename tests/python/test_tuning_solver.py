@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -26,12 +26,18 @@ class Model:
     base_seconds: float = 0.02
     column_seconds: float = 1e-4
 
-    def io_seconds(self, group_tokens: int, capacity: int) -> float:
-        missed = 400 * (1 - 0.5 * (capacity - 400) / capacity)
-        return missed / group_tokens * self.read_seconds
+    def io_seconds(self, setting: Setting) -> float:
+        missed = 400 * (1 - 0.5 * (setting.capacity - 400) / setting.capacity)
+        return missed / setting.group_tokens * self.read_seconds
 
-    def model_seconds(self, rank: int, capacity: int) -> float:
-        return self.base_seconds + rank * self.column_seconds
+    def model_seconds(self, setting: Setting) -> float:
+        return self.base_seconds + setting.rank * self.column_seconds
+
+    def step_seconds(self, setting: Setting) -> float:
+        return max(self.io_seconds(setting), self.model_seconds(setting))
+
+    def recall(self, setting: Setting) -> float:
+        return 1 - 1 / setting.rank - 0.01 * setting.group_tokens
 
     def memory_bytes(self, setting: Setting) -> int:
         return setting.rank * 32 + setting.capacity
@@ -85,8 +91,8 @@ def test_greedy_takes_the_smallest_group_that_hides(grid, model, budget):
     io_allowed = 1 - grid.exposed_share
     for group in grid.groups:
         if group < chosen.group_tokens:
-            io = model.io_seconds(group, chosen.capacity)
-            assert io_allowed * io > model.model_seconds(chosen.rank, chosen.capacity)
+            other = Setting(group, chosen.rank, chosen.capacity)
+            assert io_allowed * model.io_seconds(other) > model.model_seconds(other)
 
 
 @given(models, budgets)
@@ -128,3 +134,18 @@ def test_grids_are_checked(fields):
     good = {"groups": (1,), "ranks": (8,), "capacities": (400,)}
     with pytest.raises(ValueError, match=f"grid: {next(iter(fields))} must be"):
         Grid(**(good | fields))
+
+
+@given(models, budgets, st.floats(0, 0.95))
+def test_what_holds_too_little_is_never_taken(model, budget, recall_min):
+    grid = replace(GRID, recall_min=recall_min)
+    for solve in (solve_greedy, solve_exhaustive):
+        try:
+            assert solve(grid, model, budget).recall >= recall_min
+        except BudgetError as error:
+            assert "recall of attention mass" in str(error)
+
+
+def test_a_recall_out_of_reach_names_the_best():
+    with pytest.raises(BudgetError, match="at least 0.990 .* reach 0.974"):
+        solve_exhaustive(replace(GRID, recall_min=0.99), Model(), 4000)

@@ -1,0 +1,137 @@
+"""The cost model's parts: merged reads, traffic, fits, rank levels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuning.choices import Choices, Recorded, stretched
+from tuning.fit import dot, fit_nonnegative
+from tuning.levels import make_levels
+from tuning.step_model import Work, fit_steps
+from tuning.timing import Place, Timing, TimingPlan, Turnover
+from tuning.traffic import Merging, TrafficTable, merged
+
+groups = st.lists(st.integers(0, 300), unique=True, max_size=60).map(sorted)
+
+
+@given(groups, st.integers(0, 40_000), st.integers(4096, 100_000))
+def test_merged_reads_are_those_that_the_engine_makes(chosen, gap, most):
+    """Against a walk over bytes: a read goes on while gap and length allow."""
+    merging = Merging(4096, gap, most)
+    runs: list[list[int]] = []
+    for group in chosen:
+        begin, end = group * 4096, (group + 1) * 4096
+        if runs and begin - runs[-1][1] <= gap and end - runs[-1][0] <= most:
+            runs[-1][1] = end
+        else:
+            runs.append([begin, end])
+    assert merged(chosen, merging) == (len(runs), sum(end - begin for begin, end in runs))
+
+
+@given(groups, st.sampled_from([1, 2, 4, 16]), st.integers(1, 8))
+def test_stretching_keeps_groups_apart_and_inside(chosen, size, factor):
+    context = 301 * size
+    moved = stretched(np.array(chosen, dtype=np.int64), size, context, factor * context)
+    assert len(moved) <= len(chosen)
+    assert len(moved) == len(chosen) or factor == 1
+    assert np.all(np.diff(moved) > 0)
+    if len(moved):
+        assert moved[0] >= 0
+        assert moved[-1] < factor * context // size
+
+
+def recorded_choices(steps: int = 12) -> Choices:
+    rows = torch.tensor([[step, step + 1, -1] for step in range(steps)], dtype=torch.int32)
+    held = [{8: 0.5, 16: 0.9}, {8: 0.7, 16: 0.7}]
+    return Choices(12, 16, {4: held}, {4: [1.0, 1.0]}, {4: [Recorded(64, (rows, rows))]})
+
+
+def test_traffic_of_a_window_that_moves_by_one():
+    table = TrafficTable(recorded_choices())
+    traffic = table.get(4, 8, "fifo", 64, Merging(4096, 0, 1 << 20))
+    assert len(traffic) == 2
+    assert (traffic[0].attended, traffic[0].loads, traffic[0].reads) == (2, 1, 1)
+    assert traffic[0].bytes_read == 4096
+    assert traffic[0].hit_rate == 0.5
+
+
+@given(st.lists(st.floats(0, 10), min_size=3, max_size=3), st.integers(0, 99))
+def test_fits_find_what_made_the_numbers(coefficients, seed):
+    rng = np.random.default_rng(seed)
+    rows = rng.uniform(0.1, 3, (12, 3))
+    values = rows @ coefficients
+    found = fit_nonnegative(rows, values)
+    assert min(found) >= 0
+    for row, value in zip(rows, values, strict=True):
+        assert dot(row, found) == pytest.approx(value, rel=1e-6, abs=1e-6)
+
+
+def test_fits_never_take_time_back():
+    found = fit_nonnegative([[1, 1], [1, 2], [1, 3]], [3.0, 2.0, 1.0])
+    assert found[1] == 0.0 and found[0] > 0
+
+
+def make_timing(work: Work) -> Timing:
+    parts = {
+        "select": 1e-9 * work.scanned_bytes,
+        "plan": 1e-6 * work.groups + 2e-6 * work.loads,
+        "attend": 1e-7 * work.attended_tokens,
+        "append": 1e-5 * work.batch * work.layers,
+        "wait": 0.5,
+        "model": 0.01 * work.batch + 1e-10 * work.loaded_bytes,
+    }
+    return Timing(Place(work.batch, 1, 1, 1), sum(parts.values()), parts, {})
+
+
+def test_a_step_model_predicts_settings_it_has_not_seen():
+    rng = np.random.default_rng(0)
+
+    def draw(batch: int) -> Work:
+        return Work(6, batch, *rng.uniform(1e3, 1e6, 6).tolist())
+
+    points = [(work, make_timing(work)) for work in (draw(b) for b in (1, 1, 1, 4, 4, 4, 4, 1))]
+    model = fit_steps(points)
+    other = draw(2)
+    expected = make_timing(other).parts
+    found = model.parts(other)
+    for name in ("select", "plan", "attend", "model"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3)
+    assert "wait" not in found
+    with pytest.raises(ValueError, match="must have measured points"):
+        fit_steps([])
+
+
+def test_levels_rise_and_go_where_recall_is_gained():
+    recall = [{8: 0.9, 16: 0.9, 32: 0.9}, {8: 0.1, 16: 0.5, 32: 0.95}]
+    levels = make_levels(recall)
+    assert levels.ranks[8] == (8, 8)
+    assert levels.ranks[32] == (8, 32)
+    assert list(make_levels(recall, uniform=True).ranks.values()) == [(8, 8), (16, 16), (32, 32)]
+    totals = [sum(levels.ranks[level]) for level in levels.values]
+    assert totals == sorted(set(totals))
+
+
+def test_places_to_time_stay_within_what_is_filled():
+    plan = TimingPlan(8, 1 << 20, 6144, (8, 128), (1, 16), 400)
+    assert plan.batches == [1, 2, 4, 8]
+    places = plan.places()
+    assert len(places) == len(set(places))
+    assert all(place.batch * place.context * 6144 <= 3 << 29 for place in places)
+    assert {place.batch for place in places} == {1, 2, 4, 8}
+    assert TimingPlan(3, 2048, 6144, (8, 8), (4, 4), 400).batches == [1, 2, 3]
+
+
+def test_turnover_loads_as_many_as_asked():
+    turnover = Turnover(layers=2, batch=3, sealed=500, groups=40, loads=7)
+    before = turnover(0)
+    for step in range(1, 6):
+        now = turnover(step)
+        for layer in range(2):
+            for sequence in range(3):
+                new = set(now[layer][sequence]) - set(before[layer][sequence])
+                assert len(new) == 7 and len(set(now[layer][sequence])) == 40
+        before = now

@@ -1,0 +1,260 @@
+"""The tuner end to end on tiny models: files, caching, limits, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from python.tiny_models import SMALL, VOCABULARY, greedy, has_native, prompt, tiny_model
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, SwapConfig
+from kvswap_torch.errors import UnsupportedModelError
+from tuning.api import tune
+from tuning.calibration import CalibrationOptions
+from tuning.recall import Choice
+from tuning.samples import Sample
+from tuning.tune import TuneOptions
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="times sessions of the extension")
+CHOICE = Choice(group_tokens=4, groups_max=16, sink_tokens=2, tail_tokens=8)
+OPTIONS = TuneOptions(
+    probe_seconds=1.5,
+    sizes=(2, 4, 8),
+    calibration=CalibrationOptions(choice=CHOICE, steps_max=16, rank_max=16),
+)
+MAMBA = transformers.MambaConfig(
+    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4
+)
+CONTEXT, BATCH, BUDGET = 1024, 2, "2MiB"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def samples() -> tuple[list[Sample], list[Sample]]:
+    def draw(seed: int) -> Sample:
+        generator = torch.Generator().manual_seed(seed)
+        return Sample(torch.randint(3, VOCABULARY, (300,), generator=generator), 260)
+
+    return [draw(0), draw(1)], [draw(2)]
+
+
+def run(model, tmp_path, budget=BUDGET, **arguments):
+    arguments = {"samples": samples(), "options": OPTIONS, "work": tmp_path / "work"} | arguments
+    return tune(model, CONTEXT, BATCH, budget, tmp_path, **arguments)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def tuned(model, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("tuned")
+    return run(model, folder), folder
+
+
+def test_a_cache_takes_what_the_tuner_writes(tuned, model, tmp_path):
+    result, _ = tuned
+    saved = result.save(tmp_path / "config.json")
+    with KVSwapCache(model, path=tmp_path, config=tmp_path / "config.json") as cache:
+        ours = greedy(model, prompt(1, 200), cache, tokens=4)
+        assert cache.driver.projection_source == "file"
+    assert ours.shape == (1, 204)
+    assert {(row.batch, row.context) for row in saved.table} == {(1, CONTEXT), (2, CONTEXT)}
+
+
+def test_every_solution_keeps_the_budget(tuned, model, tmp_path):
+    result, _ = tuned
+    result.save(tmp_path / "config.json")
+    for solved in result.solved:
+        assert solved.chosen.memory_bytes <= result.budget_bytes
+        with KVSwapCache(
+            model,
+            path=tmp_path,
+            config=tmp_path / "config.json",
+            kv_memory_bytes=BUDGET,
+            max_context=solved.context,
+            max_batch=solved.batch,
+        ) as cache:
+            wanted = solved.costs.config(solved.chosen.setting)
+            assert cache.driver.config.group_tokens == wanted.group_tokens
+            assert cache.driver.config.pages_max == wanted.pages_max
+
+
+def test_where_the_context_fits_the_answers_are_the_full_caches(model, tmp_path):
+    result = run(model, tmp_path, budget="64MiB")
+    result.save(tmp_path / "config.json")
+    assert all(solved.chosen.recall == 1.0 for solved in result.solved)
+    inputs = prompt(1, 600)
+    expected = greedy(model, inputs, DynamicCache(config=model.config))
+    with KVSwapCache(
+        model, path=tmp_path, config=tmp_path / "config.json", max_context=CONTEXT, max_batch=1
+    ) as cache:
+        assert torch.equal(greedy(model, inputs, cache), expected)
+
+
+def test_the_same_measurements_give_the_same_bytes(tuned, model, tmp_path):
+    result, folder = tuned
+    names = ("config.json", "config.projection.safetensors")
+    result.save(tmp_path / "first" / "config.json")
+    run(model, folder).save(tmp_path / "second" / "config.json")
+    for name in names:
+        first, second = (tmp_path / side / name for side in ("first", "second"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_another_limit_measures_nothing(tuned, model):
+    result, folder = tuned
+    told = []
+    again = run(
+        model,
+        folder,
+        budget="3MiB",
+        samples=samples(),
+        progress=lambda what, done, total: told.append((what, done, total)),
+    )
+    assert [what for what, done, total in told if done < total] == []
+    assert again.measured.timings == result.measured.timings
+
+
+def test_interrupted_timings_go_on(tuned, model, tmp_path):
+    _, folder = tuned
+    work = tmp_path / "work"
+    work.mkdir()
+    for path in (folder / "work").iterdir():
+        (work / path.name).write_bytes(path.read_bytes())
+    kept = json.loads((work / "timings.json").read_text())
+    places = [entry["place"] for entry in kept["data"]]
+    kept["data"] = [entry for entry in kept["data"] if entry["place"]["batch"] == 1]
+    assert 0 < len(kept["data"]) < len(places)
+    (work / "timings.json").write_text(json.dumps(kept))
+    told = []
+
+    def stop(what: str, done: int, total: int) -> None:
+        told.append(what)
+        if what == "timing steps" and done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(
+            model,
+            CONTEXT,
+            BATCH,
+            BUDGET,
+            folder,
+            samples=samples(),
+            options=OPTIONS,
+            work=work,
+            progress=stop,
+        )
+    after = json.loads((work / "timings.json").read_text())["data"]
+    assert sorted(map(str, (entry["place"] for entry in after))) == sorted(map(str, places))
+    assert after[: len(kept["data"])] == kept["data"]
+
+
+def test_other_weights_are_measured_anew(tuned, tmp_path):
+    _, folder = tuned
+    other = tiny_model("llama", seed=5, **SMALL)
+    told = set()
+    run(
+        other,
+        folder,
+        work=folder / "work",
+        progress=lambda what, done, total: told.add(what) if done < total else None,
+    )
+    assert any(what.startswith("fitting") for what in told)
+
+
+def test_a_damaged_calibration_is_named(tuned, model, tmp_path):
+    _, folder = tuned
+    work = tmp_path / "work"
+    work.mkdir()
+    for path in (folder / "work").iterdir():
+        (work / path.name).write_bytes(path.read_bytes())
+    (work / "calibration.safetensors").write_bytes(b"12345678")
+    with pytest.raises(ConfigError, match=r"calibration .*calibration.safetensors: .* delete it"):
+        run(model, folder, work=work)
+
+
+def test_evaluation_compares_with_the_full_cache(tuned, model):
+    _, folder = tuned
+    found = run(model, folder, evaluate=True).evaluation
+    assert found["tokens"] == 40
+    assert 0 <= found["accuracy"] <= 1 and found["agreement"] > 0.5
+    assert found["loss"] == pytest.approx(found["loss_full"], rel=0.2)
+
+
+def test_too_small_a_budget_names_the_minimum(tuned, model):
+    _, folder = tuned
+    with pytest.raises(BudgetError, match=r"smallest setting .* needs \d+ bytes"):
+        run(model, folder, budget=1000)
+
+
+def test_recall_out_of_reach_is_refused(tuned, model):
+    _, folder = tuned
+    options = dataclasses.replace(OPTIONS, min_recall=0.9999)
+    with pytest.raises(BudgetError, match=r"recall of attention mass .* reach 0\.\d+"):
+        run(model, folder, options=options, budget="800KiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"options": dataclasses.replace(OPTIONS, solver="magic")}, "solver must be one of"),
+        ({"options": dataclasses.replace(OPTIONS, min_recall=2.0)}, "min_recall must be 0 to 1"),
+        ({"samples": None}, "tokenizer must be given"),
+        ({"samples": None, "calibration": ["/nowhere.txt"]}, "/nowhere.txt must be readable"),
+    ],
+)
+def test_wrong_options_are_named(model, tmp_path, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        run(model, tmp_path, **arguments)
+
+
+def test_a_missing_folder_is_named(model, tmp_path):
+    with pytest.raises(StorageError, match="missing"):
+        tune(model, CONTEXT, BATCH, BUDGET, tmp_path / "missing", samples=samples())
+
+
+def test_an_unsupported_model_is_named(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="[Mm]amba"):
+        run(transformers.MambaForCausalLM(MAMBA), tmp_path)
+
+
+def test_the_command_line_tunes_and_draws(model, tmp_path):
+    from tuning.cli import app
+
+    model.save_pretrained(tmp_path / "model")
+    wrong = CliRunner().invoke(
+        app, ["--model", str(tmp_path), "--path", str(tmp_path), "--kv-memory", "1MiB"]
+    )
+    assert wrong.exit_code == 2
+    assert "--model: must be a model's folder or name" in wrong.output.replace("\n", " ")
+    told = CliRunner().invoke(app, ["--help"])
+    for option in ("--model", "--path", "--kv-memory", "--max-context", "--min-recall", "--device"):
+        assert option in told.output
+
+
+def test_saved_config_is_the_schemas(tuned, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    from kvswap_torch.config_file import schema
+
+    result, _ = tuned
+    result.save(tmp_path / "config.json")
+    written = json.loads((tmp_path / "config.json").read_text())
+    jsonschema.validate(written, schema())
+    assert written["provenance"]["solutions"][0]["batch"] == BATCH
+    assert SwapConfig.load(tmp_path / "config.json").for_batch_and_context(1, 900).table == ()

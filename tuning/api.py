@@ -1,0 +1,167 @@
+"""`tune`: the tuner as one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvswap_torch.errors import ConfigError
+from tuning.default_samples import default_samples, samples_from_files
+from tuning.evaluate import evaluate as evaluate_config
+from tuning.result import TuneResult
+from tuning.samples import Sample
+from tuning.solve import SOLVERS
+from tuning.tune import (
+    TuneOptions,
+    budget_of,
+    find_settings,
+    measure_all,
+    projection_beside,
+)
+from tuning.work import WorkFolder
+
+LENGTHS = (4096, 8192)  # of the samples
+COUNT = 4
+
+Progress = Callable[[str, int, int], None]
+Samples = tuple[Sequence[Sample], Sequence[Sample]]
+
+
+def tune(
+    model: Any,
+    max_context_len: int,
+    max_batch_size: int,
+    kv_memory: int | str,
+    path: str | Path,
+    *,
+    tokenizer: Any = None,
+    calibration: Sequence[str | Path] | None = None,
+    samples: Samples | None = None,
+    options: TuneOptions | None = None,
+    work: str | Path | None = None,
+    evaluate: bool = False,
+    progress: Progress | None = None,
+) -> TuneResult:
+    """Finds the best settings for a model on a disk within a memory limit.
+
+    ::
+
+        result = tune(model, 32768, 8, "512MiB", "/fast/disk")
+        result.save("config.json")
+
+    Parameters
+    ----------
+    model
+        A transformers model that `kvswap_torch.KVSwapCache` supports.
+    max_context_len, max_batch_size
+        Tokens of a sequence, and sequences, to be ready for.
+    kv_memory
+        Limit for everything the cache keeps in memory, bytes or like ``"512MiB"``.
+    path
+        A folder on the disk to use.
+    tokenizer
+        Of the model, or where to load it from; default: where the model came from.
+    calibration
+        Text files to calibrate on; default: text that comes along.
+    samples
+        Tokens to calibrate on instead: some to fit and others to measure.
+    work
+        Folder that measurements are kept in; None: they are not kept.
+    evaluate
+        Also decode held-out questions with the result, next to a full cache.
+
+    Raises
+    ------
+    BudgetError
+        When the smallest settings do not fit; names the minimum.
+    ConfigError
+        For options that make no sense, or text that is too short.
+    StorageError
+        When the folder is missing, not writable or too full.
+    UnsupportedModelError
+        When the model's cache cannot live on disk.
+    """
+    options = options or TuneOptions()
+    budget = budget_of(kv_memory)
+    _check(max_context_len, max_batch_size, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        drawn: list[Samples] = []
+
+        def draw() -> Samples:
+            if not drawn:
+                drawn.append(samples or _draw(model, tokenizer, calibration, max_context_len))
+            return drawn[0]
+
+        measured = measure_all(
+            model,
+            max_context_len,
+            max_batch_size,
+            Path(path),
+            draw,
+            WorkFolder(work or scratch),
+            options,
+            _text_key(calibration, samples),
+            progress,
+        )
+        config, solved, levels = find_settings(
+            measured, max_context_len, max_batch_size, budget, options
+        )
+        result = TuneResult(measured, options, budget, config, solved, levels)
+        if evaluate:
+            with projection_beside(config, measured.calibrated) as ready:
+                found = evaluate_config(model, draw()[1], ready, Path(path), budget, progress)
+            result = dataclasses.replace(result, evaluation=found)
+        return result
+
+
+def _check(max_context_len: int, max_batch_size: int, options: TuneOptions) -> None:
+    for name, value, least in (
+        ("max_context_len", max_context_len, 1024),
+        ("max_batch_size", max_batch_size, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"tune: {name} must be an int of at least {least}, got {value!r}")
+    if options.solver not in SOLVERS:
+        raise ConfigError(
+            f"tune: solver must be one of {', '.join(SOLVERS)}, got {options.solver!r}"
+        )
+    for name in ("min_recall", "exposed_share"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise ConfigError(f"tune: {name} must be 0 to 1, got {getattr(options, name)}")
+
+
+def _draw(
+    model: Any, tokenizer: Any, calibration: Sequence[str | Path] | None, context: int
+) -> Samples:
+    if tokenizer is None:
+        tokenizer = getattr(model.config, "_name_or_path", "") or None
+    if tokenizer is None:
+        raise ConfigError(
+            "tune: tokenizer must be given for a model that was not loaded from a folder, got "
+            "none; pass tokenizer=, or samples="
+        )
+    if isinstance(tokenizer, str | Path):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    lengths = tuple(dict.fromkeys(min(length, context) for length in LENGTHS))
+    if calibration:
+        return samples_from_files(tokenizer, calibration, lengths, count=COUNT)
+    return default_samples(tokenizer, lengths, count=COUNT)
+
+
+def _text_key(calibration: Sequence[str | Path] | None, samples: Samples | None) -> str:
+    digest = hashlib.sha256()
+    for path in calibration or ():
+        try:
+            digest.update(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"tune: calibration file {path} must be readable: {error}") from error
+    for side in samples or ():
+        for sample in side:
+            digest.update(sample.ids.numpy().tobytes() + str(sample.focus).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""kvswap-tune: measures a model and a disk and writes the config of a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvswap_torch.errors import KVSwapError
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+HELP = """
+Find the best settings for a model on a disk within a memory limit.
+
+Measures the disk (under a minute), calibrates the model on text with facts and questions in it,
+times decoding steps, and chooses the fastest settings that still find what attention looks for.
+Writes a config, the projections beside it, and a folder of measurements and pictures:
+a second run with another memory limit takes seconds.
+
+Example:
+
+    kvswap-tune --model ./model --path /fast/disk --max-context 32768 --kv-memory 512MiB
+
+Use the result with `KVSwapCache(model, path="/fast/disk", config="config.json")`.
+"""
+
+
+class Bars:
+    """One progress bar for each kind of work; called as `tuning` calls its progress."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+
+def load_model(folder: str) -> Any:
+    """A transformers model in the dtype it was saved in, ready for inference.
+
+    Raises
+    ------
+    typer.BadParameter
+        When transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--model: must be a model's folder or name: {error}") from error
+
+
+@app.command(help=HELP)
+def main(
+    model: Annotated[str, typer.Option(help="Folder or name of a transformers model.")],
+    path: Annotated[Path, typer.Option(help="Folder on the disk to use.")],
+    kv_memory: Annotated[str, typer.Option(help="Limit for the cache in memory, like 512MiB.")],
+    max_context: Annotated[int, typer.Option(min=1024, help="Tokens of a sequence.")] = 32768,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    out: Annotated[Path, typer.Option(help="Config to write.")] = Path("config.json"),
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="Text files to calibrate on; default: shipped text.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Tune for a modelled device: nvme, ufs, ufs3 or emmc.")
+    ] = "",
+    solver: Annotated[
+        str, typer.Option(help="exhaustive, or greedy (the paper's).")
+    ] = "exhaustive",
+    min_recall: Annotated[
+        float, typer.Option(min=0, max=1, help="Attention mass that choices must hold.")
+    ] = 0.0,
+    exposed_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of loading that may stay visible (greedy).")
+    ] = 0.0,
+    uniform_rank: Annotated[bool, typer.Option(help="One rank for all layers.")] = False,
+    evaluate: Annotated[
+        bool, typer.Option(help="Decode the held-out questions with the result.")
+    ] = False,
+    work: Annotated[
+        Path | None, typer.Option(help="Measurements and report; default: OUT with .tuning.")
+    ] = None,
+    report: Annotated[bool, typer.Option(help="Draw pictures and a page.")] = True,
+) -> None:
+    from tuning.api import tune
+    from tuning.summary import print_result
+    from tuning.tune import TuneOptions
+
+    console = Console()
+    try:
+        options = TuneOptions(
+            device=device,
+            solver=solver,
+            min_recall=min_recall,
+            exposed_share=exposed_share,
+            uniform_rank=uniform_rank,
+        )
+        network = load_model(model)
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console) as progress:
+            result = tune(
+                network,
+                max_context_len=max_context,
+                max_batch_size=max_batch,
+                kv_memory=kv_memory,
+                path=path,
+                tokenizer=model,
+                calibration=calibration,
+                options=options,
+                work=work or out.with_suffix(".tuning"),
+                evaluate=evaluate,
+                progress=Bars(progress),
+            )
+        config = result.save(out)
+        print_result(result, console)
+        console.print(f"wrote {config.source} and {config.projection_path}")
+        if report:
+            page = result.report(work or out.with_suffix(".tuning"))
+            console.print(f"wrote {page}: why these settings")
+    except KeyboardInterrupt:
+        console.print("interrupted; what was measured is kept, the same command goes on from it")
+        raise typer.Exit(130) from None
+    except (KVSwapError, OSError, ValueError) as error:
+        console.print(f"[red]{error}", soft_wrap=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,202 @@
+"""The cost model that the solvers ask: time, memory and recall of a setting (A.2 to A.4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.sizing import ModelShape
+from tuning.solver import Setting
+from tuning.step_model import StepModel, Work
+from tuning.traffic import Merging, Traffic, TrafficTable
+
+
+class Disk(Protocol):
+    """What is known of the disk."""
+
+    def seconds(self, count: float, record_bytes: float) -> float:
+        """Time of so many reads submitted together."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Rank level -> the rank of each layer; levels rise with the memory they take."""
+
+    ranks: Mapping[int, tuple[int, ...]]
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(sorted(self.ranks))
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step's expected time.
+
+    Parameters
+    ----------
+    parts
+        Seconds by use, ``wait`` among them.
+    io
+        Seconds of loading for each layer, hidden or not.
+    bytes_read
+        Per sequence.
+    hit_rate
+        Mean over layers.
+    """
+
+    parts: dict[str, float]
+    io: tuple[float, ...]
+    bytes_read: float
+    hit_rate: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass
+class SettingCosts:
+    """Costs of one batch and context; `tuning.solver.Costs`.
+
+    Parameters
+    ----------
+    need
+        Config -> bytes by use and ``total`` at this batch and context, and ``record_bytes``.
+    base
+        What every setting shares.
+    """
+
+    batch: int
+    context: int
+    shape: ModelShape
+    base: SwapConfig
+    levels: Levels
+    steps: StepModel
+    disk: Disk
+    traffic: TrafficTable
+    need: Callable[[SwapConfig], Mapping[str, int]]
+    _needs: dict[Setting, Mapping[str, int]] = field(default_factory=dict)
+    _costs: dict[Setting, StepCost] = field(default_factory=dict)
+
+    def config(self, setting: Setting) -> SwapConfig:
+        """The settings of a cache."""
+        if self.is_whole(setting):
+            groups = pages = -(-self.context // setting.group_tokens)
+        else:
+            groups = self.traffic.choices.tokens // setting.group_tokens
+            pages = setting.capacity // setting.group_tokens
+        pages = max(pages, groups, self.base.select_queries_max)
+        return dataclasses.replace(
+            self.base,
+            group_tokens=setting.group_tokens,
+            rank=self.levels.ranks[setting.rank],
+            groups_max=groups,
+            pages_max=pages,
+        )
+
+    def is_whole(self, setting: Setting) -> bool:
+        """Whether the whole context is kept in memory; then all of it is attended."""
+        return setting.capacity >= self.context
+
+    def memory_bytes(self, setting: Setting) -> int:
+        return self._need(setting)["total"]
+
+    def _need(self, setting: Setting) -> Mapping[str, int]:
+        if setting not in self._needs:
+            self._needs[setting] = self.need(self.config(setting))
+        return self._needs[setting]
+
+    def recall(self, setting: Setting) -> float:
+        if self.is_whole(setting):
+            return 1.0
+        tables = self.traffic.choices.recall[setting.group_tokens]
+        ranks = self.levels.ranks[setting.rank]
+        held = [table[rank] for table, rank in zip(tables, ranks, strict=True)]
+        return sum(held) / len(held)
+
+    def io_seconds(self, setting: Setting) -> float:
+        """Of the layers that read ahead: the others' loads cannot be hidden by any setting."""
+        io = self.cost(setting).io
+        return sum(io[layer] for layer in self._ahead())
+
+    def model_seconds(self, setting: Setting) -> float:
+        """The time beside which those loads can be hidden."""
+        parts = self.cost(setting).parts
+        own = sum(seconds for name, seconds in parts.items() if name != "wait")
+        return own * len(self._ahead()) / self.shape.layers
+
+    def step_seconds(self, setting: Setting) -> float:
+        return self.cost(setting).seconds
+
+    def cost(self, setting: Setting) -> StepCost:
+        """The whole account of a setting's step."""
+        if setting not in self._costs:
+            self._costs[setting] = self._cost(setting)
+        return self._costs[setting]
+
+    def _cost(self, setting: Setting) -> StepCost:
+        config = self.config(setting)
+        if self.is_whole(setting):
+            sealed = max(0, self.context - config.tail_tokens) // config.group_tokens
+            traffic = [Traffic(sealed, 0, 0, 0)] * self.shape.layers
+        else:
+            traffic = self.layer_traffic(config, self._need(setting)["record_bytes"])
+        parts = self.steps.parts(make_work(config, self.shape, self.batch, self.context, traffic))
+        io = tuple(self._io(each) for each in traffic)
+        period = sum(parts.values()) / self.shape.layers
+        ahead = set(self._ahead())
+        parts["wait"] = sum(
+            max(0.0, seconds - period) if layer in ahead else seconds
+            for layer, seconds in enumerate(io)
+        )
+        attended = sum(each.attended for each in traffic)
+        loads = sum(each.loads for each in traffic)
+        return StepCost(
+            parts,
+            io,
+            bytes_read=sum(each.bytes_read for each in traffic),
+            hit_rate=1 - loads / attended if attended else 0.0,
+        )
+
+    def layer_traffic(self, config: SwapConfig, record_bytes: int) -> list[Traffic]:
+        """What each layer and sequence reads."""
+        merging = Merging(record_bytes, config.merge_gap_bytes, config.merge_bytes_max)
+        return self.traffic.get(
+            config.group_tokens, config.pages_max, config.replacement, self.context, merging
+        )
+
+    def _io(self, traffic: Traffic) -> float:
+        if traffic.reads == 0:
+            return 0.0
+        return self.disk.seconds(self.batch * traffic.reads, traffic.bytes_read / traffic.reads)
+
+    def _ahead(self) -> list[int]:
+        """Layers whose loads are submitted a layer early; the first never is."""
+        if not self.base.look_ahead:
+            return []
+        return [i for i in range(1, self.shape.layers) if i not in self.base.true_query_layers]
+
+
+def make_work(
+    config: SwapConfig, shape: ModelShape, batch: int, context: int, traffic: list[Traffic]
+) -> Work:
+    """What a step with these settings does."""
+    sealed = max(0, context - config.tail_tokens)
+    ranks = config.ranks(shape.layers)
+    element = 1 if config.summary_dtype == "int8" else shape.element_bytes
+    groups = batch * sum(each.attended for each in traffic)
+    beside = config.sink_tokens + config.tail_tokens
+    return Work(
+        layers=shape.layers,
+        batch=batch,
+        scanned_bytes=batch * sealed * sum(ranks) * element,
+        scanned_tokens=batch * sealed * shape.layers,
+        groups=groups,
+        loads=batch * sum(each.loads for each in traffic),
+        attended_tokens=groups * config.group_tokens + batch * shape.layers * beside,
+        loaded_bytes=batch * sum(each.bytes_read for each in traffic),
+    )

@@ -1,0 +1,135 @@
+"""How long a disk takes to read records, in four numbers fitted to what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from kvswap_torch.errors import ConfigError
+from tuning.disk_figures import DiskFigures, ReadCell, four_digits
+
+ROUNDS = 200
+STEP_FIRST = 0.5  # in natural logarithms
+STEP_LAST = 1e-3
+NEGLIGIBLE = 1e-9  # seconds
+
+
+@dataclass(frozen=True)
+class DiskModel:
+    """Reads that are submitted together either queue or stream.
+
+    n records of s bytes take the longer of ``n * request_s`` and ``latency_s + n * s /
+    bytes_per_s``, and ``n * read_s`` besides. A device that serves a few requests at once is bound
+    by the first or the second; where one processor hands the reads over and takes them back, as in
+    a virtual machine, the last counts.
+
+    Parameters
+    ----------
+    request_s
+        Between two requests that the device is done with, however small they are.
+    latency_s
+        Of one read on an idle device, its transfer apart.
+    bytes_per_s
+        Of large reads.
+    read_s
+        What each read costs and nothing else hides.
+    residual
+        Median relative error over the cells it was fitted to.
+    """
+
+    request_s: float
+    latency_s: float
+    bytes_per_s: float
+    read_s: float = 0.0
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.request_s, self.latency_s, self.read_s) < 0 or not self.bytes_per_s > 0:
+            raise ConfigError(
+                "disk model: the times must be at least 0 and bytes_per_s positive, got "
+                f"{self.request_s}, {self.latency_s}, {self.read_s} and {self.bytes_per_s}"
+            )
+
+    @classmethod
+    def fit(cls, figures: DiskFigures) -> DiskModel:
+        """The model with the least mean error over all cells, in relative terms.
+
+        Raises
+        ------
+        ConfigError
+            When there are fewer than four cells, the model's numbers.
+        """
+        return fit_cells(figures.cells)
+
+    def seconds(self, count: float, record_bytes: float) -> float:
+        """From submitting `count` records of `record_bytes` until all are there; 0 for none."""
+        if count <= 0:
+            return 0.0
+        stream = self.latency_s + count * record_bytes / self.bytes_per_s
+        return max(count * self.request_s, stream) + count * self.read_s
+
+    def to_json(self) -> dict[str, float]:
+        """Plain floats of four digits, as the model has them when it was fitted."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> DiskModel:
+        """The model that `to_json` wrote."""
+        return cls(**plain)
+
+
+def fit_cells(cells: Sequence[ReadCell]) -> DiskModel:
+    """`DiskModel.fit`; a cell's batch is its depth."""
+    if len(cells) < 4:
+        raise ConfigError(f"disk model: must be fitted to at least 4 cells, got {len(cells)}")
+    measured = [(cell.depth, cell.block_bytes, cell_seconds(cell)) for cell in cells]
+
+    def model(logs: Sequence[float]) -> DiskModel:
+        return DiskModel(*(math.exp(value) for value in logs))
+
+    def loss(logs: Sequence[float]) -> float:
+        tried = model(logs)
+        return sum(
+            abs(math.log(tried.seconds(count, size) / seconds)) for count, size, seconds in measured
+        )
+
+    request = min(seconds / count for count, _, seconds in measured)
+    latency = min(seconds for _, _, seconds in measured)
+    bandwidth = max(cell.bytes_per_s for cell in cells)
+    # A device that is bound by its queue, and one that is bound by whoever hands the reads over.
+    starts = (
+        (request, latency, bandwidth, request / 100),
+        (request / 2, latency, bandwidth, request / 2),
+    )
+    found = [descend(loss, [math.log(value) for value in start]) for start in starts]
+    numbers = [math.exp(value) for value in min(found, key=loss)]
+    numbers = [four_digits(value) if value > NEGLIGIBLE else 0.0 for value in numbers]
+    fitted = DiskModel(*numbers)
+    errors = [abs(fitted.seconds(count, size) / seconds - 1) for count, size, seconds in measured]
+    return replace(fitted, residual=four_digits(median(errors)))
+
+
+def cell_seconds(cell: ReadCell) -> float:
+    """What a batch of the cell took."""
+    return cell.depth * cell.block_bytes / cell.bytes_per_s
+
+
+def descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
+    """A minimum of `loss` by steps along each axis that halve when none helps."""
+    best, least = list(start), loss(start)
+    step = STEP_FIRST
+    for _ in range(ROUNDS):
+        moved = False
+        for axis in range(len(best)):
+            for sign in (step, -step):
+                tried = best[:axis] + [best[axis] + sign] + best[axis + 1 :]
+                if (value := loss(tried)) < least:
+                    best, least, moved = tried, value, True
+        if not moved:
+            step /= 2
+            if step < STEP_LAST:
+                break
+    return best

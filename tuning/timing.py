@@ -1,0 +1,190 @@
+"""Measures decoding steps over sampled batch, context, rank, group size and loads (A.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvswap_torch.config import SwapConfig
+from tuning.synthetic import StepTime, SyntheticDecode, median_step
+
+STEPS = 6
+FILL_BYTES_MAX = 3 << 29  # of a session's keys and values; contexts beyond are extrapolated
+LOAD_SHARES = (0.0, 0.25, 1.0)  # of the attended groups
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A session to measure in: everything that needs a new one."""
+
+    batch: int
+    context: int
+    group_tokens: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured point.
+
+    Parameters
+    ----------
+    place
+        With the context that was in the cache.
+    total, parts, counts
+        As `StepTime`.
+    """
+
+    place: Place
+    total: float
+    parts: dict[str, float]
+    counts: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Timing:
+        return cls(Place(**fields["place"]), fields["total"], fields["parts"], fields["counts"])
+
+
+@dataclass(frozen=True)
+class TimingPlan:
+    """What to measure for batches and contexts up to a limit.
+
+    Parameters
+    ----------
+    token_bytes
+        K and V of one token in all layers.
+    ranks
+        The smallest and the largest of interest.
+    groups
+        The same of G.
+    tokens
+        Attended per step, sinks and tail apart.
+    """
+
+    batch_max: int
+    context_max: int
+    token_bytes: int
+    ranks: tuple[int, int]
+    groups: tuple[int, int]
+    tokens: int
+
+    @property
+    def batches(self) -> list[int]:
+        """1, 2, 4, .. and the largest."""
+        powers = [1 << i for i in range(self.batch_max.bit_length())]
+        return sorted({min(power, self.batch_max) for power in powers} | {self.batch_max})
+
+    def context(self, batch: int) -> int:
+        """The longest context that is filled at this batch."""
+        most = FILL_BYTES_MAX // (batch * self.token_bytes)
+        return max(min(self.context_max, most), min(self.context_max, 4 * self.tokens))
+
+    def places(self) -> list[Place]:
+        """One session each; the first batch and the last are measured with more settings."""
+        low, high = self.ranks
+        found = []
+        for batch in self.batches:
+            context = self.context(batch)
+            found.append(Place(batch, context, min(max(4, self.groups[0]), self.groups[1]), high))
+            if batch in (self.batches[0], self.batches[-1]):
+                found.append(Place(batch, context, self.groups[1], low))
+                found.append(Place(batch, context, self.groups[0], (low + high) // 2))
+        return list(dict.fromkeys(found))
+
+
+def measure(
+    model: Any,
+    path: Path,
+    plan: TimingPlan,
+    base: SwapConfig,
+    known: Sequence[Timing] = (),
+    progress: Progress | None = None,
+) -> Iterator[list[Timing]]:
+    """The points of one session after the other; sessions that are known are skipped.
+
+    Parameters
+    ----------
+    base
+        With a projection file that has columns for the largest rank; its groups and pages are set
+        for each session.
+    known
+        From an earlier run, interrupted or for another memory limit.
+    """
+    done = {(t.place.batch, t.place.group_tokens, t.place.rank) for t in known}
+    missing = [
+        place
+        for place in plan.places()
+        if (place.batch, place.group_tokens, place.rank) not in done
+    ]
+    for number, place in enumerate(missing):
+        if progress is not None:
+            progress("timing steps", number, len(missing))
+        yield measure_session(model, path, place, base, plan.tokens)
+    if progress is not None:
+        progress("timing steps", len(missing), len(missing))
+
+
+def measure_session(
+    model: Any, path: Path, place: Place, base: SwapConfig, tokens: int
+) -> list[Timing]:
+    """All loads, at the place's context and at a quarter of it."""
+    groups = tokens // place.group_tokens
+    config = dataclasses.replace(
+        base,
+        group_tokens=place.group_tokens,
+        rank=place.rank,
+        groups_max=groups,
+        pages_max=max(2 * groups, base.select_queries_max),
+        table=(),
+    )
+    found = []
+    with SyntheticDecode(model, path, config, place.batch, place.context) as decode:
+        for context in (place.context, place.context // 4):
+            if context < 2 * tokens:
+                continue
+            decode.crop(context)
+            for share in LOAD_SHARES:
+                sealed = (context - config.tail_tokens) // place.group_tokens
+                override = Turnover(
+                    decode.layers, place.batch, sealed, groups, round(share * groups)
+                )
+                time = median_step(decode.steps(STEPS, override))
+                at = dataclasses.replace(place, context=context)
+                found.append(_timing(at, time))
+    return found
+
+
+def _timing(place: Place, time: StepTime) -> Timing:
+    return Timing(place, time.total, time.parts, time.counts)
+
+
+class Turnover:
+    """Choices of which so many are new at each step, drawn at random from all groups."""
+
+    def __init__(self, layers: int, batch: int, sealed: int, groups: int, loads: int):
+        self._rng = np.random.default_rng(0)
+        self._sealed, self._loads = sealed, loads
+        first = max(0, sealed - 2 * groups)
+        start = list(range(first, min(sealed, first + groups)))
+        self._now = [[list(start) for _ in range(batch)] for _ in range(layers)]
+
+    def __call__(self, step: int) -> list[list[list[int]]]:
+        if step > 0 and self._loads > 0:
+            self._now = [[self._next(groups) for groups in layer] for layer in self._now]
+        return self._now
+
+    def _next(self, groups: list[int]) -> list[int]:
+        kept = groups[self._loads :]
+        free = np.setdiff1d(np.arange(self._sealed), np.array(groups))
+        drawn = self._rng.choice(free, min(self._loads, len(free)), replace=False)
+        return kept + drawn.tolist()

@@ -1,0 +1,129 @@
+"""What a step reads from the disk with given settings: recorded choices, replayed and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuning.choices import Choices, stretched
+from tuning.replay import ReuseBuffer
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one layer, sequence and step, on average.
+
+    Parameters
+    ----------
+    attended, loads
+        Groups chosen, and of them not in memory.
+    reads, bytes_read
+        What is asked of the disk, neighbours merged, gaps included.
+    """
+
+    attended: float
+    loads: float
+    reads: float
+    bytes_read: float
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.loads / self.attended if self.attended else 0.0
+
+
+@dataclass(frozen=True)
+class Merging:
+    """As `SwapConfig`: neighbours over a gap up to the first, reads up to the second."""
+
+    record_bytes: int
+    gap_bytes: int
+    bytes_max: int
+
+
+def merged(groups: Sequence[int], merging: Merging) -> tuple[int, int]:
+    """Reads and bytes that fetch these groups, rising, of one sequence in order on disk."""
+    reads = total = 0
+    start = end = 0
+    for group in groups:
+        at = group * merging.record_bytes
+        joins = reads and at - end <= merging.gap_bytes
+        if not (joins and at + merging.record_bytes - start <= merging.bytes_max):
+            total += end - start
+            reads, start = reads + 1, at
+        end = at + merging.record_bytes
+    return reads, total + end - start
+
+
+Steps = list[np.ndarray]
+"""Of one layer and sequence: the groups of each step, rising."""
+
+
+class TrafficTable:
+    """Replays of recorded choices, each made once."""
+
+    def __init__(self, choices: Choices):
+        self.choices = choices
+        self._steps: dict[tuple[int, int], list[list[Steps]]] = {}
+        self._known: dict[tuple, list[Traffic]] = {}
+
+    def get(
+        self, group: int, pages: int, policy: str, context: int, merging: Merging
+    ) -> list[Traffic]:
+        """For each layer what it reads; the steps in which an empty buffer fills do not count.
+
+        Parameters
+        ----------
+        pages
+            Groups kept per layer and sequence.
+        context
+            Tokens to imagine the recorded choices in.
+        """
+        key = (group, pages, policy, context, merging)
+        if key not in self._known:
+            self._known[key] = [
+                _mean([_replay(steps, pages, policy, merging) for steps in layer])
+                for layer in self.steps(group, context)
+            ]
+        return self._known[key]
+
+    def steps(self, group: int, context: int) -> list[list[Steps]]:
+        """For each layer and recorded sample its steps, as they would be in that context."""
+        if (group, context) not in self._steps:
+            recorded = self.choices.recorded[group]
+            self._steps[group, context] = [
+                [
+                    [
+                        stretched(each.chosen(layer, step), group, each.context, context)
+                        for step in range(each.steps)
+                    ]
+                    for each in recorded
+                ]
+                for layer in range(len(recorded[0].layers))
+            ]
+        return self._steps[group, context]
+
+
+def _replay(steps: Steps, pages: int, policy: str, merging: Merging) -> Traffic:
+    buffer = ReuseBuffer(pages, policy)
+    attended = loads = reads = total = counted = 0
+    for number, groups in enumerate(steps):
+        loaded = buffer.plan(groups)
+        if number < len(steps) // 4:
+            continue
+        asked, size = merged(loaded.tolist(), merging)
+        attended, loads = attended + len(groups), loads + len(loaded)
+        reads, total, counted = reads + asked, total + size, counted + 1
+    each = 1 / max(1, counted)
+    return Traffic(attended * each, loads * each, reads * each, total * each)
+
+
+def _mean(traffic: Sequence[Traffic]) -> Traffic:
+    count = len(traffic)
+    return Traffic(
+        sum(each.attended for each in traffic) / count,
+        sum(each.loads for each in traffic) / count,
+        sum(each.reads for each in traffic) / count,
+        sum(each.bytes_read for each in traffic) / count,
+    )

@@ -1,0 +1,324 @@
+"""The tuner: from a model, a disk and a memory limit to a config (KVSwap, section 3.5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import StorageError
+from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.projection_file import save_projections
+from kvswap_torch.sizing import ModelShape
+from tuning import work as kept
+from tuning.calibrate import Calibrator
+from tuning.calibrated import (
+    Calibrated,
+    from_calibration,
+    load_calibrated,
+    pick_pairs,
+    pick_summary_dtype,
+    save_calibrated,
+)
+from tuning.calibration import CalibrationOptions, calibrate
+from tuning.choices import GROUPS, Recorder, record_choices
+from tuning.costs import Levels, SettingCosts, make_work
+from tuning.disk_model import DiskModel
+from tuning.levels import make_levels
+from tuning.probe import DiskFigures, probe_disk
+from tuning.recall import RANKS, rank_grid
+from tuning.samples import Sample
+from tuning.session_need import Demand, engine_need
+from tuning.settings import true_query_layers
+from tuning.solve import Solved, make_config, pairs_to_solve, solve
+from tuning.solver import Grid
+from tuning.step_model import StepModel, Work, fit_steps
+from tuning.timing import Timing, TimingPlan, measure
+from tuning.traffic import Traffic, TrafficTable
+
+RANK_MAX = 128
+CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended
+RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
+PROJECTION_NAME = "projection.safetensors"
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how much is done, of how much)."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What a user asks for beside model, limits and folder.
+
+    Parameters
+    ----------
+    device
+        A modelled device (``nvme``, ``emmc``, ``ufs``) to tune for instead of the disk.
+    solver
+        ``exhaustive`` or ``greedy`` (the paper's).
+    min_recall
+        Attention mass that the chosen groups must hold, 0 to 1; 0: close to what the budget allows.
+    exposed_share
+        alpha, for the greedy solver: the share of loading that need not be hidden.
+    uniform_rank
+        One rank for all layers, as in the paper.
+    probe_seconds
+        Time for the disk.
+    sizes
+        Group sizes to try.
+    """
+
+    device: str = ""
+    solver: str = "exhaustive"
+    min_recall: float = 0.0
+    exposed_share: float = 0.0
+    uniform_rank: bool = False
+    probe_seconds: float = 40.0
+    sizes: tuple[int, ...] = GROUPS
+    calibration: CalibrationOptions = field(
+        default_factory=lambda: CalibrationOptions(rank_max=RANK_MAX)
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured; settings for any memory limit follow without measuring again.
+
+    Parameters
+    ----------
+    model
+        The model itself: the engine is asked what its sessions need.
+    alignment_bytes
+        Of reads on the disk.
+    """
+
+    model: Any
+    shape: ModelShape
+    figures: DiskFigures
+    disk: DiskModel
+    calibrated: Calibrated
+    timings: tuple[Timing, ...]
+    steps: StepModel
+    traffic: TrafficTable
+    base: SwapConfig
+    date: str
+
+    def costs(self, levels: Levels, batch: int, context: int, budget_bytes: int) -> SettingCosts:
+        """The cost model of one batch and context."""
+        demand = Demand(context, batch, budget_bytes)
+        return SettingCosts(
+            batch=batch,
+            context=context,
+            shape=self.shape,
+            base=self.base,
+            levels=levels,
+            steps=self.steps,
+            disk=self.disk,
+            traffic=self.traffic,
+            need=engine_need(self.model, demand, self.figures.alignment_bytes),
+        )
+
+
+def measure_all(
+    model: Any,
+    context_max: int,
+    batch_max: int,
+    path: Path,
+    samples: Callable[[], tuple[Sequence[Sample], Sequence[Sample]]],
+    folder: kept.WorkFolder,
+    options: TuneOptions,
+    text_key: str = "",
+    progress: Progress | None = None,
+) -> Measured:
+    """Probes, calibrates and times, or takes from `folder` what was measured before.
+
+    Parameters
+    ----------
+    samples
+        Gives the samples to fit and to measure; called only when the model must be calibrated.
+    text_key
+        What tells one text from another.
+    """
+    calibrator = Calibrator(model)
+    shape = calibrator.parts.shape
+    if not path.is_dir():
+        raise StorageError(errno.ENOENT, "path must be a folder that exists", str(path))
+    machine = kept.machine_key(path)
+    figures = _probe(path, folder, options, machine, progress)
+    identity = kept.fingerprint(model)
+    text = [identity, text_key]
+    calibrated = _calibrate(model, calibrator, samples, folder, options, text, progress)
+    base = SwapConfig(
+        rank=1,
+        summary_dtype=calibrated.summary_dtype,
+        true_query_layers=calibrated.true_query_layers,
+        projection_kind=calibrated.kind,
+        projection_file=PROJECTION_NAME,
+        sink_tokens=options.calibration.choice.sink_tokens,
+        tail_tokens=options.calibration.choice.tail_tokens,
+        select_queries_max=1,
+    )
+    tokens = calibrated.choices.tokens
+    ranks = sorted(calibrated.choices.recall[calibrated.choices.groups[0]][0])
+    sizes = _usable_sizes(options.sizes, shape, figures.alignment_bytes)
+    plan = TimingPlan(
+        batch_max,
+        context_max,
+        shape.kv_bytes(1),
+        (ranks[0], ranks[-1]),
+        (sizes[0], sizes[-1]),
+        tokens,
+    )
+    key = kept.make_key(identity, machine, options.device, base.summary_dtype, tokens, str(path))
+    with projection_beside(base, calibrated) as config:
+        timings = _time(model, path, plan, config, folder, key, progress)
+    works = [(_work_of(timing, config, shape), timing) for timing in timings]
+    return Measured(
+        model=model,
+        shape=shape,
+        figures=figures,
+        disk=DiskModel.fit(figures),
+        calibrated=calibrated,
+        timings=tuple(timings),
+        steps=fit_steps(works),
+        traffic=TrafficTable(calibrated.choices),
+        base=dataclasses.replace(base, select_queries_max=SwapConfig().select_queries_max),
+        date=folder.date("timings") or "",
+    )
+
+
+@contextmanager
+def projection_beside(base: SwapConfig, calibrated: Calibrated) -> Iterator[SwapConfig]:
+    """A config whose projection file lies in a folder of its own while it is used."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_projections(
+            Path(folder) / PROJECTION_NAME,
+            calibrated.pairs,
+            kind=calibrated.kind,
+            model=calibrated.identity,
+        )
+        yield dataclasses.replace(base, source=Path(folder) / "config.json")
+
+
+def _probe(
+    path: Path, folder: kept.WorkFolder, options: TuneOptions, machine: list[Any], progress
+) -> DiskFigures:
+    key = kept.make_key(machine, options.device, str(path))
+    name = f"disk-{options.device or 'local'}"
+    found = folder.load(name, key)
+    if found is not None:
+        return DiskFigures.from_json(found)
+    figures = probe_disk(
+        path, device=options.device, seconds=options.probe_seconds, progress=progress
+    )
+    folder.save(name, key, figures.to_json())
+    return figures
+
+
+def _calibrate(
+    model: Any, calibrator: Calibrator, samples, folder, options, parts: list[str], progress
+) -> Calibrated:
+    key = kept.make_key(*parts, dataclasses.asdict(options.calibration), options.sizes)
+    path = folder.folder / "calibration.safetensors"
+    found = load_calibrated(path, key)
+    if found is not None:
+        return found
+    fitted, held_out = samples()
+    calibration = calibrate(model, fitted, held_out, options.calibration, progress)
+    width = calibrator.parts.shape.width
+    recorder = Recorder(
+        pick_pairs(calibration),
+        true_query_layers(calibration),
+        options.calibration.choice,
+        options.sizes,
+        rank_grid(width, options.calibration.rank_max or RANKS[-1]),
+        pick_summary_dtype(calibration),
+    )
+    choices = record_choices(calibrator, held_out, recorder, progress)
+    calibrated = from_calibration(calibration, choices)
+    save_calibrated(path, calibrated, key)
+    return calibrated
+
+
+def _time(model, path, plan: TimingPlan, config, folder, key: str, progress) -> list[Timing]:
+    known = [Timing.from_json(fields) for fields in folder.load("timings", key) or []]
+    for found in measure(model, path, plan, config, known, progress):
+        known = known + found
+        folder.save("timings", key, [timing.to_json() for timing in known])
+    return known
+
+
+def _usable_sizes(sizes: Sequence[int], shape: ModelShape, alignment: int) -> list[int]:
+    """Group sizes whose records are not mostly padding."""
+    token = 2 * shape.width * shape.element_bytes
+
+    def waste(size: int) -> float:
+        return -(-size * token // alignment) * alignment / (size * token)
+
+    return [size for size in sizes if waste(size) <= RECORD_WASTE_MAX] or [max(sizes)]
+
+
+def _work_of(timing: Timing, base: SwapConfig, shape: ModelShape) -> Work:
+    """What a measured step did, by the session's own counts."""
+    place, counts = timing.place, timing.counts
+    each = 1 / (shape.layers * place.batch)
+    traffic = Traffic(
+        counts["groups_attended"] * each,
+        counts["groups_loaded"] * each,
+        counts["reads"] * each,
+        counts["bytes_read"] * each,
+    )
+    config = dataclasses.replace(base, group_tokens=place.group_tokens, rank=place.rank)
+    return make_work(config, shape, place.batch, place.context, [traffic] * shape.layers)
+
+
+def make_grid(measured: Measured, levels: Levels, context: int, options: TuneOptions) -> Grid:
+    """Values to choose from."""
+    tokens = measured.calibrated.choices.tokens
+    capacities = {int(share * tokens) for share in CAPACITY_SHARES}
+    capacities = {each for each in capacities if each < context} | {max(context, tokens)}
+    return Grid(
+        groups=tuple(
+            _usable_sizes(options.sizes, measured.shape, measured.figures.alignment_bytes)
+        ),
+        ranks=levels.values,
+        capacities=tuple(sorted(capacities)),
+        exposed_share=options.exposed_share,
+        recall_min=options.min_recall,
+    )
+
+
+def find_settings(
+    measured: Measured, context_max: int, batch_max: int, budget_bytes: int, options: TuneOptions
+) -> tuple[SwapConfig, list[Solved], Levels]:
+    """Settings for every batch and context under a budget; measures nothing.
+
+    Raises
+    ------
+    BudgetError
+        When the smallest settings do not fit; names the minimum.
+    """
+    choices = measured.calibrated.choices
+    levels = make_levels(
+        choices.recall[min(choices.groups, key=lambda group: abs(group - 4))],
+        uniform=options.uniform_rank,
+    )
+    solved = solve(
+        lambda batch, context: measured.costs(levels, batch, context, budget_bytes),
+        lambda context: make_grid(measured, levels, context, options),
+        pairs_to_solve(batch_max, context_max),
+        budget_bytes,
+        options.solver,
+    )
+    base = dataclasses.replace(measured.base, model=measured.calibrated.identity)
+    return make_config(solved, base), solved, levels
+
+
+def budget_of(kv_memory: int | str) -> int:
+    """Bytes of ``"512MiB"`` or a number."""
+    return parse_bytes(kv_memory, "kv_memory")
