@@ -62,6 +62,19 @@ class TuneResult:
         )
         return config.save(path)
 
+    def report(self, folder: str | Path) -> Path:
+        """Draws pictures and a page that shows them; the page's path.
+
+        Raises
+        ------
+        ConfigError
+            When matplotlib is missing; says how to install it.
+        """
+        from tuning.report import write_report
+        from tuning.result_report import report_data
+
+        return write_report(report_data(self), folder)
+
     def provenance(self) -> dict[str, Any]:
         """How the config was found."""
         measured, calibrated = self.measured, self.measured.calibrated

@@ -13,7 +13,7 @@ from tuning.solver import Grid, Solution, solutions, solve_exhaustive, solve_gre
 
 SOLVERS = {"exhaustive": solve_exhaustive, "greedy": solve_greedy}
 CONTEXT_MIN = 2048
-RECALL_LOSS_MAX = 0.005  # without a limit of the user's: of the best recall that the budget allows
+RECALL_LOSS_MAX = 0.01  # without a limit of the user's: of the best recall that the budget allows
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from tuning.disk_model import DiskModel
 from tuning.levels import make_levels
 from tuning.probe import DiskFigures, probe_disk
 from tuning.recall import RANKS, rank_grid
+from tuning.replay import POLICIES
 from tuning.samples import Sample
 from tuning.session_need import Demand, engine_need
 from tuning.settings import true_query_layers
@@ -40,10 +41,11 @@ from tuning.solve import Solved, make_config, pairs_to_solve, solve
 from tuning.solver import Grid
 from tuning.step_model import StepModel, Work, fit_steps
 from tuning.timing import Timing, TimingPlan, measure
-from tuning.traffic import Traffic, TrafficTable
+from tuning.traffic import Merging, Traffic, TrafficTable
 
 RANK_MAX = 128
 CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended
+REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
 RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
 PROJECTION_NAME = "projection.safetensors"
 
@@ -177,6 +179,8 @@ def measure_all(
     key = kept.make_key(identity, machine, options.device, base.summary_dtype, tokens, str(path))
     with projection_beside(base, calibrated) as config:
         timings = _time(model, path, plan, config, folder, key, progress)
+    traffic = TrafficTable(calibrated.choices)
+    base = dataclasses.replace(base, replacement=pick_replacement(traffic, base, context_max))
     works = [(_work_of(timing, config, shape), timing) for timing in timings]
     return Measured(
         model=model,
@@ -186,7 +190,7 @@ def measure_all(
         calibrated=calibrated,
         timings=tuple(timings),
         steps=fit_steps(works),
-        traffic=TrafficTable(calibrated.choices),
+        traffic=traffic,
         base=dataclasses.replace(base, select_queries_max=SwapConfig().select_queries_max),
         date=folder.date("timings") or "",
     )
@@ -275,6 +279,22 @@ def _work_of(timing: Timing, base: SwapConfig, shape: ModelShape) -> Work:
     )
     config = dataclasses.replace(base, group_tokens=place.group_tokens, rank=place.rank)
     return make_work(config, shape, place.batch, place.context, [traffic] * shape.layers)
+
+
+def pick_replacement(traffic: TrafficTable, base: SwapConfig, context: int) -> str:
+    """Who leaves the reuse buffer: the policy that finds most; the paper's where it finds as much.
+
+    Judged with twice as much kept as is attended, at the group size nearest to 4.
+    """
+    group = min(traffic.choices.groups, key=lambda size: abs(size - 4))
+    pages = 2 * traffic.choices.tokens // group
+    merging = Merging(4096, 0, 1 << 20)  # what is merged makes no difference to who is there
+    loads = {
+        policy: sum(each.loads for each in traffic.get(group, pages, policy, context, merging))
+        for policy in POLICIES
+    }
+    best = min(POLICIES, key=loads.__getitem__)
+    return best if loads[best] < (1 - REPLACEMENT_GAIN_MIN) * loads["fifo"] else "fifo"
 
 
 def make_grid(measured: Measured, levels: Levels, context: int, options: TuneOptions) -> Grid:

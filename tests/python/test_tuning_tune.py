@@ -248,6 +248,16 @@ def test_the_command_line_tunes_and_draws(model, tmp_path):
         assert option in told.output
 
 
+def test_the_report_shows_the_chosen_setting(tuned, tmp_path):
+    pytest.importorskip("matplotlib")
+    result, _ = tuned
+    page = result.report(tmp_path / "report")
+    text = page.read_text()
+    assert f"batch {BATCH}, context {CONTEXT:,}" in text
+    pictures = sorted(path.name for path in page.parent.glob("*.png"))
+    assert len(pictures) >= 5 and all(name in text for name in pictures)
+
+
 def test_saved_config_is_the_schemas(tuned, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     from kvswap_torch.config_file import schema
