@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +14,10 @@ from tuning.solve import Solved
 def print_result(result: TuneResult, console: Console) -> None:
     """One row for each batch and context, then what holds for all of them."""
     console.print(_table(result))
+    console.print(
+        "rank: columns a layer on average; kept: tokens in memory per layer and sequence; ms: of a "
+        "step; read: MiB per token of a sequence; MiB: in memory, 1/ of the full cache"
+    )
     measured, calibrated = result.measured, result.measured.calibrated
     ranks = ", ".join(map(str, result.config.ranks(calibrated.layers)))
     summary = "int8" if calibrated.summary_dtype == "int8" else "the model's dtype"
@@ -40,23 +45,10 @@ def print_result(result: TuneResult, console: Console) -> None:
 
 
 def _table(result: TuneResult) -> Table:
-    table = Table(title=f"Settings within {format_bytes(result.budget_bytes)}")
-    for column in (
-        "batch",
-        "context",
-        "G",
-        "columns a layer",
-        "groups attended",
-        "groups kept",
-        "ms per step",
-        "recall",
-        "hits",
-        "read per token",
-        "memory",
-        "of full cache",
-        "greedy slower by",
-    ):
-        table.add_column(column, justify="right")
+    table = Table(title=f"Settings within {format_bytes(result.budget_bytes)}", box=SIMPLE)
+    columns = ("batch", "context", "G", "rank", "kept", "ms", "recall", "hits", "read", "MiB", "1/")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for each in sorted(result.solved, key=lambda solved: (solved.batch, solved.context)):
         table.add_row(*_row(each))
     return table
@@ -71,13 +63,11 @@ def _row(solved: Solved) -> list[str]:
         f"{solved.context:,}",
         str(setting.group_tokens),
         f"{sum(config.ranks(costs.shape.layers)) / costs.shape.layers:.0f}",
-        str(config.groups_max),
-        str(config.pages_max),
+        str(config.pages_max * setting.group_tokens),
         f"{1e3 * cost.seconds:.1f}",
         f"{solved.chosen.recall:.3f}",
         f"{cost.hit_rate:.0%}",
-        format_bytes(int(cost.bytes_read)),
-        format_bytes(solved.chosen.memory_bytes),
-        f"1/{full / solved.chosen.memory_bytes:.1f}",
-        f"{solved.greedy_loss:.1%}",
+        f"{cost.bytes_read / 2**20:.2f}",
+        f"{solved.chosen.memory_bytes / 2**20:.1f}",
+        f"{full / solved.chosen.memory_bytes:.1f}",
     ]
