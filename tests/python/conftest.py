@@ -43,3 +43,19 @@ def open_cache(sessions: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield open_one
     for cache in caches:
         cache.close()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """A tiny model whose layers are all on disk. Not to be changed."""
+    from tests.python.tiny_models import tiny_model
+
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Any:
+    """A tiny model with sliding layers beside those on disk. Not to be changed."""
+    from tests.python.tiny_models import tiny_model
+
+    return tiny_model("gemma3")

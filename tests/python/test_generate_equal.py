@@ -14,11 +14,6 @@ def model(request: pytest.FixtureRequest):
     return tiny_model(request.param)
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 @pytest.mark.parametrize("padding", [(), (0, 7, 3)], ids=["even", "left-padded"])
 def test_greedy_batches(model, open_cache, padding):
     inputs = prompt(3, 21, padding=padding)

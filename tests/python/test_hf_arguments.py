@@ -14,12 +14,7 @@ from kvswap_torch import (
     StorageError,
     SwapConfig,
 )
-from tests.python.tiny_models import TIGHT, greedy, prompt, tiny_model
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
+from tests.python.tiny_models import TIGHT, greedy, prompt
 
 
 def test_bad_arguments(llama, sessions, tmp_path):

@@ -20,23 +20,7 @@ from kvswap_torch import (
     KVSwapError,
 )
 from kvswap_torch.hf import cache as cache_module
-from tests.python.tiny_models import COVERING, greedy, prompt, tiny_model
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def gemma():
-    return tiny_model("gemma3")
-
-
-def forward(model, ids, cache, **arguments):
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, **arguments).logits
-
+from tests.python.tiny_models import COVERING, forward, greedy, prompt, tiny_model
 
 # Lengths, as transformers asks for them.
 
@@ -219,7 +203,7 @@ def test_copies_are_refused_with_a_reason(llama, open_cache):
 def test_interpreter_exit_closes(sessions, tmp_path):
     program = textwrap.dedent(
         f"""
-        from tests.python.tiny_models import SESSIONS, tiny_model, prompt, greedy
+        from tests.python.tiny_models import SESSIONS, forward, greedy, prompt, tiny_model
         from kvswap_torch.hf import session
         session.open_session = SESSIONS[{sessions!r}]
         from kvswap_torch import KVSwapCache

@@ -6,22 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.python.tiny_models import prompt, tiny_model
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def gemma():
-    return tiny_model("gemma3")
-
-
-def forward(model, ids, cache, **arguments):
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, **arguments).logits
+from tests.python.tiny_models import forward, prompt, tiny_model
 
 
 def test_crop_takes_what_transformers_takes(llama, open_cache):

@@ -57,7 +57,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disk_as_it_is(tmp_path: Path, small: None) -> None:
     told: list[tuple[str, int, int]] = []
-    figures = probe_disk(tmp_path, seconds=4, progress=lambda *what: told.append(what))
+    figures = probe_disk(tmp_path, seconds=8, progress=lambda *what: told.append(what))
     assert list(tmp_path.iterdir()) == []
     assert figures.device == "" and figures.reader in ("uring", "threads", "sync")
     assert figures.scratch_bytes == 64 * MIB and figures.write_bytes_per_s > 0
@@ -72,7 +72,7 @@ def test_the_disk_as_it_is(tmp_path: Path, small: None) -> None:
 
 
 def test_a_modelled_device_is_measured_as_it_is_designed(tmp_path: Path, small: None) -> None:
-    figures = probe_disk(tmp_path, device="ufs3", seconds=4)
+    figures = probe_disk(tmp_path, device="ufs3", seconds=8)
     assert figures.device == "ufs3" and figures.reader == "ufs3(model)"
     assert any("modelled device ufs3" in warning for warning in figures.warnings)
     # Only what a busy machine cannot break: never faster than the design.
@@ -97,7 +97,7 @@ def test_a_small_disk_gets_a_small_file_and_a_full_one_a_clear_error(tmp_path: P
     if mounted.returncode != 0:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        figures = probe_disk(tmp_path, seconds=1)
+        figures = probe_disk(tmp_path, seconds=5)
         assert figures.scratch_bytes == 64 * MIB
         (tmp_path / "hog").write_bytes(bytes(20 * MIB))
         with pytest.raises(StorageError, match=r"must have 128\.0 MiB free .* got 120") as caught:

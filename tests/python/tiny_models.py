@@ -120,3 +120,9 @@ def greedy(model: Any, inputs: dict, cache: Any = None, tokens: int = 12, **argu
     """Generated ids; never stops early."""
     arguments = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens} | arguments
     return model.generate(**inputs, past_key_values=cache, **arguments)
+
+
+def forward(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> torch.Tensor:
+    """Logits of one pass, ``[batch, tokens, vocabulary]``."""
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, **arguments).logits

@@ -1,0 +1,164 @@
+"""The quality harness: its emulation chooses and answers as the engine does, its numbers add up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf.families import model_parts
+from tests.bench.quality.budget import Bytes
+from tests.bench.quality.document import Writer
+from tests.bench.quality.emulate import Emulation
+from tests.bench.quality.harness import REFERENCE
+from tests.bench.quality.measure import _Asking
+from tests.bench.quality.methods import Resolver
+from tests.bench.quality.others import Full
+from tests.bench.quality.projections import Projections
+from tests.bench.quality.text import Texts
+from tests.bench.quality.view import View
+from tests.bench.quality.wording import WORDINGS
+from tests.python.tiny_models import FAMILIES, has_native, prompt, tiny_model
+
+TEXT = str(REFERENCE / "documents" / "python_logging.txt")
+needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+SMALL = {"groups_max": 12, "pages_max": 20}  # few of a short document's groups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The reference model in fp32, and a document of 600 tokens with two samples."""
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    writer = Writer(tokenizer, WORDINGS["reference"], Texts(TEXT), ("needle", "turns"), 0)
+    return model, writer.write(600, 0)
+
+
+class Watched:
+    """A method, and the groups that it chose: [layer][row] lists."""
+
+    def __init__(self, resolved, samples):
+        self.method, self.frame = resolved.method, resolved.frame
+        self.chosen: dict[int, list[list[int]]] = {}
+
+    def choose(self, view: View):
+        mask = self.method.choose(view)
+        groups = self.frame.chosen(mask, view)[0, 0]
+        self.chosen[view.layer] = [row.nonzero().flatten().tolist() for row in groups]
+        return mask
+
+
+def resolve(model, config, tokens, name="kvswap"):
+    parts = model_parts(model)
+    projections = Projections(model, parts, config, None, None)
+    return Resolver(config, Bytes(model, parts.shape, tokens), projections).resolve(name)
+
+
+def engine_run(model, config, path, document, ids):
+    """The product: reads the document as one chunk, then token by token; choices and logits."""
+    chosen: dict[int, list[list[int]]] = {}
+    logits = []
+    with torch.no_grad(), KVSwapCache(model, path, config) as cache:
+        model(document[None], past_key_values=cache)
+        for token in ids:
+            outputs = model(token.view(1, 1), past_key_values=cache)
+            logits.append(outputs.logits[0, -1])
+            for layer in range(len(cache.parts.disk)):
+                chosen.setdefault(layer, []).append(cache.driver.session.last_selection(layer)[0])
+    return chosen, torch.stack(logits)
+
+
+def compare_with_engine(model, config, path, document, ids):
+    expected, expected_logits = engine_run(model, config, path, document, ids)
+    watched = Watched(resolve(model, config, len(document)), ids)
+    with Emulation(model) as emulation:
+        past = emulation.read(document)
+        logits = emulation.follow(past, ids[None], watched, lambda *_: None, len(ids))[0]
+    for layer, steps in expected.items():
+        assert watched.chosen[layer] == steps, layer
+        assert {len(step) for step in steps} == {config.groups_max}
+    torch.testing.assert_close(logits, expected_logits, atol=2e-3, rtol=1e-3)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["int8", "model"])
+def test_the_emulated_choice_is_the_engines(dtype, reference, tmp_path):
+    """The row `kvswap` of the tables measures the product: same groups in each layer and step."""
+    model, document = reference
+    config = SwapConfig.load(REFERENCE / "kvswap.json")
+    config = dataclasses.replace(config, model=None, summary_dtype=dtype, **SMALL)
+    sample = document.samples[-1]  # of several turns: longer than the tail
+    assert len(sample.ids) > config.tail_tokens + config.group_tokens
+    compare_with_engine(model, config, tmp_path, document.ids, sample.ids[:-1])
+
+
+@needs_native
+def test_without_a_calibration_the_choice_is_the_engines_too(reference, tmp_path):
+    model, document = reference
+    config = SwapConfig(look_ahead=False, rank=16, **SMALL)
+    compare_with_engine(model, config, tmp_path, document.ids, document.samples[0].ids[:-1])
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_other_families_choose_as_the_engine(family, tmp_path):
+    """Fast prediction with heads summed, and the generic one."""
+    model = tiny_model(family)
+    ids = prompt(1, 160)["input_ids"][0]
+    later = prompt(1, 30, seed=9)["input_ids"][0]
+    config = SwapConfig(rank=8, group_tokens=2, groups_max=9, pages_max=12, tail_tokens=4)
+    compare_with_engine(model, config, tmp_path, ids, later)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])
+def test_the_full_cache_is_the_models_own(family):
+    model = tiny_model(family)
+    document = prompt(1, 50)["input_ids"][0]
+    samples = prompt(3, 9, seed=4)["input_ids"]
+    with Emulation(model) as emulation:
+        past = emulation.read(document)
+        actual = emulation.follow(past, samples, Full(), lambda *_: None, 9)
+    assert model.config._attn_implementation == "sdpa"
+    for ids, logits in zip(samples, actual, strict=True):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(document[None], past_key_values=cache)
+            expected = model(ids[None], past_key_values=cache).logits[0]
+        torch.testing.assert_close(logits, expected)
+
+
+@needs_native
+def test_an_exact_question_is_what_a_long_chunk_does(reference, tmp_path):
+    model, document = reference
+    config = dataclasses.replace(SwapConfig.load(REFERENCE / "kvswap.json"), model=None, **SMALL)
+    sample = document.samples[0]
+    begin = sample.answers[0][0]
+    assert begin > config.select_queries_max
+    with torch.no_grad(), KVSwapCache(model, tmp_path, config) as cache:
+        model(document.ids[None], past_key_values=cache)
+        logits = [model(sample.ids[None, :begin], past_key_values=cache).logits[0, -1]]
+        for token in sample.ids[begin:-1]:
+            logits.append(model(token.view(1, 1), past_key_values=cache).logits[0, -1])
+    method = _Asking(resolve(model, config, 600).method, [sample])
+    with Emulation(model) as emulation:
+        past = emulation.read(document.ids)
+        ids = sample.ids[None, :-1]
+        actual = emulation.follow(past, ids, method, lambda *_: None, len(logits))[0]
+    torch.testing.assert_close(actual, torch.stack(logits), atol=2e-3, rtol=1e-3)
+
+
+def test_a_model_with_windows_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"Gemma3.* full attention, has it in 2 of 4"):
+        Emulation(tiny_model("gemma3"))
