@@ -16,7 +16,7 @@ CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' \) -pr
 PY_FILES := kvswap_torch tuning tests examples setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup build cpp-test torch-test py-test test demo bench lint format \
+.PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
   wheel wheel-check clean locked-build locked-core locked-torch-test \
   sanitize-address sanitize-undefined sanitize-thread
 
@@ -82,6 +82,12 @@ demo: build  ## a long document answered from a KV cache on disk, next to the fu
 bench: build  ## decode and reader benchmarks; ARGS go to decode.py
 	$(PY) tests/bench/decode.py $(ARGS)
 	$(PY) tests/bench/reader.py
+
+# Tensors of tens of MiB come and go: without this each is mapped and cleared anew.
+QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648
+
+quality: build  ## which method finds what the full cache finds; ARGS="--help" tells all
+	$(QUALITY_MALLOC) $(PY) -m tests.bench.quality $(ARGS)
 
 lint: $(STAMP)  ## ruff and clang-format, changing nothing
 	@$(VENV)/bin/ruff check -q --output-format concise $(wildcard $(PY_FILES))

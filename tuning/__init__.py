@@ -1,6 +1,28 @@
 """The tuner: measures a model and a disk and writes the config that a cache obeys.
 
-`calibrate` runs a model over sample text (KVSwap, section 3.2 and appendix A.1) and finds the
-projections and a rank for each layer. The package above, `kvswap_torch`, never imports this one:
-the two meet in the config file.
+`tune` does all of it (KVSwap, section 3.5 and appendix A): `probe` measures the disk, `calibrate`
+finds projections and what recall each layer has at each rank, `choices` records what a model would
+choose, `timing` times decoding steps, `costs` puts them together, `solver` decides, `report` shows
+why. The package above, `kvswap_torch`, never imports this one: the two meet in the config file.
 """
+
+from typing import Any
+
+__all__ = ["TuneOptions", "TuneResult", "tune"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: `python -m tuning --help` needs no torch.
+    if name == "tune":
+        from tuning.api import tune
+
+        return tune
+    if name == "TuneOptions":
+        from tuning.pipeline import TuneOptions
+
+        return TuneOptions
+    if name == "TuneResult":
+        from tuning.result import TuneResult
+
+        return TuneResult
+    raise AttributeError(f"module 'tuning' has no attribute {name!r}")

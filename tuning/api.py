@@ -12,16 +12,16 @@ from typing import Any
 from kvswap_torch.errors import ConfigError
 from tuning.default_samples import default_samples, samples_from_files
 from tuning.evaluate import evaluate as evaluate_config
-from tuning.result import TuneResult
-from tuning.samples import Sample
-from tuning.solve import SOLVERS
-from tuning.tune import (
+from tuning.pipeline import (
     TuneOptions,
     budget_of,
     find_settings,
     measure_all,
     projection_beside,
 )
+from tuning.result import TuneResult
+from tuning.samples import Sample
+from tuning.solve import SOLVERS
 from tuning.work import WorkFolder
 
 LENGTHS = (4096, 8192)  # of the samples

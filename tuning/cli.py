@@ -91,8 +91,8 @@ def main(
     report: Annotated[bool, typer.Option(help="Draw pictures and a page.")] = True,
 ) -> None:
     from tuning.api import tune
+    from tuning.pipeline import TuneOptions
     from tuning.summary import print_result
-    from tuning.tune import TuneOptions
 
     console = Console()
     try:

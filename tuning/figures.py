@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 CHOSEN = "#c0392b"
 QUIET = "#8a8f98"
+# Uses of a token's time: color and words, in the order they are drawn.
 PARTS = {
-    "compute": "#2c5f8a",
-    "attention": "#5b9bd5",
-    "scoring": "#f0a202",
-    "planning": "#8e6bb5",
-    "other": "#b9c0c9",
-    WAIT: CHOSEN,
+    "model": ("#2c5f8a", "the model itself"),
+    "attend": ("#5b9bd5", "attention"),
+    "select": ("#f0a202", "scoring"),
+    "plan": ("#8e6bb5", "planning"),
+    "append": ("#8fb996", "keeping new tokens"),
+    WAIT: (CHOSEN, "waiting for the disk"),
 }
 SPARE = ("#3a9d8f", "#a0643c", "#d38fb8", "#6f7d2c", "#47627a", "#c7b446")
 LINES_MAX = 8  # layers drawn as lines; more make a map
@@ -128,15 +129,17 @@ def draw_parts(axes: Axes, data: ReportData) -> str:
     """Where a token's time goes, for the chosen setting and its neighbours."""
     points = [data.chosen, *neighbours(data)]
     names = list(dict.fromkeys(name for point in points for name in point.parts))
-    names.sort(key=lambda name: name == WAIT)  # what is waited for comes last
+    known = [name for name in PARTS if name in names]
+    others = [name for name in names if name not in PARTS]
+    names = sorted([*known, *others], key=lambda name: name == WAIT)  # waiting comes last
     spare = iter(SPARE * len(names))
     left = [0.0] * len(points)
     for name in names:
         widths = [1e3 * point.parts.get(name, 0.0) for point in points]
-        label = "waiting for the disk" if name == WAIT else name.replace("_", " ")
+        color, label = PARTS.get(name) or (next(spare), name.replace("_", " "))
         axes.barh(
-            range(len(points)), widths, left=left, height=0.68, label=label,
-            color=PARTS.get(name) or next(spare), edgecolor="white", linewidth=0.6,
+            range(len(points)), widths, left=left, height=0.68, label=label, color=color,
+            edgecolor="white", linewidth=0.6,
         )  # fmt: skip
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, (end, point) in enumerate(zip(left, points, strict=True)):
@@ -152,7 +155,7 @@ def draw_parts(axes: Axes, data: ReportData) -> str:
     axes.set_xlim(0, 1.3 * max(left))
     axes.set_xlabel("milliseconds per token")
     axes.grid(axis="y", visible=False)
-    axes.legend(fontsize=9, ncols=6, loc="upper center", bbox_to_anchor=(0.4, -0.14))
+    axes.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.14))
     chosen = data.chosen
     wait = chosen.parts.get(WAIT, 0.0) / chosen.seconds_per_token
     waits = f"{wait:.0%} of it is waiting for the disk" if wait >= 0.005 else "the disk keeps up"
@@ -242,7 +245,7 @@ def _draw_lines(
     axes.set_xlabel("columns of the summary (rank)")
     axes.set_ylabel(label)
     axes.set_ylim(0, 1.02)
-    axes.legend(fontsize=9, loc="lower right")
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_map(

@@ -27,6 +27,7 @@ SCRATCH_BYTES_SURE = 1 << 30  # below it a disk's own memory may answer
 FILL_SHARE = 0.3  # of the time, at most
 CELL_SECONDS_MAX = 0.3
 CELL_SECONDS_MIN = 0.01
+CELLS_MIN = len(DEPTHS) + 1  # measured even when time is up: two sizes, or nothing can be fitted
 SLOW_CELL_SECONDS = 2.0  # a cell whose few batches would take longer is left out
 BATCHES_MIN = 4  # of a cell, however short: to warm up, two that count, one for latencies
 
@@ -62,9 +63,11 @@ def probe_disk(
         When `device` or `seconds` makes no sense.
     """
     folder = _checked(path, device, seconds)
-    plan = _Plan(folder, device, time.monotonic() + seconds, progress or _silent)
-    started = time.monotonic()
+    plan = _Plan(folder, device, progress or _silent)
     probe = _open(str(folder), device, plan.scratch_bytes)
+    # Not before: what is loaded for it may take long on a busy machine.
+    started = time.monotonic()
+    plan.deadline = started + seconds
     try:
         plan.warn_of(probe)
         write_bytes_per_s = plan.fill(probe, started + FILL_SHARE * seconds)
@@ -117,8 +120,8 @@ class _Plan:
 
     folder: Path
     device: str
-    deadline: float
     progress: Progress
+    deadline: float = 0.0
     warnings: list[str] = field(default_factory=list)
     scratch_bytes: int = 0
 
@@ -156,7 +159,9 @@ class _Plan:
         """Writes the scratch file; returns bytes a second."""
         spent = 0.0
         while probe.filled_bytes < self.scratch_bytes:
-            if time.monotonic() > until and probe.filled_bytes > 0:
+            late = time.monotonic() > until
+            enough = SCRATCH_BYTES_MIN if time.monotonic() < self.deadline else 1
+            if late and probe.filled_bytes >= enough:
                 break
             try:
                 written, took = probe.fill()
@@ -189,7 +194,7 @@ class _Plan:
             left = self.deadline - time.monotonic()
             least = BATCHES_MIN * block * depth / fastest if fastest else 0.0
             usable = block % probe.alignment_bytes == 0 and block <= probe.filled_bytes
-            if not usable or (cells and (left <= 0 or least > SLOW_CELL_SECONDS)):
+            if not usable or (len(cells) >= CELLS_MIN and (left <= 0 or least > SLOW_CELL_SECONDS)):
                 continue
             share = left / (len(grid) - number)
             share = min(max(share, CELL_SECONDS_MIN), CELL_SECONDS_MAX)

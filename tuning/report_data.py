@@ -153,7 +153,9 @@ def neighbours(data: ReportData, most: int = 6) -> list[Point]:
 def setting_text(point: Point) -> str:
     """ "G 4, rank 32, 600 kept"."""
     words = {"group_tokens": "G {}", "rank": "rank {}", "capacity": "{:,} kept"}
+    known = [name for name in words if name in point.setting]
+    others = sorted(name for name in point.setting if name not in words)
     return ", ".join(
-        words.get(name, name.replace("_", " ") + " {}").format(value)
-        for name, value in point.setting.items()
+        words.get(name, name.replace("_", " ") + " {}").format(point.setting[name])
+        for name in [*known, *others]
     )

@@ -11,8 +11,8 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.version import __version__
 from tuning.costs import Levels
+from tuning.pipeline import Measured, TuneOptions
 from tuning.solve import Solved
-from tuning.tune import Measured, TuneOptions
 
 
 @dataclass(frozen=True)

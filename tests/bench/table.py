@@ -15,6 +15,8 @@ from typing import Any
 
 from kvswap_torch import format_bytes
 from tests.bench.machine import RESULTS
+from tests.bench.quality.plan import CORE
+from tests.bench.quality.report import interval
 
 README = Path("README.md")
 
@@ -72,7 +74,52 @@ def demo_table() -> Iterator[str]:
         )
 
 
+def quality_table() -> Iterator[str]:
+    yield "| tokens | method | KV memory | read per token | needles | all tasks | loss |"
+    yield "|---|---|---|---|---|---|---|"
+    for result in load("quality/*.json"):
+        for length, part in result["lengths"].items():
+            tokens = f"{int(length):,}"
+            for name in (name for name in CORE if name in part["methods"]):
+                yield f"| {tokens} | {name} | {quality_cells(part['methods'][name])} |"
+                tokens = ""
+
+
+def quality_cells(method: dict[str, Any]) -> str:
+    share, tasks = method["memory_share"], method["tasks"]
+    return " | ".join(
+        [
+            "" if share is None else f"1/{1 / share:.1f}",
+            format_bytes(method["bytes_read_per_token"]),
+            interval(tasks.get("needles", {}).get("exact")),
+            interval(tasks.get("all", {}).get("exact")),
+            interval(tasks.get("language", {}).get("loss_difference"), "+.3f"),
+        ]
+    )
+
+
+def quality_tasks_table() -> Iterator[str]:
+    """Exact answers of each task, with the full cache and with kvswap, and their difference."""
+    yield "| tokens | task | answers | full cache | kvswap | difference |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("quality/*.json"):
+        for length, part in result["lengths"].items():
+            tokens, methods = f"{int(length):,}", part["methods"]
+            for task in part["able"] if "kvswap" in methods else ():
+                full, ours = (methods[name]["tasks"][task] for name in ("full", "kvswap"))
+                difference = interval(ours["exact_difference"], "+.2f")
+                yield (
+                    f"| {tokens} | {task} | {ours['answers']} | {full['exact'][0]:.2f} "
+                    f"| {interval(ours['exact'])} | {difference} |"
+                )
+                tokens = ""
+            for task, share in part["left_out"].items():
+                yield f"| {tokens} | {task} | | {share:.2f} | left out | |"
+                tokens = ""
+
+
 TABLES = {"decode": decode_table, "prefill": prefill_table, "demo": demo_table}
+TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 
 
 def main() -> None:

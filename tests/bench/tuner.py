@@ -30,10 +30,10 @@ from tests.bench import machine
 from tuning.api import tune
 from tuning.cli import Bars
 from tuning.costs import SettingCosts
+from tuning.pipeline import TuneOptions, projection_beside
 from tuning.result import TuneResult
 from tuning.solver import Setting, Solution, solutions
 from tuning.synthetic import StepTime, SyntheticDecode, median_step
-from tuning.tune import TuneOptions, projection_beside
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 WARM_UP = 24  # steps in which the reuse buffer fills

@@ -166,10 +166,12 @@ class SlowDisk:
         self.closed = True
 
 
-def probe_fake(monkeypatch: pytest.MonkeyPatch, path: Path, disk: SlowDisk) -> DiskFigures:
+def probe_fake(
+    monkeypatch: pytest.MonkeyPatch, path: Path, disk: SlowDisk, seconds: float = 20
+) -> DiskFigures:
     monkeypatch.setattr(probe_module, "_open", lambda *args: disk)
     monkeypatch.setattr(probe_module.shutil, "disk_usage", lambda path: _Free(1 << 40))
-    return probe_disk(path, seconds=20)
+    return probe_disk(path, seconds=seconds)
 
 
 def test_a_slow_disk_is_spared_the_longest_reads(
@@ -184,6 +186,17 @@ def test_a_slow_disk_is_spared_the_longest_reads(
     assert disk.fallbacks[0] in figures.warnings
     assert not figures.direct
     assert figures.write_bytes_per_s == pytest.approx(20.97e6, rel=0.02)
+
+
+def test_however_little_time_there_is_enough_is_measured_for_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = probe_fake(monkeypatch, tmp_path, SlowDisk(), seconds=1e-9)
+    assert figures.scratch_bytes == 8 * MIB
+    assert len({cell.block_bytes for cell in figures.cells}) == 2
+    assert DiskModel.fit(figures).bytes_per_s > 0
+    assert any("only 8.00 MiB" in warning for warning in figures.warnings)
+    assert any("55 of 63 sizes and depths were left out" in told for told in figures.warnings)
 
 
 def test_a_disk_that_fills_up_meanwhile_is_measured_on_what_was_written(

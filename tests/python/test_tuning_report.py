@@ -130,7 +130,9 @@ def test_equal_numbers_give_equal_files(written: Path, tmp_path: Path) -> None:
 
 def test_the_numbers_are_kept_and_can_be_drawn_again(written: Path) -> None:
     kept = json.loads((written.parent / DATA).read_text())
-    assert ReportData.from_json(kept) == make_data()
+    again = ReportData.from_json(kept)
+    assert again == make_data()
+    assert setting_text(again.chosen) == "G 4, rank 32, 600 kept"
 
 
 def test_many_layers_and_little_data_are_drawn(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, Sw
 from kvswap_torch.errors import UnsupportedModelError
 from tuning.api import tune
 from tuning.calibration import CalibrationOptions
+from tuning.pipeline import TuneOptions
 from tuning.recall import Choice
 from tuning.samples import Sample
-from tuning.tune import TuneOptions
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="times sessions of the extension")
 CHOICE = Choice(group_tokens=4, groups_max=16, sink_tokens=2, tail_tokens=8)

@@ -87,6 +87,24 @@ TEST(DiskProbe, WhenTheDiskIsFullWhatIsWrittenStays) {
   EXPECT_EQ(::umount2(directory.path().c_str(), MNT_DETACH), 0);
 }
 
+TEST(DiskProbe, WithoutDirectReadsItSaysSoAndMeasuresAllTheSame) {
+  const TempDirectory directory;
+  if (::mount("ramfs", directory.path().c_str(), "ramfs", 0, "") != 0) {
+    GTEST_SKIP() << "a file system without O_DIRECT cannot be mounted here";
+  }
+  {
+    const auto probe = filled_probe({.directory = directory.path(), .scratch_bytes = 8 * kMiB});
+    EXPECT_FALSE(probe->facts().direct);
+    EXPECT_TRUE(probe->facts().in_memory);
+    const auto& said = probe->facts().fallbacks;
+    EXPECT_TRUE(std::any_of(said.begin(), said.end(), [](const std::string& sentence) {
+      return contains(sentence, "O_DIRECT is refused");
+    }));
+    EXPECT_GT(must(probe->measure(4096, 8, 0.01)).bytes_per_second, 0);
+  }
+  EXPECT_EQ(::umount2(directory.path().c_str(), MNT_DETACH), 0);
+}
+
 TEST(DiskProbe, RefusesWhatMakesNoSense) {
   const TempDirectory directory;
   const std::string path = directory.path();
