@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvswap_torch.errors import KVSwapError
@@ -129,5 +130,5 @@ def main(
         console.print("interrupted; what was measured is kept, the same command goes on from it")
         raise typer.Exit(130) from None
     except (KVSwapError, OSError, ValueError) as error:
-        console.print(f"[red]{error}", soft_wrap=True)
+        console.print(f"[red]{escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error

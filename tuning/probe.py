@@ -17,7 +17,7 @@ from tuning.disk_figures import DiskFigures, ReadCell
 __all__ = ["DEVICES", "DiskFigures", "ReadCell", "probe_disk"]
 
 DEVICES = ("nvme", "ufs", "ufs3", "emmc")
-BLOCKS = tuple(4096 << power for power in range(9))  # 4 KiB to 1 MiB
+BLOCKS = tuple(1024 << power for power in range(11))  # 1 KiB to 1 MiB; a group may be that small
 DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 
 SCRATCH_BYTES = 4 << 30  # far more than the memory of any disk's controller
@@ -186,15 +186,16 @@ class _Plan:
 
     def measure(self, probe: Any) -> list[ReadCell]:
         """Every size at every depth, the small ones first."""
-        grid = [(block, depth) for block in BLOCKS for depth in DEPTHS]
+        blocks = [block for block in BLOCKS if block % probe.alignment_bytes == 0]
+        grid = [(block, depth) for block in blocks for depth in DEPTHS]
         cells: list[ReadCell] = []
         fastest = 0.0
         for number, (block, depth) in enumerate(grid):
             self.progress("reading", number, len(grid))
             left = self.deadline - time.monotonic()
             least = BATCHES_MIN * block * depth / fastest if fastest else 0.0
-            usable = block % probe.alignment_bytes == 0 and block <= probe.filled_bytes
-            if not usable or (len(cells) >= CELLS_MIN and (left <= 0 or least > SLOW_CELL_SECONDS)):
+            too_late = left <= 0 or least > SLOW_CELL_SECONDS
+            if block > probe.filled_bytes or (len(cells) >= CELLS_MIN and too_late):
                 continue
             share = left / (len(grid) - number)
             share = min(max(share, CELL_SECONDS_MIN), CELL_SECONDS_MAX)

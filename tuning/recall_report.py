@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
@@ -19,7 +20,7 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
     for (kind, dtype, query), table in calibration.tables.items():
         console.print(_table(f"{NAMES[kind]}, {dtype} summary, {query} query", table))
     for warning in calibration.warnings:
-        console.print(f"[yellow]{warning}")
+        console.print(f"[yellow]{escape(warning)}")
 
 
 def print_chosen(chosen: Chosen, demand: Demand, full_bytes: int, console: Console) -> None:

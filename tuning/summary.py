@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
@@ -41,7 +42,7 @@ def print_result(result: TuneResult, console: Console) -> None:
             f"({found['tokens']} tokens of held-out questions and answers)"
         )
     for warning in (*calibrated.warnings, *figures.warnings):
-        console.print(f"[yellow]{warning}")
+        console.print(f"[yellow]{escape(warning)}")
 
 
 def _table(result: TuneResult) -> Table:

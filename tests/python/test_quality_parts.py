@@ -25,6 +25,7 @@ from tests.bench.quality.plan import CORE, GRID, make_plan
 from tests.bench.quality.row_attention import attend_all, attend_chosen, column_table
 from tests.bench.quality.statistics import bootstrap, paired
 from tests.bench.quality.swap import SCORES, Swap
+from tests.bench.quality.verdict import judge, sentences
 from tests.bench.quality.view import LayerPast, View
 from tests.python.tiny_models import has_native, tiny_model
 
@@ -249,7 +250,7 @@ def test_a_short_run_is_resumed_and_summarised(tmp_path):
     lines = Journal(harness.journal.path).lines()
     assert sorted(line["method"] for line in lines) == sorted(["full", *names])
 
-    part = report.summarise(harness, plan)["lengths"]["1024"]
+    part = report.summarise(harness)["lengths"]["1024"]
     assert list(part["impossible"]) == ["kvswap:memory=1/90"]
     full, swap, oracle = (part["methods"][name] for name in ("full", "kvswap", "oracle-groups"))
     assert full["tasks"]["language"]["loss_difference"] == (0.0, 0.0, 0.0)
@@ -273,6 +274,34 @@ def test_figures_are_drawn_from_a_summary(tmp_path, monkeypatch):
         for figure in ("accuracy_by_budget", "accuracy_by_depth", "recall_by_bytes",
                        "recall_by_layer")
     ]  # fmt: skip
+
+
+def test_the_verdict_names_gaps_and_what_closes_them():
+    def method(exact: float, memory: float) -> dict:
+        tasks = {
+            task: {"exact_difference": (exact - 1, exact - 1.1, 0.0)}
+            for task in ("needles", "json")
+        }
+        heads = [[0.9, 0.4], [0.7, 0.8]]
+        layers = {"recall_of_head": {"json": heads}}
+        return {"memory_share": memory, "selected_tokens": 400, "tasks": tasks, "layers": layers}
+
+    methods = {
+        "full": method(1.0, 1.0),
+        "kvswap": method(0.8, 0.1),
+        "kvswap:groups=200": method(0.995, 0.15),
+        "kvswap:rank=64": method(1.0, 0.3),
+        "kvswap:exact=1": method(0.97, 0.1),
+    }
+    verdict = judge({"4096": {"methods": methods}})
+    found = verdict["4096"]["kvswap"]
+    assert found["within_a_point"] is False and list(found["gaps"]) == ["json"]
+    gap = found["gaps"]["json"]
+    assert gap["least_recall"][0] == (0, 1, 0.4)
+    assert gap["closed_by"] == ("kvswap:groups=200", 0.15)
+    assert gap["with_exact_layer"] == {"1": pytest.approx(-0.03)}
+    (line,) = sentences(verdict)
+    assert "NOT within" in line and "-3 with layer 1" in line and "at 1/6.7" in line
 
 
 def made_up_length() -> dict:
