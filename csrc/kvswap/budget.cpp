@@ -8,7 +8,7 @@
 namespace kvswap {
 namespace {
 
-// kvswap_torch/sizing.py, number by number: a test holds the two equal.
+// kvswap_torch/sizing.py, number by number: test_config_cpp.py holds the two equal.
 constexpr int64_t kRankMin = 8;  // below it choices are hardly better than chance
 constexpr int64_t kGroupsMin = 8;
 constexpr int64_t kSteps = 64;
@@ -92,18 +92,24 @@ std::string both(int64_t bytes) {
 
 [[noreturn]] void refuse_small(const Request& request, const Uses& need, const Settings& smallest) {
   std::string made_of;
+  std::string predictor;  // last, since it is no part of the session
   for (const auto& [name, bytes] : need) {
     if (name == "total" || name == "record_bytes" || bytes == 0) continue;
-    made_of +=
-        (made_of.empty() ? "" : ", ") + name + " " + format_bytes(static_cast<double>(bytes));
+    const std::string use = name + " " + format_bytes(static_cast<double>(bytes));
+    if (name == "predictor") {
+      predictor = ", " + use;
+    } else {
+      made_of += (made_of.empty() ? "" : ", ") + use;
+    }
   }
   throw SessionError(
       SessionError::Kind::kBudget,
       "kv_memory_bytes: must be at least " + both(need.at("total")) + " for max_context " +
           std::to_string(request.context) + " and max_batch " + std::to_string(request.batch) +
           ", got " + both(request.kv_memory_bytes) + ". The minimum is made of " + made_of +
-          ", with rank " + shown(smallest.rank) + " and " + std::to_string(smallest.groups_max) +
-          " groups of " + std::to_string(smallest.group_tokens) +
+          predictor + ", with rank " + shown(smallest.rank) + " and " +
+          std::to_string(smallest.groups_max) + " groups of " +
+          std::to_string(smallest.group_tokens) +
           " tokens. Lower max_context, max_batch, tail_tokens or group_tokens, or raise "
           "kv_memory_bytes");
 }

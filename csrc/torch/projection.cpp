@@ -8,7 +8,7 @@
 namespace kvswap {
 namespace {
 
-// kvswap_torch/projection.py, number by number: a test holds the two equal.
+// kvswap_torch/projection.py, number by number: test_libtorch_example.py compares what comes of it.
 constexpr double kRidge = 1e-2;
 constexpr int64_t kKeysMax = 2048;
 constexpr int64_t kQueriesNewest = 512;

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from kvswap_torch.cli.generate import GenerateOptions, run
@@ -21,9 +24,22 @@ pytestmark = pytest.mark.skipif(not PROGRAM.is_file(), reason="run: make libtorc
 
 
 def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    # Threads over matrices this small only wait for one another.
     return subprocess.run(
-        [PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False
+        [PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +55,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("config", [None, MODEL / "kvswap.json"])
+@pytest.mark.usefixtures("one_thread")
 def test_the_answers_are_pythons(config: Path | None, document: Path, tmp_path: Path) -> None:
     expected = run(
         GenerateOptions(
