@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 ROOM ?=
 ARGS ?=
 
-ROOMS := io kernels store memory select runtime
+ROOMS := io kernels store memory select runtime public
 STAMP := $(VENV)/.kvswap-setup
 NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory
@@ -18,6 +18,7 @@ PY_FILES := kvswap_torch tuning tests examples setup.py
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
   wheel wheel-check clean locked-build locked-core locked-torch-test \
+  libtorch-example locked-example test-aarch64 \
   sanitize-address sanitize-undefined sanitize-thread
 
 help:  ## list the targets
@@ -31,7 +32,7 @@ build: $(STAMP)  ## incremental build of the libraries into kvswap_torch/
 	@$(call LOCK,dev) $(SUB) locked-build
 
 locked-build: build/dev/build.ninja
-	@$(NINJA) -C build/dev libraries
+	@$(NINJA) -C build/dev libraries config_probe
 
 build/dev/build.ninja:
 	@cmake -S . -B build/dev -GNinja -DKVSWAP_INPLACE=ON \
@@ -59,6 +60,22 @@ sanitize-thread: $(STAMP)  ## torch-free tests under ThreadSanitizer
 sanitize-address sanitize-undefined sanitize-thread:
 	@$(call LOCK,$@) $(SUB) locked-core DIR=build/$@ FLAGS="$(FLAGS)" UNDER="$(UNDER)"
 
+# Not in `make test`: an emulator takes minutes.
+test-aarch64: FLAGS := --toolchain cmake/aarch64.cmake
+test-aarch64: $(STAMP)  ## torch-free tests cross-built for 64-bit Arm, run by qemu-user
+	@.ci/aarch64
+	@$(call LOCK,aarch64) $(SUB) locked-core DIR=build/aarch64 FLAGS="$(FLAGS)"
+
+libtorch-example: build  ## the C++ program of examples/libtorch, against what a wheel installs
+	@$(call LOCK,dev) $(SUB) locked-example
+
+locked-example:
+	@cmake --install build/dev --prefix build/libtorch/kvswap > build/libtorch.log
+	@test -f build/libtorch/build.ninja || cmake -S examples/libtorch -B build/libtorch -GNinja \
+	  -DCMAKE_PREFIX_PATH="$(CURDIR)/build/libtorch/kvswap/share/cmake;$(shell $(PY) -c \
+	  'import torch; print(torch.utils.cmake_prefix_path)')" > build/libtorch.log
+	@$(NINJA) -C build/libtorch
+
 torch-test: build  ## GoogleTest of the C++ session over tensors
 	@$(call LOCK,dev) $(SUB) locked-torch-test
 
@@ -73,6 +90,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) lint
 	@$(SUB) cpp-test
 	@$(SUB) torch-test
+	@$(SUB) libtorch-example
 	$(PY) -m pytest -q $(ARGS)
 	@$(SUB) wheel-check
 
@@ -99,9 +117,13 @@ format: $(STAMP)  ## rewrite the sources as ruff and clang-format want them
 	@$(VENV)/bin/ruff format $(wildcard $(PY_FILES))
 	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format -i
 
-schema: $(STAMP)  ## write kvswap_torch/config.schema.json from SwapConfig's fields
+schema: $(STAMP)  ## write the JSON Schema and the C++ settings from SwapConfig's fields
 	@$(PY) -c 'import json; from kvswap_torch.config_file import schema; \
 	  print(json.dumps(schema(), indent=2))' > kvswap_torch/config.schema.json
+	@$(PY) -c 'from kvswap_torch import config_cpp; print(config_cpp.settings(), end="")' \
+	  | $(VENV)/bin/clang-format > csrc/kvswap/settings.h
+	@$(PY) -c 'from kvswap_torch import config_cpp; print(config_cpp.rules(), end="")' \
+	  | $(VENV)/bin/clang-format > csrc/kvswap/settings_rules.h
 
 wheel: $(STAMP)  ## build a wheel into dist/
 	@$(call LOCK,wheel) $(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -1,5 +1,6 @@
 # Every dependency but a compiler is optional; the macro KVSWAP_HAS_X is always 0 or 1. Without
-# liburing: the thread reader; without Highway: the scalar kernels; without xxHash: a slower hash.
+# liburing: the thread reader; without Highway: the scalar kernels; without xxHash: a slower hash;
+# without nlohmann-json: no config files in C++.
 find_package(Threads REQUIRED)
 add_library(kvswap_dependencies INTERFACE)
 target_link_libraries(kvswap_dependencies INTERFACE Threads::Threads)
@@ -33,6 +34,16 @@ if(KVSWAP_HIGHWAY_INCLUDE)
   kvswap_has(HIGHWAY TRUE "")
 else()
   kvswap_has(HIGHWAY FALSE "building the scalar kernels only (Debian: libhwy-dev)")
+endif()
+
+# Headers only, for files that are JSON: configs and projections.
+find_path(KVSWAP_JSON_INCLUDE nlohmann/json.hpp)
+set(KVSWAP_HAS_JSON 0)
+if(KVSWAP_JSON_INCLUDE)
+  set(KVSWAP_HAS_JSON 1)
+else()
+  message(STATUS
+    "kvswap: JSON not found, C++ programs cannot load configs (Debian: nlohmann-json3-dev)")
 endif()
 
 find_path(KVSWAP_XXHASH_INCLUDE xxhash.h)

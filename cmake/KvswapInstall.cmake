@@ -2,8 +2,11 @@
 # CMake package in share/cmake/kvswap/. Only public headers are installed; they throw.
 include(CMakePackageConfigHelpers)
 
-# Each stands alone: torch and the standard library only.
-set(public_headers torch/session.h torch/query_predictor.h)
+# Each stands alone: torch (below torch/ only), the standard library and one another.
+set(public_headers
+  kvswap/budget.h kvswap/core_session.h kvswap/errors.h kvswap/memory_size.h kvswap/model_shape.h
+  kvswap/projection_file.h kvswap/safetensors.h kvswap/settings.h kvswap/swap_config.h
+  torch/disk_cache.h torch/query_predictor.h torch/session.h)
 
 install(TARGETS kvswap_torch LIBRARY DESTINATION lib)
 install(TARGETS kvswap_core ARCHIVE DESTINATION lib)
@@ -19,6 +22,7 @@ if(KVSWAP_HAS_URING)
 endif()
 foreach(header IN LISTS public_headers)
   get_filename_component(folder ${header} DIRECTORY)
+  string(REGEX REPLACE "^kvswap$" "" folder ${folder})
   install(FILES ${PROJECT_SOURCE_DIR}/csrc/${header} DESTINATION include/kvswap/${folder})
 endforeach()
 

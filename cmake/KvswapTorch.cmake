@@ -60,6 +60,7 @@ file(CONFIGURE OUTPUT ${package_dir}/lib/build_info.json @ONLY CONTENT [[{
   "liburing": @KVSWAP_HAS_URING@,
   "highway": @KVSWAP_HAS_HIGHWAY@,
   "xxhash": @KVSWAP_HAS_XXHASH@,
+  "json": @KVSWAP_HAS_JSON@,
   "build_type": "@build_type@"
 }
 ]])

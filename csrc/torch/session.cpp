@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "kernels/cpu_features.h"
 #include "runtime/engine.h"
+#include "runtime/engine_report.h"
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
 #include "torch/session_error.h"
@@ -292,60 +292,10 @@ int64_t Session::columns(int64_t layer) const { return impl_->engine().columns(l
 
 int64_t Session::batch() const { return impl_->engine().batch(); }
 
-std::map<std::string, double> Session::counters() const {
-  const Engine& engine = impl_->engine();
-  const EngineCounters& steps = engine.counters();
-  const FetchCounters& reads = engine.fetcher().counters();
-  const ReaderCounters reader = engine.fetcher().reader().counters();
-  return {
-      {"steps", steps.steps},
-      {"sequences", steps.sequences},
-      {"groups_attended", steps.groups_attended},
-      {"groups_loaded", steps.groups_loaded},
-      {"records_sealed", steps.records_sealed},
-      {"select_seconds", steps.select_seconds},
-      {"plan_seconds", steps.plan_seconds},
-      {"attend_seconds", steps.attend_seconds},
-      {"append_seconds", steps.append_seconds},
-      {"bytes_read", reader.bytes},
-      {"bytes_read_payload", reads.payload_bytes},
-      {"bytes_read_gaps", reads.gap_bytes},
-      {"records_read", reads.records},
-      {"records_reread", reads.reread_records},
-      {"reads", reader.reads},
-      {"read_retries", reader.retries},
-      {"wait_seconds", reads.wait_seconds},
-      {"hidden_seconds", reads.hidden_seconds},
-      {"bytes_written", engine.store().bytes_written()},
-      {"write_blocked_seconds", engine.store().write_blocked_seconds()},
-      {"bytes_on_disk", engine.store().bytes_on_disk()},
-      {"bytes_allocated_on_disk", engine.file().allocated_bytes()},
-      {"record_bytes", engine.record_bytes()},
-  };
-}
+std::map<std::string, double> Session::counters() const { return engine_counters(impl_->engine()); }
 
-std::map<std::string, std::string> Session::facts() const {
-  const Engine& engine = impl_->engine();
-  std::string fallbacks;
-  for (const std::string& fallback : engine.fallbacks()) {
-    fallbacks += (fallbacks.empty() ? "" : "\n") + fallback;
-  }
-  return {{"reader", engine.fetcher().reader().name()},
-          {"io_mode", engine.file().is_direct() ? "direct" : "buffered"},
-          {"simd", simd_level()},
-          {"fallbacks", fallbacks}};
-}
+std::map<std::string, std::string> Session::facts() const { return engine_facts(impl_->engine()); }
 
-std::map<std::string, int64_t> Session::ledger() const {
-  const Ledger& ledger = impl_->engine().ledger();
-  std::map<std::string, int64_t> bytes;
-  for (int use = 0; use < kUses; ++use) {
-    bytes[use_name(static_cast<Use>(use))] = ledger.used(static_cast<Use>(use));
-  }
-  bytes["total"] = ledger.total();
-  bytes["peak"] = ledger.peak();
-  bytes["limit"] = ledger.limit_bytes();
-  return bytes;
-}
+std::map<std::string, int64_t> Session::ledger() const { return engine_ledger(impl_->engine()); }
 
 }  // namespace kvswap

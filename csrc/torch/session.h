@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvswap/errors.h"
+
 namespace kvswap {
 
 /// What a session is made of. Fields mirror kvswap_torch.SwapConfig; see there for their meaning.

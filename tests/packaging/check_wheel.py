@@ -13,7 +13,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CONSUMER = Path(__file__).resolve().parent / "consumer"
+CONSUMERS = Path(__file__).resolve().parent
 PROBE = """
 import json, sys
 import kvswap_torch
@@ -96,20 +96,34 @@ def check_tuner(python: Path, folder: Path) -> None:
         sys.exit(f"python -m tuning --help: must name --max-context, got\n{told}")
 
 
-def check_consumer(python: Path, folder: Path) -> str:
-    """Builds and runs the C++ program against what was installed."""
+def check_consumer(python: Path, folder: Path, name: str) -> str:
+    """Builds and runs a C++ program against what was installed, with and without a config."""
     prefix = run(python, "-m", "kvswap_torch", "cmake-prefix", cwd=folder).strip()
-    torch_prefix = run(
-        python, "-c", "import torch; print(torch.utils.cmake_prefix_path)", cwd=folder
-    ).strip()
-    build = folder / "consumer-build"
-    run(
-        *("cmake", "-GNinja", "-S", CONSUMER, "-B", build),
-        f"-DCMAKE_PREFIX_PATH={prefix};{torch_prefix}",
-        cwd=folder,
-    )
+    if name == "consumer":
+        prefix += (
+            ";"
+            + run(
+                python, "-c", "import torch; print(torch.utils.cmake_prefix_path)", cwd=folder
+            ).strip()
+        )
+    build = folder / f"{name}-build"
+    configure = ["cmake", "-GNinja", "-S", CONSUMERS / name, "-B", build]
+    if name != "consumer":
+        # The neighbour in site-packages must not be found: this program does without.
+        configure.append("-DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON")
+    run(*configure, f"-DCMAKE_PREFIX_PATH={prefix}", cwd=folder)
     run("cmake", "--build", build, cwd=folder)
-    return run(build / "consumer", folder, cwd=folder)
+    config = folder / "config.json"
+    save = f"from kvswap_torch import SwapConfig; SwapConfig(rank=8).save({str(config)!r})"
+    run(python, "-c", save, cwd=folder)
+    run(build / name, folder, config, cwd=folder)
+    return run(build / name, folder, cwd=folder)
+
+
+def check_core_needs_nothing(folder: Path) -> None:
+    needed = run("ldd", folder / "consumer_core-build" / "consumer_core", cwd=folder)
+    if "torch" in needed or "python" in needed:
+        sys.exit(f"consumer_core: must need neither torch nor Python, needs:\n{needed}")
 
 
 def main() -> None:
@@ -121,7 +135,9 @@ def main() -> None:
         check_libraries(python, folder)
         check_tuner(python, folder)
         shutil.rmtree(folder / "dist")
-        print("wheel-check: C++ program says:", check_consumer(python, folder).strip())
+        for name in ("consumer", "consumer_core"):
+            print(f"wheel-check: {name} says:", check_consumer(python, folder, name).strip())
+        check_core_needs_nothing(folder)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,19 @@ MAY_INCLUDE = {
     "memory": {"memory"},
     "select": {"select", "kernels"},
     "runtime": {"runtime", "io", "kernels", "store", "memory", "select"},
-    "torch": {"torch", "io", "kernels", "store", "memory", "select", "runtime"},
-    "python": {"python", "torch", "io", "kernels", "store", "memory", "select", "runtime"},
+    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "select", "runtime"},
+    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "select", "runtime"},
+    "python": {
+        "python",
+        "torch",
+        "kvswap",
+        "io",
+        "kernels",
+        "store",
+        "memory",
+        "select",
+        "runtime",
+    },
 }
 # Foreign headers behind a wall: first part of an <include> -> the only places for it.
 WALLED = {
@@ -40,6 +51,7 @@ WALLED = {
     "Python": ("python/",),
     "liburing": ("io/",),
     "hwy": ("kernels/cpu/",),
+    "nlohmann": ("kvswap/json.cpp",),
     "cuda": ("kernels/cuda/", "torch/"),
     "cub": ("kernels/cuda/",),
 }

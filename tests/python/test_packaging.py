@@ -82,7 +82,7 @@ def test_an_unbuilt_tree_says_so_when_the_library_is_needed(
 def test_what_was_built_tells_with_what() -> None:
     info = native.build_info()
     assert info is not None, "run: make build"
-    assert {"torch", "liburing", "highway", "xxhash", "build_type"} <= set(info)
+    assert {"torch", "liburing", "highway", "xxhash", "json", "build_type"} <= set(info)
     assert native.require_library().is_file()
 
 
@@ -109,6 +109,14 @@ def test_every_tool_is_pinned_exactly_and_torch_leads() -> None:
     project: dict[str, Any] = PYPROJECT["project"]
     wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
     assert {re.split("[<>=]", name)[0].replace("_", "-") for name in wanted} <= pinned
+
+
+@pytest.mark.parametrize("name", ["consumer", "consumer_core"])
+def test_the_readme_shows_the_programs_that_wheel_check_builds(name: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(rf"<!-- program:{name} -->\n```cpp\n(.*?)```\n", readme, re.DOTALL)
+    program = ROOT / "tests" / "packaging" / name / "main.cpp"
+    assert shown is not None and shown[1] == program.read_text(encoding="utf-8")
 
 
 def test_ci_runs_what_the_readme_tells() -> None:

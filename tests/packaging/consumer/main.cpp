@@ -1,18 +1,24 @@
-#include <kvswap/torch/session.h>
+#include <kvswap/torch/disk_cache.h>
 
 #include <iostream>
 
-int main(int, char** arguments) {
-  kvswap::SessionOptions options;
-  options.layers = 2;
-  options.heads = 4;
-  options.kv_heads = 2;
-  options.head_dim = 64;
-  options.ranks = {16, 16};
-  options.directory = arguments[1];
-  kvswap::Session session(options);
-  const auto keys = at::randn({1, 2, 100, 64});
-  for (int64_t layer = 0; layer < options.layers; ++layer) session.append(layer, keys, keys);
-  session.attend(1, at::randn({1, 4, 1, 64}), keys, keys, 0.125);
-  std::cout << session.columns(0) << " tokens kept, " << session.facts()["reader"] << " reader\n";
+int main(int count, char** arguments) {
+  kvswap::OpenArgs args;
+  args.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64};
+  args.directory = arguments[1];
+  if (count > 2) args.config_path = arguments[2];
+  args.budget = {.kv_memory_bytes = 8 << 20, .max_context = 4096, .max_batch = 1};
+  kvswap::DiskCache cache(args);
+
+  for (const int64_t tokens : {300, 1}) {  // a prompt, then a token
+    for (int64_t layer = 0; layer < 2; ++layer) {
+      const at::Tensor query = at::randn({1, 4, tokens, 64});  // after RoPE, as the keys
+      const at::Tensor keys = at::randn({1, 2, tokens, 64}), values = at::randn_like(keys);
+      if (cache.wants_look_ahead(layer + 1, tokens)) {
+        cache.look_ahead(layer + 1, tokens, [&] { return query; });  // better: a QueryPredictor's
+      }
+      cache.attend(layer, query, keys, values, 0.125);  // [1, tokens, 4, 64]
+    }
+  }
+  std::cout << cache.report();
 }

@@ -1,0 +1,182 @@
+#include "kvswap/budget.h"
+
+#include <algorithm>
+
+#include "kvswap/errors.h"
+#include "kvswap/memory_size.h"
+
+namespace kvswap {
+namespace {
+
+// kvswap_torch/sizing.py, number by number: test_config_cpp.py holds the two equal.
+constexpr int64_t kRankMin = 8;  // below it choices are hardly better than chance
+constexpr int64_t kGroupsMin = 8;
+constexpr int64_t kSteps = 64;
+
+using Uses = std::map<std::string, int64_t>;
+
+/// What must fit.
+struct Request {
+  int64_t kv_memory_bytes;
+  int64_t context;
+  int64_t batch;
+};
+
+/// The largest n in 0..most for which `holds`; it holds for 0 and for all below one it holds.
+template <typename Holds>
+int64_t largest(int64_t most, const Holds& holds) {
+  int64_t low = 0;
+  int64_t high = most;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (holds(middle)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+/// `step` / 64 of the way from the smallest usable settings to the given ones; no spare pages.
+Settings between(const Settings& settings, const ModelShape& shape, int64_t step) {
+  const auto part = [&](int64_t low, int64_t high) {
+    return high <= low ? high : low + (high - low) * step / kSteps;
+  };
+  const int64_t rank_min = std::min(kRankMin, shape.width());
+  std::vector<int64_t> ranks = settings.ranks(shape.layers);
+  for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, shape.width()));
+  Settings chosen = settings;
+  if (std::holds_alternative<int64_t>(settings.rank)) {
+    chosen.rank = ranks[0];
+  } else {
+    chosen.rank = std::move(ranks);
+  }
+  chosen.groups_max = part(kGroupsMin, settings.groups_max);
+  // Each query of a short chunk must find a page at least.
+  chosen.pages_max = std::max(chosen.groups_max, settings.select_queries_max);
+  return chosen;
+}
+
+template <typename Fits>
+Settings with_spare_pages(const Settings& settings, int64_t pages_max, const Fits& fits) {
+  const auto wider = [&](int64_t more) {
+    Settings chosen = settings;
+    chosen.pages_max += more;
+    return chosen;
+  };
+  const int64_t spare = std::max<int64_t>(0, pages_max - settings.pages_max);
+  return wider(largest(spare, [&](int64_t more) { return fits(wider(more)); }));
+}
+
+template <typename Fits>
+Settings with_whole_context(const Settings& settings, int64_t groups, const Fits& fits) {
+  const Settings wider = with_spare_pages(settings, groups, fits);
+  if (wider.pages_max < groups || wider.groups_max >= groups) return wider;
+  Settings exact = wider;
+  exact.groups_max = groups;
+  return fits(exact) ? exact : wider;
+}
+
+std::string shown(const Rank& rank) {
+  if (const auto* one = std::get_if<int64_t>(&rank)) return std::to_string(*one);
+  const auto& each = std::get<std::vector<int64_t>>(rank);
+  std::string text;
+  for (const int64_t one : each) text += (text.empty() ? "" : ", ") + std::to_string(one);
+  return "(" + text + (each.size() == 1 ? ",)" : ")");
+}
+
+std::string both(int64_t bytes) {
+  return std::to_string(bytes) + " (" + format_bytes(static_cast<double>(bytes)) + ")";
+}
+
+[[noreturn]] void refuse_small(const Request& request, const Uses& need, const Settings& smallest) {
+  std::string made_of;
+  std::string predictor;  // last, since it is no part of the session
+  for (const auto& [name, bytes] : need) {
+    if (name == "total" || name == "record_bytes" || bytes == 0) continue;
+    const std::string use = name + " " + format_bytes(static_cast<double>(bytes));
+    if (name == "predictor") {
+      predictor = ", " + use;
+    } else {
+      made_of += (made_of.empty() ? "" : ", ") + use;
+    }
+  }
+  throw SessionError(
+      SessionError::Kind::kBudget,
+      "kv_memory_bytes: must be at least " + both(need.at("total")) + " for max_context " +
+          std::to_string(request.context) + " and max_batch " + std::to_string(request.batch) +
+          ", got " + both(request.kv_memory_bytes) + ". The minimum is made of " + made_of +
+          predictor + ", with rank " + shown(smallest.rank) + " and " +
+          std::to_string(smallest.groups_max) + " groups of " +
+          std::to_string(smallest.group_tokens) +
+          " tokens. Lower max_context, max_batch, tail_tokens or group_tokens, or raise "
+          "kv_memory_bytes");
+}
+
+/// From the smallest usable settings upwards: rank and groups together, then pages, then, with
+/// `grow`, pages and groups until they hold the whole context, which makes attention exact.
+Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,
+                    const Need& need, bool grow) {
+  const auto need_of = [&](const Settings& candidate) {
+    return need(candidate, request.batch, request.context);
+  };
+  const auto fits = [&](const Settings& candidate) {
+    return need_of(candidate).at("total") <= request.kv_memory_bytes;
+  };
+  const Settings smallest = between(settings, shape, 0);
+  if (!fits(smallest)) refuse_small(request, need_of(smallest), smallest);
+  const int64_t step =
+      largest(kSteps, [&](int64_t n) { return fits(between(settings, shape, n)); });
+  const Settings chosen =
+      with_spare_pages(between(settings, shape, step), settings.pages_max, fits);
+  if (!grow || step < kSteps || chosen.pages_max < settings.pages_max) return chosen;
+  const int64_t groups = (request.context + settings.group_tokens - 1) / settings.group_tokens;
+  return with_whole_context(chosen, groups, fits);
+}
+
+/// Without a calibration each layer chooses with its true query: see Python's default_config().
+Settings default_settings(const ModelShape& shape) {
+  Settings settings;
+  settings.look_ahead = false;
+  settings.rank = std::min(shape.width(), std::get<int64_t>(settings.rank));
+  return settings;
+}
+
+void check_positive(const char* name, const std::optional<int64_t>& value) {
+  if (!value || *value > 0) return;
+  throw ConfigError(std::string(name) + ": must be a positive int or None, got " +
+                    std::to_string(*value));
+}
+
+}  // namespace
+
+int64_t FirstPass::context() const { return tokens + std::max<int64_t>(1024, tokens / 2); }
+
+std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape& shape,
+                                     bool calibrated) {
+  std::vector<int64_t> ranks = settings.ranks(shape.layers);
+  for (int64_t& rank : ranks) rank = std::min(shape.width(), calibrated ? rank : 2 * rank);
+  return ranks;
+}
+
+Settings settle(const SwapConfig* config, const ModelShape& shape, const Budget& budget,
+                const Need& need, const FirstPass* first) {
+  check_positive("max_context", budget.max_context);
+  check_positive("max_batch", budget.max_batch);
+  const int64_t context = budget.max_context.value_or(first ? first->context() : 1);
+  const int64_t batch = budget.max_batch.value_or(first ? first->batch : 1);
+  const bool is_known = budget.is_known() || first;
+  const Settings base = !config    ? default_settings(shape)
+                        : is_known ? config->for_batch_and_context(batch, context)
+                                   : config->settings;
+  if (!budget.kv_memory_bytes) return base;
+  if (std::min({*budget.kv_memory_bytes, context, batch}) < 1) {
+    throw ConfigError("kv_memory_bytes, max_context and max_batch: must be positive, got " +
+                      std::to_string(*budget.kv_memory_bytes) + ", " + std::to_string(context) +
+                      " and " + std::to_string(batch));
+  }
+  return fit_budget({*budget.kv_memory_bytes, context, batch}, shape, base, need, !config);
+}
+
+}  // namespace kvswap

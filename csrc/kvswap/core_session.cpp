@@ -1,0 +1,201 @@
+#include "kvswap/core_session.h"
+
+#include <utility>
+
+#include "kvswap/engine_calls.h"
+#include "runtime/engine.h"
+#include "runtime/engine_report.h"
+
+namespace kvswap {
+
+class CoreSession::Impl {
+ public:
+  Impl(const CoreOptions& options, std::unique_ptr<Engine> engine)
+      : options_(options), engine_(std::move(engine)) {}
+
+  Engine& engine() const {
+    if (!engine_) {
+      throw SessionError(SessionError::Kind::kClosed,
+                         "session: must be open, was closed; open another session");
+    }
+    return *engine_;
+  }
+
+  /// For what Engine answers without a Status.
+  Engine& engine_with(int64_t layer) const {
+    const int64_t layers = engine().options().layers;
+    if (layer < 0 || layer >= layers) {
+      throw std::invalid_argument("session: layer must be 0.." + std::to_string(layers - 1) +
+                                  ", got " + std::to_string(layer));
+    }
+    return *engine_;
+  }
+
+  void check_query(const char* where, const Queries& query, bool may_be_summed) const {
+    const EngineOptions& options = engine().options();
+    const bool is_summed = may_be_summed && query.heads == options.kv_heads;
+    if (query.heads != options.heads && !is_summed) {
+      throw std::invalid_argument(
+          std::string(where) + ": query must have " + std::to_string(options.heads) + " heads" +
+          (may_be_summed ? ", or kv_heads summed" : "") + ", got " + std::to_string(query.heads));
+    }
+    if (!query.data || query.tokens < 1) {
+      throw std::invalid_argument(std::string(where) + ": query must have data and tokens, got " +
+                                  std::to_string(query.tokens) + " tokens");
+    }
+  }
+
+  const CoreOptions& options() const { return options_; }
+  void close() noexcept { engine_.reset(); }
+
+ private:
+  CoreOptions options_;
+  std::unique_ptr<Engine> engine_;
+};
+
+NewTokens NewTokens::packed(const void* keys, const void* values, const ModelShape& shape,
+                            int64_t batch, int64_t tokens) {
+  const int64_t head_stride = tokens * shape.head_dim;
+  return {.keys = keys,
+          .values = values,
+          .batch = batch,
+          .tokens = tokens,
+          .key_batch_stride = shape.kv_heads * head_stride,
+          .key_head_stride = head_stride,
+          .key_token_stride = shape.head_dim,
+          .value_batch_stride = shape.kv_heads * head_stride,
+          .value_head_stride = head_stride,
+          .value_token_stride = shape.head_dim};
+}
+
+Queries Queries::packed(const void* data, int64_t heads, int64_t tokens, int64_t head_dim) {
+  return {.data = data,
+          .heads = heads,
+          .tokens = tokens,
+          .batch_stride = heads * tokens * head_dim,
+          .head_stride = tokens * head_dim,
+          .token_stride = head_dim};
+}
+
+CoreSession::CoreSession(const CoreOptions& options) {
+  auto engine = Engine::create(engine_options(options), options.threads);
+  throw_status(engine.status());
+  impl_ = std::make_unique<Impl>(options, std::move(engine.value()));
+}
+
+CoreSession::~CoreSession() = default;
+
+std::map<std::string, int64_t> CoreSession::memory_need(const CoreOptions& options, int64_t batch,
+                                                        int64_t context, int64_t alignment_bytes) {
+  const EngineOptions engine_of = engine_options(options);
+  throw_status(engine_of.validate());
+  if (batch < 0 || context < 0 || alignment_bytes < 1) {
+    throw std::invalid_argument("memory_need: batch, context and alignment must not be negative");
+  }
+  const int64_t record_bytes =
+      (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+  const MemoryNeed need = kvswap::memory_need(engine_of, record_bytes, batch, context);
+  return {{"pages", need.pages},     {"summary", need.summary},         {"tables", need.tables},
+          {"staging", need.staging}, {"projections", need.projections}, {"scratch", need.scratch},
+          {"total", need.total()},   {"record_bytes", record_bytes}};
+}
+
+void CoreSession::declare(int64_t batch, int64_t tokens, const bool* valid) {
+  throw_status(impl_->engine().declare(batch, tokens, valid));
+}
+
+void CoreSession::look_ahead(int64_t layer, const Queries& query) {
+  impl_->check_query("look_ahead", query, true);
+  Engine& engine = impl_->engine();
+  throw_status(engine.look_ahead(layer, query_view(query, engine.options().dtype)));
+}
+
+void CoreSession::append(int64_t layer, const NewTokens& tokens) {
+  Engine& engine = impl_->engine();
+  if (!tokens.keys || !tokens.values || tokens.batch < 1 || tokens.tokens < 1) {
+    throw std::invalid_argument("append: must have keys and values of a batch of tokens, got " +
+                                std::to_string(tokens.batch) + " x " +
+                                std::to_string(tokens.tokens));
+  }
+  throw_status(engine.append(layer, key_value_view(tokens)));
+}
+
+void CoreSession::attend(int64_t layer, const Queries& query, float scale, void* output) {
+  impl_->check_query("attend", query, false);
+  Engine& engine = impl_->engine_with(layer);
+  const QueryView view = query_view(query, engine.options().dtype);
+  if (query.tokens <= engine.options().select_queries_max) {
+    throw_status(engine.attend({.layer = layer, .query = view, .output = output, .scale = scale}));
+    return;
+  }
+  if (query.tokens > engine.columns(layer)) {
+    throw std::invalid_argument("attend: query must be of the " +
+                                std::to_string(engine.columns(layer)) +
+                                " columns in the layer, got " + std::to_string(query.tokens));
+  }
+  throw_status(attend_exactly(engine, layer, view, scale, output, impl_->options().threads));
+}
+
+void CoreSession::set_projection(int64_t layer, const Projection& projection) {
+  Engine& engine = impl_->engine_with(layer);
+  const EngineOptions& options = engine.options();
+  const int64_t width = options.kv_heads * options.head_dim;
+  const auto size = static_cast<size_t>(width * projection.rank);
+  if (projection.width != width || projection.rank < 1 || projection.keys.size() != size ||
+      projection.queries.size() != size) {
+    throw std::invalid_argument(
+        "set_projection: both projections must be [" + std::to_string(width) + ", rank], got [" +
+        std::to_string(projection.width) + ", " + std::to_string(projection.rank) + "]");
+  }
+  throw_status(engine.set_projection(layer, projection.rank, projection.keys.data(),
+                                     projection.queries.data()));
+}
+
+bool CoreSession::needs_projection(int64_t layer) const {
+  return impl_->engine_with(layer).needs_projection(layer);
+}
+
+void CoreSession::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
+                            void* values) {
+  throw_status(impl_->engine().read_back(layer, sequence, begin, end, keys, values));
+}
+
+std::vector<std::vector<int64_t>> CoreSession::last_selection(int64_t layer) const {
+  std::vector<std::vector<int64_t>> selection;
+  for (const auto& groups : impl_->engine_with(layer).last_selection(layer)) {
+    selection.emplace_back(groups.begin(), groups.end());
+  }
+  return selection;
+}
+
+void CoreSession::select_sequences(std::span<const int64_t> indices) {
+  throw_status(impl_->engine().select_sequences(indices));
+}
+
+void CoreSession::crop(int64_t columns) { throw_status(impl_->engine().crop(columns)); }
+
+void CoreSession::reset() { impl_->engine().reset(); }
+
+void CoreSession::close() noexcept { impl_->close(); }
+
+int64_t CoreSession::columns(int64_t layer) const {
+  return impl_->engine_with(layer).columns(layer);
+}
+
+int64_t CoreSession::batch() const { return impl_->engine().batch(); }
+
+const CoreOptions& CoreSession::options() const { return impl_->options(); }
+
+std::map<std::string, double> CoreSession::counters() const {
+  return engine_counters(impl_->engine());
+}
+
+std::map<std::string, std::string> CoreSession::facts() const {
+  return engine_facts(impl_->engine());
+}
+
+std::map<std::string, int64_t> CoreSession::ledger() const {
+  return engine_ledger(impl_->engine());
+}
+
+}  // namespace kvswap

@@ -1,0 +1,221 @@
+#include <algorithm>
+#include <limits>
+
+#include "kernels/cpu/element.h"
+#include "kernels/merge_attention.h"
+#include "kernels/paged_attention.h"
+#include "kernels/records.h"
+#include "kvswap/engine_calls.h"
+#include "runtime/past_stream.h"
+
+namespace kvswap {
+namespace {
+
+template <typename Body>
+void with_element(DType dtype, const Body& body) {
+  if (dtype == DType::kFloat32) {
+    body(float{});
+  } else if (dtype == DType::kBFloat16) {
+    body(BFloat16{});
+  } else {
+    body(Float16{});
+  }
+}
+
+/// One sequence's long chunk: what it has attended so far, and a table of pages to attend next.
+class Chunk {
+ public:
+  Chunk(const Engine& engine, int64_t sequence, const QueryView& query, int64_t past, float scale,
+        const ParallelFor& parallel)
+      : options_(engine.options()),
+        validity_(engine.validity(sequence)),
+        query_(query),
+        first_(static_cast<const std::byte*>(query.data) +
+               sequence * query.batch_stride * dtype_bytes(query.dtype)),
+        past_(past),
+        scale_(scale),
+        execution_{.parallel = parallel ? &parallel : nullptr},
+        rows_(query.queries * query.heads),
+        output_(rows_ * options_.head_dim),
+        log_sum_exp_(rows_, -std::numeric_limits<float>::infinity()) {}
+
+  RecordShape shape() const {
+    return {options_.kv_heads, options_.group_tokens, options_.head_dim,
+            dtype_bytes(options_.dtype)};
+  }
+
+  /// Adds a page whose first token stands at `column`, of which columns below `end` are there.
+  void add_page(const void* record, int64_t column, int64_t end) {
+    uint64_t mask = 0;
+    for (int64_t t = 0; t < options_.group_tokens && column + t < end; ++t) {
+      if (validity_.is_valid(column + t)) mask |= uint64_t{1} << t;
+    }
+    pages_.push_back(record);
+    masks_.push_back(mask);
+    columns_.push_back(static_cast<int32_t>(column));
+  }
+
+  /// Attends over the pages added since the last call, a few rows of the chunk at a time.
+  void attend() {
+    for (int64_t row = 0; row < query_.queries; row += kChunkQueriesMax) {
+      attend_rows(row, std::min(kChunkQueriesMax, query_.queries - row));
+    }
+    pages_.clear();
+    masks_.clear();
+    columns_.clear();
+  }
+
+  /// [tokens, heads, head_dim] of the session's dtype.
+  void write(std::byte* target) const {
+    with_element(options_.dtype, [&](auto element) {
+      using T = decltype(element);
+      auto* to = reinterpret_cast<T*>(target);
+      for (const float value : output_) *to++ = from_float<T>(value);
+    });
+  }
+
+ private:
+  void attend_rows(int64_t row, int64_t count) {
+    const int64_t heads = query_.heads;
+    const int64_t dim = options_.head_dim;
+    const int64_t element = dtype_bytes(options_.dtype);
+    rounded_.resize(count * heads * dim * element);
+    part_.resize(count * heads * dim);
+    by_head_.resize(count * heads);
+    by_row_.resize(count * heads);
+    const auto pages = static_cast<int32_t>(pages_.size());
+    const auto column = static_cast<int32_t>(past_ + row);
+    paged_attention({.query = first_ + row * query_.query_stride * element,
+                     .query_batch_stride = query_.batch_stride,
+                     .query_head_stride = query_.head_stride,
+                     .query_token_stride = query_.query_stride,
+                     .output = rounded_.data(),
+                     .log_sum_exp = by_head_.data(),
+                     .pages = pages_.data(),
+                     .masks = masks_.data(),
+                     .columns = columns_.data(),
+                     .page_counts = &pages,
+                     .query_columns = &column,
+                     .pages_max = pages,
+                     .table_heads = 1,
+                     .batch = 1,
+                     .heads = heads,
+                     .queries = count,
+                     .scale = scale_,
+                     .shape = shape(),
+                     .dtype = options_.dtype},
+                    execution_);
+    with_element(options_.dtype, [&](auto element) {
+      const auto* from = reinterpret_cast<const decltype(element)*>(rounded_.data());
+      for (float& value : part_) value = to_float(*from++);
+    });
+    // The kernel's log-sum-exps are [heads, rows], its output [rows, heads, ...].
+    for (int64_t i = 0; i < count * heads; ++i) {
+      by_row_[i] = by_head_[i % heads * count + i / heads];
+    }
+    merge_attention({.output = output_.data() + row * heads * dim,
+                     .log_sum_exp = log_sum_exp_.data() + row * heads,
+                     .other_output = part_.data(),
+                     .other_log_sum_exp = by_row_.data(),
+                     .rows = count * heads,
+                     .head_dim = dim,
+                     .dtype = DType::kFloat32},
+                    execution_);
+  }
+
+  const EngineOptions& options_;
+  const TokenValidity& validity_;
+  QueryView query_;
+  const std::byte* first_;
+  int64_t past_;
+  float scale_;
+  Execution execution_;
+  int64_t rows_;
+  std::vector<float> output_;       // [tokens, heads, head_dim]
+  std::vector<float> log_sum_exp_;  // [tokens, heads]
+  std::vector<const void*> pages_;
+  std::vector<uint64_t> masks_;
+  std::vector<int32_t> columns_;
+  std::vector<std::byte> rounded_;  // one piece of rows, of the session's dtype
+  std::vector<float> part_;         // the same in fp32
+  std::vector<float> by_head_;
+  std::vector<float> by_row_;
+};
+
+/// Attends over sealed groups [first, end) of a sequence, block by block.
+Status attend_sealed(Engine& engine, int64_t layer, int64_t sequence, int64_t first, int64_t end,
+                     Chunk& chunk) {
+  auto stream = PastStream::open(engine, layer, sequence, first, end);
+  if (!stream.is_ok()) return stream.status();
+  const int64_t group_tokens = engine.options().group_tokens;
+  while (true) {
+    auto block = stream.value()->next();
+    if (!block.is_ok()) return block.status();
+    if (block.value().groups == 0) return Status::ok();
+    for (int64_t i = 0; i < block.value().groups; ++i) {
+      chunk.add_page(block.value().records + i * engine.record_bytes(),
+                     (block.value().first_group + i) * group_tokens, end * group_tokens);
+    }
+    chunk.attend();
+  }
+}
+
+/// Attends over columns [begin, columns of the layer): read back, and packed as records are.
+Status attend_newest(Engine& engine, int64_t layer, int64_t sequence, int64_t begin, Chunk& chunk) {
+  const RecordShape shape = chunk.shape();
+  const int64_t end = engine.columns(layer);
+  const int64_t count = end - begin;
+  const int64_t groups = (count + shape.group_tokens - 1) / shape.group_tokens;
+  const int64_t bytes = shape.kv_heads * count * shape.head_dim * shape.element_bytes;
+  std::vector<std::byte> keys(bytes);
+  std::vector<std::byte> values(bytes);
+  KVSWAP_RETURN_IF_ERROR(engine.read_back(layer, sequence, begin, end, keys.data(), values.data()));
+  std::vector<std::byte> packed(groups * shape.payload_bytes());
+  std::vector<void*> records(groups);
+  std::vector<int64_t> first_tokens(groups);
+  std::vector<int32_t> lengths(groups);
+  for (int64_t i = 0; i < groups; ++i) {
+    records[i] = packed.data() + i * shape.payload_bytes();
+    first_tokens[i] = i * shape.group_tokens;
+    lengths[i] = static_cast<int32_t>(std::min(shape.group_tokens, count - first_tokens[i]));
+    chunk.add_page(records[i], begin + first_tokens[i], end);
+  }
+  const int64_t head_stride = count * shape.head_dim;
+  pack_records({.shape = shape,
+                .tokens = {.keys = keys.data(),
+                           .values = values.data(),
+                           .key_head_stride = head_stride,
+                           .key_token_stride = shape.head_dim,
+                           .value_head_stride = head_stride,
+                           .value_token_stride = shape.head_dim},
+                .records = records.data(),
+                .first_tokens = first_tokens.data(),
+                .lengths = lengths.data(),
+                .count = groups});
+  chunk.attend();
+  return Status::ok();
+}
+
+}  // namespace
+
+Status attend_exactly(Engine& engine, int64_t layer, const QueryView& query, float scale,
+                      void* output, const ParallelFor& parallel) {
+  const EngineOptions& options = engine.options();
+  const int64_t past = engine.columns(layer) - query.queries;
+  const int64_t row_bytes = query.heads * options.head_dim * dtype_bytes(options.dtype);
+  for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
+    Chunk chunk(engine, sequence, query, past, scale, parallel);
+    // append() may have sealed groups of the chunk itself: they are read back with the rest.
+    const int64_t first =
+        std::min(past, engine.validity(sequence).first_valid()) / options.group_tokens;
+    const int64_t end =
+        std::max(first, std::min(past / options.group_tokens, engine.sealed_groups(layer)));
+    KVSWAP_RETURN_IF_ERROR(attend_sealed(engine, layer, sequence, first, end, chunk));
+    KVSWAP_RETURN_IF_ERROR(
+        attend_newest(engine, layer, sequence, end * options.group_tokens, chunk));
+    chunk.write(static_cast<std::byte*>(output) + sequence * query.queries * row_bytes);
+  }
+  return Status::ok();
+}
+
+}  // namespace kvswap

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace kvswap {
+
+/// Of keys, values and queries.
+enum class ElementType { kFloat32, kBFloat16, kFloat16 };
+
+/// "float32", "bfloat16" or "float16".
+const char* element_name(ElementType type);
+
+/// The part of a model that is kept on disk.
+struct ModelShape {
+  int64_t layers = 0;  // on disk: the full-attention ones
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  ElementType dtype = ElementType::kFloat32;
+
+  /// Elements of one token's K in one layer.
+  int64_t width() const { return kv_heads * head_dim; }
+  int64_t element_bytes() const { return dtype == ElementType::kFloat32 ? 4 : 2; }
+  /// Bytes of K and V of `tokens` tokens in all layers, uncompressed.
+  int64_t kv_bytes(int64_t tokens) const { return 2 * layers * width() * element_bytes() * tokens; }
+};
+
+}  // namespace kvswap

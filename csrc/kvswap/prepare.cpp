@@ -1,0 +1,89 @@
+#include <algorithm>
+
+#include "io/host_info.h"
+#include "kvswap/core_session.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kAlignmentUnknown = 4096;
+
+/// Columns to read of each layer: the widest rank that the config or a solution of it asks for.
+std::vector<int64_t> widest_ranks(const SwapConfig& config, int64_t layers) {
+  std::vector<int64_t> widest = config.settings.ranks(layers);
+  for (const Solution& row : config.table) {
+    const std::vector<int64_t> ranks = row.settings.ranks(layers);
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      widest[layer] = std::max(widest[layer], ranks[layer]);
+    }
+  }
+  return widest;
+}
+
+int64_t alignment_of(const std::string& directory) {
+  const auto probe = probe_directory(directory);
+  return probe.is_ok() ? probe.value().alignment_bytes : kAlignmentUnknown;
+}
+
+/// What the session itself may take of the budget.
+Budget without_reserved(const OpenArgs& args) {
+  Budget budget = args.budget;
+  if (budget.kv_memory_bytes) {
+    budget.kv_memory_bytes = std::max<int64_t>(1, *budget.kv_memory_bytes - args.reserved_bytes);
+  }
+  return budget;
+}
+
+}  // namespace
+
+Opening prepare(const OpenArgs& args) {
+  Opening opening;
+  opening.options = {.shape = args.shape,
+                     .settings = {},
+                     .ranks = {},
+                     .directory = args.directory,
+                     .budget = without_reserved(args),
+                     .threads = args.threads};
+  std::optional<SwapConfig> config;
+  if (!args.config_path.empty()) {
+    config = SwapConfig::load(args.config_path);
+    const ModelIdentity identity = identity_of(args.shape, args.model_type);
+    config->check_model(identity);
+    if (config->settings.projection_file) {
+      opening.projections =
+          load_projections(config->projection_path(), widest_ranks(*config, args.shape.layers),
+                           args.shape.width(), identity);
+    }
+  }
+  const bool calibrated = !opening.projections.empty();
+  std::optional<int64_t> alignment;  // looked up when a budget asks for it
+  const Need need = [&](const Settings& settings, int64_t batch, int64_t context) {
+    if (!alignment) alignment = alignment_of(args.directory);
+    CoreOptions candidate = opening.options;
+    candidate.settings = settings;
+    candidate.ranks = effective_ranks(settings, args.shape, calibrated);
+    auto uses = CoreSession::memory_need(candidate, batch, context, *alignment);
+    uses["predictor"] = args.reserved_bytes;
+    uses["total"] += args.reserved_bytes;
+    return uses;
+  };
+  opening.options.settings = settle(config ? &*config : nullptr, args.shape, args.budget, need,
+                                    args.first ? &*args.first : nullptr);
+  opening.options.ranks = effective_ranks(opening.options.settings, args.shape, calibrated);
+  // A budget may have lowered the rank; the first columns are the projection of that rank.
+  for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
+    opening.projections[layer] = opening.projections[layer].cut(opening.options.ranks[layer]);
+  }
+  return opening;
+}
+
+std::unique_ptr<CoreSession> open_core(const OpenArgs& args) {
+  const Opening opening = prepare(args);
+  auto session = std::make_unique<CoreSession>(opening.options);
+  for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
+    session->set_projection(static_cast<int64_t>(layer), opening.projections[layer]);
+  }
+  return session;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,116 @@
+#include "kvswap/projection_file.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "kvswap/config_parts.h"
+#include "kvswap/errors.h"
+#include "kvswap/safetensors.h"
+#include "kvswap/swap_config.h"
+
+namespace kvswap {
+namespace {
+
+constexpr const char* kFormatVersion = "1";
+
+/// The name that messages know a stored dtype by.
+std::string torch_name(const std::string& dtype) {
+  static const std::map<std::string, std::string> names = {
+      {"F32", "float32"}, {"F16", "float16"}, {"BF16", "bfloat16"}, {"F64", "float64"},
+      {"I64", "int64"},   {"I32", "int32"},   {"I16", "int16"},     {"I8", "int8"},
+      {"U8", "uint8"},    {"BOOL", "bool"},
+  };
+  const auto found = names.find(dtype);
+  return "torch." + (found == names.end() ? dtype : found->second);
+}
+
+std::vector<float> first_columns(const std::vector<float>& matrix, int64_t rows, int64_t columns,
+                                 int64_t rank) {
+  std::vector<float> kept(rows * rank);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::copy_n(matrix.begin() + row * columns, rank, kept.begin() + row * rank);
+  }
+  return kept;
+}
+
+void check_metadata(const std::string& where, const std::map<std::string, std::string>& metadata,
+                    const ModelIdentity& model) {
+  const auto version = metadata.find("kvswap_projection");
+  if (version == metadata.end() || version->second != kFormatVersion) {
+    throw ConfigError(where + ": metadata kvswap_projection must be " +
+                      python_repr(std::string(kFormatVersion)) + ", got " +
+                      (version == metadata.end() ? "None" : python_repr(version->second)) +
+                      "; calibrate again with this kvswap_torch");
+  }
+  const auto text = metadata.find("model");
+  ModelIdentity written_for;
+  try {
+    const JsonValue object = parse_json(text == metadata.end() ? "{}" : text->second);
+    if (!object.is(JsonValue::Kind::kObject)) throw JsonError("it is no object");
+    written_for = identity_from(object);
+  } catch (const std::exception& error) {
+    throw ConfigError(where + ": metadata model must describe a model: " + error.what());
+  }
+  // Moments of keys do not depend on the precision they are stored in.
+  written_for.dtype.reset();
+  const std::string told = differences(written_for, model);
+  if (!told.empty()) {
+    throw ConfigError(where + ": must be for the model it is used with, but was made for " + told +
+                      "; calibrate this model, or leave projection_file out");
+  }
+}
+
+std::vector<float> read_matrix(const std::string& where, const SafetensorsFile& file,
+                               const std::string& name, int64_t rank, int64_t width) {
+  const auto found = file.tensors().find(name);
+  if (found == file.tensors().end()) {
+    throw ConfigError(where + ": must have " + name + ", has only " +
+                      std::to_string(file.tensors().size()) + " other tensors");
+  }
+  const StoredTensor& tensor = found->second;
+  const bool is_float = tensor.dtype == "F32" || tensor.dtype == "F16" || tensor.dtype == "BF16" ||
+                        tensor.dtype == "F64";
+  if (tensor.shape.size() != 2 || tensor.shape[0] != width || tensor.shape[1] < rank || !is_float) {
+    throw ConfigError(where + ": " + name + " must be floats [" + std::to_string(width) +
+                      ", at least " + std::to_string(rank) + "], got " + torch_name(tensor.dtype) +
+                      " " + python_repr(tensor.shape) + "; calibrate again, or lower rank");
+  }
+  std::vector<float> matrix = first_columns(as_floats(tensor), width, tensor.shape[1], rank);
+  if (!std::all_of(matrix.begin(), matrix.end(), [](float one) { return std::isfinite(one); })) {
+    throw ConfigError(where + ": " + name + " must be finite, has NaN or infinity; restore it");
+  }
+  return matrix;
+}
+
+}  // namespace
+
+Projection Projection::cut(int64_t columns) const {
+  if (columns < 1 || columns > rank) {
+    throw ConfigError("projection: rank must be 1 to " + std::to_string(rank) + ", got " +
+                      std::to_string(columns));
+  }
+  return {width, columns, first_columns(keys, width, rank, columns),
+          first_columns(queries, width, rank, columns)};
+}
+
+std::vector<Projection> load_projections(const std::string& path, std::span<const int64_t> ranks,
+                                         int64_t width, const ModelIdentity& model) {
+  const std::string where = "projection " + path;
+  std::unique_ptr<SafetensorsFile> file;
+  try {
+    file = std::make_unique<SafetensorsFile>(path);
+  } catch (const ConfigError& error) {
+    throw ConfigError(where + ": must be a readable safetensors file: " + error.what());
+  }
+  check_metadata(where, file->metadata(), model);
+  std::vector<Projection> projections;
+  for (const int64_t rank : ranks) {
+    const std::string layer = "layers." + std::to_string(projections.size());
+    projections.push_back({width, rank, read_matrix(where, *file, layer + ".key", rank, width),
+                           read_matrix(where, *file, layer + ".query", rank, width)});
+  }
+  return projections;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,87 @@
+#pragma once
+
+// Written by `make schema` from kvswap_torch/config.py; change it there.
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace kvswap {
+
+/// One rank for all layers on disk, or one for each.
+using Rank = std::variant<int64_t, std::vector<int64_t>>;
+
+/// What the tuner decides and a session obeys: fields of kvswap_torch.SwapConfig.
+struct Settings {
+  /// tokens of one layer and sequence that are selected and read together (G)
+  int64_t group_tokens = 4;
+  /// columns of the low-rank summary: one number, or one for each layer on disk; doubled when
+  /// the projection is computed from the first prefill
+  Rank rank = 32;
+  /// precision of the summary's rows: the model's dtype, or int8
+  std::string summary_dtype = "model";
+  /// groups attended per layer, sequence and step, sinks and tail apart (M)
+  int64_t groups_max = 100;
+  /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is
+  /// the reuse buffer
+  int64_t pages_max = 200;
+  /// first valid tokens of each sequence, always in memory and attended
+  int64_t sink_tokens = 4;
+  /// newest tokens, always in memory and attended, sealed group by group
+  int64_t tail_tokens = 32;
+  /// who leaves the reuse buffer: the oldest load (the paper), the least recently used, or
+  /// whatever this step did not use (the published research code)
+  std::string replacement = "fifo";
+  /// longest chunk that attends the union of its selections; longer ones are exact
+  int64_t select_queries_max = 8;
+  /// predict the next layer's query and read ahead; off: choose with the true query
+  bool look_ahead = true;
+  /// layers on disk that choose with their true query all the same, since the layer before
+  /// tells too little of it; what they read is not hidden
+  std::vector<int64_t> true_query_layers;
+  /// order of the records on disk
+  std::string layout = "sequence";
+  /// who reads; auto: the fastest that works
+  std::string reader = "auto";
+  /// O_DIRECT or the page cache; auto: O_DIRECT if able
+  std::string io_mode = "auto";
+  /// reads in flight at once
+  int64_t read_depth = 64;
+  /// neighbouring reads are merged over a gap up to this
+  int64_t merge_gap_bytes = 16384;
+  /// longest merged read
+  int64_t merge_bytes_max = 262144;
+  /// verify every record that is read
+  bool checksum = true;
+  /// delay reads as a modelled device would, for experiments; None: the real disk only
+  std::optional<std::string> device_model;
+  /// most bytes on disk; None: what the disk has free
+  std::optional<int64_t> disk_quota_bytes;
+  /// safetensors file, relative to the config; None: computed from the first prefill
+  std::optional<std::string> projection_file;
+  /// the best bilinear form of queries and keys, or the paper's SVD of the keys
+  std::string projection_kind = "query_aware";
+
+  /// The rank of each of `layers` layers; throws ConfigError when there is one a
+  /// layer, for another number of layers.
+  std::vector<int64_t> ranks(int64_t layers) const;
+
+  bool operator==(const Settings&) const = default;
+};
+
+/// What of a model a config depends on; nothing: not known, not compared.
+struct ModelIdentity {
+  std::optional<std::string> model_type;
+  std::optional<int64_t> layers;
+  std::optional<int64_t> heads;
+  std::optional<int64_t> kv_heads;
+  std::optional<int64_t> head_dim;
+  std::optional<std::string> dtype;
+  std::optional<std::string> config_hash;
+
+  bool operator==(const ModelIdentity&) const = default;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,100 @@
+#pragma once
+
+// Written by `make schema` from kvswap_torch/config.py; change it there.
+
+#include "kvswap/rules.h"
+#include "kvswap/settings.h"
+
+namespace kvswap {
+
+inline constexpr int64_t kConfigVersion = 1;
+
+/// Every field that a config file may have, in the order that messages name them.
+inline constexpr const char* kConfigFields[] = {"group_tokens",
+                                                "rank",
+                                                "summary_dtype",
+                                                "groups_max",
+                                                "pages_max",
+                                                "sink_tokens",
+                                                "tail_tokens",
+                                                "replacement",
+                                                "select_queries_max",
+                                                "look_ahead",
+                                                "true_query_layers",
+                                                "layout",
+                                                "reader",
+                                                "io_mode",
+                                                "read_depth",
+                                                "merge_gap_bytes",
+                                                "merge_bytes_max",
+                                                "checksum",
+                                                "device_model",
+                                                "disk_quota_bytes",
+                                                "projection_file",
+                                                "projection_kind",
+                                                "model",
+                                                "provenance",
+                                                "table",
+                                                "version"};
+
+/// What a row of the table may set.
+inline constexpr const char* kSolvable[] = {"group_tokens",
+                                            "rank",
+                                            "summary_dtype",
+                                            "groups_max",
+                                            "pages_max",
+                                            "sink_tokens",
+                                            "tail_tokens",
+                                            "replacement",
+                                            "select_queries_max",
+                                            "look_ahead",
+                                            "true_query_layers",
+                                            "layout",
+                                            "reader",
+                                            "io_mode",
+                                            "read_depth",
+                                            "merge_gap_bytes",
+                                            "merge_bytes_max",
+                                            "device_model",
+                                            "projection_file",
+                                            "projection_kind"};
+
+/// visit(name, member, rule) for each setting, in the order they are checked in.
+template <typename Visit>
+void visit_settings(Visit&& visit) {
+  visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
+  visit("rank", &Settings::rank, RankRange{65536});
+  visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
+  visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
+  visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
+  visit("sink_tokens", &Settings::sink_tokens, IntRange{0, 4096});
+  visit("tail_tokens", &Settings::tail_tokens, IntRange{0, 4096});
+  visit("replacement", &Settings::replacement, OneOf{{"fifo", "lru", "unused"}});
+  visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
+  visit("look_ahead", &Settings::look_ahead, Boolean{});
+  visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
+  visit("layout", &Settings::layout, OneOf{{"sequence"}});
+  visit("reader", &Settings::reader, OneOf{{"auto", "uring", "threads", "sync"}});
+  visit("io_mode", &Settings::io_mode, OneOf{{"auto", "direct", "buffered"}});
+  visit("read_depth", &Settings::read_depth, IntRange{1, 1024});
+  visit("merge_gap_bytes", &Settings::merge_gap_bytes, IntRange{0, 16777216});
+  visit("merge_bytes_max", &Settings::merge_bytes_max, IntRange{4096, 268435456});
+  visit("checksum", &Settings::checksum, Boolean{});
+  visit("device_model", &Settings::device_model, OneOf{{"None", "nvme", "ufs", "emmc"}});
+  visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
+  visit("projection_file", &Settings::projection_file, FileName{});
+  visit("projection_kind", &Settings::projection_kind, OneOf{{"query_aware", "svd_keys"}});
+}
+
+template <typename Visit>
+void visit_identity(Visit&& visit) {
+  visit("model_type", &ModelIdentity::model_type);
+  visit("layers", &ModelIdentity::layers);
+  visit("heads", &ModelIdentity::heads);
+  visit("kv_heads", &ModelIdentity::kv_heads);
+  visit("head_dim", &ModelIdentity::head_dim);
+  visit("dtype", &ModelIdentity::dtype);
+  visit("config_hash", &ModelIdentity::config_hash);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kvswap/model_shape.h"
+#include "kvswap/settings.h"
+
+namespace kvswap {
+
+/// The settings found best for one batch size and context length.
+struct Solution {
+  int64_t batch = 0;
+  int64_t context = 0;
+  Settings settings;  // whole: the config's own where the file's row says nothing
+
+  bool operator==(const Solution&) const = default;
+};
+
+/// A config file, as kvswap_torch.SwapConfig.save() and the tuner write it.
+///
+///   const SwapConfig config = SwapConfig::load("config.json");
+///   config.check_model({.layers = 28, .heads = 16, .kv_heads = 8, .head_dim = 128});
+///   const Settings settings = config.for_batch_and_context(1, 32768);
+///
+/// A default-constructed one has SwapConfig's defaults and no file.
+struct SwapConfig {
+  Settings settings;
+  std::optional<ModelIdentity> model;
+  std::vector<Solution> table;
+  std::string source;  // the file it came from
+
+  /// Reads a file. Throws ConfigError, in the words of Python's SwapConfig.load(): a missing file,
+  /// corrupt JSON, an unknown field or version, or a value out of range.
+  static SwapConfig load(const std::string& path);
+
+  /// The exact pair's solution or the nearest one's, in doublings of batch and context; of two
+  /// equally near the longer context's, then the larger batch's. Without a table its settings.
+  const Settings& for_batch_and_context(int64_t batch, int64_t context) const;
+
+  /// Throws ConfigError naming each thing in which the model differs from the config's, and for
+  /// ranks that do not fit it.
+  void check_model(const ModelIdentity& identity) const;
+
+  /// Where a projection file lies: beside the config. Empty when there is none.
+  std::string projection_path() const;
+};
+
+/// A model's identity from its shape; `model_type` may be empty: not compared.
+ModelIdentity identity_of(const ModelShape& shape, const std::string& model_type);
+
+/// "name ours (this model: theirs)" for each field that both know and that differs, joined by
+/// commas; empty when nothing does.
+std::string differences(const ModelIdentity& ours, const ModelIdentity& theirs);
+
+}  // namespace kvswap

@@ -1,0 +1,62 @@
+#include "runtime/engine_report.h"
+
+#include "kernels/cpu_features.h"
+
+namespace kvswap {
+
+std::map<std::string, double> engine_counters(const Engine& engine) {
+  const EngineCounters& steps = engine.counters();
+  const FetchCounters& reads = engine.fetcher().counters();
+  const ReaderCounters reader = engine.fetcher().reader().counters();
+  const auto number = [](auto count) { return static_cast<double>(count); };
+  return {
+      {"steps", number(steps.steps)},
+      {"sequences", number(steps.sequences)},
+      {"groups_attended", number(steps.groups_attended)},
+      {"groups_loaded", number(steps.groups_loaded)},
+      {"records_sealed", number(steps.records_sealed)},
+      {"select_seconds", steps.select_seconds},
+      {"plan_seconds", number(steps.plan_seconds)},
+      {"attend_seconds", number(steps.attend_seconds)},
+      {"append_seconds", number(steps.append_seconds)},
+      {"bytes_read", number(reader.bytes)},
+      {"bytes_read_payload", number(reads.payload_bytes)},
+      {"bytes_read_gaps", number(reads.gap_bytes)},
+      {"records_read", number(reads.records)},
+      {"records_reread", number(reads.reread_records)},
+      {"reads", number(reader.reads)},
+      {"read_retries", number(reader.retries)},
+      {"wait_seconds", number(reads.wait_seconds)},
+      {"hidden_seconds", number(reads.hidden_seconds)},
+      {"bytes_written", number(engine.store().bytes_written())},
+      {"write_blocked_seconds", number(engine.store().write_blocked_seconds())},
+      {"bytes_on_disk", number(engine.store().bytes_on_disk())},
+      {"bytes_allocated_on_disk", number(engine.file().allocated_bytes())},
+      {"record_bytes", number(engine.record_bytes())},
+  };
+}
+
+std::map<std::string, std::string> engine_facts(const Engine& engine) {
+  std::string fallbacks;
+  for (const std::string& fallback : engine.fallbacks()) {
+    fallbacks += (fallbacks.empty() ? "" : "\n") + fallback;
+  }
+  return {{"reader", engine.fetcher().reader().name()},
+          {"io_mode", engine.file().is_direct() ? "direct" : "buffered"},
+          {"simd", simd_level()},
+          {"fallbacks", fallbacks}};
+}
+
+std::map<std::string, int64_t> engine_ledger(const Engine& engine) {
+  const Ledger& ledger = engine.ledger();
+  std::map<std::string, int64_t> bytes;
+  for (int use = 0; use < kUses; ++use) {
+    bytes[use_name(static_cast<Use>(use))] = ledger.used(static_cast<Use>(use));
+  }
+  bytes["total"] = ledger.total();
+  bytes["peak"] = ledger.peak();
+  bytes["limit"] = ledger.limit_bytes();
+  return bytes;
+}
+
+}  // namespace kvswap

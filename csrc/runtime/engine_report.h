@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "runtime/engine.h"
+
+namespace kvswap {
+
+// What every session tells about itself, by name.
+
+std::map<std::string, double> engine_counters(const Engine& engine);
+std::map<std::string, std::string> engine_facts(const Engine& engine);
+std::map<std::string, int64_t> engine_ledger(const Engine& engine);
+
+}  // namespace kvswap

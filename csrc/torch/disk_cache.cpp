@@ -1,0 +1,140 @@
+#include "torch/disk_cache.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "torch/parallel.h"
+#include "torch/projection.h"
+#include "torch/session.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kKeysReadBack = 2048;  // newest keys that a late estimate looks at
+
+at::ScalarType scalar_type(ElementType type) {
+  return type == ElementType::kFloat32    ? at::kFloat
+         : type == ElementType::kBFloat16 ? at::kBFloat16
+                                          : at::kHalf;
+}
+
+at::Tensor as_tensor(const std::vector<float>& matrix, int64_t rows, int64_t columns) {
+  return at::from_blob(const_cast<float*>(matrix.data()), {rows, columns}, at::kFloat);
+}
+
+}  // namespace
+
+SessionOptions session_options(const CoreOptions& from) {
+  const Settings& settings = from.settings;
+  SessionOptions to;
+  to.layers = from.shape.layers;
+  to.heads = from.shape.heads;
+  to.kv_heads = from.shape.kv_heads;
+  to.head_dim = from.shape.head_dim;
+  to.dtype = scalar_type(from.shape.dtype);
+  to.directory = from.directory;
+  to.io_mode = settings.io_mode;
+  to.reader = settings.reader;
+  to.device_model = settings.device_model.value_or("");
+  to.read_depth = settings.read_depth;
+  to.merge_gap_bytes = settings.merge_gap_bytes;
+  to.merge_bytes_max = settings.merge_bytes_max;
+  to.disk_quota_bytes = settings.disk_quota_bytes.value_or(-1);
+  to.checksum = settings.checksum;
+  to.group_tokens = settings.group_tokens;
+  to.ranks = from.ranks.empty() ? settings.ranks(from.shape.layers) : from.ranks;
+  to.summary_dtype = settings.summary_dtype;
+  to.groups_max = settings.groups_max;
+  to.pages_max = settings.pages_max;
+  to.sink_tokens = settings.sink_tokens;
+  to.tail_tokens = settings.tail_tokens;
+  to.replacement = settings.replacement;
+  to.select_queries_max = settings.select_queries_max;
+  to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
+  to.max_context = from.budget.max_context.value_or(-1);
+  to.max_batch = from.budget.max_batch.value_or(-1);
+  return to;
+}
+
+DiskCache::DiskCache(const OpenArgs& args) : reserved_bytes_(args.reserved_bytes) {
+  const Opening opening = prepare(args);
+  options_ = opening.options;
+  is_calibrated_ = !opening.projections.empty();
+  is_estimated_.assign(args.shape.layers, false);
+  session_ = std::make_unique<Session>(session_options(options_));
+  for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
+    const Projection& pair = opening.projections[layer];
+    session_->set_projection(static_cast<int64_t>(layer),
+                             as_tensor(pair.keys, pair.width, pair.rank),
+                             as_tensor(pair.queries, pair.width, pair.rank));
+  }
+}
+
+DiskCache::~DiskCache() = default;
+
+void DiskCache::look_ahead(int64_t layer, int64_t tokens,
+                           const std::function<at::Tensor()>& predict) {
+  session_->look_ahead(layer, attends_all(layer) ? any_query(tokens) : predict());
+}
+
+int64_t DiskCache::columns() const { return session_->columns(0); }
+
+bool DiskCache::wants_look_ahead(int64_t layer, int64_t tokens) const {
+  const Settings& settings = options_.settings;
+  const auto& own = settings.true_query_layers;
+  return settings.look_ahead && layer >= 0 && layer < options_.shape.layers &&
+         std::find(own.begin(), own.end(), layer) == own.end() &&
+         tokens <= settings.select_queries_max &&
+         session_->columns(layer) >= settings.tail_tokens + settings.group_tokens;
+}
+
+bool DiskCache::attends_all(int64_t layer) const {
+  const Settings& settings = options_.settings;
+  return (session_->columns(layer) - settings.tail_tokens) / settings.group_tokens <=
+         settings.groups_max;
+}
+
+at::Tensor DiskCache::any_query(int64_t tokens) const {
+  const ModelShape& shape = options_.shape;
+  return at::zeros({session_->batch(), shape.kv_heads, tokens, shape.head_dim},
+                   scalar_type(shape.dtype));
+}
+
+bool DiskCache::will_choose(int64_t layer, int64_t tokens) const {
+  const Settings& settings = options_.settings;
+  if (is_calibrated_ || is_estimated_.at(layer) || tokens <= settings.select_queries_max) {
+    return false;
+  }
+  const int64_t columns = session_->columns(layer) + tokens - settings.tail_tokens;
+  return columns / settings.group_tokens > settings.groups_max;
+}
+
+void DiskCache::estimate(int64_t layer, const at::Tensor& keys,
+                         const std::optional<at::Tensor>& query) {
+  const auto [key, other] =
+      estimate_projection(options_.settings.projection_kind, keys, query, options_.ranks.at(layer));
+  session_->set_projection(layer, key, other);
+  is_estimated_[layer] = true;
+}
+
+at::Tensor DiskCache::attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                             const at::Tensor& values, double scale) {
+  const at::NoGradGuard no_grad;
+  // Before the chunk is appended: then nothing must be read back for its summary.
+  if (keys.dim() == 4 && layer >= 0 && layer < options_.shape.layers &&
+      will_choose(layer, keys.size(2))) {
+    estimate(layer, keys, query);
+  }
+  session_->append(layer, keys, values);
+  if (session_->needs_projection(layer)) {
+    // Decoding has outgrown what may be attended: the newest keys have to do.
+    const int64_t columns = session_->columns(layer);
+    const auto newest =
+        session_->read_back(layer, std::max<int64_t>(0, columns - kKeysReadBack), columns);
+    estimate(layer, newest.first, std::nullopt);
+  }
+  return session_->attend(layer, query, keys, values, scale);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,98 @@
+#include "torch/projection.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <tuple>
+
+namespace kvswap {
+namespace {
+
+// kvswap_torch/projection.py, number by number: test_libtorch_example.py compares what comes of it.
+constexpr double kRidge = 1e-2;
+constexpr int64_t kKeysMax = 2048;
+constexpr int64_t kQueriesNewest = 512;
+constexpr int64_t kQueriesMin = 8;
+constexpr int kSvdPasses = 4;
+
+using Pair = std::pair<at::Tensor, at::Tensor>;
+
+/// [batch, kv_heads, tokens, head_dim] to [batch * tokens, kv_heads * head_dim].
+at::Tensor flat_tokens(const at::Tensor& keys) {
+  return keys.transpose(1, 2).flatten(2).flatten(0, 1);
+}
+
+/// The `rank` largest singular triplets, by subspace iteration when they are few.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> leading_svd(const at::Tensor& matrix, int64_t rank) {
+  const int64_t width = rank + 16;
+  if (3 * width >= std::min(matrix.size(0), matrix.size(1))) {
+    const auto [left, weights, right] = at::linalg_svd(matrix, false);
+    return {left.narrow(1, 0, rank), weights.narrow(0, 0, rank),
+            right.narrow(0, 0, rank).t().contiguous()};
+  }
+  // A generator of its own: sampling elsewhere must not change with it.
+  auto generator = at::detail::createCPUGenerator(0);
+  at::Tensor basis = at::randn({matrix.size(1), width}, generator, matrix.options());
+  for (int pass = 0; pass < kSvdPasses; ++pass) {
+    basis = std::get<0>(at::linalg_qr(matrix.matmul(basis)));
+    basis = std::get<0>(at::linalg_qr(matrix.t().matmul(basis)));
+  }
+  const auto [left, weights, right] = at::linalg_svd(matrix.matmul(basis), false);
+  return {left.narrow(1, 0, rank), weights.narrow(0, 0, rank),
+          basis.matmul(right.t()).narrow(1, 0, rank).contiguous()};
+}
+
+/// Lower triangular L with L L^T = moment + a ridge that fades with the samples' count.
+at::Tensor factor(const at::Tensor& moment, int64_t count) {
+  const int64_t width = moment.size(0);
+  const at::Tensor wide = moment.to(at::kDouble);
+  const at::Tensor mean = wide.diagonal().mean().clamp_min(1e-30);
+  const at::Tensor ridge = kRidge * mean * width / (width + count - 1);
+  return at::linalg_cholesky(wide + ridge * at::eye(width, wide.options())).to(at::kFloat);
+}
+
+Pair svd_keys(const at::Tensor& samples, int64_t rank) {
+  const at::Tensor keys = samples.to(at::kFloat);
+  const at::Tensor moment = keys.t().matmul(keys) / keys.size(0);
+  const at::Tensor directions = std::get<0>(leading_svd(moment, rank)).contiguous();
+  return {directions, directions};
+}
+
+Pair query_aware(const at::Tensor& key_samples, const at::Tensor& query_samples, int64_t rank) {
+  const at::Tensor keys = key_samples.to(at::kFloat);
+  const at::Tensor queries = query_samples.to(at::kFloat);
+  const at::Tensor centred = keys - keys.mean(0);
+  const at::Tensor key_factor = factor(centred.t().matmul(centred) / keys.size(0), keys.size(0));
+  const at::Tensor query_factor =
+      factor(queries.t().matmul(queries) / queries.size(0), queries.size(0));
+  const auto [left, weights, right] = leading_svd(query_factor.t().matmul(key_factor), rank);
+  const at::Tensor scale = at::maximum(weights, weights[0].clamp_min(1e-30) * 1e-7).rsqrt();
+  return {query_factor.matmul(left) * scale, key_factor.matmul(right) * scale};
+}
+
+}  // namespace
+
+Pair estimate_projection(const std::string& kind, const at::Tensor& keys,
+                         const std::optional<at::Tensor>& query, int64_t rank) {
+  const int64_t batch = keys.size(0);
+  const int64_t kv_heads = keys.size(1);
+  const int64_t tokens = keys.size(2);
+  const int64_t width = kv_heads * keys.size(3);
+  TORCH_CHECK_VALUE(tokens >= 1 && rank >= 1 && rank <= width,
+                    "estimate_projection: rank must be 1 to ", width, ", got ", rank);
+  const int64_t per_sequence = std::max<int64_t>(1, kKeysMax / batch);
+  const at::Tensor evenly =
+      at::linspace(0, tokens - 1, std::min(tokens, per_sequence)).to(at::kLong);
+  const at::Tensor sample = flat_tokens(keys.index_select(2, evenly));
+  if (kind == "svd_keys" || !query) return svd_keys(sample, rank);
+  const int64_t newest_count = std::max<int64_t>(1, kQueriesNewest / batch);
+  const at::Tensor newest = at::arange(std::max<int64_t>(0, tokens - newest_count), tokens);
+  const int64_t step = std::max<int64_t>(1, evenly.size(0) / std::max<int64_t>(1, newest.size(0)));
+  const at::Tensor looked_at = at::cat({evenly.slice(0, 0, evenly.size(0), step), newest});
+  const at::Tensor queries = flat_tokens(
+      query->index_select(2, looked_at).to(at::kFloat).unflatten(1, {kv_heads, -1}).sum(2));
+  if (queries.size(0) < kQueriesMin) return svd_keys(sample, rank);
+  return query_aware(sample, queries, rank);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,162 @@
+"""`SwapConfig`'s fields as C++: names, types, defaults and rules, written by ``make schema``.
+
+`settings` is the public header with the struct, `rules` what the C++ loader checks a file by. Both
+are made of the fields' own metadata, as the JSON Schema is, so that no rule is written twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+from kvswap_torch.config import CONFIG_VERSION, SOLVABLE, SwapConfig
+from kvswap_torch.config_parts import ModelIdentity
+
+NOTICE = "// Written by `make schema` from kvswap_torch/config.py; change it there."
+# Fields that are no setting: the C++ SwapConfig adds them by hand.
+APART = ("model", "provenance", "table", "version", "source")
+
+
+def settings() -> str:
+    """The text of csrc/kvswap/settings.h."""
+    members = []
+    for item in _fields():
+        doc = textwrap.wrap(item.metadata["doc"].replace("`", ""), 90, break_long_words=False)
+        members += [f"  /// {line}" for line in doc]
+        kind, initial = _type(item), _initial(item)
+        members.append(f"  {kind} {item.name}{f' = {initial}' if initial else ''};")
+    return "\n".join(
+        [
+            "#pragma once",
+            "",
+            NOTICE,
+            "",
+            "#include <cstdint>",
+            "#include <optional>",
+            "#include <string>",
+            "#include <variant>",
+            "#include <vector>",
+            "",
+            "namespace kvswap {",
+            "",
+            "/// One rank for all layers on disk, or one for each.",
+            "using Rank = std::variant<int64_t, std::vector<int64_t>>;",
+            "",
+            "/// What the tuner decides and a session obeys: fields of kvswap_torch.SwapConfig.",
+            "struct Settings {",
+            *members,
+            "",
+            "  /// The rank of each of `layers` layers; throws ConfigError when there is one a",
+            "  /// layer, for another number of layers.",
+            "  std::vector<int64_t> ranks(int64_t layers) const;",
+            "",
+            "  bool operator==(const Settings&) const = default;",
+            "};",
+            "",
+            "/// What of a model a config depends on; nothing: not known, not compared.",
+            "struct ModelIdentity {",
+            *(f"  std::optional<{_identity_type(i)}> {i.name};" for i in _identity()),
+            "",
+            "  bool operator==(const ModelIdentity&) const = default;",
+            "};",
+            "",
+            "}  // namespace kvswap",
+            "",
+        ]
+    )
+
+
+def rules() -> str:
+    """The text of csrc/kvswap/settings_rules.h."""
+    visits = [
+        f'  visit("{item.name}", &Settings::{item.name}, {_rule(item)});' for item in _fields()
+    ]
+    known = [item.name for item in dataclasses.fields(SwapConfig) if item.metadata]
+    identity = [f'  visit("{i.name}", &ModelIdentity::{i.name});' for i in _identity()]
+    return "\n".join(
+        [
+            "#pragma once",
+            "",
+            NOTICE,
+            "",
+            '#include "kvswap/rules.h"',
+            '#include "kvswap/settings.h"',
+            "",
+            "namespace kvswap {",
+            "",
+            f"inline constexpr int64_t kConfigVersion = {CONFIG_VERSION};",
+            "",
+            "/// Every field that a config file may have, in the order that messages name them.",
+            f"inline constexpr const char* kConfigFields[] = {_names(known)};",
+            "",
+            "/// What a row of the table may set.",
+            f"inline constexpr const char* kSolvable[] = {_names(SOLVABLE)};",
+            "",
+            "/// visit(name, member, rule) for each setting, in the order they are checked in.",
+            "template <typename Visit>",
+            "void visit_settings(Visit&& visit) {",
+            *visits,
+            "}",
+            "",
+            "template <typename Visit>",
+            "void visit_identity(Visit&& visit) {",
+            *identity,
+            "}",
+            "",
+            "}  // namespace kvswap",
+            "",
+        ]
+    )
+
+
+def _fields() -> list[dataclasses.Field[Any]]:
+    return [item for item in dataclasses.fields(SwapConfig) if item.name not in APART]
+
+
+def _identity() -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(ModelIdentity)
+
+
+def _identity_type(item: dataclasses.Field[Any]) -> str:
+    return "int64_t" if item.type.startswith("int") else "std::string"
+
+
+def _type(item: dataclasses.Field[Any]) -> str:
+    schema = item.metadata.get("schema", {})
+    if "anyOf" in schema:
+        return "Rank"
+    plain = {"boolean": "bool", "array": "std::vector<int64_t>", "integer": "int64_t"}
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return plain[kind]
+    if kind == ["integer", "null"]:
+        return "std::optional<int64_t>"
+    return "std::string" if isinstance(item.default, str) else "std::optional<std::string>"
+
+
+def _initial(item: dataclasses.Field[Any]) -> str:
+    if item.default in (None, ()):
+        return ""
+    if isinstance(item.default, bool):
+        return str(item.default).lower()
+    return f'"{item.default}"' if isinstance(item.default, str) else str(item.default)
+
+
+def _rule(item: dataclasses.Field[Any]) -> str:
+    schema = item.metadata.get("schema")
+    if schema is None:
+        return "FileName{}"
+    if "enum" in schema:
+        return f"OneOf{{{_names(str(choice) for choice in schema['enum'])}}}"
+    if "anyOf" in schema:
+        return f"RankRange{{{schema['anyOf'][0]['maximum']}}}"
+    if schema["type"] == "boolean":
+        return "Boolean{}"
+    if schema["type"] == "array":
+        return "LayerNumbers{}"
+    return f"IntRange{{{schema['minimum']}, {schema['maximum']}}}"
+
+
+def _names(names: Any) -> str:
+    return "{" + ", ".join(f'"{name}"' for name in names) + "}"

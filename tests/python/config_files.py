@@ -1,0 +1,118 @@
+"""Config files, good and bad, that Python's loader and the C++ one must judge alike.
+
+`BAD` has the file's text and words of the message; `PARSERS_OWN` are refused by both in the words
+of their JSON parsers. `GOOD` are fields beside the version.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_ROW = {"batch": 1, "context": 8192, "settings": {}}
+
+
+def _file(**fields: Any) -> str:
+    return json.dumps({"version": 1, **fields})
+
+
+def _table(*rows: Any) -> str:
+    return _file(table=list(rows))
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"rank": 8, "group_tokens": 64, "summary_dtype": "int8", "replacement": "unused"},
+    {"rank": [8, 48, 16], "true_query_layers": [0, 2], "look_ahead": False, "checksum": False},
+    {"groups_max": 7, "pages_max": 8, "sink_tokens": 0, "tail_tokens": 0, "read_depth": 1024},
+    {"disk_quota_bytes": 2**63 - 1, "device_model": "ufs", "reader": "sync", "io_mode": "buffered"},
+    {"disk_quota_bytes": None, "device_model": None, "projection_file": None, "model": None},
+    {"projection_file": "deep/..er/p.safetensors", "projection_kind": "svd_keys"},
+    {"model": {"layers": 5, "dtype": None, "model_type": "qwen3"}, "provenance": {"é": [1, None]}},
+    {"merge_gap_bytes": 4096, "merge_bytes_max": 4096, "select_queries_max": 16},
+    {
+        "group_tokens": 2,
+        "table": [
+            {"batch": 1, "context": 8192, "settings": {"rank": [8, 8]}},
+            {"batch": 1, "context": 32768, "settings": {"rank": 16, "true_query_layers": [1]}},
+            {"batch": 8, "context": 32768, "settings": {"pages_max": 400, "device_model": None}},
+        ],
+    },
+]
+
+BAD: list[tuple[str, str]] = [
+    ("[]", "must be a JSON object, got list"),
+    ("3", "must be a JSON object, got int"),
+    ("3.5", "must be a JSON object, got float"),
+    ("null", "must be a JSON object, got NoneType"),
+    ('"text"', "must be a JSON object, got str"),
+    ("{}", "version must be 1"),
+    ('{"version": 2, "new_field": 1}', "version must be 1"),
+    ('{"version": true}', "got True"),
+    ('{"version": 1.0}', "got 1.0"),
+    ('{"version": "1"}', "got '1'"),
+    ('{"version": null}', "got None"),
+    ('{"version": 1, "rank": 32, "rank": 16}', "got rank again"),
+    (_file(rnak=32, zeta=1, Alpha=2), "got Alpha, rnak, zeta"),
+    (_file(source="x"), "got source"),
+    *((_file(rank=rank), "rank: must be") for rank in (0, 65537, -1, "32", [], [8, 0], [True])),
+    *((_file(rank=rank), "rank: must be") for rank in (None, 8.0, [[8]], {"a": 1}, 10**30)),
+    *((_file(group_tokens=value), "group_tokens: must be") for value in (0, 65, 4.0, True, None)),
+    (_file(group_tokens=1e22), "got 1e+22"),
+    (_file(group_tokens=0.00001), "got 1e-05"),
+    (_file(group_tokens=-0.5), "got -0.5"),
+    (_file(summary_dtype="int4"), "must be one of model, int8, got 'int4'"),
+    (_file(summary_dtype=None), "got None"),
+    (_file(summary_dtype='it"s\n'), "summary_dtype: must be"),
+    (_file(summary_dtype="it's"), "summary_dtype: must be"),
+    (_file(replacement=["fifo"]), "got ['fifo']"),
+    (_file(device_model="tape"), "must be one of None, nvme, ufs, emmc"),
+    (_file(layout="clusters"), "must be one of sequence"),
+    (_file(look_ahead=1), "must be true or false, got 1"),
+    (_file(checksum=None), "must be true or false, got None"),
+    *((_file(true_query_layers=value), "true_query_layers: must be")
+      for value in (3, "1", [1, 0], [0, 0], [-1], [1.0], [False], None)),
+    (_file(disk_quota_bytes=0), "disk_quota_bytes: must be"),
+    (_file(disk_quota_bytes=2**63), "got 9223372036854775808"),
+    (_file(read_depth=1025), "read_depth: must be"),
+    (_file(merge_bytes_max=4095), "merge_bytes_max: must be"),
+    (_file(merge_gap_bytes=1 << 20), "merge_gap_bytes: must be at most"),
+    (_file(pages_max=99), "pages_max: must be at least groups_max"),
+    (_file(pages_max=7, groups_max=4), "pages_max: must be at least select_queries_max"),
+    *((_file(projection_file=name), "projection_file: must") for name in ("", "/a", "../a", 3)),
+    (_file(projection_file="a/../../b"), "projection_file: must lie"),
+    (_file(projection_kind="pca"), "projection_kind: must"),
+    (_file(model=3), "model: must be a ModelIdentity or None, got 3"),
+    (_file(model=[]), "model: must be"),
+    (_file(model={"wheels": 4, "doors": 2}), "got doors, wheels"),
+    *((_file(model={"layers": value}), "model.layers: must be") for value in (0, -3, "5", 1.5)),
+    (_file(model={"dtype": ""}), "model.dtype: must be a str"),
+    (_file(model={"config_hash": 7}), "model.config_hash: must be a str"),
+    (_file(provenance=None), "provenance: must be a mapping"),
+    (_file(provenance=[1]), "provenance: must be a mapping"),
+    (_file(table="none"), "table: must be a list of solutions, got 'none'"),
+    (_file(table={"a": 1}), "table: must be a list"),
+    (_table({"batch": 1}), "got {'batch': 1}"),
+    (_table(3), "a row must have batch"),
+    (_table({**_ROW, "more": True}), "'more': True}"),
+    (_table({**_ROW, "settings": []}), "settings must be an object, got []"),
+    (_table({**_ROW, "batch": 0}), "batch must be a positive int, got 0"),
+    (_table({**_ROW, "context": 2.0}), "context must be a positive int, got 2.0"),
+    (_table({**_ROW, "batch": True}), "got True"),
+    (_table(_ROW, _ROW), "got two for batch 1, context 8192"),
+    (_table({**_ROW, "settings": {"checksum": False, "b": 1}}), "got b, checksum"),
+    (_table({**_ROW, "settings": {"rank": 0}}), "table: batch 1, context 8192: rank: must be"),
+    (_table({**_ROW, "settings": {"pages_max": 10}}), "context 8192: pages_max: must be at least"),
+    (_table({**_ROW, "settings": {"projection_file": "/p"}}), "8192: projection_file: must lie"),
+]  # fmt: skip
+
+PARSERS_OWN = [
+    "",
+    "{",
+    '{"version": 1,}',
+    "[" * 100_000,
+    "\ufeff{}",
+    '{"version": 1, "rank": ' + "9" * 5000 + "}",
+    '{"version": 1, "provenance": {"x": NaN}}',
+    '{"version": 1, "provenance": {"x": -Infinity}}',
+]
