@@ -26,9 +26,10 @@ MAY_INCLUDE = {
     "kernels": {"kernels"},
     "store": {"store", "io"},
     "memory": {"memory"},
-    "select": {"select", "kernels"},
-    "runtime": {"runtime", "io", "kernels", "store", "memory", "select"},
-    "torch": {"torch", "io", "kernels", "store", "memory", "select", "runtime"},
+    "device": {"device", "io", "kernels"},
+    "select": {"select", "device", "kernels"},
+    "runtime": {"runtime", "io", "kernels", "store", "memory", "device", "select"},
+    "torch": {"torch", "io", "kernels", "store", "memory", "device", "select", "runtime"},
     "python": {"python", "torch", "io", "kernels", "store", "memory", "select", "runtime"},
 }
 # Foreign headers behind a wall: first part of an <include> -> the only places for it.
@@ -40,7 +41,7 @@ WALLED = {
     "Python": ("python/",),
     "liburing": ("io/",),
     "hwy": ("kernels/cpu/",),
-    "cuda": ("kernels/cuda/", "torch/"),
+    "cuda": ("kernels/cuda/", "device/cuda", "torch/"),
     "cub": ("kernels/cuda/",),
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "device/host_device.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
 
@@ -59,7 +60,9 @@ void prefill(EngineRun& run) {
   run.compare_state();
 }
 
-class ReadFault : public testing::TestWithParam<PagePlace> {};
+enum class Place { kHost, kDevice };
+
+class ReadFault : public testing::TestWithParam<Place> {};
 
 TEST_P(ReadFault, FailsTheStepAndTheRetryIsRight) {
   const TestDirectory directory;
@@ -68,7 +71,7 @@ TEST_P(ReadFault, FailsTheStepAndTheRetryIsRight) {
     SCOPED_TRACE(read);
     ReadFaults faults;
     EngineOptions options = with_read_faults(directory.path(), &faults);
-    options.page_place = GetParam();
+    if (GetParam() == Place::kDevice) options.device = host_device({});
     EngineRun run(options, 3);
     prefill(run);
     faults = {};
@@ -86,7 +89,7 @@ TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
     SCOPED_TRACE(read);
     ReadFaults faults;
     EngineOptions options = with_read_faults(directory.path(), &faults);
-    options.page_place = GetParam();
+    if (GetParam() == Place::kDevice) options.device = host_device({});
     EngineRun run(options, 3);
     prefill(run);
     const bool flips = read % 2 == 0;
@@ -108,7 +111,7 @@ TEST_P(ReadFault, ARefusedSubmitLosesNoPage) {
     SCOPED_TRACE(submit);
     ReadFaults faults;
     EngineOptions options = with_read_faults(directory.path(), &faults);
-    options.page_place = GetParam();
+    if (GetParam() == Place::kDevice) options.device = host_device({});
     options.groups_max = options.pages_max = 4;
     EngineRun run(options, 3);
     prefill(run);
@@ -121,7 +124,7 @@ TEST_P(ReadFault, ARefusedSubmitLosesNoPage) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Pools, ReadFault, testing::Values(PagePlace::kDirect, PagePlace::kStaged));
+INSTANTIATE_TEST_SUITE_P(Pools, ReadFault, testing::Values(Place::kHost, Place::kDevice));
 
 TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
   const TestDirectory directory;
