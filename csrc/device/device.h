@@ -32,8 +32,8 @@ using Event = int32_t;
 /// it is until an event recorded after it is done. An operation that fails is told by the next
 /// synchronize() or drain(), and by all after it.
 ///
-/// A machine whose accelerator shares the host's memory has `landing_is_home()`: reads then land in
-/// their pages, and neither copy nor scatter is left.
+/// On a machine whose accelerator shares the host's memory, reads can land in their pages: then
+/// LandingLanes (runtime/) lends pages instead of lanes, and neither copy nor scatter is left.
 ///
 /// Thread rules: one thread at a time. The destructor waits for what is queued.
 class Device {
@@ -50,7 +50,6 @@ class Device {
   /// Locks host memory for the copies below; it belongs to the caller, who unpins it first.
   virtual Status pin(std::byte* host, int64_t bytes) = 0;
   virtual void unpin(std::byte* host, int64_t bytes) = 0;
-  virtual bool landing_is_home() const { return false; }
 
   // Order.
 

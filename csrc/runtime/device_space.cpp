@@ -62,6 +62,13 @@ Result<PagePool> DeviceSpace::make_pool(int64_t pages, int64_t page_bytes) {
   return PagePool(std::shared_ptr<std::byte>(owner, owner->data()), pages, page_bytes);
 }
 
+Result<std::shared_ptr<std::byte>> DeviceSpace::make_landing(int64_t bytes) {
+  auto pinned = PinnedBytes::allocate(*device_, bytes);
+  if (!pinned.is_ok()) return pinned.status();
+  const auto owner = std::make_shared<PinnedBytes>(std::move(pinned.value()));
+  return std::shared_ptr<std::byte>(owner, owner->data());
+}
+
 std::unique_ptr<LowRankSelector> DeviceSpace::make_selector(const LowRankOptions& options) {
   auto selector = std::make_unique<DeviceSelector>(*device_, options);
   selector_ = selector.get();

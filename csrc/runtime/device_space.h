@@ -58,8 +58,10 @@ class DeviceSpace final : public PageSpace {
                                                      std::span<std::byte> staging);
   ~DeviceSpace() override;
 
+  std::string name() const override { return device_->name(); }
   bool is_host() const override { return false; }
   Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) override;
+  Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) override;
   std::unique_ptr<LowRankSelector> make_selector(const LowRankOptions& options) override;
   Status reserve(int64_t batch, int64_t groups) override;
 

@@ -17,6 +17,17 @@ Status Engine::start_groups(int64_t layer, int64_t sequence, int64_t first_group
   return fetcher_->submit(fetch);
 }
 
+Result<std::shared_ptr<std::byte>> Engine::past_blocks() {
+  KVSWAP_ASSERT(past_blocks_ == nullptr || past_blocks_.use_count() == 1);
+  if (past_blocks_ == nullptr) {
+    auto memory =
+        space_->make_landing(2 * options_.past_block_groups(record_bytes()) * record_bytes());
+    if (!memory.is_ok()) return memory.status();
+    past_blocks_ = std::move(memory.value());
+  }
+  return past_blocks_;
+}
+
 Status Engine::load_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
                            std::byte* target) {
   Fetch fetch;

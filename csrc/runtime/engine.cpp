@@ -31,6 +31,7 @@ Engine::~Engine() {
       for (auto& sequence : *sequences) (void)sequence.release();
     }
     (void)selector_.release();
+    (void)new std::shared_ptr(std::move(past_blocks_));
     (void)space_.release();
   }
 }

@@ -91,6 +91,8 @@ class Engine {
   Status start_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
                       std::byte* target, Fetch& fetch);
   Status finish_groups(Fetch& fetch) { return fetcher_->finish(fetch); }
+  /// Room for two blocks of past_block_groups(), kept from call to call; one PastStream at a time.
+  Result<std::shared_ptr<std::byte>> past_blocks();
 
   bool has_projection(int64_t layer) const { return selector_->has_projection(layer); }
   bool needs_projection(int64_t layer) const;
@@ -221,6 +223,7 @@ class Engine {
   std::vector<std::unique_ptr<SequencePages>> spare_;      // allocated, not in the batch now
   std::vector<TokenValidity> validity_;                    // [batch]
   std::vector<Layer> layers_;
+  std::shared_ptr<std::byte> past_blocks_;
   std::unique_ptr<PageTable> table_;
   std::deque<RecordStore::StagedRun> sealing_;  // on their way from the device, oldest first
   int64_t choosing_ = -1;                       // the layer whose choice is under way

@@ -9,9 +9,16 @@ class HostSpace final : public PageSpace {
  public:
   explicit HostSpace(const ParallelFor* parallel) : execution_{.parallel = parallel} {}
 
+  std::string name() const override { return "cpu"; }
   bool is_host() const override { return true; }
   Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) override {
     return make_host_page_pool(pages, page_bytes);
+  }
+  Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) override {
+    auto memory = AlignedBytes::allocate(bytes);
+    if (!memory.is_ok()) return memory.status();
+    const auto owner = std::make_shared<AlignedBytes>(std::move(memory.value()));
+    return std::shared_ptr<std::byte>(owner, owner->data());
   }
   std::unique_ptr<LowRankSelector> make_selector(const LowRankOptions& options) override {
     return std::make_unique<LowRankSelector>(options);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "kernels/cuda/kernels.h"
 #include "memory/page_pool.h"
@@ -28,9 +29,12 @@ struct SpaceCounters {
 class PageSpace {
  public:
   virtual ~PageSpace() = default;
+  virtual std::string name() const = 0;
   /// Pages are host memory, and what is called has happened when the call returns.
   virtual bool is_host() const = 0;
   virtual Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) = 0;
+  /// Host memory that records land in and are copied from, aligned to 4096; outlived by the space.
+  virtual Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) = 0;
   virtual std::unique_ptr<LowRankSelector> make_selector(const LowRankOptions& options) = 0;
   /// What stands beside the pages, for a batch and its context; nothing is in flight.
   virtual Status reserve(int64_t batch, int64_t groups) = 0;

@@ -41,7 +41,7 @@ WALLED = {
     "Python": ("python/",),
     "liburing": ("io/",),
     "hwy": ("kernels/cpu/",),
-    "cuda": ("kernels/cuda/", "device/cuda", "torch/"),
+    "cuda": ("kernels/cuda/", "device/cuda/", "torch/"),
     "cub": ("kernels/cuda/",),
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
