@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "device/host_device.h"
+#include "runtime/engine_options.h"
 #include "torch/engine_calls.h"
 #include "torch/session.h"
 #include "torch/torch_device.h"
