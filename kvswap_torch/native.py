@@ -14,7 +14,8 @@ LIBRARY = PACKAGE_DIR / "lib" / "libkvswap_torch.so"
 def build_info() -> dict[str, Any] | None:
     """What the libraries were built with; None in a source tree that was not built.
 
-    Keys: ``torch`` (version), ``liburing``, ``highway``, ``xxhash`` (0 or 1), ``build_type``.
+    Keys: ``torch`` (version), ``liburing``, ``highway``, ``xxhash``, ``cuda`` (0 or 1),
+    ``build_type``.
     """
     try:
         return json.loads((PACKAGE_DIR / "lib" / "build_info.json").read_text(encoding="utf-8"))

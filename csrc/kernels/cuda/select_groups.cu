@@ -43,7 +43,7 @@ __device__ void score_tile(const SelectJob& job, const TokenRange& range, int64_
     const int64_t block_token = first_token + i * kBlockRows;
     const int in_block = BlockLanes<T>::token_of(lane % kBlockRows);
     const bool counts = range.has(block_token + in_block);
-    float scores[kQueries];
+    float scores[kQueries] = {};
     float scale = 1.0f;
     if (__any_sync(kWholeWarp, counts)) {
       const BlockAddress<T> source =

@@ -115,11 +115,12 @@ TEST(CudaAttention, PlanCoversEverySlotOnce) {
   std::mt19937 generator(1);
   for (int i = 0; i < 2000; ++i) {
     PagedAttentionArgs args;
-    args.batch = 1 + generator() % 64;
-    args.shape = {1 + generator() % 8, 1 + generator() % 64, 128, 2};
-    args.heads = args.shape.kv_heads * (1 + generator() % 16);
-    args.queries = 1 + generator() % 16;
-    args.pages_max = generator() % (i % 2 ? 20000 : 20);
+    const auto below = [&](int64_t limit) { return static_cast<int64_t>(generator()) % limit; };
+    args.batch = 1 + below(64);
+    args.shape = {1 + below(8), 1 + below(64), 128, 2};
+    args.heads = args.shape.kv_heads * (1 + below(16));
+    args.queries = 1 + below(16);
+    args.pages_max = below(i % 2 ? 20000 : 20);
     args.dtype = i % 3 ? DType::kBFloat16 : DType::kFloat32;
     const cuda::AttentionPlan plan(args);
     ASSERT_GE(plan.row_tiles * plan.tile_rows, plan.ratio * args.queries);
