@@ -70,7 +70,7 @@ locked-cuda:
 	if [[ ! -x $$nvcc ]]; then echo "cuda-compile: skipped, there is no nvcc"; exit 0; fi; \
 	$(NINJA) -C build/core cuda_objects && \
 	torch=$$($(PY) -c 'import torch; print(torch.__path__[0])')/include && \
-	for glue in csrc/torch/cuda/*.cpp; do \
+	for glue in csrc/torch/cuda/*.cpp csrc/device/cuda/*.cpp; do \
 	  $(GLUE_CHECK) -Icsrc -isystem $$torch -isystem $$torch/torch/csrc/api/include \
 	    -isystem $$(dirname $$(dirname $$(readlink -f $$nvcc)))/include $$glue || exit 1; \
 	done

@@ -39,9 +39,12 @@ endif()
 set(KVSWAP_HAS_CUDA 0)
 if(KVSWAP_CUDA)
   set(KVSWAP_HAS_CUDA 1)
-  file(GLOB glue CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/torch/cuda/*.cpp)
+  file(GLOB glue CONFIGURE_DEPENDS
+    ${PROJECT_SOURCE_DIR}/csrc/torch/cuda/*.cpp ${PROJECT_SOURCE_DIR}/csrc/device/cuda/*.cpp)
   list(APPEND torch_sources ${glue})
 endif()
+set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/torch/torch_device.cpp
+  PROPERTIES COMPILE_DEFINITIONS KVSWAP_HAS_CUDA=${KVSWAP_HAS_CUDA})
 add_library(kvswap_torch SHARED ${torch_sources})
 if(KVSWAP_CUDA)
   kvswap_link_cuda(kvswap_torch)

@@ -1,11 +1,5 @@
 #include "torch/torch_device.h"
 
-#if KVSWAP_HAS_CUDA
-#include <c10/cuda/CUDAStream.h>
-
-#include "device/cuda/cuda_device.h"
-#endif
-
 namespace kvswap {
 
 at::Device tensor_device(const std::string& device) {
@@ -13,15 +7,8 @@ at::Device tensor_device(const std::string& device) {
   return parsed.is_cuda() && !parsed.has_index() ? at::Device(at::kCUDA, 0) : parsed;
 }
 
-#if KVSWAP_HAS_CUDA
-
-DeviceKind cuda_device_kind(int index) { return cuda_device(index); }
-
-void* current_stream(at::Device device) {
-  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
-}
-
-#else
+// torch/cuda/torch_device.cpp answers where this is built with CUDA.
+#if !KVSWAP_HAS_CUDA
 
 DeviceKind cuda_device_kind(int) {
   TORCH_CHECK_VALUE(false,
