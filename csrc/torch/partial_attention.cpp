@@ -104,18 +104,19 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
 }
 
 void merge_part(PartialAttention& into, const PartialAttention& other) {
-  if (into.output.is_cpu()) {
-    MergeAttentionArgs args;
-    args.output = into.output.data_ptr();
-    args.log_sum_exp = into.log_sum_exp.data_ptr<float>();
-    args.other_output = other.output.data_ptr();
-    args.other_log_sum_exp = other.log_sum_exp.data_ptr<float>();
-    args.rows = into.log_sum_exp.numel();
-    args.head_dim = into.output.size(-1);
-    args.dtype = DType::kFloat32;
-    merge_attention(args, {});
-    return;
-  }
+  if (!into.output.is_cpu()) return merge_part_in_torch(into, other);
+  MergeAttentionArgs args;
+  args.output = into.output.data_ptr();
+  args.log_sum_exp = into.log_sum_exp.data_ptr<float>();
+  args.other_output = other.output.data_ptr();
+  args.other_log_sum_exp = other.log_sum_exp.data_ptr<float>();
+  args.rows = into.log_sum_exp.numel();
+  args.head_dim = into.output.size(-1);
+  args.dtype = DType::kFloat32;
+  merge_attention(args, {});
+}
+
+void merge_part_in_torch(PartialAttention& into, const PartialAttention& other) {
   const at::Tensor merged = at::logaddexp(into.log_sum_exp, other.log_sum_exp);
   const at::Tensor finite = merged.masked_fill(merged.eq(kNever), 0.0);
   const auto weight = [&](const PartialAttention& part) {

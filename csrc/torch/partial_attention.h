@@ -32,4 +32,7 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
 /// Merges attentions over disjoint keys, in place.
 void merge_part(PartialAttention& into, const PartialAttention& other);
 
+/// The same in plain torch, on any device.
+void merge_part_in_torch(PartialAttention& into, const PartialAttention& other);
+
 }  // namespace kvswap
