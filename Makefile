@@ -6,19 +6,20 @@ JOBS ?= $(shell nproc)
 ROOM ?=
 ARGS ?=
 
-ROOMS := io kernels store memory select runtime public
+ROOMS := io kernels kernels_cuda store memory device select runtime public
 STAMP := $(VENV)/.kvswap-setup
 NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory
 # One builder at a time in each build folder.
 LOCK = mkdir -p build && flock build/.lock-$(1)
-CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' \) -print0 2>/dev/null
+CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 2>/dev/null
 PY_FILES := kvswap_torch tuning tests examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
   wheel wheel-check clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
+  cuda-compile cuda-report gpu-check locked-cuda \
   sanitize-address sanitize-undefined sanitize-thread
 
 help:  ## list the targets
@@ -76,6 +77,27 @@ locked-example:
 	  'import torch; print(torch.utils.cmake_prefix_path)')" > build/libtorch.log
 	@$(NINJA) -C build/libtorch
 
+cuda-compile: $(STAMP)  ## CUDA kernels for three architectures, and the glue's syntax; needs nvcc
+	@$(call LOCK,core) $(SUB) locked-cuda
+
+GLUE_CHECK := g++ -std=c++20 -fsyntax-only -Wall -Wextra -Werror -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE
+locked-cuda:
+	@test -f build/core/build.ninja || cmake -S . -B build/core -GNinja -DKVSWAP_BUILD_TORCH=OFF
+	@nvcc=$$(sed -n 's/^KVSWAP_NVCC:FILEPATH=//p' build/core/CMakeCache.txt); \
+	if [[ ! -x $$nvcc ]]; then echo "cuda-compile: skipped, there is no nvcc"; exit 0; fi; \
+	$(NINJA) -C build/core cuda_objects && \
+	torch=$$($(PY) -c 'import torch; print(torch.__path__[0])')/include && \
+	for glue in csrc/torch/cuda/*.cpp csrc/device/cuda/*.cpp; do \
+	  $(GLUE_CHECK) -Icsrc -isystem $$torch -isystem $$torch/torch/csrc/api/include \
+	    -isystem $$(dirname $$(dirname $$(readlink -f $$nvcc)))/include $$glue || exit 1; \
+	done
+
+cuda-report: cuda-compile  ## registers, shared memory and spills of every CUDA kernel
+	@$(PY) -m tests.gpu.report
+
+gpu-check:  ## on a machine with a GPU: build, tests/gpu, compute-sanitizer, op benchmarks
+	@python3 -m tests.gpu.check $(ARGS)
+
 torch-test: build  ## GoogleTest of the C++ session over tensors
 	@$(call LOCK,dev) $(SUB) locked-torch-test
 
@@ -89,6 +111,7 @@ py-test: build  ## build, then pytest; ARGS="tests/python/test_config.py -k save
 test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) lint
 	@$(SUB) cpp-test
+	@$(SUB) cuda-compile
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example
 	$(PY) -m pytest -q $(ARGS)

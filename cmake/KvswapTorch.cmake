@@ -1,11 +1,26 @@
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-    "import torch; print(torch.utils.cmake_prefix_path); print(torch.__version__)"
+    "import torch; print(torch.utils.cmake_prefix_path); print(torch.__version__); \
+print(torch.version.cuda or 'none')"
   OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE "\n" ";" torch_facts "${torch_facts}")
 list(GET torch_facts 0 torch_prefix)
 list(GET torch_facts 1 KVSWAP_TORCH_VERSION)
+list(GET torch_facts 2 torch_cuda)
+if(torch_cuda STREQUAL "none")
+  set(has_cuda OFF)
+else()
+  set(has_cuda ON)
+endif()
+option(KVSWAP_CUDA "Link the CUDA kernels; needs nvcc and a torch with CUDA" ${has_cuda})
+if(KVSWAP_CUDA AND NOT KVSWAP_NVCC)
+  message(FATAL_ERROR "kvswap: torch ${KVSWAP_TORCH_VERSION} has CUDA ${torch_cuda}, but there is "
+    "no nvcc; install the toolkit, set CUDA_HOME, or build for the CPU with -DKVSWAP_CUDA=OFF")
+endif()
+if(KVSWAP_NVCC AND NOT CMAKE_CUDA_COMPILER)
+  set(CMAKE_CUDA_COMPILER ${KVSWAP_NVCC})  # torch's own package looks for one
+endif()
 # Torch's own package looks for a kineto that wheels do not carry and warns; c10 is linked anyway.
 if(NOT EXISTS ${torch_prefix}/../../lib/libkineto.a)
   set(kineto_LIBRARY ${torch_prefix}/../../lib/libc10.so)
@@ -21,7 +36,19 @@ if(NOT torch_sources)
 endif()
 
 # The whole of kvswap_core goes in, so that the Python module and LibTorch programs share one copy.
+set(KVSWAP_HAS_CUDA 0)
+if(KVSWAP_CUDA)
+  set(KVSWAP_HAS_CUDA 1)
+  file(GLOB glue CONFIGURE_DEPENDS
+    ${PROJECT_SOURCE_DIR}/csrc/torch/cuda/*.cpp ${PROJECT_SOURCE_DIR}/csrc/device/cuda/*.cpp)
+  list(APPEND torch_sources ${glue})
+endif()
+set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/torch/torch_device.cpp
+  PROPERTIES COMPILE_DEFINITIONS KVSWAP_HAS_CUDA=${KVSWAP_HAS_CUDA})
 add_library(kvswap_torch SHARED ${torch_sources})
+if(KVSWAP_CUDA)
+  kvswap_link_cuda(kvswap_torch)
+endif()
 target_include_directories(kvswap_torch PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
 target_link_libraries(kvswap_torch
   PUBLIC ${TORCH_LIBRARIES}
@@ -61,6 +88,7 @@ file(CONFIGURE OUTPUT ${package_dir}/lib/build_info.json @ONLY CONTENT [[{
   "highway": @KVSWAP_HAS_HIGHWAY@,
   "xxhash": @KVSWAP_HAS_XXHASH@,
   "json": @KVSWAP_HAS_JSON@,
+  "cuda": @KVSWAP_HAS_CUDA@,
   "build_type": "@build_type@"
 }
 ]])

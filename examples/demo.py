@@ -48,6 +48,7 @@ def main(
     kv_memory: Annotated[
         str, typer.Option(help="most memory for the KV cache; empty: what the config needs")
     ] = "14MiB",
+    device: Annotated[str, typer.Option(help="where the model runs: cpu or cuda")] = "cpu",
     out: Annotated[Path, typer.Option(help="results as JSON")] = BUILD / "demo.json",
 ) -> None:
     console = Console()
@@ -74,6 +75,7 @@ def main(
             config=model / "kvswap.json",
             kv_memory=kv_memory or None,
             path=path,
+            device=device,
             compare=True,
             max_new_tokens=24,
             prompt_template=TEMPLATE,

@@ -14,7 +14,7 @@ LIBRARY = PACKAGE_DIR / "lib" / "libkvswap_torch.so"
 def build_info() -> dict[str, Any] | None:
     """What the libraries were built with; None in a source tree that was not built.
 
-    Keys: ``torch`` (version), ``liburing``, ``highway``, ``xxhash``, ``json`` (0 or 1),
+    Keys: ``torch`` (version), ``liburing``, ``highway``, ``xxhash``, ``json``, ``cuda`` (0 or 1),
     ``build_type``.
     """
     try:

@@ -169,6 +169,7 @@ def leading_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
     # A generator of its own: sampling in generate() must not change with it.
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(matrix.shape[1], width, generator=generator, dtype=matrix.dtype)
+    basis = basis.to(matrix.device)
     for _ in range(SVD_PASSES):
         basis = torch.linalg.qr(matrix @ basis).Q
         basis = torch.linalg.qr(matrix.T @ basis).Q
@@ -193,7 +194,9 @@ def _factor(moment: torch.Tensor, count: int) -> torch.Tensor:
     moment = moment.double()
     mean = moment.diagonal().mean().clamp_min(1e-30)
     ridge = RIDGE * mean * width / (width + count - 1)
-    return torch.linalg.cholesky(moment + ridge * torch.eye(width, dtype=moment.dtype)).float()
+    return torch.linalg.cholesky(
+        moment + ridge * torch.eye(width, dtype=moment.dtype, device=moment.device)
+    ).float()
 
 
 def _check(where: str, samples: torch.Tensor, rank: int) -> None:

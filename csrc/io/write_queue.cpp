@@ -90,6 +90,9 @@ class QueueState {
     return blocked_seconds_;
   }
   int64_t resident_bytes() const { return options_.buffer_bytes * options_.buffers; }
+  std::span<std::byte> memory() const {
+    return {memory_.base(), static_cast<size_t>(resident_bytes())};
+  }
 
  private:
   struct Job {
@@ -220,6 +223,7 @@ class ThreadedWriteQueue final : public WriteQueue {
   }
   uint64_t written() const override { return owner_.is_here() ? state_->written() : 0; }
   int64_t resident_bytes() const override { return state_->resident_bytes(); }
+  std::span<std::byte> memory() const override { return state_->memory(); }
   uint64_t bytes_written() const override { return owner_.is_here() ? state_->bytes_written() : 0; }
   double blocked_seconds() const override {
     return owner_.is_here() ? state_->blocked_seconds() : 0;

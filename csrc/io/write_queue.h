@@ -44,6 +44,8 @@ class WriteQueue {
   virtual uint64_t written() const = 0;
   virtual Status wait(uint64_t number) = 0;
   virtual int64_t resident_bytes() const = 0;
+  /// All buffers, one after the other by their index: for a device that must know host memory.
+  virtual std::span<std::byte> memory() const = 0;
   virtual uint64_t bytes_written() const = 0;
   /// Seconds that acquire() made the producer wait.
   virtual double blocked_seconds() const = 0;

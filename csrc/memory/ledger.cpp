@@ -19,6 +19,10 @@ const char* use_name(Use use) {
       return "projections";
     case Use::kScratch:
       return "scratch";
+    case Use::kDevice:
+      return "device";
+    case Use::kPinned:
+      return "pinned";
   }
   return "?";
 }

@@ -9,8 +9,17 @@
 namespace kvswap {
 
 /// What a byte of the budget is used for.
-enum class Use { kPages, kSummary, kTables, kStaging, kProjections, kScratch };
-inline constexpr int kUses = 6;
+enum class Use {
+  kPages,
+  kSummary,
+  kTables,
+  kStaging,
+  kProjections,
+  kScratch,
+  kDevice,  // on a device, beside pages, summary and projections
+  kPinned,  // host memory that copies to and from a device go through
+};
+inline constexpr int kUses = 8;
 const char* use_name(Use use);
 
 /// Counts every byte the session holds, by use; the limit is hard.

@@ -3,39 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
-#include <vector>
+#include <utility>
 
 #include "io/status.h"
 
 namespace kvswap {
-
-/// Where pages live and how read bytes get there: the device seam.
-///
-/// A page holds one record in the byte order of the disk. A read lands at landing(page); publish()
-/// makes landed pages visible to attention. On the CPU both are the page itself and nothing
-/// happens; a device pool lends pinned host memory and publishes with one batched copy. On unified
-/// memory the copy disappears: DirectPagePool is that case.
-///
-/// Page addresses are aligned to 4096 bytes where record_bytes is, else to its largest power of
-/// two, and never move. Not thread-safe; a landing place belongs to the reader until its ticket is
-/// done.
-class PagePool {
- public:
-  virtual ~PagePool() = default;
-  virtual std::byte* page(int32_t index) = 0;
-  /// Where a read of this page must land. Valid until publish() of the page.
-  virtual std::byte* landing(int32_t index) = 0;
-  virtual void publish(std::span<const int32_t> pages) = 0;
-  virtual int64_t pages() const = 0;
-  virtual int64_t resident_bytes() const = 0;
-};
-
-/// One aligned allocation of host memory; pages are attended where reads land.
-Result<std::unique_ptr<PagePool>> make_direct_page_pool(int64_t pages, int64_t page_bytes);
-
-/// The copying path without a device: reads land in separate memory and are copied to their pages.
-Result<std::unique_ptr<PagePool>> make_staged_page_pool(int64_t pages, int64_t page_bytes);
 
 /// Page-aligned anonymous memory, not shared with forked children; freed on destruction.
 class AlignedBytes {
@@ -53,5 +25,32 @@ class AlignedBytes {
   int64_t size_ = 0;
   int owner_pid_ = 0;
 };
+
+/// Pages of one size in one piece of memory, the host's or a device's.
+///
+/// A page holds one record in the byte order of the disk. How bytes get there, and who computes on
+/// them, is runtime/page_space.h's. Page addresses are aligned to 4096 bytes where the memory and
+/// record_bytes are, else to the latter's largest power of two, and never move. Not thread-safe.
+class PagePool {
+ public:
+  /// `memory`: [pages, page_bytes], freed with the pool.
+  PagePool(std::shared_ptr<std::byte> memory, int64_t pages, int64_t page_bytes)
+      : memory_(std::move(memory)), pages_(pages), page_bytes_(page_bytes) {}
+
+  std::byte* page(int32_t index) const {
+    KVSWAP_ASSERT(index >= 0 && index < pages_);
+    return memory_.get() + index * page_bytes_;
+  }
+  int64_t pages() const { return pages_; }
+  int64_t resident_bytes() const { return pages_ * page_bytes_; }
+
+ private:
+  std::shared_ptr<std::byte> memory_;
+  int64_t pages_;
+  int64_t page_bytes_;
+};
+
+/// One aligned allocation of host memory; pages are attended where reads land.
+Result<PagePool> make_host_page_pool(int64_t pages, int64_t page_bytes);
 
 }  // namespace kvswap

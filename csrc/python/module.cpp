@@ -20,6 +20,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("kv_heads", &SessionOptions::kv_heads)
       .def_readwrite("head_dim", &SessionOptions::head_dim)
       .def_readwrite("dtype", &SessionOptions::dtype)
+      .def_readwrite("device", &SessionOptions::device)
       .def_readwrite("directory", &SessionOptions::directory)
       .def_readwrite("io_mode", &SessionOptions::io_mode)
       .def_readwrite("reader", &SessionOptions::reader)
@@ -38,7 +39,6 @@ void bind_options(py::module_& module) {
       .def_readwrite("tail_tokens", &SessionOptions::tail_tokens)
       .def_readwrite("replacement", &SessionOptions::replacement)
       .def_readwrite("select_queries_max", &SessionOptions::select_queries_max)
-      .def_readwrite("staged_pages", &SessionOptions::staged_pages)
       .def_readwrite("kv_memory_bytes", &SessionOptions::kv_memory_bytes)
       .def_readwrite("max_context", &SessionOptions::max_context)
       .def_readwrite("max_batch", &SessionOptions::max_batch);
@@ -57,6 +57,8 @@ void bind_session(py::module_& module) {
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
       .def("attend", &Session::attend, py::arg("layer"), py::arg("query"), py::arg("keys"),
+           py::arg("values"), py::arg("scale"), Released())
+      .def("extend", &Session::extend, py::arg("layer"), py::arg("query"), py::arg("keys"),
            py::arg("values"), py::arg("scale"), Released())
       .def("set_projection", &Session::set_projection, py::arg("layer"), py::arg("key_projection"),
            py::arg("query_projection"), Released())

@@ -1,5 +1,6 @@
 #include <algorithm>
-#include <cstring>
+#include <optional>
+#include <utility>
 
 #include "runtime/engine.h"
 
@@ -7,12 +8,24 @@ namespace kvswap {
 
 Status Engine::start_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
                             std::byte* target, Fetch& fetch) {
+  KVSWAP_RETURN_IF_ERROR(settle_seals_of(layer));
   fetch.layer = layer;
   fetch.loads.clear();
   for (int64_t i = 0; i < count; ++i) {
-    fetch.loads.push_back({sequence, first_group + i, -1, target + i * record_bytes()});
+    fetch.loads.push_back({sequence, first_group + i, -1, target + i * record_bytes(), nullptr});
   }
   return fetcher_->submit(fetch);
+}
+
+Result<std::shared_ptr<std::byte>> Engine::past_blocks() {
+  KVSWAP_ASSERT(past_blocks_ == nullptr || past_blocks_.use_count() == 1);
+  if (past_blocks_ == nullptr) {
+    auto memory =
+        space_->make_landing(2 * options_.past_block_groups(record_bytes()) * record_bytes());
+    if (!memory.is_ok()) return memory.status();
+    past_blocks_ = std::move(memory.value());
+  }
+  return past_blocks_;
 }
 
 Status Engine::load_groups(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
@@ -25,6 +38,7 @@ Status Engine::load_groups(int64_t layer, int64_t sequence, int64_t first_group,
 Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                          void* values) {
   KVSWAP_RETURN_IF_ERROR(check_layer(layer));
+  settle_choice();
   const Layer& state = layers_[layer];
   if (sequence < 0 || sequence >= batch() || begin < 0 || begin > end || end > state.columns) {
     return Status::invalid("read_back: columns must lie in 0.." + std::to_string(state.columns) +
@@ -47,7 +61,7 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
     const int64_t first_token = first - begin;
     const auto slot = static_cast<int32_t>(first - group * group_tokens);
     const auto length = static_cast<int32_t>(last - first);
-    unpack_records({.shape = record_shape(),
+    unpack_records({.shape = options_.record_shape(),
                     .tokens = view,
                     .records = &base,
                     .first_tokens = &first_token,
@@ -71,8 +85,11 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
     }
   }
   SequencePages& pages = *sequences_[sequence];
+  std::vector<std::byte> record(options_.payload_bytes());
   for (group = std::max(begin / group_tokens, state.sealed_groups); group < last_group; ++group) {
-    unpack(pages.pool().page(pages.tail_page(layer, group)), group);
+    KVSWAP_RETURN_IF_ERROR(space_->download(
+        record.data(), pages.pool().page(pages.tail_page(layer, group)), options_.payload_bytes()));
+    unpack(record.data(), group);
   }
   return Status::ok();
 }
@@ -84,7 +101,9 @@ Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
     return Status::invalid("set_projection: layer " + std::to_string(layer) + " must have rank " +
                            std::to_string(options_.ranks[layer]) + ", got " + std::to_string(rank));
   }
+  settle_choice();
   drop_step(layer);
+  prepared_ = -1;
   selector_->drop_projection(layer);
   settle_charges();
   const Status summarised = summarise(layer, rank, keys, queries);
@@ -101,7 +120,7 @@ Status Engine::summarise(int64_t layer, int64_t rank, const float* keys, const f
   const int64_t sealed = state.sealed_groups;
   const int64_t bytes = 2 * options_.kv_heads * options_.head_dim * rank * int64_t{sizeof(float)};
   KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kProjections, bytes, "one more projection"));
-  selector_->set_projection(layer, rank, keys, queries);
+  KVSWAP_RETURN_IF_ERROR(selector_->set_projection(layer, rank, keys, queries));
   const int64_t groups = sealed + due_groups(layer, state.columns);
   KVSWAP_RETURN_IF_ERROR(ledger_.charge(
       Use::kSummary, selector_->bytes_to_append(layer, groups * options_.group_tokens),
@@ -111,17 +130,29 @@ Status Engine::summarise(int64_t layer, int64_t rank, const float* keys, const f
   const int64_t block = std::min(options_.past_block_groups(record_bytes()), sealed);
   auto buffer = AlignedBytes::allocate(block * record_bytes());
   if (!buffer.is_ok()) return buffer.status();
+  std::byte* records = buffer.value().data();
+  std::optional<PagePool> moved;  // where the selector sees them
+  if (!space_->is_host()) {
+    auto pool = space_->make_pool(block, record_bytes());
+    if (!pool.is_ok()) return pool.status();
+    moved = std::move(pool.value());
+    records = moved->page(0);
+  }
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {
     for (int64_t group = 0; group < sealed; group += block) {
       const int64_t count = std::min(block, sealed - group);
       KVSWAP_RETURN_IF_ERROR(load_groups(layer, sequence, group, count, buffer.value().data()));
+      if (moved) {
+        KVSWAP_RETURN_IF_ERROR(
+            space_->upload(records, buffer.value().data(), count * record_bytes()));
+      }
       for (int64_t i = 0; i < count; ++i) {
-        selector_->append(layer, sequence, key_view(buffer.value().data() + i * record_bytes()),
-                          options_.group_tokens);
+        KVSWAP_RETURN_IF_ERROR(selector_->append(
+            layer, sequence, key_view(records + i * record_bytes()), options_.group_tokens));
       }
     }
   }
-  return Status::ok();
+  return space_->hand_back();
 }
 
 Status Engine::crop(int64_t columns) {
@@ -129,7 +160,9 @@ Status Engine::crop(int64_t columns) {
   if (columns < 0) {
     return Status::invalid("crop: columns must be at least 0, got " + std::to_string(columns));
   }
+  settle_choice();
   drop_steps();
+  prepared_ = -1;
   for (int64_t layer = 0; layer < options_.layers; ++layer) {
     if (layers_[layer].columns > columns) KVSWAP_RETURN_IF_ERROR(crop_layer(layer, columns));
   }
@@ -160,8 +193,8 @@ Status Engine::crop_layer(int64_t layer, int64_t columns) {
     for (int64_t sequence = 0; sequence < batch(); ++sequence) {
       SequencePages& pages = *sequences_[sequence];
       for (int64_t i = 0; i < returning; ++i) {
-        std::memcpy(pages.pool().page(pages.tail_page(layer, sealed + i)), record_at(sequence, i),
-                    options_.payload_bytes());
+        KVSWAP_RETURN_IF_ERROR(space_->upload(pages.pool().page(pages.tail_page(layer, sealed + i)),
+                                              record_at(sequence, i), options_.payload_bytes()));
       }
     }
   }
@@ -185,11 +218,15 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
                            std::to_string(options_.max_batch) + "), got " +
                            std::to_string(indices.size()));
   }
+  settle_choice();
   drop_steps();
+  prepared_ = -1;
   for (int64_t layer = 0; layer < options_.layers; ++layer) {
     KVSWAP_RETURN_IF_ERROR(seal_overflow(layer));
   }
+  KVSWAP_RETURN_IF_ERROR(settle_seals());
   const auto count = static_cast<int64_t>(indices.size());
+  KVSWAP_RETURN_IF_ERROR(reserve_space(count, 0));
   KVSWAP_RETURN_IF_ERROR(grow_spare(count - batch()));
   KVSWAP_RETURN_IF_ERROR(charge_batch(count));
   std::vector<bool> is_used(sequences_.size(), false);
@@ -238,8 +275,8 @@ Status Engine::charge_batch(int64_t batch) {
   }
   const int64_t table_bytes =
       std::max<int64_t>(0, batch - this->batch()) * groups * RecordStore::table_bytes_per_group();
-  const int64_t scratch_bytes = std::max<int64_t>(
-      0, batch * options_.select_queries_max * groups_max * int64_t{sizeof(float)} - scored_bytes_);
+  const int64_t scratch_bytes =
+      std::max<int64_t>(0, options_.score_bytes(batch, groups_max) - scored_bytes_);
   const std::string what = "the tables of a batch of " + std::to_string(batch);
   KVSWAP_RETURN_IF_ERROR(ledger_.check(table_bytes + scratch_bytes, what));
   KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kTables, table_bytes, what));

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <random>
 
+#include "runtime/device_space.h"
 #include "runtime/page_table.h"
 
 namespace kvswap {
@@ -19,7 +20,20 @@ Engine::Engine(const EngineOptions& options, ParallelFor parallel)
       table_(std::make_unique<PageTable>()) {}
 
 Engine::~Engine() {
-  if (getpid() == owner_pid_) drop_steps();
+  if (getpid() == owner_pid_) {
+    settle_choice();
+    drop_steps();
+    // Whoever closes a session has been told of errors by the calls before.
+    (void)settle_seals().is_ok();
+  } else if (space_ != nullptr && !space_->is_host()) {
+    // A forked child has neither the device nor its threads: leave all of it alone.
+    for (auto* sequences : {&sequences_, &spare_}) {
+      for (auto& sequence : *sequences) (void)sequence.release();
+    }
+    (void)selector_.release();
+    (void)new std::shared_ptr(std::move(past_blocks_));
+    (void)space_.release();
+  }
 }
 
 Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, ParallelFor parallel) {
@@ -76,15 +90,23 @@ Status Engine::open() {
                                   .parallel = parallel});
   if (!fetcher.is_ok()) return fetcher.status();
   fetcher_ = std::move(fetcher.value());
-  selector_ =
-      std::make_unique<LowRankSelector>(LowRankOptions{.layers = options_.layers,
-                                                       .kv_heads = options_.kv_heads,
-                                                       .head_dim = options_.head_dim,
-                                                       .group_tokens = options_.group_tokens,
-                                                       .summary_dtype = options_.summary_dtype,
-                                                       .parallel = parallel});
-  return ledger_.charge(Use::kStaging, memory_need(options_, record_bytes, 0, 0).staging,
-                        "the staging buffers of writes and long chunks");
+  if (options_.device) {
+    auto space = DeviceSpace::create(options_, record_bytes, store_->staging());
+    if (!space.is_ok()) return space.status();
+    space_ = std::move(space.value());
+  } else {
+    space_ = make_host_space(parallel);
+  }
+  selector_ = space_->make_selector({.layers = options_.layers,
+                                     .kv_heads = options_.kv_heads,
+                                     .head_dim = options_.head_dim,
+                                     .group_tokens = options_.group_tokens,
+                                     .summary_dtype = options_.summary_dtype,
+                                     .parallel = parallel});
+  const MemoryNeed need = memory_need(options_, record_bytes, 0, 0);
+  const std::string what = "the staging buffers of writes and long chunks";
+  KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kDevice, need.device, what));
+  return ledger_.charge(Use::kStaging, need.staging, what);
 }
 
 Status Engine::check_process() const {
@@ -109,8 +131,11 @@ Status Engine::check_room(int64_t batch, int64_t context) const {
         std::to_string(context) + " tokens (pages " + std::to_string(need.pages) + ", summary " +
         std::to_string(need.summary) + ", tables " + std::to_string(need.tables) + ", staging " +
         std::to_string(need.staging) + ", projections " + std::to_string(need.projections) +
-        ", scratch " + std::to_string(need.scratch) + "), got " +
-        std::to_string(options_.kv_memory_bytes) +
+        ", scratch " + std::to_string(need.scratch) +
+        (options_.device
+             ? ", device " + std::to_string(need.device) + ", pinned " + std::to_string(need.pinned)
+             : "") +
+        "), got " + std::to_string(options_.kv_memory_bytes) +
         "; raise it, or lower pages_max, rank, the context or the batch");
   }
   const int64_t disk_bytes =
@@ -148,7 +173,7 @@ Status Engine::grow_spare(int64_t count) {
   while (static_cast<int64_t>(spare_.size()) < count) {
     const std::string what = "the pages and tables of one more sequence";
     KVSWAP_RETURN_IF_ERROR(ledger_.check(one.pages + one.tables + one.scratch, what));
-    auto created = SequencePages::create(options_, record_bytes());
+    auto created = SequencePages::create(options_, record_bytes(), *space_);
     if (!created.is_ok()) return created.status();
     spare_.push_back(std::move(created.value()));
     KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kPages, one.pages, what));
@@ -168,8 +193,28 @@ void Engine::release_spare(int64_t count) {
   }
 }
 
+Status Engine::reserve_space(int64_t batch, int64_t groups) {
+  if (!options_.device) return Status::ok();
+  const int64_t unit = groups_unit(options_);
+  batch = std::max(batch, reserved_batch_);
+  groups = std::max((groups + unit - 1) / unit * unit, reserved_groups_);
+  if (batch == reserved_batch_ && groups == reserved_groups_) return Status::ok();
+  const DeviceNeed need = device_need(options_, record_bytes(), batch, groups);
+  const int64_t device = need.device - ledger_.used(Use::kDevice);
+  const int64_t pinned = need.pinned - ledger_.used(Use::kPinned);
+  const std::string what = "what " + std::to_string(batch) + " sequences of " +
+                           std::to_string(groups) + " groups need beside their pages";
+  KVSWAP_RETURN_IF_ERROR(ledger_.check(device + pinned, what));
+  KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kDevice, device, what));
+  KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kPinned, pinned, what));
+  reserved_batch_ = batch;
+  reserved_groups_ = groups;
+  return space_->reserve(batch, groups);
+}
+
 Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
   KVSWAP_RETURN_IF_ERROR(check_process());
+  settle_choice();
   if (sequences_.empty()) {
     KVSWAP_RETURN_IF_ERROR(begin(batch, tokens));
   }
@@ -195,8 +240,10 @@ Status Engine::begin(int64_t batch, int64_t tokens) {
     return Status::invalid("session: batch must be at most max_batch (" +
                            std::to_string(options_.max_batch) + "), got " + std::to_string(batch));
   }
-  KVSWAP_RETURN_IF_ERROR(check_room(batch, std::max(tokens, options_.max_context)));
+  const int64_t context = std::max(tokens, options_.max_context);
+  KVSWAP_RETURN_IF_ERROR(check_room(batch, context));
   release_spare(batch);
+  KVSWAP_RETURN_IF_ERROR(reserve_space(batch, options_.sealed_groups(context)));
   KVSWAP_RETURN_IF_ERROR(allocate(batch));
   validity_.assign(batch, {});
   store_->set_sequences(batch);
@@ -205,7 +252,11 @@ Status Engine::begin(int64_t batch, int64_t tokens) {
 }
 
 void Engine::reset() {
+  settle_choice();
   drop_steps();
+  // An error is kept by the writer, and told by the next call that writes.
+  (void)settle_seals().is_ok();
+  prepared_ = -1;
   for (auto& sequence : sequences_) {
     sequence->clear();
     spare_.push_back(std::move(sequence));
@@ -228,10 +279,6 @@ uint64_t Engine::mask(int64_t layer, int64_t sequence, int64_t group) const {
   const int64_t first = group * options_.group_tokens;
   const int64_t count = std::min(options_.group_tokens, layers_[layer].columns - first);
   return validity_[sequence].mask(first, count);
-}
-
-RecordShape Engine::record_shape() const {
-  return {options_.kv_heads, options_.group_tokens, options_.head_dim, dtype_bytes(options_.dtype)};
 }
 
 }  // namespace kvswap

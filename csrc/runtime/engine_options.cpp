@@ -4,6 +4,7 @@
 
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
+#include "runtime/device_space.h"
 #include "runtime/fetcher.h"
 #include "select/low_rank_selector.h"
 #include "store/record_store.h"
@@ -61,11 +62,19 @@ Status EngineOptions::validate() const {
   for (const int64_t rank : ranks) {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
   }
+  // What a kernel chooses at once (kernels/cuda/kernels.h).
+  if (device && groups_max > cuda::kTopKMax) {
+    return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);
+  }
   return Status::ok();
 }
 
-int64_t EngineOptions::payload_bytes() const {
-  return kv_heads * 2 * group_tokens * head_dim * dtype_bytes(dtype);
+RecordShape EngineOptions::record_shape() const {
+  return {kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
+}
+
+int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
+  return device ? 0 : batch * select_queries_max * groups * int64_t{sizeof(float)};
 }
 
 int64_t EngineOptions::sink_pages() const {
@@ -99,7 +108,6 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t partitions = options.layers * batch;
   MemoryNeed need;
   need.pages = partitions * options.pages_per_layer() * record_bytes;
-  if (options.page_place == PagePlace::kStaged) need.pages *= 2;
   const int64_t chunk_tokens = LowRankSelector::chunk_tokens(options.group_tokens);
   const int64_t chunks =
       (options.sealed_groups(context) * options.group_tokens + chunk_tokens - 1) / chunk_tokens;
@@ -115,9 +123,14 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
                  options.merge_gap_bytes + 2 * block + 2 * block;
-  need.scratch = batch * options.select_queries_max * groups * int64_t{sizeof(float)} +
-                 batch * options.pages_per_layer() * 20 +
+  need.scratch = options.score_bytes(batch, groups) + batch * options.pages_per_layer() * 20 +
                  batch * options.tail_pages() * record_bytes;  // crop() into sealed groups
+  if (options.device) {
+    const DeviceNeed beside =
+        device_need(options, record_bytes, batch, round_up(groups, groups_unit(options)));
+    need.device = beside.device;
+    need.pinned = beside.pinned;
+  }
   return need;
 }
 

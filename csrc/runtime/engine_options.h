@@ -3,19 +3,20 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "device/device.h"
 #include "io/block_reader.h"
 #include "io/data_file.h"
 #include "io/readers.h"
 #include "io/status.h"
+#include "kernels/records.h"
 #include "kernels/types.h"
 #include "memory/replacement.h"
 
 namespace kvswap {
-
-enum class PagePlace { kDirect, kStaged };
 
 /// What an engine is made of. kvswap_torch.SwapConfig documents each decision.
 struct EngineOptions {
@@ -36,7 +37,7 @@ struct EngineOptions {
   int64_t merge_gap_bytes = 16 << 10;
   int64_t merge_bytes_max = 256 << 10;
   bool checksum = true;
-  PagePlace page_place = PagePlace::kDirect;
+  std::optional<DeviceKind> device;  // where pages, summaries and tokens live; none: host memory
 
   // What is selected and kept.
   int64_t group_tokens = 4;
@@ -56,7 +57,8 @@ struct EngineOptions {
 
   Status validate() const;
 
-  int64_t payload_bytes() const;  // of one record
+  RecordShape record_shape() const;
+  int64_t payload_bytes() const { return record_shape().payload_bytes(); }  // of one record
   /// Pages that can hold sinks: they may straddle a group's edge.
   int64_t sink_pages() const;
   /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max.
@@ -65,13 +67,16 @@ struct EngineOptions {
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
   int64_t write_buffer_bytes(int64_t record_bytes) const;
+  /// Scores of a choice among `groups` of each sequence, where the CPU makes it.
+  int64_t score_bytes(int64_t batch, int64_t groups) const;
   /// Groups streamed at once when a long chunk attends over the past.
   int64_t past_block_groups(int64_t record_bytes) const;
 };
 
 inline constexpr int64_t kWriteBuffers = 3;
 
-/// Bytes by use at a given batch and context: the sum is what kv_memory_bytes must cover.
+/// Bytes by use at a given batch and context: the sum is what kv_memory_bytes must cover, host and
+/// device memory alike.
 struct MemoryNeed {
   int64_t pages = 0;
   int64_t summary = 0;
@@ -79,7 +84,11 @@ struct MemoryNeed {
   int64_t staging = 0;
   int64_t projections = 0;
   int64_t scratch = 0;
-  int64_t total() const { return pages + summary + tables + staging + projections + scratch; }
+  int64_t device = 0;  // on the device, beside pages, summary and projections
+  int64_t pinned = 0;  // host memory that copies to and from the device go through
+  int64_t total() const {
+    return pages + summary + tables + staging + projections + scratch + device + pinned;
+  }
 };
 
 MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,

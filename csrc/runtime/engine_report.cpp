@@ -8,6 +8,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   const EngineCounters& steps = engine.counters();
   const FetchCounters& reads = engine.fetcher().counters();
   const ReaderCounters reader = engine.fetcher().reader().counters();
+  const SpaceCounters space = engine.space().counters();
   const auto number = [](auto count) { return static_cast<double>(count); };
   return {
       {"steps", number(steps.steps)},
@@ -33,6 +34,12 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"bytes_on_disk", number(engine.store().bytes_on_disk())},
       {"bytes_allocated_on_disk", number(engine.file().allocated_bytes())},
       {"record_bytes", number(engine.record_bytes())},
+      {"device_bytes", number(engine.space().device_bytes())},
+      {"pinned_bytes", number(engine.space().pinned_bytes())},
+      {"copied_bytes", number(space.copied_bytes)},
+      {"copy_seconds", space.copy_seconds},
+      {"device_wait_seconds", space.device_wait_seconds},
+      {"choice_wait_seconds", space.choice_wait_seconds},
   };
 }
 
@@ -44,6 +51,7 @@ std::map<std::string, std::string> engine_facts(const Engine& engine) {
   return {{"reader", engine.fetcher().reader().name()},
           {"io_mode", engine.file().is_direct() ? "direct" : "buffered"},
           {"simd", simd_level()},
+          {"device", engine.space().name()},
           {"fallbacks", fallbacks}};
 }
 

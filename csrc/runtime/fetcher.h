@@ -18,7 +18,8 @@ struct Load {
   int64_t sequence = 0;
   int64_t group = 0;
   int32_t page = -1;            // of the sequence's pool; -1: not a page
-  std::byte* target = nullptr;  // record_bytes, aligned
+  std::byte* target = nullptr;  // where the read lands: record_bytes, aligned
+  std::byte* home = nullptr;    // the page; not the target where that is a device's
 };
 
 /// The loads of one layer that travel together. Reused, so that a steady state allocates nothing.
@@ -26,6 +27,7 @@ struct Fetch {
   int64_t layer = 0;
   std::vector<Load> loads;
   Ticket ticket = 0;  // 0: nothing in flight
+  int lane = -1;      // of LandingLanes; -1: none is lent
   std::chrono::steady_clock::time_point submitted_at;
   std::vector<Placement> placements;
   // Sequences that share a past share its records: each is read once, then copied.

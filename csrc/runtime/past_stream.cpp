@@ -9,12 +9,13 @@ Result<std::unique_ptr<PastStream>> PastStream::open(Engine& engine, int64_t lay
                                                      int64_t end_group) {
   KVSWAP_ASSERT(first_group <= end_group && end_group <= engine.sealed_groups(layer));
   std::unique_ptr<PastStream> stream(new PastStream(engine, layer, sequence, end_group));
-  stream->block_groups_ = std::min(engine.options().past_block_groups(engine.record_bytes()),
-                                   std::max<int64_t>(1, end_group - first_group));
-  for (Slot& slot : stream->slots_) {
-    auto bytes = AlignedBytes::allocate(stream->block_groups_ * engine.record_bytes());
-    if (!bytes.is_ok()) return bytes.status();
-    slot.bytes = std::move(bytes.value());
+  auto memory = engine.past_blocks();
+  if (!memory.is_ok()) return memory.status();
+  stream->memory_ = std::move(memory.value());
+  stream->block_groups_ = engine.options().past_block_groups(engine.record_bytes());
+  for (int i = 0; i < 2; ++i) {
+    stream->slots_[i].bytes =
+        stream->memory_.get() + i * stream->block_groups_ * engine.record_bytes();
   }
   KVSWAP_RETURN_IF_ERROR(stream->start(0, first_group));
   return stream;
@@ -27,8 +28,8 @@ PastStream::~PastStream() {
 
 Status PastStream::start(int index, int64_t first_group) {
   Slot& slot = slots_[index];
-  slot.block = {first_group, std::min(block_groups_, end_group_ - first_group), slot.bytes.data()};
-  return engine_.start_groups(layer_, sequence_, first_group, slot.block.groups, slot.bytes.data(),
+  slot.block = {first_group, std::min(block_groups_, end_group_ - first_group), slot.bytes};
+  return engine_.start_groups(layer_, sequence_, first_group, slot.block.groups, slot.bytes,
                               slot.fetch);
 }
 

@@ -38,7 +38,7 @@ class PastStream {
   Status start(int slot, int64_t first_group);
 
   struct Slot {
-    AlignedBytes bytes;
+    std::byte* bytes = nullptr;  // [block_groups, record_bytes]
     Fetch fetch;
     Block block;
   };
@@ -49,6 +49,7 @@ class PastStream {
   int64_t end_group_;
   int64_t block_groups_ = 0;
   int current_ = 0;
+  std::shared_ptr<std::byte> memory_;
   std::array<Slot, 2> slots_;
 };
 

@@ -7,6 +7,7 @@
 #include "memory/page_map.h"
 #include "memory/page_pool.h"
 #include "runtime/engine_options.h"
+#include "runtime/page_space.h"
 
 namespace kvswap {
 
@@ -16,10 +17,11 @@ namespace kvswap {
 /// first group that is not sealed on. Sinks are copies of sealed groups that stay.
 class SequencePages {
  public:
+  /// The pages are the space's, which outlives them.
   static Result<std::unique_ptr<SequencePages>> create(const EngineOptions& options,
-                                                       int64_t record_bytes);
+                                                       int64_t record_bytes, PageSpace& space);
 
-  PagePool& pool() { return *pool_; }
+  const PagePool& pool() const { return pool_; }
   PageMap& map(int64_t layer) { return maps_[layer]; }
   /// Groups that are pinned as sinks; sink i stands in sink_page(layer, i).
   std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
@@ -31,10 +33,11 @@ class SequencePages {
   void clear();
 
  private:
-  SequencePages(const EngineOptions& options, std::unique_ptr<PagePool> pool);
+  SequencePages(const EngineOptions& options, PagePool pool, PageSpace& space);
 
   EngineOptions options_;
-  std::unique_ptr<PagePool> pool_;
+  PageSpace& space_;
+  PagePool pool_;
   std::vector<PageMap> maps_;                // [layers]
   std::vector<std::vector<int32_t>> sinks_;  // [layers][sinks]
 };

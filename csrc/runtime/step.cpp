@@ -1,7 +1,6 @@
 #include <algorithm>
-#include <numeric>
+#include <utility>
 
-#include "kernels/paged_attention.h"
 #include "runtime/engine.h"
 #include "runtime/page_table.h"
 #include "runtime/stopwatch.h"
@@ -33,28 +32,28 @@ bool Engine::needs_projection(int64_t layer) const {
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query) {
   KVSWAP_RETURN_IF_ERROR(check_layer(layer));
+  settle_choice();
   drop_step(layer);
   if (layers_[layer].sealed_groups == 0 || query.queries < 1 ||
       query.queries > options_.select_queries_max || needs_projection(layer)) {
     return Status::ok();
   }
-  return plan(layer, query);
+  KVSWAP_RETURN_IF_ERROR(start_choice(layer, query));
+  if (!is_asked_ || space_->is_host()) return handed_back(finish_choice());
+  return handed_back(Status::ok());
 }
 
-Status Engine::plan(int64_t layer, const QueryView& query) {
-  KVSWAP_RETURN_IF_ERROR(choose(layer, query));
-  apply_override(layer);
-  return submit(layer);
-}
-
-Status Engine::choose(int64_t layer, const QueryView& query) {
+/// Asks the selector, where there is a choice; finish_choice() does the rest.
+Status Engine::start_choice(int64_t layer, const QueryView& query) {
   const Stopwatch watch(counters_.select_seconds);
   Step& step = layers_[layer].step;
+  step.failure = Status::ok();
   step.columns = layers_[layer].columns;
   step.sealed_groups = layers_[layer].sealed_groups;
   step.chosen.resize(batch());
-  if (all_fit(layer)) {
-    for (int64_t sequence = 0; sequence < batch(); ++sequence) choose_all(layer, sequence);
+  is_asked_ = !all_fit(layer);
+  if (!is_asked_) {
+    choosing_ = layer;
     return Status::ok();
   }
   if (!selector_->has_projection(layer)) {
@@ -66,29 +65,51 @@ Status Engine::choose(int64_t layer, const QueryView& query) {
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {
     candidates[sequence] = {&validity_[sequence], sequences_[sequence]->sinks(layer)};
   }
-  selector_->choose(
+  selector_->start_choice(
       {.layer = layer,
        .query = query,
        .groups = step.sealed_groups,
        .groups_per_query = std::min(options_.groups_max, options_.pages_max / query.queries),
        .candidates = candidates,
        .chosen = &step.chosen});
-  // A shorter sequence of the batch gets what it would get alone: everything.
-  for (int64_t sequence = 0; sequence < batch(); ++sequence) {
-    if (fits(layer, sequence)) choose_all(layer, sequence);
-  }
+  choosing_ = layer;
   return Status::ok();
+}
+
+/// The choice under way becomes a plan, and its reads are submitted.
+Status Engine::finish_choice() {
+  const int64_t layer = std::exchange(choosing_, -1);
+  {
+    const Stopwatch watch(counters_.select_seconds);
+    if (is_asked_) KVSWAP_RETURN_IF_ERROR(selector_->finish_choice());
+    // A shorter sequence of the batch gets what it would get alone: everything.
+    for (int64_t sequence = 0; sequence < batch(); ++sequence) {
+      if (fits(layer, sequence)) choose_all(layer, sequence);
+    }
+  }
+  apply_override(layer);
+  return submit(layer);
+}
+
+/// What look_ahead() left under way on a device. Before anything else happens to the session.
+void Engine::settle_choice() {
+  if (choosing_ < 0) return;
+  Step& step = layers_[choosing_].step;
+  step.failure = finish_choice();
+}
+
+bool Engine::is_pinned(int64_t layer, int64_t sequence, int64_t group) const {
+  const std::vector<int32_t>& sinks = sequences_[sequence]->sinks(layer);
+  return std::find(sinks.begin(), sinks.end(), group) != sinks.end();
 }
 
 void Engine::choose_all(int64_t layer, int64_t sequence) {
   Step& step = layers_[layer].step;
-  const std::vector<int32_t>& sinks = sequences_[sequence]->sinks(layer);
   std::vector<int32_t>& chosen = step.chosen[sequence];
   chosen.clear();
   const int64_t first = validity_[sequence].first_valid() / options_.group_tokens;
   for (int64_t group = first; group < step.sealed_groups; ++group) {
-    const bool is_pinned = std::find(sinks.begin(), sinks.end(), group) != sinks.end();
-    if (!is_pinned && mask(layer, sequence, group) != 0) {
+    if (!is_pinned(layer, sequence, group) && mask(layer, sequence, group) != 0) {
       chosen.push_back(static_cast<int32_t>(group));
     }
   }
@@ -96,6 +117,7 @@ void Engine::choose_all(int64_t layer, int64_t sequence) {
 
 Status Engine::override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups) {
   KVSWAP_RETURN_IF_ERROR(check_layer(layer));
+  settle_choice();
   if (static_cast<int64_t>(groups.size()) != batch()) {
     return Status::invalid("override_selection: groups must be given for each of " +
                            std::to_string(batch()) + " sequences, got " +
@@ -118,13 +140,11 @@ void Engine::apply_override(int64_t layer) {
   Step& step = layers_[layer].step;
   if (static_cast<int64_t>(step.overriding.size()) != batch()) return;
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {
-    const std::vector<int32_t>& sinks = sequences_[sequence]->sinks(layer);
     std::vector<int32_t>& chosen = step.chosen[sequence];
     chosen.clear();
     for (const int32_t group : step.overriding[sequence]) {
       const bool is_sealed = group >= 0 && group < step.sealed_groups;
-      const bool is_pinned = std::find(sinks.begin(), sinks.end(), group) != sinks.end();
-      if (is_sealed && !is_pinned) chosen.push_back(group);
+      if (is_sealed && !is_pinned(layer, sequence, group)) chosen.push_back(group);
     }
   }
   step.overriding.clear();
@@ -153,7 +173,7 @@ Status Engine::submit(int64_t layer) {
       const int32_t page = assignments[i].page;
       step.pages[sequence][i] = page;
       if (assignments[i].is_load) {
-        step.fetch.loads.push_back({sequence, chosen[i], page, pages.pool().landing(page)});
+        step.fetch.loads.push_back({sequence, chosen[i], page, nullptr, pages.pool().page(page)});
       }
     }
     counters_.groups_attended += keys.size();
@@ -162,27 +182,41 @@ Status Engine::submit(int64_t layer) {
   counters_.sequences += batch();
   ++counters_.steps;
   step.is_planned = true;
-  const Status submitted = fetcher_->submit(step.fetch);
+  step.has_landed = false;
+  make_landing_room(layer);
+  Status submitted = settle_seals_of(layer);
+  if (submitted.is_ok()) submitted = space_->lend(step.fetch);
+  if (submitted.is_ok()) submitted = fetcher_->submit(step.fetch);
   if (!submitted.is_ok()) forget_loads(layer);
   return submitted;
 }
 
-Status Engine::finish(int64_t layer) {
+/// Lands other layers' loads until this one's have a place; what fails is theirs to tell.
+void Engine::make_landing_room(int64_t layer) {
+  const auto loads = static_cast<int64_t>(layers_[layer].step.fetch.loads.size());
+  for (int64_t other = 0; other < options_.layers && !space_->can_lend(loads); ++other) {
+    Step& step = layers_[other].step;
+    if (other == layer || !step.is_planned || step.has_landed) continue;
+    step.failure = land(other);
+  }
+}
+
+Status Engine::land(int64_t layer) {
   Step& step = layers_[layer].step;
-  const Status arrived = fetcher_->finish(step.fetch);
+  if (step.has_landed) return Status::ok();
+  Status arrived = fetcher_->finish(step.fetch);
+  if (arrived.is_ok()) arrived = space_->publish(step.fetch);
   if (!arrived.is_ok()) {
     forget_loads(layer);
     return arrived;
   }
-  const std::vector<Load>& loads = step.fetch.loads;
-  std::vector<int32_t> landed;
-  for (size_t i = 0; i < loads.size();) {
-    const int64_t sequence = loads[i].sequence;
-    landed.clear();
-    for (; i < loads.size() && loads[i].sequence == sequence; ++i) landed.push_back(loads[i].page);
-    sequences_[sequence]->pool().publish(landed);
-  }
-  step.is_planned = false;
+  step.has_landed = true;
+  return Status::ok();
+}
+
+Status Engine::finish(int64_t layer) {
+  KVSWAP_RETURN_IF_ERROR(land(layer));
+  layers_[layer].step.is_planned = false;
   return Status::ok();
 }
 
@@ -191,11 +225,13 @@ void Engine::forget_loads(int64_t layer) {
   for (const Load& load : step.fetch.loads) {
     sequences_[load.sequence]->map(layer).forget(store_->key(layer, load.sequence, load.group));
   }
+  space_->give_back(step.fetch);
   step.is_planned = false;
 }
 
 void Engine::drop_step(int64_t layer) {
   Step& step = layers_[layer].step;
+  step.failure = Status::ok();
   if (!step.is_planned) return;
   // What arrives whole may stay; what does not is forgotten by finish(), and nobody needed it.
   (void)finish(layer).is_ok();
@@ -207,6 +243,7 @@ void Engine::drop_steps() {
 
 Status Engine::attend(const AttendArgs& args) {
   KVSWAP_RETURN_IF_ERROR(check_layer(args.layer));
+  settle_choice();
   Layer& layer = layers_[args.layer];
   const int64_t queries = args.query.queries;
   if (queries < 1 || queries > options_.select_queries_max || queries > layer.columns) {
@@ -216,11 +253,13 @@ Status Engine::attend(const AttendArgs& args) {
                            "), got " + std::to_string(queries));
   }
   Step& step = layer.step;
+  if (!step.failure.is_ok()) return std::exchange(step.failure, Status::ok());
   const bool fits = step.is_planned && step.sealed_groups == layer.sealed_groups &&
                     step.columns + queries == layer.columns;
   if (!fits) {
     drop_step(args.layer);
-    KVSWAP_RETURN_IF_ERROR(plan(args.layer, args.query));
+    KVSWAP_RETURN_IF_ERROR(start_choice(args.layer, args.query));
+    KVSWAP_RETURN_IF_ERROR(finish_choice());
   }
   KVSWAP_RETURN_IF_ERROR(finish(args.layer));
   {
@@ -228,7 +267,13 @@ Status Engine::attend(const AttendArgs& args) {
     build_page_table(args.layer, *table_);
     run_attention(args, *table_);
   }
-  return seal_overflow(args.layer);
+  return handed_back(seal_overflow(args.layer));
+}
+
+/// The caller's tensors are its own again.
+Status Engine::handed_back(Status status) {
+  const Status handed = space_->hand_back();
+  return status.is_ok() ? handed : status;
 }
 
 void Engine::build_page_table(int64_t layer, PageTable& table) {
@@ -278,21 +323,9 @@ void Engine::run_attention(const AttendArgs& args, const PageTable& table) {
   kernel.heads = options_.heads;
   kernel.queries = args.query.queries;
   kernel.scale = args.scale;
-  kernel.shape = record_shape();
+  kernel.shape = options_.record_shape();
   kernel.dtype = options_.dtype;
-  paged_attention(kernel, {.parallel = parallel_ ? &parallel_ : nullptr});
-}
-
-Status Engine::seal_overflow(int64_t layer) {
-  while (due_groups(layer, layers_[layer].columns) > 0) {
-    const Status sealed = seal_from_tail(layer);
-    if (!sealed.is_ok()) {
-      // A part of the batch may be sealed: all of it or nothing.
-      take_back(layer, layers_[layer].sealed_groups);
-      return sealed;
-    }
-  }
-  return Status::ok();
+  space_->attend(args.layer, kernel);
 }
 
 }  // namespace kvswap

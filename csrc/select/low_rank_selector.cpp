@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <string>
 
 #include "kernels/group_topk.h"
 #include "kernels/low_rank_score.h"
@@ -22,32 +23,39 @@ const std::byte* element(const void* base, int64_t index, DType dtype) {
 
 }  // namespace
 
-LowRankSelector::LowRankSelector(const LowRankOptions& options)
-    : options_(options),
-      layers_(options.layers),
-      live_bytes_(std::make_shared<std::atomic<int64_t>>(0)) {}
+LowRankSelector::LowRankSelector(const LowRankOptions& options,
+                                 std::shared_ptr<SummaryMemory> memory)
+    : options_(options), memory_(std::move(memory)), layers_(options.layers) {}
 
 int64_t LowRankSelector::chunk_tokens(int64_t group_tokens) {
   const int64_t unit = std::lcm(kSummaryBlock, group_tokens);
   return std::max(unit, kChunkTokensMax / unit * unit);
 }
 
-void LowRankSelector::set_projection(int64_t layer, int64_t rank, const float* keys,
-                                     const float* queries) {
+Status LowRankSelector::set_projection(int64_t layer, int64_t rank, const float* keys,
+                                       const float* queries) {
   KVSWAP_ASSERT(tokens(layer) == 0);
-  const int64_t size = options_.kv_heads * options_.head_dim * rank;
+  const int64_t bytes = options_.kv_heads * options_.head_dim * rank * int64_t{sizeof(float)};
   Layer& target = layers_.at(layer);
+  target = {};
+  auto memory = memory_->allocate(2 * bytes);
+  if (memory == nullptr) {
+    return Status::budget("set_projection: " + std::to_string(2 * bytes) +
+                          " bytes of memory must be available, and are not; lower rank");
+  }
+  memory_->upload(memory.get(), keys, bytes);
+  memory_->upload(memory.get() + bytes, queries, bytes);
   target.rank = rank;
-  target.key_projection.assign(keys, keys + size);
-  target.query_projection.assign(queries, queries + size);
+  target.projections = std::move(memory);
   const Summary::Shape shape = {rank, chunk_tokens(options_.group_tokens), options_.summary_dtype};
-  target.summaries.assign(sequences_, Summary(shape, live_bytes_));
+  target.summaries.assign(sequences_, Summary(shape, memory_));
+  return Status::ok();
 }
 
 int64_t LowRankSelector::projection_bytes() const {
   int64_t floats = 0;
   for (const Layer& layer : layers_) {
-    floats += static_cast<int64_t>(layer.key_projection.size() + layer.query_projection.size());
+    floats += 2 * options_.kv_heads * options_.head_dim * layer.rank;
   }
   return floats * int64_t{sizeof(float)};
 }
@@ -66,17 +74,18 @@ int64_t LowRankSelector::bytes_to_append(int64_t layer, int64_t tokens) const {
   return bytes;
 }
 
-void LowRankSelector::append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) {
+Status LowRankSelector::append(int64_t layer, int64_t sequence, const KeyView& keys,
+                               int64_t tokens) {
   KVSWAP_ASSERT(has_projection(layer));
   Layer& target = layers_[layer];
   std::vector<ProjectKeysArgs> pieces;
-  target.summaries[sequence].append(
+  const Status appended = target.summaries[sequence].append(
       tokens, [&](Summary::Chunk& chunk, int64_t first_row, int64_t first_token, int64_t count) {
         ProjectKeysArgs args;
         args.keys = element(keys.data, first_token * keys.token_stride, keys.dtype);
         args.head_stride = keys.head_stride;
         args.token_stride = keys.token_stride;
-        args.projection = target.key_projection.data();
+        args.projection = key_projection(target);
         args.summary = chunk.rows.data();
         args.token_scale = chunk.token_scale.empty() ? nullptr : chunk.token_scale.data();
         args.first_row = first_row;
@@ -88,6 +97,11 @@ void LowRankSelector::append(int64_t layer, int64_t sequence, const KeyView& key
         args.summary_dtype = options_.summary_dtype;
         pieces.push_back(args);
       });
+  project(pieces);
+  return appended;
+}
+
+void LowRankSelector::project(std::span<const ProjectKeysArgs> pieces) {
   run(static_cast<int64_t>(pieces.size()), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) project_keys(pieces[i]);
   });
@@ -132,7 +146,7 @@ void LowRankSelector::project_queries(const ChooseArgs& args) {
     ProjectQueryArgs project;
     project.query = element(args.query.data, offset, args.query.dtype);
     project.head_stride = args.query.head_stride;
-    project.projection = layer.query_projection.data();
+    project.projection = query_projection(layer);
     project.projected = projected_.data() + row * layer.rank;
     project.heads = args.query.heads;
     project.kv_heads = options_.kv_heads;
@@ -220,7 +234,7 @@ void LowRankSelector::set_sequences(int64_t sequences) {
     if (layer.rank == 0) continue;
     const Summary::Shape shape = {layer.rank, chunk_tokens(options_.group_tokens),
                                   options_.summary_dtype};
-    layer.summaries.assign(sequences, Summary(shape, live_bytes_));
+    layer.summaries.assign(sequences, Summary(shape, memory_));
   }
 }
 

@@ -1,12 +1,12 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "kernels/project.h"
 #include "kernels/types.h"
 #include "select/selector.h"
 #include "select/summary.h"
@@ -27,40 +27,53 @@ struct LowRankOptions {
 ///
 /// A layer works once it has its pair of projections; the paper's method is the case where both
 /// are the same.
-class LowRankSelector final : public Selector {
+class LowRankSelector : public Selector {
  public:
-  explicit LowRankSelector(const LowRankOptions& options);
+  /// memory: where summaries and projections live; the host's unless a sibling computes elsewhere.
+  explicit LowRankSelector(const LowRankOptions& options,
+                           std::shared_ptr<SummaryMemory> memory = make_host_summary_memory());
 
   bool has_projection(int64_t layer) const { return layers_[layer].rank > 0; }
   int64_t rank(int64_t layer) const { return layers_[layer].rank; }
   /// Both [kv_heads * head_dim, rank], copied. Only while the layer has no rows.
-  void set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
+  Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   /// Forgets the projections and the summaries made with them.
   void drop_projection(int64_t layer);
   int64_t projection_bytes() const;
 
   int64_t bytes_to_append(int64_t layer, int64_t tokens) const override;
-  void append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) override;
+  Status append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) override;
   void choose(const ChooseArgs& args) override;
   void truncate(int64_t layer, int64_t tokens) override;
   int64_t tokens(int64_t layer) const override;
   void set_sequences(int64_t sequences) override;
   void select_sequences(std::span<const int64_t> indices) override;
   void clear() override;
-  int64_t resident_bytes() const override { return live_bytes_->load(); }
+  int64_t resident_bytes() const override { return memory_->live_bytes() - projection_bytes(); }
 
   /// Largest chunk of at most 1024 tokens that holds whole blocks of 16 and whole groups.
   static int64_t chunk_tokens(int64_t group_tokens);
   int64_t scratch_bytes() const;
 
- private:
+ protected:
   struct Layer {
     int64_t rank = 0;
-    std::vector<float> key_projection;    // [kv_heads * head_dim, rank]
-    std::vector<float> query_projection;  // [kv_heads * head_dim, rank]
-    std::vector<Summary> summaries;       // [sequences]
+    std::shared_ptr<std::byte> projections;  // both, [kv_heads * head_dim, rank] each
+    std::vector<Summary> summaries;          // [sequences]
   };
 
+  const LowRankOptions& options() const { return options_; }
+  const Layer& layer(int64_t index) const { return layers_[index]; }
+  int64_t sequences() const { return sequences_; }
+  const float* key_projection(const Layer& layer) const {
+    return reinterpret_cast<const float*>(layer.projections.get());
+  }
+  const float* query_projection(const Layer& layer) const {
+    return key_projection(layer) + options_.kv_heads * options_.head_dim * layer.rank;
+  }
+  virtual void project(std::span<const ProjectKeysArgs> pieces);
+
+ private:
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) const;
   void project_queries(const ChooseArgs& args);
   void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);
@@ -70,9 +83,9 @@ class LowRankSelector final : public Selector {
   }
 
   LowRankOptions options_;
+  std::shared_ptr<SummaryMemory> memory_;
   std::vector<Layer> layers_;
   int64_t sequences_ = 0;
-  std::shared_ptr<std::atomic<int64_t>> live_bytes_;
 
   // Scratch of choose(), kept so that a steady state allocates nothing.
   int64_t queries_ = 0;

@@ -56,8 +56,12 @@ class Selector {
   /// Bytes that append() of `tokens` to every sequence would allocate.
   virtual int64_t bytes_to_append(int64_t layer, int64_t tokens) const = 0;
   /// The next `tokens` sealed tokens of a sequence, whole groups.
-  virtual void append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) = 0;
+  virtual Status append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) = 0;
   virtual void choose(const ChooseArgs& args) = 0;
+  /// choose() in two halves, for a selector that computes beside its caller: between them nothing
+  /// else may be called, args.chosen stays where it is, and the candidates may change.
+  virtual void start_choice(const ChooseArgs& args) { choose(args); }
+  virtual Status finish_choice() { return Status::ok(); }
   virtual void truncate(int64_t layer, int64_t tokens) = 0;
   /// Tokens summarised so far.
   virtual int64_t tokens(int64_t layer) const = 0;

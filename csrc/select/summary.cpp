@@ -1,6 +1,7 @@
 #include "select/summary.h"
 
 #include <algorithm>
+#include <string>
 
 #include "kernels/low_rank_score.h"
 
@@ -11,23 +12,18 @@ int64_t Summary::Shape::chunk_bytes() const {
   return chunk_tokens * rank * dtype_bytes(dtype) + scales;
 }
 
-Summary::Chunk::Chunk(const Shape& shape, std::shared_ptr<std::atomic<int64_t>> live_bytes)
-    : rows(shape.chunk_tokens * shape.rank * dtype_bytes(shape.dtype)),
-      token_scale(shape.dtype == DType::kInt8 ? shape.chunk_tokens : 0),
-      bytes_(shape.chunk_bytes()),
-      live_bytes_(std::move(live_bytes)) {
-  *live_bytes_ += bytes_;
+std::shared_ptr<Summary::Chunk> Summary::make_chunk() const {
+  auto chunk = std::make_shared<Chunk>();
+  chunk->memory_ = memory_->allocate(shape_.chunk_bytes());
+  if (chunk->memory_ == nullptr) return nullptr;
+  const int64_t row_bytes = shape_.chunk_tokens * shape_.rank * dtype_bytes(shape_.dtype);
+  chunk->rows = {chunk->memory_.get(), static_cast<size_t>(row_bytes)};
+  if (shape_.dtype == DType::kInt8) {
+    chunk->token_scale = {reinterpret_cast<float*>(chunk->memory_.get() + row_bytes),
+                          static_cast<size_t>(shape_.chunk_tokens)};
+  }
+  return chunk;
 }
-
-Summary::Chunk::Chunk(const Chunk& other)
-    : rows(other.rows),
-      token_scale(other.token_scale),
-      bytes_(other.bytes_),
-      live_bytes_(other.live_bytes_) {
-  *live_bytes_ += bytes_;
-}
-
-Summary::Chunk::~Chunk() { *live_bytes_ -= bytes_; }
 
 int64_t Summary::chunk_rows(int64_t index) const {
   return std::min(shape_.chunk_tokens, rows_ - index * shape_.chunk_tokens);
@@ -43,21 +39,31 @@ bool Summary::copies_to_append(int64_t tokens) const {
   return tokens > 0 && rows_ % shape_.chunk_tokens != 0 && chunks_.back().use_count() > 1;
 }
 
-void Summary::append(int64_t tokens,
-                     const std::function<void(Chunk&, int64_t, int64_t, int64_t)>& write) {
+Status Summary::append(int64_t tokens,
+                       const std::function<void(Chunk&, int64_t, int64_t, int64_t)>& write) {
   int64_t token = 0;
   while (token < tokens) {
     const int64_t row = rows_ % shape_.chunk_tokens;
-    if (row == 0) {
-      chunks_.push_back(std::make_shared<Chunk>(shape_, live_bytes_));
-    } else if (chunks_.back().use_count() > 1) {
-      chunks_.back() = std::make_shared<Chunk>(*chunks_.back());
+    if (row == 0 || chunks_.back().use_count() > 1) {
+      auto chunk = make_chunk();
+      if (chunk == nullptr) {
+        return Status::budget("summary: " + std::to_string(shape_.chunk_bytes()) +
+                              " bytes of memory must be available for the next tokens, and are "
+                              "not; lower rank, the context or the batch");
+      }
+      if (row == 0) {
+        chunks_.push_back(std::move(chunk));
+      } else {
+        memory_->copy(chunk->memory_.get(), chunks_.back()->memory_.get(), shape_.chunk_bytes());
+        chunks_.back() = std::move(chunk);
+      }
     }
     const int64_t count = std::min(tokens - token, shape_.chunk_tokens - row);
     write(*chunks_.back(), row, token, count);
     token += count;
     rows_ += count;
   }
+  return Status::ok();
 }
 
 void Summary::truncate(int64_t rows) {

@@ -1,14 +1,16 @@
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "io/status.h"
 #include "kernels/types.h"
+#include "select/summary_memory.h"
 
 namespace kvswap {
 
@@ -24,24 +26,18 @@ class Summary {
     DType dtype = DType::kFloat32;
     int64_t chunk_bytes() const;
   };
-  /// Counts itself in `live_bytes` while it lives.
+  /// Counted by its memory while it lives.
   struct Chunk {
-    Chunk(const Shape& shape, std::shared_ptr<std::atomic<int64_t>> live_bytes);
-    Chunk(const Chunk& other);
-    Chunk& operator=(const Chunk&) = delete;
-    ~Chunk();
-
-    std::vector<std::byte> rows;     // [blocks, rank, 16] of dtype
-    std::vector<float> token_scale;  // [blocks, 16]: int8 only
+    std::span<std::byte> rows;     // [blocks, rank, 16] of dtype
+    std::span<float> token_scale;  // [blocks, 16]: int8 only
 
    private:
-    int64_t bytes_;
-    std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+    friend class Summary;
+    std::shared_ptr<std::byte> memory_;
   };
 
-  /// `live_bytes` counts the chunks that all summaries together hold.
-  Summary(const Shape& shape, std::shared_ptr<std::atomic<int64_t>> live_bytes)
-      : shape_(shape), live_bytes_(std::move(live_bytes)) {}
+  Summary(const Shape& shape, std::shared_ptr<SummaryMemory> memory)
+      : shape_(shape), memory_(std::move(memory)) {}
 
   int64_t rows() const { return rows_; }
   const Shape& shape() const { return shape_; }
@@ -56,13 +52,17 @@ class Summary {
   bool copies_to_append(int64_t tokens) const;
   const Chunk* last_chunk() const { return chunks_.empty() ? nullptr : chunks_.back().get(); }
   /// Calls write(chunk, first_row, first_token, count) for each piece of the `tokens` new rows.
-  void append(int64_t tokens, const std::function<void(Chunk&, int64_t first_row,
-                                                       int64_t first_token, int64_t count)>& write);
+  /// Fails where there is no memory for a chunk; the rows before it are there.
+  Status append(int64_t tokens,
+                const std::function<void(Chunk&, int64_t first_row, int64_t first_token,
+                                         int64_t count)>& write);
   void truncate(int64_t rows);
 
  private:
+  std::shared_ptr<Chunk> make_chunk() const;
+
   Shape shape_;
-  std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+  std::shared_ptr<SummaryMemory> memory_;
   int64_t rows_ = 0;
   std::vector<std::shared_ptr<Chunk>> chunks_;
 };

@@ -45,7 +45,7 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count) 
     queue_->give_back(buffer.value());
     return offset.status();
   }
-  return StagedRun{buffer.value(), layer, offset.value(), count};
+  return StagedRun{buffer.value(), layer, offset.value(), count, {}};
 }
 
 Result<int64_t> RecordStore::place(int64_t layer, int64_t count) {
@@ -56,21 +56,34 @@ Result<int64_t> RecordStore::place(int64_t layer, int64_t count) {
   return reserved;
 }
 
-Status RecordStore::commit(const StagedRun& run, std::span<const int64_t> sequences) {
+Status RecordStore::commit(StagedRun& run, std::span<const int64_t> sequences) {
+  enter(run, sequences);
+  return hand_over(run);
+}
+
+void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
   KVSWAP_ASSERT(static_cast<int64_t>(sequences.size()) == run.count);
+  run.entries.clear();
   for (int64_t i = 0; i < run.count; ++i) {
     Table& table = tables_.at(run.layer).at(sequences[i]);
-    std::byte* bytes = run.data() + i * record_bytes();
-    std::memset(bytes + options_.payload_bytes, 0, record_bytes() - options_.payload_bytes);
     Record record;
     record.place = static_cast<uint32_t>(run.offset_bytes / record_bytes() + i);
     record.serial = next_serial_++;
     record.references = 1;
-    if (options_.checksum) {
-      record.checksum =
-          checksum(bytes, run.layer, static_cast<int64_t>(table.size()), record.serial);
-    }
-    table.push_back(add_record(record));
+    const uint32_t index = add_record(record);
+    run.entries.push_back({index, static_cast<int64_t>(table.size())});
+    table.push_back(index);
+  }
+}
+
+Status RecordStore::hand_over(const StagedRun& run) {
+  KVSWAP_ASSERT(static_cast<int64_t>(run.entries.size()) == run.count);
+  for (int64_t i = 0; i < run.count; ++i) {
+    std::byte* bytes = run.data() + i * record_bytes();
+    std::memset(bytes + options_.payload_bytes, 0, record_bytes() - options_.payload_bytes);
+    if (!options_.checksum) continue;
+    Record& record = records_[run.entries[i].record];
+    record.checksum = checksum(bytes, run.layer, run.entries[i].group, record.serial);
   }
   const int64_t length = run.count * record_bytes();
   auto number = queue_->submit(run.buffer, run.offset_bytes, length);

@@ -40,6 +40,11 @@ class RecordStore {
     int64_t layer = 0;
     int64_t offset_bytes = 0;
     int64_t count = 0;
+    struct Entry {
+      uint32_t record = 0;
+      int64_t group = 0;
+    };
+    std::vector<Entry> entries;  // [count] once entered
     std::byte* data() const { return buffer.data; }
   };
 
@@ -54,8 +59,13 @@ class RecordStore {
   /// Lends room for `count` records; blocks while the disk is behind.
   Result<StagedRun> stage(int64_t layer, int64_t count);
   /// Seals the run: record i becomes the next group of `sequences[i]` in its layer, also when the
-  /// hand-over to the disk fails; truncate() takes that back.
-  Status commit(const StagedRun& run, std::span<const int64_t> sequences);
+  /// hand-over to the disk fails; truncate() takes that back. Both of what follows.
+  Status commit(StagedRun& run, std::span<const int64_t> sequences);
+  /// The tables get the records. Their bytes may still be on their way to the run: until
+  /// hand_over() nothing of it may be read, verified or truncated.
+  void enter(StagedRun& run, std::span<const int64_t> sequences);
+  /// The bytes are there: sums them up and hands them to the disk.
+  Status hand_over(const StagedRun& run);
 
   int64_t groups(int64_t layer, int64_t sequence) const;
   RecordKey key(int64_t layer, int64_t sequence, int64_t group) const;
@@ -75,6 +85,8 @@ class RecordStore {
   /// Bytes of tables for one more group of one sequence in one layer.
   static constexpr int64_t table_bytes_per_group() { return sizeof(Record) + sizeof(uint32_t); }
   int64_t staging_bytes() const { return queue_->resident_bytes(); }
+  /// All buffers that stage() lends; buffer i begins at i times its length.
+  std::span<std::byte> staging() const { return queue_->memory(); }
   uint64_t bytes_written() const { return queue_->bytes_written(); }
   double write_blocked_seconds() const { return queue_->blocked_seconds(); }
   int64_t bytes_on_disk() const { return live_records_ * record_bytes(); }

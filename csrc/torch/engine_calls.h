@@ -9,6 +9,8 @@
 namespace kvswap {
 
 class Engine;
+struct EngineOptions;
+struct SessionOptions;
 
 /// Raises what `status` says: c10::ValueError for a wrong call, SessionError otherwise.
 void throw_if_error(const Status& status);
@@ -18,12 +20,21 @@ DType engine_dtype(at::ScalarType dtype);
 /// [batch, heads, queries, head_dim] with a contiguous last dimension.
 QueryView query_view(const at::Tensor& query);
 
+EngineOptions engine_options(const SessionOptions& from);
+
+struct ExactArgs {
+  int64_t layer = 0;
+  int64_t past = 0;   // columns before the chunk, appended; the chunk itself may be or not
+  at::Tensor query;   // [batch, heads, tokens, head_dim]
+  at::Tensor keys;    // [batch, kv_heads, tokens, head_dim]: of the chunk itself
+  at::Tensor values;  // as keys
+  double scale = 1;
+};
+
 /// Exact attention of a long chunk over everything before it: the past streams through in blocks,
 /// each with torch's own flash attention, merged by log-sum-exp in fp32.
 ///
-/// query [batch, heads, tokens, head_dim]; keys, values [batch, kv_heads, tokens, head_dim]: the
-/// chunk itself, appended already. Returns [batch, tokens, heads, head_dim]; rows of padding are 0.
-at::Tensor attend_exactly(Engine& engine, int64_t layer, const at::Tensor& query,
-                          const at::Tensor& keys, const at::Tensor& values, double scale);
+/// Returns [batch, tokens, heads, head_dim]; rows of padding are 0.
+at::Tensor attend_exactly(Engine& engine, const ExactArgs& args);
 
 }  // namespace kvswap

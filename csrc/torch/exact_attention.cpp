@@ -1,14 +1,14 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <limits>
+#include <utility>
 #include <vector>
 
-#include "kernels/merge_attention.h"
 #include "kernels/records.h"
 #include "runtime/past_stream.h"
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
+#include "torch/partial_attention.h"
 
 namespace kvswap {
 
@@ -17,59 +17,30 @@ namespace {
 /// Query rows that a mask is built for at once, so that it never grows with the square.
 constexpr int64_t kMaskedRows = 512;
 
-struct Partial {
-  at::Tensor output;       // [heads, rows, head_dim] fp32 once merged
-  at::Tensor log_sum_exp;  // [heads, rows] fp32
-};
-
-Partial flash(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-              bool is_causal, const std::optional<at::Tensor>& mask, double scale) {
-  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, is_causal, mask, scale);
-  return {output.squeeze(0).to(at::kFloat).contiguous(),
-          log_sum_exp.squeeze(0).to(at::kFloat).contiguous()};
-}
-
-void merge(Partial& into, const Partial& other) {
-  MergeAttentionArgs args;
-  args.output = into.output.data_ptr();
-  args.log_sum_exp = into.log_sum_exp.data_ptr<float>();
-  args.other_output = other.output.data_ptr();
-  args.other_log_sum_exp = other.log_sum_exp.data_ptr<float>();
-  args.rows = into.log_sum_exp.numel();
-  args.head_dim = into.output.size(-1);
-  args.dtype = DType::kFloat32;
-  merge_attention(args, {});
-}
-
 /// [count] bool: which of the columns from `first` on count.
-at::Tensor valid_columns(const TokenValidity& validity, int64_t first, int64_t count) {
+at::Tensor valid_columns(const TokenValidity& validity, int64_t first, int64_t count,
+                         at::Device device) {
   at::Tensor valid = at::empty({count}, at::kBool);
   bool* data = valid.data_ptr<bool>();
   for (int64_t i = 0; i < count; ++i) data[i] = validity.is_valid(first + i);
-  return valid;
-}
-
-at::Tensor additive(const at::Tensor& allowed, at::ScalarType dtype) {
-  return at::zeros(allowed.sizes(), dtype)
-      .masked_fill_(allowed.logical_not(), -std::numeric_limits<float>::infinity());
+  return valid.to(device);
 }
 
 /// A chunk with padding in its middle: causal, valid keys only; each row sees at least itself.
-Partial attend_masked(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                      const at::Tensor& valid, double scale) {
+PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
+                               const at::Tensor& values, const at::Tensor& valid, double scale) {
   const int64_t tokens = query.size(1);
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> log_sum_exps;
-  const at::Tensor columns = at::arange(tokens);
+  const auto like = valid.options().dtype(at::kLong);
+  const at::Tensor columns = at::arange(tokens, like);
   for (int64_t row = 0; row < tokens; row += kMaskedRows) {
     const int64_t end = std::min(tokens, row + kMaskedRows);
-    const at::Tensor rows = at::arange(row, end).unsqueeze(1);
+    const at::Tensor rows = at::arange(row, end, like).unsqueeze(1);
     const at::Tensor allowed =
         columns.le(rows).logical_and(valid).logical_or(columns.eq(rows)).narrow(1, 0, end);
-    const at::Tensor mask = additive(allowed, query.scalar_type()).unsqueeze(0).unsqueeze(0);
-    Partial part = flash(query.narrow(1, row, end - row), keys.narrow(1, 0, end),
-                         values.narrow(1, 0, end), false, mask, scale);
+    PartialAttention part = attend_part(query.narrow(1, row, end - row), keys.narrow(1, 0, end),
+                                        values.narrow(1, 0, end), Causal::kNo, allowed, scale);
     outputs.push_back(part.output);
     log_sum_exps.push_back(part.log_sum_exp);
   }
@@ -82,22 +53,39 @@ struct Chunk {
   int64_t layer;
   int64_t sequence;
   at::Tensor query;  // [heads, tokens, head_dim]
-  Partial partial;
+  PartialAttention partial;
   double scale;
 
   /// Merges keys and values [kv_heads, count, head_dim] that stand at columns `first`...
   void attend(const at::Tensor& keys, const at::Tensor& values, int64_t first) {
     const TokenValidity& validity = engine.validity(sequence);
-    const int64_t count = keys.size(1);
-    std::optional<at::Tensor> mask;
+    std::optional<at::Tensor> allowed;
     if (first < validity.all_valid_from()) {
-      const at::Tensor valid = valid_columns(validity, first, count);
+      const at::Tensor valid = valid_columns(validity, first, keys.size(1), at::kCPU);
       if (!valid.any().item<bool>()) return;
-      mask = additive(valid, query.scalar_type()).expand({1, 1, query.size(1), count}).contiguous();
+      allowed = valid.to(query.device());
     }
-    merge(partial, flash(query, keys, values, false, mask, scale));
+    merge_part(partial, attend_part(query, keys, values, Causal::kNo, allowed, scale));
   }
 };
+
+/// [kv_heads, groups * group_tokens, head_dim] twice, from records on another device, in torch's
+/// own operations.
+std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
+                                               const PastStream::Block& block, int64_t record_bytes,
+                                               const at::TensorOptions& like) {
+  const at::Tensor records =
+      at::from_blob(const_cast<std::byte*>(block.records), {block.groups, record_bytes}, at::kByte)
+          .to(like.device())
+          .narrow(1, 0, options.payload_bytes())
+          .contiguous()
+          .view(c10::typeMetaToScalarType(like.dtype()));
+  const at::Tensor tokens =
+      records.view({block.groups, options.kv_heads, 2, options.group_tokens, options.head_dim})
+          .permute({2, 1, 0, 3, 4})
+          .reshape({2, options.kv_heads, -1, options.head_dim});
+  return {tokens[0], tokens[1]};
+}
 
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records.
 std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
@@ -148,32 +136,34 @@ void attend_past(Chunk& chunk, int64_t past) {
     auto block = stream.value()->next();
     throw_if_error(block.status());
     if (block.value().groups == 0) break;
-    const auto [keys, values] =
-        unpack(options, block.value(), engine.record_bytes(), chunk.query.options());
+    const bool is_near = engine.space().is_host();
+    const auto [keys, values] = (is_near ? unpack : unpack_there)(
+        options, block.value(), engine.record_bytes(), chunk.query.options());
     chunk.attend(keys, values, block.value().first_group * group_tokens);
   }
   const int64_t rest = end_group * group_tokens;
   if (rest == past) return;
-  at::Tensor keys =
-      at::empty({options.kv_heads, past - rest, options.head_dim}, chunk.query.options());
+  at::Tensor keys = at::empty({options.kv_heads, past - rest, options.head_dim},
+                              chunk.query.options().device(at::kCPU));
   at::Tensor values = at::empty_like(keys);
   throw_if_error(engine.read_back(chunk.layer, chunk.sequence, rest, past, keys.data_ptr(),
                                   values.data_ptr()));
-  chunk.attend(keys, values, rest);
+  chunk.attend(keys.to(chunk.query.device()), values.to(chunk.query.device()), rest);
 }
 
 }  // namespace
 
-at::Tensor attend_exactly(Engine& engine, int64_t layer, const at::Tensor& query,
-                          const at::Tensor& keys, const at::Tensor& values, double scale) {
+at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
+  const at::Tensor& query = args.query;
   const int64_t tokens = query.size(2);
-  const int64_t past = engine.columns(layer) - tokens;
+  const int64_t past = args.past;
   bool is_plain = past == 0;
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
     is_plain = is_plain && engine.validity(sequence).all_valid_from() == 0;
   }
   if (is_plain) {
-    return at::scaled_dot_product_attention(query, keys, values, {}, 0.0, true, scale, true)
+    return at::scaled_dot_product_attention(query, args.keys, args.values, {}, 0.0, true,
+                                            args.scale, true)
         .transpose(1, 2)
         .contiguous();
   }
@@ -187,11 +177,17 @@ at::Tensor attend_exactly(Engine& engine, int64_t layer, const at::Tensor& query
       return tensor[sequence].narrow(1, begin, tokens - begin);
     };
     const at::Tensor own_query = slice(query);
-    Partial own = validity.all_valid_from() <= past + begin
-                      ? flash(own_query, slice(keys), slice(values), true, std::nullopt, scale)
-                      : attend_masked(own_query, slice(keys), slice(values),
-                                      valid_columns(validity, past + begin, tokens - begin), scale);
-    Chunk chunk = {engine, layer, sequence, own_query, std::move(own), scale};
+    const at::Tensor keys = slice(args.keys);
+    const at::Tensor values = slice(args.values);
+    PartialAttention own;
+    if (validity.all_valid_from() <= past + begin) {
+      own = attend_part(own_query, keys, values, Causal::kYes, std::nullopt, args.scale);
+    } else {
+      const at::Tensor valid =
+          valid_columns(validity, past + begin, tokens - begin, query.device());
+      own = attend_masked(own_query, keys, values, valid, args.scale);
+    }
+    Chunk chunk = {engine, args.layer, sequence, own_query, std::move(own), args.scale};
     attend_past(chunk, past);
     output[sequence].narrow(0, begin, tokens - begin).copy_(chunk.partial.output.transpose(0, 1));
   }

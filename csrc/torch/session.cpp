@@ -9,8 +9,33 @@
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
 #include "torch/session_error.h"
+#include "torch/torch_device.h"
 
 namespace kvswap {
+namespace {
+
+/// With a contiguous last dimension, and aligned as kernels of a device want it.
+at::Tensor plain(const at::Tensor& tensor) {
+  const bool is_aligned =
+      tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  if (tensor.stride(3) == 1 && is_aligned) return tensor;
+  return tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+KeyValueView token_view(const at::Tensor& keys, const at::Tensor& values) {
+  return {.keys = keys.data_ptr(),
+          .values = values.data_ptr(),
+          .key_batch_stride = keys.stride(0),
+          .key_head_stride = keys.stride(1),
+          .key_token_stride = keys.stride(2),
+          .value_batch_stride = values.stride(0),
+          .value_head_stride = values.stride(1),
+          .value_token_stride = values.stride(2),
+          .batch = keys.size(0),
+          .tokens = keys.size(2)};
+}
+
+}  // namespace
 
 void throw_if_error(const Status& status) {
   using Kind = SessionError::Kind;
@@ -55,83 +80,28 @@ QueryView query_view(const at::Tensor& query) {
           .dtype = engine_dtype(query.scalar_type())};
 }
 
-namespace {
-
-template <typename T>
-T parse(const char* field, const std::string& value,
-        std::initializer_list<std::pair<const char*, T>> names) {
-  std::string known;
-  for (const auto& [name, parsed] : names) {
-    if (value == name) return parsed;
-    known += (known.empty() ? "" : ", ") + std::string(name);
-  }
-  TORCH_CHECK_VALUE(false, "session: ", field, " must be one of ", known, ", got '", value, "'");
-}
-
-EngineOptions engine_options(const SessionOptions& from) {
-  EngineOptions to;
-  to.layers = from.layers;
-  to.heads = from.heads;
-  to.kv_heads = from.kv_heads;
-  to.head_dim = from.head_dim;
-  to.dtype = engine_dtype(from.dtype);
-  to.file.directory = from.directory;
-  to.file.mode = parse<IoMode>(
-      "io_mode", from.io_mode,
-      {{"auto", IoMode::kAuto}, {"direct", IoMode::kDirect}, {"buffered", IoMode::kBuffered}});
-  to.file.quota_bytes = from.disk_quota_bytes;
-  to.reader.kind = parse<ReaderKind>("reader", from.reader,
-                                     {{"auto", ReaderKind::kAuto},
-                                      {"uring", ReaderKind::kUring},
-                                      {"threads", ReaderKind::kThreads},
-                                      {"sync", ReaderKind::kSync}});
-  to.reader.depth = static_cast<int>(from.read_depth);
-  to.device_model = from.device_model;
-  to.merge_gap_bytes = from.merge_gap_bytes;
-  to.merge_bytes_max = from.merge_bytes_max;
-  to.checksum = from.checksum;
-  to.page_place = from.staged_pages ? PagePlace::kStaged : PagePlace::kDirect;
-  to.group_tokens = from.group_tokens;
-  to.ranks = from.ranks.size() == 1 ? std::vector<int64_t>(from.layers, from.ranks[0]) : from.ranks;
-  to.summary_dtype = parse<DType>("summary_dtype", from.summary_dtype,
-                                  {{"model", to.dtype}, {"int8", DType::kInt8}});
-  to.groups_max = from.groups_max;
-  to.pages_max = from.pages_max;
-  to.sink_tokens = from.sink_tokens;
-  to.tail_tokens = from.tail_tokens;
-  to.replacement = parse<Replacement>(
-      "replacement", from.replacement,
-      {{"fifo", Replacement::kFifo}, {"lru", Replacement::kLru}, {"unused", Replacement::kUnused}});
-  to.select_queries_max = from.select_queries_max;
-  to.kv_memory_bytes = from.kv_memory_bytes;
-  to.max_context = from.max_context;
-  to.max_batch = from.max_batch;
-  return to;
-}
-
-}  // namespace
-
 class Session::Impl {
  public:
-  Impl(const EngineOptions& options, std::unique_ptr<Engine> engine)
-      : dtype(options.dtype), engine_(std::move(engine)) {}
+  Impl(at::Device device, std::unique_ptr<Engine> engine)
+      : device(device), engine_(std::move(engine)) {}
 
+  /// The engine, for a call on the caller's current stream.
   Engine& engine() {
     if (engine_ == nullptr) {
       throw SessionError(SessionError::Kind::kClosed,
                          "session: must be open, got a call after close()");
     }
+    if (device.is_cuda()) engine_->set_compute_stream(current_stream(device));
     return *engine_;
   }
   void close() { engine_.reset(); }
 
-  /// [batch, heads, tokens, head_dim] on the CPU, of this session's dtype.
+  /// [batch, heads, tokens, head_dim] on this session's device and of its dtype.
   void check(const char* where, const char* name, const at::Tensor& tensor, int64_t heads,
              int64_t other_heads) {
     const EngineOptions& options = engine().options();
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), where, ": ", name,
-                      " must be on the CPU (this build has no other device), got ",
-                      tensor.device());
+    TORCH_CHECK_VALUE(tensor.device() == device, where, ": ", name,
+                      " must be on the session's device, ", device, ", got ", tensor.device());
     TORCH_CHECK_VALUE(tensor.dim() == 4 &&
                           (tensor.size(1) == heads || tensor.size(1) == other_heads) &&
                           tensor.size(3) == options.head_dim,
@@ -141,7 +111,19 @@ class Session::Impl {
                       " must have the session's dtype, got ", tensor.scalar_type());
   }
 
-  const DType dtype;
+  void check_query(const char* where, const at::Tensor& query) {
+    check(where, "query", query, engine().options().heads, engine().options().heads);
+  }
+  void check_tokens(const char* where, const at::Tensor& keys, const at::Tensor& values) {
+    const int64_t kv_heads = engine().options().kv_heads;
+    check(where, "keys", keys, kv_heads, kv_heads);
+    check(where, "values", values, kv_heads, kv_heads);
+    TORCH_CHECK_VALUE(keys.sizes() == values.sizes(), where,
+                      ": keys and values must have one shape, got ", keys.sizes(), " and ",
+                      values.sizes());
+  }
+
+  const at::Device device;  // of tensors
 
  private:
   std::unique_ptr<Engine> engine_;
@@ -151,7 +133,7 @@ Session::Session(const SessionOptions& options) {
   EngineOptions engine_of = engine_options(options);
   auto engine = Engine::create(engine_of, at_parallel_for());
   throw_if_error(engine.status());
-  impl_ = std::make_unique<Impl>(engine_of, std::move(engine.value()));
+  impl_ = std::make_unique<Impl>(tensor_device(options.device), std::move(engine.value()));
 }
 
 Session::~Session() = default;
@@ -163,9 +145,11 @@ std::map<std::string, int64_t> Session::memory_need(const SessionOptions& option
   const int64_t record_bytes =
       (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
   const MemoryNeed need = kvswap::memory_need(engine_of, record_bytes, batch, context);
-  return {{"pages", need.pages},     {"summary", need.summary},         {"tables", need.tables},
-          {"staging", need.staging}, {"projections", need.projections}, {"scratch", need.scratch},
-          {"total", need.total()},   {"record_bytes", record_bytes}};
+  return {
+      {"pages", need.pages},         {"summary", need.summary},         {"tables", need.tables},
+      {"staging", need.staging},     {"projections", need.projections}, {"scratch", need.scratch},
+      {"device", need.device},       {"pinned", need.pinned},           {"total", need.total()},
+      {"record_bytes", record_bytes}};
 }
 
 void Session::declare(const at::Tensor& valid) {
@@ -179,7 +163,7 @@ void Session::declare(const at::Tensor& valid) {
 void Session::look_ahead(int64_t layer, const at::Tensor& query) {
   const EngineOptions& options = impl_->engine().options();
   impl_->check("look_ahead", "query", query, options.heads, options.kv_heads);
-  const at::Tensor packed = query.stride(3) == 1 ? query : query.contiguous();
+  const at::Tensor packed = plain(query);
   throw_if_error(impl_->engine().look_ahead(layer, query_view(packed)));
 }
 
@@ -191,45 +175,52 @@ void Session::override_selection(int64_t layer, const std::vector<std::vector<in
 }
 
 void Session::append(int64_t layer, const at::Tensor& keys, const at::Tensor& values) {
-  const EngineOptions& options = impl_->engine().options();
-  impl_->check("append", "keys", keys, options.kv_heads, options.kv_heads);
-  impl_->check("append", "values", values, options.kv_heads, options.kv_heads);
-  TORCH_CHECK_VALUE(keys.sizes() == values.sizes(),
-                    "append: keys and values must have one shape, got ", keys.sizes(), " and ",
-                    values.sizes());
-  const at::Tensor k = keys.stride(3) == 1 ? keys : keys.contiguous();
-  const at::Tensor v = values.stride(3) == 1 ? values : values.contiguous();
-  throw_if_error(impl_->engine().append(layer, {.keys = k.data_ptr(),
-                                                .values = v.data_ptr(),
-                                                .key_batch_stride = k.stride(0),
-                                                .key_head_stride = k.stride(1),
-                                                .key_token_stride = k.stride(2),
-                                                .value_batch_stride = v.stride(0),
-                                                .value_head_stride = v.stride(1),
-                                                .value_token_stride = v.stride(2),
-                                                .batch = k.size(0),
-                                                .tokens = k.size(2)}));
+  impl_->check_tokens("append", keys, values);
+  const at::Tensor k = plain(keys);
+  const at::Tensor v = plain(values);
+  throw_if_error(impl_->engine().append(layer, token_view(k, v)));
 }
 
 at::Tensor Session::attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                            const at::Tensor& values, double scale) {
   Engine& engine = impl_->engine();
-  impl_->check("attend", "query", query, engine.options().heads, engine.options().heads);
+  impl_->check_query("attend", query);
   TORCH_CHECK_VALUE(query.size(0) == engine.batch(), "attend: batch must be ", engine.batch(),
                     ", got ", query.size(0));
   if (query.size(2) > engine.options().select_queries_max) {
     TORCH_CHECK_VALUE(keys.sizes() == values.sizes() && keys.size(2) == query.size(2),
                       "attend: a long chunk must come with its own keys and values, got ",
                       keys.sizes(), " for a query of ", query.sizes());
-    return attend_exactly(engine, layer, query, keys, values, scale);
+    const int64_t past = engine.columns(layer) - query.size(2);
+    return attend_exactly(engine, {layer, past, query, keys, values, scale});
   }
-  const at::Tensor packed = query.stride(3) == 1 ? query : query.contiguous();
+  const at::Tensor packed = plain(query);
   at::Tensor output =
       at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
   throw_if_error(engine.attend({.layer = layer,
                                 .query = query_view(packed),
                                 .output = output.data_ptr(),
                                 .scale = static_cast<float>(scale)}));
+  return output;
+}
+
+at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                           const at::Tensor& values, double scale) {
+  Engine& engine = impl_->engine();
+  impl_->check_tokens("extend", keys, values);
+  impl_->check_query("extend", query);
+  TORCH_CHECK_VALUE(query.size(0) == keys.size(0) && query.size(2) == keys.size(2),
+                    "extend: query, keys and values must have one batch and length, got ",
+                    query.sizes(), " and ", keys.sizes());
+  const at::Tensor k = plain(keys);
+  const at::Tensor v = plain(values);
+  if (query.size(2) <= engine.options().select_queries_max) {
+    throw_if_error(engine.append(layer, token_view(k, v)));
+    return attend(layer, query, k, v, scale);
+  }
+  throw_if_error(engine.prepare(layer, k.size(0), k.size(2)));
+  at::Tensor output = attend_exactly(engine, {layer, engine.columns(layer), query, k, v, scale});
+  throw_if_error(engine.append(layer, token_view(k, v)));
   return output;
 }
 
@@ -268,7 +259,7 @@ std::pair<at::Tensor, at::Tensor> Session::read_back(int64_t layer, int64_t begi
     throw_if_error(engine.read_back(layer, sequence, begin, end, keys[sequence].data_ptr(),
                                     values[sequence].data_ptr()));
   }
-  return {keys, values};
+  return {keys.to(impl_->device), values.to(impl_->device)};
 }
 
 std::vector<std::vector<int64_t>> Session::last_selection(int64_t layer) const {

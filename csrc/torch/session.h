@@ -21,6 +21,9 @@ struct SessionOptions {
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   at::ScalarType dtype = at::kFloat;  // kFloat, kBFloat16 or kHalf
+  /// Where tensors, pages and summaries are: cpu | cuda:0 ...; host: the path of a device, over CPU
+  /// tensors, for tests.
+  std::string device = "cpu";
 
   // Where and how the bytes are kept.
   std::string directory;
@@ -43,7 +46,6 @@ struct SessionOptions {
   int64_t tail_tokens = 32;
   std::string replacement = "fifo";  // fifo | lru | unused
   int64_t select_queries_max = 8;    // 1..16: longer chunks attend exactly
-  bool staged_pages = false;         // land reads in staging and copy them to pages (device seam)
 
   // Promises.
   int64_t kv_memory_bytes = -1;  // -1: as much as the settings need
@@ -58,7 +60,12 @@ struct SessionOptions {
 ///   look_ahead(i + 1, query)       any time before layer i + 1's attend(); optional
 ///   append(i, keys, values)        the new tokens' K (after RoPE) and V
 ///   attend(i, query, ...)          softmax(scale * Q K^T) V over selected groups, sinks and tail
+/// or both in one, extend(i, ...).
 /// A chunk of more than select_queries_max tokens attends exactly over everything before it.
+///
+/// On a CUDA device calls queue work on torch's current stream there and on streams of their own,
+/// as operations of torch do; tensors may come from and go to that stream at once. The host waits
+/// for chosen ids and for the disk.
 ///
 /// Thread rules: one thread at a time. Not valid in a forked child. Every method but close() throws
 /// c10::ValueError for a wrong call and kvswap::SessionError for what the world refuses.
@@ -96,6 +103,11 @@ class Session {
   /// query: [batch, heads, tokens, head_dim]; keys, values: what the last append() of this layer
   /// was given (used by exact chunks). Returns [batch, tokens, heads, head_dim].
   at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                    const at::Tensor& values, double scale);
+
+  /// append() and attend() in one call; on a device a long chunk is written while its attention is
+  /// computed. When it throws, nothing of the chunk is kept.
+  at::Tensor extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                     const at::Tensor& values, double scale);
 
   /// The pair of projections of a layer, [kv_heads * head_dim, rank] fp32; groups sealed before are

@@ -80,6 +80,9 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")
     ] = 200,
+    device: Annotated[
+        str, typer.Option(help="Where the model, pages and summaries are: cpu, cuda, cuda:1.")
+    ] = "cpu",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Of weights and KV; auto: as the model says."),
@@ -106,6 +109,7 @@ def generate(
             json_out=json_out,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
+            device=device,
             prefill_chunk=prefill_chunk,
             prompt_template=prompt_template,
         ),

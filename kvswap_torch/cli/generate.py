@@ -33,6 +33,7 @@ class GenerateOptions:
     json_out: Path | None = None
     max_new_tokens: int = 200
     dtype: str = "auto"
+    device: str = "cpu"
     prefill_chunk: int = 4096
     prompt_template: str = "auto"
 
@@ -150,6 +151,18 @@ def _check_outputs(options: GenerateOptions) -> None:
         raise ConfigError(f"--json: its folder must exist, got {options.json_out}")
 
 
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device: must be cpu or cuda, or cuda:1, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device: must be there, but torch sees no CUDA device, got {name!r}")
+    return device
+
+
 def _load(options: GenerateOptions, console: Console) -> Material:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -166,6 +179,7 @@ def _load(options: GenerateOptions, console: Console) -> Material:
         try:
             tokenizer = AutoTokenizer.from_pretrained(options.model)
             model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+            model = model.to(_device(options.device))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--model: must be a Hugging Face causal language model with its tokenizer, got "

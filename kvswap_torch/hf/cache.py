@@ -45,15 +45,16 @@ class KVSwapCache(Cache):
     Parameters
     ----------
     model
-        A decoder-only transformers model on the CPU, or PEFT's wrapper of one.
+        A decoder-only transformers model on the CPU or on one CUDA device, or PEFT's wrapper of
+        one. Pages and summaries are where the model is.
     path
         A directory on the disk to use. Nothing is left behind in it.
     config
         A `SwapConfig`, the path of a config file, or None for the defaults.
     kv_memory_bytes
-        Hard limit for everything the cache keeps in memory, as an int or like ``"256MiB"``. Rank,
-        groups and pages are derived from it: without a config as large as it allows, with one at
-        most as large as that says.
+        Hard limit for everything the cache keeps in memory, of the host and of the model's device
+        together, as an int or like ``"256MiB"``. Rank, groups and pages are derived from it:
+        without a config as large as it allows, with one at most as large as that says.
     max_context, max_batch
         Tokens per sequence and sequences to be ready for. Given both, they are checked and
         allocated now instead of at the first forward pass.

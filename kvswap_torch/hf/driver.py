@@ -175,7 +175,8 @@ class SessionDriver:
         """Like `look_ahead`, where `attends_all`: nothing has to be predicted."""
         shape = self.parts.shape
         size = (self.session.batch(), shape.kv_heads, tokens, shape.head_dim)
-        self.session.look_ahead(layer, torch.zeros(size, dtype=self.parts.dtype))
+        nothing = torch.zeros(size, dtype=self.parts.dtype, device=self.parts.device)
+        self.session.look_ahead(layer, nothing)
 
     def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         """Stores the new K and V and attends; ``[batch, tokens, heads, head_dim]``."""
@@ -186,14 +187,22 @@ class SessionDriver:
     def _attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         if self._will_choose(layer, keys.shape[2]):
             self._estimate(layer, keys, query)
+        if keys.shape[2] > self.config.select_queries_max:
+            output = self.session.extend(layer, query, keys, values, scale)
+            self._stored(layer)
+            return output
         self.session.append(layer, keys, values)
+        self._stored(layer)
+        if self.session.needs_projection(layer):
+            self._estimate_from_disk(layer)
+        return self.session.attend(layer, query, keys, values, scale)
+
+    def _stored(self, layer: int) -> None:
+        """The pass's columns are in this layer."""
         if layer == 0:
             self.padding.commit()
         if layer == self.parts.shape.layers - 1:
             self._declared = False
-        if self.session.needs_projection(layer):
-            self._estimate_from_disk(layer)
-        return self.session.attend(layer, query, keys, values, scale)
 
     # Projections.
 

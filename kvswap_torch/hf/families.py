@@ -49,6 +49,7 @@ class ModelParts:
     layer_kwargs: tuple[dict[str, Any], ...]
     disk: tuple[int, ...]
     windows: frozenset[int]
+    device: torch.device
     dtype: torch.dtype
     shape: ModelShape
     identity: ModelIdentity = field(repr=False)
@@ -102,6 +103,7 @@ def model_parts(model: Any) -> ModelParts:
     )
     _check_attention(name, decoder, [mixers[i] for i in disk], kinds, layer_kwargs)
     dtype, shape = _tensors(name, config, [mixers[i] for i in disk])
+    device = _device(name, [mixers[i] for i in disk])
     identity = ModelIdentity(
         model_type=config.model_type,
         layers=shape.layers,
@@ -120,6 +122,7 @@ def model_parts(model: Any) -> ModelParts:
         layer_kwargs=tuple(layer_kwargs),
         disk=disk,
         windows=windows,
+        device=device,
         dtype=dtype,
         shape=shape,
         identity=identity,
@@ -189,18 +192,22 @@ def _tensors(name: str, config: Any, attentions: list[nn.Module]) -> tuple[torch
             f"and a multiple of 8, at most {HEAD_DIM_MAX}",
         )
     parameters = [p for a in attentions for p in a.parameters()]
-    devices = {p.device.type for p in parameters}
-    if devices - {"cpu"}:
-        raise _unsupported(
-            name,
-            f"is on {', '.join(sorted(devices - {'cpu'}))}; this build works on the CPU: move the "
-            "model with model.to('cpu')",
-        )
     # Quantised weights are integers; keys then have the type of what is not quantised.
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     if dtype not in DTYPES:
         raise _unsupported(name, f"is of type {dtype}; float32, bfloat16 and float16 are supported")
     return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
+
+
+def _device(name: str, attentions: list[nn.Module]) -> torch.device:
+    devices = {p.device for a in attentions for p in a.parameters()}
+    if len(devices) == 1 and (only := next(iter(devices))).type in ("cpu", "cuda"):
+        return only
+    raise _unsupported(
+        name,
+        f"is on {', '.join(sorted(map(str, devices)))}; all of it must be on the CPU or on one "
+        "CUDA device: move the model with model.to('cpu') or model.to('cuda:0')",
+    )
 
 
 def _unsupported(name: str, why: str) -> UnsupportedModelError:

@@ -70,10 +70,12 @@ class Padding:
         """The declared columns are stored now."""
         columns, tokens, new = self._declared
         if new is not None and self._valid is None:
-            self._valid = torch.ones(len(new), columns, dtype=torch.bool)
+            self._valid = torch.ones(len(new), columns, dtype=torch.bool, device=new.device)
         if self._valid is not None:
             if new is None:
-                new = torch.ones(len(self._valid), tokens, dtype=torch.bool)
+                new = torch.ones(
+                    len(self._valid), tokens, dtype=torch.bool, device=self._valid.device
+                )
             self._valid = torch.cat([self._valid, new], 1)
 
     @property

@@ -47,6 +47,7 @@ def session_options(
         "kv_heads": parts.shape.kv_heads,
         "head_dim": parts.shape.head_dim,
         "dtype": parts.dtype,
+        "device": str(parts.device),
         "directory": str(path),
         "device_model": config.device_model or "",
         "ranks": list(effective_ranks(config, parts.shape, calibrated)),

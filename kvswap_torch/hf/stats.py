@@ -39,6 +39,13 @@ class CacheStats:
         Time that layers waited for the disk, and time that reads took while layers computed.
     resident_bytes, resident_bytes_peak, ledger
         Memory in use, the most so far, and what it is used for.
+    device, device_bytes, pinned_bytes
+        Where pages and summaries are; what is allocated there, and host memory locked for copies
+        to and from it. Both are 0 on the CPU, and part of `resident_bytes`.
+    copied_bytes, copy_bytes_per_second
+        Records copied to the device, and how fast, scatter to their pages included.
+    device_wait_seconds, choice_wait_seconds
+        Time that the device's attention waited for records, and the host for chosen groups.
     kv_bytes_full, kv_bytes_on_disk
         What a cache in memory would take for the same tokens, and what is on disk.
     reader, io_mode, fallbacks
@@ -65,6 +72,13 @@ class CacheStats:
     resident_bytes: int
     resident_bytes_peak: int
     ledger: Mapping[str, int]
+    device: str
+    device_bytes: int
+    pinned_bytes: int
+    copied_bytes: int
+    copy_bytes_per_second: float
+    device_wait_seconds: float
+    choice_wait_seconds: float
     kv_bytes_full: int
     kv_bytes_on_disk: int
     reader: str
@@ -120,6 +134,8 @@ def collect(driver: SessionDriver, look_ahead: LookAhead) -> CacheStats:
         resident_bytes=resident,
         resident_bytes_peak=peak,
         ledger=ledger,
+        device=facts["device"],
+        **_device_numbers(counters),
         kv_bytes_full=shape.kv_bytes(tokens) * batch,
         kv_bytes_on_disk=int(counters["bytes_on_disk"]),
         reader=facts["reader"],
@@ -130,6 +146,16 @@ def collect(driver: SessionDriver, look_ahead: LookAhead) -> CacheStats:
         estimate_seconds=driver.estimate_seconds,
         counters=counters,
     )
+
+
+def _device_numbers(counters: Mapping[str, float]) -> dict[str, Any]:
+    names = ("device_bytes", "pinned_bytes", "copied_bytes")
+    seconds = counters["copy_seconds"]
+    return {name: int(counters[name]) for name in names} | {
+        "copy_bytes_per_second": counters["copied_bytes"] / seconds if seconds else 0.0,
+        "device_wait_seconds": counters["device_wait_seconds"],
+        "choice_wait_seconds": counters["choice_wait_seconds"],
+    }
 
 
 def _rows(stats: CacheStats) -> list[tuple[str, str]]:
@@ -160,6 +186,19 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("projection", stats.projection),
         ("predictor", stats.predictor),
     ]
+    if stats.device != "cpu":
+        rows += _device_rows(stats)
     if stats.fallbacks:
         rows.append(("fell back", stats.fallbacks))
     return rows
+
+
+def _device_rows(stats: CacheStats) -> list[tuple[str, str]]:
+    held = f"{format_bytes(stats.device_bytes)}, {format_bytes(stats.pinned_bytes)} pinned on host"
+    speed = format_bytes(stats.copy_bytes_per_second)
+    waits = f"{stats.device_wait_seconds:.2f} s / {stats.choice_wait_seconds:.2f} s"
+    return [
+        (stats.device, held),
+        ("copied to it", f"{format_bytes(stats.copied_bytes)}, {speed}/s"),
+        ("device / host waited", waits),
+    ]

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(params=["reference", "native"])
+@pytest.fixture(params=["reference", "native", "host device"])
 def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs a test over the plain-torch session and over the C++ one."""
+    """Runs a test over the plain-torch session and over the C++ one, on the CPU and on a device."""
     # Imported late: tests of the config need neither torch nor transformers.
     import torch
 
     from kvswap_torch.hf import session
-    from tests.python.tiny_models import SESSIONS, has_native
+    from tests.python.tiny_models import SESSIONS, has_native, host_device_options
 
-    if request.param == "native" and not has_native():
+    if request.param != "reference" and not has_native():
         pytest.skip("kvswap_torch._C is not built")
+    if request.param == "host device":
+        monkeypatch.setattr(session, "_native", host_device_options)
     monkeypatch.setattr(session, "open_session", SESSIONS[request.param])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads over matrices this small only wait for one another

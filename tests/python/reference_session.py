@@ -25,6 +25,7 @@ class Options:
     kv_heads: int = 0
     head_dim: int = 0
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     directory: str = ""
     io_mode: str = "auto"
     reader: str = "auto"
@@ -43,7 +44,6 @@ class Options:
     tail_tokens: int = 32
     replacement: str = "fifo"
     select_queries_max: int = 8
-    staged_pages: bool = False
     kv_memory_bytes: int = -1
     max_context: int = -1
     max_batch: int = -1
@@ -60,6 +60,12 @@ COUNTERS = [
     "bytes_on_disk",
     "wait_seconds",
     "hidden_seconds",
+    "device_bytes",
+    "pinned_bytes",
+    "copied_bytes",
+    "copy_seconds",
+    "device_wait_seconds",
+    "choice_wait_seconds",
 ]
 
 
@@ -155,6 +161,10 @@ class ReferenceSession:
         self._seal(state)
         return output
 
+    def extend(self, layer, query, keys, values, scale: float) -> torch.Tensor:
+        self.append(layer, keys, values)
+        return self.attend(layer, query, keys, values, scale)
+
     def needs_projection(self, layer: int) -> bool:
         state = self._layers.get(layer)
         return state is not None and layer not in self._projections and self._must_choose(state)
@@ -202,7 +212,7 @@ class ReferenceSession:
         return dict(self._counters)
 
     def facts(self) -> dict[str, str]:
-        return {"reader": "memory", "io_mode": "memory", "fallbacks": ""}
+        return {"device": "cpu", "reader": "memory", "io_mode": "memory", "fallbacks": ""}
 
     def ledger(self) -> dict[str, int]:
         size = sum(2 * state.keys.nbytes for state in self._layers.values())

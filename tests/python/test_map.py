@@ -26,10 +26,11 @@ MAY_INCLUDE = {
     "kernels": {"kernels"},
     "store": {"store", "io"},
     "memory": {"memory"},
-    "select": {"select", "kernels"},
-    "runtime": {"runtime", "io", "kernels", "store", "memory", "select"},
-    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "select", "runtime"},
-    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "select", "runtime"},
+    "device": {"device", "io", "kernels"},
+    "select": {"select", "device", "kernels"},
+    "runtime": {"runtime", "io", "kernels", "store", "memory", "device", "select"},
+    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "device", "select", "runtime"},
+    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "device", "select", "runtime"},
     "python": {
         "python",
         "torch",
@@ -52,7 +53,7 @@ WALLED = {
     "liburing": ("io/",),
     "hwy": ("kernels/cpu/",),
     "nlohmann": ("kvswap/json.cpp",),
-    "cuda": ("kernels/cuda/", "torch/"),
+    "cuda": ("kernels/cuda/", "device/cuda/", "torch/"),
     "cub": ("kernels/cuda/",),
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -101,6 +101,12 @@ def native_session(options: dict[str, Any]) -> Any:
 
 
 _open_native = session_module.open_session
+_native_options = session_module._native
+
+
+def host_device_options(options: dict[str, Any]) -> Any:
+    """As `kvswap_torch.hf.session` makes them, on the device path over CPU tensors."""
+    return _native_options(options | {"device": "host"})
 
 
 def has_native() -> bool:
@@ -113,6 +119,7 @@ def has_native() -> bool:
 SESSIONS = {
     "reference": reference_session,
     "native": native_session,
+    "host device": native_session,
 }
 
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "io/block_reader.h"
-#include "io/data_file.h"
+#include "io/forwarding_file.h"
 
 namespace kvswap {
 
@@ -91,24 +91,14 @@ struct WriteFaults {
 };
 
 /// The same for the file. Called by one thread at a time, like the file itself.
-class FaultyDataFile final : public DataFile {
+class FaultyDataFile final : public ForwardingFile {
  public:
   FaultyDataFile(std::unique_ptr<DataFile> inner, WriteFaults* faults)
-      : inner_(std::move(inner)), faults_(faults) {}
-
-  int fd() const override { return inner_->fd(); }
-  bool is_direct() const override { return inner_->is_direct(); }
-  int64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
-  const std::string& directory() const override { return inner_->directory(); }
-  const std::vector<std::string>& fallbacks() const override { return inner_->fallbacks(); }
-  int64_t allocated_bytes() const override { return inner_->allocated_bytes(); }
-  void drop_cached(int64_t offset_bytes, int64_t length_bytes) override {
-    inner_->drop_cached(offset_bytes, length_bytes);
-  }
+      : ForwardingFile(std::move(inner)), faults_(faults) {}
 
   Status reserve(int64_t size_bytes) override {
     if (++faults_->reserves_seen == faults_->fail_reserve) return injected("reserve");
-    return inner_->reserve(size_bytes);
+    return ForwardingFile::reserve(size_bytes);
   }
 
   Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
@@ -117,18 +107,18 @@ class FaultyDataFile final : public DataFile {
     if (number == faults_->tear_write) {
       const auto alignment = static_cast<size_t>(alignment_bytes());
       const size_t half = bytes.size() / 2 / alignment * alignment;
-      if (half > 0) KVSWAP_RETURN_IF_ERROR(inner_->write(offset_bytes, bytes.first(half)));
+      if (half > 0) KVSWAP_RETURN_IF_ERROR(ForwardingFile::write(offset_bytes, bytes.first(half)));
       return injected("write");
     }
     if (number == faults_->flip_write) {
       // The caller's bytes are const but its memory is ours to borrow for the length of the call.
       auto* last = const_cast<std::byte*>(bytes.data()) + bytes.size() - 1;
       *last ^= std::byte{0x10};
-      Status status = inner_->write(offset_bytes, bytes);
+      Status status = ForwardingFile::write(offset_bytes, bytes);
       *last ^= std::byte{0x10};
       return status;
     }
-    return inner_->write(offset_bytes, bytes);
+    return ForwardingFile::write(offset_bytes, bytes);
   }
 
  private:
@@ -136,7 +126,6 @@ class FaultyDataFile final : public DataFile {
     return Status::storage(where + ": injected fault", faults_->error_number);
   }
 
-  std::unique_ptr<DataFile> inner_;
   WriteFaults* faults_;
 };
 

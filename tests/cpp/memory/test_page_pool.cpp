@@ -3,10 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "memory/page_pool.h"
 
@@ -16,58 +14,43 @@ namespace {
 constexpr int64_t kPages = 7;
 constexpr int64_t kPageBytes = 1536;
 
-std::unique_ptr<PagePool> pool_of(Result<std::unique_ptr<PagePool>> pool) {
-  EXPECT_TRUE(pool.is_ok());
-  return std::move(pool.value());
-}
-
 TEST(PagePool, PagesDoNotOverlapAndAreAligned) {
-  for (auto* make : {make_direct_page_pool, make_staged_page_pool}) {
-    const auto pool = pool_of(make(kPages, 8192));
-    EXPECT_EQ(pool->pages(), kPages);
-    for (int32_t page = 0; page < kPages; ++page) {
-      EXPECT_EQ(reinterpret_cast<uintptr_t>(pool->page(page)) % 4096, 0u);
-      EXPECT_EQ(reinterpret_cast<uintptr_t>(pool->landing(page)) % 4096, 0u);
-      EXPECT_EQ(pool->page(page), pool->page(0) + page * 8192);
-      EXPECT_EQ(pool->landing(page), pool->landing(0) + page * 8192);
-    }
+  const auto pool = make_host_page_pool(kPages, 8192);
+  ASSERT_TRUE(pool.is_ok());
+  EXPECT_EQ(pool.value().pages(), kPages);
+  EXPECT_EQ(pool.value().resident_bytes(), kPages * 8192);
+  for (int32_t page = 0; page < kPages; ++page) {
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(pool.value().page(page)) % 4096, 0u);
+    EXPECT_EQ(pool.value().page(page), pool.value().page(0) + page * 8192);
   }
 }
 
-TEST(PagePool, DirectReadsLandWhereTheyAreUsed) {
-  const auto pool = pool_of(make_direct_page_pool(kPages, kPageBytes));
-  EXPECT_EQ(pool->resident_bytes(), kPages * kPageBytes);
-  for (int32_t page = 0; page < kPages; ++page) EXPECT_EQ(pool->landing(page), pool->page(page));
-}
-
-TEST(PagePool, StagedReadsAreSeenOncePublished) {
-  const auto pool = pool_of(make_staged_page_pool(kPages, kPageBytes));
-  EXPECT_EQ(pool->resident_bytes(), 2 * kPages * kPageBytes);
-  for (int32_t page = 0; page < kPages; ++page) {
-    std::memset(pool->page(page), 1, kPageBytes);
-    std::memset(pool->landing(page), 10 + page, kPageBytes);
+TEST(PagePool, FreesItsMemoryWithTheLastOfItsOwners) {
+  int freed = 0;
+  auto* bytes = new std::byte[kPages * kPageBytes];
+  {
+    const auto free = [&](std::byte* memory) {
+      ++freed;
+      delete[] memory;
+    };
+    const PagePool pool(std::shared_ptr<std::byte>(bytes, free), kPages, kPageBytes);
+    EXPECT_EQ(pool.page(3), bytes + 3 * kPageBytes);
+    EXPECT_EQ(freed, 0);
   }
-  const std::vector<int32_t> landed = {5, 0, 3};
-  pool->publish(landed);
-  pool->publish({});
-  for (int32_t page = 0; page < kPages; ++page) {
-    const bool is_published = std::count(landed.begin(), landed.end(), page) > 0;
-    const std::byte expected{static_cast<uint8_t>(is_published ? 10 + page : 1)};
-    EXPECT_EQ(pool->page(page)[0], expected);
-    EXPECT_EQ(pool->page(page)[kPageBytes - 1], expected);
-  }
+  EXPECT_EQ(freed, 1);
 }
 
 TEST(PagePool, WhatTheSystemCannotLendIsAnError) {
-  const auto pool = make_direct_page_pool(int64_t{1} << 32, int64_t{1} << 28);
+  const auto pool = make_host_page_pool(int64_t{1} << 32, int64_t{1} << 28);
   ASSERT_FALSE(pool.is_ok());
   EXPECT_EQ(pool.status().code(), StatusCode::kBudget);
 }
 
 TEST(PagePoolDeathTest, APageThatIsNotThereIsOurMistake) {
-  const auto pool = pool_of(make_staged_page_pool(kPages, kPageBytes));
-  EXPECT_DEATH(pool->page(kPages), "does not hold");
-  EXPECT_DEATH(pool->landing(-1), "does not hold");
+  const auto pool = make_host_page_pool(kPages, kPageBytes);
+  ASSERT_TRUE(pool.is_ok());
+  EXPECT_DEATH(pool.value().page(kPages), "does not hold");
+  EXPECT_DEATH(pool.value().page(-1), "does not hold");
 }
 
 TEST(AlignedBytes, MovesWithoutACopy) {

@@ -2,6 +2,7 @@
 
 #include <thread>
 
+#include "device/host_device.h"
 #include "engine_run.h"
 
 namespace kvswap {
@@ -26,7 +27,9 @@ std::vector<std::byte> live(EngineOptions options, ParallelFor parallel, std::st
   return run.outputs();
 }
 
-class Backends : public testing::TestWithParam<std::tuple<ReaderKind, IoMode, PagePlace>> {};
+enum class Place { kHost, kDevice };
+
+class Backends : public testing::TestWithParam<std::tuple<ReaderKind, IoMode, Place>> {};
 
 TEST_P(Backends, GiveTheSameBits) {
   const TestDirectory directory;
@@ -36,7 +39,9 @@ TEST_P(Backends, GiveTheSameBits) {
   const std::vector<std::byte> expected = live(options, nullptr, &reader);
   ASSERT_EQ(reader, "sync");
 
-  std::tie(options.reader.kind, options.file.mode, options.page_place) = GetParam();
+  Place place;
+  std::tie(options.reader.kind, options.file.mode, place) = GetParam();
+  if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100});
   if (options.reader.kind == ReaderKind::kUring) {
     options.reader.kind = ReaderKind::kAuto;  // falls back where the machine has no io_uring
   }
@@ -51,7 +56,7 @@ INSTANTIATE_TEST_SUITE_P(All, Backends,
                          testing::Combine(testing::Values(ReaderKind::kSync, ReaderKind::kThreads,
                                                           ReaderKind::kUring),
                                           testing::Values(IoMode::kAuto, IoMode::kBuffered),
-                                          testing::Values(PagePlace::kDirect, PagePlace::kStaged)));
+                                          testing::Values(Place::kHost, Place::kDevice)));
 
 TEST(Backends, AModelledDeviceGivesTheSameBits) {
   const TestDirectory directory;

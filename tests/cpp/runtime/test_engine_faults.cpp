@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "device/host_device.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
 
@@ -59,69 +60,76 @@ void prefill(EngineRun& run) {
   run.compare_state();
 }
 
-class ReadFault : public testing::TestWithParam<PagePlace> {};
+enum class Place { kHost, kDevice };
 
-TEST_P(ReadFault, FailsTheStepAndTheRetryIsRight) {
-  const TestDirectory directory;
-  int64_t failures = 0;
-  for (uint64_t read = 1; read <= 40; ++read) {
-    SCOPED_TRACE(read);
+class ReadFault : public testing::TestWithParam<Place> {
+ protected:
+  using Arm = std::function<void(EngineRun&, ReadFaults&)>;
+  using Check = std::function<void(EngineRun&, int64_t failures)>;
+
+  /// Decodes on an engine of its own through what `arm` says goes wrong.
+  void decode(EngineOptions (*adapt)(EngineOptions), StatusCode expected, const Arm& arm,
+              const Check& check) {
+    const TestDirectory directory;
     ReadFaults faults;
-    EngineOptions options = with_read_faults(directory.path(), &faults);
-    options.page_place = GetParam();
+    EngineOptions options = adapt(with_read_faults(directory.path(), &faults));
+    if (GetParam() == Place::kDevice) options.device = host_device({});
     EngineRun run(options, 3);
     prefill(run);
     faults = {};
-    faults.fail_read = read;
-    decode_through_faults(run, faults, StatusCode::kStorage, &failures);
-    if (HasFatalFailure()) return;
+    arm(run, faults);
+    int64_t failures = 0;
+    decode_through_faults(run, faults, expected, &failures);
+    if (!HasFatalFailure()) check(run, failures);
+  }
+  static EngineOptions as_they_are(EngineOptions options) { return options; }
+};
+
+TEST_P(ReadFault, FailsTheStepAndTheRetryIsRight) {
+  int64_t failures = 0;
+  for (uint64_t read = 1; read <= 40 && !HasFatalFailure(); ++read) {
+    SCOPED_TRACE(read);
+    decode(
+        as_they_are, StatusCode::kStorage,
+        [&](EngineRun&, ReadFaults& faults) { faults.fail_read = read; },
+        [&](EngineRun&, int64_t failed) { failures += failed; });
   }
   EXPECT_GT(failures, 30);
 }
 
 TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
-  const TestDirectory directory;
   uint64_t again = 0;
-  for (uint64_t read = 1; read <= 40; ++read) {
+  for (uint64_t read = 1; read <= 40 && !HasFatalFailure(); ++read) {
     SCOPED_TRACE(read);
-    ReadFaults faults;
-    EngineOptions options = with_read_faults(directory.path(), &faults);
-    options.page_place = GetParam();
-    EngineRun run(options, 3);
-    prefill(run);
-    const bool flips = read % 2 == 0;
-    faults = {};
-    (flips ? faults.flip_read : faults.misdirect_read) = read;
-    faults.misdirect_bytes = run.engine().record_bytes();
-    int64_t failures = 0;
-    decode_through_faults(run, faults, StatusCode::kCorrupt, &failures);
-    if (HasFatalFailure()) return;
-    EXPECT_EQ(failures, 0);
-    again += run.engine().fetcher().counters().reread_records;
+    decode(
+        as_they_are, StatusCode::kCorrupt,
+        [&](EngineRun& run, ReadFaults& faults) {
+          (read % 2 == 0 ? faults.flip_read : faults.misdirect_read) = read;
+          faults.misdirect_bytes = run.engine().record_bytes();
+        },
+        [&](EngineRun& run, int64_t failed) {
+          EXPECT_EQ(failed, 0);
+          again += run.engine().fetcher().counters().reread_records;
+        });
   }
   EXPECT_GT(again, 30u);
 }
 
 TEST_P(ReadFault, ARefusedSubmitLosesNoPage) {
-  const TestDirectory directory;
-  for (uint64_t submit = 1; submit <= 8; ++submit) {
-    SCOPED_TRACE(submit);
-    ReadFaults faults;
-    EngineOptions options = with_read_faults(directory.path(), &faults);
-    options.page_place = GetParam();
+  const auto few_pages = [](EngineOptions options) {
     options.groups_max = options.pages_max = 4;
-    EngineRun run(options, 3);
-    prefill(run);
-    faults = {};
-    faults.fail_submit = submit;
-    int64_t failures = 0;
-    decode_through_faults(run, faults, StatusCode::kStorage, &failures);
-    if (HasFatalFailure()) return;
-    EXPECT_EQ(failures, submit <= 6 ? 1 : failures);
+    return options;
+  };
+  for (uint64_t submit = 1; submit <= 8 && !HasFatalFailure(); ++submit) {
+    SCOPED_TRACE(submit);
+    decode(
+        few_pages, StatusCode::kStorage,
+        [&](EngineRun&, ReadFaults& faults) { faults.fail_submit = submit; },
+        [&](EngineRun&, int64_t failed) { EXPECT_EQ(failed, submit <= 6 ? 1 : failed); });
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Pools, ReadFault, testing::Values(PagePlace::kDirect, PagePlace::kStaged));
+INSTANTIATE_TEST_SUITE_P(Places, ReadFault, testing::Values(Place::kHost, Place::kDevice));
 
 TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
   const TestDirectory directory;
@@ -172,31 +180,23 @@ TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
 }
 
 /// A file that asks before it grows and before it writes.
-class AskingFile final : public DataFile {
+class AskingFile final : public ForwardingFile {
  public:
   using Question = std::function<Status()>;
   AskingFile(std::unique_ptr<DataFile> inner, Question may_grow, Question may_write)
-      : inner_(std::move(inner)),
+      : ForwardingFile(std::move(inner)),
         may_grow_(std::move(may_grow)),
         may_write_(std::move(may_write)) {}
-  int fd() const override { return inner_->fd(); }
-  bool is_direct() const override { return inner_->is_direct(); }
-  int64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
-  const std::string& directory() const override { return inner_->directory(); }
-  const std::vector<std::string>& fallbacks() const override { return inner_->fallbacks(); }
-  int64_t allocated_bytes() const override { return inner_->allocated_bytes(); }
-  void drop_cached(int64_t offset, int64_t length) override { inner_->drop_cached(offset, length); }
   Status reserve(int64_t size_bytes) override {
     if (may_grow_) KVSWAP_RETURN_IF_ERROR(may_grow_());
-    return inner_->reserve(size_bytes);
+    return ForwardingFile::reserve(size_bytes);
   }
   Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
     if (may_write_) KVSWAP_RETURN_IF_ERROR(may_write_());
-    return inner_->write(offset_bytes, bytes);
+    return ForwardingFile::write(offset_bytes, bytes);
   }
 
  private:
-  std::unique_ptr<DataFile> inner_;
   Question may_grow_;
   Question may_write_;
 };

@@ -1,5 +1,6 @@
 // Random lives of an engine against the plain reference that keeps everything in memory.
 
+#include "device/host_device.h"
 #include "engine_run.h"
 
 namespace kvswap {
@@ -14,10 +15,12 @@ struct Shape {
 
 void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
 
-class RandomLife : public testing::TestWithParam<Shape> {};
+enum class Place { kHost, kDevice };
+
+class RandomLife : public testing::TestWithParam<std::tuple<Shape, Place>> {};
 
 TEST_P(RandomLife, EqualsTheReference) {
-  const Shape& shape = GetParam();
+  const auto& [shape, place] = GetParam();
   const TestDirectory directory;
   EngineOptions options = small_options(directory.path(), shape.group_tokens);
   options.tail_tokens = shape.tail_tokens;
@@ -30,6 +33,7 @@ TEST_P(RandomLife, EqualsTheReference) {
   if (shape.dtype == DType::kBFloat16) options.head_dim *= 2;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(seed);
+    if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100, .seed = seed});
     EngineRun run(options, seed);
     run.live(60, shape.batch_max);
     if (HasFatalFailure()) return;
@@ -37,9 +41,12 @@ TEST_P(RandomLife, EqualsTheReference) {
   EXPECT_TRUE(directory.is_empty());
 }
 
-TEST(LongLife, CrossesTheChunksOfSummariesAndOfWrites) {
+class LongLife : public testing::TestWithParam<Place> {};
+
+TEST_P(LongLife, CrossesTheChunksOfSummariesAndOfWrites) {
   const TestDirectory directory;
   EngineOptions options = small_options(directory.path());
+  if (GetParam() == Place::kDevice) options.device = host_device({.delay_us_max = 100});
   options.groups_max = 20;
   options.pages_max = 30;
   options.kv_memory_bytes = 16 << 20;  // small write buffers: several runs a chunk
@@ -48,21 +55,30 @@ TEST(LongLife, CrossesTheChunksOfSummariesAndOfWrites) {
   EXPECT_GT(run.engine().counters().groups_loaded, 200u);
 }
 
+std::string place_name(Place place) { return place == Place::kHost ? "host" : "device"; }
+
+INSTANTIATE_TEST_SUITE_P(Places, LongLife, testing::Values(Place::kHost, Place::kDevice),
+                         [](const auto& info) { return place_name(info.param); });
+
 INSTANTIATE_TEST_SUITE_P(
     Shapes, RandomLife,
-    testing::Values(Shape{"usual", 4, 8, 4, 4, 8, 4, 3}, Shape{"no_tail", 4, 0, 4, 4, 8, 4, 2},
-                    Shape{"tail_below_a_group", 8, 5, 3, 2, 3, 3, 2},
-                    Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3},
-                    Shape{"one_page", 4, 4, 2, 1, 1, 1, 3},
-                    Shape{"no_reuse", 3, 7, 5, 6, 6, 4, 2, Replacement::kLru},
-                    Shape{"groups_of_one", 1, 3, 2, 7, 9, 3, 2, Replacement::kUnused},
-                    Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, Replacement::kLru},
-                    Shape{"groups_of_64", 64, 32, 4, 1, 2, 2, 2},
-                    Shape{"one_query", 4, 6, 1, 3, 4, 1, 2, Replacement::kUnused},
-                    Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2},
-                    Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2},
-                    Shape{"bfloat16", 4, 8, 4, 4, 8, 4, 3, Replacement::kFifo, DType::kBFloat16}),
-    [](const auto& info) { return std::string(info.param.name); });
+    testing::Combine(
+        testing::Values(
+            Shape{"usual", 4, 8, 4, 4, 8, 4, 3}, Shape{"no_tail", 4, 0, 4, 4, 8, 4, 2},
+            Shape{"tail_below_a_group", 8, 5, 3, 2, 3, 3, 2},
+            Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3}, Shape{"one_page", 4, 4, 2, 1, 1, 1, 3},
+            Shape{"no_reuse", 3, 7, 5, 6, 6, 4, 2, Replacement::kLru},
+            Shape{"groups_of_one", 1, 3, 2, 7, 9, 3, 2, Replacement::kUnused},
+            Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, Replacement::kLru},
+            Shape{"groups_of_64", 64, 32, 4, 1, 2, 2, 2},
+            Shape{"one_query", 4, 6, 1, 3, 4, 1, 2, Replacement::kUnused},
+            Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2},
+            Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2},
+            Shape{"bfloat16", 4, 8, 4, 4, 8, 4, 3, Replacement::kFifo, DType::kBFloat16}),
+        testing::Values(Place::kHost, Place::kDevice)),
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
+    });
 
 }  // namespace
 }  // namespace kvswap

@@ -9,7 +9,8 @@
 #include <random>
 #include <set>
 
-#include "select/low_rank_selector.h"
+#include "device/host_device.h"
+#include "select/device_selector.h"
 
 namespace kvswap {
 namespace {
@@ -31,27 +32,65 @@ struct Case {
   int64_t sink_groups = 1;
   int64_t padding = 0;  // of the last sequence
   int64_t query_heads = kHeads;
+  int64_t hole = 0;  // columns of padding in the middle of the first sequence
+};
+
+enum class Place { kHost, kDevice };
+
+/// A DeviceSelector with all it needs, on a device that is no device.
+class OnDevice {
+ public:
+  OnDevice(const LowRankOptions& options, const DeviceSelector::Room& room) {
+    const DeviceKind kind = host_device({.delay_us_max = 50});
+    device_ = std::move(kind.make().value());
+    const int64_t segment =
+        std::max(DeviceSelector::table_bytes(options.group_tokens, room),
+                 DeviceSelector::append_table_bytes(options.group_tokens, room.groups));
+    tables_.resize(TableRing::kSegments * segment);
+    answer_.resize(DeviceSelector::answer_bytes(room));
+    ring_ = std::move(TableRing::create(*device_, tables_.data(), segment).value());
+    selector_ = std::make_unique<DeviceSelector>(*device_, options);
+    EXPECT_TRUE(selector_->reserve(kind.scratch, room, ring_.get(), answer_.data()).is_ok());
+  }
+  LowRankSelector& selector() { return *selector_; }
+
+ private:
+  std::vector<std::byte> tables_;
+  std::vector<std::byte> answer_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<TableRing> ring_;
+  std::unique_ptr<DeviceSelector> selector_;
 };
 
 class Selection {
  public:
-  Selection(const Case& of, uint32_t seed)
-      : case_(of),
-        random_(seed),
-        selector_({.layers = 2,
-                   .kv_heads = kKvHeads,
-                   .head_dim = kDim,
-                   .group_tokens = of.group_tokens,
-                   .summary_dtype = of.summary_dtype}) {
+  Selection(const Case& of, uint32_t seed, Place place) : case_(of), random_(seed) {
+    const LowRankOptions options = {.layers = 2,
+                                    .kv_heads = kKvHeads,
+                                    .head_dim = kDim,
+                                    .group_tokens = of.group_tokens,
+                                    .summary_dtype = of.summary_dtype};
+    if (place == Place::kHost) {
+      host_ = std::make_unique<LowRankSelector>(options);
+      selector_ = host_.get();
+    } else {
+      device_ = std::make_unique<OnDevice>(options, DeviceSelector::Room{.batch = of.batch,
+                                                                         .queries = of.queries,
+                                                                         .groups = of.groups,
+                                                                         .k = of.k,
+                                                                         .sinks = of.sink_groups,
+                                                                         .rank = of.rank});
+      selector_ = &device_->selector();
+    }
     key_projection_ = numbers(kWidth * of.rank, 1);
     query_projection_ = numbers(kWidth * of.rank, 1);
-    selector_.set_projection(1, of.rank, key_projection_.data(), query_projection_.data());
-    selector_.set_sequences(of.batch);
+    const Status set =
+        selector_->set_projection(1, of.rank, key_projection_.data(), query_projection_.data());
+    EXPECT_TRUE(set.is_ok()) << set.message();
+    selector_->set_sequences(of.batch);
     for (int64_t b = 0; b < of.batch; ++b) append_sequence(b);
     query_ = numbers(of.batch * of.query_heads * of.queries * kDim, 2);
   }
-
-  LowRankSelector& selector() { return selector_; }
 
   std::vector<std::vector<int32_t>> choose() {
     std::vector<int32_t> sinks;
@@ -59,17 +98,17 @@ class Selection {
     std::vector<Candidates> candidates;
     for (const TokenValidity& validity : validity_) candidates.push_back({&validity, sinks});
     std::vector<std::vector<int32_t>> chosen;
-    selector_.choose({.layer = 1,
-                      .query = {.data = query_.data(),
-                                .batch_stride = case_.query_heads * case_.queries * kDim,
-                                .head_stride = case_.queries * kDim,
-                                .query_stride = kDim,
-                                .heads = case_.query_heads,
-                                .queries = case_.queries},
-                      .groups = case_.groups,
-                      .groups_per_query = case_.k,
-                      .candidates = candidates,
-                      .chosen = &chosen});
+    selector_->choose({.layer = 1,
+                       .query = {.data = query_.data(),
+                                 .batch_stride = case_.query_heads * case_.queries * kDim,
+                                 .head_stride = case_.queries * kDim,
+                                 .query_stride = kDim,
+                                 .heads = case_.query_heads,
+                                 .queries = case_.queries},
+                       .groups = case_.groups,
+                       .groups_per_query = case_.k,
+                       .candidates = candidates,
+                       .chosen = &chosen});
     return chosen;
   }
 
@@ -111,13 +150,17 @@ class Selection {
     const int64_t piece = case_.piece_groups * case_.group_tokens;
     for (int64_t first = 0; first < tokens; first += piece) {
       const KeyView view = {keys_[b].data() + first * kDim, tokens * kDim, kDim};
-      selector_.append(1, b, view, std::min(piece, tokens - first));
+      EXPECT_TRUE(selector_->append(1, b, view, std::min(piece, tokens - first)).is_ok());
     }
     validity_.emplace_back();
     const int64_t padding = b + 1 == case_.batch ? case_.padding : 0;
     const auto none = std::make_unique<bool[]>(padding + 1);
     validity_.back().append(padding, none.get());
-    validity_.back().append(tokens - padding, nullptr);
+    const int64_t hole = b == 0 ? std::min(case_.hole, (tokens - padding) / 2) : 0;
+    validity_.back().append((tokens - padding - hole) / 2, nullptr);
+    const auto gap = std::make_unique<bool[]>(hole + 1);
+    validity_.back().append(hole, gap.get());
+    validity_.back().append(tokens - validity_.back().columns(), nullptr);
   }
 
   float score(int64_t b, int64_t q, int64_t token) const {
@@ -152,7 +195,9 @@ class Selection {
 
   Case case_;
   std::mt19937 random_;
-  LowRankSelector selector_;
+  std::unique_ptr<LowRankSelector> host_;
+  std::unique_ptr<OnDevice> device_;
+  LowRankSelector* selector_ = nullptr;
   std::vector<float> key_projection_;
   std::vector<float> query_projection_;
   std::vector<std::vector<float>> keys_;  // [batch][kv_heads, tokens, head_dim]
@@ -161,8 +206,8 @@ class Selection {
 };
 
 void expect_reference(const Case& of) {
-  for (uint32_t seed = 0; seed < 3; ++seed) {
-    Selection selection(of, seed);
+  for (uint32_t seed = 0; seed < 6; ++seed) {
+    Selection selection(of, seed / 2, seed % 2 == 0 ? Place::kHost : Place::kDevice);
     ASSERT_EQ(selection.choose(), selection.expected())
         << "G " << of.group_tokens << ", rank " << of.rank << ", seed " << seed;
     ASSERT_EQ(selection.choose(), selection.expected()) << "a second time";
@@ -189,6 +234,8 @@ TEST(LowRankSelector, QueriesPaddingSinksAndSmallBudgets) {
   expect_reference({.queries = 4, .k = 3});
   expect_reference({.batch = 3, .queries = 16, .k = 1});
   expect_reference({.padding = 61});
+  expect_reference({.hole = 37});
+  expect_reference({.groups = 300, .batch = 3, .queries = 2, .padding = 9, .hole = 500});
   expect_reference({.batch = 1, .padding = 200});  // nothing but padding
   expect_reference({.sink_groups = 0});
   expect_reference({.sink_groups = 60});
@@ -215,7 +262,7 @@ TEST(LowRankSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
                             .summary_dtype = DType::kFloat32});
   EXPECT_EQ(selector.bytes_to_append(0, 100), 0) << "without a projection";
   const std::vector<float> ones(kWidth * 5, 1.0f);
-  selector.set_projection(0, 5, ones.data(), ones.data());
+  ASSERT_TRUE(selector.set_projection(0, 5, ones.data(), ones.data()).is_ok());
   selector.set_sequences(2);
   int64_t batch = 2;
   for (int step = 0; step < 200; ++step) {
@@ -224,7 +271,7 @@ TEST(LowRankSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
     const int64_t expected = selector.bytes_to_append(0, tokens);
     const std::vector<float> keys(kWidth * tokens, 1.0f);
     for (int64_t b = 0; b < batch; ++b) {
-      selector.append(0, b, {keys.data(), tokens * kDim, kDim}, tokens);
+      ASSERT_TRUE(selector.append(0, b, {keys.data(), tokens * kDim, kDim}, tokens).is_ok());
     }
     ASSERT_EQ(selector.resident_bytes() - before, expected);
     if (random() % 2) {

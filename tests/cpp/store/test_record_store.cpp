@@ -16,25 +16,16 @@ constexpr int64_t kPayload = 700;
 constexpr int64_t kRecord = 1024;
 
 /// Takes its time for each write.
-class SlowFile final : public DataFile {
+class SlowFile final : public ForwardingFile {
  public:
   SlowFile(std::unique_ptr<DataFile> inner, std::chrono::milliseconds delay)
-      : inner_(std::move(inner)), delay_(delay) {}
-  int fd() const override { return inner_->fd(); }
-  bool is_direct() const override { return inner_->is_direct(); }
-  int64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
-  const std::string& directory() const override { return inner_->directory(); }
-  const std::vector<std::string>& fallbacks() const override { return inner_->fallbacks(); }
-  int64_t allocated_bytes() const override { return inner_->allocated_bytes(); }
-  void drop_cached(int64_t offset, int64_t length) override { inner_->drop_cached(offset, length); }
-  Status reserve(int64_t size_bytes) override { return inner_->reserve(size_bytes); }
+      : ForwardingFile(std::move(inner)), delay_(delay) {}
   Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
     std::this_thread::sleep_for(delay_);
-    return inner_->write(offset_bytes, bytes);
+    return ForwardingFile::write(offset_bytes, bytes);
   }
 
  private:
-  std::unique_ptr<DataFile> inner_;
   std::chrono::milliseconds delay_;
 };
 

@@ -1,0 +1,51 @@
+# The CUDA kernels, csrc/kernels/cuda/*.cu. They need the toolkit and nothing else, least of all
+# torch. The target cuda_objects compiles them wherever there is an nvcc; KvswapTorch.cmake links them
+# where torch has CUDA.
+find_program(KVSWAP_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin /usr/local/cuda/bin)
+set(KVSWAP_CUDA_ARCHITECTURES "80;87;90" CACHE STRING "sm_XX to build CUDA kernels for")
+if(NOT KVSWAP_NVCC)
+  message(STATUS "kvswap: no nvcc, the CUDA kernels are not compiled here")
+  return()
+endif()
+get_filename_component(cuda_root ${KVSWAP_NVCC} REALPATH)
+get_filename_component(cuda_root ${cuda_root} DIRECTORY)
+get_filename_component(KVSWAP_CUDA_ROOT ${cuda_root} DIRECTORY)
+
+set(nvcc_flags -std=c++20 -O3 -I${PROJECT_SOURCE_DIR}/csrc --expt-relaxed-constexpr
+  -Xcompiler=-fPIC,-Wall,-Wextra,-Werror -Werror=all-warnings
+  -Xptxas=-v,-warn-spills --threads=2)
+foreach(architecture IN LISTS KVSWAP_CUDA_ARCHITECTURES)
+  list(APPEND nvcc_flags -gencode=arch=compute_${architecture},code=sm_${architecture})
+endforeach()
+# The newest architecture's PTX as well, for devices that come after it.
+list(GET KVSWAP_CUDA_ARCHITECTURES -1 newest)
+list(APPEND nvcc_flags -gencode=arch=compute_${newest},code=compute_${newest})
+
+set(nvcc_launcher)
+if(KVSWAP_CCACHE)
+  set(nvcc_launcher ${CMAKE_COMMAND} -E env CCACHE_NOHASHDIR=1 ${KVSWAP_CCACHE})
+endif()
+
+# A register spilled is an error. What each kernel takes is written beside its object.
+file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/kernels/cuda/*.cu)
+file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
+set(cuda_objects)
+foreach(source IN LISTS cuda_kernels)
+  get_filename_component(name ${source} NAME_WE)
+  set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+  add_custom_command(OUTPUT ${object}
+    COMMAND ${PROJECT_SOURCE_DIR}/cmake/run_logged.sh ${object}.ptxas
+      ${nvcc_launcher} ${KVSWAP_NVCC} ${nvcc_flags} -MD -MF ${object}.d -c ${source} -o ${object}
+    DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "nvcc ${name}.cu")
+  list(APPEND cuda_objects ${object})
+endforeach()
+add_custom_target(cuda_objects DEPENDS ${cuda_objects})
+
+function(kvswap_link_cuda target)
+  target_sources(${target} PRIVATE ${cuda_objects})
+  set_source_files_properties(${cuda_objects} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
+  find_library(KVSWAP_CUDART cudart
+    HINTS ${KVSWAP_CUDA_ROOT}/lib64 ${KVSWAP_CUDA_ROOT}/lib REQUIRED)
+  target_include_directories(${target} SYSTEM PRIVATE ${KVSWAP_CUDA_ROOT}/include)
+  target_link_libraries(${target} PRIVATE ${KVSWAP_CUDART})
+endfunction()

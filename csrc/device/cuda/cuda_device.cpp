@@ -1,0 +1,268 @@
+#include "device/cuda/cuda_device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvswap {
+namespace {
+
+/// Makes a device the calling thread's, and gives the caller its own back.
+class Current {
+ public:
+  explicit Current(int index) {
+    (void)cudaGetDevice(&before_);
+    if (before_ != index) (void)cudaSetDevice(index);
+    is_changed_ = before_ != index;
+  }
+  ~Current() {
+    if (is_changed_) (void)cudaSetDevice(before_);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  int before_ = 0;
+  bool is_changed_ = false;
+};
+
+Status failed(const std::string& what, cudaError_t error) {
+  const std::string text = what + ": CUDA must not fail, got " + cudaGetErrorName(error) + " (" +
+                           cudaGetErrorString(error) + ")";
+  if (error == cudaErrorMemoryAllocation) {
+    return Status::budget(text + "; lower kv_memory_bytes, pages_max, the context or the batch");
+  }
+  return Status::storage(text, 0);
+}
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(int index) : index_(index) {}
+  ~CudaDevice() override;
+  Status open();
+
+  std::string name() const override { return "cuda:" + std::to_string(index_); }
+
+  Result<std::byte*> allocate(int64_t bytes) override;
+  void free(std::byte* memory, int64_t bytes) override;
+  Status pin(std::byte* host, int64_t bytes) override;
+  void unpin(std::byte* host, int64_t bytes) override;
+
+  Result<Event> make_event() override;
+  void record(Event event) override {
+    const Current current(index_);
+    keep("cudaEventRecord", cudaEventRecord(events_[event], queue()));
+  }
+  void wait(Event event) override {
+    const Current current(index_);
+    keep("cudaStreamWaitEvent", cudaStreamWaitEvent(queue(), events_[event], 0));
+  }
+  Status synchronize(Event event) override {
+    keep("cudaEventSynchronize", cudaEventSynchronize(events_[event]));
+    return status_;
+  }
+  double seconds_between(Event begin, Event end) override;
+  Status drain() override;
+  Status hand_back() override { return status_; }
+  void set_compute_stream(void* stream) override;
+
+  void copy_in(void* to, const void* host, int64_t bytes) override {
+    move(to, host, bytes, cudaMemcpyHostToDevice);
+  }
+  void copy_out(void* host, const void* from, int64_t bytes) override {
+    move(host, from, bytes, cudaMemcpyDeviceToHost);
+  }
+  void copy(void* to, const void* from, int64_t bytes) override {
+    move(to, from, bytes, cudaMemcpyDeviceToDevice);
+  }
+
+  void project_keys(const cuda::BatchProjectKeysArgs& args) override {
+    const Current current(index_);
+    keep(cuda::project_keys(args, queue()));
+  }
+  void project_query(const cuda::BatchProjectQueryArgs& args) override {
+    const Current current(index_);
+    keep(cuda::project_query(args, queue()));
+  }
+  void select_groups(const cuda::BatchSelectArgs& args) override {
+    const Current current(index_);
+    keep(cuda::select_groups(args, queue()));
+  }
+  void pack_records(const cuda::BatchTransferArgs& args) override {
+    const Current current(index_);
+    keep(cuda::pack_records(args, queue()));
+  }
+  void copy_records(const cuda::CopyRecordsArgs& args) override {
+    const Current current(index_);
+    keep(cuda::copy_records(args, queue()));
+  }
+  void paged_attention(const PagedAttentionArgs& args, void* scratch) override {
+    const Current current(index_);
+    keep(cuda::paged_attention(args, scratch, queue()));
+  }
+
+ private:
+  cudaStream_t queue() const { return streams_[static_cast<int>(stream())]; }
+  void move(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind) {
+    if (bytes == 0) return;
+    const Current current(index_);
+    keep("cudaMemcpyAsync", cudaMemcpyAsync(to, from, bytes, kind, queue()));
+  }
+  /// The first failure is the one that says why.
+  void keep(Status status) {
+    if (status_.is_ok()) status_ = std::move(status);
+  }
+  void keep(const char* what, cudaError_t error) {
+    if (error != cudaSuccess) keep(failed(what, error));
+  }
+
+  int index_;
+  std::array<cudaStream_t, kStreams> streams_{};  // compute is the caller's
+  cudaStream_t memory_stream_ = nullptr;          // allocations alone
+  cudaMemPool_t pool_ = nullptr;
+  std::vector<cudaEvent_t> events_;
+  cudaEvent_t changed_ = nullptr;  // of set_compute_stream()
+  Status status_;
+};
+
+Status CudaDevice::open() {
+  int count = 0;
+  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
+    return failed("session: opening " + name(), error);
+  }
+  if (index_ < 0 || index_ >= count) {
+    return Status::invalid("session: device must be one of " + std::to_string(count) +
+                           " CUDA devices, got " + name());
+  }
+  const Current current(index_);
+  int low = 0;
+  int high = 0;
+  keep("cudaDeviceGetStreamPriorityRange", cudaDeviceGetStreamPriorityRange(&low, &high));
+  for (const Stream each : {Stream::kScore, Stream::kLoad, Stream::kWrite}) {
+    // What the next layer waits for goes first; what goes to disk fills the gaps.
+    const int priority = each == Stream::kWrite ? low : high;
+    keep("cudaStreamCreate", cudaStreamCreateWithPriority(&streams_[static_cast<int>(each)],
+                                                          cudaStreamNonBlocking, priority));
+  }
+  keep("cudaStreamCreate", cudaStreamCreateWithFlags(&memory_stream_, cudaStreamNonBlocking));
+  keep("cudaEventCreate", cudaEventCreateWithFlags(&changed_, cudaEventDisableTiming));
+  cudaMemPoolProps properties = {};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.location = {cudaMemLocationTypeDevice, index_};
+  keep("cudaMemPoolCreate", cudaMemPoolCreate(&pool_, &properties));
+  return status_;
+}
+
+CudaDevice::~CudaDevice() {
+  const Current current(index_);
+  // Whoever closes a session has been told of errors by the calls before.
+  (void)drain().is_ok();
+  for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+  if (changed_ != nullptr) (void)cudaEventDestroy(changed_);
+  if (memory_stream_ != nullptr) {
+    (void)cudaStreamSynchronize(memory_stream_);
+    (void)cudaStreamDestroy(memory_stream_);
+  }
+  if (pool_ != nullptr) (void)cudaMemPoolDestroy(pool_);
+  for (const Stream each : {Stream::kScore, Stream::kLoad, Stream::kWrite}) {
+    const cudaStream_t stream = streams_[static_cast<int>(each)];
+    if (stream != nullptr) (void)cudaStreamDestroy(stream);
+  }
+}
+
+Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
+  const Current current(index_);
+  void* memory = nullptr;
+  const std::string what = name() + ": allocating " + std::to_string(bytes) + " bytes";
+  cudaError_t error = cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_);
+  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, bytes, memory_stream_);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(memory_stream_);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();  // told here; torch need not find it
+    return failed(what, error);
+  }
+  allocated_bytes_ += bytes;
+  return static_cast<std::byte*>(memory);
+}
+
+void CudaDevice::free(std::byte* memory, int64_t bytes) {
+  const Current current(index_);
+  (void)drain().is_ok();  // kept, and told by the next call
+  keep("cudaFreeAsync", cudaFreeAsync(memory, memory_stream_));
+  allocated_bytes_ -= bytes;
+}
+
+Status CudaDevice::pin(std::byte* host, int64_t bytes) {
+  const Current current(index_);
+  const cudaError_t error = cudaHostRegister(host, bytes, cudaHostRegisterPortable);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return failed(name() + ": locking " + std::to_string(bytes) + " bytes of host memory", error);
+  }
+  pinned_bytes_ += bytes;
+  return Status::ok();
+}
+
+void CudaDevice::unpin(std::byte* host, int64_t bytes) {
+  const Current current(index_);
+  (void)drain().is_ok();  // kept, and told by the next call
+  keep("cudaHostUnregister", cudaHostUnregister(host));
+  pinned_bytes_ -= bytes;
+}
+
+Result<Event> CudaDevice::make_event() {
+  const Current current(index_);
+  cudaEvent_t event = nullptr;
+  const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDefault);
+  if (error != cudaSuccess) return failed(name() + ": an event", error);
+  events_.push_back(event);
+  return static_cast<Event>(events_.size() - 1);
+}
+
+double CudaDevice::seconds_between(Event begin, Event end) {
+  float milliseconds = 0;
+  if (cudaEventElapsedTime(&milliseconds, events_[begin], events_[end]) != cudaSuccess) {
+    (void)cudaGetLastError();  // one of them is not done: nothing is known
+    return 0;
+  }
+  return milliseconds * 1e-3;
+}
+
+Status CudaDevice::drain() {
+  const Current current(index_);
+  for (const cudaStream_t stream : streams_) {
+    keep("cudaStreamSynchronize", cudaStreamSynchronize(stream));
+  }
+  return status_;
+}
+
+void CudaDevice::set_compute_stream(void* stream) {
+  cudaStream_t& compute = streams_[static_cast<int>(Stream::kCompute)];
+  if (stream == compute) return;
+  const Current current(index_);
+  // What the session did on the old stream comes before what it does on the new one.
+  keep("cudaEventRecord", cudaEventRecord(changed_, compute));
+  compute = static_cast<cudaStream_t>(stream);
+  keep("cudaStreamWaitEvent", cudaStreamWaitEvent(compute, changed_, 0));
+}
+
+}  // namespace
+
+DeviceKind cuda_device(int index) {
+  DeviceKind kind;
+  kind.make = [index]() -> Result<std::unique_ptr<Device>> {
+    auto device = std::make_unique<CudaDevice>(index);
+    KVSWAP_RETURN_IF_ERROR(device->open());
+    return std::unique_ptr<Device>(std::move(device));
+  };
+  kind.scratch.select_groups = [](const cuda::BatchSelectArgs& args) {
+    return cuda::select_groups_scratch_bytes(args.batch, args.queries, args.groups, args.k);
+  };
+  kind.scratch.paged_attention = cuda::paged_attention_scratch_bytes;
+  return kind;
+}
+
+}  // namespace kvswap

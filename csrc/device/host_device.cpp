@@ -1,0 +1,130 @@
+#include "device/host_device.h"
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+
+#include "device/host_kernels.h"
+#include "device/host_stream.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kAlignment = 4096;
+
+class HostDevice final : public Device {
+ public:
+  explicit HostDevice(const HostDeviceOptions& options) {
+    for (int i = 0; i < kStreams; ++i) {
+      streams_[i] = std::make_unique<HostStream>(options.seed + i, options.delay_us_max);
+    }
+  }
+  Status start() {
+    for (auto& stream : streams_) KVSWAP_RETURN_IF_ERROR(stream->start());
+    handed_back_ = events_.make();
+    return Status::ok();
+  }
+
+  std::string name() const override { return "host"; }
+
+  Result<std::byte*> allocate(int64_t bytes) override {
+    const int64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
+    if (memory == nullptr) {
+      return Status::budget("device: the host must lend " + std::to_string(bytes) +
+                            " bytes, and refused");
+    }
+    std::memset(memory, 0, rounded);
+    allocated_bytes_ += bytes;
+    return memory;
+  }
+  void free(std::byte* memory, int64_t bytes) override {
+    (void)drain().is_ok();
+    std::free(memory);
+    allocated_bytes_ -= bytes;
+  }
+  Status pin(std::byte*, int64_t bytes) override {
+    pinned_bytes_ += bytes;
+    return Status::ok();
+  }
+  void unpin(std::byte*, int64_t bytes) override { pinned_bytes_ -= bytes; }
+
+  Result<Event> make_event() override { return events_.make(); }
+  void record(Event event) override {
+    queue([this, event, point = events_.mark(event)] { events_.reach(event, point); });
+  }
+  void wait(Event event) override {
+    queue([this, event, point = events_.last(event)] { events_.wait(event, point); });
+  }
+  Status synchronize(Event event) override {
+    events_.wait(event, events_.last(event));
+    return Status::ok();
+  }
+  double seconds_between(Event begin, Event end) override {
+    return events_.seconds_between(begin, end);
+  }
+  Status drain() override {
+    // A stream may wait for another's events, all of which are queued.
+    for (auto& stream : streams_) stream->drain();
+    return Status::ok();
+  }
+  /// CPU tensors know no stream: what uses them must be done.
+  Status hand_back() override {
+    const On compute(*this, Stream::kCompute);
+    record(handed_back_);
+    return synchronize(handed_back_);
+  }
+  void set_compute_stream(void*) override {}
+
+  void copy_in(void* to, const void* host, int64_t bytes) override { copy(to, host, bytes); }
+  void copy_out(void* host, const void* from, int64_t bytes) override { copy(host, from, bytes); }
+  void copy(void* to, const void* from, int64_t bytes) override {
+    queue([=] { std::memcpy(to, from, bytes); });
+  }
+
+  void project_keys(const cuda::BatchProjectKeysArgs& args) override {
+    queue([args] { host_kernels::project_keys(args); });
+  }
+  void project_query(const cuda::BatchProjectQueryArgs& args) override {
+    queue([args] { host_kernels::project_query(args); });
+  }
+  void select_groups(const cuda::BatchSelectArgs& args) override {
+    queue([args] { host_kernels::select_groups(args); });
+  }
+  void pack_records(const cuda::BatchTransferArgs& args) override {
+    queue([args] { host_kernels::pack_records(args); });
+  }
+  void copy_records(const cuda::CopyRecordsArgs& args) override {
+    queue([args] { host_kernels::copy_records(args); });
+  }
+  void paged_attention(const PagedAttentionArgs& args, void*) override {
+    queue([args] { kvswap::paged_attention(args, {}); });
+  }
+
+ private:
+  void queue(std::function<void()> operation) {
+    streams_[static_cast<int>(stream())]->push(std::move(operation));
+  }
+
+  HostEvents events_;  // outlives the streams
+  std::array<std::unique_ptr<HostStream>, kStreams> streams_;
+  Event handed_back_ = 0;
+};
+
+}  // namespace
+
+DeviceKind host_device(const HostDeviceOptions& options) {
+  DeviceKind kind;
+  kind.make = [options]() -> Result<std::unique_ptr<Device>> {
+    auto device = std::make_unique<HostDevice>(options);
+    KVSWAP_RETURN_IF_ERROR(device->start());
+    return std::unique_ptr<Device>(std::move(device));
+  };
+  kind.scratch.select_groups = [](const cuda::BatchSelectArgs& args) {
+    return args.queries * args.groups * int64_t{sizeof(float)};
+  };
+  kind.scratch.paged_attention = [](const PagedAttentionArgs&) { return int64_t{0}; };
+  return kind;
+}
+
+}  // namespace kvswap

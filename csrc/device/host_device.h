@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device/device.h"
+
+namespace kvswap {
+
+struct HostDeviceOptions {
+  int64_t delay_us_max = 0;  // streams sleep up to so long before some operations
+  uint64_t seed = 1;         // of the sleeps
+};
+
+/// A device made of host memory, the CPU's kernels and a thread a stream: what the device path is
+/// tested on where there is none. Operations run later and in the order of their stream alone, so
+/// that a missing event shows as wrong numbers, or under ThreadSanitizer.
+DeviceKind host_device(const HostDeviceOptions& options);
+
+}  // namespace kvswap

@@ -1,0 +1,147 @@
+#include "device/host_kernels.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "kernels/group_topk.h"
+#include "kernels/low_rank_score.h"
+#include "kernels/project.h"
+#include "kernels/records.h"
+
+namespace kvswap::host_kernels {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+bool is_valid(const cuda::BatchSelectArgs& args, int64_t sequence, int64_t token) {
+  if (args.first_tokens != nullptr && token < args.first_tokens[sequence]) return false;
+  if (args.last_tokens != nullptr && token >= args.last_tokens[sequence]) return false;
+  if (args.valid == nullptr) return true;
+  return (args.valid[sequence * args.valid_stride + token / 64] >> (token % 64)) & 1;
+}
+
+/// Scores of all groups of one sequence: [queries, groups].
+void score(const cuda::BatchSelectArgs& args, int64_t sequence, float* group_scores) {
+  const cuda::SummaryTable& summary = args.summary;
+  std::vector<float> tokens(args.queries * summary.chunk_tokens);
+  for (int64_t first = 0, chunk = 0; first < args.groups * args.group_tokens;
+       first += summary.chunk_tokens, ++chunk) {
+    const int64_t rows = std::min(summary.chunk_tokens, args.groups * args.group_tokens - first);
+    const int64_t source = sequence * summary.chunks_max + chunk;
+    LowRankScoreArgs scores;
+    scores.summary = summary.chunks[source];
+    scores.token_scale = summary.scales == nullptr ? nullptr : summary.scales[source];
+    scores.query = args.query + sequence * args.queries * summary.rank;
+    scores.scores = tokens.data();
+    scores.score_stride = summary.chunk_tokens;
+    scores.blocks = (rows + kSummaryBlock - 1) / kSummaryBlock;
+    scores.rank = summary.rank;
+    scores.queries = args.queries;
+    scores.dtype = summary.dtype;
+    low_rank_score(scores);
+    for (int64_t query = 0; query < args.queries; ++query) {
+      float* of_query = tokens.data() + query * summary.chunk_tokens;
+      for (int64_t row = 0; row < rows; ++row) {
+        if (!is_valid(args, sequence, first + row)) of_query[row] = kNever;
+      }
+      group_max({.scores = of_query,
+                 .group_scores = group_scores + query * args.groups + first / args.group_tokens,
+                 .tokens = rows,
+                 .group_tokens = args.group_tokens});
+    }
+  }
+}
+
+}  // namespace
+
+void project_keys(const cuda::BatchProjectKeysArgs& args) {
+  for (int64_t i = 0; i < args.count; ++i) {
+    const cuda::ProjectPiece& piece = args.pieces[i];
+    kvswap::project_keys({.keys = piece.keys,
+                          .head_stride = args.head_stride,
+                          .token_stride = args.token_stride,
+                          .projection = args.projection,
+                          .summary = piece.summary,
+                          .token_scale = piece.token_scale,
+                          .first_row = piece.first_row,
+                          .tokens = piece.tokens,
+                          .kv_heads = args.kv_heads,
+                          .head_dim = args.head_dim,
+                          .rank = args.rank,
+                          .key_dtype = args.key_dtype,
+                          .summary_dtype = args.summary_dtype});
+  }
+}
+
+void project_query(const cuda::BatchProjectQueryArgs& args) {
+  for (int64_t row = 0; row < args.batch * args.queries; ++row) {
+    const int64_t offset =
+        row / args.queries * args.batch_stride + row % args.queries * args.query_stride;
+    const auto* query = static_cast<const std::byte*>(args.query);
+    kvswap::project_query({.query = query + offset * dtype_bytes(args.dtype),
+                           .head_stride = args.head_stride,
+                           .projection = args.projection,
+                           .projected = args.projected + row * args.rank,
+                           .heads = args.heads,
+                           .kv_heads = args.kv_heads,
+                           .head_dim = args.head_dim,
+                           .rank = args.rank,
+                           .dtype = args.dtype});
+  }
+}
+
+void select_groups(const cuda::BatchSelectArgs& args) {
+  auto* group_scores = static_cast<float*>(args.scratch);
+  for (int64_t sequence = 0; sequence < args.batch; ++sequence) {
+    score(args, sequence, group_scores);
+    for (int64_t query = 0; query < args.queries; ++query) {
+      const int64_t row = sequence * args.queries + query;
+      float* scores = group_scores + query * args.groups;
+      for (int64_t i = 0; i < args.excluded_max; ++i) {
+        const int32_t group = args.excluded[sequence * args.excluded_max + i];
+        if (group >= 0 && group < args.groups) scores[group] = kNever;
+      }
+      int32_t* indices = args.indices + row * args.k;
+      const int64_t chosen = top_k({.scores = scores,
+                                    .indices = indices,
+                                    .count = args.groups,
+                                    .k = std::min(args.k, args.groups)});
+      std::fill(indices + chosen, indices + args.k, -1);
+      args.chosen[row] = static_cast<int32_t>(chosen);
+    }
+  }
+}
+
+void pack_records(const cuda::BatchTransferArgs& args) {
+  const int64_t bytes = args.shape.element_bytes;
+  for (int64_t i = 0; i < args.count; ++i) {
+    const int64_t sequence = args.sequences == nullptr ? 0 : args.sequences[i];
+    TokenView tokens = args.tokens;
+    tokens.keys = static_cast<std::byte*>(tokens.keys) + sequence * args.key_batch_stride * bytes;
+    tokens.values =
+        static_cast<std::byte*>(tokens.values) + sequence * args.value_batch_stride * bytes;
+    kvswap::pack_records({.shape = args.shape,
+                          .tokens = tokens,
+                          .records = args.records + i,
+                          .first_tokens = args.first_tokens + i,
+                          .slots = args.slots == nullptr ? nullptr : args.slots + i,
+                          .lengths = args.lengths == nullptr ? nullptr : args.lengths + i,
+                          .count = 1});
+  }
+}
+
+void copy_records(const cuda::CopyRecordsArgs& args) {
+  for (int64_t i = 0; i < args.count; ++i) {
+    const int64_t from =
+        args.source_offsets == nullptr ? i * args.source_stride : args.source_offsets[i];
+    void* to = args.targets != nullptr
+                   ? args.targets[i]
+                   : static_cast<std::byte*>(args.target) + i * args.target_stride;
+    std::memcpy(to, static_cast<const std::byte*>(args.source) + from, args.bytes);
+  }
+}
+
+}  // namespace kvswap::host_kernels

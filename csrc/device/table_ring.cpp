@@ -1,0 +1,57 @@
+#include "device/table_ring.h"
+
+#include <cstring>
+
+namespace kvswap {
+
+Result<std::unique_ptr<TableRing>> TableRing::create(Device& device, std::byte* host,
+                                                     int64_t segment_bytes) {
+  std::unique_ptr<TableRing> ring(new TableRing(device, host, segment_bytes));
+  auto mirror = DeviceBytes::allocate(device, kSegments * segment_bytes);
+  if (!mirror.is_ok()) return mirror.status();
+  ring->mirror_ = std::move(mirror.value());
+  for (auto& of_segment : ring->left_) {
+    for (Event& event : of_segment) {
+      auto made = device.make_event();
+      if (!made.is_ok()) return made.status();
+      event = made.value();
+    }
+  }
+  return ring;
+}
+
+TableRing::Tables TableRing::open(int64_t bytes) {
+  KVSWAP_ASSERT(bytes <= segment_bytes_);
+  if (used_ + bytes > segment_bytes_) next_segment();
+  const int64_t begin = segment_ * segment_bytes_ + used_;
+  used_ += bytes;
+  return {*this, begin, begin + bytes};
+}
+
+const std::byte* TableRing::Tables::put(const void* table, int64_t bytes) {
+  const int64_t place = next_;
+  next_ += padded(bytes);
+  KVSWAP_ASSERT(next_ <= end_);
+  if (bytes > 0) std::memcpy(ring_.host_ + place, table, bytes);
+  return ring_.mirror_.data() + place;
+}
+
+void TableRing::Tables::send() {
+  ring_.device_.copy_in(ring_.mirror_.data() + begin_, ring_.host_ + begin_, next_ - begin_);
+}
+
+void TableRing::next_segment() {
+  for (int stream = 0; stream < kStreams; ++stream) {
+    const Device::On on(device_, static_cast<Stream>(stream));
+    device_.record(left_[segment_][stream]);
+  }
+  segment_ = (segment_ + 1) % kSegments;
+  used_ = 0;
+  // Left last time round, when the kernels of this segment's tables were queued.
+  for (const Event event : left_[(segment_ + 1) % kSegments]) {
+    // An error is the device's, which keeps it and tells it at the next synchronize().
+    (void)device_.synchronize(event).is_ok();
+  }
+}
+
+}  // namespace kvswap

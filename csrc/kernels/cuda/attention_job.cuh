@@ -1,0 +1,191 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/attention_plan.h"
+#include "kernels/cuda/element.cuh"
+
+namespace kvswap::cuda {
+
+/// PagedAttentionArgs and its plan, as the kernels want them.
+struct AttentionJob {
+  const void* query = nullptr;
+  int64_t query_batch_stride = 0, query_head_stride = 0, query_token_stride = 0;
+  void* output = nullptr;
+  float* log_sum_exp = nullptr;
+  const void* const* pages = nullptr;
+  const uint64_t* masks = nullptr;
+  const int32_t* columns = nullptr;
+  const int32_t* page_counts = nullptr;
+  const int32_t* query_columns = nullptr;
+  float* partial_output = nullptr;       // [units, splits, tile_rows, head_dim]
+  float* partial_log_sum_exp = nullptr;  // [units, splits, tile_rows]
+  int64_t pages_max = 0;
+  int64_t split_slots = 0;
+  int64_t page_head_bytes = 0;  // from one head to the next in a page; 0: a page holds one
+  int splits = 1;
+  int table_heads = 1;
+  int kv_heads = 1;
+  int row_tiles = 1;
+  int ratio = 1;
+  int queries = 1;
+  int group_tokens = 1;
+  int head_dim = 0;
+  float scale = 1.0f;
+};
+
+inline constexpr int32_t kUnseen = 0x7fffffff;  // no query stands at this column or after it
+
+/// Which part of the work a block has. Grid: (splits, kv_heads * row_tiles, batch).
+template <int kRows>
+struct AttentionPlace {
+  __device__ explicit AttentionPlace(const AttentionJob& job)
+      : split(static_cast<int>(blockIdx.x)),
+        kv_head(static_cast<int>(blockIdx.y) / job.row_tiles),
+        tile(static_cast<int>(blockIdx.y) % job.row_tiles),
+        sequence(blockIdx.z) {
+    const int left = job.ratio * job.queries - tile * kRows;
+    rows = left < kRows ? left : kRows;
+  }
+
+  __device__ int head_of(const AttentionJob& job, int row) const {
+    return kv_head * job.ratio + (tile * kRows + row) / job.queries;
+  }
+  __device__ int query_of(const AttentionJob& job, int row) const {
+    return (tile * kRows + row) % job.queries;
+  }
+  /// The last column that a row sees.
+  __device__ int32_t column_of(const AttentionJob& job, int row) const {
+    return job.query_columns[sequence] + query_of(job, row);
+  }
+  template <typename T>
+  __device__ const T* query_row(const AttentionJob& job, int row) const {
+    return static_cast<const T*>(job.query) + sequence * job.query_batch_stride +
+           head_of(job, row) * job.query_head_stride + query_of(job, row) * job.query_token_stride;
+  }
+  __device__ int64_t unit(const AttentionJob& job) const {
+    return (sequence * job.kv_heads + kv_head) * job.row_tiles + tile;
+  }
+
+  int split;
+  int kv_head;
+  int tile;
+  int64_t sequence;
+  int rows;  // of this tile
+};
+
+/// Where the K rows of some token slots stand, and at which columns; kUnseen: not to be read.
+struct SlotStage {
+  const char* rows[kStageSlots];
+  int32_t columns[kStageSlots];
+};
+
+/// Looks up slots [first, first + kStageSlots) of a page table, all threads of the block.
+template <int kRows>
+__device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace<kRows>& place,
+                                   int64_t first, int64_t last, int row_bytes, SlotStage& stage) {
+  const int64_t table =
+      place.sequence * job.table_heads + (job.table_heads == 1 ? 0 : place.kv_head);
+  const int32_t last_column = job.query_columns[place.sequence] + job.queries - 1;
+  const int64_t head_offset = place.kv_head * job.page_head_bytes;
+  for (int i = static_cast<int>(threadIdx.x); i < kStageSlots; i += kAttentionThreads) {
+    const int64_t slot = first + i;
+    stage.columns[i] = kUnseen;
+    stage.rows[i] = nullptr;
+    if (slot >= last) continue;
+    const auto group_tokens = static_cast<uint32_t>(job.group_tokens);
+    const int64_t page = static_cast<uint32_t>(slot) / group_tokens;
+    const int token = static_cast<int>(static_cast<uint32_t>(slot) % group_tokens);
+    if (page >= job.page_counts[table]) continue;
+    const int64_t entry = table * job.pages_max + page;
+    if ((job.masks[entry] >> token & 1) == 0) continue;
+    const int32_t column = job.columns[entry] + token;
+    const char* base = static_cast<const char*>(job.pages[entry]);
+    if (base == nullptr || column > last_column) continue;
+    stage.rows[i] = base + head_offset + static_cast<int64_t>(token) * row_bytes;
+    stage.columns[i] = column;
+  }
+}
+
+/// What the warps of a block leave behind for one row: maximum and sum, in powers of 2.
+template <int kRows>
+struct RowSums {
+  float largest[kAttentionWarps][kRows];
+  float sum[kAttentionWarps][kRows];
+
+  __device__ float largest_of(int row) const {
+    float result = never();
+#pragma unroll
+    for (int w = 0; w < kAttentionWarps; ++w) result = fmaxf(result, largest[w][row]);
+    return result;
+  }
+  __device__ float total_of(int row, float all_largest) const {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kAttentionWarps; ++w) {
+      if (sum[w][row] > 0.0f) total += sum[w][row] * exp2f(largest[w][row] - all_largest);
+    }
+    return total;
+  }
+  /// What warp `warp` multiplies its unnormalised values with.
+  __device__ float factor_of(int warp, int row) const {
+    const float all_largest = largest_of(row);
+    const float total = total_of(row, all_largest);
+    if (!(total > 0.0f) || !(sum[warp][row] > 0.0f)) return 0.0f;
+    return exp2f(largest[warp][row] - all_largest) / total;
+  }
+  __device__ float log_sum_exp_of(int row) const {
+    const float all_largest = largest_of(row);
+    const float total = total_of(row, all_largest);
+    return total > 0.0f ? (all_largest + log2f(total)) * 0.6931471805599453f : never();
+  }
+};
+
+/// The largest head_dim's values of a block's rows: a gap after each row spares bank conflicts.
+template <int kRows, int kHeadDim>
+struct RowValues {
+  static constexpr int kStride = kHeadDim / 4 + 1;
+  float4 values[kRows][kStride];
+};
+
+/// Writes a block's normalised rows: to the result, or to the partial results of its split.
+template <typename T, int kRows, int kHeadDim>
+__device__ inline void write_rows(const AttentionJob& job, const AttentionPlace<kRows>& place,
+                                  const RowValues<kRows, kHeadDim>& all,
+                                  const RowSums<kRows>& sums) {
+  const int vectors = job.head_dim / 4;
+  const int64_t first_partial = (place.unit(job) * job.splits + place.split) * kRows;
+  for (int i = static_cast<int>(threadIdx.x); i < place.rows * vectors; i += kAttentionThreads) {
+    const int row = i / vectors;
+    const float4 value = all.values[row][i % vectors];
+    if (job.splits > 1) {
+      float4* target = reinterpret_cast<float4*>(job.partial_output) +
+                       (first_partial + row) * vectors + i % vectors;
+      *target = value;
+      continue;
+    }
+    T* target = static_cast<T*>(job.output) +
+                ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio *
+                     job.kv_heads +
+                 place.head_of(job, row)) *
+                    job.head_dim +
+                i % vectors * 4;
+    target[0] = from_float<T>(value.x);
+    target[1] = from_float<T>(value.y);
+    target[2] = from_float<T>(value.z);
+    target[3] = from_float<T>(value.w);
+  }
+  const int row = static_cast<int>(threadIdx.x);
+  if (row >= place.rows) return;
+  if (job.splits > 1) {
+    job.partial_log_sum_exp[first_partial + row] = sums.log_sum_exp_of(row);
+  } else if (job.log_sum_exp != nullptr) {
+    job.log_sum_exp[(place.sequence * job.ratio * job.kv_heads + place.head_of(job, row)) *
+                        job.queries +
+                    place.query_of(job, row)] = sums.log_sum_exp_of(row);
+  }
+}
+
+}  // namespace kvswap::cuda

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace kvswap::cuda {
+
+inline constexpr float kFloat8Max = 448.0f;
+
+/// e4m3 without infinities: 0x7f is NaN. In bit operations, since sm_80 has no instruction for it.
+__device__ inline float float8_to_float(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7fu;
+  const uint32_t sign = (bits & 0x80u) << 24;
+  if (magnitude == 0x7fu) return __uint_as_float(0x7fc00000u);
+  // The exponent's bias is 7, not 127: 2^120 makes up for it, for subnormals too.
+  const float scaled = __uint_as_float(magnitude << 20) * 0x1p120f;
+  return __uint_as_float(sign | __float_as_uint(scaled));
+}
+
+/// Rounds to nearest, ties to even; beyond 448 by half a step and more: NaN.
+__device__ inline uint32_t float8_from_float(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  const uint32_t sign = bits >> 24 & 0x80u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude >= 0x43f00000u) return sign | 0x7fu;
+  if (magnitude < 0x3c800000u) {
+    // Below 2^-6 in steps of 2^-9: adding 2^14 rounds to one and leaves it in the lowest bits.
+    return sign | (__float_as_uint(__uint_as_float(magnitude) + 0x1p14f) - 0x46800000u);
+  }
+  magnitude += 0x7ffffu + (magnitude >> 20 & 1u);
+  return sign | (magnitude - 0x3c000000u) >> 20;
+}
+
+}  // namespace kvswap::cuda

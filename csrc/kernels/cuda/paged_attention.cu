@@ -1,0 +1,202 @@
+#include <cuda_runtime.h>
+
+#include "kernels/cuda/attention_scalar.cuh"
+#include "kernels/cuda/attention_tensor.cuh"
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/launch.h"
+
+namespace kvswap::cuda {
+namespace {
+
+/// One split of one page table for one tile of query rows; warps take turns at its tokens.
+template <typename Attention, int kRows>
+__device__ void attend_split(const AttentionJob& job, int row_bytes) {
+  __shared__ typename Attention::Shared shared;
+  const AttentionPlace<kRows> place(job);
+  Attention attention(job, place, shared);
+  attention.stage_query();
+  const int64_t first = place.split * job.split_slots;
+  const int64_t slots = job.pages_max * job.group_tokens;
+  const int64_t last = first + job.split_slots < slots ? first + job.split_slots : slots;
+  constexpr int kTokens = Attention::kTokens;
+  for (int64_t stage = first; stage < last; stage += kStageSlots) {
+    __syncthreads();  // nobody looks at the stage before
+    stage_slots(job, place, stage, last, row_bytes, shared.stage);
+    __syncthreads();
+    const int64_t left = last - stage;
+    const int here = left < kStageSlots ? static_cast<int>(left) : kStageSlots;
+    for (int slot = attention.warp * kTokens; slot < here; slot += kAttentionWarps * kTokens) {
+      attention.attend(slot);
+    }
+  }
+  attention.finish();
+}
+
+/// As many blocks on a multiprocessor as the sums of kChunks leave registers for.
+constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : chunks == 2 ? 3 : 2; }
+
+template <typename T, int kChunks>
+__global__ void __launch_bounds__(kAttentionThreads, tensor_blocks(kChunks)) attend_tensor(AttentionJob job) {
+  attend_split<TensorAttention<T, kChunks>, kTensorRows>(job, job.head_dim * 2);
+}
+
+template <int kChunks>
+__global__ void __launch_bounds__(kAttentionThreads) attend_scalar(AttentionJob job) {
+  attend_split<ScalarAttention<kChunks>, kScalarRows>(job, job.head_dim * 4);
+}
+
+/// Joins the splits of one tile of rows, in rising order. Grid: (parts of head_dim, kv_heads *
+/// row_tiles, batch); a thread has four values of one row.
+template <typename T, int kRows>
+__global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob job) {
+  __shared__ float weights[kSplitsMax][kRows];
+  __shared__ float totals[kRows];
+  const AttentionPlace<kRows> place(job);
+  const int64_t unit = place.unit(job);
+  const float* sums = job.partial_log_sum_exp + unit * job.splits * kRows;
+  for (int i = static_cast<int>(threadIdx.x); i < job.splits * kRows; i += kAttentionThreads) {
+    weights[i / kRows][i % kRows] = i % kRows < place.rows ? sums[i] : never();
+  }
+  __syncthreads();
+  constexpr int kTeam = kAttentionThreads / kRows;  // threads of a row: a part of a warp
+  const int row = static_cast<int>(threadIdx.x) / kTeam;
+  float largest = never();
+  for (int s = static_cast<int>(threadIdx.x) % kTeam; s < job.splits; s += kTeam) {
+    largest = fmaxf(largest, weights[s][row]);
+  }
+  for (int bit = 1; bit < kTeam; bit *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, bit));
+  }
+  float total = 0.0f;
+  for (int s = static_cast<int>(threadIdx.x) % kTeam; s < job.splits; s += kTeam) {
+    const float weight = largest == never() ? 0.0f : expf(weights[s][row] - largest);
+    weights[s][row] = weight;
+    total += weight;
+  }
+  for (int bit = 1; bit < kTeam; bit *= 2) total += __shfl_xor_sync(kWholeWarp, total, bit);
+  if (static_cast<int>(threadIdx.x) % kTeam == 0) totals[row] = total;
+  __syncthreads();
+  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) % kTeam == 0 && row < place.rows &&
+      job.log_sum_exp != nullptr) {
+    job.log_sum_exp[(place.sequence * job.ratio * job.kv_heads + place.head_of(job, row)) *
+                        job.queries +
+                    place.query_of(job, row)] = total > 0.0f ? largest + logf(total) : never();
+  }
+
+  const int vectors = job.head_dim / 4;
+  const int i = static_cast<int>(blockIdx.x) * kAttentionThreads + static_cast<int>(threadIdx.x);
+  if (i >= place.rows * vectors) return;
+  const int own_row = i / vectors;
+  const float4* source = reinterpret_cast<const float4*>(job.partial_output) +
+                         (unit * job.splits * kRows + own_row) * vectors + i % vectors;
+  float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+  for (int s = 0; s < job.splits; ++s) {
+    const float weight = weights[s][own_row];
+    // A split that saw nothing has a weight of 0; what stands there is not a number of ours.
+    if (!(weight > 0.0f)) continue;
+    const float4 part = source[static_cast<int64_t>(s) * kRows * vectors];
+    value = make_float4(fmaf(weight, part.x, value.x), fmaf(weight, part.y, value.y),
+                        fmaf(weight, part.z, value.z), fmaf(weight, part.w, value.w));
+  }
+  const float factor = totals[own_row] > 0.0f ? 1.0f / totals[own_row] : 0.0f;
+  T* target = static_cast<T*>(job.output) +
+              ((place.sequence * job.queries + place.query_of(job, own_row)) * job.ratio *
+                   job.kv_heads +
+               place.head_of(job, own_row)) *
+                  job.head_dim +
+              i % vectors * 4;
+  target[0] = from_float<T>(value.x * factor);
+  target[1] = from_float<T>(value.y * factor);
+  target[2] = from_float<T>(value.z * factor);
+  target[3] = from_float<T>(value.w * factor);
+}
+
+AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan, void* scratch) {
+  AttentionJob job;
+  job.query = args.query;
+  job.query_batch_stride = args.query_batch_stride;
+  job.query_head_stride = args.query_head_stride;
+  job.query_token_stride = args.query_token_stride;
+  job.output = args.output;
+  job.log_sum_exp = args.log_sum_exp;
+  job.pages = args.pages;
+  job.masks = args.masks;
+  job.columns = args.columns;
+  job.page_counts = args.page_counts;
+  job.query_columns = args.query_columns;
+  job.partial_output = static_cast<float*>(scratch);
+  job.partial_log_sum_exp = job.partial_output + plan.partial_rows(args) * args.shape.head_dim;
+  job.pages_max = args.pages_max;
+  job.split_slots = plan.split_slots;
+  const int64_t side_bytes =
+      args.shape.group_tokens * args.shape.head_dim * args.shape.element_bytes;
+  job.page_head_bytes = args.shape.kv_heads == 1 ? 0 : 2 * side_bytes;
+  job.splits = static_cast<int>(plan.splits);
+  job.table_heads = static_cast<int>(args.table_heads);
+  job.kv_heads = static_cast<int>(plan.kv_heads);
+  job.row_tiles = static_cast<int>(plan.row_tiles);
+  job.ratio = static_cast<int>(plan.ratio);
+  job.queries = static_cast<int>(args.queries);
+  job.group_tokens = static_cast<int>(args.shape.group_tokens);
+  job.head_dim = static_cast<int>(args.shape.head_dim);
+  job.scale = args.scale;
+  return job;
+}
+
+constexpr const char* kWhere = "paged_attention";
+
+Status check(const PagedAttentionArgs& args) {
+  KVSWAP_RETURN_IF_ERROR(check_floating(kWhere, args.dtype));
+  KVSWAP_RETURN_IF_ERROR(check_range(kWhere, "queries", args.queries, 1, kChunkQueriesMax));
+  KVSWAP_RETURN_IF_ERROR(check_range(kWhere, "group_tokens", args.shape.group_tokens, 1, 64));
+  KVSWAP_RETURN_IF_ERROR(check_range(
+      kWhere, "token slots of a page table", args.pages_max * args.shape.group_tokens, 0, 2147483647));
+  if (args.shape.head_dim % 8 != 0 || args.shape.head_dim < 8 || args.shape.head_dim > 256) {
+    return Status::invalid(std::string(kWhere) +
+                           ": head_dim must be a multiple of 8 up to 256 on CUDA, got " +
+                           std::to_string(args.shape.head_dim));
+  }
+  return Status::ok();
+}
+
+template <typename T>
+void (*pick_kernel(int64_t head_dim))(AttentionJob) {
+  if constexpr (sizeof(T) == 4) {
+    return head_dim <= 128 ? attend_scalar<1> : attend_scalar<2>;
+  } else {
+    return head_dim <= 64    ? attend_tensor<T, 1>
+           : head_dim <= 128 ? attend_tensor<T, 2>
+                             : attend_tensor<T, 4>;
+  }
+}
+
+}  // namespace
+
+int64_t paged_attention_scratch_bytes(const PagedAttentionArgs& args) {
+  const AttentionPlan plan(args);
+  const int64_t floats = plan.partial_rows(args) * (args.shape.head_dim + 1);
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
+Status paged_attention(const PagedAttentionArgs& args, void* scratch, void* stream) {
+  if (args.batch == 0 || args.heads == 0) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(check(args));
+  const AttentionPlan plan(args);
+  const AttentionJob job = make_job(args, plan, scratch);
+  const Grid grid = {.x = plan.splits, .y = plan.kv_heads * plan.row_tiles, .z = args.batch};
+  return with_floating(args.dtype, [&](auto type) {
+    using T = typename decltype(type)::Type;
+    constexpr int kRows = sizeof(T) == 4 ? kScalarRows : kTensorRows;
+    KVSWAP_RETURN_IF_ERROR(launch(kWhere, stream, grid, kAttentionThreads,
+                                  pick_kernel<T>(args.shape.head_dim), job));
+    if (plan.splits == 1) return Status::ok();
+    const int64_t rows = std::min<int64_t>(kRows, plan.ratio * args.queries);
+    const Grid parts = {.x = ceil_div(rows * args.shape.head_dim / 4, kAttentionThreads),
+                        .y = grid.y,
+                        .z = grid.z};
+    return launch(kWhere, stream, parts, kAttentionThreads, join_splits<T, kRows>, job);
+  });
+}
+
+}  // namespace kvswap::cuda

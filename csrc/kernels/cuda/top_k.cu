@@ -1,0 +1,152 @@
+#include <cuda_runtime.h>
+
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/top_k_block.cuh"
+
+namespace kvswap::cuda {
+namespace {
+
+/// One level: from scores or from the lists of the level before, to lists or to the result.
+struct LevelJob {
+  const float* scores = nullptr;  // of the first level
+  const int32_t* row_counts = nullptr;
+  int64_t row_stride = 0;
+  TopKLists from = {};
+  int64_t count = 0;  // of a row of the input, the lists' capacity all counted
+  int64_t chunks = 0;
+  TopKLists to = {};
+  int32_t* indices = nullptr;  // of the last level
+  int32_t* chosen = nullptr;
+  int k = 0;
+  int64_t result_stride = 0;
+};
+
+enum class Input { kScores, kLists };
+
+template <Input kInput>
+__device__ uint32_t load_key(const LevelJob& job, int64_t row, int64_t count, int64_t place) {
+  if (place >= count) return 0;
+  if constexpr (kInput == Input::kScores) {
+    return ordered_score(__float_as_uint(job.scores[row * job.row_stride + place]));
+  } else {
+    const auto capacity = static_cast<uint32_t>(job.from.capacity);
+    const int64_t list = row * job.from.lists + static_cast<uint32_t>(place) / capacity;
+    const int64_t in_list = static_cast<uint32_t>(place) % capacity;
+    if (in_list >= job.from.counts[list]) return 0;
+    return job.from.keys[row * job.count + place];
+  }
+}
+
+/// Grid: (rows * chunks).
+template <Input kInput, int kThreads>
+__global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
+  __shared__ TopKShared<kThreads> shared;
+  const int64_t row = blockIdx.x / static_cast<uint32_t>(job.chunks);
+  const int64_t chunk = blockIdx.x % static_cast<uint32_t>(job.chunks);
+  const int64_t first = chunk * kThreads * kItems + static_cast<int64_t>(threadIdx.x) * kItems;
+  int64_t count = job.count;
+  if (kInput == Input::kScores && job.row_counts != nullptr && job.row_counts[row] < count) {
+    count = job.row_counts[row];
+  }
+  uint32_t keys[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) keys[i] = load_key<kInput>(job, row, count, first + i);
+
+  const Threshold threshold = find_threshold(keys, job.k, shared);
+  const int64_t list = row * job.chunks + chunk;
+  const int chosen = choose_keys(keys, threshold, shared, [&](int place, int item) {
+    const int64_t at = first + item;
+    const int32_t id = kInput == Input::kScores ? static_cast<int32_t>(at)
+                                                : job.from.ids[row * job.count + at];
+    if (job.indices != nullptr) {
+      job.indices[row * job.result_stride + place] = id;
+    } else {
+      job.to.keys[list * job.to.capacity + place] = keys[item];
+      job.to.ids[list * job.to.capacity + place] = id;
+    }
+  });
+  if (threadIdx.x == 0) (job.indices != nullptr ? job.chosen[row] : job.to.counts[list]) = chosen;
+  if (job.indices == nullptr) return;
+  for (int64_t i = chosen + threadIdx.x; i < job.result_stride; i += kThreads) {
+    job.indices[row * job.result_stride + i] = -1;
+  }
+}
+
+template <Input kInput>
+Status run_level(const LevelJob& job, int64_t rows, void* stream) {
+  const bool is_small = TopKLevels::chunk_scores(job.count) < kChunkScoresMax;
+  return launch("top_k", stream, {.x = rows * job.chunks},
+                is_small ? kSmallTopKThreads : kLargeTopKThreads,
+                is_small ? choose_level<kInput, kSmallTopKThreads>
+                         : choose_level<kInput, kLargeTopKThreads>,
+                job);
+}
+
+int64_t lists_bytes(int64_t rows, int64_t count, int64_t k) {
+  const int64_t lists = rows * TopKLevels::chunks(count);
+  const int64_t words = lists * (2 * TopKLevels::list_capacity(count, k) + 1);
+  return round_up(words * int64_t{sizeof(int32_t)}, 16);
+}
+
+/// Lists in a piece of scratch, which moves on behind them.
+TopKLists take_lists(char*& scratch, int64_t rows, int64_t count, int64_t k) {
+  TopKLists lists;
+  lists.lists = TopKLevels::chunks(count);
+  lists.capacity = TopKLevels::list_capacity(count, k);
+  lists.keys = reinterpret_cast<uint32_t*>(scratch);
+  lists.ids = reinterpret_cast<int32_t*>(lists.keys + rows * lists.lists * lists.capacity);
+  lists.counts = lists.ids + rows * lists.lists * lists.capacity;
+  scratch += lists_bytes(rows, count, k);
+  return lists;
+}
+
+int64_t kept_of(int64_t count, int64_t k) { return k < count ? k : count; }
+
+}  // namespace
+
+int64_t top_k_scratch_bytes(int64_t rows, int64_t count, int64_t k) {
+  const int64_t kept = kept_of(count, k);
+  if (kept > kTopKMax) return 0;  // one level, or refused
+  int64_t bytes = 0;
+  while (TopKLevels::chunks(count) > 1) {
+    bytes += lists_bytes(rows, count, kept);
+    count = TopKLevels::chunks(count) * TopKLevels::list_capacity(count, kept);
+  }
+  return bytes;
+}
+
+Status top_k(const BatchTopKArgs& args, void* stream) {
+  const int64_t kept = kept_of(args.count, args.k);
+  KVSWAP_RETURN_IF_ERROR(check_range("top_k", "count", args.count, 0, 2147483647));
+  KVSWAP_RETURN_IF_ERROR(check_range("top_k", "k", args.k, 0, 2147483647));
+  if (args.count > kChunkScoresMax) {
+    KVSWAP_RETURN_IF_ERROR(
+        check_range("top_k", "k (of more than 16384 scores)", kept, 0, kTopKMax));
+  }
+  LevelJob job;
+  job.scores = args.scores;
+  job.row_counts = args.counts;
+  job.row_stride = args.row_stride;
+  job.count = args.count;
+  job.k = static_cast<int>(kept);
+  job.result_stride = args.k;
+  char* scratch = static_cast<char*>(args.scratch);
+  for (bool is_first = true;; is_first = false) {
+    job.chunks = TopKLevels::chunks(job.count);
+    const bool is_last = job.chunks == 1;
+    if (is_last) {
+      job.indices = args.indices;
+      job.chosen = args.chosen;
+    } else {
+      job.to = take_lists(scratch, args.rows, job.count, kept);
+    }
+    KVSWAP_RETURN_IF_ERROR(is_first ? run_level<Input::kScores>(job, args.rows, stream)
+                                    : run_level<Input::kLists>(job, args.rows, stream));
+    if (is_last) return Status::ok();
+    job.from = job.to;
+    job.count = job.from.lists * job.from.capacity;
+  }
+}
+
+}  // namespace kvswap::cuda

@@ -1,0 +1,75 @@
+#include <algorithm>
+
+#include "runtime/device_space.h"
+
+namespace kvswap {
+namespace {
+
+int64_t padded(int64_t count, int64_t size) { return TableRing::padded(count * size); }
+
+int64_t attention_scratch_bytes(const EngineOptions& options, int64_t batch_max) {
+  int64_t most = 0;
+  for (int64_t batch = 1; batch <= batch_max; ++batch) {
+    for (int64_t queries = 1; queries <= options.select_queries_max; ++queries) {
+      PagedAttentionArgs args;
+      args.batch = batch;
+      args.heads = options.heads;
+      args.queries = queries;
+      args.pages_max = options.pages_per_layer();
+      args.shape = options.record_shape();
+      args.dtype = options.dtype;
+      most = std::max(most, options.device->scratch.paged_attention(args));
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+int64_t groups_unit(const EngineOptions& options) {
+  return 4 * LowRankSelector::chunk_tokens(options.group_tokens) / options.group_tokens;
+}
+
+DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+                       int64_t groups) {
+  DeviceRoom room;
+  room.lane_records = batch * options.pages_max;
+  room.outbox_bytes = kWriteBuffers * options.write_buffer_bytes(record_bytes);
+  if (batch == 0) return room;
+  room.choice = {.batch = batch,
+                 .queries = options.select_queries_max,
+                 .groups = groups,
+                 .k = std::min(options.groups_max, options.pages_max),
+                 .sinks = options.sink_pages(),
+                 .rank = *std::max_element(options.ranks.begin(), options.ranks.end())};
+  room.scratch_bytes = attention_scratch_bytes(options, batch);
+  const int64_t entries = batch * options.pages_per_layer();
+  const int64_t attention = padded(entries, sizeof(void*)) + padded(entries, sizeof(uint64_t)) +
+                            padded(entries, sizeof(int32_t)) + 2 * padded(batch, sizeof(int32_t));
+  const int64_t transfers = std::max(options.write_buffer_bytes(record_bytes) / record_bytes,
+                                     batch * options.tail_pages());
+  const int64_t packing = padded(transfers, sizeof(void*)) + padded(transfers, sizeof(int64_t)) +
+                          3 * padded(transfers, sizeof(int32_t));
+  room.segment_bytes = std::max({attention, packing, padded(room.lane_records, sizeof(void*)),
+                                 DeviceSelector::table_bytes(options.group_tokens, room.choice),
+                                 DeviceSelector::append_table_bytes(options.group_tokens, groups)});
+  return room;
+}
+
+DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+                       int64_t groups) {
+  const DeviceRoom room = device_room(options, record_bytes, batch, groups);
+  const int64_t tables = TableRing::kSegments * room.segment_bytes;
+  const int64_t landing = room.lane_records * record_bytes;
+  DeviceNeed need;
+  need.device = room.outbox_bytes + landing + tables + room.scratch_bytes;
+  need.pinned = LandingLanes::kLanes * landing + tables;
+  if (batch > 0) {
+    need.device +=
+        DeviceSelector::device_bytes(options.device->scratch, options.group_tokens, room.choice);
+    need.pinned += DeviceSelector::answer_bytes(room.choice);
+  }
+  return need;
+}
+
+}  // namespace kvswap

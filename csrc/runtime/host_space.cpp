@@ -1,0 +1,101 @@
+#include <cstring>
+
+#include "runtime/page_space.h"
+
+namespace kvswap {
+namespace {
+
+class HostSpace final : public PageSpace {
+ public:
+  explicit HostSpace(const ParallelFor* parallel) : execution_{.parallel = parallel} {}
+
+  std::string name() const override { return "cpu"; }
+  bool is_host() const override { return true; }
+  Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) override {
+    return make_host_page_pool(pages, page_bytes);
+  }
+  Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) override {
+    auto memory = AlignedBytes::allocate(bytes);
+    if (!memory.is_ok()) return memory.status();
+    const auto owner = std::make_shared<AlignedBytes>(std::move(memory.value()));
+    return std::shared_ptr<std::byte>(owner, owner->data());
+  }
+  std::unique_ptr<LowRankSelector> make_selector(const LowRankOptions& options) override {
+    return std::make_unique<LowRankSelector>(options);
+  }
+  Status reserve(int64_t, int64_t) override { return Status::ok(); }
+
+  bool can_lend(int64_t) const override { return true; }
+  Status lend(Fetch& fetch) override {
+    for (Load& load : fetch.loads) load.target = load.home;
+    return Status::ok();
+  }
+  Status publish(Fetch&) override { return Status::ok(); }
+  void give_back(Fetch&) override {}
+
+  void pack(const cuda::BatchTransferArgs& args) override {
+    run_parallel(execution_, args.count, 16, [&](int64_t begin, int64_t end) {
+      const auto sequence_of = [&](int64_t i) {
+        return args.sequences == nullptr ? 0 : args.sequences[i];
+      };
+      for (int64_t first = begin, next; first < end; first = next) {
+        next = first + 1;
+        while (next < end && sequence_of(next) == sequence_of(first)) ++next;
+        pack_sequence(args, sequence_of(first), first, next - first);
+      }
+    });
+  }
+  void copy(std::byte* to, const std::byte* from, int64_t bytes) override {
+    std::memcpy(to, from, bytes);
+  }
+  Status upload(std::byte* to, const std::byte* host, int64_t bytes) override {
+    std::memcpy(to, host, bytes);
+    return Status::ok();
+  }
+  Status download(std::byte* host, const std::byte* from, int64_t bytes) override {
+    std::memcpy(host, from, bytes);
+    return Status::ok();
+  }
+
+  std::byte* outbox(const RecordStore::StagedRun& run) override { return run.data(); }
+  void send(const RecordStore::StagedRun&, int64_t) override {}
+  Status arrive(const RecordStore::StagedRun&) override { return Status::ok(); }
+
+  void attend(int64_t, const PagedAttentionArgs& args) override {
+    paged_attention(args, execution_);
+  }
+  Status hand_back() override { return Status::ok(); }
+  void set_compute_stream(void*) override {}
+  Status finish() override { return Status::ok(); }
+
+  SpaceCounters counters() override { return {}; }
+  int64_t device_bytes() const override { return 0; }
+  int64_t pinned_bytes() const override { return 0; }
+
+ private:
+  static void pack_sequence(const cuda::BatchTransferArgs& args, int64_t sequence, int64_t first,
+                            int64_t count) {
+    const int64_t bytes = args.shape.element_bytes;
+    TokenView tokens = args.tokens;
+    tokens.keys = static_cast<std::byte*>(tokens.keys) + sequence * args.key_batch_stride * bytes;
+    tokens.values =
+        static_cast<std::byte*>(tokens.values) + sequence * args.value_batch_stride * bytes;
+    pack_records({.shape = args.shape,
+                  .tokens = tokens,
+                  .records = args.records + first,
+                  .first_tokens = args.first_tokens + first,
+                  .slots = args.slots == nullptr ? nullptr : args.slots + first,
+                  .lengths = args.lengths == nullptr ? nullptr : args.lengths + first,
+                  .count = count});
+  }
+
+  Execution execution_;
+};
+
+}  // namespace
+
+std::unique_ptr<PageSpace> make_host_space(const ParallelFor* parallel) {
+  return std::make_unique<HostSpace>(parallel);
+}
+
+}  // namespace kvswap

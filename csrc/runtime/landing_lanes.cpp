@@ -1,0 +1,68 @@
+#include "runtime/landing_lanes.h"
+
+#include <algorithm>
+
+namespace kvswap {
+
+Status LandingLanes::open() {
+  for (Lane& lane : lanes_) {
+    for (Event* event : {&lane.begins, &lane.copied}) {
+      auto made = device_.make_event();
+      if (!made.is_ok()) return made.status();
+      *event = made.value();
+    }
+  }
+  return Status::ok();
+}
+
+void LandingLanes::reserve(std::byte* host, int64_t lane_records, int64_t record_bytes) {
+  for (const Lane& lane : lanes_) KVSWAP_ASSERT(!lane.is_lent);
+  host_ = host;
+  lane_records_ = lane_records;
+  record_bytes_ = record_bytes;
+}
+
+bool LandingLanes::has_room() const {
+  return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.is_lent; });
+}
+
+Status LandingLanes::lend(Fetch& fetch) {
+  KVSWAP_ASSERT(fetch.lane < 0 && static_cast<int64_t>(fetch.loads.size()) <= lane_records_);
+  if (fetch.loads.empty()) return Status::ok();
+  const auto free =
+      std::find_if(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.is_lent; });
+  KVSWAP_ASSERT(free != lanes_.end());
+  KVSWAP_RETURN_IF_ERROR(device_.synchronize(free->copied));
+  if (std::exchange(free->is_timed, false)) {
+    copy_seconds_ += device_.seconds_between(free->begins, free->copied);
+  }
+  free->is_lent = true;
+  fetch.lane = static_cast<int>(free - lanes_.begin());
+  std::byte* target = memory(fetch.lane);
+  for (Load& load : fetch.loads) {
+    load.target = target;
+    target += record_bytes_;
+  }
+  return Status::ok();
+}
+
+void LandingLanes::copy(Fetch& fetch, std::byte* staging, std::byte* const* pages) {
+  Lane& lane = lanes_[fetch.lane];
+  const auto count = static_cast<int64_t>(fetch.loads.size());
+  device_.record(lane.begins);
+  device_.copy_in(staging, memory(fetch.lane), count * record_bytes_);
+  device_.copy_records({.source = staging,
+                        .source_stride = record_bytes_,
+                        .targets = reinterpret_cast<void* const*>(pages),
+                        .count = count,
+                        .bytes = record_bytes_});
+  device_.record(lane.copied);
+  lane.is_timed = true;
+}
+
+void LandingLanes::release(Fetch& fetch) {
+  if (fetch.lane >= 0) lanes_[fetch.lane].is_lent = false;
+  fetch.lane = -1;
+}
+
+}  // namespace kvswap

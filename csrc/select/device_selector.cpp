@@ -1,0 +1,257 @@
+#include "select/device_selector.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace kvswap {
+namespace {
+
+class DeviceSummaryMemory final : public SummaryMemory {
+ public:
+  explicit DeviceSummaryMemory(Device& device) : device_(device) {}
+
+  void copy(std::byte* to, const std::byte* from, int64_t bytes) override {
+    device_.copy(to, from, bytes);
+  }
+  void upload(std::byte* to, const void* host, int64_t bytes) override {
+    device_.copy_in(to, host, bytes);
+    // An error is the device's, which keeps it and tells it at the next synchronize().
+    (void)device_.drain().is_ok();
+  }
+
+ protected:
+  std::byte* take(int64_t bytes) override {
+    auto memory = device_.allocate(bytes);
+    return memory.is_ok() ? memory.value() : nullptr;
+  }
+  void let_go(std::byte* memory, int64_t bytes) override { device_.free(memory, bytes); }
+
+ private:
+  Device& device_;
+};
+
+constexpr int64_t kWordTokens = 64;
+
+int64_t chunks_of(int64_t group_tokens, int64_t groups) {
+  const int64_t chunk = LowRankSelector::chunk_tokens(group_tokens);
+  return (groups * group_tokens + chunk - 1) / chunk;
+}
+
+int64_t words_of(int64_t group_tokens, int64_t groups) {
+  return (groups * group_tokens + kWordTokens - 1) / kWordTokens;
+}
+
+int64_t bytes_of(int64_t count, int64_t size) { return TableRing::padded(count * size); }
+
+}  // namespace
+
+DeviceSelector::DeviceSelector(Device& device, const LowRankOptions& options)
+    : LowRankSelector(options, std::make_shared<DeviceSummaryMemory>(device)),
+      device_(device),
+      group_tokens_(options.group_tokens) {}
+
+int64_t DeviceSelector::answer_bytes(const Room& room) {
+  return room.batch * room.queries * (room.k + 1) * int64_t{sizeof(int32_t)};
+}
+
+int64_t DeviceSelector::device_bytes(const ScratchSizes& scratch, int64_t group_tokens,
+                                     const Room& room) {
+  cuda::BatchSelectArgs args;
+  args.batch = room.batch;
+  args.queries = room.queries;
+  args.groups = room.groups;
+  args.group_tokens = group_tokens;
+  args.k = room.k;
+  return room.batch * room.queries * room.rank * int64_t{sizeof(float)} +
+         scratch.select_groups(args) + answer_bytes(room);
+}
+
+int64_t DeviceSelector::table_bytes(int64_t group_tokens, const Room& room) {
+  const int64_t pointers = room.batch * chunks_of(group_tokens, room.groups);
+  return 2 * bytes_of(pointers, sizeof(void*)) + bytes_of(room.batch, sizeof(int64_t)) +
+         bytes_of(room.batch * words_of(group_tokens, room.groups), sizeof(uint64_t)) +
+         bytes_of(room.batch * room.sinks, sizeof(int32_t));
+}
+
+int64_t DeviceSelector::append_table_bytes(int64_t group_tokens, int64_t groups) {
+  return bytes_of(chunks_of(group_tokens, groups) + 1, sizeof(cuda::ProjectPiece));
+}
+
+Status DeviceSelector::reserve(const ScratchSizes& scratch, const Room& room, TableRing* tables,
+                               std::byte* answer) {
+  KVSWAP_ASSERT(target_ == nullptr);
+  if (asked_ < 0) {
+    for (Event* event : {&asked_, &answered_}) {
+      auto made = device_.make_event();
+      if (!made.is_ok()) return made.status();
+      *event = made.value();
+    }
+  }
+  const int64_t projected = room.batch * room.queries * room.rank * int64_t{sizeof(float)};
+  const int64_t rest = device_bytes(scratch, group_tokens_, room) - projected - answer_bytes(room);
+  for (DeviceBytes* memory : {&projected_, &scratch_, &device_answer_}) {
+    *memory = DeviceBytes();  // before the larger ones come
+  }
+  for (const auto& [memory, bytes] : {std::pair{&projected_, projected},
+                                      {&scratch_, rest},
+                                      {&device_answer_, answer_bytes(room)}}) {
+    auto allocated = DeviceBytes::allocate(device_, bytes);
+    if (!allocated.is_ok()) return allocated.status();
+    *memory = std::move(allocated.value());
+  }
+  room_ = room;
+  tables_ = tables;
+  answer_ = answer;
+  return Status::ok();
+}
+
+void DeviceSelector::project(std::span<const ProjectKeysArgs> pieces) {
+  if (pieces.empty()) return;
+  cuda::BatchProjectKeysArgs args;
+  std::vector<cuda::ProjectPiece> table;
+  for (const ProjectKeysArgs& piece : pieces) {
+    table.push_back({piece.keys, piece.summary, piece.token_scale, piece.first_row, piece.tokens});
+    args.tokens_max = std::max(args.tokens_max, piece.tokens);
+  }
+  const ProjectKeysArgs& first = pieces.front();
+  args.count = static_cast<int64_t>(pieces.size());
+  args.head_stride = first.head_stride;
+  args.token_stride = first.token_stride;
+  args.projection = first.projection;
+  args.kv_heads = first.kv_heads;
+  args.head_dim = first.head_dim;
+  args.rank = first.rank;
+  args.key_dtype = first.key_dtype;
+  args.summary_dtype = first.summary_dtype;
+  auto tables = tables_->open(bytes_of(args.count, sizeof(cuda::ProjectPiece)));
+  args.pieces = tables.add(table);
+  tables.send();
+  device_.project_keys(args);
+}
+
+void DeviceSelector::choose(const ChooseArgs& args) {
+  start_choice(args);
+  // An error is the device's, which keeps it and tells it at the next synchronize().
+  (void)finish_choice().is_ok();
+}
+
+void DeviceSelector::start_choice(const ChooseArgs& args) {
+  KVSWAP_ASSERT(has_projection(args.layer) && args.chosen != nullptr && target_ == nullptr);
+  const auto batch = static_cast<int64_t>(args.candidates.size());
+  KVSWAP_ASSERT(batch == sequences() && batch <= room_.batch && args.groups <= room_.groups &&
+                args.query.queries <= room_.queries && args.groups_per_query <= room_.k);
+  target_ = args.chosen;
+  queries_ = args.query.queries;
+  k_ = args.groups_per_query;
+  const Layer& layer = this->layer(args.layer);
+  {
+    // The caller's stream: the query is its tensor.
+    const Device::On compute(device_, Stream::kCompute);
+    device_.project_query({.query = args.query.data,
+                           .batch_stride = args.query.batch_stride,
+                           .head_stride = args.query.head_stride,
+                           .query_stride = args.query.query_stride,
+                           .projection = query_projection(layer),
+                           .projected = reinterpret_cast<float*>(projected_.data()),
+                           .batch = batch,
+                           .queries = queries_,
+                           .heads = args.query.heads,
+                           .kv_heads = options().kv_heads,
+                           .head_dim = options().head_dim,
+                           .rank = layer.rank,
+                           .dtype = args.query.dtype});
+    device_.record(asked_);
+  }
+  const Device::On scoring(device_, Stream::kScore);
+  device_.wait(asked_);
+  score(args);
+  device_.copy_out(answer_, device_answer_.data(),
+                   batch * queries_ * (k_ + 1) * int64_t{sizeof(int32_t)});
+  device_.record(answered_);
+}
+
+void DeviceSelector::score(const ChooseArgs& args) {
+  const Layer& layer = this->layer(args.layer);
+  const int64_t batch = sequences();
+  const int64_t chunks = chunks_of(group_tokens_, args.groups);
+  const bool is_int8 = options().summary_dtype == DType::kInt8;
+  std::vector<const void*> rows;
+  std::vector<const float*> scales;
+  std::vector<int64_t> first_tokens;
+  std::vector<uint64_t> valid;
+  std::vector<int32_t> excluded(batch * room_.sinks, -1);
+  const int64_t words = words_of(group_tokens_, args.groups);
+  bool has_holes = false;
+  for (int64_t sequence = 0; sequence < batch; ++sequence) {
+    const Candidates& candidates = args.candidates[sequence];
+    const TokenValidity& of_sequence = *candidates.valid;
+    first_tokens.push_back(of_sequence.first_valid());
+    has_holes = has_holes || of_sequence.all_valid_from() > of_sequence.first_valid();
+    KVSWAP_ASSERT(static_cast<int64_t>(candidates.excluded.size()) <= room_.sinks);
+    std::copy(candidates.excluded.begin(), candidates.excluded.end(),
+              excluded.begin() + sequence * room_.sinks);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const Summary::Chunk& source = layer.summaries[sequence].chunk(chunk);
+      rows.push_back(source.rows.data());
+      if (is_int8) scales.push_back(source.token_scale.data());
+    }
+  }
+  if (has_holes) {
+    for (const Candidates& candidates : args.candidates) {
+      for (int64_t word = 0; word < words; ++word) {
+        valid.push_back(candidates.valid->mask(word * kWordTokens, kWordTokens));
+      }
+    }
+  }
+  auto tables = tables_->open(table_bytes(group_tokens_, room_));
+  cuda::BatchSelectArgs select;
+  select.summary = {.chunks = tables.add(rows),
+                    .scales = is_int8 ? tables.add(scales) : nullptr,
+                    .chunks_max = chunks,
+                    .chunk_tokens = chunk_tokens(group_tokens_),
+                    .rank = layer.rank,
+                    .dtype = options().summary_dtype};
+  select.query = reinterpret_cast<const float*>(projected_.data());
+  select.first_tokens = tables.add(first_tokens);
+  select.valid = has_holes ? tables.add(valid) : nullptr;
+  select.valid_stride = words;
+  select.excluded = tables.add(excluded);
+  select.excluded_max = room_.sinks;
+  select.indices = reinterpret_cast<int32_t*>(device_answer_.data());
+  select.chosen = select.indices + batch * queries_ * k_;
+  select.batch = batch;
+  select.queries = queries_;
+  select.groups = args.groups;
+  select.group_tokens = group_tokens_;
+  select.k = k_;
+  select.scratch = scratch_.data();
+  tables.send();
+  device_.select_groups(select);
+}
+
+Status DeviceSelector::finish_choice() {
+  if (target_ == nullptr) return Status::ok();
+  const auto began = std::chrono::steady_clock::now();
+  const Status answered = device_.synchronize(answered_);
+  wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  auto& chosen = *std::exchange(target_, nullptr);
+  KVSWAP_RETURN_IF_ERROR(answered);
+  const int64_t batch = sequences();
+  const auto* ids = reinterpret_cast<const int32_t*>(answer_);
+  const int32_t* counts = ids + batch * queries_ * k_;
+  chosen.resize(batch);
+  for (int64_t sequence = 0; sequence < batch; ++sequence) {
+    std::vector<int32_t>& of_sequence = chosen[sequence];
+    of_sequence.clear();
+    for (int64_t row = sequence * queries_; row < (sequence + 1) * queries_; ++row) {
+      of_sequence.insert(of_sequence.end(), ids + row * k_, ids + row * k_ + counts[row]);
+    }
+    if (queries_ > 1) {
+      std::sort(of_sequence.begin(), of_sequence.end());
+      of_sequence.erase(std::unique(of_sequence.begin(), of_sequence.end()), of_sequence.end());
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace kvswap

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device/device.h"
+#include "device/table_ring.h"
+#include "select/low_rank_selector.h"
+
+namespace kvswap {
+
+/// LowRankSelector on a device: summaries live there, and all sequences of a batch are scored and
+/// chosen by one kernel beside what the caller's stream does; the ids come back in one small copy.
+///
+/// Keys and queries are the device's. reserve() comes before what it must hold, with nothing under
+/// way. One choice is under way at a time.
+class DeviceSelector final : public LowRankSelector {
+ public:
+  DeviceSelector(Device& device, const LowRankOptions& options);
+
+  struct Room {
+    int64_t batch = 0;
+    int64_t queries = 0;
+    int64_t groups = 0;  // of a sequence
+    int64_t k = 0;       // groups chosen by one query at most
+    int64_t sinks = 0;   // groups excluded of a sequence at most
+    int64_t rank = 0;    // the widest
+  };
+  /// Bytes of the answer: pinned host memory, and as much on the device.
+  static int64_t answer_bytes(const Room& room);
+  /// Bytes on the device for a choice, the answer included.
+  static int64_t device_bytes(const ScratchSizes& scratch, int64_t group_tokens, const Room& room);
+  /// Bytes of the tables of one choice.
+  static int64_t table_bytes(int64_t group_tokens, const Room& room);
+  /// Bytes of the tables of one append().
+  static int64_t append_table_bytes(int64_t group_tokens, int64_t groups);
+
+  Status reserve(const ScratchSizes& scratch, const Room& room, TableRing* tables,
+                 std::byte* answer);
+
+  void choose(const ChooseArgs& args) override;
+  void start_choice(const ChooseArgs& args) override;
+  Status finish_choice() override;
+  double wait_seconds() const { return wait_seconds_; }
+
+ protected:
+  void project(std::span<const ProjectKeysArgs> pieces) override;
+
+ private:
+  void score(const ChooseArgs& args);
+
+  Device& device_;
+  int64_t group_tokens_;
+  Room room_;
+  TableRing* tables_ = nullptr;
+  std::byte* answer_ = nullptr;  // host: [batch, queries, k] ids, [batch, queries] counts
+  DeviceBytes projected_;        // [batch, queries, rank] fp32
+  DeviceBytes scratch_;
+  DeviceBytes device_answer_;
+  Event asked_ = -1;
+  Event answered_ = -1;
+  std::vector<std::vector<int32_t>>* target_ = nullptr;  // of the choice under way
+  int64_t queries_ = 0;
+  int64_t k_ = 0;
+  double wait_seconds_ = 0;
+};
+
+}  // namespace kvswap

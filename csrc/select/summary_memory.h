@@ -1,0 +1,35 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace kvswap {
+
+/// Where summaries and projections live: the host's memory, or a device's.
+///
+/// Counts what is allocated and not yet let go. Copies happen in the order of the calls and of the
+/// kernels that use the memory. Not thread-safe, but for letting go.
+class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
+ public:
+  virtual ~SummaryMemory() = default;
+  int64_t live_bytes() const { return live_bytes_; }
+
+  /// Aligned to 64 bytes; null where there is no more.
+  std::shared_ptr<std::byte> allocate(int64_t bytes);
+  virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
+  /// `host` may change when it returns.
+  virtual void upload(std::byte* to, const void* host, int64_t bytes) = 0;
+
+ protected:
+  virtual std::byte* take(int64_t bytes) = 0;
+  virtual void let_go(std::byte* memory, int64_t bytes) = 0;
+
+ private:
+  std::atomic<int64_t> live_bytes_ = 0;
+};
+
+std::shared_ptr<SummaryMemory> make_host_summary_memory();
+
+}  // namespace kvswap

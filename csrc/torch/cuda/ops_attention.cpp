@@ -1,0 +1,167 @@
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "kernels/cuda/kernels.h"
+#include "torch/cuda/device_call.h"
+
+namespace kvswap {
+namespace {
+
+using TensorPair = std::tuple<at::Tensor, at::Tensor>;
+
+/// Pages and the addresses that a table of slots stands for. Slots are checked on the device: one
+/// out of range is a device-side assertion, as an index out of range is in torch.
+struct PageTable {
+  PageTable(const char* where, const at::Tensor& page_tensor, const at::Tensor& table)
+      : pages(page_tensor.contiguous()) {
+    check_shape(where, "pages", pages, "[slots, kv_heads, 2, group_tokens, head_dim]",
+                {-1, -1, 2, -1, -1});
+    check_floating(where, "pages", pages);
+    check_shape(where, "table", table, "[batch, 1 or kv_heads, pages]", {-1, -1, -1});
+    check_dtype(where, "table", table, at::kInt);
+    check_range(where, "group_tokens", pages.size(3), 1, kGroupTokensMax);
+    shape = {pages.size(1), pages.size(3), pages.size(4), pages.element_size()};
+    TORCH_CHECK_VALUE(table.size(1) == 1 || shape.kv_heads == 1 || table.size(1) == shape.kv_heads,
+                      where, ": table must have one row for all KV heads or one for each of ",
+                      shape.kv_heads, ", got ", table.size(1));
+    at::_assert_async(table.ge(-1).logical_and(table.lt(pages.size(0))).all(),
+                      "kvswap_torch: slots in a page table must be -1 or a page");
+    const auto base = reinterpret_cast<int64_t>(pages.const_data_ptr());
+    addresses =
+        at::where(table.ge(0), table.to(at::kLong) * shape.payload_bytes() + base, 0).contiguous();
+  }
+
+  at::Tensor pages;
+  RecordShape shape;
+  at::Tensor addresses;  // [batch, table_heads, pages] int64; 0 for slot -1
+};
+
+TensorPair paged_gather_cuda(const at::Tensor& pages, const at::Tensor& table) {
+  const DeviceCall call("paged_gather", pages, {{"table", &table}});
+  const PageTable source("paged_gather", pages, table);
+  PagedGatherArgs args;
+  args.pages = address_table<const void*>(source.addresses);
+  args.pages_max = table.size(2);
+  args.table_heads = table.size(1);
+  args.batch = table.size(0);
+  args.shape = source.shape;
+  const auto sizes = {args.batch, args.kv_heads(), args.pages_max * args.shape.group_tokens,
+                      args.shape.head_dim};
+  at::Tensor keys = at::empty(sizes, pages.options());
+  at::Tensor values = at::empty(sizes, pages.options());
+  args.keys = keys.data_ptr();
+  args.values = values.data_ptr();
+  check_status(cuda::paged_gather(args, call.stream()));
+  return {keys, values};
+}
+
+void check_attention(const at::Tensor& query, const PageTable& source, const at::Tensor& table,
+                     const at::Tensor& masks, const at::Tensor& columns,
+                     const at::Tensor& query_columns) {
+  constexpr const char* kWhere = "paged_attention";
+  check_shape(kWhere, "query", query, "[batch, heads, queries, head_dim]",
+              {table.size(0), -1, -1, source.shape.head_dim});
+  check_dtype(kWhere, "query", query, source.pages.scalar_type());
+  check_range(kWhere, "queries", query.size(2), 1, kChunkQueriesMax);
+  const int64_t kv_heads = std::max(source.shape.kv_heads, table.size(1));
+  TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, kWhere,
+                    ": heads must be a multiple of ", kv_heads, " KV heads, got ", query.size(1));
+  check_shape(kWhere, "masks", masks, "the shape of table", table.sizes());
+  check_dtype(kWhere, "masks", masks, at::kLong);
+  check_shape(kWhere, "columns", columns, "the shape of table", table.sizes());
+  check_dtype(kWhere, "columns", columns, at::kInt);
+  check_shape(kWhere, "query_columns", query_columns, "[batch]", {table.size(0)});
+  check_dtype(kWhere, "query_columns", query_columns, at::kInt);
+}
+
+TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages,
+                                const at::Tensor& table, const at::Tensor& masks,
+                                const at::Tensor& columns, const at::Tensor& query_columns,
+                                double scale) {
+  const DeviceCall call("paged_attention", query,
+                        {{"pages", &pages},
+                         {"table", &table},
+                         {"masks", &masks},
+                         {"columns", &columns},
+                         {"query_columns", &query_columns}});
+  const PageTable source("paged_attention", pages, table);
+  check_attention(query, source, table, masks, columns, query_columns);
+  const at::Tensor rows = with_contiguous_rows(query);
+  const at::Tensor page_columns = columns.contiguous();
+  const at::Tensor first_columns = query_columns.contiguous();
+  const at::Tensor bits = masks.contiguous();
+  const at::Tensor page_counts =
+      at::full({table.size(0) * table.size(1)}, table.size(2), table.options());
+  at::Tensor output =
+      at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
+  at::Tensor log_sum_exp =
+      at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
+  PagedAttentionArgs args;
+  args.query = rows.const_data_ptr();
+  args.query_batch_stride = rows.stride(0);
+  args.query_head_stride = rows.stride(1);
+  args.query_token_stride = rows.stride(2);
+  args.output = output.data_ptr();
+  args.log_sum_exp = log_sum_exp.data_ptr<float>();
+  args.pages = address_table<const void*>(source.addresses);
+  args.masks = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>());
+  args.columns = page_columns.const_data_ptr<int32_t>();
+  args.page_counts = page_counts.const_data_ptr<int32_t>();
+  args.query_columns = first_columns.const_data_ptr<int32_t>();
+  args.pages_max = table.size(2);
+  args.table_heads = table.size(1);
+  args.batch = query.size(0);
+  args.heads = query.size(1);
+  args.queries = query.size(2);
+  args.scale = static_cast<float>(scale);
+  args.shape = source.shape;
+  args.dtype = to_dtype(query.scalar_type());
+  const at::Tensor scratch = make_scratch(cuda::paged_attention_scratch_bytes(args), query);
+  check_status(cuda::paged_attention(args, scratch.data_ptr(), call.stream()));
+  return {output, log_sum_exp};
+}
+
+TensorPair merge_attention_cuda(const at::Tensor& output, const at::Tensor& log_sum_exp,
+                                const at::Tensor& other_output,
+                                const at::Tensor& other_log_sum_exp) {
+  constexpr const char* kWhere = "merge_attention";
+  const DeviceCall call(kWhere, output,
+                        {{"log_sum_exp", &log_sum_exp},
+                         {"other_output", &other_output},
+                         {"other_log_sum_exp", &other_log_sum_exp}});
+  check_floating(kWhere, "output", output);
+  TORCH_CHECK_VALUE(output.dim() >= 1, kWhere, ": output must be [..., head_dim], got a scalar");
+  check_shape(kWhere, "other_output", other_output, "the shape of output", output.sizes());
+  check_dtype(kWhere, "other_output", other_output, output.scalar_type());
+  const auto rows = output.sizes().slice(0, output.dim() - 1);
+  for (const auto& [name, tensor] : {std::pair{"log_sum_exp", &log_sum_exp},
+                                     std::pair{"other_log_sum_exp", &other_log_sum_exp}}) {
+    check_shape(kWhere, name, *tensor, "the shape of output without head_dim", rows);
+    check_dtype(kWhere, name, *tensor, at::kFloat);
+  }
+  at::Tensor merged = output.clone(at::MemoryFormat::Contiguous);
+  at::Tensor merged_log_sum_exp = log_sum_exp.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor other = other_output.contiguous();
+  const at::Tensor other_sums = other_log_sum_exp.contiguous();
+  check_status(cuda::merge_attention({.output = merged.data_ptr(),
+                                      .log_sum_exp = merged_log_sum_exp.data_ptr<float>(),
+                                      .other_output = other.const_data_ptr(),
+                                      .other_log_sum_exp = other_sums.const_data_ptr<float>(),
+                                      .rows = log_sum_exp.numel(),
+                                      .head_dim = output.size(-1),
+                                      .dtype = to_dtype(output.scalar_type())},
+                                     call.stream()));
+  return {merged, merged_log_sum_exp};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kvswap_torch, CUDA, library) {
+  library.impl("paged_gather", paged_gather_cuda);
+  library.impl("paged_attention", paged_attention_cuda);
+  library.impl("merge_attention", merge_attention_cuda);
+}
+
+}  // namespace kvswap

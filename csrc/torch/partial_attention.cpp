@@ -1,0 +1,129 @@
+#include "torch/partial_attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "kernels/merge_attention.h"
+
+namespace kvswap {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr int64_t kScoresMax = 16 << 20;  // computed at once
+
+PartialAttention flash_on_cpu(const at::Tensor& query, const at::Tensor& keys,
+                              const at::Tensor& values, Causal causal,
+                              const std::optional<at::Tensor>& allowed, double scale) {
+  std::optional<at::Tensor> mask;
+  if (allowed) {
+    mask = at::zeros(allowed->sizes(), query.scalar_type())
+               .masked_fill_(allowed->logical_not(), kNever)
+               .expand({1, 1, query.size(1), keys.size(1)})
+               .contiguous();
+  }
+  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, causal == Causal::kYes, mask,
+      scale);
+  return {output.squeeze(0).to(at::kFloat).contiguous(),
+          log_sum_exp.squeeze(0).to(at::kFloat).contiguous()};
+}
+
+PartialAttention flash_on_cuda(const at::Tensor& query, const at::Tensor& keys,
+                               const at::Tensor& values, Causal causal, double scale) {
+  const auto result = at::_scaled_dot_product_flash_attention(
+      query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, causal == Causal::kYes,
+      /*return_debug_mask=*/false, scale);
+  const at::Tensor log_sum_exp = std::get<1>(result).narrow(-1, 0, query.size(1));
+  return {std::get<0>(result).squeeze(0).to(at::kFloat).contiguous(),
+          log_sum_exp.squeeze(0).to(at::kFloat).contiguous()};
+}
+
+/// Rows [first, first + count) of attend_part_in_rows().
+PartialAttention attend_rows(const at::Tensor& query, const at::Tensor& keys,
+                             const at::Tensor& values, int64_t first,
+                             const std::optional<at::Tensor>& allowed, double scale) {
+  const int64_t heads = query.size(0);
+  const int64_t rows = query.size(1);
+  const int64_t kv_heads = keys.size(0);
+  const at::Tensor grouped =
+      query.to(at::kFloat).reshape({kv_heads, heads / kv_heads * rows, query.size(2)});
+  at::Tensor scores = at::bmm(grouped, keys.to(at::kFloat).transpose(1, 2))
+                          .mul_(scale)
+                          .view({heads, rows, keys.size(1)});
+  if (allowed) {
+    const at::Tensor mask = allowed->dim() == 1 ? *allowed : allowed->narrow(0, first, rows);
+    scores.masked_fill_(mask.logical_not(), kNever);
+  }
+  const at::Tensor log_sum_exp = at::logsumexp(scores, -1);
+  const at::Tensor sees_nothing = log_sum_exp.eq(kNever);
+  const at::Tensor weights =
+      scores.sub_(log_sum_exp.masked_fill(sees_nothing, 0.0).unsqueeze(-1)).exp_();
+  const at::Tensor output =
+      at::bmm(weights.view({kv_heads, -1, keys.size(1)}), values.to(at::kFloat))
+          .view({heads, rows, query.size(2)});
+  return {output, log_sum_exp};
+}
+
+}  // namespace
+
+PartialAttention attend_part(const at::Tensor& query, const at::Tensor& keys,
+                             const at::Tensor& values, Causal causal,
+                             const std::optional<at::Tensor>& allowed, double scale) {
+  if (query.is_cpu()) return flash_on_cpu(query, keys, values, causal, allowed, scale);
+  const bool is_half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  if (query.is_cuda() && is_half && !allowed && query.size(2) % 8 == 0) {
+    return flash_on_cuda(query, keys, values, causal, scale);
+  }
+  return attend_part_in_rows(query, keys, values, causal, allowed, scale);
+}
+
+PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& keys,
+                                     const at::Tensor& values, Causal causal,
+                                     const std::optional<at::Tensor>& allowed, double scale) {
+  const int64_t rows = query.size(1);
+  const int64_t at_once =
+      std::max<int64_t>(1, kScoresMax / std::max<int64_t>(1, query.size(0) * keys.size(1)));
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> log_sum_exps;
+  for (int64_t first = 0; first < rows; first += at_once) {
+    const int64_t count = std::min(at_once, rows - first);
+    // Row i of a causal chunk sees keys 0..i.
+    const int64_t seen = causal == Causal::kYes ? first + count : keys.size(1);
+    std::optional<at::Tensor> mask = allowed;
+    if (causal == Causal::kYes) {
+      const auto like = query.options().dtype(at::kLong);
+      mask = at::arange(seen, like).le(at::arange(rows, like).unsqueeze(1));
+    }
+    PartialAttention part = attend_rows(query.narrow(1, first, count), keys.narrow(1, 0, seen),
+                                        values.narrow(1, 0, seen), first, mask, scale);
+    outputs.push_back(part.output);
+    log_sum_exps.push_back(part.log_sum_exp);
+  }
+  return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
+}
+
+void merge_part(PartialAttention& into, const PartialAttention& other) {
+  if (!into.output.is_cpu()) return merge_part_in_torch(into, other);
+  MergeAttentionArgs args;
+  args.output = into.output.data_ptr();
+  args.log_sum_exp = into.log_sum_exp.data_ptr<float>();
+  args.other_output = other.output.data_ptr();
+  args.other_log_sum_exp = other.log_sum_exp.data_ptr<float>();
+  args.rows = into.log_sum_exp.numel();
+  args.head_dim = into.output.size(-1);
+  args.dtype = DType::kFloat32;
+  merge_attention(args, {});
+}
+
+void merge_part_in_torch(PartialAttention& into, const PartialAttention& other) {
+  const at::Tensor merged = at::logaddexp(into.log_sum_exp, other.log_sum_exp);
+  const at::Tensor finite = merged.masked_fill(merged.eq(kNever), 0.0);
+  const auto weight = [&](const PartialAttention& part) {
+    return part.log_sum_exp.sub(finite).exp_().unsqueeze(-1);
+  };
+  into.output = into.output * weight(into) + other.output * weight(other);
+  into.log_sum_exp = merged;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+namespace kvswap {
+
+/// Attention of one sequence over some of its keys, ready to be merged with that over others.
+struct PartialAttention {
+  at::Tensor output;       // [heads, rows, head_dim] fp32
+  at::Tensor log_sum_exp;  // [heads, rows] fp32
+};
+
+enum class Causal { kNo, kYes };
+
+/// softmax(scale * Q K^T) V with its log-sum-exp, by torch's own flash attention: the CPU's, or
+/// CUDA's for 16-bit types and no mask. query [heads, rows, head_dim]; keys, values [kv_heads,
+/// count, head_dim]; allowed [rows, count] bool, or [count] for all rows; with Causal::kYes rows ==
+/// count and there is no mask. A row that sees nothing gets zeros and -inf, except on the CPU's
+/// flash attention, which must not be asked for one.
+PartialAttention attend_part(const at::Tensor& query, const at::Tensor& keys,
+                             const at::Tensor& values, Causal causal,
+                             const std::optional<at::Tensor>& allowed, double scale);
+
+/// The same in plain torch in fp32, some rows at a time, on any device: for what no flash attention
+/// takes, and its reference.
+PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& keys,
+                                     const at::Tensor& values, Causal causal,
+                                     const std::optional<at::Tensor>& allowed, double scale);
+
+/// Merges attentions over disjoint keys, in place.
+void merge_part(PartialAttention& into, const PartialAttention& other);
+
+/// The same in plain torch, on any device.
+void merge_part_in_torch(PartialAttention& into, const PartialAttention& other);
+
+}  // namespace kvswap

@@ -1,0 +1,153 @@
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+namespace emulated {
+namespace {
+
+constexpr size_t kStackBytes = 128 * 1024;
+constexpr int kWarp = 32;
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool is_done = false;
+  bool is_waiting = false;
+};
+
+/// Lanes that meet: two sets of values, so that a fast lane's next one does not overwrite.
+struct Warp {
+  uint64_t values[2][kWarp] = {};
+  int arrived = 0;
+  int turn = 0;
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  const std::function<void()>* body = nullptr;
+  ucontext_t scheduler;
+  int count = 0;
+  int current = 0;
+  int alive = 0;
+  int at_barrier = 0;
+  int64_t events = 0;  // to notice when nobody moves any more
+};
+
+Block state;
+
+[[noreturn]] void stop(const char* what) {
+  std::fprintf(stderr, "emulated device: %s, thread %u of block (%u, %u, %u)\n", what,
+               here.thread.x, here.block.x, here.block.y, here.block.z);
+  std::abort();
+}
+
+void yield() {
+  swapcontext(&state.fibers[state.current].context, &state.scheduler);
+  here.thread.x = static_cast<unsigned>(state.current);
+}
+
+void release_barrier() {
+  state.at_barrier = 0;
+  for (int i = 0; i < state.count; ++i) state.fibers[i].is_waiting = false;
+  ++state.events;
+}
+
+void enter() {
+  (*state.body)();
+  state.fibers[state.current].is_done = true;
+  --state.alive;
+  ++state.events;
+  if (state.alive > 0 && state.at_barrier == state.alive) release_barrier();
+}
+
+void start(Fiber& fiber) {
+  if (!fiber.stack) fiber.stack = std::make_unique<char[]>(kStackBytes);
+  fiber.is_done = fiber.is_waiting = false;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = &state.scheduler;
+  makecontext(&fiber.context, enter, 0);
+}
+
+std::vector<int> thread_order(int count) {
+  static std::mt19937 generator(1);
+  std::vector<int> threads(count);
+  std::iota(threads.begin(), threads.end(), 0);
+  if (order == Order::kFalling) std::reverse(threads.begin(), threads.end());
+  if (order == Order::kShuffled) std::shuffle(threads.begin(), threads.end(), generator);
+  return threads;
+}
+
+void run_block() {
+  state.alive = state.count;
+  state.at_barrier = 0;
+  for (Warp& warp : state.warps) warp = {};
+  for (int i = 0; i < state.count; ++i) start(state.fibers[i]);
+  const std::vector<int> threads = thread_order(state.count);
+  while (state.alive > 0) {
+    const int64_t before = state.events;
+    for (const int thread : threads) {
+      Fiber& fiber = state.fibers[thread];
+      if (fiber.is_done || fiber.is_waiting) continue;
+      state.current = thread;
+      here.thread.x = static_cast<unsigned>(thread);
+      swapcontext(&state.scheduler, &fiber.context);
+    }
+    if (state.events == before) stop("threads wait for one another for ever");
+  }
+}
+
+}  // namespace
+
+void wait_for_block() {
+  ++state.events;
+  if (++state.at_barrier == state.alive) return release_barrier();
+  state.fibers[state.current].is_waiting = true;
+  while (state.fibers[state.current].is_waiting) yield();
+}
+
+const uint64_t* exchange(uint64_t value) {
+  Warp& warp = state.warps[state.current / kWarp];
+  const int turn = warp.turn;
+  warp.values[turn & 1][state.current % kWarp] = value;
+  ++state.events;
+  if (++warp.arrived == kWarp) {
+    warp.arrived = 0;
+    ++warp.turn;
+  }
+  while (warp.turn == turn) yield();
+  return warp.values[turn & 1];
+}
+
+void run(dim3 grid, dim3 block, const std::function<void()>& body) {
+  ++launches;
+  if (block.x % kWarp != 0 || block.y != 1 || block.z != 1 || block.x > 1024) {
+    stop("a block must be whole warps in one dimension, at most 1024 threads");
+  }
+  state.count = static_cast<int>(block.x);
+  if (state.fibers.size() < block.x) state.fibers.resize(block.x);
+  state.warps.assign(block.x / kWarp, {});
+  state.body = &body;
+  here.block_size = block;
+  here.grid_size = grid;
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        here.block = {x, y, z};
+        run_block();
+      }
+    }
+  }
+}
+
+}  // namespace emulated

@@ -1,0 +1,314 @@
+#include <limits>
+
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/top_k_levels.cuh"
+#include "kernels/group_topk.h"
+#include "kernels_cuda/device_test.h"
+
+namespace kvswap {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+TEST(CudaTopK, OrderOfScoresIsTheOrderOfNumbers) {
+  const std::vector<float> rising = {-3e38f, -2.0f, -1e-40f, 0.0f, 1e-45f, 1.0f, 3e38f,
+                                     std::numeric_limits<float>::infinity()};
+  const auto key = [](float score) { return cuda::ordered_score(std::bit_cast<uint32_t>(score)); };
+  for (size_t i = 1; i < rising.size(); ++i) EXPECT_LT(key(rising[i - 1]), key(rising[i]));
+  EXPECT_EQ(key(-0.0f), key(0.0f));
+  EXPECT_EQ(key(kNever), 0u);
+  EXPECT_EQ(key(kNan), 0u);
+  EXPECT_EQ(key(-kNan), 0u);
+  EXPECT_GT(key(-3.4e38f), 0u);
+}
+
+/// Rows of scores with ties, -inf and NaN, `stride` apart.
+std::vector<float> scores_with_ties(int64_t rows, int64_t stride, float spread) {
+  std::vector<float> scores = random_elements<float>(rows * stride, 5);
+  for (size_t i = 0; i < scores.size(); ++i) {
+    scores[i] = std::round(scores[i] * spread) / 4;
+    if (i % 11 == 3) scores[i] = kNever;
+    if (i % 101 == 7) scores[i] = kNan;
+  }
+  return scores;
+}
+
+struct TopKShape {
+  int64_t rows, count, k;
+  float spread = 30.0f;
+};
+
+void expect_top_k_as_on_cpu(const TopKShape& s) {
+  const int64_t stride = s.count + 3;
+  GuardedBuffer<float> scores(scores_with_ties(s.rows, stride, s.spread));
+  GuardedBuffer<int32_t> counts(s.rows);
+  std::vector<int32_t> expected(s.rows * s.k, -1), expected_counts(s.rows);
+  for (int64_t row = 0; row < s.rows; ++row) {
+    counts[row] = static_cast<int32_t>(row % 3 == 1 ? s.count / 2 : s.count);
+    expected_counts[row] =
+        static_cast<int32_t>(top_k({.scores = scores.data() + row * stride,
+                                    .indices = expected.data() + row * s.k,
+                                    .count = counts[row],
+                                    .k = s.k}));
+  }
+  in_every_order([&] {
+    GuardedBuffer<int32_t> indices(s.rows * s.k), chosen(s.rows);
+    GuardedBuffer<char> scratch(cuda::top_k_scratch_bytes(s.rows, s.count, s.k));
+    expect_ok(cuda::top_k({.scores = scores.data(),
+                           .counts = counts.data(),
+                           .indices = indices.data(),
+                           .chosen = chosen.data(),
+                           .rows = s.rows,
+                           .row_stride = stride,
+                           .count = s.count,
+                           .k = s.k,
+                           .scratch = scratch.data()},
+                          nullptr));
+    EXPECT_EQ(chosen.copy(), expected_counts) << s.count << " " << s.k;
+    EXPECT_EQ(indices.copy(), expected) << s.count << " " << s.k;
+  });
+}
+
+TEST(CudaTopK, AsOnCpu) {
+  for (const int64_t count : {0, 1, 15, 16, 17, 300, 4095, 4096, 4097, 9000}) {
+    for (const int64_t k : {0, 1, 13, 400, 4096, 5000}) {
+      expect_top_k_as_on_cpu({.rows = 2, .count = count, .k = k});
+    }
+  }
+  expect_top_k_as_on_cpu({.rows = 0, .count = 100, .k = 5});
+}
+
+TEST(CudaTopK, TiesOnly) {
+  for (const float spread : {0.0f, 0.3f, 1e6f}) {
+    expect_top_k_as_on_cpu({.rows = 4, .count = 5000, .k = 700, .spread = spread});
+  }
+}
+
+TEST(CudaTopK, SeveralLevels) {
+  expect_top_k_as_on_cpu({.rows = 2, .count = 16385, .k = 4096});
+  expect_top_k_as_on_cpu({.rows = 2, .count = 40000, .k = 300});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 100000, .k = 4096, .spread = 4000.0f});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 70000, .k = 0});
+}
+
+TEST(CudaTopK, RefusesWhatItsLevelsCannotDo) {
+  const Status status = cuda::top_k({.rows = 1, .count = 20000, .k = 5000}, nullptr);
+  EXPECT_EQ(status.code(), StatusCode::kInvalid);
+  EXPECT_NE(status.message().find("must be 0..4096, got 5000"), std::string::npos)
+      << status.message();
+}
+
+TEST(CudaGroupMax, AsOnCpu) {
+  for (const int64_t group_tokens : {1, 2, 3, 4, 7, 16, 32, 63, 64}) {
+    for (const int64_t tokens : {0, 1, 63, 64, 1023, 2500}) {
+      GuardedBuffer<float> scores(scores_with_ties(3, tokens, 30.0f));
+      const int64_t groups = (tokens + group_tokens - 1) / group_tokens;
+      std::vector<float> expected(3 * groups);
+      for (int64_t row = 0; row < 3; ++row) {
+        group_max({.scores = scores.data() + row * tokens,
+                   .group_scores = expected.data() + row * groups,
+                   .tokens = tokens,
+                   .group_tokens = group_tokens});
+      }
+      in_every_order([&] {
+        GuardedBuffer<float> maxima(3 * groups);
+        expect_ok(cuda::group_max({.scores = scores.data(),
+                                   .group_scores = maxima.data(),
+                                   .rows = 3,
+                                   .tokens = tokens,
+                                   .group_tokens = group_tokens},
+                                  nullptr));
+        EXPECT_EQ(maxima.copy(), expected) << tokens << " / " << group_tokens;
+      });
+    }
+  }
+}
+
+struct SelectShape {
+  int64_t batch, tokens, rank, queries, chunk_tokens;
+};
+
+/// Summaries in chunks that stand anywhere.
+template <typename T>
+struct SummaryCase {
+  explicit SummaryCase(const SelectShape& s)
+      : shape(s),
+        chunks_max((s.tokens + s.chunk_tokens - 1) / s.chunk_tokens),
+        rows(random_elements<T>(s.batch * chunks_max * s.chunk_tokens * s.rank, 7)),
+        scales(random_elements<float>(s.batch * chunks_max * s.chunk_tokens, 8)),
+        query(random_elements<float>(s.batch * s.queries * s.rank, 9)),
+        chunks(s.batch * chunks_max),
+        scale_chunks(s.batch * chunks_max) {
+    for (int64_t i = 0; i < chunks.size(); ++i) {
+      const int64_t place = chunks.size() - 1 - i;
+      chunks[i] = rows.data() + place * s.chunk_tokens * s.rank;
+      scale_chunks[i] = scales.data() + place * s.chunk_tokens;
+    }
+  }
+
+  cuda::SummaryTable table() {
+    return {.chunks = chunks.data(),
+            .scales = kIsInt8 ? scale_chunks.data() : nullptr,
+            .chunks_max = chunks_max,
+            .chunk_tokens = shape.chunk_tokens,
+            .rank = shape.rank,
+            .dtype = dtype_of<T>()};
+  }
+
+  /// [batch, queries, tokens], by the CPU's kernel.
+  std::vector<float> expected() {
+    std::vector<float> scores(shape.batch * shape.queries * shape.tokens);
+    for (int64_t i = 0; i < chunks.size(); ++i) {
+      const int64_t b = i / chunks_max;
+      const int64_t first = i % chunks_max * shape.chunk_tokens;
+      low_rank_score({.summary = chunks[i],
+                      .token_scale = kIsInt8 ? scale_chunks[i] : nullptr,
+                      .query = query.data() + b * shape.queries * shape.rank,
+                      .scores = scores.data() + b * shape.queries * shape.tokens + first,
+                      .score_stride = shape.tokens,
+                      .blocks = std::min(shape.chunk_tokens, shape.tokens - first) / 16,
+                      .rank = shape.rank,
+                      .queries = shape.queries,
+                      .dtype = dtype_of<T>()});
+    }
+    return scores;
+  }
+
+  std::vector<float> on_device() {
+    GuardedBuffer<float> scores(shape.batch * shape.queries * shape.tokens);
+    expect_ok(cuda::low_rank_score({.summary = table(),
+                                    .query = query.data(),
+                                    .scores = scores.data(),
+                                    .batch = shape.batch,
+                                    .queries = shape.queries,
+                                    .tokens = shape.tokens},
+                                   nullptr));
+    return scores.copy();
+  }
+
+  static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
+  SelectShape shape;
+  int64_t chunks_max;
+  GuardedBuffer<T> rows;
+  GuardedBuffer<float> scales, query;
+  GuardedBuffer<const void*> chunks;
+  GuardedBuffer<const float*> scale_chunks;
+};
+
+template <typename T>
+void expect_scores_as_on_cpu(const SelectShape& shape) {
+  SummaryCase<T> summary(shape);
+  const std::vector<float> expected = summary.expected();
+  in_every_order([&] {
+    const std::vector<float> scores = summary.on_device();
+    for (size_t i = 0; i < scores.size(); ++i) {
+      ASSERT_NEAR(scores[i], expected[i], 1e-4 * (1 + std::abs(expected[i])) * 3) << i;
+    }
+  });
+}
+
+TEST(CudaLowRankScore, AsOnCpu) {
+  for (const SelectShape& shape :
+       {SelectShape{1, 16, 1, 1, 16}, SelectShape{2, 1040, 48, 1, 512},
+        SelectShape{2, 96, 7, 5, 48}, SelectShape{1, 64, 200, 16, 64},
+        SelectShape{3, 0, 8, 2, 16}, SelectShape{1, 32, 65, 2, 1024}}) {
+    expect_scores_as_on_cpu<float>(shape);
+    expect_scores_as_on_cpu<BFloat16>(shape);
+    expect_scores_as_on_cpu<Float16>(shape);
+    expect_scores_as_on_cpu<int8_t>(shape);
+  }
+}
+
+/// Which tokens and groups of each sequence count.
+struct Restrictions {
+  explicit Restrictions(const SelectShape& s)
+      : words((s.tokens + 63) / 64 + 1),
+        first(s.batch),
+        last(s.batch),
+        excluded(s.batch * 2),
+        valid(s.batch * words) {
+    std::mt19937_64 generator(3);
+    for (int64_t i = 0; i < valid.size(); ++i) valid[i] = i % 3 == 1 ? 0 : generator();
+    for (int64_t b = 0; b < s.batch; ++b) {
+      first[b] = b * 5;
+      last[b] = b == 2 ? 0 : s.tokens - b * 21;
+      excluded[2 * b] = static_cast<int32_t>(b);
+      excluded[2 * b + 1] = b % 2 ? 3 : -1;
+    }
+  }
+  bool counts(int64_t b, int64_t token) {
+    return token >= first[b] && token < last[b] &&
+           (valid[b * words + token / 64] >> (token % 64) & 1);
+  }
+
+  int64_t words;
+  GuardedBuffer<int64_t> first, last;
+  GuardedBuffer<int32_t> excluded;
+  GuardedBuffer<uint64_t> valid;
+};
+
+/// The same choice as group_max and top_k of the CPU make of the device's own scores.
+template <typename T>
+void expect_choice_as_on_cpu(const SelectShape& s, int64_t group_tokens, int64_t k) {
+  SummaryCase<T> summary(s);
+  Restrictions limits(s);
+  const int64_t groups = s.tokens / group_tokens;
+  emulated::order = emulated::Order::kRising;
+  std::vector<float> scores = summary.on_device();
+  std::vector<int32_t> expected(s.batch * s.queries * k, -1), expected_counts;
+  for (int64_t row = 0; row < s.batch * s.queries; ++row) {
+    const int64_t b = row / s.queries;
+    float* own = scores.data() + row * s.tokens;
+    for (int64_t t = 0; t < s.tokens; ++t) own[t] = limits.counts(b, t) ? own[t] : kNever;
+    std::vector<float> maxima(groups + 1);
+    group_max({.scores = own,
+               .group_scores = maxima.data(),
+               .tokens = groups * group_tokens,
+               .group_tokens = group_tokens});
+    for (int e = 0; e < 2; ++e) {
+      const int32_t group = limits.excluded[2 * b + e];
+      if (group >= 0 && group < groups) maxima[group] = kNever;
+    }
+    expected_counts.push_back(static_cast<int32_t>(top_k({.scores = maxima.data(),
+                                                          .indices = expected.data() + row * k,
+                                                          .count = groups,
+                                                          .k = k})));
+  }
+  in_every_order([&] {
+    GuardedBuffer<int32_t> indices(s.batch * s.queries * k), chosen(s.batch * s.queries);
+    GuardedBuffer<char> scratch(cuda::select_groups_scratch_bytes(s.batch, s.queries, groups, k));
+    expect_ok(cuda::select_groups({.summary = summary.table(),
+                                   .query = summary.query.data(),
+                                   .first_tokens = limits.first.data(),
+                                   .last_tokens = limits.last.data(),
+                                   .valid = limits.valid.data(),
+                                   .valid_stride = limits.words,
+                                   .excluded = limits.excluded.data(),
+                                   .excluded_max = 2,
+                                   .indices = indices.data(),
+                                   .chosen = chosen.data(),
+                                   .batch = s.batch,
+                                   .queries = s.queries,
+                                   .groups = groups,
+                                   .group_tokens = group_tokens,
+                                   .k = k,
+                                   .scratch = scratch.data()},
+                                  nullptr));
+    EXPECT_EQ(chosen.copy(), expected_counts) << group_tokens;
+    EXPECT_EQ(indices.copy(), expected) << group_tokens;
+  });
+}
+
+TEST(CudaSelectGroups, AsOnCpu) {
+  for (const int64_t group_tokens : {1, 3, 4, 7, 16, 32, 63, 64}) {
+    const int64_t tokens = std::lcm<int64_t>(group_tokens, 16) * (group_tokens < 8 ? 30 : 3);
+    expect_choice_as_on_cpu<float>({4, tokens, 9, 1, 1008}, group_tokens, 20);
+    expect_choice_as_on_cpu<BFloat16>({3, tokens, 32, 5, 48}, group_tokens, 7);
+    expect_choice_as_on_cpu<int8_t>({3, tokens, 16, 2, 512}, group_tokens, 200);
+  }
+  expect_choice_as_on_cpu<Float16>({3, 20480, 8, 1, 1024}, 1, 50);
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,175 @@
+"""`KVSwapCache` of a model on a CUDA device. Skipped where there is none, or no CUDA build."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvswap_torch import KVSwapCache
+from kvswap_torch.native import build_info
+from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not (build_info() or {}).get("cuda"),
+    reason="needs a CUDA device and libraries built for it",
+)
+FAMILIES = ["llama", "qwen2", "qwen3"]
+
+
+def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in inputs.items()}
+
+
+@pytest.fixture
+def open_cache(tmp_path: Path) -> Iterator[Callable[..., KVSwapCache]]:
+    caches: list[KVSwapCache] = []
+
+    def open_one(model: Any, config: Any = COVERING, **arguments: Any) -> KVSwapCache:
+        caches.append(KVSwapCache(model, path=tmp_path, config=config, **arguments))
+        return caches[-1]
+
+    yield open_one
+    for cache in caches:
+        cache.close()
+
+
+def expected(model: Any, inputs: dict, **arguments: Any) -> torch.Tensor:
+    return greedy(model, inputs, DynamicCache(config=model.config), **arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padding", [(), (0, 13, 40)])
+def test_tokens_equal_a_cache_in_memory(open_cache, family, padding):
+    model = tiny_model(family).cuda()
+    inputs = on_gpu(prompt(3, 90, padding=padding))
+    cache = open_cache(model)
+    torch.testing.assert_close(greedy(model, inputs, cache, 40), expected(model, inputs, tokens=40))
+    stats = cache.stats()
+    assert stats.device == "cuda:0"
+    assert stats.copied_bytes > 0
+    assert 0 < stats.device_bytes <= stats.resident_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tight_budget_reads_and_chooses_as_the_cpu_does(open_cache, family):
+    """Scores differ by rounding alone, so nearly all groups are the same."""
+    model = tiny_model(family)
+    inputs = prompt(2, 150)
+    chosen = []
+    for device in ("cpu", "cuda"):
+        model = model.to(device)
+        cache = open_cache(model, TIGHT)
+        greedy(model, {name: each.to(device) for name, each in inputs.items()}, cache, 4)
+        layers = range(cache.parts.shape.layers)
+        session = cache.driver.session
+        chosen.append({(i, b, g) for i in layers for b, groups in
+                       enumerate(session.last_selection(i)) for g in groups})  # fmt: skip
+        assert cache.stats().bytes_read > 0
+    assert len(chosen[0] & chosen[1]) >= 0.8 * len(chosen[0])
+
+
+def test_turns_crops_and_chunks_equal_a_cache_in_memory(open_cache):
+    model = tiny_model("qwen3").cuda()
+    cache, memory = open_cache(model), DynamicCache(config=model.config)
+    ids = prompt(2, 200)["input_ids"].cuda()
+    cuts = [0, 90, 91, 94, 160, 161, 200]
+    with torch.no_grad():
+        for begin, end in itertools.pairwise(cuts):
+            new = ids[:, begin:end]
+            ours = model(input_ids=new, past_key_values=cache).logits
+            theirs = model(input_ids=new, past_key_values=memory).logits
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+        for each in (cache, memory):
+            each.crop(-70)
+        ours = model(input_ids=ids[:, 130:], past_key_values=cache).logits
+        theirs = model(input_ids=ids[:, 130:], past_key_values=memory).logits
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_errs_at_most_twice_as_much_as_sdpa(open_cache, dtype):
+    inputs = on_gpu(prompt(2, 160))["input_ids"]
+    exact = tiny_model("llama").cuda()
+    half = tiny_model("llama", dtype=dtype).cuda()
+
+    def logits(model: Any, cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            parts = [model(input_ids=inputs[:, :100], past_key_values=cache).logits]
+            for i in range(100, 160):
+                step = model(input_ids=inputs[:, i : i + 1], past_key_values=cache)
+                parts.append(step.logits)
+        return torch.cat(parts, 1).float()
+
+    truth = logits(exact, DynamicCache(config=exact.config))
+    own = (logits(half, DynamicCache(config=half.config)) - truth).abs()
+    ours = (logits(half, open_cache(half)) - truth).abs()
+    assert ours.max() <= 2 * own.max()
+    assert ours.mean() <= 2 * own.mean()
+
+
+def test_two_caches_on_two_streams(open_cache):
+    model = tiny_model("llama").cuda()
+    texts = [on_gpu(prompt(2, 80, seed=seed)) for seed in (1, 2)]
+    caches = [open_cache(model) for _ in texts]
+    streams = [torch.cuda.Stream() for _ in texts]
+    wanted = [expected(model, text, tokens=20) for text in texts]
+    torch.cuda.synchronize()
+    ids = [text["input_ids"] for text in texts]
+    with torch.no_grad():
+        for step in range(20):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    new = ids[i] if step == 0 else ids[i][:, -1:]
+                    logits = model(input_ids=new, past_key_values=caches[i]).logits
+                    ids[i] = torch.cat([ids[i], logits[:, -1:].argmax(-1)], 1)
+    torch.cuda.synchronize()
+    for got, want in zip(ids, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_cache_may_change_its_stream(open_cache):
+    model = tiny_model("qwen2").cuda()
+    inputs = on_gpu(prompt(2, 80))
+    wanted = expected(model, inputs, tokens=20)
+    cache, side = open_cache(model), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        for step in range(20):
+            stream = side if step % 2 else torch.cuda.default_stream()
+            stream.wait_stream(torch.cuda.default_stream() if step % 2 else side)
+            with torch.cuda.stream(stream):
+                new = ids if step == 0 else ids[:, -1:]
+                logits = model(input_ids=new, past_key_values=cache).logits
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(ids, wanted)
+
+
+def test_a_closed_cache_gives_its_memory_back(open_cache):
+    model = tiny_model("llama").cuda()
+    inputs = on_gpu(prompt(2, 80))
+    greedy(model, inputs, open_cache(model), 4)  # what CUDA and torch keep for good
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    for _ in range(5):
+        cache = open_cache(model)
+        greedy(model, inputs, cache, 4)
+        cache.close()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] >= free - (32 << 20)
+
+
+def test_tensors_of_another_device_are_refused(open_cache):
+    model = tiny_model("llama").cuda()
+    cache = open_cache(model)
+    keys = torch.zeros(1, cache.parts.shape.kv_heads, 4, cache.parts.shape.head_dim)
+    with pytest.raises(ValueError, match="must be on the session's device"):
+        cache.driver.session.append(0, keys, keys)
