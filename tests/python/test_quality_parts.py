@@ -318,6 +318,7 @@ def made_up_method(number: int) -> dict:
     exact = (1.0 - 0.1 * number, 0.8 - 0.1 * number, 1.0)
     return {
         "memory_share": 1.0 / (1 + number),
+        "bytes_chosen_per_token": 8192 * number,
         "bytes_read_per_token": 4096 * number,
         "tasks": {task: {"exact": exact} for task in ("needles", "all")},
         "layers": {"recall": [(0.8, 0.7, 0.9)] * 3, "best": [0.9] * 3},

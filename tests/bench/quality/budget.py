@@ -1,0 +1,85 @@
+"""Bytes: what a method keeps in memory, counted the same way for each, and what it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.sizing import ModelShape, Request, fit_budget
+from tuning.session_need import Demand, Need, engine_need
+
+STEPS = 12  # each leaves a tenth of the distance to the smallest budget
+
+
+class Bytes:
+    """What settings need for one sequence of so many tokens, as the engine itself counts it.
+
+    Parameters
+    ----------
+    model
+        A transformers model that `kvswap_torch.KVSwapCache` supports.
+    context
+        Tokens of the document.
+    """
+
+    def __init__(self, model: Any, shape: ModelShape, context: int):
+        self.shape, self.context = shape, context
+        self.full = shape.kv_bytes(context)
+        self._model = model
+
+    def need(self, config: SwapConfig) -> Mapping[str, int]:
+        """Bytes by use and their "total": pages, summary, tables, staging and all.
+
+        With the smallest budget that these settings run under: buffers for writing are a share of
+        the budget, so a larger one needs more.
+        """
+        budget = self.full
+        for _ in range(STEPS):
+            need = self._under(budget)(config)
+            if need["total"] == budget:
+                break
+            budget = need["total"]
+        return need
+
+    def _under(self, budget_bytes: int) -> Need:
+        return engine_need(self._model, Demand(self.context, 1, budget_bytes))
+
+    def fitted(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
+        """The settings that the cache itself would take under ``kv_memory_bytes``.
+
+        Raises
+        ------
+        BudgetError
+            When even the smallest do not fit.
+        """
+        request = Request(budget_bytes, self.context, 1)
+        return fit_budget(request, self.shape, config, self._under(budget_bytes), grow=False)
+
+    def widest(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
+        """The config with the largest rank, one for all layers, that fits; at least 1."""
+        ranks = range(1, self.shape.width + 1)
+        fitting = [
+            rank
+            for rank in ranks
+            if self.need(dataclasses.replace(config, rank=rank))["total"] <= budget_bytes
+        ]
+        return dataclasses.replace(config, rank=fitting[-1] if fitting else 1)
+
+    def kept_tokens(self, budget_bytes: int) -> int:
+        """Tokens whose K and V in all layers take so many bytes."""
+        return max(1, budget_bytes // self.shape.kv_bytes(1))
+
+    def share(self, text: str) -> int:
+        """``1/13`` or ``0.1`` of the full cache, in bytes."""
+        try:
+            part = Fraction(text)
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"memory: must be a share of the full cache such as 1/13, got {text!r}"
+            ) from error
+        if not 0 < part <= 1:
+            raise ValueError(f"memory: must be a share above 0, at most 1, got {text!r}")
+        return int(self.full * part)
