@@ -8,6 +8,8 @@ from dataclasses import dataclass
 FIRST = (0.42, 0.38, 0.10, 0.025, 0.025, 0.025, 0.025)
 MIXED = (0.08, 0.40, 0.26, 0.065, 0.065, 0.065, 0.065)
 LAST = (0.04, 0.32, 0.24, 0.10, 0.10, 0.06, 0.14)
+# What must hold at 32K: mostly single facts, thin and dense, two in five beside 28K other tokens.
+HOLD = (0.04, 0.44, 0.36, 0.04, 0.04, 0.06, 0.02)
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,6 @@ CPU = (
     Phase("1K", 1024, 6, 2_400_000, (2e-3, 1.8e-3), 32768),
     Phase("4K", 4096, 1, 1_200_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
     Phase("8K", 8192, 1, 950_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
-)
-GPU = (
-    Phase("256", 256, 32, 12_000_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
-    Phase("1K", 1024, 12, 30_000_000, (2e-3, 1.8e-3), 32768),
-    Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
-    Phase("16K", 16384, 1, 20_000_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
-)
-# What must hold at 32K: mostly single facts, thin and dense, two in five beside 28K other tokens.
-HOLD = (0.04, 0.44, 0.36, 0.04, 0.04, 0.06, 0.02)
-CPU_LONG = (
-    *CPU,
     Phase(
         "4K beside 28K",
         4096,
@@ -57,4 +48,10 @@ CPU_LONG = (
         text_pieces=7,
     ),
 )
-PRESETS = {"cpu": CPU, "cpu-long": CPU_LONG, "gpu": GPU}
+GPU = (
+    Phase("256", 256, 32, 12_000_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
+    Phase("1K", 1024, 12, 30_000_000, (2e-3, 1.8e-3), 32768),
+    Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
+    Phase("16K", 16384, 1, 20_000_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+)
+PRESETS = {"cpu": CPU, "gpu": GPU}

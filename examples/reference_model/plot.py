@@ -24,9 +24,20 @@ def read_log(path: Path) -> list[dict]:
     return entries
 
 
+def running_steps(entries: list[dict]) -> list[dict]:
+    """Steps counted on where a run began anew with weights of the one before."""
+    counted, offset, last = [], 0, 0
+    for entry in entries:
+        if entry["step"] + offset < last:
+            offset = last
+        last = entry["step"] + offset
+        counted.append(entry | {"step": last})
+    return counted
+
+
 def draw_plot(log: Path, path: Path) -> None:
     """Plot exact answers over steps, one line per length."""
-    entries = [entry for entry in read_log(log) if "accuracy" in entry]
+    entries = [entry for entry in running_steps(read_log(log)) if "accuracy" in entry]
     lines: dict[str, tuple[list[int], list[float]]] = {}
     for entry in entries:
         for length, counts in entry["accuracy"].items():

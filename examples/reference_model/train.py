@@ -108,7 +108,7 @@ class Options:
 
 @app.command()
 def main(
-    preset: Annotated[str, typer.Option(help="cpu, cpu-long or gpu")] = "cpu",
+    preset: Annotated[str, typer.Option(help="cpu or gpu")] = "cpu",
     hours: Annotated[float, typer.Option(help="stop after so long; go on with --resume")] = 6.0,
     resume: Annotated[bool, typer.Option(help="go on from the last checkpoint")] = False,
     export_only: Annotated[bool, typer.Option(help="write the checkpoint's weights")] = False,

@@ -23,6 +23,7 @@ from examples.reference_model.checkpoint import (
     load_checkpoint,
     write_atomic,
 )
+from examples.reference_model.dilution import PIECE, ROWS, STEPS, Dilution, attend_with_text, show
 from examples.reference_model.documents import SOURCES, load_source, make_document
 from examples.reference_model.evaluate import Reader, wilson
 from examples.reference_model.forms import FORMS, Words
@@ -153,6 +154,48 @@ def test_skipped_positions_grow_and_stay_in_the_span():
         positions = draw_positions(rng, 64, 1000)
         assert (np.diff(positions) >= 1).all()
         assert positions[-1] < 1000
+
+
+# A long text beside the end of a sample
+
+
+def test_the_last_rows_attend_to_the_text_too():
+    torch.manual_seed(0)
+    tokens, text = ROWS + 16, 48
+    query, key, value = (torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    module.text_keys, module.text_values = (torch.randn(1, 2, text, 8).bfloat16() for _ in range(2))
+    causal = torch.ones(tokens, tokens).tril().bool()
+    module.text_mask = torch.cat([torch.ones(ROWS, text).bool(), causal[16:]], 1)
+    found = attend_with_text(module, query, key, value, None)
+    keys, values = (
+        torch.cat([long.float(), own], 2).repeat_interleave(2, 1)
+        for long, own in ((module.text_keys, key), (module.text_values, value))
+    )
+    seen = torch.cat([torch.zeros(tokens, text).bool(), causal], 1)
+    seen[16:, :text] = True
+    scores = (query @ keys.mT / 8**0.5).masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(-1) @ values, atol=2e-2, rtol=2e-2)
+
+
+def test_the_text_is_read_anew_after_some_steps(run):
+    dilution = Dilution(run.model, 1, 2 * ROWS, 1 << 16)
+    module = run.model.model.layers[0].self_attn
+    rng = np.random.default_rng(0)
+
+    def draw(_, tokens):
+        return np.arange(tokens) % 50
+
+    seen = []
+    for _ in range(STEPS + 1):
+        dilution.renew(rng, draw)
+        seen.append(module.text_keys.clone())
+    assert seen[0].shape[2] == PIECE and seen[0].abs().sum() > 0
+    assert all(torch.equal(keys, seen[0]) for keys in seen[:STEPS])
+    assert not torch.equal(seen[STEPS], seen[0])
+    show(run.model, True)
+    assert module.sees_text
+    assert not any("text" in name for name in run.model.state_dict())
 
 
 # Running, stopping, going on
