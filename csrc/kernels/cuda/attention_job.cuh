@@ -166,12 +166,12 @@ __device__ inline void write_rows(const AttentionJob& job, const AttentionPlace<
       *target = value;
       continue;
     }
-    T* target = static_cast<T*>(job.output) +
-                ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio *
-                     job.kv_heads +
-                 place.head_of(job, row)) *
-                    job.head_dim +
-                i % vectors * 4;
+    T* target =
+        static_cast<T*>(job.output) +
+        ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio * job.kv_heads +
+         place.head_of(job, row)) *
+            job.head_dim +
+        i % vectors * 4;
     target[0] = from_float<T>(value.x);
     target[1] = from_float<T>(value.y);
     target[2] = from_float<T>(value.z);

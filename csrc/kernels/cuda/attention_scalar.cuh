@@ -10,8 +10,8 @@
 namespace kvswap::cuda {
 
 /// Decode attention in fp32: a warp takes 8 tokens at a time against 4 query rows. A lane holds 4
-/// values of each chunk of 128 of head_dim; after reduce_scatter() it holds the one score of its own
-/// row and token.
+/// values of each chunk of 128 of head_dim; after reduce_scatter() it holds the one score of its
+/// own row and token.
 template <int kChunks>  // of 128 values of head_dim
 struct ScalarAttention {
   static constexpr int kHeadDim = kChunks * 128;
@@ -73,7 +73,7 @@ struct ScalarAttention {
       for (int t = 0; t < kTokens; ++t) keys[t] = load(slot + t, 0, chunk * 128 + lane * 4);
 #pragma unroll
       for (int row = 0; row < kScalarRows; ++row) {
-        const float(&q)[4] = query[row][chunk];
+        const float (&q)[4] = query[row][chunk];
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
           float& sum = sums[row * kTokens + t];
@@ -168,9 +168,8 @@ struct ScalarAttention {
         float4& target = shared.values.values[row][chunk * 32 + lane];
         const float4 before = is_first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : target;
         const float* own_values = output[row] + chunk * 4;
-        target =
-            make_float4(before.x + own_values[0] * factor, before.y + own_values[1] * factor,
-                        before.z + own_values[2] * factor, before.w + own_values[3] * factor);
+        target = make_float4(before.x + own_values[0] * factor, before.y + own_values[1] * factor,
+                             before.z + own_values[2] * factor, before.w + own_values[3] * factor);
       }
     }
   }

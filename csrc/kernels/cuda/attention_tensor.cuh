@@ -14,11 +14,11 @@ namespace kvswap::cuda {
 ///
 /// K and V go from memory straight to the registers of the multiplication, 16 bytes a lane. That
 /// works because a product does not mind in which order the values of head_dim are taken: lane
-/// (g, c) = (lane / 4, lane % 4) reads values 8c .. 8c + 7 of a chunk of 32 of token g's K and calls
-/// them k = 2c, 2c + 1, 2c + 8, 2c + 9 of two multiplications; the query stands in shared memory in
-/// that order. Of V it reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1, 2c + 8 and
-/// 2c + 9; value 8g + i is column g of multiplication i. So the sums of multiplication i in lane
-/// (g, c) belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
+/// (g, c) = (lane / 4, lane % 4) reads values 8c .. 8c + 7 of a chunk of 32 of token g's K and
+/// calls them k = 2c, 2c + 1, 2c + 8, 2c + 9 of two multiplications; the query stands in shared
+/// memory in that order. Of V it reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1,
+/// 2c + 8 and 2c + 9; value 8g + i is column g of multiplication i. So the sums of multiplication i
+/// in lane (g, c) belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
 template <typename T, int kChunks>  // of 64 values of head_dim
 struct TensorAttention {
   static constexpr int kHeadDim = kChunks * 64;
@@ -131,13 +131,10 @@ struct TensorAttention {
       sum[half] *= decay;
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        const uint32_t pair = pack_pair<T>(exp2f(scores[tile][half * 2] - base),
-                                           exp2f(scores[tile][half * 2 + 1] - base));
-        // The rounded weights are summed: then a row of equal values stays what it is.
-        float low, high;
-        unpack_pair<T>(pair, low, high);
+        const float low = exp2f(scores[tile][half * 2] - base);
+        const float high = exp2f(scores[tile][half * 2 + 1] - base);
         sum[half] += low + high;
-        weights[half + 2 * tile] = pair;
+        weights[half + 2 * tile] = pack_pair<T>(low, high);
       }
 #pragma unroll
       for (int i = 0; i < kChunks * 8; ++i) {

@@ -52,8 +52,8 @@ struct BlockLanes {
   }
 };
 
-/// One warp: the products of one block with kQueries queries, which stand `stride` apart. Lane l < 16
-/// gets those of token BlockLanes<T>::token_of(l), as does lane l + 16.
+/// One warp: the products of one block with kQueries queries, which stand `stride` apart. Lane l <
+/// 16 gets those of token BlockLanes<T>::token_of(l), as does lane l + 16.
 template <typename T, int kQueries>
 __device__ inline void score_block(const T* block, const float* query, int stride, int rank,
                                    int lane, float (&scores)[kQueries]) {

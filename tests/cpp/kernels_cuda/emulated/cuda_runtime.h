@@ -7,8 +7,9 @@
 #include <cstring>
 #include <functional>
 
-/// A stand-in for the toolkit's header: the kernels of csrc/kernels/cuda/ run on the host, one block
-/// after the other, each thread of a block a fiber. Barriers and shuffles are where fibers change.
+/// A stand-in for the toolkit's header: the kernels of csrc/kernels/cuda/ run on the host, one
+/// block after the other, each thread of a block a fiber. Barriers and shuffles are where fibers
+/// change.
 ///
 /// What it finds: wrong indices, wrong arithmetic, reads outside a buffer (with GuardedBuffer), a
 /// barrier that not all threads reach, and races, as a result that depends on the order of threads.
