@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
+#include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/score.cuh"
 
 namespace kvswap::cuda {
@@ -16,6 +17,7 @@ template <int kChunks>  // of 128 values of head_dim
 struct ScalarAttention {
   static constexpr int kHeadDim = kChunks * 128;
   static constexpr int kTokens = 8;
+  static constexpr int kTokenWarps = kAttentionWarps;
   static_assert(kTokens * kScalarRows == 32);
 
   struct Shared {
@@ -31,6 +33,7 @@ struct ScalarAttention {
         shared(shared),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
+        token_warp(warp),
         own(lane_of(lane)) {
     const int row = own / kTokens;
     last_column = row < place.rows ? place.column_of(job, row) : -1;
@@ -60,8 +63,8 @@ struct ScalarAttention {
     if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
       return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    return *reinterpret_cast<const float4*>(shared.stage.rows[slot] + offset +
-                                            static_cast<int64_t>(first) * 4);
+    return load_read_only<float4>(shared.stage.rows[slot] + offset +
+                                  static_cast<int64_t>(first) * 4);
   }
 
   __device__ float score(int slot) const {
@@ -177,7 +180,7 @@ struct ScalarAttention {
   const AttentionJob& job;
   const AttentionPlace<kScalarRows>& place;
   Shared& shared;
-  const int lane, warp;
+  const int lane, warp, token_warp;
   const int own;  // row * 8 + token
   int32_t last_column;
   float largest = never();

@@ -25,7 +25,8 @@ __device__ void attend_split(const AttentionJob& job, int row_bytes) {
     __syncthreads();
     const int64_t left = last - stage;
     const int here = left < kStageSlots ? static_cast<int>(left) : kStageSlots;
-    for (int slot = attention.warp * kTokens; slot < here; slot += kAttentionWarps * kTokens) {
+    for (int slot = attention.token_warp * kTokens; slot < here;
+         slot += Attention::kTokenWarps * kTokens) {
       attention.attend(slot);
     }
   }

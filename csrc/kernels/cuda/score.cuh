@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/element.cuh"
+#include "kernels/cuda/read_only.cuh"
 #include "kernels/low_rank_score.h"
 
 namespace kvswap::cuda {
@@ -63,7 +64,7 @@ __device__ inline void score_block(const T* block, const float* query, int strid
 #pragma unroll 4
   for (int r = lane / Lanes::kPieces; r < rank; r += Lanes::kColumns) {
     float keys[kVector<T>];
-    unpack<T>(load_vector(source + r * kBlockRows), keys);
+    unpack<T>(load_read_only<uint4>(source + r * kBlockRows), keys);
 #pragma unroll
     for (int q = 0; q < kQueries; ++q) {
       const float factor = query[q * stride + r];

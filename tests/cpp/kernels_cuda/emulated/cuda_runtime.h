@@ -128,6 +128,11 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 
+template <typename T>
+T __ldg(const T* address) {
+  return *address;
+}
+
 inline int atomicAdd(int* address, int value) {
   const int before = *address;
   *address += value;
