@@ -33,8 +33,8 @@ __device__ void attend_split(const AttentionJob& job, int row_bytes) {
   attention.finish();
 }
 
-/// As many blocks on a multiprocessor as the sums of kChunks leave registers for.
-constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : chunks == 2 ? 3 : 2; }
+/// Blocks that must fit a multiprocessor: a cap on registers that still leaves enough for kChunks.
+constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : 2; }
 
 template <typename T, int kChunks>
 __global__ void __launch_bounds__(kAttentionThreads, tensor_blocks(kChunks))
