@@ -52,7 +52,7 @@ def sources(folder: Path, *suffixes: str) -> list[Path]:
 
 
 CPP = sources(CSRC, ".h", ".cpp", ".cu", ".cuh")
-CPP_TESTS = sources(ROOT / "tests", ".h", ".cpp")
+CPP_TESTS = sources(ROOT / "tests", ".h", ".cpp", ".cuh")
 PYTHON = [path for name in ("kvswap_torch", "tuning", "examples", "tests")
           for path in sources(ROOT / name, ".py")]  # fmt: skip
 
@@ -159,6 +159,21 @@ def test_cpu_and_cuda_never_include_each_other_and_contracts_include_neither() -
             for side in ("cpu", "cuda"):
                 if what.startswith(f"kernels/{side}/") and place != side:
                     wrong.append(f"{path.relative_to(ROOT)} includes {what}")
+    assert wrong == []
+
+
+def test_cuda_kernels_are_seen_through_one_header_and_by_the_gpu_side_alone() -> None:
+    """A build without CUDA links none of them, so nothing that it compiles may name them."""
+    wrong = []
+    for path in CPP:
+        place = path.relative_to(CSRC).as_posix()
+        if place.startswith("kernels/cuda/"):
+            continue
+        for _, what in includes(path):
+            if what.startswith("kernels/cuda/") and (
+                what != "kernels/cuda/kernels.h" or "/cuda/" not in place
+            ):
+                wrong.append(f"{path.relative_to(ROOT)} includes {what}")
     assert wrong == []
 
 
