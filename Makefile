@@ -82,7 +82,8 @@ cuda-compile: $(STAMP)  ## CUDA kernels for three architectures, and the glue's 
 
 GLUE_CHECK := g++ -std=c++20 -fsyntax-only -Wall -Wextra -Werror -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE
 locked-cuda:
-	@test -f build/core/build.ninja || cmake -S . -B build/core -GNinja -DKVSWAP_BUILD_TORCH=OFF
+	@cmake -S . -B build/core -GNinja -DKVSWAP_BUILD_TORCH=OFF >build/core.cmake.log || \
+	  { cat build/core.cmake.log; exit 1; }
 	@nvcc=$$(sed -n 's/^KVSWAP_NVCC:FILEPATH=//p' build/core/CMakeCache.txt); \
 	if [[ ! -x $$nvcc ]]; then echo "cuda-compile: skipped, there is no nvcc"; exit 0; fi; \
 	$(NINJA) -C build/core cuda_objects && \

@@ -64,7 +64,7 @@ def sources(folder: Path, *suffixes: str) -> list[Path]:
 
 
 CPP = sources(CSRC, ".h", ".cpp", ".cu", ".cuh")
-CPP_TESTS = sources(ROOT / "tests", ".h", ".cpp")
+CPP_TESTS = sources(ROOT / "tests", ".h", ".cpp", ".cuh")
 PYTHON = [path for name in ("kvswap_torch", "tuning", "examples", "tests")
           for path in sources(ROOT / name, ".py")]  # fmt: skip
 
@@ -171,6 +171,23 @@ def test_cpu_and_cuda_never_include_each_other_and_contracts_include_neither() -
             for side in ("cpu", "cuda"):
                 if what.startswith(f"kernels/{side}/") and place != side:
                     wrong.append(f"{path.relative_to(ROOT)} includes {what}")
+    assert wrong == []
+
+
+def test_cuda_kernels_are_seen_through_one_header_and_by_the_gpu_side_alone() -> None:
+    """A build without CUDA links none of them; the device seam shares its arguments alone."""
+    seam = ("device/", "runtime/page_space.h")
+    wrong = []
+    for path in CPP:
+        place = path.relative_to(CSRC).as_posix()
+        if place.startswith("kernels/cuda/"):
+            continue
+        for _, what in includes(path):
+            if what.startswith("kernels/cuda/") and (
+                what != "kernels/cuda/kernels.h"
+                or not ("/cuda/" in place or place.startswith(seam))
+            ):
+                wrong.append(f"{path.relative_to(ROOT)} includes {what}")
     assert wrong == []
 
 

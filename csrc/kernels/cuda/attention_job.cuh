@@ -90,6 +90,7 @@ __device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace
       place.sequence * job.table_heads + (job.table_heads == 1 ? 0 : place.kv_head);
   const int32_t last_column = job.query_columns[place.sequence] + job.queries - 1;
   const int64_t head_offset = place.kv_head * job.page_head_bytes;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kStageSlots; i += kAttentionThreads) {
     const int64_t slot = first + i;
     stage.columns[i] = kUnseen;
@@ -166,12 +167,12 @@ __device__ inline void write_rows(const AttentionJob& job, const AttentionPlace<
       *target = value;
       continue;
     }
-    T* target = static_cast<T*>(job.output) +
-                ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio *
-                     job.kv_heads +
-                 place.head_of(job, row)) *
-                    job.head_dim +
-                i % vectors * 4;
+    T* target =
+        static_cast<T*>(job.output) +
+        ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio * job.kv_heads +
+         place.head_of(job, row)) *
+            job.head_dim +
+        i % vectors * 4;
     target[0] = from_float<T>(value.x);
     target[1] = from_float<T>(value.y);
     target[2] = from_float<T>(value.z);

@@ -8,8 +8,8 @@ namespace kvswap::cuda {
 
 inline constexpr int kAttentionThreads = 128;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
-inline constexpr int kTensorRows = 16;  // query rows of a block: fp16 and bf16, tensor cores
-inline constexpr int kScalarRows = 4;   // fp32
+inline constexpr int kTensorRows = 16;   // query rows of a block: fp16 and bf16, tensor cores
+inline constexpr int kScalarRows = 4;    // fp32
 inline constexpr int kStageSlots = 256;  // token slots looked up at once
 inline constexpr int64_t kSplitsMax = 128;
 inline constexpr int64_t kSplitSlotsMin = 64;   // 16 for each warp

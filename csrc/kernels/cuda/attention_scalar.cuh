@@ -5,17 +5,19 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
+#include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/score.cuh"
 
 namespace kvswap::cuda {
 
 /// Decode attention in fp32: a warp takes 8 tokens at a time against 4 query rows. A lane holds 4
-/// values of each chunk of 128 of head_dim; after reduce_scatter() it holds the one score of its own
-/// row and token.
+/// values of each chunk of 128 of head_dim; after reduce_scatter() it holds the one score of its
+/// own row and token.
 template <int kChunks>  // of 128 values of head_dim
 struct ScalarAttention {
   static constexpr int kHeadDim = kChunks * 128;
   static constexpr int kTokens = 8;
+  static constexpr int kTokenWarps = kAttentionWarps;
   static_assert(kTokens * kScalarRows == 32);
 
   struct Shared {
@@ -31,6 +33,7 @@ struct ScalarAttention {
         shared(shared),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
+        token_warp(warp),
         own(lane_of(lane)) {
     const int row = own / kTokens;
     last_column = row < place.rows ? place.column_of(job, row) : -1;
@@ -60,8 +63,8 @@ struct ScalarAttention {
     if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
       return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    return *reinterpret_cast<const float4*>(shared.stage.rows[slot] + offset +
-                                            static_cast<int64_t>(first) * 4);
+    return load_read_only<float4>(shared.stage.rows[slot] + offset +
+                                  static_cast<int64_t>(first) * 4);
   }
 
   __device__ float score(int slot) const {
@@ -73,7 +76,7 @@ struct ScalarAttention {
       for (int t = 0; t < kTokens; ++t) keys[t] = load(slot + t, 0, chunk * 128 + lane * 4);
 #pragma unroll
       for (int row = 0; row < kScalarRows; ++row) {
-        const float(&q)[4] = query[row][chunk];
+        const float (&q)[4] = query[row][chunk];
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
           float& sum = sums[row * kTokens + t];
@@ -168,9 +171,8 @@ struct ScalarAttention {
         float4& target = shared.values.values[row][chunk * 32 + lane];
         const float4 before = is_first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : target;
         const float* own_values = output[row] + chunk * 4;
-        target =
-            make_float4(before.x + own_values[0] * factor, before.y + own_values[1] * factor,
-                        before.z + own_values[2] * factor, before.w + own_values[3] * factor);
+        target = make_float4(before.x + own_values[0] * factor, before.y + own_values[1] * factor,
+                             before.z + own_values[2] * factor, before.w + own_values[3] * factor);
       }
     }
   }
@@ -178,7 +180,7 @@ struct ScalarAttention {
   const AttentionJob& job;
   const AttentionPlace<kScalarRows>& place;
   Shared& shared;
-  const int lane, warp;
+  const int lane, warp, token_warp;
   const int own;  // row * 8 + token
   int32_t last_column;
   float largest = never();

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
+#include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/tensor_core.cuh"
 
 namespace kvswap::cuda {
@@ -14,17 +15,21 @@ namespace kvswap::cuda {
 ///
 /// K and V go from memory straight to the registers of the multiplication, 16 bytes a lane. That
 /// works because a product does not mind in which order the values of head_dim are taken: lane
-/// (g, c) = (lane / 4, lane % 4) reads values 8c .. 8c + 7 of a chunk of 32 of token g's K and calls
-/// them k = 2c, 2c + 1, 2c + 8, 2c + 9 of two multiplications; the query stands in shared memory in
-/// that order. Of V it reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1, 2c + 8 and
-/// 2c + 9; value 8g + i is column g of multiplication i. So the sums of multiplication i in lane
-/// (g, c) belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
+/// (g, c) = (lane / 4, lane % 4) reads values 8c .. 8c + 7 of a chunk of 32 of token g's K and
+/// calls them k = 2c, 2c + 1, 2c + 8, 2c + 9 of two multiplications; the query stands in shared
+/// memory in that order. Of V it reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1,
+/// 2c + 8 and 2c + 9; value 8g + i is column g of multiplication i. So the sums of multiplication i
+/// in lane (g, c) belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
 template <typename T, int kChunks>  // of 64 values of head_dim
 struct TensorAttention {
   static constexpr int kHeadDim = kChunks * 64;
   static constexpr int kKeyChunks = kChunks * 2;  // of 32 values
   static constexpr int kKeysHeld = kKeyChunks < 4 ? kKeyChunks : 4;
   static constexpr int kTokens = 16;
+  // Beyond 128 values two warps share 16 tokens, each with the sums of one half of V's values.
+  static constexpr int kParts = kChunks > 2 ? 2 : 1;
+  static constexpr int kOwnChunks = kChunks / kParts;
+  static constexpr int kTokenWarps = kAttentionWarps / kParts;
 
   struct Shared {
     SlotStage stage;
@@ -40,6 +45,8 @@ struct TensorAttention {
         shared(shared),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
+        token_warp(warp / kParts),
+        part(warp % kParts),
         g(lane / 4),
         c(lane % 4) {
 #pragma unroll
@@ -51,6 +58,7 @@ struct TensorAttention {
 
   /// The query rows as operand a; rows and values that are not there are zeros.
   __device__ void stage_query() {
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kKeyChunks * 64; i += kAttentionThreads) {
       const int row = i % 32 / 4 + i / 32 % 2 * 8;
       const int first = i / 64 * 32 + i % 4 * 8;
@@ -72,8 +80,8 @@ struct TensorAttention {
     if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
       return make_uint4(0, 0, 0, 0);
     }
-    return load_vector(shared.stage.rows[slot] + offset +
-                       static_cast<int64_t>(first) * static_cast<int64_t>(sizeof(T)));
+    return load_read_only<uint4>(shared.stage.rows[slot] + offset +
+                                 static_cast<int64_t>(first) * static_cast<int64_t>(sizeof(T)));
   }
 
   __device__ void load_values(int slot, int chunk, uint4 (&values)[4]) const {
@@ -131,16 +139,13 @@ struct TensorAttention {
       sum[half] *= decay;
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        const uint32_t pair = pack_pair<T>(exp2f(scores[tile][half * 2] - base),
-                                           exp2f(scores[tile][half * 2 + 1] - base));
-        // The rounded weights are summed: then a row of equal values stays what it is.
-        float low, high;
-        unpack_pair<T>(pair, low, high);
+        const float low = exp2f(scores[tile][half * 2] - base);
+        const float high = exp2f(scores[tile][half * 2 + 1] - base);
         sum[half] += low + high;
-        weights[half + 2 * tile] = pair;
+        weights[half + 2 * tile] = pack_pair<T>(low, high);
       }
 #pragma unroll
-      for (int i = 0; i < kChunks * 8; ++i) {
+      for (int i = 0; i < kOwnChunks * 8; ++i) {
         output[i][half * 2] *= decay;
         output[i][half * 2 + 1] *= decay;
       }
@@ -168,11 +173,9 @@ struct TensorAttention {
     if (!__any_sync(kWholeWarp, is_seen)) return;
     uint4 keys[2][kKeysHeld];
     load_keys(slot, 0, keys);
-    // V is asked for before K is used, as far as registers go.
-    constexpr int kAhead = kChunks < 3 ? kChunks : 0;
-    uint4 ahead[kAhead > 0 ? kAhead : 1][4];
+    uint4 values[kOwnChunks][4];  // asked for before K is used
 #pragma unroll
-    for (int chunk = 0; chunk < kAhead; ++chunk) load_values(slot, chunk, ahead[chunk]);
+    for (int i = 0; i < kOwnChunks; ++i) load_values(slot, part * kOwnChunks + i, values[i]);
     float scores[2][4] = {};
     score(0, keys, scores);
 #pragma unroll 1
@@ -183,16 +186,7 @@ struct TensorAttention {
     uint32_t weights[4];
     weigh(slot, scores, weights);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if constexpr (kAhead > 0) {
-        add_values(chunk, weights, ahead[chunk]);
-      } else {
-        uint4 values[4];
-        asm volatile("" ::: "memory");  // or all chunks' loads move up, and registers run out
-        load_values(slot, chunk, values);
-        add_values(chunk, weights, values);
-      }
-    }
+    for (int i = 0; i < kOwnChunks; ++i) add_values(i, weights, values[i]);
   }
 
   /// Joins the warps, one after the other: the order of the sums is fixed.
@@ -202,14 +196,17 @@ struct TensorAttention {
       sum[half] += __shfl_xor_sync(kWholeWarp, sum[half], 1);
       sum[half] += __shfl_xor_sync(kWholeWarp, sum[half], 2);
       if (c == 0) {
-        shared.sums.largest[warp][g + half * 8] = largest[half];
-        shared.sums.sum[warp][g + half * 8] = sum[half];
+        // Warps that share tokens have the same sums: one of them counts.
+        shared.sums.largest[warp][g + half * 8] = part == 0 ? largest[half] : never();
+        shared.sums.sum[warp][g + half * 8] = part == 0 ? sum[half] : 0.0f;
       }
     }
     __syncthreads();
-    const float factors[2] = {shared.sums.factor_of(warp, g), shared.sums.factor_of(warp, g + 8)};
+    const int counting = warp - part;
+    const float factors[2] = {shared.sums.factor_of(counting, g),
+                              shared.sums.factor_of(counting, g + 8)};
     for (int turn = 0; turn < kAttentionWarps; ++turn) {
-      if (turn == warp) add_to_shared(factors, turn == 0);
+      if (turn == warp) add_to_shared(factors, token_warp == 0);
       __syncthreads();
     }
     write_rows<T>(job, place, shared.values, shared.sums);
@@ -219,12 +216,13 @@ struct TensorAttention {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+      for (int chunk = 0; chunk < kOwnChunks; ++chunk) {
+        const int vector = (part * kOwnChunks + chunk) * 16 + c * 4;
 #pragma unroll
-        for (int part = 0; part < 4; ++part) {  // four values of 16 that lie side by side
-          float4& target = shared.values.values[g + half * 8][chunk * 16 + c * 4 + part];
-          const int first = chunk * 8 + part % 2 * 4;
-          const int at = half * 2 + part / 2;
+        for (int quad = 0; quad < 4; ++quad) {  // four values of 16 that lie side by side
+          float4& target = shared.values.values[g + half * 8][vector + quad];
+          const int first = chunk * 8 + quad % 2 * 4;
+          const int at = half * 2 + quad / 2;
           const float4 before = is_first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : target;
           target = make_float4(before.x + output[first][at] * factors[half],
                                before.y + output[first + 1][at] * factors[half],
@@ -238,11 +236,11 @@ struct TensorAttention {
   const AttentionJob& job;
   const AttentionPlace<kTensorRows>& place;
   Shared& shared;
-  const int lane, warp, g, c;
+  const int lane, warp, token_warp, part, g, c;
   int32_t last_column[2];
   float largest[2] = {never(), never()};
   float sum[2] = {0.0f, 0.0f};
-  float output[kChunks * 8][4] = {};
+  float output[kOwnChunks * 8][4] = {};
 };
 
 }  // namespace kvswap::cuda

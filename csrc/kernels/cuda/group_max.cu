@@ -41,7 +41,8 @@ Status group_max(const BatchGroupMaxArgs& args, void* stream) {
   const int64_t tile_tokens = max_tile_tokens(args.group_tokens);
   const int64_t tiles = ceil_div(args.tokens, tile_tokens);
   return launch("group_max", stream, {.x = tiles * args.rows}, kMaxThreads, reduce_groups, args,
-                ceil_div(args.tokens, args.group_tokens), static_cast<uint32_t>(tiles), static_cast<int>(tile_tokens));
+                ceil_div(args.tokens, args.group_tokens), static_cast<uint32_t>(tiles),
+                static_cast<int>(tile_tokens));
 }
 
 }  // namespace kvswap::cuda

@@ -70,7 +70,7 @@ struct BatchTopKArgs {
   int64_t rows = 0;
   int64_t row_stride = 0;  // elements
   int64_t count = 0;       // of the longest row
-  int64_t k = 0;           // 0..kTopKMax, unless it is no less than `count`: then everything
+  int64_t k = 0;           // at most kTopKMax; with a `count` of at most 16384 any
   void* scratch = nullptr;
 };
 

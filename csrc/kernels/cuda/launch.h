@@ -20,7 +20,9 @@ struct Grid {
   int64_t z = 1;
 };
 
-__host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+__host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t unit) {
+  return (value + unit - 1) / unit;
+}
 __host__ __device__ constexpr int64_t round_up(int64_t value, int64_t unit) {
   return ceil_div(value, unit) * unit;
 }

@@ -25,18 +25,20 @@ __device__ void attend_split(const AttentionJob& job, int row_bytes) {
     __syncthreads();
     const int64_t left = last - stage;
     const int here = left < kStageSlots ? static_cast<int>(left) : kStageSlots;
-    for (int slot = attention.warp * kTokens; slot < here; slot += kAttentionWarps * kTokens) {
+    for (int slot = attention.token_warp * kTokens; slot < here;
+         slot += Attention::kTokenWarps * kTokens) {
       attention.attend(slot);
     }
   }
   attention.finish();
 }
 
-/// As many blocks on a multiprocessor as the sums of kChunks leave registers for.
-constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : chunks == 2 ? 3 : 2; }
+/// Blocks that must fit a multiprocessor: a cap on registers that still leaves enough for kChunks.
+constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : 2; }
 
 template <typename T, int kChunks>
-__global__ void __launch_bounds__(kAttentionThreads, tensor_blocks(kChunks)) attend_tensor(AttentionJob job) {
+__global__ void __launch_bounds__(kAttentionThreads, tensor_blocks(kChunks))
+    attend_tensor(AttentionJob job) {
   attend_split<TensorAttention<T, kChunks>, kTensorRows>(job, job.head_dim * 2);
 }
 
@@ -100,12 +102,12 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
                         fmaf(weight, part.z, value.z), fmaf(weight, part.w, value.w));
   }
   const float factor = totals[own_row] > 0.0f ? 1.0f / totals[own_row] : 0.0f;
-  T* target = static_cast<T*>(job.output) +
-              ((place.sequence * job.queries + place.query_of(job, own_row)) * job.ratio *
-                   job.kv_heads +
-               place.head_of(job, own_row)) *
-                  job.head_dim +
-              i % vectors * 4;
+  T* target =
+      static_cast<T*>(job.output) +
+      ((place.sequence * job.queries + place.query_of(job, own_row)) * job.ratio * job.kv_heads +
+       place.head_of(job, own_row)) *
+          job.head_dim +
+      i % vectors * 4;
   target[0] = from_float<T>(value.x * factor);
   target[1] = from_float<T>(value.y * factor);
   target[2] = from_float<T>(value.z * factor);
@@ -150,8 +152,8 @@ Status check(const PagedAttentionArgs& args) {
   KVSWAP_RETURN_IF_ERROR(check_floating(kWhere, args.dtype));
   KVSWAP_RETURN_IF_ERROR(check_range(kWhere, "queries", args.queries, 1, kChunkQueriesMax));
   KVSWAP_RETURN_IF_ERROR(check_range(kWhere, "group_tokens", args.shape.group_tokens, 1, 64));
-  KVSWAP_RETURN_IF_ERROR(check_range(
-      kWhere, "token slots of a page table", args.pages_max * args.shape.group_tokens, 0, 2147483647));
+  KVSWAP_RETURN_IF_ERROR(check_range(kWhere, "token slots of a page table",
+                                     args.pages_max * args.shape.group_tokens, 0, 2147483647));
   if (args.shape.head_dim % 8 != 0 || args.shape.head_dim < 8 || args.shape.head_dim > 256) {
     return Status::invalid(std::string(kWhere) +
                            ": head_dim must be a multiple of 8 up to 256 on CUDA, got " +
@@ -188,13 +190,12 @@ Status paged_attention(const PagedAttentionArgs& args, void* scratch, void* stre
   return with_floating(args.dtype, [&](auto type) {
     using T = typename decltype(type)::Type;
     constexpr int kRows = sizeof(T) == 4 ? kScalarRows : kTensorRows;
-    KVSWAP_RETURN_IF_ERROR(launch(kWhere, stream, grid, kAttentionThreads,
-                                  pick_kernel<T>(args.shape.head_dim), job));
+    KVSWAP_RETURN_IF_ERROR(
+        launch(kWhere, stream, grid, kAttentionThreads, pick_kernel<T>(args.shape.head_dim), job));
     if (plan.splits == 1) return Status::ok();
     const int64_t rows = std::min<int64_t>(kRows, plan.ratio * args.queries);
-    const Grid parts = {.x = ceil_div(rows * args.shape.head_dim / 4, kAttentionThreads),
-                        .y = grid.y,
-                        .z = grid.z};
+    const Grid parts = {
+        .x = ceil_div(rows * args.shape.head_dim / 4, kAttentionThreads), .y = grid.y, .z = grid.z};
     return launch(kWhere, stream, parts, kAttentionThreads, join_splits<T, kRows>, job);
   });
 }

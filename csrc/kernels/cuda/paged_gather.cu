@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kMoveThreads) gather_pages(GatherJob<Vector> j
   const uint32_t sequence = unit / job.kv_heads / job.pages_max;
   const uint32_t table = sequence * job.table_heads + (job.table_heads == 1 ? 0 : kv_head);
   const auto* base = static_cast<const Vector*>(job.pages[int64_t{table} * job.pages_max + page]);
-  const int64_t at =
-      (int64_t{sequence * job.kv_heads + kv_head} * job.pages_max + page) * job.side;
+  const int64_t at = (int64_t{sequence * job.kv_heads + kv_head} * job.pages_max + page) * job.side;
   if (base == nullptr) {
     for (int i = lane; i < job.side; i += 32) {
       job.keys[at + i] = Vector{};

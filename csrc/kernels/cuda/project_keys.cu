@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(kThreads) project_pieces(BatchProjectKeysArgs 
       const float scale = largest[t] / 127.0f;
       const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
       if (kIsInt8 && column == 0 && tile.x == 0) piece.token_scale[row] = scale;
-      S* target =
-          static_cast<S*>(piece.summary) + row / kBlock * args.rank * kBlock + row % kBlock;
+      S* target = static_cast<S*>(piece.summary) + row / kBlock * args.rank * kBlock + row % kBlock;
 #pragma unroll
       for (int r = 0; r < kOwn; ++r) {
         const int64_t at = column + tile.x * kOwn + r;

@@ -145,11 +145,12 @@ __global__ void __launch_bounds__(kMoveThreads) scatter_records(CopyJob job) {
   const int64_t bytes = job.bytes - first < kCopyPieceBytes ? job.bytes - first : kCopyPieceBytes;
   const char* source =
       job.source + (job.source_offsets ? job.source_offsets[i] : i * job.source_stride) + first;
-  char* target = (job.targets ? static_cast<char*>(job.targets[i])
-                              : job.target + i * job.target_stride) +
-                 first;
+  char* target =
+      (job.targets ? static_cast<char*>(job.targets[i]) : job.target + i * job.target_stride) +
+      first;
   copy_run(reinterpret_cast<Vector*>(target), reinterpret_cast<const Vector*>(source),
-           static_cast<int>(bytes / static_cast<int64_t>(sizeof(Vector))), static_cast<int>(threadIdx.x) % 32);
+           static_cast<int>(bytes / static_cast<int64_t>(sizeof(Vector))),
+           static_cast<int>(threadIdx.x) % 32);
 }
 
 }  // namespace

@@ -13,8 +13,8 @@ namespace kvswap::cuda {
 /// vectors lane, lane + team, ... of `width` elements. A row of up to 32 vectors takes one round.
 struct RowTeams {
   int64_t rows = 0;
-  int vectors = 0;    // of a row
-  int team = 1;       // lanes: 2^team_bits
+  int vectors = 0;  // of a row
+  int team = 1;     // lanes: 2^team_bits
   int team_bits = 0;
 };
 

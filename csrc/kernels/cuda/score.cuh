@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/element.cuh"
+#include "kernels/cuda/read_only.cuh"
 #include "kernels/low_rank_score.h"
 
 namespace kvswap::cuda {
@@ -52,8 +53,8 @@ struct BlockLanes {
   }
 };
 
-/// One warp: the products of one block with kQueries queries, which stand `stride` apart. Lane l < 16
-/// gets those of token BlockLanes<T>::token_of(l), as does lane l + 16.
+/// One warp: the products of one block with kQueries queries, which stand `stride` apart. Lane l <
+/// 16 gets those of token BlockLanes<T>::token_of(l), as does lane l + 16.
 template <typename T, int kQueries>
 __device__ inline void score_block(const T* block, const float* query, int stride, int rank,
                                    int lane, float (&scores)[kQueries]) {
@@ -63,7 +64,7 @@ __device__ inline void score_block(const T* block, const float* query, int strid
 #pragma unroll 4
   for (int r = lane / Lanes::kPieces; r < rank; r += Lanes::kColumns) {
     float keys[kVector<T>];
-    unpack<T>(load_vector(source + r * kBlockRows), keys);
+    unpack<T>(load_read_only<uint4>(source + r * kBlockRows), keys);
 #pragma unroll
     for (int q = 0; q < kQueries; ++q) {
       const float factor = query[q * stride + r];

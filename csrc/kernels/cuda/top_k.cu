@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
   const int64_t list = row * job.chunks + chunk;
   const int chosen = choose_keys(keys, threshold, shared, [&](int place, int item) {
     const int64_t at = first + item;
-    const int32_t id = kInput == Input::kScores ? static_cast<int32_t>(at)
-                                                : job.from.ids[row * job.count + at];
+    const int32_t id =
+        kInput == Input::kScores ? static_cast<int32_t>(at) : job.from.ids[row * job.count + at];
     if (job.indices != nullptr) {
       job.indices[row * job.result_stride + place] = id;
     } else {
@@ -76,11 +76,10 @@ __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
 template <Input kInput>
 Status run_level(const LevelJob& job, int64_t rows, void* stream) {
   const bool is_small = TopKLevels::chunk_scores(job.count) < kChunkScoresMax;
-  return launch("top_k", stream, {.x = rows * job.chunks},
-                is_small ? kSmallTopKThreads : kLargeTopKThreads,
-                is_small ? choose_level<kInput, kSmallTopKThreads>
-                         : choose_level<kInput, kLargeTopKThreads>,
-                job);
+  return launch(
+      "top_k", stream, {.x = rows * job.chunks}, is_small ? kSmallTopKThreads : kLargeTopKThreads,
+      is_small ? choose_level<kInput, kSmallTopKThreads> : choose_level<kInput, kLargeTopKThreads>,
+      job);
 }
 
 int64_t lists_bytes(int64_t rows, int64_t count, int64_t k) {

@@ -12,8 +12,8 @@ using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 
 enum class Direction { kPack, kUnpack };
 
-/// Between keys and values [batch, kv_heads, tokens, head_dim] of any strides and contiguous records
-/// [batch, groups, kv_heads, 2, group_tokens, head_dim].
+/// Between keys and values [batch, kv_heads, tokens, head_dim] of any strides and contiguous
+/// records [batch, groups, kv_heads, 2, group_tokens, head_dim].
 void transfer(Direction direction, const DeviceCall& call, const at::Tensor& keys,
               const at::Tensor& values, const at::Tensor& records) {
   const int64_t groups = records.size(1);
@@ -62,8 +62,7 @@ at::Tensor pack_records_cuda(const at::Tensor& keys, const at::Tensor& values,
   return records;
 }
 
-TensorPair unpack_records_cuda(const at::Tensor& records, int64_t tokens,
-                               c10::string_view layout) {
+TensorPair unpack_records_cuda(const at::Tensor& records, int64_t tokens, c10::string_view layout) {
   const DeviceCall call("unpack_records", records, {});
   check_shape("unpack_records", "records", records,
               "[batch, groups, kv_heads, 2, group_tokens, head_dim]", {-1, -1, -1, 2, -1, -1});

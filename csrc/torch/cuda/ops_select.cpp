@@ -190,12 +190,12 @@ TensorPair project_keys_cuda(const at::Tensor& keys, const at::Tensor& projectio
   // ProjectPiece, field by field.
   static_assert(sizeof(cuda::ProjectPiece) == 5 * sizeof(int64_t));
   const int64_t scale_stride = is_int8 ? blocks * kSummaryBlock * token_scale.element_size() : 0;
-  const at::Tensor pieces = at::stack(
-      {addresses(source, source.stride(0) * source.element_size(), batch),
-       addresses(summary, blocks * rank * kSummaryBlock * summary.element_size(), batch),
-       addresses(token_scale, scale_stride, batch), at::zeros_like(counted(batch, keys)),
-       at::full_like(counted(batch, keys), tokens)},
-      1);
+  const at::Tensor pieces =
+      at::stack({addresses(source, source.stride(0) * source.element_size(), batch),
+                 addresses(summary, blocks * rank * kSummaryBlock * summary.element_size(), batch),
+                 addresses(token_scale, scale_stride, batch), at::zeros_like(counted(batch, keys)),
+                 at::full_like(counted(batch, keys), tokens)},
+                1);
   check_status(cuda::project_keys({.pieces = address_table<const cuda::ProjectPiece>(pieces),
                                    .count = batch,
                                    .tokens_max = tokens,

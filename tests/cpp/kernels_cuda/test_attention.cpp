@@ -55,17 +55,16 @@ void expect_attention_of_all_types(const AttentionShape& shape) {
 }
 
 TEST(CudaAttention, HeadDims) {
-  for (const int64_t head_dim : {8, 64, 72, 80, 96, 128, 160, 256}) {
+  for (const int64_t head_dim : {8, 64, 72, 96, 128, 256}) {
     expect_attention_of_all_types(
         {.kv_heads = 2, .ratio = 2, .group_tokens = 4, .head_dim = head_dim, .pages = 23});
   }
 }
 
 TEST(CudaAttention, RatiosAndQueries) {
-  for (const int64_t ratio : {1, 3, 4, 8, 16}) {
-    for (const int64_t queries : {1, 2, 5, 16}) {
-      expect_attention_of_all_types({.batch = 2,
-                                     .kv_heads = 1,
+  for (const int64_t ratio : {1, 3, 16}) {
+    for (const int64_t queries : {1, 5, 16}) {
+      expect_attention_of_all_types({.kv_heads = 1,
                                      .ratio = ratio,
                                      .queries = queries,
                                      .group_tokens = 4,
@@ -76,9 +75,9 @@ TEST(CudaAttention, RatiosAndQueries) {
 }
 
 TEST(CudaAttention, GroupSizesAndTables) {
-  for (const int64_t group_tokens : {1, 3, 7, 16, 64}) {
+  for (const int64_t group_tokens : {1, 7, 64}) {
     for (const bool per_head : {false, true}) {
-      expect_attention_of_all_types({.batch = 3,
+      expect_attention_of_all_types({.batch = 2,
                                      .kv_heads = 2,
                                      .ratio = 2,
                                      .group_tokens = group_tokens,
@@ -90,16 +89,14 @@ TEST(CudaAttention, GroupSizesAndTables) {
 }
 
 TEST(CudaAttention, ManyPages) {
-  expect_attention_of_all_types({.ratio = 4, .group_tokens = 4, .head_dim = 64, .pages = 300});
-  expect_attention_of_all_types({.ratio = 4, .group_tokens = 64, .head_dim = 64, .pages = 40});
+  expect_attention_of_all_types({.ratio = 4, .group_tokens = 4, .head_dim = 64, .pages = 150});
   // More slots in a split than are looked up at once.
-  expect_attention<BFloat16>(
-      {.batch = 64, .kv_heads = 4, .group_tokens = 32, .head_dim = 64, .pages = 33});
+  expect_attention<BFloat16>({.group_tokens = 64, .head_dim = 8, .pages = 600});
 }
 
 TEST(CudaAttention, NothingSeen) {
   expect_attention_of_all_types({.batch = 2, .ratio = 2, .head_dim = 64, .pages = 0});
-  DeviceAttention<Float16> device({.batch = 1, .ratio = 2, .head_dim = 64, .pages = 200});
+  DeviceAttention<Float16> device({.batch = 1, .ratio = 2, .head_dim = 64, .pages = 40});
   std::fill(device.attention.masks.begin(), device.attention.masks.end(), 0);
   device.run();
   device.attention.expect_matches_reference();

@@ -80,19 +80,18 @@ void expect_transfer_as_on_cpu(const TransferShape& s) {
     slots[i] = static_cast<int32_t>(slot);
     lengths[i] = static_cast<int32_t>(std::min(s.group_tokens - slot, s.tokens - first));
     void* target = expected.data() + i * record;
-    pack_records(
-        {.shape = shape,
-         .tokens = {.keys = keys.data() + sequences[i] * batch_stride,
-                    .values = values.data() + sequences[i] * batch_stride,
-                    .key_head_stride = head_stride,
-                    .key_token_stride = token_stride,
-                    .value_head_stride = head_stride,
-                    .value_token_stride = token_stride},
-         .records = &target,
-         .first_tokens = &first_tokens[i],
-         .slots = &slots[i],
-         .lengths = &lengths[i],
-         .count = 1});
+    pack_records({.shape = shape,
+                  .tokens = {.keys = keys.data() + sequences[i] * batch_stride,
+                             .values = values.data() + sequences[i] * batch_stride,
+                             .key_head_stride = head_stride,
+                             .key_token_stride = token_stride,
+                             .value_head_stride = head_stride,
+                             .value_token_stride = token_stride},
+                  .records = &target,
+                  .first_tokens = &first_tokens[i],
+                  .slots = &slots[i],
+                  .lengths = &lengths[i],
+                  .count = 1});
   }
   in_every_order([&] {
     GuardedBuffer<uint16_t> records(std::vector<uint16_t>(count * record, 9));
@@ -125,8 +124,7 @@ void expect_transfer_as_on_cpu(const TransferShape& s) {
       for (int64_t t = first_tokens[i]; t < first_tokens[i] + lengths[i]; ++t) {
         for (int64_t h = 0; h < s.kv_heads; ++h) {
           for (int64_t d = 0; d < s.head_dim; ++d, ++moved) {
-            const int64_t at =
-                sequences[i] * batch_stride + h * head_stride + t * token_stride + d;
+            const int64_t at = sequences[i] * batch_stride + h * head_stride + t * token_stride + d;
             ASSERT_EQ(back[at], keys[at]);
             ASSERT_EQ(back_values[at], values[at]);
             back[at] = back_values[at] = 0;

@@ -75,8 +75,9 @@ void expect_keys_as_on_cpu(const ProjectShape& s) {
 
 TEST(CudaProjectKeys, AsOnCpu) {
   for (const ProjectShape& shape :
-       {ProjectShape{1, 0, 1, 64, 4}, ProjectShape{37, 5, 2, 80, 32}, ProjectShape{130, 16, 2, 64, 65},
-        ProjectShape{4, 1020, 2, 128, 48}, ProjectShape{64, 0, 1, 96, 130}}) {
+       {ProjectShape{1, 0, 1, 64, 4}, ProjectShape{37, 5, 2, 80, 32},
+        ProjectShape{130, 16, 2, 64, 65}, ProjectShape{4, 1020, 2, 128, 48},
+        ProjectShape{64, 0, 1, 96, 130}}) {
     expect_keys_as_on_cpu<float, float>(shape);
     expect_keys_as_on_cpu<BFloat16, BFloat16>(shape);
     expect_keys_as_on_cpu<Float16, Float16>(shape);

@@ -12,8 +12,8 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 TEST(CudaTopK, OrderOfScoresIsTheOrderOfNumbers) {
-  const std::vector<float> rising = {-3e38f, -2.0f, -1e-40f, 0.0f, 1e-45f, 1.0f, 3e38f,
-                                     std::numeric_limits<float>::infinity()};
+  const std::vector<float> rising = {
+      -3e38f, -2.0f, -1e-40f, 0.0f, 1e-45f, 1.0f, 3e38f, std::numeric_limits<float>::infinity()};
   const auto key = [](float score) { return cuda::ordered_score(std::bit_cast<uint32_t>(score)); };
   for (size_t i = 1; i < rising.size(); ++i) EXPECT_LT(key(rising[i - 1]), key(rising[i]));
   EXPECT_EQ(key(-0.0f), key(0.0f));
@@ -46,11 +46,10 @@ void expect_top_k_as_on_cpu(const TopKShape& s) {
   std::vector<int32_t> expected(s.rows * s.k, -1), expected_counts(s.rows);
   for (int64_t row = 0; row < s.rows; ++row) {
     counts[row] = static_cast<int32_t>(row % 3 == 1 ? s.count / 2 : s.count);
-    expected_counts[row] =
-        static_cast<int32_t>(top_k({.scores = scores.data() + row * stride,
-                                    .indices = expected.data() + row * s.k,
-                                    .count = counts[row],
-                                    .k = s.k}));
+    expected_counts[row] = static_cast<int32_t>(top_k({.scores = scores.data() + row * stride,
+                                                       .indices = expected.data() + row * s.k,
+                                                       .count = counts[row],
+                                                       .k = s.k}));
   }
   in_every_order([&] {
     GuardedBuffer<int32_t> indices(s.rows * s.k), chosen(s.rows);
@@ -71,8 +70,8 @@ void expect_top_k_as_on_cpu(const TopKShape& s) {
 }
 
 TEST(CudaTopK, AsOnCpu) {
-  for (const int64_t count : {0, 1, 15, 16, 17, 300, 4095, 4096, 4097, 9000}) {
-    for (const int64_t k : {0, 1, 13, 400, 4096, 5000}) {
+  for (const int64_t count : {0, 1, 17, 4096, 4097}) {
+    for (const int64_t k : {0, 13, 400, 5000}) {
       expect_top_k_as_on_cpu({.rows = 2, .count = count, .k = k});
     }
   }
@@ -81,15 +80,15 @@ TEST(CudaTopK, AsOnCpu) {
 
 TEST(CudaTopK, TiesOnly) {
   for (const float spread : {0.0f, 0.3f, 1e6f}) {
-    expect_top_k_as_on_cpu({.rows = 4, .count = 5000, .k = 700, .spread = spread});
+    expect_top_k_as_on_cpu({.rows = 2, .count = 3000, .k = 700, .spread = spread});
   }
 }
 
 TEST(CudaTopK, SeveralLevels) {
-  expect_top_k_as_on_cpu({.rows = 2, .count = 16385, .k = 4096});
-  expect_top_k_as_on_cpu({.rows = 2, .count = 40000, .k = 300});
-  expect_top_k_as_on_cpu({.rows = 1, .count = 100000, .k = 4096, .spread = 4000.0f});
-  expect_top_k_as_on_cpu({.rows = 1, .count = 70000, .k = 0});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 16385, .k = 4096});
+  expect_top_k_as_on_cpu({.rows = 2, .count = 20000, .k = 300});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 70000, .k = 4096, .spread = 4000.0f});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 0});
 }
 
 TEST(CudaTopK, RefusesWhatItsLevelsCannotDo) {
@@ -209,10 +208,9 @@ void expect_scores_as_on_cpu(const SelectShape& shape) {
 }
 
 TEST(CudaLowRankScore, AsOnCpu) {
-  for (const SelectShape& shape :
-       {SelectShape{1, 16, 1, 1, 16}, SelectShape{2, 1040, 48, 1, 512},
-        SelectShape{2, 96, 7, 5, 48}, SelectShape{1, 64, 200, 16, 64},
-        SelectShape{3, 0, 8, 2, 16}, SelectShape{1, 32, 65, 2, 1024}}) {
+  for (const SelectShape& shape : {SelectShape{1, 16, 1, 1, 16}, SelectShape{2, 1040, 48, 1, 512},
+                                   SelectShape{2, 96, 7, 5, 48}, SelectShape{1, 64, 200, 16, 64},
+                                   SelectShape{3, 0, 8, 2, 16}, SelectShape{1, 32, 65, 2, 1024}}) {
     expect_scores_as_on_cpu<float>(shape);
     expect_scores_as_on_cpu<BFloat16>(shape);
     expect_scores_as_on_cpu<Float16>(shape);
@@ -270,10 +268,8 @@ void expect_choice_as_on_cpu(const SelectShape& s, int64_t group_tokens, int64_t
       const int32_t group = limits.excluded[2 * b + e];
       if (group >= 0 && group < groups) maxima[group] = kNever;
     }
-    expected_counts.push_back(static_cast<int32_t>(top_k({.scores = maxima.data(),
-                                                          .indices = expected.data() + row * k,
-                                                          .count = groups,
-                                                          .k = k})));
+    expected_counts.push_back(static_cast<int32_t>(top_k(
+        {.scores = maxima.data(), .indices = expected.data() + row * k, .count = groups, .k = k})));
   }
   in_every_order([&] {
     GuardedBuffer<int32_t> indices(s.batch * s.queries * k), chosen(s.batch * s.queries);
@@ -301,13 +297,13 @@ void expect_choice_as_on_cpu(const SelectShape& s, int64_t group_tokens, int64_t
 }
 
 TEST(CudaSelectGroups, AsOnCpu) {
-  for (const int64_t group_tokens : {1, 3, 4, 7, 16, 32, 63, 64}) {
-    const int64_t tokens = std::lcm<int64_t>(group_tokens, 16) * (group_tokens < 8 ? 30 : 3);
-    expect_choice_as_on_cpu<float>({4, tokens, 9, 1, 1008}, group_tokens, 20);
+  for (const int64_t group_tokens : {1, 3, 4, 16, 63, 64}) {
+    const int64_t tokens = std::lcm<int64_t>(group_tokens, 16) * (group_tokens < 8 ? 13 : 2);
+    expect_choice_as_on_cpu<float>({3, tokens, 9, 1, 1008}, group_tokens, 20);
     expect_choice_as_on_cpu<BFloat16>({3, tokens, 32, 5, 48}, group_tokens, 7);
-    expect_choice_as_on_cpu<int8_t>({3, tokens, 16, 2, 512}, group_tokens, 200);
+    expect_choice_as_on_cpu<int8_t>({2, tokens, 16, 2, 512}, group_tokens, 200);
   }
-  expect_choice_as_on_cpu<Float16>({3, 20480, 8, 1, 1024}, 1, 50);
+  expect_choice_as_on_cpu<Float16>({1, 16400, 8, 1, 1024}, 1, 50);
 }
 
 }  // namespace

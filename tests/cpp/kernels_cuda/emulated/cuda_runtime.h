@@ -7,8 +7,9 @@
 #include <cstring>
 #include <functional>
 
-/// A stand-in for the toolkit's header: the kernels of csrc/kernels/cuda/ run on the host, one block
-/// after the other, each thread of a block a fiber. Barriers and shuffles are where fibers change.
+/// A stand-in for the toolkit's header: the kernels of csrc/kernels/cuda/ run on the host, one
+/// block after the other, each thread of a block a fiber. Barriers and shuffles are where fibers
+/// change.
 ///
 /// What it finds: wrong indices, wrong arithmetic, reads outside a buffer (with GuardedBuffer), a
 /// barrier that not all threads reach, and races, as a result that depends on the order of threads.
@@ -126,6 +127,11 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   return bits;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+
+template <typename T>
+T __ldg(const T* address) {
+  return *address;
+}
 
 inline int atomicAdd(int* address, int value) {
   const int before = *address;

@@ -15,12 +15,14 @@ void multiply_add(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
                   uint32_t b1) {
   float a[16][16];
   float b[16][8];
-  const uint32_t given[6] = {a0, a1, a2, a3, b0, b1};
+  const uint64_t given[3] = {uint64_t{a1} << 32 | a0, uint64_t{a3} << 32 | a2,
+                             uint64_t{b1} << 32 | b0};
+  const uint64_t* words = nullptr;  // of two registers, until the next exchange
   for (int i = 0; i < 6; ++i) {
-    const uint64_t* words = emulated::given(given[i]);
+    if (i % 2 == 0) words = emulated::exchange(given[i / 2]);
     for (int lane = 0; lane < 32; ++lane) {
       float pair[2];
-      unpack_pair<T>(static_cast<uint32_t>(words[lane]), pair[0], pair[1]);
+      unpack_pair<T>(static_cast<uint32_t>(words[lane] >> i % 2 * 32), pair[0], pair[1]);
       for (int e = 0; e < 2; ++e) {
         const int across = lane % 4 * 2 + e;
         if (i < 4) {
