@@ -20,8 +20,8 @@ def readable(names: list[str]) -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         return {name: name for name in names}
     lines = done.stdout.splitlines()
-    short = [re.sub(r"kvswap::cuda::|\(anonymous namespace\)::|^void |\(int\)", "", x)
-             for x in lines]  # fmt: skip
+    short = [re.sub(r"kvswap::cuda::|\(anonymous namespace\)::|^void ", "", x) for x in lines]
+    short = [re.sub(r"\(\w+\)(?=\d)", "", x) for x in short]  # the type of an integer argument
     return dict(zip(names, [line.split("(")[0] for line in short], strict=True))
 
 
