@@ -40,7 +40,7 @@ from tuning.settings import true_query_layers
 from tuning.solve import Solved, make_config, pairs_to_solve, solve
 from tuning.solver import Grid
 from tuning.step_model import StepModel, Work, fit_steps
-from tuning.timing import Timing, TimingPlan, measure
+from tuning.timing import STEPS, Timing, TimingPlan, measure
 from tuning.traffic import Merging, Traffic, TrafficTable
 
 RANK_MAX = 128
@@ -165,6 +165,8 @@ def measure_all(
         tail_tokens=options.calibration.choice.tail_tokens,
         select_queries_max=1,
     )
+    traffic = TrafficTable(calibrated.choices)
+    base = dataclasses.replace(base, replacement=pick_replacement(traffic, base, context_max))
     tokens = calibrated.choices.tokens
     ranks = sorted(calibrated.choices.recall[calibrated.choices.groups[0]][0])
     sizes = _usable_sizes(options.sizes, shape, figures.alignment_bytes)
@@ -176,11 +178,19 @@ def measure_all(
         (sizes[0], sizes[-1]),
         tokens,
     )
-    key = kept.make_key(identity, machine, options.device, base.summary_dtype, tokens, str(path))
+    key = kept.make_key(
+        "with recorded choices",
+        identity,
+        machine,
+        options.device,
+        base.summary_dtype,
+        base.replacement,
+        tokens,
+        STEPS,
+        str(path),
+    )
     with projection_beside(base, calibrated) as config:
-        timings = _time(model, path, plan, config, folder, key, progress)
-    traffic = TrafficTable(calibrated.choices)
-    base = dataclasses.replace(base, replacement=pick_replacement(traffic, base, context_max))
+        timings = _time(model, path, plan, config, traffic, folder, key, progress)
     works = [(_work_of(timing, config, shape), timing) for timing in timings]
     return Measured(
         model=model,
@@ -249,9 +259,11 @@ def _calibrate(
     return calibrated
 
 
-def _time(model, path, plan: TimingPlan, config, folder, key: str, progress) -> list[Timing]:
+def _time(
+    model, path, plan: TimingPlan, config, traffic, folder, key: str, progress
+) -> list[Timing]:
     known = [Timing.from_json(fields) for fields in folder.load("timings", key) or []]
-    for found in measure(model, path, plan, config, known, progress):
+    for found in measure(model, path, plan, config, traffic, known, progress):
         known = known + found
         folder.save("timings", key, [timing.to_json() for timing in known])
     return known

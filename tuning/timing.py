@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from kvswap_torch.config import SwapConfig
-from tuning.synthetic import StepTime, SyntheticDecode, median_step
+from tuning.synthetic import Override, StepTime, SyntheticDecode, median_step
+from tuning.traffic import Replayed, TrafficTable
 
-STEPS = 6
+WARM_UP = 4  # steps after filling, which are slower
+STEPS = 16
 FILL_BYTES_MAX = 3 << 29  # of a session's keys and values; contexts beyond are extrapolated
-LOAD_SHARES = (0.0, 0.25, 1.0)  # of the attended groups
+LOAD_SHARES = (0.0, 1.0)  # of the attended groups, beside what was recorded
 
 Progress = Callable[[str, int, int], None]
 
@@ -107,6 +109,7 @@ def measure(
     path: Path,
     plan: TimingPlan,
     base: SwapConfig,
+    traffic: TrafficTable,
     known: Sequence[Timing] = (),
     progress: Progress | None = None,
 ) -> Iterator[list[Timing]]:
@@ -117,6 +120,8 @@ def measure(
     base
         With a projection file that has columns for the largest rank; its groups and pages are set
         for each session.
+    traffic
+        Recorded choices.
     known
         From an earlier run, interrupted or for another memory limit.
     """
@@ -129,22 +134,23 @@ def measure(
     for number, place in enumerate(missing):
         if progress is not None:
             progress("timing steps", number, len(missing))
-        yield measure_session(model, path, place, base, plan.tokens)
+        yield measure_session(model, path, place, base, traffic)
     if progress is not None:
         progress("timing steps", len(missing), len(missing))
 
 
 def measure_session(
-    model: Any, path: Path, place: Place, base: SwapConfig, tokens: int
+    model: Any, path: Path, place: Place, base: SwapConfig, traffic: TrafficTable
 ) -> list[Timing]:
-    """All loads, at the place's context and at a quarter of it."""
+    """Recorded choices and steady turnovers, at the place's context and at a quarter of it."""
+    tokens = traffic.choices.tokens
     groups = tokens // place.group_tokens
     config = dataclasses.replace(
         base,
         group_tokens=place.group_tokens,
         rank=place.rank,
         groups_max=groups,
-        pages_max=max(2 * groups, base.select_queries_max),
+        pages_max=max(3 * groups // 2, base.select_queries_max),
         table=(),
     )
     found = []
@@ -153,12 +159,16 @@ def measure_session(
             if context < 2 * tokens:
                 continue
             decode.crop(context)
-            for share in LOAD_SHARES:
-                sealed = (context - config.tail_tokens) // place.group_tokens
-                override = Turnover(
-                    decode.layers, place.batch, sealed, groups, round(share * groups)
-                )
-                time = median_step(decode.steps(STEPS, override))
+            sealed = (context - config.tail_tokens) // place.group_tokens
+            overrides: list[Override] = [
+                Replayed(traffic, place.group_tokens, context, place.batch)
+            ]
+            overrides += [
+                Turnover(decode.layers, place.batch, sealed, groups, round(share * groups))
+                for share in LOAD_SHARES
+            ]
+            for override in overrides:
+                time = median_step(decode.steps(STEPS, override, WARM_UP))
                 at = dataclasses.replace(place, context=context)
                 found.append(_timing(at, time))
     return found
@@ -174,7 +184,7 @@ class Turnover:
     def __init__(self, layers: int, batch: int, sealed: int, groups: int, loads: int):
         self._rng = np.random.default_rng(0)
         self._sealed, self._loads = sealed, loads
-        first = max(0, sealed - 2 * groups)
+        first = max(0, sealed - groups)
         start = list(range(first, min(sealed, first + groups)))
         self._now = [[list(start) for _ in range(batch)] for _ in range(layers)]
 

@@ -105,6 +105,28 @@ class TrafficTable:
         return self._steps[group, context]
 
 
+class Replayed:
+    """Recorded choices as overrides of a session's, each sequence somewhere else in them.
+
+    Called with the number of a step; gives the groups of each layer and sequence.
+    """
+
+    def __init__(self, table: TrafficTable, group_tokens: int, context: int, batch: int):
+        self._layers = table.steps(group_tokens, context)
+        self._batch = batch
+
+    def __call__(self, step: int) -> list[list[list[int]]]:
+        return [
+            [self._chosen(samples, sequence, step) for sequence in range(self._batch)]
+            for samples in self._layers
+        ]
+
+    @staticmethod
+    def _chosen(samples: list[Steps], sequence: int, step: int) -> list[int]:
+        steps = samples[sequence % len(samples)]
+        return steps[(step + 11 * (sequence // len(samples))) % len(steps)].tolist()
+
+
 def _replay(steps: Steps, pages: int, policy: str, merging: Merging) -> Traffic:
     buffer = ReuseBuffer(pages, policy)
     attended = loads = reads = total = counted = 0

@@ -74,6 +74,23 @@ def demo_table() -> Iterator[str]:
         )
 
 
+def tuner_table() -> Iterator[str]:
+    yield (
+        "| disk | context, batch | tuned in | settings measured | predictions off by (median, nine "
+        "in ten) | within 20 % | tuned setting's speed of the best |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for result in load("tuner_*.json"):
+        seconds = result["tune_seconds"]
+        took = "" if seconds is None else f"{seconds:.0f} s"
+        yield (
+            f"| {result['device']} | {result['context']:,}, {result['batch']} | {took} "
+            f"| {result['settings_measured']} "
+            f"| {result['error_median']:.1%}, {result['error_p90']:.1%} "
+            f"| {result['within_20_percent']:.0%} | {result['tuned_speed_of_best']:.1%} |"
+        )
+
+
 def quality_table() -> Iterator[str]:
     yield "| tokens | method | KV memory | read per token | needles | all tasks | loss |"
     yield "|---|---|---|---|---|---|---|"
@@ -119,6 +136,7 @@ def quality_tasks_table() -> Iterator[str]:
 
 
 TABLES = {"decode": decode_table, "prefill": prefill_table, "demo": demo_table}
+TABLES |= {"tuner": tuner_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 
 
