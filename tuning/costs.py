@@ -153,6 +153,7 @@ class SettingCosts:
             max(0.0, seconds - period) if layer in ahead else seconds
             for layer, seconds in enumerate(io)
         )
+        parts["model"] += self.steps.waited * parts["wait"]
         attended = sum(each.attended for each in traffic)
         loads = sum(each.loads for each in traffic)
         return StepCost(

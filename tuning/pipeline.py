@@ -45,6 +45,7 @@ from tuning.traffic import Merging, Traffic, TrafficTable
 
 RANK_MAX = 128
 CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended
+MODELLED = ("nvme", "ufs", "emmc")  # what a session can be slowed down to
 REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
 RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
 PROJECTION_NAME = "projection.safetensors"
@@ -179,7 +180,7 @@ def measure_all(
         tokens,
     )
     key = kept.make_key(
-        "with recorded choices",
+        "recorded choices on the device",
         identity,
         machine,
         options.device,
@@ -189,7 +190,9 @@ def measure_all(
         STEPS,
         str(path),
     )
-    with projection_beside(base, calibrated) as config:
+    device = options.device if options.device in MODELLED else None
+    timed = dataclasses.replace(base, device_model=device)
+    with projection_beside(timed, calibrated) as config:
         timings = _time(model, path, plan, config, traffic, folder, key, progress)
     works = [(_work_of(timing, config, shape), timing) for timing in timings]
     return Measured(

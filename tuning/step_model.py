@@ -63,11 +63,14 @@ class StepModel:
         Batch -> seconds of what the session has no clock for: the model's own work and prediction.
     loaded_byte
         Seconds that each loaded byte adds to it: checksums, and the core that reading takes.
+    waited
+        Seconds that each second of waiting adds to it: threads have gone to sleep and caches cold.
     """
 
     coefficients: dict[str, tuple[float, ...]]
     model: dict[int, float]
     loaded_byte: float
+    waited: float = 0.0
 
     def parts(self, work: Work) -> dict[str, float]:
         """Seconds by use; what is waited for is no part of it."""
@@ -93,8 +96,10 @@ def fit_steps(points: Sequence[tuple[Work, Timing]]) -> StepModel:
         coefficients[part] = fit_nonnegative(rows, [timing.parts[part] for _, timing in points])
     batches = sorted({work.batch for work, _ in points})
     rows = [
-        [float(work.batch == batch) for batch in batches] + [work.loaded_bytes]
-        for work, _ in points
+        [float(work.batch == batch) for batch in batches]
+        + [work.loaded_bytes, timing.parts["wait"]]
+        for work, timing in points
     ]
-    *own, loaded_byte = fit_nonnegative(rows, [timing.parts["model"] for _, timing in points])
-    return StepModel(coefficients, dict(zip(batches, own, strict=True)), loaded_byte)
+    values = [timing.parts["model"] for _, timing in points]
+    *own, loaded_byte, waited = fit_nonnegative(rows, values)
+    return StepModel(coefficients, dict(zip(batches, own, strict=True)), loaded_byte, waited)

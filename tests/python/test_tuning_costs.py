@@ -81,8 +81,8 @@ def make_timing(work: Work) -> Timing:
         "plan": 1e-6 * work.groups + 2e-6 * work.loads,
         "attend": 1e-7 * work.attended_tokens,
         "append": 1e-5 * work.batch * work.layers,
-        "wait": 0.5,
-        "model": 0.01 * work.batch + 1e-10 * work.loaded_bytes,
+        "wait": 1e-9 * work.scanned_tokens,
+        "model": 0.01 * work.batch + 1e-10 * work.loaded_bytes + 2e-10 * work.scanned_tokens,
     }
     return Timing(Place(work.batch, 1, 1, 1), sum(parts.values()), parts, {})
 
@@ -98,9 +98,11 @@ def test_a_step_model_predicts_settings_it_has_not_seen():
     other = draw(2)
     expected = make_timing(other).parts
     found = model.parts(other)
+    assert "wait" not in found
+    assert model.waited == pytest.approx(0.2, rel=1e-3)
+    found["model"] += model.waited * expected["wait"]
     for name in ("select", "plan", "attend", "model"):
         assert found[name] == pytest.approx(expected[name], rel=1e-3)
-    assert "wait" not in found
     with pytest.raises(ValueError, match="must have measured points"):
         fit_steps([])
 
