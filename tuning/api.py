@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.memory_size import parse_bytes
 from tuning.default_samples import default_samples, samples_from_files
 from tuning.evaluate import evaluate as evaluate_config
 from tuning.pipeline import (
     TuneOptions,
-    budget_of,
     find_settings,
     measure_all,
     projection_beside,
 )
+from tuning.progress import Progress
 from tuning.result import TuneResult
 from tuning.samples import Sample
 from tuning.solve import SOLVERS
@@ -27,7 +28,6 @@ from tuning.work import WorkFolder
 LENGTHS = (4096, 8192)  # of the samples
 COUNT = 4
 
-Progress = Callable[[str, int, int], None]
 Samples = tuple[Sequence[Sample], Sequence[Sample]]
 
 
@@ -86,7 +86,7 @@ def tune(
         When the model's cache cannot live on disk.
     """
     options = options or TuneOptions()
-    budget = budget_of(kv_memory)
+    budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
     with tempfile.TemporaryDirectory() as scratch:
         drawn: list[Samples] = []

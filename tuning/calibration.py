@@ -18,15 +18,13 @@ from kvswap_torch.sizing import ModelShape
 from tuning.calibrate import Calibrator
 from tuning.moments import LayerMoments
 from tuning.observe import Observed
+from tuning.progress import Progress
 from tuning.recall import QUERIES, Choice, RecallTable, Steps, decoded_positions, rank_grid
 from tuning.samples import Sample
 
 KINDS = ("query_aware", "svd_keys")
 SUMMARY_DTYPES = ("model", "int8")
 FEW_QUERIES = 4  # per element of a key; fewer in focus make a poor estimate of their moment
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, samples done, samples in all)."""
 
 
 @dataclass(frozen=True)

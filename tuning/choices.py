@@ -6,7 +6,7 @@ common, so steps are recorded one after the other, over the decoded tokens of he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +15,12 @@ import torch
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
 from tuning.calibrate import Calibrator
 from tuning.observe import Observed
+from tuning.progress import Progress
 from tuning.recall import Choice, Steps, attention_mass, int8_rows
 from tuning.samples import Sample
 
 GROUPS = (1, 2, 4, 8, 16)
 STEPS_MAX = 96  # consecutive steps recorded of a sample
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,11 @@ class Choices:
     def groups(self) -> tuple[int, ...]:
         """Group sizes, rising."""
         return tuple(sorted(self.recorded))
+
+    @property
+    def middle_group(self) -> int:
+        """The group size nearest to 4, where one has to stand for all."""
+        return min(self.groups, key=lambda group: abs(group - 4))
 
 
 class Recorder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from kvswap_torch.config import SwapConfig
+from tuning.progress import Progress
 from tuning.samples import Sample
 
 TOKENS_MAX = 128  # decoded of a sample
-
-Progress = Callable[[str, int, int], None]
 
 
 def evaluate(

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import StorageError
-from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.sizing import ModelShape
 from tuning import work as kept
@@ -32,6 +31,7 @@ from tuning.costs import Levels, SettingCosts, make_work
 from tuning.disk_model import DiskModel
 from tuning.levels import make_levels
 from tuning.probe import DiskFigures, probe_disk
+from tuning.progress import Progress
 from tuning.recall import RANKS, rank_grid
 from tuning.replay import POLICIES
 from tuning.samples import Sample
@@ -41,7 +41,7 @@ from tuning.solve import Solved, make_config, pairs_to_solve, solve
 from tuning.solver import Grid
 from tuning.step_model import StepModel, Work, fit_steps
 from tuning.timing import STEPS, Timing, TimingPlan, measure
-from tuning.traffic import Merging, Traffic, TrafficTable
+from tuning.traffic import Traffic, TrafficTable
 
 RANK_MAX = 128
 CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended
@@ -49,9 +49,6 @@ MODELLED = ("nvme", "ufs", "emmc")  # what a session can be slowed down to
 REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
 RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
 PROJECTION_NAME = "projection.safetensors"
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, how much is done, of how much)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def measure_all(
         select_queries_max=1,
     )
     traffic = TrafficTable(calibrated.choices)
-    base = dataclasses.replace(base, replacement=pick_replacement(traffic, base, context_max))
+    base = dataclasses.replace(base, replacement=pick_replacement(traffic, context_max))
     tokens = calibrated.choices.tokens
     ranks = sorted(calibrated.choices.recall[calibrated.choices.groups[0]][0])
     sizes = _usable_sizes(options.sizes, shape, figures.alignment_bytes)
@@ -296,16 +293,15 @@ def _work_of(timing: Timing, base: SwapConfig, shape: ModelShape) -> Work:
     return make_work(config, shape, place.batch, place.context, [traffic] * shape.layers)
 
 
-def pick_replacement(traffic: TrafficTable, base: SwapConfig, context: int) -> str:
+def pick_replacement(traffic: TrafficTable, context: int) -> str:
     """Who leaves the reuse buffer: the policy that finds most; the paper's where it finds as much.
 
-    Judged with twice as much kept as is attended, at the group size nearest to 4.
+    Judged with twice as much kept as is attended.
     """
-    group = min(traffic.choices.groups, key=lambda size: abs(size - 4))
+    group = traffic.choices.middle_group
     pages = 2 * traffic.choices.tokens // group
-    merging = Merging(4096, 0, 1 << 20)  # what is merged makes no difference to who is there
     loads = {
-        policy: sum(each.loads for each in traffic.get(group, pages, policy, context, merging))
+        policy: sum(each.loads for each in traffic.reuse(group, pages, policy, context))
         for policy in POLICIES
     }
     best = min(POLICIES, key=loads.__getitem__)
@@ -340,7 +336,7 @@ def find_settings(
     """
     choices = measured.calibrated.choices
     levels = make_levels(
-        choices.recall[min(choices.groups, key=lambda group: abs(group - 4))],
+        choices.recall[choices.middle_group],
         uniform=options.uniform_rank,
     )
     solved = solve(
@@ -352,8 +348,3 @@ def find_settings(
     )
     base = dataclasses.replace(measured.base, model=measured.calibrated.identity)
     return make_config(solved, base), solved, levels
-
-
-def budget_of(kv_memory: int | str) -> int:
-    """Bytes of ``"512MiB"`` or a number."""
-    return parse_bytes(kv_memory, "kv_memory")

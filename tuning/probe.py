@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.memory_size import format_bytes
 from tuning.disk_figures import DiskFigures, ReadCell
+from tuning.progress import Progress
 
 __all__ = ["DEVICES", "DiskFigures", "ReadCell", "probe_disk"]
 
@@ -30,9 +30,6 @@ CELL_SECONDS_MIN = 0.01
 CELLS_MIN = len(DEPTHS) + 1  # measured even when time is up: two sizes, or nothing can be fitted
 SLOW_CELL_SECONDS = 2.0  # a cell whose few batches would take longer is left out
 BATCHES_MIN = 4  # of a cell, however short: to warm up, two that count, one for latencies
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, how much is done, of how much)."""
 
 
 def probe_disk(

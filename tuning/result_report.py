@@ -12,7 +12,6 @@ from tuning.report_data import Point, ReportData
 from tuning.result import TuneResult
 from tuning.solve import SOLVERS, Solved
 from tuning.solver import Solution, solutions
-from tuning.traffic import Merging
 
 
 def report_data(result: TuneResult) -> ReportData:
@@ -28,7 +27,7 @@ def report_data(result: TuneResult) -> ReportData:
         energy=calibrated.energy,
         recall=dict(enumerate(choices.recall[group])),
         recall_best=dict(enumerate(choices.best[group])),
-        reuse=_reuse(result, solved),
+        reuse=_reuse(solved),
         points=list(_points(result, solved)),
         budget_bytes=result.budget_bytes,
         ranks=list(config.ranks(calibrated.layers)),
@@ -63,19 +62,16 @@ def _point(solved: Solved, found: Solution, solver: str) -> Point:
     )
 
 
-def _reuse(result: TuneResult, solved: Solved) -> dict[str, dict[int, float]]:
+def _reuse(solved: Solved) -> dict[str, dict[int, float]]:
     """Policy -> tokens kept -> hit rate, for the chosen group size."""
     costs, group = solved.costs, solved.chosen.setting.group_tokens
     tokens = costs.traffic.choices.tokens
-    merging = Merging(4096, 0, 1 << 20)  # what is merged makes no difference to who is there
     table: dict[str, dict[int, float]] = {}
     for policy in POLICIES:
         table[policy] = {}
         for capacity in solved.grid.capacities:
             if capacity < solved.context or capacity == tokens:
-                traffic = costs.traffic.get(
-                    group, capacity // group, policy, solved.context, merging
-                )
+                traffic = costs.traffic.reuse(group, capacity // group, policy, solved.context)
                 rates = [each.hit_rate for each in traffic]
                 table[policy][capacity] = sum(rates) / len(rates)
     return table

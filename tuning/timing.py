@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvswap_torch.config import SwapConfig
+from tuning.progress import Progress
 from tuning.synthetic import Override, StepTime, SyntheticDecode, median_step
 from tuning.traffic import Replayed, TrafficTable
 
@@ -18,8 +19,6 @@ WARM_UP = 4  # steps after filling, which are slower
 STEPS = 16
 FILL_BYTES_MAX = 3 << 29  # of a session's keys and values; contexts beyond are extrapolated
 LOAD_SHARES = (0.0, 1.0)  # of the attended groups, beside what was recorded
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, order=True)

@@ -42,6 +42,9 @@ class Merging:
     bytes_max: int
 
 
+UNMERGED = Merging(4096, 0, 4096)
+
+
 def merged(groups: Sequence[int], merging: Merging) -> tuple[int, int]:
     """Reads and bytes that fetch these groups, rising, of one sequence in order on disk."""
     reads = total = 0
@@ -87,6 +90,10 @@ class TrafficTable:
                 for layer in self.steps(group, context)
             ]
         return self._known[key]
+
+    def reuse(self, group: int, pages: int, policy: str, context: int) -> list[Traffic]:
+        """The same where only who is there matters, and not how reads are merged."""
+        return self.get(group, pages, policy, context, UNMERGED)
 
     def steps(self, group: int, context: int) -> list[list[Steps]]:
         """For each layer and recorded sample its steps, as they would be in that context."""
