@@ -24,7 +24,8 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny_model")
-    vocabulary = {symbol: index for index, symbol in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # which comes in another order each time
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     vocabulary["</s>"] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -121,8 +121,11 @@ def plain_generate(model_dir: Path, document: str) -> list[list[int]]:
     for question in QUESTIONS:
         text = PLAIN.split("{document}")[1].replace("{question}", question)
         ids = ids + tokenizer(text)["input_ids"]
+        inputs = torch.tensor([ids])
+        # Without a mask `generate` would hide every token whose id is the padding's.
+        mask = torch.ones_like(inputs)
         output = model.generate(
-            torch.tensor([ids]), max_new_tokens=4, do_sample=False, pad_token_id=0
+            inputs, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0
         )
         answers.append(output[0, len(ids) :].tolist())
         ids = output[0].tolist()
