@@ -5,20 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.sizing import ModelShape
+from tuning.loading_model import Disk, LayerLoads, LoadingModel, disk_seconds
 from tuning.solver import Setting
 from tuning.step_model import StepModel, Work
 from tuning.traffic import Merging, Traffic, TrafficTable
-
-
-class Disk(Protocol):
-    """What is known of the disk."""
-
-    def seconds(self, count: float, record_bytes: float) -> float:
-        """Time of so many reads submitted together."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +32,9 @@ class StepCost:
     Parameters
     ----------
     parts
-        Seconds by use, ``wait`` among them.
+        Seconds by use: what is computed, ``load`` for what loads take of the cores, ``wait``.
     io
-        Seconds of loading for each layer, hidden or not.
+        Seconds of the disk for each layer, hidden or not.
     bytes_read
         Per sequence.
     hit_rate
@@ -76,6 +69,7 @@ class SettingCosts:
     base: SwapConfig
     levels: Levels
     steps: StepModel
+    loading: LoadingModel
     disk: Disk
     traffic: TrafficTable
     need: Callable[[SwapConfig], Mapping[str, int]]
@@ -146,21 +140,24 @@ class SettingCosts:
         else:
             traffic = self.layer_traffic(config, self._need(setting)["record_bytes"])
         parts = self.steps.parts(make_work(config, self.shape, self.batch, self.context, traffic))
-        io = tuple(self._io(each) for each in traffic)
+        loads = [
+            LayerLoads(self.batch * each.reads, self.batch * each.bytes_read) for each in traffic
+        ]
+        io = tuple(disk_seconds(self.disk, each) for each in loads)
         period = sum(parts.values()) / self.shape.layers
         ahead = set(self._ahead())
+        parts["load"] = sum(self.loading.busy(each) for each in loads)
         parts["wait"] = sum(
-            max(0.0, seconds - period) if layer in ahead else seconds
+            self.loading.waited(seconds, period if layer in ahead else 0.0)
             for layer, seconds in enumerate(io)
         )
-        parts["model"] += self.steps.waited * parts["wait"]
         attended = sum(each.attended for each in traffic)
-        loads = sum(each.loads for each in traffic)
+        loaded = sum(each.loads for each in traffic)
         return StepCost(
             parts,
             io,
             bytes_read=sum(each.bytes_read for each in traffic),
-            hit_rate=1 - loads / attended if attended else 0.0,
+            hit_rate=1 - loaded / attended if attended else 0.0,
         )
 
     def layer_traffic(self, config: SwapConfig, record_bytes: int) -> list[Traffic]:
@@ -170,22 +167,21 @@ class SettingCosts:
             config.group_tokens, config.pages_max, config.replacement, self.context, merging
         )
 
-    def _io(self, traffic: Traffic) -> float:
-        if traffic.reads == 0:
-            return 0.0
-        return self.disk.seconds(self.batch * traffic.reads, traffic.bytes_read / traffic.reads)
-
     def _ahead(self) -> list[int]:
-        """Layers whose loads are submitted a layer early; the first never is."""
-        if not self.base.look_ahead:
-            return []
-        return [i for i in range(1, self.shape.layers) if i not in self.base.true_query_layers]
+        return layers_ahead(self.base, self.shape.layers)
+
+
+def layers_ahead(config: SwapConfig, layers: int) -> list[int]:
+    """Layers whose loads are submitted a layer early; the first never is."""
+    if not config.look_ahead:
+        return []
+    return [i for i in range(1, layers) if i not in config.true_query_layers]
 
 
 def make_work(
     config: SwapConfig, shape: ModelShape, batch: int, context: int, traffic: list[Traffic]
 ) -> Work:
-    """What a step with these settings does."""
+    """What a step with these settings computes."""
     sealed = max(0, context - config.tail_tokens)
     ranks = config.ranks(shape.layers)
     element = 1 if config.summary_dtype == "int8" else shape.element_bytes
@@ -197,7 +193,5 @@ def make_work(
         scanned_bytes=batch * sealed * sum(ranks) * element,
         scanned_tokens=batch * sealed * shape.layers,
         groups=groups,
-        loads=batch * sum(each.loads for each in traffic),
         attended_tokens=groups * config.group_tokens + batch * shape.layers * beside,
-        loaded_bytes=batch * sum(each.bytes_read for each in traffic),
     )

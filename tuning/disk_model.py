@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
 from tuning.disk_figures import DiskFigures, ReadCell, four_digits
+from tuning.fit import descend
 
-ROUNDS = 200
-STEP_FIRST = 0.5  # in natural logarithms
-STEP_LAST = 1e-3
 NEGLIGIBLE = 1e-9  # seconds
 
 
@@ -115,21 +113,3 @@ def fit_cells(cells: Sequence[ReadCell]) -> DiskModel:
 def cell_seconds(cell: ReadCell) -> float:
     """What a batch of the cell took."""
     return cell.depth * cell.block_bytes / cell.bytes_per_s
-
-
-def descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
-    """A minimum of `loss` by steps along each axis that halve when none helps."""
-    best, least = list(start), loss(start)
-    step = STEP_FIRST
-    for _ in range(ROUNDS):
-        moved = False
-        for axis in range(len(best)):
-            for sign in (step, -step):
-                tried = best[:axis] + [best[axis] + sign] + best[axis + 1 :]
-                if (value := loss(tried)) < least:
-                    best, least, moved = tried, value, True
-        if not moved:
-            step /= 2
-            if step < STEP_LAST:
-                break
-    return best

@@ -22,6 +22,7 @@ PARTS = {
     "select": ("#f0a202", "scoring"),
     "plan": ("#8e6bb5", "planning"),
     "append": ("#8fb996", "keeping new tokens"),
+    "load": ("#c77b6a", "reading: what it takes of the cores"),
     WAIT: (CHOSEN, "waiting for the disk"),
 }
 SPARE = ("#3a9d8f", "#a0643c", "#d38fb8", "#6f7d2c", "#47627a", "#c7b446")

@@ -1,10 +1,14 @@
-"""Least squares with coefficients that are not negative: no work gives time back."""
+"""Fits of costs: no work gives time back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+ROUNDS = 200
+STEP_FIRST = 0.5  # in natural logarithms
+STEP_LAST = 1e-3
 
 
 def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, ...]:
@@ -36,3 +40,21 @@ def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) ->
 def dot(row: Sequence[float], coefficients: Sequence[float]) -> float:
     """The fitted value of one row."""
     return float(sum(a * b for a, b in zip(row, coefficients, strict=True)))
+
+
+def descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
+    """A minimum of `loss` by steps along each axis that halve when none helps."""
+    best, least = list(start), loss(start)
+    step = STEP_FIRST
+    for _ in range(ROUNDS):
+        moved = False
+        for axis in range(len(best)):
+            for sign in (step, -step):
+                tried = best[:axis] + [best[axis] + sign] + best[axis + 1 :]
+                if (value := loss(tried)) < least:
+                    best, least, moved = tried, value, True
+        if not moved:
+            step /= 2
+            if step < STEP_LAST:
+                break
+    return best

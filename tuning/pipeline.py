@@ -30,6 +30,7 @@ from tuning.choices import GROUPS, Recorder, record_choices
 from tuning.costs import Levels, SettingCosts, make_work
 from tuning.disk_model import DiskModel
 from tuning.levels import make_levels
+from tuning.loading_model import LoadingModel, fit_loading
 from tuning.probe import DiskFigures, probe_disk
 from tuning.progress import Progress
 from tuning.recall import RANKS, rank_grid
@@ -40,7 +41,7 @@ from tuning.settings import true_query_layers
 from tuning.solve import Solved, make_config, pairs_to_solve, solve
 from tuning.solver import Grid
 from tuning.step_model import StepModel, Work, fit_steps
-from tuning.timing import STEPS, Timing, TimingPlan, measure
+from tuning.timing import ROUNDS, STEPS, Timing, TimingPlan, loading_steps, measure
 from tuning.traffic import Traffic, TrafficTable
 
 RANK_MAX = 128
@@ -104,6 +105,7 @@ class Measured:
     calibrated: Calibrated
     timings: tuple[Timing, ...]
     steps: StepModel
+    loading: LoadingModel
     traffic: TrafficTable
     base: SwapConfig
     date: str
@@ -118,6 +120,7 @@ class Measured:
             base=self.base,
             levels=levels,
             steps=self.steps,
+            loading=self.loading,
             disk=self.disk,
             traffic=self.traffic,
             need=engine_need(self.model, demand, self.figures.alignment_bytes),
@@ -165,44 +168,37 @@ def measure_all(
     )
     traffic = TrafficTable(calibrated.choices)
     base = dataclasses.replace(base, replacement=pick_replacement(traffic, context_max))
-    tokens = calibrated.choices.tokens
-    ranks = sorted(calibrated.choices.recall[calibrated.choices.groups[0]][0])
     sizes = _usable_sizes(options.sizes, shape, figures.alignment_bytes)
-    plan = TimingPlan(
-        batch_max,
-        context_max,
-        shape.kv_bytes(1),
-        (ranks[0], ranks[-1]),
-        (sizes[0], sizes[-1]),
-        tokens,
-    )
+    plan = _timing_plan(batch_max, context_max, shape, calibrated, sizes)
     key = kept.make_key(
-        "recorded choices on the device",
+        "steps with loads and without",
         identity,
         machine,
         options.device,
         base.summary_dtype,
         base.replacement,
-        tokens,
-        STEPS,
+        calibrated.choices.tokens,
+        STEPS * ROUNDS,
         str(path),
     )
     device = options.device if options.device in MODELLED else None
     timed = dataclasses.replace(base, device_model=device)
     with projection_beside(timed, calibrated) as config:
-        timings = _time(model, path, plan, config, traffic, folder, key, progress)
-    works = [(_work_of(timing, config, shape), timing) for timing in timings]
+        kept_as = (folder, _timings_name(options), key)
+        timings = _time(model, path, plan, config, traffic, kept_as, progress)
+    disk = DiskModel.fit(figures)
     return Measured(
         model=model,
         shape=shape,
         figures=figures,
-        disk=DiskModel.fit(figures),
+        disk=disk,
         calibrated=calibrated,
         timings=tuple(timings),
-        steps=fit_steps(works),
+        steps=fit_steps([(_work_of(t, config, shape), t.parts) for t in timings if not t.loads]),
+        loading=fit_loading(loading_steps(timings, config, shape.layers), disk),
         traffic=traffic,
         base=dataclasses.replace(base, select_queries_max=SwapConfig().select_queries_max),
-        date=folder.date("timings") or "",
+        date=folder.date(_timings_name(options)) or "",
     )
 
 
@@ -259,14 +255,32 @@ def _calibrate(
     return calibrated
 
 
-def _time(
-    model, path, plan: TimingPlan, config, traffic, folder, key: str, progress
-) -> list[Timing]:
-    known = [Timing.from_json(fields) for fields in folder.load("timings", key) or []]
+def _timing_plan(
+    batch_max: int, context_max: int, shape: ModelShape, calibrated: Calibrated, sizes: list[int]
+) -> TimingPlan:
+    choices = calibrated.choices
+    ranks = sorted(choices.recall[choices.groups[0]][0])
+    return TimingPlan(
+        batch_max,
+        context_max,
+        shape.kv_bytes(1),
+        (ranks[0], ranks[-1]),
+        (sizes[0], sizes[-1]),
+        choices.tokens,
+    )
+
+
+def _time(model, path, plan: TimingPlan, config, traffic, kept_as: tuple, progress) -> list[Timing]:
+    folder, name, key = kept_as
+    known = [Timing.from_json(fields) for fields in folder.load(name, key) or []]
     for found in measure(model, path, plan, config, traffic, known, progress):
         known = known + found
-        folder.save("timings", key, [timing.to_json() for timing in known])
+        folder.save(name, key, [timing.to_json() for timing in known])
     return known
+
+
+def _timings_name(options: TuneOptions) -> str:
+    return f"timings-{options.device or 'local'}"
 
 
 def _usable_sizes(sizes: Sequence[int], shape: ModelShape, alignment: int) -> list[int]:

@@ -1,19 +1,19 @@
-"""What a decoding step takes, from measured points: a few linear parts, fitted one by one (A.3)."""
+"""What a step computes takes, from measured points: linear parts, fitted one by one (A.3)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
 from tuning.fit import dot, fit_nonnegative
-from tuning.timing import Timing
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does, summed over its layers.
+    """What a step computes, summed over its layers.
 
     Parameters
     ----------
@@ -23,12 +23,10 @@ class Work:
         Of the summaries.
     scanned_tokens
         Their tokens, over layers and sequences.
-    groups, loads
-        Attended and loaded, over layers and sequences.
+    groups
+        Attended, over layers and sequences.
     attended_tokens
         In the attended groups, sinks and tail.
-    loaded_bytes
-        From disk.
     """
 
     layers: int
@@ -36,16 +34,14 @@ class Work:
     scanned_bytes: float
     scanned_tokens: float
     groups: float
-    loads: float
     attended_tokens: float
-    loaded_bytes: float
 
     def rows(self) -> dict[str, tuple[float, ...]]:
         """The features of each part."""
         count = self.layers * self.batch
         return {
             "select": (self.layers, count, self.scanned_bytes, self.scanned_tokens),
-            "plan": (self.layers, self.groups, self.loads),
+            "plan": (self.layers, self.groups),
             "attend": (self.layers, self.groups, self.attended_tokens),
             "append": (self.layers, count),
         }
@@ -53,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of a step's computation.
+    """Seconds of a step that loads nothing.
 
     Parameters
     ----------
@@ -61,27 +57,21 @@ class StepModel:
         By part, for the features of `Work.rows`.
     model
         Batch -> seconds of what the session has no clock for: the model's own work and prediction.
-    loaded_byte
-        Seconds that each loaded byte adds to it: checksums, and the core that reading takes.
-    waited
-        Seconds that each second of waiting adds to it: threads have gone to sleep and caches cold.
     """
 
     coefficients: dict[str, tuple[float, ...]]
     model: dict[int, float]
-    loaded_byte: float
-    waited: float = 0.0
 
     def parts(self, work: Work) -> dict[str, float]:
-        """Seconds by use; what is waited for is no part of it."""
+        """Seconds by use."""
         parts = {name: dot(row, self.coefficients[name]) for name, row in work.rows().items()}
         batches = sorted(self.model)
         own = np.interp(work.batch, batches, [self.model[batch] for batch in batches])
-        return parts | {"model": float(own) + self.loaded_byte * work.loaded_bytes}
+        return parts | {"model": float(own)}
 
 
-def fit_steps(points: Sequence[tuple[Work, Timing]]) -> StepModel:
-    """Fits each part by itself.
+def fit_steps(points: Sequence[tuple[Work, Mapping[str, float]]]) -> StepModel:
+    """Fits each part by itself to steps that load nothing: their work and seconds by part.
 
     Raises
     ------
@@ -90,16 +80,16 @@ def fit_steps(points: Sequence[tuple[Work, Timing]]) -> StepModel:
     """
     if not points:
         raise ValueError("fit_steps: must have measured points, got none")
-    coefficients = {}
-    for part in points[0][0].rows():
-        rows = [work.rows()[part] for work, _ in points]
-        coefficients[part] = fit_nonnegative(rows, [timing.parts[part] for _, timing in points])
+    coefficients = {
+        part: fit_nonnegative(
+            [work.rows()[part] for work, _ in points], [parts[part] for _, parts in points]
+        )
+        for part in points[0][0].rows()
+    }
     batches = sorted({work.batch for work, _ in points})
-    rows = [
-        [float(work.batch == batch) for batch in batches]
-        + [work.loaded_bytes, timing.parts["wait"]]
-        for work, timing in points
-    ]
-    values = [timing.parts["model"] for _, timing in points]
-    *own, loaded_byte, waited = fit_nonnegative(rows, values)
-    return StepModel(coefficients, dict(zip(batches, own, strict=True)), loaded_byte, waited)
+    own = {
+        # A median: the machine is slower for a while now and then.
+        batch: median(parts["model"] for work, parts in points if work.batch == batch)
+        for batch in batches
+    }
+    return StepModel(coefficients, own)

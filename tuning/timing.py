@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from kvswap_torch.config import SwapConfig
+from tuning.costs import layers_ahead
+from tuning.loading_model import LayerLoads, LoadingStep
 from tuning.progress import Progress
 from tuning.synthetic import Override, StepTime, SyntheticDecode, median_step
 from tuning.traffic import Replayed, TrafficTable
 
 WARM_UP = 4  # steps after filling, which are slower
-STEPS = 16
+STEPS = 10
+ROUNDS = 2  # over the choices of one session, so that a slow spell falls on all of them
 FILL_BYTES_MAX = 3 << 29  # of a session's keys and values; contexts beyond are extrapolated
 LOAD_SHARES = (0.0, 1.0)  # of the attended groups, beside what was recorded
 
@@ -47,6 +50,11 @@ class Timing:
     total: float
     parts: dict[str, float]
     counts: dict[str, float]
+
+    @property
+    def loads(self) -> bool:
+        """Whether anything was read from the disk."""
+        return self.counts["reads"] > 0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -166,15 +174,31 @@ def measure_session(
                 Turnover(decode.layers, place.batch, sealed, groups, round(share * groups))
                 for share in LOAD_SHARES
             ]
-            for override in overrides:
-                time = median_step(decode.steps(STEPS, override, WARM_UP))
-                at = dataclasses.replace(place, context=context)
-                found.append(_timing(at, time))
+            times: list[list[StepTime]] = [[] for _ in overrides]
+            for _ in range(ROUNDS):
+                for each, override in zip(times, overrides, strict=True):
+                    each += decode.steps(STEPS, override, WARM_UP)
+            at = dataclasses.replace(place, context=context)
+            for time in map(median_step, times):
+                found.append(Timing(at, time.total, time.parts, time.counts))
     return found
 
 
-def _timing(place: Place, time: StepTime) -> Timing:
-    return Timing(place, time.total, time.parts, time.counts)
+def loading_steps(timings: Sequence[Timing], config: SwapConfig, layers: int) -> list[LoadingStep]:
+    """Each timing with loads beside the one of its place without."""
+    without = {timing.place: timing.total for timing in timings if not timing.loads}
+    ahead = len(layers_ahead(config, layers))
+    return [
+        LoadingStep(
+            timing.total,
+            without[timing.place],
+            layers,
+            ahead,
+            LayerLoads(timing.counts["reads"] / layers, timing.counts["bytes_read"] / layers),
+        )
+        for timing in timings
+        if timing.loads and timing.place in without
+    ]
 
 
 class Turnover:

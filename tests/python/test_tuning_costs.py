@@ -8,11 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvswap_torch import SwapConfig
 from tuning.choices import Choices, Recorded, stretched
+from tuning.disk_model import DiskModel
 from tuning.fit import dot, fit_nonnegative
 from tuning.levels import make_levels
+from tuning.loading_model import (
+    LayerLoads,
+    LoadingModel,
+    LoadingStep,
+    disk_seconds,
+    fit_loading,
+)
 from tuning.step_model import Work, fit_steps
-from tuning.timing import Place, Timing, TimingPlan, Turnover
+from tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
 from tuning.traffic import Merging, TrafficTable, merged
 
 groups = st.lists(st.integers(0, 300), unique=True, max_size=60).map(sorted)
@@ -75,36 +84,78 @@ def test_fits_never_take_time_back():
     assert found[1] == 0.0 and found[0] > 0
 
 
-def make_timing(work: Work) -> Timing:
-    parts = {
+def make_parts(work: Work) -> dict[str, float]:
+    return {
         "select": 1e-9 * work.scanned_bytes,
-        "plan": 1e-6 * work.groups + 2e-6 * work.loads,
+        "plan": 1e-6 * work.groups,
         "attend": 1e-7 * work.attended_tokens,
         "append": 1e-5 * work.batch * work.layers,
-        "wait": 1e-9 * work.scanned_tokens,
-        "model": 0.01 * work.batch + 1e-10 * work.loaded_bytes + 2e-10 * work.scanned_tokens,
+        "model": 0.01 * work.batch,
     }
-    return Timing(Place(work.batch, 1, 1, 1), sum(parts.values()), parts, {})
 
 
 def test_a_step_model_predicts_settings_it_has_not_seen():
     rng = np.random.default_rng(0)
 
     def draw(batch: int) -> Work:
-        return Work(6, batch, *rng.uniform(1e3, 1e6, 6).tolist())
+        return Work(6, batch, *rng.uniform(1e3, 1e6, 4).tolist())
 
-    points = [(work, make_timing(work)) for work in (draw(b) for b in (1, 1, 1, 4, 4, 4, 4, 1))]
-    model = fit_steps(points)
+    points = [(work, make_parts(work)) for work in (draw(b) for b in (1, 1, 1, 4, 4, 4, 4, 1))]
+    points[0][1]["model"] *= 7  # a slow spell
     other = draw(2)
-    expected = make_timing(other).parts
-    found = model.parts(other)
-    assert "wait" not in found
-    assert model.waited == pytest.approx(0.2, rel=1e-3)
-    found["model"] += model.waited * expected["wait"]
-    for name in ("select", "plan", "attend", "model"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-3)
+    found = fit_steps(points).parts(other)
+    assert found == pytest.approx(make_parts(other), rel=1e-3)
     with pytest.raises(ValueError, match="must have measured points"):
         fit_steps([])
+
+
+DISK = DiskModel(1e-6, 1e-4, 1e9)
+
+
+def make_step(loading: LoadingModel, loads: LayerLoads, seconds_without: float) -> LoadingStep:
+    """Six layers, four of them ahead."""
+    disk = disk_seconds(DISK, loads)
+    seconds = seconds_without + 6 * loading.busy(loads)
+    seconds += 4 * loading.waited(disk, seconds_without / 6) + 2 * disk
+    return LoadingStep(seconds, seconds_without, 6, 4, loads)
+
+
+def test_loading_is_found_from_pairs_of_steps():
+    truth = LoadingModel(layer_s=6e-5, first_s=4e-6, read_s=7e-6, byte_s=2e-10, beside=0.8)
+    rng = np.random.default_rng(0)
+
+    def draw() -> LoadingStep:
+        reads = float(rng.integers(1, 600))
+        loads = LayerLoads(reads, reads * float(rng.choice([4096, 16384, 65536])))
+        return make_step(truth, loads, float(rng.uniform(4e-3, 2e-2)))
+
+    found = fit_loading([draw() for _ in range(24)], DISK)
+    for step in (draw() for _ in range(12)):
+        again = make_step(found, step.loads, step.seconds_without)
+        assert again.seconds == pytest.approx(step.seconds, rel=0.05)
+    assert found.beside == pytest.approx(truth.beside, rel=0.2)
+
+
+def test_a_layer_that_loads_nothing_costs_and_waits_for_nothing():
+    model = LoadingModel(1.0, 1.0, 1.0, 1.0, 0.5)
+    nothing = LayerLoads(0.0, 0.0)
+    assert model.busy(nothing) == disk_seconds(DISK, nothing) == 0.0
+    assert model.waited(0.0, 1.0) == 0.0
+    assert fit_loading([], DISK) == LoadingModel()
+
+
+def test_steps_with_loads_are_paired_with_those_of_their_place_without():
+    place, alone = Place(1, 4096, 4, 8), Place(2, 4096, 4, 8)
+    idle = {"reads": 0.0, "bytes_read": 0.0}
+    busy = {"reads": 60.0, "bytes_read": 6e5}
+    timings = [
+        Timing(place, 0.030, {}, busy),
+        Timing(place, 0.010, {}, idle),
+        Timing(alone, 0.050, {}, busy),
+    ]
+    config = SwapConfig(true_query_layers=(1,))
+    loads = LayerLoads(10.0, 1e5)
+    assert loading_steps(timings, config, 6) == [LoadingStep(0.030, 0.010, 6, 4, loads)]
 
 
 def test_levels_rise_and_go_where_recall_is_gained():

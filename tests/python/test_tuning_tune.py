@@ -136,11 +136,11 @@ def test_interrupted_timings_go_on(tuned, model, tmp_path):
     work.mkdir()
     for path in (folder / "work").iterdir():
         (work / path.name).write_bytes(path.read_bytes())
-    kept = json.loads((work / "timings.json").read_text())
+    kept = json.loads((work / "timings-local.json").read_text())
     places = [entry["place"] for entry in kept["data"]]
     kept["data"] = [entry for entry in kept["data"] if entry["place"]["batch"] == 1]
     assert 0 < len(kept["data"]) < len(places)
-    (work / "timings.json").write_text(json.dumps(kept))
+    (work / "timings-local.json").write_text(json.dumps(kept))
     told = []
 
     def stop(what: str, done: int, total: int) -> None:
@@ -160,7 +160,7 @@ def test_interrupted_timings_go_on(tuned, model, tmp_path):
             work=work,
             progress=stop,
         )
-    after = json.loads((work / "timings.json").read_text())["data"]
+    after = json.loads((work / "timings-local.json").read_text())["data"]
     assert sorted(map(str, (entry["place"] for entry in after))) == sorted(map(str, places))
     assert after[: len(kept["data"])] == kept["data"]
 
