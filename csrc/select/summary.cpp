@@ -13,7 +13,7 @@ int64_t Summary::Shape::chunk_bytes() const {
 }
 
 std::shared_ptr<Summary::Chunk> Summary::make_chunk() const {
-  auto chunk = std::make_shared<Chunk>();
+  auto chunk = std::allocate_shared<Chunk>(NodeAllocator<Chunk>(memory_));
   chunk->memory_ = memory_->allocate(shape_.chunk_bytes());
   if (chunk->memory_ == nullptr) return nullptr;
   const int64_t row_bytes = shape_.chunk_tokens * shape_.rank * dtype_bytes(shape_.dtype);

@@ -1,7 +1,8 @@
 #include "select/summary_memory.h"
 
+#include <sys/mman.h>
+
 #include <cstring>
-#include <new>
 
 namespace kvswap {
 
@@ -9,10 +10,11 @@ std::shared_ptr<std::byte> SummaryMemory::allocate(int64_t bytes) {
   std::byte* memory = take(bytes);
   if (memory == nullptr) return nullptr;
   live_bytes_ += bytes;
-  return {memory, [self = shared_from_this(), bytes](std::byte* taken) {
-            self->live_bytes_ -= bytes;
-            self->let_go(taken, bytes);
-          }};
+  const auto give_back = [self = shared_from_this(), bytes](std::byte* taken) {
+    self->live_bytes_ -= bytes;
+    self->let_go(taken, bytes);
+  };
+  return {memory, give_back, NodeAllocator<std::byte>(shared_from_this())};
 }
 
 namespace {
@@ -27,15 +29,14 @@ class HostSummaryMemory final : public SummaryMemory {
   }
 
  protected:
+  /// From the kernel, not from the heap: summaries stay, and between the passing tensors of a
+  /// prefill they would keep the heap from ever using those tensors' places again.
   std::byte* take(int64_t bytes) override {
-    auto* memory = static_cast<std::byte*>(::operator new(bytes, kAlignment, std::nothrow));
-    if (memory != nullptr) std::memset(memory, 0, bytes);
-    return memory;
+    void* memory =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
   }
-  void let_go(std::byte* memory, int64_t) override { ::operator delete(memory, kAlignment); }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
+  void let_go(std::byte* memory, int64_t bytes) override { ::munmap(memory, bytes); }
 };
 
 }  // namespace

@@ -4,6 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
+#include <utility>
+
+#include "io/kept_memory.h"
 
 namespace kvswap {
 
@@ -21,6 +25,8 @@ class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
   virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
   /// `host` may change when it returns.
   virtual void upload(std::byte* to, const void* host, int64_t bytes) = 0;
+  /// Of the host, for the small things that belong to what is allocated.
+  std::pmr::memory_resource& nodes() const { return *nodes_; }
 
  protected:
   virtual std::byte* take(int64_t bytes) = 0;
@@ -28,6 +34,29 @@ class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
 
  private:
   std::atomic<int64_t> live_bytes_ = 0;
+  std::unique_ptr<std::pmr::memory_resource> nodes_ = make_kept_memory();
+};
+
+/// An allocator of a summary memory's nodes, which keeps that memory.
+template <class T>
+struct NodeAllocator {
+  using value_type = T;
+  std::shared_ptr<const SummaryMemory> memory;
+
+  explicit NodeAllocator(std::shared_ptr<const SummaryMemory> of) : memory(std::move(of)) {}
+  template <class Other>
+  NodeAllocator(const NodeAllocator<Other>& other) : memory(other.memory) {}
+
+  T* allocate(size_t count) {
+    return static_cast<T*>(memory->nodes().allocate(count * sizeof(T), alignof(T)));
+  }
+  void deallocate(T* nodes, size_t count) {
+    memory->nodes().deallocate(nodes, count * sizeof(T), alignof(T));
+  }
+  template <class Other>
+  bool operator==(const NodeAllocator<Other>& other) const {
+    return memory == other.memory;
+  }
 };
 
 std::shared_ptr<SummaryMemory> make_host_summary_memory();

@@ -174,7 +174,8 @@ void RecordStore::truncate(int64_t layer, int64_t groups) {
 void RecordStore::set_sequences(int64_t sequences) {
   for (auto& layer : tables_) {
     KVSWAP_ASSERT(layer.empty());
-    layer.resize(sequences);
+    layer.reserve(sequences);
+    for (int64_t i = 0; i < sequences; ++i) layer.emplace_back(kept_.get());
   }
 }
 
@@ -183,7 +184,7 @@ void RecordStore::select_sequences(std::span<const int64_t> indices) {
     std::vector<Table> selected;
     selected.reserve(indices.size());
     for (const int64_t index : indices) {
-      selected.push_back(layer.at(index));
+      selected.emplace_back(layer.at(index), kept_.get());
       for (const uint32_t shared : selected.back()) ++records_[shared].references;
     }
     for (const Table& table : layer) {

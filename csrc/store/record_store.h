@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <memory_resource>
 #include <span>
 #include <vector>
 
 #include "io/data_file.h"
+#include "io/kept_memory.h"
 #include "io/write_queue.h"
 #include "store/layout.h"
 
@@ -105,7 +107,7 @@ class RecordStore {
     int64_t end_bytes = 0;
   };
   // Deques: they grow without the copy (and the doubled memory) of a vector.
-  using Table = std::deque<uint32_t>;  // [groups]: index into records_
+  using Table = std::pmr::deque<uint32_t>;  // [groups]: index into records_
 
   RecordStore(DataFile* file, std::unique_ptr<Layout> layout, const RecordStoreOptions& options,
               std::unique_ptr<WriteQueue> queue, int64_t buffer_bytes);
@@ -121,8 +123,9 @@ class RecordStore {
   RecordStoreOptions options_;
   std::unique_ptr<WriteQueue> queue_;
   int64_t buffer_bytes_;
-  std::vector<std::vector<Table>> tables_;  // [layers][sequences]
-  std::deque<Record> records_;
+  std::unique_ptr<std::pmr::memory_resource> kept_ = make_kept_memory();  // the tables'
+  std::vector<std::vector<Table>> tables_;                                // [layers][sequences]
+  std::pmr::deque<Record> records_{kept_.get()};
   std::vector<uint32_t> unused_records_;
   std::deque<PendingWrite> pending_;
   uint32_t next_serial_ = 1;

@@ -42,6 +42,14 @@ def describe(path: str | Path) -> dict[str, Any]:
     }
 
 
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Memory of a process that no file backs, as the kernel counts it."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"/proc/{pid}/status must have a line RssAnon, and has none")
+
+
 def write(name: str, results: dict[str, Any]) -> Path:
     """tests/bench/results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from tests.bench.quality.plan import CORE
 from tests.bench.quality.report import interval
 
 README = Path("README.md")
+SHOWN = 2  # lengths of documents
 
 
 def load(pattern: str) -> list[dict[str, Any]]:
@@ -92,14 +93,27 @@ def tuner_table() -> Iterator[str]:
 
 
 def quality_table() -> Iterator[str]:
+    """The longest documents; the rest stands in the results."""
     yield "| tokens | method | KV memory | read per token | needles | all tasks | loss |"
     yield "|---|---|---|---|---|---|---|"
     for result in load("quality/*.json"):
-        for length, part in result["lengths"].items():
-            tokens = f"{int(length):,}"
+        for length in sorted(result["lengths"], key=int)[-SHOWN:]:
+            part, tokens = result["lengths"][length], f"{int(length):,}"
             for name in (name for name in CORE if name in part["methods"]):
                 yield f"| {tokens} | {name} | {quality_cells(part['methods'][name])} |"
                 tokens = ""
+
+
+def million_table() -> Iterator[str]:
+    yield "| tokens | ms per token | the model's own | scoring | its share |"
+    yield "|---|---|---|---|---|"
+    for result in load("million.json"):
+        for size in result["sizes"]:
+            yield (
+                f"| {size['context']:,} | {size['ms_per_token']:.1f} "
+                f"| {size['floor_ms_per_token']:.1f} "
+                f"| {size['time_of_a_token_ms']['select']:.1f} | {size['scoring_share']:.0%} |"
+            )
 
 
 def quality_cells(method: dict[str, Any]) -> str:
@@ -136,7 +150,7 @@ def quality_tasks_table() -> Iterator[str]:
 
 
 TABLES = {"decode": decode_table, "prefill": prefill_table, "demo": demo_table}
-TABLES |= {"tuner": tuner_table}
+TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 
 

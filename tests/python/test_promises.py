@@ -75,6 +75,40 @@ def test_memory_stays_inside_the_budget_seen_from_outside(tmp_path):
     assert full - tiny <= budget + allocator_slack
 
 
+def test_passing_tensors_leave_no_holes_behind(tmp_path):
+    """What a session keeps must not stand between tensors that come and go."""
+    output = finish(
+        script(
+            """
+            def anonymous():
+                status = open("/proc/self/status").read()
+                return int(status.split("RssAnon:")[1].split()[0]) << 10
+
+            with KVSwapCache(model, path=folder, config=SwapConfig(rank=8)) as cache:
+                session = cache.driver.session
+                basis = torch.linalg.qr(torch.randn(256, 16))[0]
+                for layer in range(4):
+                    session.set_projection(layer, basis, basis)
+
+                def fill(chunks):
+                    for _ in range(chunks):
+                        for layer in range(4):
+                            keys = torch.randn(1, 4, 2048, 64)
+                            session.append(layer, keys, keys.flip(-1))
+
+                fill(4)
+                before = anonymous(), cache.stats().resident_bytes
+                fill(24)
+                after = anonymous(), cache.stats().resident_bytes
+                print(after[0] - before[0] - (after[1] - before[1]))
+            """,
+            tmp_path,
+        )
+    )
+    passed, slack = 24 * 4 * 2 * (2048 * 256 * 4), 16 << 20
+    assert int(output) < slack < passed / 16
+
+
 def test_nothing_is_left_after_kill_9(tmp_path):
     process = script(
         """

@@ -1,0 +1,56 @@
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#include "io/kept_memory.h"
+
+namespace kvswap {
+namespace {
+
+TEST(KeptMemory, HoldsContainersAndUsesTheirPlacesAgain) {
+  const auto memory = make_kept_memory();
+  std::pmr::deque<int> numbers(memory.get());
+  for (int i = 0; i < 100000; ++i) numbers.push_back(i);
+  for (int i = 0; i < 100000; ++i) ASSERT_EQ(numbers[i], i);
+
+  void* const first = memory->allocate(64, 8);
+  memory->deallocate(first, 64, 8);
+  EXPECT_EQ(memory->allocate(64, 8), first);
+}
+
+TEST(KeptMemory, LendsMoreThanAPieceAndKeepsAlignment) {
+  const auto memory = make_kept_memory();
+  for (const size_t bytes : {1, 24, 512, 513, 1 << 20}) {
+    for (const size_t alignment : {8, 16, 64}) {
+      void* const lent = memory->allocate(bytes, alignment);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(lent) % alignment, 0u) << bytes;
+      std::memset(lent, 1, bytes);
+      memory->deallocate(lent, bytes, alignment);
+    }
+  }
+}
+
+TEST(KeptMemory, ServesThreads) {
+  const auto memory = make_kept_memory();
+  std::vector<std::thread> threads;
+  for (int id = 0; id < 4; ++id) {
+    threads.emplace_back([&, id] {
+      std::vector<unsigned char*> lent;
+      for (int i = 0; i < 2000; ++i) {
+        lent.push_back(static_cast<unsigned char*>(memory->allocate(48, 8)));
+        std::memset(lent.back(), id, 48);
+      }
+      for (const unsigned char* each : lent) {
+        for (int i = 0; i < 48; ++i) ASSERT_EQ(each[i], id);
+      }
+      for (unsigned char* each : lent) memory->deallocate(each, 48, 8);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace kvswap
