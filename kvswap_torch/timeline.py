@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SPANS = 16384  # 640 KiB; of the reference model some hundred tokens
+SPANS = 16384  # 640 KiB; of the reference model 60 to 100 decoding steps
 
 CALLER, READS, WRITES = 1, 2, 3  # tracks, the trace's thread ids
 
