@@ -58,8 +58,8 @@ class DeviceClock {
 
 class ModelledReader final : public BlockReader {
  public:
-  ModelledReader(std::unique_ptr<BlockReader> inner, const DeviceModel& model)
-      : inner_(std::move(inner)), name_(model.name), clock_(model) {}
+  ModelledReader(std::unique_ptr<BlockReader> inner, const DeviceModel& model, Timeline* timeline)
+      : inner_(std::move(inner)), name_(model.name), clock_(model), timeline_(timeline) {}
 
   Result<Ticket> submit(std::span<const BlockRead> reads) override {
     const double now = now_seconds();
@@ -69,7 +69,9 @@ class ModelledReader final : public BlockReader {
     for (const BlockRead& read : reads) {
       int64_t bytes = 0;
       for (const iovec& target : read.targets) bytes += static_cast<int64_t>(target.iov_len);
-      done_at = std::max(done_at, clock_.finish_read(now, bytes));
+      const double read_at = clock_.finish_read(now, bytes);
+      record(ticket.value(), now, read_at, bytes);
+      done_at = std::max(done_at, read_at);
     }
     pending_.push_back({ticket.value(), done_at});
     return ticket;
@@ -100,6 +102,16 @@ class ModelledReader final : public BlockReader {
     double done_at = 0;
   };
 
+  /// The end is known before it comes.
+  void record(Ticket ticket, double begin, double end, int64_t bytes) {
+    if (timeline_ == nullptr) return;
+    timeline_->record({.kind = SpanKind::kRead,
+                       .ticket = ticket,
+                       .begin_ns = static_cast<int64_t>(1e9 * begin),
+                       .end_ns = static_cast<int64_t>(1e9 * end),
+                       .bytes = bytes});
+  }
+
   std::vector<Pending>::iterator find(Ticket ticket) {
     return std::find_if(pending_.begin(), pending_.end(),
                         [&](const Pending& pending) { return pending.ticket == ticket; });
@@ -108,6 +120,7 @@ class ModelledReader final : public BlockReader {
   std::unique_ptr<BlockReader> inner_;
   const std::string name_;
   DeviceClock clock_;
+  Timeline* const timeline_;
   std::vector<Pending> pending_;
 };
 
@@ -132,8 +145,8 @@ std::optional<DeviceModel> find_device_model(const std::string& name) {
 }
 
 std::unique_ptr<BlockReader> make_modelled_reader(std::unique_ptr<BlockReader> inner,
-                                                  const DeviceModel& model) {
-  return std::make_unique<ModelledReader>(std::move(inner), model);
+                                                  const DeviceModel& model, Timeline* timeline) {
+  return std::make_unique<ModelledReader>(std::move(inner), model, timeline);
 }
 
 }  // namespace kvswap

@@ -8,6 +8,7 @@
 #include "io/block_reader.h"
 #include "io/data_file.h"
 #include "io/read_progress.h"
+#include "io/timeline.h"
 
 namespace kvswap {
 
@@ -42,6 +43,11 @@ class ReadBatchTable {
   std::vector<std::unique_ptr<ReadBatch>> free_;
   Ticket last_ticket_ = 0;
 };
+
+/// A read that is about to start, for a timeline.
+inline Span span_of_read(Ticket ticket, const ReadProgress& read) {
+  return {.kind = SpanKind::kRead, .ticket = ticket, .bytes = read.missing_bytes()};
+}
 
 /// What wait() says to a ticket that names no batch.
 Status unknown_ticket(Ticket ticket);

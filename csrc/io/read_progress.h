@@ -35,6 +35,8 @@ class ReadProgress {
   /// `alignment_bytes` can only be the end of the file.
   Next apply(int64_t result, int64_t alignment_bytes);
 
+  int64_t missing_bytes() const { return missing_bytes_; }
+
   /// Why it failed, for a person; only after kFailed.
   Status failure(const std::string& directory) const;
 

@@ -1,6 +1,7 @@
 #include "io/read_batch.h"
 #include "io/read_call.h"
 #include "io/reader_backends.h"
+#include "io/stopwatch.h"
 
 namespace kvswap {
 namespace {
@@ -11,7 +12,8 @@ class SyncReader final : public BlockReader {
   SyncReader(const DataFile& file, const ReaderOptions& options)
       : file_(file),
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
-        call_bytes_max_(options.call_bytes_max) {}
+        call_bytes_max_(options.call_bytes_max),
+        timeline_(options.timeline) {}
 
   Result<Ticket> submit(std::span<const BlockRead> reads) override {
     KVSWAP_RETURN_IF_ERROR(check_reads(file_, reads));
@@ -33,6 +35,7 @@ class SyncReader final : public BlockReader {
 
  private:
   void read_one(ReadBatch& batch, ReadProgress& read) {
+    const Stopwatch watch(timeline_, span_of_read(batch.ticket, read));
     ReadProgress::Next next;
     do {
       const int64_t result = call_preadv(file_.fd(), read.next_call(call_bytes_max_));
@@ -47,6 +50,7 @@ class SyncReader final : public BlockReader {
   const DataFile& file_;
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
+  Timeline* const timeline_;
   ReadBatchTable batches_;
   ReaderCounters counters_;
 };

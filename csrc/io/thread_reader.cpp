@@ -7,6 +7,7 @@
 #include "io/read_batch.h"
 #include "io/read_call.h"
 #include "io/reader_backends.h"
+#include "io/stopwatch.h"
 
 namespace kvswap {
 namespace {
@@ -17,7 +18,8 @@ class ThreadReader final : public BlockReader {
   ThreadReader(const DataFile& file, const ReaderOptions& options)
       : file_(file),
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
-        call_bytes_max_(options.call_bytes_max) {}
+        call_bytes_max_(options.call_bytes_max),
+        timeline_(options.timeline) {}
 
   ~ThreadReader() override {
     {
@@ -91,7 +93,7 @@ class ThreadReader final : public BlockReader {
       ++batch->started;
       lock.unlock();
       ReaderCounters counted;
-      const ReadProgress::Next next = read_one(read, &counted);
+      const ReadProgress::Next next = read_one(batch->ticket, read, &counted);
       lock.lock();
       counters_.reads += counted.reads;
       counters_.bytes += counted.bytes;
@@ -105,7 +107,8 @@ class ThreadReader final : public BlockReader {
     }
   }
 
-  ReadProgress::Next read_one(ReadProgress& read, ReaderCounters* counted) const {
+  ReadProgress::Next read_one(Ticket ticket, ReadProgress& read, ReaderCounters* counted) const {
+    const Stopwatch watch(timeline_, span_of_read(ticket, read));
     ReadProgress::Next next;
     do {
       const int64_t result = call_preadv(file_.fd(), read.next_call(call_bytes_max_));
@@ -120,6 +123,7 @@ class ThreadReader final : public BlockReader {
   const DataFile& file_;
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
+  Timeline* const timeline_;
   mutable std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;

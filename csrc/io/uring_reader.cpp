@@ -20,13 +20,14 @@ namespace {
 /// flight, so that a batch larger than the depth makes progress while its owner computes.
 ///
 /// Who owns what: between submit() and `is_done` a batch belongs to the ring's thread, except for
-/// its ticket and `is_done`, which `mutex_` guards like the table and the inbox.
+/// `is_done`, which `mutex_` guards like the table and the inbox.
 class UringReader final : public BlockReader {
  public:
   UringReader(const DataFile& file, const ReaderOptions& options)
       : file_(file),
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
         call_bytes_max_(options.call_bytes_max),
+        timeline_(options.timeline),
         slots_(static_cast<size_t>(options.depth)) {
     free_slots_.reserve(slots_.size());
     for (size_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
@@ -96,6 +97,7 @@ class UringReader final : public BlockReader {
   struct Slot {
     ReadBatch* batch = nullptr;
     ReadProgress* read = nullptr;
+    Span span;  // where there is a timeline
   };
 
   void run() {
@@ -143,7 +145,9 @@ class UringReader final : public BlockReader {
       while (batch->has_unstarted() && !free_slots_.empty()) {
         const size_t slot = free_slots_.back();
         free_slots_.pop_back();
-        slots_[slot] = {batch, &batch->reads[batch->next++]};
+        ReadProgress& read = batch->reads[batch->next++];
+        slots_[slot] = {batch, &read, span_of_read(batch->ticket, read)};
+        if (timeline_ != nullptr) slots_[slot].span.begin_ns = Timeline::now_ns();
         ++batch->started;
         prepare(slot);
       }
@@ -163,13 +167,17 @@ class UringReader final : public BlockReader {
   }
 
   void complete(size_t slot, int result) {
-    const auto [batch, read] = slots_[slot];
+    auto& [batch, read, span] = slots_[slot];
     if (result > 0) counted_.bytes += static_cast<uint64_t>(result);
     const ReadProgress::Next next = read->apply(result, alignment_bytes_);
     if (next == ReadProgress::Next::kCallAgain) {
       ++counted_.retries;
       prepare(slot);
       return;
+    }
+    if (timeline_ != nullptr) {
+      span.end_ns = Timeline::now_ns();
+      timeline_->record(span);
     }
     if (next == ReadProgress::Next::kFailed) batch->fail(read->failure(file_.directory()));
     --batch->started;
@@ -179,6 +187,7 @@ class UringReader final : public BlockReader {
   const DataFile& file_;
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
+  Timeline* const timeline_;
 
   // Of the ring's thread alone.
   UringRing ring_;

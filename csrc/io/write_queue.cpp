@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "io/io_thread.h"
+#include "io/stopwatch.h"
 
 namespace kvswap {
 namespace {
@@ -102,6 +103,7 @@ class QueueState {
   };
 
   std::byte* address(int index) const { return memory_.base() + options_.buffer_bytes * index; }
+  Status write(const Job& job) const;
   void run();
 
   DataFile* const file_;
@@ -173,6 +175,12 @@ Status QueueState::wait(uint64_t number) {
   return error_;
 }
 
+Status QueueState::write(const Job& job) const {
+  const Stopwatch watch(options_.timeline, {.kind = SpanKind::kWrite, .bytes = job.length_bytes});
+  return file_->write(job.offset_bytes,
+                      {address(job.index), static_cast<size_t>(job.length_bytes)});
+}
+
 void QueueState::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -181,8 +189,7 @@ void QueueState::run() {
     const Job job = jobs_.front();
     jobs_.erase(jobs_.begin());
     lock.unlock();
-    Status status =
-        file_->write(job.offset_bytes, {address(job.index), static_cast<size_t>(job.length_bytes)});
+    Status status = write(job);
     lock.lock();
     free_.push_back(job.index);
     if (status.is_ok()) {

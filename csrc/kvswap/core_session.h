@@ -29,7 +29,8 @@ struct CoreOptions {
   std::vector<int64_t> ranks;  // one per layer; empty: the settings'
   std::string directory;       // on the disk to use; must exist; nothing is left behind in it
   Budget budget;
-  Threads threads;  // empty: the calling thread
+  Threads threads;             // empty: the calling thread
+  int64_t timeline_spans = 0;  // of timeline(), 40 bytes each; 0: nothing is recorded
 };
 
 /// K and V of new tokens, each [batch, kv_heads, tokens, head_dim] of the session's dtype with
@@ -141,6 +142,10 @@ class CoreSession {
   std::map<std::string, std::string> facts() const;
   /// Bytes by use, as charged against the budget, with total, peak and limit.
   std::map<std::string, int64_t> ledger() const;
+  /// What the newest timeline_spans stretches of time were spent on: trace events in JSON, for
+  /// Perfetto or chrome://tracing. Of the calling thread: select, plan, submit, wait, land, attend,
+  /// append, seal and, between them, the program's own; of the disk: reads and writes.
+  std::string timeline() const;
 
  private:
   class Impl;
@@ -157,6 +162,7 @@ struct OpenArgs {
   std::optional<FirstPass> first;  // where max_context and max_batch are not promised
   int64_t reserved_bytes = 0;      // of kv_memory_bytes, used elsewhere: summed predictors
   Threads threads;
+  int64_t timeline_spans = 0;  // as CoreOptions'
 };
 
 /// What a program's words come to: settings as Python's KVSwapCache would have them, projections.

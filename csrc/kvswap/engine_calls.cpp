@@ -81,6 +81,7 @@ EngineOptions engine_options(const CoreOptions& from) {
   to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
   to.max_context = from.budget.max_context.value_or(-1);
   to.max_batch = from.budget.max_batch.value_or(-1);
+  to.timeline_spans = from.timeline_spans;
   return to;
 }
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "io/stopwatch.h"
 #include "kernels/cpu/element.h"
 #include "kernels/merge_attention.h"
 #include "kernels/paged_attention.h"
@@ -200,6 +201,7 @@ Status attend_newest(Engine& engine, int64_t layer, int64_t sequence, int64_t be
 
 Status attend_exactly(Engine& engine, int64_t layer, const QueryView& query, float scale,
                       void* output, const ParallelFor& parallel) {
+  const Stopwatch watch(engine.timeline(), {.kind = SpanKind::kAttendExactly, .layer = layer});
   const EngineOptions& options = engine.options();
   const int64_t past = engine.columns(layer) - query.queries;
   const int64_t row_bytes = query.heads * options.head_dim * dtype_bytes(options.dtype);

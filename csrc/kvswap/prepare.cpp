@@ -43,7 +43,8 @@ Opening prepare(const OpenArgs& args) {
                      .ranks = {},
                      .directory = args.directory,
                      .budget = without_reserved(args),
-                     .threads = args.threads};
+                     .threads = args.threads,
+                     .timeline_spans = args.timeline_spans};
   std::optional<SwapConfig> config;
   if (!args.config_path.empty()) {
     config = SwapConfig::load(args.config_path);

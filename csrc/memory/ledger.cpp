@@ -23,6 +23,8 @@ const char* use_name(Use use) {
       return "device";
     case Use::kPinned:
       return "pinned";
+    case Use::kTimeline:
+      return "timeline";
   }
   return "?";
 }

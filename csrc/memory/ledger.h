@@ -18,8 +18,9 @@ enum class Use {
   kScratch,
   kDevice,  // on a device, beside pages, summary and projections
   kPinned,  // host memory that copies to and from a device go through
+  kTimeline,
 };
-inline constexpr int kUses = 8;
+inline constexpr int kUses = 9;
 const char* use_name(Use use);
 
 /// Counts every byte the session holds, by use; the limit is hard.

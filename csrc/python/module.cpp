@@ -41,7 +41,8 @@ void bind_options(py::module_& module) {
       .def_readwrite("select_queries_max", &SessionOptions::select_queries_max)
       .def_readwrite("kv_memory_bytes", &SessionOptions::kv_memory_bytes)
       .def_readwrite("max_context", &SessionOptions::max_context)
-      .def_readwrite("max_batch", &SessionOptions::max_batch);
+      .def_readwrite("max_batch", &SessionOptions::max_batch)
+      .def_readwrite("timeline_spans", &SessionOptions::timeline_spans);
 }
 
 void bind_session(py::module_& module) {
@@ -74,7 +75,9 @@ void bind_session(py::module_& module) {
       .def("batch", &Session::batch)
       .def("counters", &Session::counters)
       .def("facts", &Session::facts)
-      .def("ledger", &Session::ledger);
+      .def("ledger", &Session::ledger)
+      .def("timeline", &Session::timeline, Released())
+      .def("record_predict", &Session::record_predict, py::arg("layer"), py::arg("began_ns"));
 }
 
 py::dict system_info(const std::string& path) {

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "io/stopwatch.h"
 #include "runtime/engine.h"
-#include "runtime/stopwatch.h"
 
 namespace kvswap {
 
@@ -43,7 +43,8 @@ Status Engine::prepare(int64_t layer, int64_t batch, int64_t tokens) {
 }
 
 Status Engine::append(int64_t layer, const KeyValueView& tokens) {
-  const Stopwatch watch(counters_.append_seconds);
+  const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kAppend, .layer = layer},
+                        &counters_.append_seconds);
   const bool is_prepared =
       prepared_ == layer && tokens.batch == batch() && tokens.tokens > options_.select_queries_max;
   if (!is_prepared) KVSWAP_RETURN_IF_ERROR(prepare(layer, tokens.batch, tokens.tokens));

@@ -48,13 +48,21 @@ Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, Par
 
 Status Engine::open() {
   const ParallelFor* parallel = parallel_ ? &parallel_ : nullptr;
+  if (options_.timeline_spans > 0) {
+    KVSWAP_RETURN_IF_ERROR(ledger_.charge(Use::kTimeline, Timeline::bytes(options_.timeline_spans),
+                                          "the timeline's spans"));
+    timeline_ = std::make_unique<Timeline>(options_.timeline_spans);
+  }
   auto file = DataFile::open(options_.file);
   if (!file.is_ok()) return file.status();
   file_ = std::move(file.value());
   if (options_.wrap_file) file_ = options_.wrap_file(std::move(file_));
   fallbacks_ = file_->fallbacks();
 
-  auto opened = open_reader(*file_, options_.reader);
+  // A modelled device tells when its reads are through, not the disk's.
+  ReaderOptions reader_options = options_.reader;
+  if (options_.device_model.empty()) reader_options.timeline = timeline_.get();
+  auto opened = open_reader(*file_, reader_options);
   if (!opened.is_ok()) return opened.status();
   if (!opened.value().reason.empty()) fallbacks_.push_back(opened.value().reason);
   std::unique_ptr<BlockReader> reader = std::move(opened.value().reader);
@@ -64,7 +72,7 @@ Status Engine::open() {
       return Status::invalid("session: device must be nvme, ufs or emmc, got '" +
                              options_.device_model + "'");
     }
-    reader = make_modelled_reader(std::move(reader), *model);
+    reader = make_modelled_reader(std::move(reader), *model, timeline_.get());
   }
   if (options_.wrap_reader) reader = options_.wrap_reader(std::move(reader));
 
@@ -77,9 +85,10 @@ Status Engine::open() {
                                             .payload_bytes = options_.payload_bytes(),
                                             .checksum = options_.checksum,
                                             .seed = (uint64_t{random()} << 32) | random()};
-  auto store = RecordStore::create(
-      file_.get(), std::move(layout.value()), store_options,
-      {.buffer_bytes = options_.write_buffer_bytes(record_bytes), .buffers = kWriteBuffers});
+  auto store = RecordStore::create(file_.get(), std::move(layout.value()), store_options,
+                                   {.buffer_bytes = options_.write_buffer_bytes(record_bytes),
+                                    .buffers = kWriteBuffers,
+                                    .timeline = timeline_.get()});
   if (!store.is_ok()) return store.status();
   store_ = std::move(store.value());
 
@@ -87,7 +96,8 @@ Status Engine::open() {
                                  {.path = options_.file.directory,
                                   .merge_gap_bytes = options_.merge_gap_bytes,
                                   .merge_bytes_max = options_.merge_bytes_max,
-                                  .parallel = parallel});
+                                  .parallel = parallel,
+                                  .timeline = timeline_.get()});
   if (!fetcher.is_ok()) return fetcher.status();
   fetcher_ = std::move(fetcher.value());
   if (options_.device) {
@@ -132,6 +142,7 @@ Status Engine::check_room(int64_t batch, int64_t context) const {
         std::to_string(need.summary) + ", tables " + std::to_string(need.tables) + ", staging " +
         std::to_string(need.staging) + ", projections " + std::to_string(need.projections) +
         ", scratch " + std::to_string(need.scratch) +
+        (need.timeline > 0 ? ", timeline " + std::to_string(need.timeline) : "") +
         (options_.device
              ? ", device " + std::to_string(need.device) + ", pinned " + std::to_string(need.pinned)
              : "") +

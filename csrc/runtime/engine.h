@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "io/timeline.h"
 #include "kernels/records.h"
 #include "memory/ledger.h"
 #include "runtime/engine_options.h"
@@ -117,6 +118,7 @@ class Engine {
   const Ledger& ledger() const { return ledger_; }
   const EngineCounters& counters() const { return counters_; }
   const Fetcher& fetcher() const { return *fetcher_; }
+  Timeline* timeline() const { return timeline_.get(); }  // null: nothing is recorded
   const RecordStore& store() const { return *store_; }
   PageSpace& space() const { return *space_; }
   const DataFile& file() const { return *file_; }
@@ -214,6 +216,7 @@ class Engine {
   int owner_pid_;
   Ledger ledger_;
   std::vector<std::string> fallbacks_;
+  std::unique_ptr<Timeline> timeline_;  // before those that record in it
   std::unique_ptr<DataFile> file_;
   std::unique_ptr<RecordStore> store_;
   std::unique_ptr<PageSpace> space_;

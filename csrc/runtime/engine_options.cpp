@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "io/timeline.h"
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
 #include "runtime/device_space.h"
@@ -42,6 +43,7 @@ Status EngineOptions::validate() const {
       {"merge_gap_bytes", 0, 1 << 24, merge_gap_bytes},
       {"merge_bytes_max", 1, 1 << 28, merge_bytes_max},
       {"read_depth", 1, 1024, reader.depth},
+      {"timeline_spans", 0, 1 << 24, timeline_spans},
   };
   for (const Range& range : ranges) {
     if (range.value < range.low || range.value > range.high) {
@@ -125,6 +127,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
                  options.merge_gap_bytes + 2 * block + 2 * block;
   need.scratch = options.score_bytes(batch, groups) + batch * options.pages_per_layer() * 20 +
                  batch * options.tail_pages() * record_bytes;  // crop() into sealed groups
+  need.timeline = Timeline::bytes(options.timeline_spans);
   if (options.device) {
     const DeviceNeed beside =
         device_need(options, record_bytes, batch, round_up(groups, groups_unit(options)));

@@ -55,6 +55,8 @@ struct EngineOptions {
   int64_t max_context = -1;
   int64_t max_batch = -1;
 
+  int64_t timeline_spans = 0;  // how many of the newest are kept; 0: nothing is recorded
+
   Status validate() const;
 
   RecordShape record_shape() const;
@@ -86,8 +88,9 @@ struct MemoryNeed {
   int64_t scratch = 0;
   int64_t device = 0;  // on the device, beside pages, summary and projections
   int64_t pinned = 0;  // host memory that copies to and from the device go through
+  int64_t timeline = 0;
   int64_t total() const {
-    return pages + summary + tables + staging + projections + scratch + device + pinned;
+    return pages + summary + tables + staging + projections + scratch + device + pinned + timeline;
   }
 };
 

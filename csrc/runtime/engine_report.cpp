@@ -1,6 +1,7 @@
 #include "runtime/engine_report.h"
 
 #include "kernels/cpu_features.h"
+#include "runtime/chrome_trace.h"
 
 namespace kvswap {
 
@@ -65,6 +66,16 @@ std::map<std::string, int64_t> engine_ledger(const Engine& engine) {
   bytes["peak"] = ledger.peak();
   bytes["limit"] = ledger.limit_bytes();
   return bytes;
+}
+
+Status engine_timeline(const Engine& engine, std::string& trace) {
+  if (engine.timeline() == nullptr) {
+    return Status::invalid(
+        "timeline: must be recorded, got a session with timeline_spans 0; open it with as many as "
+        "are to be kept, such as 16384");
+  }
+  trace = chrome_trace(*engine.timeline());
+  return Status::ok();
 }
 
 }  // namespace kvswap

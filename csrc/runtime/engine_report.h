@@ -13,5 +13,7 @@ namespace kvswap {
 std::map<std::string, double> engine_counters(const Engine& engine);
 std::map<std::string, std::string> engine_facts(const Engine& engine);
 std::map<std::string, int64_t> engine_ledger(const Engine& engine);
+/// The timeline as chrome_trace() writes it; kInvalid where none is recorded.
+Status engine_timeline(const Engine& engine, std::string& trace);
 
 }  // namespace kvswap

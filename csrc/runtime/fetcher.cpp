@@ -5,17 +5,9 @@
 #include <cstring>
 #include <string>
 
+#include "io/stopwatch.h"
+
 namespace kvswap {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_between(Clock::time_point begin, Clock::time_point end) {
-  return std::chrono::duration<double>(end - begin).count();
-}
-
-}  // namespace
 
 Result<std::unique_ptr<Fetcher>> Fetcher::create(std::unique_ptr<BlockReader> reader,
                                                  RecordStore* store, const Options& options) {
@@ -32,6 +24,7 @@ Fetcher::Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const 
 Status Fetcher::submit(Fetch& fetch) {
   KVSWAP_ASSERT(fetch.ticket == 0);
   if (fetch.loads.empty()) return Status::ok();
+  const int64_t began_ns = options_.timeline != nullptr ? Timeline::now_ns() : 0;
   fetch.placements.clear();
   for (const Load& load : fetch.loads) {
     KVSWAP_RETURN_IF_ERROR(store_->ensure_written(fetch.layer, load.sequence, load.group));
@@ -45,8 +38,20 @@ Status Fetcher::submit(Fetch& fetch) {
   auto ticket = reader_->submit(fetch.merged.reads());
   if (!ticket.is_ok()) return ticket.status();
   fetch.ticket = ticket.value();
-  fetch.submitted_at = Clock::now();
+  fetch.submitted_ns = Timeline::now_ns();
+  record(SpanKind::kSubmit, fetch, began_ns, fetch.submitted_ns);
   return Status::ok();
+}
+
+void Fetcher::record(SpanKind kind, const Fetch& fetch, int64_t begin_ns, int64_t end_ns) {
+  if (options_.timeline == nullptr) return;
+  options_.timeline->record(
+      {.kind = kind,
+       .layer = fetch.layer,
+       .ticket = fetch.ticket,
+       .begin_ns = begin_ns,
+       .end_ns = end_ns,
+       .bytes = static_cast<int64_t>(fetch.loads.size()) * store_->record_bytes()});
 }
 
 void Fetcher::drop_repeats(Fetch& fetch) {
@@ -68,15 +73,18 @@ void Fetcher::drop_repeats(Fetch& fetch) {
 
 Status Fetcher::finish(Fetch& fetch) {
   if (fetch.ticket == 0) return Status::ok();
-  const Clock::time_point waits_from = Clock::now();
+  const int64_t waits_from_ns = Timeline::now_ns();
   Status arrived = reader_->wait(fetch.ticket);
+  const int64_t waits_to_ns = Timeline::now_ns();
+  record(SpanKind::kWait, fetch, waits_from_ns, waits_to_ns);
   fetch.ticket = 0;
   KVSWAP_RETURN_IF_ERROR(arrived);
-  counters_.hidden_seconds += seconds_between(fetch.submitted_at, waits_from);
-  counters_.wait_seconds += seconds_between(waits_from, Clock::now());
+  counters_.hidden_seconds += 1e-9 * static_cast<double>(waits_from_ns - fetch.submitted_ns);
+  counters_.wait_seconds += 1e-9 * static_cast<double>(waits_to_ns - waits_from_ns);
   counters_.records += fetch.loads.size();
   counters_.payload_bytes += fetch.loads.size() * store_->record_bytes();
   counters_.gap_bytes += fetch.merged.gap_bytes();
+  const Stopwatch watch(options_.timeline, {.kind = SpanKind::kLand, .layer = fetch.layer});
   for (const Fetch::Copy& copy : fetch.copies) {
     std::memcpy(copy.target, copy.source, store_->record_bytes());
   }

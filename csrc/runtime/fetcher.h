@@ -1,12 +1,12 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "io/block_reader.h"
 #include "io/merge.h"
+#include "io/timeline.h"
 #include "kernels/types.h"
 #include "memory/page_pool.h"
 #include "store/record_store.h"
@@ -28,7 +28,7 @@ struct Fetch {
   std::vector<Load> loads;
   Ticket ticket = 0;  // 0: nothing in flight
   int lane = -1;      // of LandingLanes; -1: none is lent
-  std::chrono::steady_clock::time_point submitted_at;
+  int64_t submitted_ns = 0;
   std::vector<Placement> placements;
   // Sequences that share a past share its records: each is read once, then copied.
   struct Copy {
@@ -66,6 +66,7 @@ class Fetcher {
     int64_t merge_gap_bytes = 0;
     int64_t merge_bytes_max = 0;
     const ParallelFor* parallel = nullptr;
+    Timeline* timeline = nullptr;  // is told of what the caller does here; null: nobody
   };
 
   static Result<std::unique_ptr<Fetcher>> create(std::unique_ptr<BlockReader> reader,
@@ -83,6 +84,7 @@ class Fetcher {
  private:
   Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const Options& options,
           AlignedBytes scrap);
+  void record(SpanKind kind, const Fetch& fetch, int64_t begin_ns, int64_t end_ns);
   void drop_repeats(Fetch& fetch);
   Status verify(const Fetch& fetch);
   Status reread(const Fetch& fetch, const Load& load);

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/stopwatch.h"
 #include "runtime/engine.h"
 
 namespace kvswap {
@@ -37,6 +38,7 @@ Status Engine::seal_overflow(int64_t layer) {
 }
 
 Status Engine::seal_from_tail(int64_t layer) {
+  const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kSeal, .layer = layer});
   Layer& state = layers_[layer];
   const int64_t group = state.sealed_groups;
   const int64_t run_max = store_->run_records_max();
@@ -67,6 +69,7 @@ Status Engine::seal_from_tail(int64_t layer) {
 
 Status Engine::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t first_token,
                              int64_t groups) {
+  const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kSeal, .layer = layer});
   Layer& state = layers_[layer];
   const int64_t run_max = store_->run_records_max();
   for (int64_t sequence = 0; sequence < batch(); ++sequence) {

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "io/stopwatch.h"
 #include "runtime/engine.h"
 #include "runtime/page_table.h"
-#include "runtime/stopwatch.h"
 
 namespace kvswap {
 
@@ -45,7 +45,8 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query) {
 
 /// Asks the selector, where there is a choice; finish_choice() does the rest.
 Status Engine::start_choice(int64_t layer, const QueryView& query) {
-  const Stopwatch watch(counters_.select_seconds);
+  const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kSelect, .layer = layer},
+                        &counters_.select_seconds);
   Step& step = layers_[layer].step;
   step.failure = Status::ok();
   step.columns = layers_[layer].columns;
@@ -80,7 +81,8 @@ Status Engine::start_choice(int64_t layer, const QueryView& query) {
 Status Engine::finish_choice() {
   const int64_t layer = std::exchange(choosing_, -1);
   {
-    const Stopwatch watch(counters_.select_seconds);
+    const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kSelect, .layer = layer},
+                          &counters_.select_seconds);
     if (is_asked_) KVSWAP_RETURN_IF_ERROR(selector_->finish_choice());
     // A shorter sequence of the batch gets what it would get alone: everything.
     for (int64_t sequence = 0; sequence < batch(); ++sequence) {
@@ -151,7 +153,8 @@ void Engine::apply_override(int64_t layer) {
 }
 
 Status Engine::submit(int64_t layer) {
-  const Stopwatch watch(counters_.plan_seconds);
+  const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kPlan, .layer = layer},
+                        &counters_.plan_seconds);
   Step& step = layers_[layer].step;
   step.pages.resize(batch());
   step.fetch.layer = layer;
@@ -263,7 +266,8 @@ Status Engine::attend(const AttendArgs& args) {
   }
   KVSWAP_RETURN_IF_ERROR(finish(args.layer));
   {
-    const Stopwatch watch(counters_.attend_seconds);
+    const Stopwatch watch(timeline_.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
+                          &counters_.attend_seconds);
     build_page_table(args.layer, *table_);
     run_attention(args, *table_);
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "io/timeline.h"
 #include "torch/parallel.h"
 #include "torch/projection.h"
 #include "torch/session.h"
@@ -54,6 +55,7 @@ SessionOptions session_options(const CoreOptions& from) {
   to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
   to.max_context = from.budget.max_context.value_or(-1);
   to.max_batch = from.budget.max_batch.value_or(-1);
+  to.timeline_spans = from.timeline_spans;
   return to;
 }
 
@@ -75,7 +77,14 @@ DiskCache::~DiskCache() = default;
 
 void DiskCache::look_ahead(int64_t layer, int64_t tokens,
                            const std::function<at::Tensor()>& predict) {
-  session_->look_ahead(layer, attends_all(layer) ? any_query(tokens) : predict());
+  if (attends_all(layer)) {
+    session_->look_ahead(layer, any_query(tokens));
+    return;
+  }
+  const int64_t began_ns = Timeline::now_ns();
+  const at::Tensor query = predict();
+  session_->record_predict(layer, began_ns);
+  session_->look_ahead(layer, query);
 }
 
 int64_t DiskCache::columns() const { return session_->columns(0); }

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/stopwatch.h"
 #include "kernels/records.h"
 #include "runtime/past_stream.h"
 #include "torch/engine_calls.h"
@@ -154,6 +155,7 @@ void attend_past(Chunk& chunk, int64_t past) {
 }  // namespace
 
 at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
+  const Stopwatch watch(engine.timeline(), {.kind = SpanKind::kAttendExactly, .layer = args.layer});
   const at::Tensor& query = args.query;
   const int64_t tokens = query.size(2);
   const int64_t past = args.past;

@@ -145,11 +145,10 @@ std::map<std::string, int64_t> Session::memory_need(const SessionOptions& option
   const int64_t record_bytes =
       (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
   const MemoryNeed need = kvswap::memory_need(engine_of, record_bytes, batch, context);
-  return {
-      {"pages", need.pages},         {"summary", need.summary},         {"tables", need.tables},
-      {"staging", need.staging},     {"projections", need.projections}, {"scratch", need.scratch},
-      {"device", need.device},       {"pinned", need.pinned},           {"total", need.total()},
-      {"record_bytes", record_bytes}};
+  return {{"pages", need.pages},       {"summary", need.summary},         {"tables", need.tables},
+          {"staging", need.staging},   {"projections", need.projections}, {"scratch", need.scratch},
+          {"device", need.device},     {"pinned", need.pinned},           {"total", need.total()},
+          {"timeline", need.timeline}, {"record_bytes", record_bytes}};
 }
 
 void Session::declare(const at::Tensor& valid) {
@@ -288,5 +287,20 @@ std::map<std::string, double> Session::counters() const { return engine_counters
 std::map<std::string, std::string> Session::facts() const { return engine_facts(impl_->engine()); }
 
 std::map<std::string, int64_t> Session::ledger() const { return engine_ledger(impl_->engine()); }
+
+std::string Session::timeline() const {
+  std::string trace;
+  throw_if_error(engine_timeline(impl_->engine(), trace));
+  return trace;
+}
+
+void Session::record_predict(int64_t layer, int64_t began_ns) {
+  Timeline* timeline = impl_->engine().timeline();
+  if (timeline == nullptr) return;
+  timeline->record({.kind = SpanKind::kPredict,
+                    .layer = layer,
+                    .begin_ns = began_ns,
+                    .end_ns = Timeline::now_ns()});
+}
 
 }  // namespace kvswap

@@ -51,6 +51,9 @@ struct SessionOptions {
   int64_t kv_memory_bytes = -1;  // -1: as much as the settings need
   int64_t max_context = -1;      // with max_batch: checked and allocated at construction
   int64_t max_batch = -1;
+
+  /// How many spans of timeline() to keep, the newest, 40 bytes each; 0: nothing is recorded.
+  int64_t timeline_spans = 0;
 };
 
 /// One generation's KV cache on disk: the public C++ class, and what Python's cache drives.
@@ -142,6 +145,14 @@ class Session {
   std::map<std::string, std::string> facts() const;
   /// Bytes by use, as charged against kv_memory_bytes.
   std::map<std::string, int64_t> ledger() const;
+
+  /// What the newest timeline_spans stretches of time were spent on: trace events in JSON, for
+  /// Perfetto or chrome://tracing. Of the calling thread: predict, select, plan, submit, wait,
+  /// land, attend, append, seal and, between them, the model; of the disk: reads and writes.
+  std::string timeline() const;
+  /// Records that a query for `layer` was predicted from `began_ns` of the steady clock until now;
+  /// nothing without a timeline.
+  void record_predict(int64_t layer, int64_t began_ns);
 
  private:
   class Impl;

@@ -74,6 +74,7 @@ EngineOptions engine_options(const SessionOptions& from) {
   to.kv_memory_bytes = from.kv_memory_bytes;
   to.max_context = from.max_context;
   to.max_batch = from.max_batch;
+  to.timeline_spans = from.timeline_spans;
   to.device = device_kind(from.device);
   return to;
 }

@@ -77,6 +77,12 @@ def generate(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", metavar="OUT")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what the newest steps' time went to, for Perfetto.", metavar="TRACE"
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")
     ] = 200,
@@ -107,6 +113,7 @@ def generate(
             path=path,
             compare=compare,
             json_out=json_out,
+            timeline=timeline,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             device=device,

@@ -14,6 +14,7 @@ from kvswap_torch.cli import report
 from kvswap_torch.cli.prompt import Prompt, make_prompt
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.timeline import SPANS
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Conversation
@@ -31,6 +32,7 @@ class GenerateOptions:
     path: Path = Path(".")
     compare: bool = False
     json_out: Path | None = None
+    timeline: Path | None = None
     max_new_tokens: int = 200
     dtype: str = "auto"
     device: str = "cpu"
@@ -65,10 +67,12 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
         kv_memory_bytes=kv_memory,
         max_context=_context(options, material),
         max_batch=1,
+        timeline_spans=SPANS if options.timeline is not None else 0,
     ) as cache:
         console.rule("KV cache on disk")
         disk = _converse(options, material, cache, console)
         disk.stats = report.plain_stats(cache.stats())
+        _save_timeline(options, cache, console)
     console.print(report.closing_line(disk))
 
     memory = None
@@ -147,8 +151,18 @@ def _load_config(path: Path | None) -> Any:
 
 
 def _check_outputs(options: GenerateOptions) -> None:
-    if options.json_out is not None and not options.json_out.resolve().parent.is_dir():
-        raise ConfigError(f"--json: its folder must exist, got {options.json_out}")
+    for name, path in (("--json", options.json_out), ("--timeline", options.timeline)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(f"{name}: its folder must exist, got {path}")
+
+
+def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> None:
+    if options.timeline is None:
+        return
+    timeline = cache.stats(timeline=True).timeline
+    timeline.save(options.timeline)
+    console.print(f"\n[bold]{options.timeline}[/bold] opens at https://ui.perfetto.dev")
+    console.print(str(timeline), markup=False, highlight=False)
 
 
 def _device(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,6 +59,10 @@ class KVSwapCache(Cache):
     max_context, max_batch
         Tokens per sequence and sequences to be ready for. Given both, they are checked and
         allocated now instead of at the first forward pass.
+    timeline_spans
+        How many stretches of time to keep for ``stats(timeline=True)``, the newest ones; each takes
+        40 bytes of the budget, and `kvswap_torch.timeline.SPANS` is a good number. 0 records
+        nothing and costs nothing.
 
     Raises
     ------
@@ -79,7 +84,10 @@ class KVSwapCache(Cache):
         kv_memory_bytes: int | str | None = None,
         max_context: int | None = None,
         max_batch: int | None = None,
+        timeline_spans: int = 0,
     ):
+        if timeline_spans < 0:
+            raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
         self.parts = model_parts(model)
         if config is not None and not isinstance(config, SwapConfig):
             config = SwapConfig.load(config)
@@ -96,6 +104,7 @@ class KVSwapCache(Cache):
                 budget,
                 _projections(config, self.parts),
                 reserved_bytes=self._look_ahead.nbytes,
+                timeline_spans=timeline_spans,
             )
             undo.callback(self.driver.close)
             super().__init__(layers=_layers(self.parts, self.driver))
@@ -202,10 +211,21 @@ class KVSwapCache(Cache):
         self.driver.reset()
         self._others_changed = False
 
-    def stats(self) -> CacheStats:
-        """What the cache has done and what it takes; prints as a table."""
+    def stats(self, timeline: bool = False) -> CacheStats:
+        """What the cache has done and what it takes; prints as a table.
+
+        Parameters
+        ----------
+        timeline
+            Also what was recorded of single steps: `CacheStats.timeline`, to be saved for Perfetto.
+
+        Raises
+        ------
+        ValueError
+            For a timeline of a cache that was opened without `timeline_spans`.
+        """
         self.driver.check_open()
-        return collect(self.driver, self._look_ahead)
+        return collect(self.driver, self._look_ahead, timeline)
 
     # Its life.
 
@@ -276,8 +296,10 @@ class KVSwapCache(Cache):
         if self.driver.attends_all(target):
             self.driver.read_ahead(target, tokens)
             return
+        began_ns = time.monotonic_ns()
         query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
         if query is not None:
+            self.driver.record_predict(target, began_ns)
             self.driver.look_ahead(target, query)
 
     def _other_layers(self) -> list[CacheLayerMixin]:

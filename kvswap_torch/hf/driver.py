@@ -40,9 +40,11 @@ class SessionDriver:
         budget: Budget,
         projections: list[Pair] | None,
         reserved_bytes: int = 0,
+        timeline_spans: int = 0,
     ):
         self.parts = parts
         self.padding = Padding()
+        self.timeline_spans = timeline_spans
         self._path = path
         self._given = config
         self._budget = budget
@@ -61,7 +63,9 @@ class SessionDriver:
             left = max(1, budget.kv_memory_bytes - self._reserved_bytes)
             budget = dataclasses.replace(budget, kv_memory_bytes=left)
         calibrated = self._projections is not None
-        return session_module.session_options(config, self.parts, self._path, budget, calibrated)
+        return session_module.session_options(
+            config, self.parts, self._path, budget, calibrated, self.timeline_spans
+        )
 
     def _open(self, first: FirstPass | None) -> None:
         """Opens a session with settings for the first forward pass, or for what is known before."""
@@ -153,6 +157,11 @@ class SessionDriver:
     def look_ahead(self, layer: int, query: torch.Tensor) -> None:
         """query: ``[batch, heads or kv_heads, queries, head_dim]``, a prediction."""
         self.session.look_ahead(layer, query.contiguous())
+
+    def record_predict(self, layer: int, began_ns: int) -> None:
+        """For the timeline: a query for `layer` was predicted since ``time.monotonic_ns()``."""
+        if self.timeline_spans:
+            self.session.record_predict(layer, began_ns)
 
     def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> bool:
         """Whether a prediction for `layer` could be of use."""

@@ -36,6 +36,7 @@ def session_options(
     path: str | Path,
     budget: Budget,
     calibrated: bool,
+    timeline_spans: int = 0,
 ) -> dict[str, Any]:
     """The fields of kvswap::SessionOptions by name."""
     options: dict[str, Any] = {name: getattr(config, name) for name in SHARED}
@@ -51,6 +52,7 @@ def session_options(
         "directory": str(path),
         "device_model": config.device_model or "",
         "ranks": list(effective_ranks(config, parts.shape, calibrated)),
+        "timeline_spans": timeline_spans,
     }
 
 

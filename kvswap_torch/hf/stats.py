@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.timeline import SPANS, Timeline
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.driver import SessionDriver
@@ -56,6 +58,8 @@ class CacheStats:
         Time spent on estimating projections.
     counters
         The session's own counters, by name.
+    timeline
+        Of ``stats(timeline=True)`` alone: what each step's time was spent on.
     """
 
     tokens: int
@@ -88,13 +92,16 @@ class CacheStats:
     predictor: str
     estimate_seconds: float
     counters: Mapping[str, float]
+    timeline: Timeline | None = None
 
     def __getitem__(self, name: str) -> Any:
-        return asdict(self)[name]
+        return self.as_dict()[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers, strings and dictionaries, fit for JSON."""
-        return asdict(self)
+        """All but the timeline as plain numbers, strings and dictionaries, fit for JSON."""
+        plain = asdict(replace(self, timeline=None))
+        del plain["timeline"]
+        return plain
 
     def __str__(self) -> str:
         table = Table(title="KVSwapCache", show_header=False)
@@ -105,8 +112,13 @@ class CacheStats:
         return text.getvalue().rstrip()
 
 
-def collect(driver: SessionDriver, look_ahead: LookAhead) -> CacheStats:
-    """Reads the session's counters."""
+def collect(driver: SessionDriver, look_ahead: LookAhead, timeline: bool = False) -> CacheStats:
+    """Reads the session's counters, and its timeline where that is asked for."""
+    if timeline and not driver.timeline_spans:
+        raise ValueError(
+            "stats: timeline=True must be asked of a cache that records one, got timeline_spans=0; "
+            f"open it with KVSwapCache(..., timeline_spans={SPANS})"
+        )
     session, shape = driver.session, driver.parts.shape
     counters, facts = session.counters(), session.facts()
     ledger = dict(session.ledger())
@@ -145,6 +157,7 @@ def collect(driver: SessionDriver, look_ahead: LookAhead) -> CacheStats:
         predictor=look_ahead.description if driver.config.look_ahead else "off",
         estimate_seconds=driver.estimate_seconds,
         counters=counters,
+        timeline=Timeline(json.loads(session.timeline())) if timeline else None,
     )
 
 

@@ -47,6 +47,7 @@ class Options:
     kv_memory_bytes: int = -1
     max_context: int = -1
     max_batch: int = -1
+    timeline_spans: int = 0
 
 
 COUNTERS = [

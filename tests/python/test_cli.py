@@ -15,6 +15,7 @@ from kvswap_torch.cli.app import app
 from kvswap_torch.cli.conversation import AnswerStream, even_chunks
 from kvswap_torch.cli.prompt import PLAIN, make_prompt
 from kvswap_torch.native import PACKAGE_DIR
+from kvswap_torch.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = ["What is the colour?", "And the number?"]
@@ -75,6 +76,7 @@ def test_answers_are_those_of_plain_generate(
     result = json.loads(out.read_text())
     questions = sum(turn["question_tokens"] for turn in result["disk"]["turns"])
     made = {"path": tmp_path, "config": config, "kv_memory_bytes": 2 << 20, "max_batch": 1}
+    made |= {"timeline_spans": 0}
     context = result["document_tokens"] + questions + len(QUESTIONS) * 4
     assert full_cache == [made | {"max_context": context}, {"closed": True}]
     assert full_cache[0]["config"].source == tmp_path / "config.json"
@@ -99,8 +101,11 @@ def test_the_cache_on_disk_gives_the_full_caches_answers(
         tiny_model_dir, document,
         "--compare", "--json", str(out), "--path", str(disk), "--dtype", "float32",
         "--config", str(tmp_path / "covers.json"), "--prefill-chunk", "100",
+        "--timeline", str(tmp_path / "trace.json"),
     )  # fmt: skip
     assert done.exit_code == 0
+    names = {span.name for span in Timeline.load(tmp_path / "trace.json").spans}
+    assert {"model", "attend", "read"} <= names and "ui.perfetto.dev" in done.output
     result = json.loads(out.read_text())
     assert result["answers_equal"] is True
     stats = result["disk"]["stats"]
@@ -138,6 +143,7 @@ def plain_generate(model_dir: Path, document: str) -> list[list[int]]:
         (["--kv-memory", "lots"], "--kv-memory: must be a number with a unit"),
         (["--config", "missing.json"], "missing.json: must be a readable JSON file"),
         (["--json", "no/folder/out.json"], "--json: its folder must exist"),
+        (["--timeline", "no/folder/trace.json"], "--timeline: its folder must exist"),
         (["--prompt-template", "{document}"], "must have {document} once and {question} once"),
     ],
 )

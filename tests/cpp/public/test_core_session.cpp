@@ -158,6 +158,24 @@ TEST(CoreSession, AttendsOverEverythingWhereSettingsCoverIt) {
   EXPECT_GT(session.ledger().at("total"), 0);
 }
 
+TEST(CoreSession, TellsWhereItsTimeWent) {
+  const Folder folder;
+  CoreOptions options = covering(folder.path());
+  options.timeline_spans = 4096;
+  CoreSession session(options);
+  Plain plain(session.options(), 2);
+  run_chunks(session, plain, 1e-5);
+  const std::string trace = session.timeline();
+  for (const char* kind : {"select", "attend", "attend exactly", "append", "seal", "read"}) {
+    EXPECT_NE(trace.find("\"name\":\"" + std::string(kind)), std::string::npos) << kind;
+  }
+  EXPECT_EQ(session.ledger().at("timeline"), 4096 * 40);
+  EXPECT_EQ(CoreSession::memory_need(options, 2, 200).at("timeline"), 4096 * 40);
+  options.timeline_spans = 0;
+  const CoreSession silent(options);
+  EXPECT_THROW(silent.timeline(), std::invalid_argument);
+}
+
 TEST(CoreSession, RoundsOnceInBfloat16) {
   const Folder folder;
   CoreSession session(covering(folder.path(), ElementType::kBFloat16));

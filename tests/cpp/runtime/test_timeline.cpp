@@ -1,0 +1,191 @@
+// What an engine records of itself, over every way of reading.
+
+#include <map>
+
+#include "device/host_device.h"
+#include "engine_run.h"
+#include "runtime/chrome_trace.h"
+#include "runtime/engine_report.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kSpans = 1 << 16;
+
+struct BackEnd {
+  ReaderKind reader;
+  const char* model;  // of a device; empty: the disk as it is
+  bool on_device;
+};
+
+EngineOptions recording(const std::string& directory, const BackEnd& back_end) {
+  EngineOptions options = small_options(directory);
+  options.reader.kind = back_end.reader;
+  options.device_model = back_end.model;
+  if (back_end.on_device) options.device = host_device({});
+  options.timeline_spans = kSpans;
+  return options;
+}
+
+/// A prefill and some steps, each of which reads.
+void decode(EngineRun& run) {
+  run.forward(2, 60);
+  for (int step = 0; step < 12; ++step) run.forward(2, 1 + step % 4);
+}
+
+double seconds_of(const std::vector<Span>& spans, SpanKind kind) {
+  double seconds = 0;
+  for (const Span& span : spans) {
+    if (span.kind == kind) seconds += 1e-9 * static_cast<double>(span.end_ns - span.begin_ns);
+  }
+  return seconds;
+}
+
+int64_t bytes_of(const std::vector<Span>& spans, SpanKind kind) {
+  int64_t bytes = 0;
+  for (const Span& span : spans) bytes += span.kind == kind ? span.bytes : 0;
+  return bytes;
+}
+
+class Recorded : public testing::TestWithParam<BackEnd> {};
+
+TEST_P(Recorded, SpansOfTheCallerNest) {
+  const TestDirectory directory;
+  EngineRun run(recording(directory.path(), GetParam()), 11);
+  decode(run);
+  std::vector<int64_t> ends;  // of the spans that are open
+  for (const Span& span : run.engine().timeline()->spans()) {
+    ASSERT_LE(span.begin_ns, span.end_ns) << span_name(span.kind);
+    if (is_of_disk(span.kind)) continue;
+    while (!ends.empty() && ends.back() <= span.begin_ns) ends.pop_back();
+    if (!ends.empty()) {
+      ASSERT_LE(span.end_ns, ends.back()) << span_name(span.kind);
+    }
+    ends.push_back(span.end_ns);
+  }
+}
+
+TEST_P(Recorded, TotalsAreTheCounters) {
+  const TestDirectory directory;
+  EngineRun run(recording(directory.path(), GetParam()), 12);
+  decode(run);
+  Engine& engine = run.engine();
+  run.select({0, 1});  // waits for what is under way
+  const uint64_t written = engine.store().bytes_written();
+  const std::vector<Span> spans = engine.timeline()->spans();
+  ASSERT_LT(engine.timeline()->recorded(), static_cast<uint64_t>(kSpans));  // none was overwritten
+  const EngineCounters& counters = engine.counters();
+  const FetchCounters& fetches = engine.fetcher().counters();
+  EXPECT_NEAR(seconds_of(spans, SpanKind::kSelect), counters.select_seconds, 1e-9);
+  EXPECT_NEAR(seconds_of(spans, SpanKind::kPlan), counters.plan_seconds, 1e-9);
+  EXPECT_NEAR(seconds_of(spans, SpanKind::kAttend), counters.attend_seconds, 1e-9);
+  EXPECT_NEAR(seconds_of(spans, SpanKind::kAppend), counters.append_seconds, 1e-9);
+  EXPECT_NEAR(seconds_of(spans, SpanKind::kWait), fetches.wait_seconds, 1e-9);
+  EXPECT_EQ(bytes_of(spans, SpanKind::kRead),
+            static_cast<int64_t>(engine.fetcher().reader().counters().bytes));
+  EXPECT_GE(bytes_of(spans, SpanKind::kWrite), static_cast<int64_t>(written));
+  EXPECT_GT(written, 0u);
+}
+
+TEST_P(Recorded, ReadsEndBeforeTheWaitOfTheirLayerEnds) {
+  const TestDirectory directory;
+  EngineRun run(recording(directory.path(), GetParam()), 13);
+  decode(run);
+  const std::vector<Span> spans = run.engine().timeline()->spans();
+  std::map<uint64_t, Span> waits;
+  for (const Span& span : spans) {
+    if (span.kind == SpanKind::kWait) waits[span.ticket] = span;
+  }
+  int64_t compared = 0;
+  for (const Span& span : spans) {
+    if (span.kind != SpanKind::kRead && span.kind != SpanKind::kSubmit) continue;
+    const auto wait = waits.find(span.ticket);
+    if (wait == waits.end()) continue;  // still in flight
+    EXPECT_LE(span.end_ns, wait->second.end_ns);
+    if (span.kind == SpanKind::kSubmit) {
+      EXPECT_EQ(span.layer, wait->second.layer);
+    }
+    ++compared;
+  }
+  EXPECT_GT(compared, 10);
+}
+
+TEST_P(Recorded, TracePairsItsBeginsAndEnds) {
+  const TestDirectory directory;
+  EngineRun run(recording(directory.path(), GetParam()), 14);
+  decode(run);
+  std::string trace;
+  ASSERT_TRUE(engine_timeline(run.engine(), trace).is_ok());
+  const auto count = [&](const std::string& words) {
+    int64_t found = 0;
+    for (size_t at = trace.find(words); at != std::string::npos; at = trace.find(words, at + 1)) {
+      ++found;
+    }
+    return found;
+  };
+  EXPECT_GT(count("\"ph\":\"b\""), 10);
+  EXPECT_EQ(count("\"ph\":\"b\""), count("\"ph\":\"e\""));
+  for (const char* kind : {"select", "plan", "submit", "wait", "land", "attend", "append", "seal",
+                           "model", "read", "write", "fetch"}) {
+    EXPECT_GT(count("\"name\":\"" + std::string(kind) + "\""), 0) << kind;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Recorded,
+                         testing::Values(BackEnd{ReaderKind::kSync, "", false},
+                                         BackEnd{ReaderKind::kThreads, "", false},
+                                         BackEnd{ReaderKind::kAuto, "", false},
+                                         BackEnd{ReaderKind::kAuto, "nvme", false},
+                                         BackEnd{ReaderKind::kThreads, "", true}));
+
+TEST(EngineTimeline, IsNotThereUnlessAskedFor) {
+  const TestDirectory directory;
+  EngineRun run(small_options(directory.path()), 15);
+  decode(run);
+  EXPECT_EQ(run.engine().timeline(), nullptr);
+  EXPECT_EQ(run.engine().ledger().used(Use::kTimeline), 0);
+  std::string trace;
+  const Status refused = engine_timeline(run.engine(), trace);
+  EXPECT_EQ(refused.code(), StatusCode::kInvalid);
+  EXPECT_NE(refused.message().find("timeline_spans"), std::string::npos);
+}
+
+TEST(EngineTimeline, KeepsTheNewestSteps) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.timeline_spans = 40;
+  EngineRun run(options, 16);
+  decode(run);
+  const int64_t before_ns = Timeline::now_ns();
+  for (int step = 0; step < 12; ++step) run.forward(2, 1);
+  const std::vector<Span> spans = run.engine().timeline()->spans();
+  EXPECT_EQ(spans.size(), 40u);
+  EXPECT_GT(spans.front().begin_ns, before_ns);
+}
+
+TEST(EngineTimeline, IsPartOfTheBudget) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.max_context = 200;
+  options.max_batch = 1;
+  auto plain = Engine::create(options, nullptr);
+  ASSERT_TRUE(plain.is_ok());
+  const int64_t record_bytes = plain.value()->record_bytes();
+  // A smaller budget has smaller write buffers: until it is just met.
+  for (int i = 0; i < 5; ++i) {
+    options.kv_memory_bytes = memory_need(options, record_bytes, 1, 200).total();
+  }
+  ASSERT_TRUE(Engine::create(options, nullptr).is_ok());
+  options.timeline_spans = 1000;
+  auto refused = Engine::create(options, nullptr);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_EQ(refused.status().code(), StatusCode::kBudget);
+  EXPECT_NE(refused.status().message().find("timeline"), std::string::npos);
+  options.kv_memory_bytes += Timeline::bytes(1000);
+  auto granted = Engine::create(options, nullptr);
+  ASSERT_TRUE(granted.is_ok()) << granted.status().message();
+  EXPECT_EQ(granted.value()->ledger().used(Use::kTimeline), Timeline::bytes(1000));
+}
+
+}  // namespace
+}  // namespace kvswap
