@@ -90,11 +90,22 @@ def set_random_projections(session: Any, layers: int, width: int, rank: int) -> 
 
 
 def open_kvswap(
-    model: Any, shape: Shape, batch: int, context: int, path: Path, config: SwapConfig
+    model: Any,
+    shape: Shape,
+    batch: int,
+    context: int,
+    path: Path,
+    config: SwapConfig,
+    kv_memory_bytes: int | None = None,
 ) -> Contender:
     """`config.rank` is doubled, as for every cache that has no projection file."""
     cache = KVSwapCache(
-        model, path=path, config=config, max_context=context + ROOM_TOKENS, max_batch=batch
+        model,
+        path=path,
+        config=config,
+        kv_memory_bytes=kv_memory_bytes,
+        max_context=context + ROOM_TOKENS,
+        max_batch=batch,
     )
     width = shape.kv_heads * shape.head_dim
     set_random_projections(cache.driver.session, shape.layers, width, cache.driver.ranks[0])
@@ -157,7 +168,7 @@ CLOCKS = ("select", "plan", "wait", "attend", "append")
 
 
 class TokenClock:
-    """Where the milliseconds of a `KVSwapCache`'s tokens go, from when this was made.
+    """Where the milliseconds of a `KVSwapCache`'s tokens go, since this was made or restarted.
 
     The session's own clocks, predicting queries, which happens outside the session, and the rest,
     which is the model's.
@@ -165,8 +176,7 @@ class TokenClock:
 
     def __init__(self, cache: KVSwapCache):
         self._cache = cache
-        self._predict_seconds = 0.0
-        self._began = self._counters()
+        self.restart()
         predict = cache._look_ahead.predict
 
         def timed(*args):
@@ -177,16 +187,21 @@ class TokenClock:
 
         cache._look_ahead.predict = timed
 
+    def restart(self) -> None:
+        self._predict_seconds = 0.0
+        self._began = self._counters()
+
+    def grown(self) -> dict[str, float]:
+        """The session's counters, by how much they have grown."""
+        return {name: value - self._began[name] for name, value in self._counters().items()}
+
     def _counters(self) -> dict[str, float]:
         return dict(self._cache.driver.session.counters())
 
     def milliseconds(self, seconds: list[float]) -> dict[str, float]:
         """Of one token each, when these are the times of all steps since."""
-        now, steps = self._counters(), len(seconds)
-        parts = {
-            name: 1e3 * (now[f"{name}_seconds"] - self._began[f"{name}_seconds"]) / steps
-            for name in CLOCKS
-        }
+        grown, steps = self.grown(), len(seconds)
+        parts = {name: 1e3 * grown[f"{name}_seconds"] / steps for name in CLOCKS}
         parts["predict"] = 1e3 * self._predict_seconds / steps
         parts["model"] = 1e3 * statistics.mean(seconds) - sum(parts.values())
         return {name: round(value, 3) for name, value in parts.items()}

@@ -13,11 +13,12 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from tests.bench.kv_file import BLOCK_BYTES, KvFile
+from tests.bench.kv_file import FileLayer, KvFile
 
 THREADS = 4
+BLOCK_BYTES = 4 << 20
 
 
 class LayerReader:
@@ -47,10 +48,10 @@ class LayerReader:
         def read(at: int) -> None:
             block = view[at : at + BLOCK_BYTES]
             got = os.preadv(self._direct, [block], layer * layer_bytes + at)
-            if got != BLOCK_BYTES:
-                raise OSError(f"full restore: a read of {BLOCK_BYTES} bytes gave {got}")
+            if got != len(block):
+                raise OSError(f"full restore: a read of {len(block)} bytes gave {got}")
             if self._bytes_per_second is not None:
-                due = began + (at + BLOCK_BYTES) / self._bytes_per_second
+                due = began + (at + got) / self._bytes_per_second
                 time.sleep(max(0.0, due - time.perf_counter()))
 
         return [self._pool.submit(read, at) for at in range(0, layer_bytes, BLOCK_BYTES)]
@@ -69,40 +70,24 @@ class LayerReader:
         os.close(self._direct)
 
 
-class RestoreLayer(CacheLayerMixin):
+class RestoreLayer(FileLayer):
     """One layer: what was filled is on disk, what is decoded stays in memory."""
 
-    is_sliding = False
-    is_compileable = False
-
     def __init__(self, cache: FullRestoreCache, index: int):
+        super().__init__(cache.file.context)
         self.cache, self.index = cache, index
-        self.keys = self.values = None
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states, value_states) -> None: ...
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.keys = key_states if self.keys is None else torch.cat([self.keys, key_states], 2)
         self.values = (
             value_states if self.values is None else torch.cat([self.values, value_states], 2)
         )
+        self.decoded = self.keys.shape[2]
         keys, values = self.cache.restore(self.index)
-        begin, end = self.cache.context, self.get_seq_length()
+        begin, end = self.filled, self.get_seq_length()
         keys[:, :, begin:end] = self.keys
         values[:, :, begin:end] = self.values
         return keys[:, :, :end], values[:, :, :end]
-
-    def get_seq_length(self) -> int:
-        return self.cache.context + (0 if self.keys is None else self.keys.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 class FullRestoreCache(Cache):
@@ -113,7 +98,6 @@ class FullRestoreCache(Cache):
 
     def __init__(self, file: KvFile, bytes_per_second: float | None = None):
         self.file = file
-        self.context = file.context
         self.reader = LayerReader(file, bytes_per_second)
         self._reads: dict[int, list[Future]] = {}
         super().__init__(layers=[RestoreLayer(self, index) for index in range(file.layers)])

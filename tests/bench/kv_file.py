@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
-BLOCK_BYTES = 4 << 20
+ALIGNMENT_BYTES = 4096  # of a layer: what mappings and O_DIRECT may need
 ROOM_TOKENS = 128  # behind each head's tokens, so that decoded ones need no copy of the rest
 
 
@@ -34,7 +35,7 @@ class KvFile:
         self.layers, self.dtype = layers, dtype
         self.shape = (2, batch, kv_heads, self.context + ROOM_TOKENS, head_dim)
         self.payload_bytes = torch.Size(self.shape).numel() * dtype.itemsize
-        self.layer_bytes = -(-self.payload_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        self.layer_bytes = -(-self.payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if path.is_dir():
             with tempfile.TemporaryFile(dir=path) as file:
                 self.fd = os.dup(file.fileno())
@@ -82,3 +83,33 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(fd, data, at)
         data, at = data[written:], at + written
+
+
+class FileLayer(CacheLayerMixin):
+    """What transformers asks of a layer whose tensors are in a `KvFile`, filled from the start.
+
+    A subclass's `update` takes the new tokens and gives views of all columns.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, context: int):
+        self.filled = context
+        self.decoded = 0
+        self.keys = self.values = None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the file is there."""
+
+    def get_seq_length(self) -> int:
+        return self.filled + self.decoded
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
