@@ -71,8 +71,13 @@ def main(
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     with console.status("measuring memory"):
         memory_bandwidth = memory_bytes_per_second()
+    disks: dict[str | None, DiskBandwidth] = {}
     for cell in due:
-        results = measure_cell(cell, keys, path, seconds, memory_bandwidth, console)
+        if cell.device not in disks:
+            with console.status("measuring the disk"):
+                disks[cell.device] = measured_disk(path, cell.device)
+        bandwidths = (memory_bandwidth, disks[cell.device])
+        results = measure_cell(cell, keys, path, seconds, bandwidths, console)
         out.mkdir(parents=True, exist_ok=True)
         _file(cell, out).write_text(json.dumps(results, indent=2) + "\n")
         print_cell(console, results)
@@ -83,7 +88,7 @@ def measure_cell(
     keys: list[str],
     path: Path,
     seconds: float,
-    memory_bandwidth: float,
+    bandwidths: tuple[float, DiskBandwidth],
     console: Console,
 ) -> dict[str, Any]:
     began = time.perf_counter()
@@ -91,18 +96,22 @@ def measure_cell(
         weights = weights_file(cell.shape, Path("build/side_by_side"))
         read_through(weights)
         described = machine.describe(path)
-        disk = DiskBandwidth(path, cell.device)
-        try:
-            # The scratch file goes before there are gigabytes of K and V beside it.
-            disk.measure_all()
-        finally:
-            disk.close()
         measurement = Measurement(
             cell, path, weights, seconds, lambda what: status.update(f"{cell.name}: {what}")
         )
         measurement.run(keys, room_now(path))
-    results = {"machine": described} | measurement.results(memory_bandwidth, disk)
+    results = {"machine": described} | measurement.results(*bandwidths)
     return results | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def measured_disk(path: Path, device: str | None) -> DiskBandwidth:
+    """Its scratch file is gone before there are gigabytes of K and V beside it."""
+    disk = DiskBandwidth(path, device)
+    try:
+        disk.measure_all()
+    finally:
+        disk.close()
+    return disk
 
 
 def room_now(path: Path) -> Room:

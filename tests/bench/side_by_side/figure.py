@@ -57,6 +57,7 @@ def _draw_cell(axis: Any, result: dict[str, Any]) -> None:
         axis.plot(row["ms"], place, "o", color=COLOURS[key])
         axis.plot(row["roofline"]["ms"], place, "|", color="#333333", markersize=9)
     axis.set_yticks(range(len(keys)), [LABELS[key] for key in keys], fontsize=7)
+    axis.set_ylim(-0.7, len(keys) - 0.3)
     axis.set_title(f"{title(result)}, {result['device']}", fontsize=9)
     axis.grid(axis="x", which="major", color="#dddddd")
     axis.set_axisbelow(True)

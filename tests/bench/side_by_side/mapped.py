@@ -1,8 +1,9 @@
 """The peer that a reviewer asks for first: K and V in a mapped file, and the kernel pages.
 
-Stock full attention reads views of the mapping, and decoded tokens are written into it. Nothing
-is advised and nothing is read ahead but what the kernel reads by itself. It is only a peer when
-the memory for its pages is limited (memory_cap.py); otherwise it is a full cache in memory.
+Stock full attention reads views of the mapping, and decoded tokens are written into it. The kernel
+reads ahead as it does by itself, or not at all: where a disk's setting for it is large and memory
+is little, pages are dropped before they are used, so the faster of the two is kept. It is only a
+peer when the memory for its pages is limited (memory_cap.py); else it is a cache in memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from transformers.cache_utils import Cache
 
 from tests.bench.kv_file import FileLayer, KvFile
 
+ADVICE = {"normal": mmap.MADV_NORMAL, "random": mmap.MADV_RANDOM}
+
 
 class MappedLayer(FileLayer):
     """One layer: views ``[batch, kv_heads, columns, head_dim]`` of its part of the file."""
 
     def __init__(self, file: KvFile, index: int):
         super().__init__(file.context)
-        memory = mmap.mmap(file.fd, file.layer_bytes, offset=index * file.layer_bytes)
-        data = torch.frombuffer(memory, dtype=torch.uint8)[: file.payload_bytes]
+        self.memory = mmap.mmap(file.fd, file.layer_bytes, offset=index * file.layer_bytes)
+        data = torch.frombuffer(self.memory, dtype=torch.uint8)[: file.payload_bytes]
         self.keys, self.values = data.view(file.dtype).view(file.shape)
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -44,8 +47,13 @@ class MappedCache(Cache):
         self.file = file
         super().__init__(layers=[MappedLayer(file, index) for index in range(file.layers)])
 
+    def advise(self, advice: str) -> None:
+        """Tells the kernel how the mappings are read: "normal", or "random": nothing ahead."""
+        for layer in self.layers:
+            layer.memory.madvise(ADVICE[advice])
+
     def close(self) -> None:
         """The mappings go with the last view of them."""
         for layer in self.layers:
-            layer.keys = layer.values = None
+            layer.keys = layer.values = layer.memory = None
         self.file.close()

@@ -39,10 +39,11 @@ class Run:
     memory_before: int = 0
     filled: dict[str, Any] = field(default_factory=dict)
     cap_bytes: int | None = None
+    advice: dict[str, Any] = field(default_factory=dict)
 
     def warm_up(self) -> None:
         """A few steps that do not count; of a slow contender one."""
-        for _ in range(WARM_UP):
+        for _ in range(0 if self.advice else WARM_UP):
             if self.child.ask("step")["seconds"] > SLOW_SECONDS:
                 break
         self.child.ask("begin")
@@ -140,6 +141,7 @@ class Measurement:
             # Beside what a step of the model takes at most.
             run.cap_bytes = self._cap_bytes()
             cap.limit(cap.peak_bytes() + run.cap_bytes)
+            run.advice = child.ask("advise")
         run.warm_up()
 
     def _cap_bytes(self) -> int:
@@ -192,7 +194,7 @@ class Measurement:
         low, middle, high = statistics.quantiles(times, n=4)
         written = self.file_bytes_written if key in ON_FILE else run.filled["bytes_written"]
         if run.cap_bytes is not None:
-            report["kv_memory_bytes"] = run.cap_bytes
+            report |= {"kv_memory_bytes": run.cap_bytes, "advice": run.advice}
         return report | {
             "ms": _ms(middle),
             "ms_quartiles": [_ms(low), _ms(high)],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NONE = "no memory cgroup is writable here (needs root, or a delegated cgroup)"
+NONE = "no memory cap: no memory cgroup is writable here; run as root or delegate one"
 LEAVING_SECONDS = 5.0
 FILES = {  # of a version: limit and highest use so far, bytes
     1: ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),

@@ -35,15 +35,15 @@ LABELS = {
 ALWAYS = ("kvswap", "floor")  # in every wave, so that all are paired with them
 ON_FILE = ("restore", "mmap")
 ON_SESSION = ("kvswap", "tokens", "tokens_no_reuse")
-UNMODELLED = "the kernel's own reads cannot be slowed to a modelled device"
+UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
 
 # To fill and to run, for an estimate; measured on two cores and a disk of some 2 GB/s.
 FILL_SECONDS_PER_GIB = {
     "kvswap": 3.0, "tokens": 12.0, "tokens_no_reuse": 12.0, "dynamic": 2.0, "static": 2.0,
     "restore": 2.0, "mmap": 0.0, "floor": 0.0,
 }  # fmt: skip
-START_SECONDS = 5.0  # of a child
-STEP_SECONDS_PER_GIB = {"dynamic": 1.2, "static": 0.15, "restore": 0.9, "mmap": 3.0}
+START_SECONDS = 2.5  # of a child; they start together
+STEP_SECONDS_PER_GIB = {"dynamic": 1.2, "static": 0.15, "restore": 0.9, "mmap": 5.0}
 
 
 @dataclass(frozen=True)
@@ -194,5 +194,5 @@ def estimate_seconds(cell: Cell, keys: Iterable[str], seconds: float) -> float:
         fill = FILL_SECONDS_PER_GIB[key] * gib
         if cell.device and key == "restore":
             step = cell.kv_bytes / 250e6
-        total += START_SECONDS + fill + max(4 * step, min(seconds, 40 * step))
+        total += START_SECONDS + fill + max(5 * step, min(seconds, 40 * step))
     return total

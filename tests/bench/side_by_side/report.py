@@ -69,9 +69,9 @@ def cells_of(row: dict[str, Any], full_bytes: int) -> list[str]:
 
 
 def print_cell(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"{title(result)}, {result['device']}")
+    table = Table(title=f"{title(result)}, {result['device']}", padding=(0, 0))
     for column in COLUMNS:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for key in in_order(result):
         row = result["contenders"].get(key)
         if row is None:
@@ -135,4 +135,4 @@ def write_all(folder: Path = FOLDER) -> Path | None:
 def _why(result: dict[str, Any], key: str) -> str:
     """Why a contender has no time, in a word: what its reason begins with."""
     reason = result["empty"].get(key)
-    return "" if reason is None else reason.split(":")[0].split(" (")[0]
+    return "" if reason is None else reason.split(":")[0]
