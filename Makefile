@@ -121,9 +121,9 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 demo: build  ## a long document answered from a KV cache on disk, next to the full cache
 	$(PY) -m examples.demo $(ARGS)
 
-bench: build  ## decode and reader benchmarks; ARGS go to decode.py
-	$(PY) tests/bench/decode.py $(ARGS)
-	$(PY) tests/bench/reader.py
+bench: build  ## speed: KV on disk beside its peers (ARGS="--help" tells all), then the reader
+	$(PY) -m tests.bench.side_by_side $(ARGS)
+	$(PY) -m tests.bench.reader
 
 # Tensors of tens of MiB come and go: without this each is mapped and cleared anew.
 QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648

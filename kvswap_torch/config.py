@@ -72,9 +72,10 @@ class SwapConfig:
     )
     replacement: str = one_of(
         "fifo",
-        ("fifo", "lru", "unused"),
-        "who leaves the reuse buffer: the oldest load (the paper), the least recently used, or "
-        "whatever this step did not use (the published research code)",
+        ("fifo", "lru", "unused", "none"),
+        "who leaves the reuse buffer: the oldest load (the paper), the least recently used, "
+        "whatever this step did not use (the published research code), or with none everybody "
+        "before the next step, to measure what reuse saves",
     )
     select_queries_max: int = number(
         8, 1, 16, "longest chunk that attends the union of its selections; longer ones are exact"

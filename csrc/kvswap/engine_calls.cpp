@@ -74,9 +74,11 @@ EngineOptions engine_options(const CoreOptions& from) {
   to.pages_max = settings.pages_max;
   to.sink_tokens = settings.sink_tokens;
   to.tail_tokens = settings.tail_tokens;
-  to.replacement = parse<Replacement>(
-      "replacement", settings.replacement,
-      {{"fifo", Replacement::kFifo}, {"lru", Replacement::kLru}, {"unused", Replacement::kUnused}});
+  to.replacement = parse<Replacement>("replacement", settings.replacement,
+                                      {{"fifo", Replacement::kFifo},
+                                       {"lru", Replacement::kLru},
+                                       {"unused", Replacement::kUnused},
+                                       {"none", Replacement::kNone}});
   to.select_queries_max = settings.select_queries_max;
   to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
   to.max_context = from.budget.max_context.value_or(-1);

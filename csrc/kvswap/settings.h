@@ -31,8 +31,9 @@ struct Settings {
   int64_t sink_tokens = 4;
   /// newest tokens, always in memory and attended, sealed group by group
   int64_t tail_tokens = 32;
-  /// who leaves the reuse buffer: the oldest load (the paper), the least recently used, or
-  /// whatever this step did not use (the published research code)
+  /// who leaves the reuse buffer: the oldest load (the paper), the least recently used,
+  /// whatever this step did not use (the published research code), or with none everybody
+  /// before the next step, to measure what reuse saves
   std::string replacement = "fifo";
   /// longest chunk that attends the union of its selections; longer ones are exact
   int64_t select_queries_max = 8;

@@ -11,6 +11,7 @@ std::optional<Replacement> parse_replacement(const std::string& name) {
   if (name == "fifo") return Replacement::kFifo;
   if (name == "lru") return Replacement::kLru;
   if (name == "unused") return Replacement::kUnused;
+  if (name == "none") return Replacement::kNone;
   return std::nullopt;
 }
 
@@ -57,6 +58,7 @@ void PageMap::erase(int32_t index) {
 
 void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignments) {
   KVSWAP_ASSERT(keys.size() <= states_.size() && keys.size() == assignments.size());
+  if (replacement_ == Replacement::kNone) clear();
   ++step_;
   size_t loads = 0;
   for (size_t i = 0; i < keys.size(); ++i) {

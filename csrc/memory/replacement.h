@@ -19,6 +19,7 @@ enum class Replacement {
   kFifo,    ///< the oldest load (KVSwap 3.4.3)
   kLru,     ///< the one not used for longest
   kUnused,  ///< any that the last step did not use, in page order (the published research code)
+  kNone,    ///< everybody, before the next step: no reuse, to measure what reuse saves
 };
 
 std::optional<Replacement> parse_replacement(const std::string& name);
@@ -32,6 +33,7 @@ inline uint64_t leaving_rank(Replacement replacement, const PageState& page) {
     case Replacement::kLru:
       return 1 + page.used_step;
     case Replacement::kUnused:
+    case Replacement::kNone:
       return 1;
   }
   return 0;

@@ -67,9 +67,11 @@ EngineOptions engine_options(const SessionOptions& from) {
   to.pages_max = from.pages_max;
   to.sink_tokens = from.sink_tokens;
   to.tail_tokens = from.tail_tokens;
-  to.replacement = parse<Replacement>(
-      "replacement", from.replacement,
-      {{"fifo", Replacement::kFifo}, {"lru", Replacement::kLru}, {"unused", Replacement::kUnused}});
+  to.replacement = parse<Replacement>("replacement", from.replacement,
+                                      {{"fifo", Replacement::kFifo},
+                                       {"lru", Replacement::kLru},
+                                       {"unused", Replacement::kUnused},
+                                       {"none", Replacement::kNone}});
   to.select_queries_max = from.select_queries_max;
   to.kv_memory_bytes = from.kv_memory_bytes;
   to.max_context = from.max_context;

@@ -10,11 +10,8 @@ in common. `--trace` replays the choices of a model that reads (see record_trace
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,110 +20,23 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache, StaticCache
 
-from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
+from kvswap_torch import SwapConfig, format_bytes
 from tests.bench import machine
-from tests.bench.full_restore import FullRestoreCache
+from tests.bench.contenders import (
+    SELECTED_TOKENS,
+    Contender,
+    TokenClock,
+    fill_file,
+    kv_file_size,
+    open_dynamic,
+    open_floor,
+    open_kvswap,
+    open_restore,
+    open_static,
+)
+from tests.bench.kv_file import KvFile
 from tests.bench.shapes import SHAPES, Shape, make_model
-
-FILL_TOKENS = 2048
-SELECTED_TOKENS = 400
-MODELLED_BYTES_PER_SECOND = {"nvme": 1.8e9, "ufs": 1.0e9, "emmc": 0.25e9}
-
-
-def random_keys(shape: Shape, batch: int, tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    size = (batch, shape.kv_heads, tokens, shape.head_dim)
-    return torch.randn(size, generator=generator, dtype=torch.float32).bfloat16()
-
-
-def fill(shape: Shape, batch: int, context: int, take: Callable[..., None]) -> None:
-    """Calls take(layer, keys, values) with every layer's tokens, a chunk at a time."""
-    for layer in range(shape.layers):
-        for begin in range(0, context, FILL_TOKENS):
-            tokens = min(FILL_TOKENS, context - begin)
-            keys = random_keys(shape, batch, tokens, layer * 1_000_003 + begin)
-            take(layer, keys, keys.flip(-1))
-
-
-class Contender:
-    """One cache that decodes token by token; `seconds` has one number a step."""
-
-    def __init__(self, name: str, model: Any, cache: Any, batch: int, context: int):
-        self.name, self.model, self.cache = name, model, cache
-        self.ids = torch.full((batch, 1), 7)
-        self.position = context
-        self.seconds: list[float] = []
-        self.before_step: Callable[[int], None] = lambda step: None
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        self.before_step(len(self.seconds))
-        positions = torch.full_like(self.ids, self.position)
-        began = time.perf_counter()
-        output = self.model(
-            input_ids=self.ids, past_key_values=self.cache, position_ids=positions, use_cache=True
-        )
-        self.seconds.append(time.perf_counter() - began)
-        self.ids = output.logits[:, -1:].argmax(-1)
-        self.position += 1
-
-    def median(self, warm_up: int) -> float:
-        return statistics.median(self.seconds[warm_up:])
-
-    def close(self) -> None:
-        if hasattr(self.cache, "close"):
-            self.cache.close()
-        self.cache = None
-        gc.collect()
-
-
-def open_kvswap(
-    model, shape: Shape, batch: int, context: int, path: Path, config: SwapConfig
-) -> Contender:
-    cache = KVSwapCache(model, path=path, config=config, max_context=context + 512, max_batch=batch)
-    width = shape.kv_heads * shape.head_dim
-    rank = cache.driver.ranks[0]
-    session = cache.driver.session
-    basis = torch.linalg.qr(torch.randn(width, rank, generator=torch.Generator().manual_seed(1)))[0]
-    for layer in range(shape.layers):
-        session.set_projection(layer, basis, basis)
-    fill(shape, batch, context, session.append)
-    return Contender("kvswap", model, cache, batch, context)
-
-
-def open_dynamic(model, shape: Shape, batch: int, context: int) -> Contender:
-    cache = DynamicCache(config=model.config)
-    fill(shape, batch, context, lambda layer, k, v: cache.update(k, v, layer))
-    return Contender("DynamicCache", model, cache, batch, context)
-
-
-def open_static(model, shape: Shape, batch: int, context: int) -> Contender:
-    cache = StaticCache(config=model.config, max_cache_len=context + 512)
-    fill(shape, batch, context, lambda layer, k, v: cache.update(k, v, layer))
-    return Contender("StaticCache", model, cache, batch, context)
-
-
-def open_restore(
-    model, shape: Shape, batch: int, context: int, path: Path, device: str | None
-) -> Contender:
-    size = (batch, shape.kv_heads, context, shape.head_dim)
-    bandwidth = MODELLED_BYTES_PER_SECOND.get(device) if device else None
-    cache = FullRestoreCache(path, shape.layers, size, torch.bfloat16, bandwidth)
-    for layer in range(shape.layers):
-        chunks: list[torch.Tensor] = []
-        fill(replace(shape, layers=1), batch, context, lambda _, k, v, to=chunks: to.append(k))
-        keys = torch.cat(chunks, 2)
-        cache.fill(layer, keys, keys.flip(-1))
-    return Contender("full restore", model, cache, batch, context)
-
-
-def open_floor(model, shape: Shape, batch: int) -> Contender:
-    """The model's own work: a context of as many tokens as are selected."""
-    contender = open_dynamic(model, shape, batch, SELECTED_TOKENS)
-    contender.name = f"floor ({SELECTED_TOKENS} tokens)"
-    return contender
 
 
 def replay(contender: Contender, trace: dict[str, Any], shape: Shape, batch: int) -> None:
@@ -143,33 +53,6 @@ def replay(contender: Contender, trace: dict[str, Any], shape: Shape, batch: int
             session.override_selection(layer, chosen)
 
     contender.before_step = override
-
-
-def time_of_a_token(contender: Contender, steps: int) -> dict[str, float]:
-    """Where a token's milliseconds go, from the session's own clocks."""
-    counters = contender.cache.stats().counters
-    parts = {
-        name: 1e3 * (counters[f"{name}_seconds"] - contender.filled[f"{name}_seconds"]) / steps
-        for name in ("select", "plan", "wait", "attend", "append")
-    }
-    parts["predict"] = 1e3 * contender.predict_seconds / steps
-    parts["model"] = 1e3 * statistics.mean(contender.seconds) - sum(parts.values())
-    return {name: round(value, 3) for name, value in parts.items()}
-
-
-def watch_prediction(contender: Contender) -> None:
-    """Adds up the time of predicting queries, which happens outside the session."""
-    predict = contender.cache._look_ahead.predict
-    contender.predict_seconds = 0.0
-    contender.filled = dict(contender.cache.stats().counters)
-
-    def timed(*args):
-        began = time.perf_counter()
-        query = predict(*args)
-        contender.predict_seconds += time.perf_counter() - began
-        return query
-
-    contender.cache._look_ahead.predict = timed
 
 
 def main(
@@ -194,10 +77,9 @@ def main(
     console = Console()
     contenders = open_contenders(setting, only.split(","), path, console)
     ours = contenders[0] if only.startswith("kvswap") else None
-    if ours is not None:
-        watch_prediction(ours)
-        if trace is not None:
-            replay(ours, json.loads(trace.read_text()), setting.shape, batch)
+    clock = TokenClock(ours.cache) if ours is not None else None
+    if ours is not None and trace is not None:
+        replay(ours, json.loads(trace.read_text()), setting.shape, batch)
     with console.status("decoding"):
         for _ in range(steps):
             for contender in contenders:
@@ -211,8 +93,9 @@ def main(
         "device": device or "local disk",
         "choices": "random" if trace is None else trace.name,
     } | summarise(contenders, warm_up)
-    if ours is not None:
-        results["kvswap"] = account(ours, setting, steps)
+    if clock is not None:
+        times = clock.milliseconds(ours.seconds)
+        results["kvswap"] = account(ours, setting) | {"time_of_a_token_ms": times}
     _print(console, results)
     if out:
         console.print(f"wrote {machine.write(out, results).name}")
@@ -260,7 +143,7 @@ def open_contenders(
         "kvswap": lambda: open_kvswap(model, shape, batch, context, path, setting.config),
         "static": lambda: open_static(model, shape, batch, context),
         "dynamic": lambda: open_dynamic(model, shape, batch, context),
-        "restore": lambda: open_restore(model, shape, batch, context, path, setting.device),
+        "restore": lambda: open_filled_restore(model, setting, path),
         "floor": lambda: open_floor(model, shape, batch),
     }
     contenders = []
@@ -268,6 +151,13 @@ def open_contenders(
         with console.status(f"filling {name}"):
             contenders.append(openers[name]())
     return contenders
+
+
+def open_filled_restore(model: Any, setting: Setting, path: Path) -> Contender:
+    shape, batch, context = setting.shape, setting.batch, setting.context
+    file = KvFile(path, shape.layers, kv_file_size(shape, batch, context), torch.bfloat16)
+    fill_file(file, shape, batch)
+    return open_restore(model, shape, batch, context, file, setting.device)
 
 
 def summarise(contenders: list[Contender], warm_up: int) -> dict[str, Any]:
@@ -280,7 +170,7 @@ def summarise(contenders: list[Contender], warm_up: int) -> dict[str, Any]:
     }
 
 
-def account(ours: Contender, setting: Setting, steps: int) -> dict[str, Any]:
+def account(ours: Contender, setting: Setting) -> dict[str, Any]:
     """What our cache says of itself."""
     stats, config = ours.cache.stats(), setting.config
     return {
@@ -290,7 +180,6 @@ def account(ours: Contender, setting: Setting, steps: int) -> dict[str, Any]:
         "memory_share": round(stats.resident_bytes / stats.kv_bytes_full, 4),
         "bytes_read_per_token": round(stats.bytes_read_per_token),
         "hit_rate": stats.hit_rate,
-        "time_of_a_token_ms": time_of_a_token(ours, steps),
         "reader": f"{stats.reader}, {stats.io_mode}",
     }
 

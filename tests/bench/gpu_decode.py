@@ -26,6 +26,7 @@ from transformers import DynamicCache, StaticCache
 from kvswap_torch import KVSwapCache, SwapConfig
 from tests.bench import machine
 from tests.bench.full_restore import FullRestoreCache
+from tests.bench.kv_file import KvFile
 from tests.bench.shapes import SHAPES, Shape, make_model
 
 FILL_BYTES = 64 << 20  # of keys, at once
@@ -78,11 +79,11 @@ def pieces(case: Case, device: torch.device) -> Iterator[tuple[torch.Tensor, tor
 class OnDevice(FullRestoreCache):
     """Reads all of a layer from disk at each step, then copies it to the device."""
 
-    def __init__(self, device: torch.device, *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, device: torch.device, file: KvFile):
+        super().__init__(file)
         self.device = device
         if device.type == "cuda":
-            for buffer in self.file._buffers:
+            for buffer in self.reader.buffers:
                 memory = torch.frombuffer(buffer, dtype=torch.uint8)
                 error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)
                 if int(error):
@@ -128,11 +129,14 @@ def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.devi
         return open_kvswap(model, case, path, device)
     if name == "restore":
         size = (case.batch, case.shape.kv_heads, case.context, case.shape.head_dim)
-        cache = OnDevice(device, path, case.shape.layers, size, DTYPE)
+        file = KvFile(path, case.shape.layers, size, DTYPE)
         for layer in range(case.shape.layers):
-            keys = torch.cat([each.cpu() for each, _ in pieces(case, device)], 2)
-            cache.fill(layer, keys, keys.flip(-1))
-        return cache
+            begin = 0
+            for keys, values in pieces(case, device):
+                file.write(layer, begin, keys.cpu(), values.cpu())
+                begin += keys.shape[2]
+        file.flush()
+        return OnDevice(device, file)
     if name == "static":
         cache = StaticCache(config=model.config, max_cache_len=case.context + ROOM_TOKENS)
     else:

@@ -52,15 +52,16 @@ def anonymous_bytes(pid: int | str = "self") -> int:
 
 def write(name: str, results: dict[str, Any]) -> Path:
     """tests/bench/results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
     return path
 
 
 def _module() -> str:
     main = Path(sys.argv[0]).resolve()
-    return f"tests.bench.{main.stem}"
+    # A package is run by its __main__.py.
+    return f"tests.bench.{main.parent.name if main.stem == '__main__' else main.stem}"
 
 
 def _cpu() -> str:

@@ -28,12 +28,13 @@ SHAPES = {
     "1b": Shape(16, 2048, 32, 8, 64, 8192),
     "small": Shape(8, 512, 8, 4, 64, 2048),
     "8b-layers": Shape(4, 4096, 32, 8, 128, 14336),
+    "tiny": Shape(2, 64, 4, 2, 64, 128),  # to see that a script works
 }
 
 
-def make_model(shape: Shape, context: int, dtype: torch.dtype = torch.bfloat16):
-    """A Llama of this shape with random weights, in eval mode; room for `context` positions."""
-    config = LlamaConfig(
+def make_config(shape: Shape, context: int) -> LlamaConfig:
+    """A Llama of this shape, with room for `context` positions."""
+    return LlamaConfig(
         vocab_size=4096,  # the head is no part of what is compared
         hidden_size=shape.hidden,
         intermediate_size=shape.feed_forward,
@@ -45,6 +46,11 @@ def make_model(shape: Shape, context: int, dtype: torch.dtype = torch.bfloat16):
         tie_word_embeddings=True,
         rope_theta=500000.0,
     )
+
+
+def make_model(shape: Shape, context: int, dtype: torch.dtype = torch.bfloat16):
+    """A Llama of this shape with random weights, in eval mode; room for `context` positions."""
+    config = make_config(shape, context)
     torch.manual_seed(0)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -2,7 +2,8 @@
 
     python -m tests.bench.table
 
-Replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` in README.md.
+Replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` in README.md; a
+table whose marks are not there is left out. Writes every side-by-side cell and their figure, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kvswap_torch import format_bytes
 from tests.bench.machine import RESULTS
 from tests.bench.quality.plan import CORE
 from tests.bench.quality.report import interval
+from tests.bench.side_by_side import figure as side_by_side_figure
+from tests.bench.side_by_side import report as side_by_side
 
 README = Path("README.md")
 SHOWN = 2  # lengths of documents
@@ -92,6 +95,24 @@ def tuner_table() -> Iterator[str]:
         )
 
 
+def turns_table() -> Iterator[str]:
+    """Prefill, and time to the first token of a question about a document that is in the cache."""
+    yield (
+        "| shape | tokens | prefill: DynamicCache | kvswap | second turn: recomputed "
+        "| DynamicCache holding it | kvswap | KV memory |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for result in load("turns_*.json"):
+        prefill, turn = result["prefill_seconds"], result["second_turn_seconds"]
+        yield (
+            f"| {result['shape']} ({result['layers']} layers) | {result['tokens']:,} "
+            f"| {prefill['DynamicCache']:.2f} s | {prefill['kvswap']:.2f} s "
+            f"({result['prefill_ratio_of_pairs']:.2f}x) | {turn['recomputed']:.2f} s "
+            f"| {turn['DynamicCache']:.3f} s | {turn['kvswap']:.3f} s "
+            f"| {format_bytes(result['kv_memory_bytes'])} ({result['memory_share']:.1%}) |"
+        )
+
+
 def quality_table() -> Iterator[str]:
     """The longest documents; the rest stands in the results."""
     yield "| tokens | method | KV memory | read per token | needles | all tasks | loss |"
@@ -152,6 +173,8 @@ def quality_tasks_table() -> Iterator[str]:
 TABLES = {"decode": decode_table, "prefill": prefill_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
+TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
+TABLES |= {"turns": turns_table}
 
 
 def main() -> None:
@@ -161,6 +184,8 @@ def main() -> None:
         body = "\n".join(table())
         text = re.sub(marks, lambda m, body=body: m[1] + body + "\n" + m[2], text, flags=re.DOTALL)
     README.write_text(text)
+    side_by_side.write_all()
+    side_by_side_figure.draw()
 
 
 if __name__ == "__main__":

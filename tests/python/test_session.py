@@ -125,7 +125,7 @@ def test_random_operations(tmp_path, seed):
         tail_tokens=rng.choice([0, 3, 8, 32]),
         sink_tokens=rng.choice([0, 1, 4, 6]),
         select_queries_max=rng.choice([1, 4, 8]),
-        replacement=rng.choice(["fifo", "lru", "unused"]),
+        replacement=rng.choice(["fifo", "lru", "unused", "none"]),
         **rng.choice(BACK_ENDS),
     )
     made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])

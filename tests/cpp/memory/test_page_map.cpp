@@ -18,6 +18,7 @@ class ModelMap {
 
   std::vector<PageMap::Assignment> plan(const std::vector<uint64_t>& keys) {
     ++step_;
+    if (replacement_ == Replacement::kNone) pages_.assign(pages_.size(), {});
     std::vector<PageMap::Assignment> result;
     for (const uint64_t key : keys) {
       const auto it = std::find_if(pages_.begin(), pages_.end(),
@@ -119,7 +120,17 @@ TEST_P(PageMapTest, EqualsAModel) {
 
 INSTANTIATE_TEST_SUITE_P(Replacements, PageMapTest,
                          testing::Values(Replacement::kFifo, Replacement::kLru,
-                                         Replacement::kUnused));
+                                         Replacement::kUnused, Replacement::kNone));
+
+TEST(PageMap, WithoutReuseNothingIsHitTwice) {
+  PageMap map(0, 4, Replacement::kNone);
+  const std::vector<uint64_t> keys{7, 8};
+  std::vector<PageMap::Assignment> assignments(2);
+  for (int step = 0; step < 2; ++step) {
+    map.plan(keys, assignments);
+    EXPECT_TRUE(assignments[0].is_load && assignments[1].is_load) << "step " << step;
+  }
+}
 
 TEST(PageMap, WhatAStepUsesNeverLeavesInThatStep) {
   PageMap map(0, 2, Replacement::kFifo);
@@ -143,6 +154,7 @@ TEST(Replacement, IsParsedByName) {
   EXPECT_EQ(parse_replacement("fifo"), Replacement::kFifo);
   EXPECT_EQ(parse_replacement("lru"), Replacement::kLru);
   EXPECT_EQ(parse_replacement("unused"), Replacement::kUnused);
+  EXPECT_EQ(parse_replacement("none"), Replacement::kNone);
   EXPECT_EQ(parse_replacement("FIFO"), std::nullopt);
 }
 
