@@ -22,14 +22,13 @@ from rich.table import Table
 
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes, parse_bytes
 from tests.bench import machine
-from tests.bench.decode import (
+from tests.bench.contenders import (
     FILL_TOKENS,
     SELECTED_TOKENS,
     Contender,
+    TokenClock,
     open_floor,
-    random_keys,
-    time_of_a_token,
-    watch_prediction,
+    set_random_projections,
 )
 from tests.bench.shapes import SHAPES, Shape, make_model
 
@@ -38,7 +37,9 @@ WARM_UP = 4
 FIRST = 1 << 16  # tokens of the first size; each is twice the one before
 
 
-def open_cache(model: Any, path: Path, rank: int, memory: str, context: int) -> Contender:
+def open_cache(
+    model: Any, shape: Shape, path: Path, rank: int, memory: str, context: int
+) -> Contender:
     """A cache with random projections, empty."""
     groups = SELECTED_TOKENS // GROUP_TOKENS
     config = SwapConfig(
@@ -57,12 +58,8 @@ def open_cache(model: Any, path: Path, rank: int, memory: str, context: int) -> 
         max_context=context + 4096,
         max_batch=1,
     )
-    driver = cache.driver
-    width = cache.parts.shape.width
-    generator = torch.Generator().manual_seed(1)
-    for layer, columns in enumerate(driver.ranks):
-        basis = torch.linalg.qr(torch.randn(width, columns, generator=generator))[0]
-        driver.session.set_projection(layer, basis, basis)
+    width = shape.kv_heads * shape.head_dim
+    set_random_projections(cache.driver.session, shape.layers, width, rank)
     return Contender("kvswap", model, cache, 1, 0)
 
 
@@ -73,22 +70,22 @@ def fill_to(contender: Contender, shape: Shape, context: int, console: Console) 
     for begin in track(begins, f"filling to {context:,}", console=console, transient=True):
         tokens = min(FILL_TOKENS, context - begin)
         for layer in range(shape.layers):
-            keys = random_keys(shape, 1, tokens, layer * 1_000_003 + begin)
+            keys = torch.randn(1, shape.kv_heads, tokens, shape.head_dim).bfloat16()
             session.append(layer, keys, keys.flip(-1))
     contender.position = context
     return time.perf_counter() - began
 
 
-def decode(ours: Contender, floor: Contender, steps: int) -> dict[str, Any]:
+def decode(ours: Contender, floor: Contender, clock: TokenClock, steps: int) -> dict[str, Any]:
     """A token of each in turn."""
     context = ours.position
     for _ in range(WARM_UP):
         ours.step(), floor.step()
     ours.seconds, floor.seconds = [], []
-    watch_prediction(ours)
+    clock.restart()
     for _ in range(steps):
         ours.step(), floor.step()
-    parts = time_of_a_token(ours, steps)
+    parts = clock.milliseconds(ours.seconds)
     total = 1e3 * statistics.mean(ours.seconds)
     low, _, high = statistics.quantiles(ours.seconds, n=4)
     return {
@@ -127,13 +124,14 @@ def main(
     console, shape = Console(), SHAPES[shape_name]
     model = make_model(shape, context + 4096)
     before = machine.anonymous_bytes()
-    ours = open_cache(model, path, rank, kv_memory, context)
+    ours = open_cache(model, shape, path, rank, kv_memory, context)
     floor = open_floor(model, shape, 1)
+    clock = TokenClock(ours.cache)
     sizes, fill_seconds = [], 0.0
     wanted = [FIRST << i for i in range(30) if FIRST << i < context] + [context]
     for size in wanted:
         fill_seconds += fill_to(ours, shape, size, console)
-        sizes.append(decode(ours, floor, steps))
+        sizes.append(decode(ours, floor, clock, steps))
     results = {
         "machine": machine.describe(path),
         "shape": shape_name,
