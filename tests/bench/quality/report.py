@@ -14,7 +14,7 @@ from tests.bench import machine
 from tests.bench.quality.harness import Harness
 from tests.bench.quality.statistics import Interval, bootstrap, paired
 from tests.bench.quality.tasks import LANGUAGE, NEEDLES
-from tests.bench.quality.verdict import judge, sentences
+from tests.bench.quality.verdict import JUDGED, judge, sentences
 
 RESULTS = machine.RESULTS / "quality"
 ABLE = 0.5  # exact answers with the full cache below which a task is left out
@@ -144,7 +144,11 @@ def values(line: dict[str, Any], tasks: Sequence[str], of: Callable[[dict], floa
 
 
 def _layers(lines: Lines) -> dict[str, Any]:
-    """Recall by layer over all tasks, and by task and head: means over measured rows."""
+    """Recall by layer over all tasks, by task, and by head where a verdict needs it.
+
+    Means over measured rows.
+    """
+    judged = lines[0]["method"] in JUDGED
     first = next(iter(lines[0]["layers"].values()))
     count = len(first["best"])
     tasks = dict.fromkeys(task for line in lines for task in line["layers"])
@@ -171,7 +175,7 @@ def _layers(lines: Lines) -> dict[str, Any]:
         "best_of_task": {
             task: [mean("best", task, layer) for layer in range(count)] for task in tasks
         },
-        "recall_of_head": {task: _heads(lines, task) for task in tasks},
+        "recall_of_head": {task: _heads(lines, task) for task in tasks} if judged else {},
     }
 
 
