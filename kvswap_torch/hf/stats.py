@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvswap_torch.memory_size import format_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts since the cache was opened; prints as a table.
+    """Counts since the cache was opened; prints as a table, as plain lines where rich is missing.
 
     Parameters
     ----------
@@ -97,8 +94,15 @@ class CacheStats:
         return asdict(self)
 
     def __str__(self) -> str:
+        rows = _rows(self)
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            width = max(len(name) for name, _ in rows)
+            return "\n".join(["KVSwapCache", *(f"{name:{width}}  {value}" for name, value in rows)])
         table = Table(title="KVSwapCache", show_header=False)
-        for name, value in _rows(self):
+        for name, value in rows:
             table.add_row(name, value)
         text = io.StringIO()
         Console(file=text, width=100).print(table)
