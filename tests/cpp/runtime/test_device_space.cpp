@@ -197,6 +197,16 @@ TEST_F(DeviceSpaceTest, AChunksTokensStayUntilTheyArePacked) {
   EXPECT_EQ(staged(), first_);
 }
 
+TEST_F(DeviceSpaceTest, RoomIsMadeWhenNothingUsesTheOldOne) {
+  open(Stream::kLoad);
+  Record output;
+  load(first_, 0);
+  ASSERT_TRUE(space_->reserve(2, 1).is_ok());
+  attend(0, output);
+  finish();
+  EXPECT_EQ(output, answer_);
+}
+
 TEST_F(DeviceSpaceTest, AnUploadIsOverWhenItReturns) {
   open(Stream::kCompute);
   Record source = first_, output;
@@ -209,14 +219,30 @@ TEST_F(DeviceSpaceTest, AnUploadIsOverWhenItReturns) {
   EXPECT_EQ(output, answer_);
 }
 
-TEST_F(DeviceSpaceTest, ADownloadIsOverWhenItReturns) {
+TEST_F(DeviceSpaceTest, AnUploadComesAfterWhatIsOnItsWayToThePage) {
   open(Stream::kLoad);
+  Record output;
+  load(second_, 0);
+  ASSERT_TRUE(
+      space_->upload(page(0), reinterpret_cast<const std::byte*>(first_.data()), kRecordBytes)
+          .is_ok());
+  attend(0, output);
+  finish();
+  EXPECT_EQ(output, answer_);
+}
+
+class Download : public DeviceSpaceTest, public testing::WithParamInterface<Stream> {};
+
+TEST_P(Download, IsOverWhenItReturns) {
+  open(GetParam());
   load(first_, 0);
   Record target(kRecordFloats);
   ASSERT_TRUE(
       space_->download(reinterpret_cast<std::byte*>(target.data()), page(0), kRecordBytes).is_ok());
   EXPECT_EQ(target, first_);
 }
+
+INSTANTIATE_TEST_SUITE_P(Late, Download, testing::Values(Stream::kCompute, Stream::kLoad));
 
 }  // namespace
 }  // namespace kvswap
