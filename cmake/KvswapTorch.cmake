@@ -75,9 +75,16 @@ if(python_sources)
   list(APPEND targets _C)
 endif()
 
-# In the wheel torch is a neighbour in site-packages; in the tree it is where Python found it.
+# In the wheel torch is a neighbour in site-packages; in the tree it is where Python found it. Its
+# CUDA runtime, which ours must be too, is a neighbour as well: of CUDA 13 and of those before it.
+set(cuda_rpath)
+if(KVSWAP_CUDA)
+  string(REGEX MATCH "^[0-9]+" cuda_major "${torch_cuda}")
+  set(cuda_rpath
+    ";$ORIGIN/../../nvidia/cu${cuda_major}/lib;$ORIGIN/../../nvidia/cuda_runtime/lib")
+endif()
 set_target_properties(kvswap_torch PROPERTIES
-  BUILD_RPATH "${torch_lib_dir}" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+  BUILD_RPATH "${torch_lib_dir}" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib${cuda_rpath}")
 if(TARGET _C)
   set_target_properties(_C PROPERTIES
     BUILD_RPATH "$ORIGIN/lib;${torch_lib_dir}" INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
