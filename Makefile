@@ -66,6 +66,9 @@ test-aarch64: FLAGS := --toolchain cmake/aarch64.cmake
 test-aarch64: $(STAMP)  ## torch-free tests cross-built for 64-bit Arm, run by qemu-user
 	@.ci/aarch64
 	@$(call LOCK,aarch64) $(SUB) locked-core DIR=build/aarch64 FLAGS="$(FLAGS)"
+	@echo "What was skipped, and why (qemu-user has no io_uring):"
+	@grep -h -A1 ': Skipped$$' build/aarch64/Testing/Temporary/LastTest.log | \
+	  grep -v -e ': Skipped$$' -e '^--' | sed -E "s/'[^']*'/a folder/" | sort | uniq -c
 
 libtorch-example: build  ## the C++ program of examples/libtorch, against what a wheel installs
 	@$(call LOCK,dev) $(SUB) locked-example

@@ -41,11 +41,27 @@ foreach(source IN LISTS cuda_kernels)
 endforeach()
 add_custom_target(cuda_objects DEPENDS ${cuda_objects})
 
+# One process takes one CUDA runtime: the one of nvcc's major version is to be torch's.
+function(kvswap_check_nvcc torch_cuda)
+  execute_process(COMMAND ${KVSWAP_NVCC} --version OUTPUT_VARIABLE told
+    COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCH "release ([0-9]+)\\.([0-9]+)" release "${told}")
+  set(nvcc_major ${CMAKE_MATCH_1})
+  string(REGEX MATCH "^[0-9]+" torch_major "${torch_cuda}")
+  if(NOT nvcc_major STREQUAL torch_major)
+    message(FATAL_ERROR "kvswap: nvcc must be of CUDA ${torch_major}, which torch is built with "
+      "(${torch_cuda}), got ${KVSWAP_NVCC}: ${release}; set CUDA_HOME to such a toolkit, or build "
+      "for the CPU with -DKVSWAP_CUDA=OFF")
+  endif()
+endfunction()
+
 function(kvswap_link_cuda target)
   target_sources(${target} PRIVATE ${cuda_objects})
   set_source_files_properties(${cuda_objects} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
-  find_library(KVSWAP_CUDART cudart
-    HINTS ${KVSWAP_CUDA_ROOT}/lib64 ${KVSWAP_CUDA_ROOT}/lib REQUIRED)
-  target_include_directories(${target} SYSTEM PRIVATE ${KVSWAP_CUDA_ROOT}/include)
+  # nvcc may be a link or a script elsewhere, so the usual places come after its own.
+  set(places ${KVSWAP_CUDA_ROOT} $ENV{CUDA_HOME} /usr/local/cuda)
+  find_path(KVSWAP_CUDA_INCLUDE cuda_runtime_api.h HINTS ${places} PATH_SUFFIXES include REQUIRED)
+  find_library(KVSWAP_CUDART cudart HINTS ${places} PATH_SUFFIXES lib64 lib REQUIRED)
+  target_include_directories(${target} SYSTEM PRIVATE ${KVSWAP_CUDA_INCLUDE})
   target_link_libraries(${target} PRIVATE ${KVSWAP_CUDART})
 endfunction()

@@ -1,11 +1,11 @@
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-    "import torch; print(torch.utils.cmake_prefix_path); print(torch.__version__); \
+    "import torch; print(torch.__path__[0]); print(torch.__version__); \
 print(torch.version.cuda or 'none')"
   OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE "\n" ";" torch_facts "${torch_facts}")
-list(GET torch_facts 0 torch_prefix)
+list(GET torch_facts 0 torch_root)
 list(GET torch_facts 1 KVSWAP_TORCH_VERSION)
 list(GET torch_facts 2 torch_cuda)
 if(torch_cuda STREQUAL "none")
@@ -14,20 +14,29 @@ else()
   set(has_cuda ON)
 endif()
 option(KVSWAP_CUDA "Link the CUDA kernels; needs nvcc and a torch with CUDA" ${has_cuda})
-if(KVSWAP_CUDA AND NOT KVSWAP_NVCC)
-  message(FATAL_ERROR "kvswap: torch ${KVSWAP_TORCH_VERSION} has CUDA ${torch_cuda}, but there is "
-    "no nvcc; install the toolkit, set CUDA_HOME, or build for the CPU with -DKVSWAP_CUDA=OFF")
+if(KVSWAP_CUDA)
+  if(NOT has_cuda)
+    message(FATAL_ERROR "kvswap: KVSWAP_CUDA needs a torch with CUDA, got ${KVSWAP_TORCH_VERSION}")
+  endif()
+  if(NOT KVSWAP_NVCC)
+    message(FATAL_ERROR "kvswap: torch ${KVSWAP_TORCH_VERSION} has CUDA ${torch_cuda}, but there is "
+      "no nvcc; install the toolkit, set CUDA_HOME, or build for the CPU with -DKVSWAP_CUDA=OFF")
+  endif()
+  kvswap_check_nvcc(${torch_cuda})
 endif()
-if(KVSWAP_NVCC AND NOT CMAKE_CUDA_COMPILER)
-  set(CMAKE_CUDA_COMPILER ${KVSWAP_NVCC})  # torch's own package looks for one
+message(STATUS "kvswap: torch ${KVSWAP_TORCH_VERSION} in ${torch_root}")
+
+# Not torch's own CMake package: with CUDA it asks for the whole toolkit (cuBLAS, cuFFT, cuRAND and
+# more), of which this needs nvcc and the runtime.
+set(torch_lib_dir ${torch_root}/lib)
+add_library(kvswap_libtorch INTERFACE)
+target_include_directories(kvswap_libtorch SYSTEM INTERFACE
+  ${torch_root}/include ${torch_root}/include/torch/csrc/api/include)
+target_link_libraries(kvswap_libtorch INTERFACE
+  ${torch_lib_dir}/libtorch.so ${torch_lib_dir}/libtorch_cpu.so ${torch_lib_dir}/libc10.so)
+if(KVSWAP_CUDA)
+  target_link_libraries(kvswap_libtorch INTERFACE ${torch_lib_dir}/libc10_cuda.so)
 endif()
-# Torch's own package looks for a kineto that wheels do not carry and warns; c10 is linked anyway.
-if(NOT EXISTS ${torch_prefix}/../../lib/libkineto.a)
-  set(kineto_LIBRARY ${torch_prefix}/../../lib/libc10.so)
-endif()
-find_package(Torch REQUIRED HINTS ${torch_prefix})
-set(torch_lib_dir ${TORCH_INSTALL_PREFIX}/lib)
-message(STATUS "kvswap: torch ${KVSWAP_TORCH_VERSION} in ${TORCH_INSTALL_PREFIX}")
 
 file(GLOB torch_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/torch/*.cpp)
 file(GLOB python_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/python/*.cpp)
@@ -51,7 +60,7 @@ if(KVSWAP_CUDA)
 endif()
 target_include_directories(kvswap_torch PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
 target_link_libraries(kvswap_torch
-  PUBLIC ${TORCH_LIBRARIES}
+  PUBLIC kvswap_libtorch
   PRIVATE kvswap_options $<LINK_LIBRARY:WHOLE_ARCHIVE,kvswap_core> kvswap_dependencies)
 target_link_options(kvswap_torch PRIVATE -Wl,--exclude-libs,liburing.a -Wl,--no-undefined)
 
@@ -66,9 +75,16 @@ if(python_sources)
   list(APPEND targets _C)
 endif()
 
-# In the wheel torch is a neighbour in site-packages; in the tree it is where Python found it.
+# In the wheel torch is a neighbour in site-packages; in the tree it is where Python found it. Its
+# CUDA runtime, which ours must be too, is a neighbour as well: of CUDA 13 and of those before it.
+set(cuda_rpath)
+if(KVSWAP_CUDA)
+  string(REGEX MATCH "^[0-9]+" cuda_major "${torch_cuda}")
+  set(cuda_rpath
+    ";$ORIGIN/../../nvidia/cu${cuda_major}/lib;$ORIGIN/../../nvidia/cuda_runtime/lib")
+endif()
 set_target_properties(kvswap_torch PROPERTIES
-  BUILD_RPATH "${torch_lib_dir}" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+  BUILD_RPATH "${torch_lib_dir}" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib${cuda_rpath}")
 if(TARGET _C)
   set_target_properties(_C PROPERTIES
     BUILD_RPATH "$ORIGIN/lib;${torch_lib_dir}" INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def check_torch() -> None:
     """Refuses a torch other than the one the libraries were built for.
 
     The local part of the version (``+cpu``) may differ: the libraries use what all builds of one
-    release share.
+    release share, and those built for CUDA what all builds with CUDA share.
 
     Raises
     ------
@@ -53,13 +54,28 @@ def check_torch() -> None:
     if info is None:
         return
     installed = torch_version()
+    remedy = (
+        "install that torch, or build kvswap_torch again for this one (pip install "
+        "--no-build-isolation --force-reinstall --no-deps kvswap_torch; in a checkout: make "
+        "clean build)"
+    )
     if installed.split("+")[0] != str(info["torch"]).split("+")[0]:
         raise ImportError(
             f"kvswap_torch: was built for torch {info['torch']}, but torch {installed} is "
-            "installed; install that torch, or build kvswap_torch again for this one (pip install "
-            "--no-build-isolation --force-reinstall --no-deps kvswap_torch; in a checkout: make "
-            "clean build)"
+            f"installed; {remedy}"
         )
+    if info.get("cuda") and not torch_has_cuda():
+        raise ImportError(
+            f"kvswap_torch: was built for torch {info['torch']} with CUDA, but torch {installed} "
+            f"without it is installed; {remedy}"
+        )
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch has its CUDA part; imports nothing."""
+    spec = importlib.util.find_spec("torch")
+    places = spec.submodule_search_locations if spec else None
+    return any((Path(place) / "lib" / "libc10_cuda.so").is_file() for place in places or ())
 
 
 def require_library() -> Path:

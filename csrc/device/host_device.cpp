@@ -16,7 +16,9 @@ class HostDevice final : public Device {
  public:
   explicit HostDevice(const HostDeviceOptions& options) {
     for (int i = 0; i < kStreams; ++i) {
-      streams_[i] = std::make_unique<HostStream>(options.seed + i, options.delay_us_max);
+      const bool is_slow = options.slow == static_cast<Stream>(i);
+      streams_[i] = std::make_unique<HostStream>(options.seed + i, options.delay_us_max,
+                                                 is_slow ? options.slow_us : 0);
     }
   }
   Status start() {

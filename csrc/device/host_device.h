@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "device/device.h"
 
@@ -9,6 +10,10 @@ namespace kvswap {
 struct HostDeviceOptions {
   int64_t delay_us_max = 0;  // streams sleep up to so long before some operations
   uint64_t seed = 1;         // of the sleeps
+  // This one is `slow_us` late with every operation: the others run ahead of it as far as events
+  // let them.
+  std::optional<Stream> slow = std::nullopt;
+  int64_t slow_us = 0;
 };
 
 /// A device made of host memory, the CPU's kernels and a thread a stream: what the device path is

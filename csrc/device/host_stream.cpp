@@ -41,8 +41,10 @@ double HostEvents::seconds_between(int32_t begin, int32_t end) const {
   return std::chrono::duration<double>(passed).count();
 }
 
-HostStream::HostStream(uint64_t seed, int64_t delay_us_max)
-    : random_(static_cast<std::minstd_rand::result_type>(seed)), delay_us_max_(delay_us_max) {}
+HostStream::HostStream(uint64_t seed, int64_t delay_us_max, int64_t delay_us_each)
+    : random_(static_cast<std::minstd_rand::result_type>(seed)),
+      delay_us_max_(delay_us_max),
+      delay_us_each_(delay_us_each) {}
 
 HostStream::~HostStream() {
   {
@@ -82,9 +84,9 @@ void HostStream::run() {
     queue_.pop_front();
     is_busy_ = true;
     lock.unlock();
-    if (delay_us_max_ > 0 && random_() % 4 == 0) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random_() % delay_us_max_));
-    }
+    int64_t delay_us = delay_us_each_;
+    if (delay_us_max_ > 0 && random_() % 4 == 0) delay_us += random_() % delay_us_max_;
+    if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
     operation();
     lock.lock();
     is_busy_ = false;

@@ -41,10 +41,10 @@ class HostEvents {
 /// A stream of a device that is no device: a thread that does what is queued, in order and late.
 ///
 /// `delay_us_max` > 0: it sleeps up to so long before some operations, so that an order which
-/// nothing enforces does not come about by chance.
+/// nothing enforces does not come about by chance. `delay_us_each`: so long before each, besides.
 class HostStream {
  public:
-  HostStream(uint64_t seed, int64_t delay_us_max);
+  HostStream(uint64_t seed, int64_t delay_us_max, int64_t delay_us_each);
   ~HostStream();
   HostStream(const HostStream&) = delete;
   HostStream& operator=(const HostStream&) = delete;
@@ -64,6 +64,7 @@ class HostStream {
   bool is_stopping_ = false;
   std::minstd_rand random_;
   int64_t delay_us_max_;
+  int64_t delay_us_each_;
   std::thread thread_;
 };
 

@@ -1,21 +1,11 @@
 #include "kvswap/engine_calls.h"
 
-#include <utility>
+#include <stdexcept>
+
+#include "kvswap/engine_fields.h"
 
 namespace kvswap {
 namespace {
-
-template <typename T>
-T parse(const char* field, const std::string& value,
-        std::initializer_list<std::pair<const char*, T>> names) {
-  std::string known;
-  for (const auto& [name, parsed] : names) {
-    if (value == name) return parsed;
-    known += (known.empty() ? "" : ", ") + std::string(name);
-  }
-  throw std::invalid_argument("session: " + std::string(field) + " must be one of " + known +
-                              ", got '" + value + "'");
-}
 
 DType engine_dtype(ElementType type) {
   return type == ElementType::kFloat32    ? DType::kFloat32
@@ -52,34 +42,10 @@ EngineOptions engine_options(const CoreOptions& from) {
   to.head_dim = from.shape.head_dim;
   to.dtype = engine_dtype(from.shape.dtype);
   to.file.directory = from.directory;
-  to.file.mode = parse<IoMode>(
-      "io_mode", settings.io_mode,
-      {{"auto", IoMode::kAuto}, {"direct", IoMode::kDirect}, {"buffered", IoMode::kBuffered}});
+  copy_engine_fields(settings, to);
   to.file.quota_bytes = settings.disk_quota_bytes.value_or(-1);
-  to.reader.kind = parse<ReaderKind>("reader", settings.reader,
-                                     {{"auto", ReaderKind::kAuto},
-                                      {"uring", ReaderKind::kUring},
-                                      {"threads", ReaderKind::kThreads},
-                                      {"sync", ReaderKind::kSync}});
-  to.reader.depth = static_cast<int>(settings.read_depth);
   to.device_model = settings.device_model.value_or("");
-  to.merge_gap_bytes = settings.merge_gap_bytes;
-  to.merge_bytes_max = settings.merge_bytes_max;
-  to.checksum = settings.checksum;
-  to.group_tokens = settings.group_tokens;
   to.ranks = from.ranks.empty() ? settings.ranks(from.shape.layers) : from.ranks;
-  to.summary_dtype = parse<DType>("summary_dtype", settings.summary_dtype,
-                                  {{"model", to.dtype}, {"int8", DType::kInt8}});
-  to.groups_max = settings.groups_max;
-  to.pages_max = settings.pages_max;
-  to.sink_tokens = settings.sink_tokens;
-  to.tail_tokens = settings.tail_tokens;
-  to.replacement = parse<Replacement>("replacement", settings.replacement,
-                                      {{"fifo", Replacement::kFifo},
-                                       {"lru", Replacement::kLru},
-                                       {"unused", Replacement::kUnused},
-                                       {"none", Replacement::kNone}});
-  to.select_queries_max = settings.select_queries_max;
   to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
   to.max_context = from.budget.max_context.value_or(-1);
   to.max_batch = from.budget.max_batch.value_or(-1);

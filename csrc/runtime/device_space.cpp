@@ -176,13 +176,11 @@ void DeviceSpace::copy(std::byte* to, const std::byte* from, int64_t bytes) {
 }
 
 Status DeviceSpace::upload(std::byte* to, const std::byte* host, int64_t bytes) {
-  KVSWAP_RETURN_IF_ERROR(device_->drain());
   device_->copy_in(to, host, bytes);
   return device_->drain();
 }
 
 Status DeviceSpace::download(std::byte* host, const std::byte* from, int64_t bytes) {
-  KVSWAP_RETURN_IF_ERROR(device_->drain());
   device_->copy_out(host, from, bytes);
   return device_->drain();
 }

@@ -2,12 +2,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "kernels/records.h"
 #include "kernels/types.h"
 #include "torch/parallel.h"
 
 namespace kvswap {
 
 inline constexpr int64_t kGroupTokensMax = 64;  // a page's mask has as many bits
+inline constexpr int64_t kIndexMax = std::numeric_limits<int32_t>::max();
+using OptionalTensor = std::optional<at::Tensor>;
 
 inline DType to_dtype(at::ScalarType type) {
   return type == at::kFloat      ? DType::kFloat32
@@ -36,8 +43,7 @@ inline void check_dtype(const char* where, const char* name, const at::Tensor& t
 }
 
 /// fp32, bf16 or fp16.
-inline void check_floating(const char* where, const char* name, const at::Tensor& tensor) {
-  const auto type = tensor.scalar_type();
+inline void check_floating(const char* where, const char* name, at::ScalarType type) {
   TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, where, ": ",
                     name, " must be float32, bfloat16 or float16, got ", type);
 }
@@ -52,5 +58,46 @@ inline void check_range(const char* where, const char* name, int64_t value, int6
 inline at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   return tensor.numel() == 0 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
+
+// What each op demands of its arguments, on every device; op_checks.cpp. Shapes are schema.cpp's.
+
+/// The shape of a page.
+RecordShape check_pages(const char* where, const at::Tensor& pages, const at::Tensor& table);
+
+struct AttentionInputs {
+  const at::Tensor& query;
+  const at::Tensor& pages;
+  const at::Tensor& table;
+  const at::Tensor& masks;
+  const at::Tensor& columns;
+  const at::Tensor& query_columns;
+};
+/// Pages and table are checked.
+void check_attention(const AttentionInputs& inputs, const RecordShape& shape);
+
+void check_merge(const at::Tensor& output, const at::Tensor& log_sum_exp,
+                 const at::Tensor& other_output, const at::Tensor& other_log_sum_exp);
+
+void check_pack(const at::Tensor& keys, const at::Tensor& values, int64_t group_tokens);
+/// Keys and values of `tokens` tokens, not filled yet: [batch, kv_heads, tokens, head_dim], which
+/// "nhd" lays out token by token.
+std::pair<at::Tensor, at::Tensor> check_unpack(const at::Tensor& records, int64_t tokens,
+                                               c10::string_view layout);
+
+void check_fp8_quantize(const at::Tensor& source);
+void check_fp8_dequantize(const at::Tensor& quantized, const at::Tensor& scales,
+                          at::ScalarType dtype);
+
+/// An int8 summary has token_scale, another has none.
+void check_summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale);
+void check_score(const at::Tensor& summary, const at::Tensor& query);
+void check_group_max(const at::Tensor& scores, int64_t group_tokens);
+void check_top_k(const at::Tensor& scores, int64_t k);
+void check_select(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
+                  int64_t k);
+void check_token_bounds(const char* name, const at::Tensor& bounds, int64_t batch);
+/// The summary's dtype.
+at::ScalarType check_project(const at::Tensor& keys, const at::Tensor& projection,
+                             std::optional<at::ScalarType> summary_dtype);
 
 }  // namespace kvswap

@@ -1,7 +1,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <tuple>
 #include <vector>
 
@@ -18,17 +17,7 @@ using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 /// Pages and the addresses that a table of slots stands for.
 struct PageTable {
   PageTable(const char* where, const at::Tensor& page_tensor, const at::Tensor& table)
-      : pages(page_tensor.contiguous()) {
-    check_shape(where, "pages", pages, "[slots, kv_heads, 2, group_tokens, head_dim]",
-                {-1, -1, 2, -1, -1});
-    check_floating(where, "pages", pages);
-    check_shape(where, "table", table, "[batch, 1 or kv_heads, pages]", {-1, -1, -1});
-    check_dtype(where, "table", table, at::kInt);
-    check_range(where, "group_tokens", pages.size(3), 1, kGroupTokensMax);
-    shape = {pages.size(1), pages.size(3), pages.size(4), pages.element_size()};
-    TORCH_CHECK_VALUE(table.size(1) == 1 || shape.kv_heads == 1 || table.size(1) == shape.kv_heads,
-                      where, ": table must have one row for all KV heads or one for each of ",
-                      shape.kv_heads, ", got ", table.size(1));
+      : shape(check_pages(where, page_tensor, table)), pages(page_tensor.contiguous()) {
     const at::Tensor slots = table.contiguous();
     const char* base = static_cast<const char*>(pages.const_data_ptr());
     for (int64_t i = 0; i < slots.numel(); ++i) {
@@ -38,8 +27,8 @@ struct PageTable {
     }
   }
 
-  at::Tensor pages;
   RecordShape shape;
+  at::Tensor pages;
   std::vector<const void*> addresses;  // [batch, table_heads, pages]; null for slot -1
 };
 
@@ -61,31 +50,12 @@ TensorPair paged_gather_cpu(const at::Tensor& pages, const at::Tensor& table) {
   return {keys, values};
 }
 
-void check_attention(const at::Tensor& query, const PageTable& source, const at::Tensor& table,
-                     const at::Tensor& masks, const at::Tensor& columns,
-                     const at::Tensor& query_columns) {
-  constexpr const char* kWhere = "paged_attention";
-  check_shape(kWhere, "query", query, "[batch, heads, queries, head_dim]",
-              {table.size(0), -1, -1, source.shape.head_dim});
-  check_dtype(kWhere, "query", query, source.pages.scalar_type());
-  check_range(kWhere, "queries", query.size(2), 1, kChunkQueriesMax);
-  const int64_t kv_heads = std::max(source.shape.kv_heads, table.size(1));
-  TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, kWhere,
-                    ": heads must be a multiple of ", kv_heads, " KV heads, got ", query.size(1));
-  check_shape(kWhere, "masks", masks, "the shape of table", table.sizes());
-  check_dtype(kWhere, "masks", masks, at::kLong);
-  check_shape(kWhere, "columns", columns, "the shape of table", table.sizes());
-  check_dtype(kWhere, "columns", columns, at::kInt);
-  check_shape(kWhere, "query_columns", query_columns, "[batch]", {table.size(0)});
-  check_dtype(kWhere, "query_columns", query_columns, at::kInt);
-}
-
 TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
                                const at::Tensor& table, const at::Tensor& masks,
                                const at::Tensor& columns, const at::Tensor& query_columns,
                                double scale) {
   const PageTable source("paged_attention", pages, table);
-  check_attention(query, source, table, masks, columns, query_columns);
+  check_attention({query, source.pages, table, masks, columns, query_columns}, source.shape);
   const at::Tensor rows = with_contiguous_rows(query);
   const at::Tensor page_columns = columns.contiguous();
   const at::Tensor first_columns = query_columns.contiguous();
@@ -122,17 +92,7 @@ TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
 TensorPair merge_attention_cpu(const at::Tensor& output, const at::Tensor& log_sum_exp,
                                const at::Tensor& other_output,
                                const at::Tensor& other_log_sum_exp) {
-  constexpr const char* kWhere = "merge_attention";
-  check_floating(kWhere, "output", output);
-  TORCH_CHECK_VALUE(output.dim() >= 1, kWhere, ": output must be [..., head_dim], got a scalar");
-  check_shape(kWhere, "other_output", other_output, "the shape of output", output.sizes());
-  check_dtype(kWhere, "other_output", other_output, output.scalar_type());
-  const auto rows = output.sizes().slice(0, output.dim() - 1);
-  for (const auto& [name, tensor] : {std::pair{"log_sum_exp", &log_sum_exp},
-                                     std::pair{"other_log_sum_exp", &other_log_sum_exp}}) {
-    check_shape(kWhere, name, *tensor, "the shape of output without head_dim", rows);
-    check_dtype(kWhere, name, *tensor, at::kFloat);
-  }
+  check_merge(output, log_sum_exp, other_output, other_log_sum_exp);
   at::Tensor merged = output.clone(at::MemoryFormat::Contiguous);
   at::Tensor merged_log_sum_exp = log_sum_exp.clone(at::MemoryFormat::Contiguous);
   const at::Tensor other = other_output.contiguous();

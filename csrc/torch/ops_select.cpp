@@ -2,7 +2,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -15,24 +14,12 @@
 namespace kvswap {
 namespace {
 
-constexpr int64_t kIndexMax = std::numeric_limits<int32_t>::max();
-using OptionalTensor = std::optional<at::Tensor>;
-
 /// A summary and, for int8, its scales: contiguous and checked.
 struct Summary {
   Summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
       : rows(summary.contiguous()) {
-    check_shape(where, "summary", summary, "[batch, blocks, rank, 16]",
-                {-1, -1, -1, kSummaryBlock});
-    const bool is_int8 = summary.scalar_type() == at::kChar;
-    if (!is_int8) check_floating(where, "summary (unless int8)", summary);
-    TORCH_CHECK_VALUE(is_int8 == token_scale.has_value(), where,
-                      ": token_scale must be given with an int8 summary and only then, got ",
-                      token_scale ? "one" : "none", " for ", summary.scalar_type());
-    if (!is_int8) return;
-    check_shape(where, "token_scale", *token_scale, "[batch, blocks, 16]",
-                {batch(), blocks(), kSummaryBlock});
-    check_dtype(where, "token_scale", *token_scale, at::kFloat);
+    check_summary(where, summary, token_scale);
+    if (!token_scale) return;
     scales = token_scale->contiguous();
   }
 
@@ -58,9 +45,7 @@ struct Summary {
 at::Tensor low_rank_score_cpu(const at::Tensor& summary, const at::Tensor& query,
                               const OptionalTensor& token_scale) {
   const Summary source("low_rank_score", summary, token_scale);
-  check_shape("low_rank_score", "query", query, "[batch, queries, rank]",
-              {source.batch(), -1, source.rank()});
-  check_dtype("low_rank_score", "query", query, at::kFloat);
+  check_score(summary, query);
   const at::Tensor queries = query.contiguous();
   const int64_t count = query.size(1);
   at::Tensor scores = at::empty({source.batch(), count, source.tokens()}, query.options());
@@ -86,9 +71,7 @@ at::Tensor low_rank_score_cpu(const at::Tensor& summary, const at::Tensor& query
 }
 
 at::Tensor group_max_cpu(const at::Tensor& scores, int64_t group_tokens) {
-  check_shape("group_max", "scores", scores, "[batch, tokens]", {-1, -1});
-  check_dtype("group_max", "scores", scores, at::kFloat);
-  check_range("group_max", "group_tokens", group_tokens, 1, kGroupTokensMax);
+  check_group_max(scores, group_tokens);
   const at::Tensor source = scores.contiguous();
   const int64_t tokens = scores.size(1);
   const int64_t groups = (tokens + group_tokens - 1) / group_tokens;
@@ -110,10 +93,7 @@ std::tuple<at::Tensor, at::Tensor> no_choices(int64_t batch, int64_t k) {
 }
 
 std::tuple<at::Tensor, at::Tensor> top_k_groups_cpu(const at::Tensor& scores, int64_t k) {
-  check_shape("top_k_groups", "scores", scores, "[batch, groups]", {-1, -1});
-  check_dtype("top_k_groups", "scores", scores, at::kFloat);
-  check_range("top_k_groups", "k", k, 0, kIndexMax);
-  check_range("top_k_groups", "groups", scores.size(1), 0, kIndexMax);
+  check_top_k(scores, k);
   const at::Tensor source = scores.contiguous();
   auto [indices, counts] = no_choices(scores.size(0), k);
   int32_t* chosen = indices.data_ptr<int32_t>();
@@ -134,8 +114,7 @@ std::tuple<at::Tensor, at::Tensor> top_k_groups_cpu(const at::Tensor& scores, in
 at::Tensor token_bounds(const char* name, const OptionalTensor& bounds, int64_t otherwise,
                         const Summary& summary) {
   if (!bounds) return at::full({summary.batch()}, otherwise, at::kLong);
-  check_shape("select_groups", name, *bounds, "[batch]", {summary.batch()});
-  check_dtype("select_groups", name, *bounds, at::kLong);
+  check_token_bounds(name, *bounds, summary.batch());
   const at::Tensor contiguous = bounds->contiguous();
   for (int64_t i = 0; i < summary.batch(); ++i) {
     check_range("select_groups", name, contiguous.const_data_ptr<int64_t>()[i], 0,
@@ -150,10 +129,7 @@ std::tuple<at::Tensor, at::Tensor> select_groups_cpu(const at::Tensor& summary,
                                                      const OptionalTensor& first_tokens,
                                                      const OptionalTensor& last_tokens) {
   const Summary source("select_groups", summary, token_scale);
-  check_shape("select_groups", "query", query, "[batch, rank]", {source.batch(), source.rank()});
-  check_dtype("select_groups", "query", query, at::kFloat);
-  check_range("select_groups", "group_tokens", group_tokens, 1, kGroupTokensMax);
-  check_range("select_groups", "k", k, 0, kIndexMax);
+  check_select(summary, query, group_tokens, k);
   const at::Tensor queries = query.contiguous();
   const at::Tensor first = token_bounds("first_tokens", first_tokens, 0, source);
   const at::Tensor last = token_bounds("last_tokens", last_tokens, source.tokens(), source);
@@ -181,20 +157,13 @@ std::tuple<at::Tensor, at::Tensor> select_groups_cpu(const at::Tensor& summary,
 std::tuple<at::Tensor, at::Tensor> project_keys_cpu(const at::Tensor& keys,
                                                     const at::Tensor& projection,
                                                     std::optional<at::ScalarType> summary_dtype) {
-  check_shape("project_keys", "keys", keys, "[batch, kv_heads, tokens, head_dim]",
-              {-1, -1, -1, -1});
-  check_floating("project_keys", "keys", keys);
-  check_shape("project_keys", "projection", projection, "[kv_heads * head_dim, rank]",
-              {keys.size(1) * keys.size(3), -1});
-  check_dtype("project_keys", "projection", projection, at::kFloat);
-  const at::ScalarType type = summary_dtype.value_or(keys.scalar_type());
+  const at::ScalarType type = check_project(keys, projection, summary_dtype);
   const bool is_int8 = type == at::kChar;
   const int64_t batch = keys.size(0);
   const int64_t tokens = keys.size(2);
   const int64_t rank = projection.size(1);
   const int64_t blocks = (tokens + kSummaryBlock - 1) / kSummaryBlock;
   at::Tensor summary = at::zeros({batch, blocks, rank, kSummaryBlock}, keys.options().dtype(type));
-  if (!is_int8) check_floating("project_keys", "summary (unless int8)", summary);
   at::Tensor token_scale =
       is_int8 ? at::zeros({batch, blocks, kSummaryBlock}, at::kFloat) : at::empty({0}, at::kFloat);
   const at::Tensor source = with_contiguous_rows(keys);

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.timeline import SPANS, Timeline
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts since the cache was opened; prints as a table.
+    """Counts since the cache was opened; prints as a table, as plain lines where rich is missing.
 
     Parameters
     ----------
@@ -104,8 +101,15 @@ class CacheStats:
         return plain
 
     def __str__(self) -> str:
+        rows = _rows(self)
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            width = max(len(name) for name, _ in rows)
+            return "\n".join(["KVSwapCache", *(f"{name:{width}}  {value}" for name, value in rows)])
         table = Table(title="KVSwapCache", show_header=False)
-        for name, value in _rows(self):
+        for name, value in rows:
             table.add_row(name, value)
         text = io.StringIO()
         Console(file=text, width=100).print(table)

@@ -2,8 +2,8 @@
 
 The ratio is bytes that the op must move, per second, by what a plain copy of as many moves: 1 is as
 fast as a copy. An op is timed with CUDA events around one call through torch.ops, with the second
-cache emptied before, so the small launches of the torch layer are in it. Decoding is measured by
-tests/bench/gpu_decode.py, where that is there.
+cache emptied before, so the small launches of the torch layer are in it. What `--seconds` leaves no
+time for is named. Decoding is measured by tests/bench/gpu_decode.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -141,40 +144,53 @@ def copy_bandwidth(size: int, flush: torch.Tensor, repeats: int) -> float:
     return size / seconds_of(lambda: target.copy_(source), flush, repeats)
 
 
-def measure(sizes: list[int], repeats: int) -> list[dict[str, object]]:
+def row_of(name: str, size: int, moved: int, seconds: float, copy: float) -> dict[str, Any]:
+    return {
+        "op": name,
+        "input_mib": size,
+        "microseconds": round(seconds * 1e6, 1),
+        "gb_per_s": round(moved / seconds / 1e9, 1),
+        "copy_gb_per_s": round(copy / 1e9, 1),
+        "ratio": round(moved / seconds / copy, 3),
+    }
+
+
+def measure(sizes: list[int], repeats: int, seconds: float, path: Path | None) -> None:
+    """Prints a line a row; `path` holds what there is after each, so that a kill loses little."""
+    began = time.perf_counter()
     flush = torch.empty(512 * MIB, device="cuda", dtype=torch.uint8)
-    rows = []
+    results: dict[str, list[Any]] = {"rows": [], "left_out": []}
     for size in sizes:
-        for make in (select_cases, record_cases, attention_cases):
+        for make in (attention_cases, select_cases, record_cases):
+            if time.perf_counter() - began > seconds:
+                results["left_out"].append(f"{size} MiB, {make.__name__}: time")
+                continue
             for name, (call, moved) in make(size * MIB).items():
-                seconds = seconds_of(call, flush, repeats)
-                copy = copy_bandwidth(moved, flush, repeats)
-                rows.append(
-                    {
-                        "op": name,
-                        "input_mib": size,
-                        "microseconds": round(seconds * 1e6, 1),
-                        "gb_per_s": round(moved / seconds / 1e9, 1),
-                        "copy_gb_per_s": round(copy / 1e9, 1),
-                        "ratio": round(moved / seconds / copy, 3),
-                    }
-                )
-                print(f"{size:5} MiB  {name:42} {rows[-1]['gb_per_s']:8} GB/s"
-                      f"  ratio {rows[-1]['ratio']}", flush=True)  # fmt: skip
+                if time.perf_counter() - began > seconds:
+                    results["left_out"].append(f"{size} MiB, {name}: time")
+                    continue
+                took = seconds_of(call, flush, repeats)
+                row = row_of(name, size, moved, took, copy_bandwidth(moved, flush, repeats))
+                results["rows"].append(row)
+                print(f"{size:5} MiB  {name:42} {row['gb_per_s']:8} GB/s  ratio {row['ratio']}",
+                      flush=True)  # fmt: skip
+                if path:
+                    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             torch.cuda.empty_cache()
-    return rows
+    for each in results["left_out"]:
+        print(f"left out: {each}", flush=True)
+    if path:
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 512], help="MiB of input")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--seconds", type=float, default=120, help="no row begins after so long")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
-    rows = measure(args.sizes, args.repeats)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=2)
+    measure(args.sizes, args.repeats, args.seconds, args.json)
 
 
 if __name__ == "__main__":

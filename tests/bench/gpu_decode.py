@@ -10,17 +10,17 @@ and medians are reported. What does not fit in memory or in `--seconds` is named
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 from transformers import DynamicCache, StaticCache
 
 from kvswap_torch import KVSwapCache, SwapConfig
@@ -223,44 +223,60 @@ def fits(name: str, case: Case, device: torch.device) -> bool:
     return 2.5 * case.kv_bytes < free
 
 
-def main(
-    device_name: Annotated[str, typer.Option("--device", help="cuda, cuda:1, cpu")] = "cuda",
-    tiny: Annotated[bool, typer.Option(help="a small model and short contexts")] = False,
-    steps: Annotated[int, typer.Option(help="tokens to decode with each cache")] = 24,
-    seconds: Annotated[float, typer.Option(help="no new row is begun after so long")] = 220,
-    path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("."),
-    only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(CONTENDERS),
-    out: Annotated[str, typer.Option(help="name under tests/bench/results; empty: none")] = "",
-) -> None:
-    device, console, began = torch.device(device_name), Console(), time.perf_counter()
+def parse() -> argparse.Namespace:
+    # Not typer: a machine with a GPU may lack it.
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu")
+    parser.add_argument("--tiny", action="store_true", help="a small model and short contexts")
+    parser.add_argument("--steps", type=int, default=24, help="tokens to decode with each cache")
+    parser.add_argument("--seconds", type=float, default=220, help="no row begins after so long")
+    parser.add_argument(
+        "--path", type=Path, default=Path("."), help="folder on the disk to measure"
+    )
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--out", default="", help="name under tests/bench/results; empty: none")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, began = parse(), time.perf_counter()
+    device = torch.device(args.device)
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    models: dict[str, Any] = {}
-    for case in cases(tiny):
-        if case.shape_name not in models:
-            models.clear()
-            models[case.shape_name] = make_model(case.shape, 32768).to(device)
-        for name in only.split(","):
-            setting = {"shape": case.shape_name, "context": case.context, "batch": case.batch,
-                       "cache": name}  # fmt: skip
-            gc.collect()
-            if not fits(name, case, device):
-                skipped.append(setting | {"why": "memory"})
-            elif time.perf_counter() - began > seconds:
-                skipped.append(setting | {"why": "time"})
-            else:
-                rows.append(measure(name, models[case.shape_name], case, path, device, steps))
-                console.print(setting | {"ms": rows[-1]["ms_median"]})
     results = {
-        "machine": machine.describe(path),
+        "machine": machine.describe(args.path),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "seconds": round(time.perf_counter() - began, 1),
         "rows": rows,
         "skipped": skipped,
     }
-    if out:
-        console.print(f"wrote {machine.write(out, results).name}")
+    models: dict[str, Any] = {}
+    for case in cases(args.tiny):
+        for name in args.only:
+            setting = {"shape": case.shape_name, "context": case.context, "batch": case.batch,
+                       "cache": name}  # fmt: skip
+            gc.collect()
+            if time.perf_counter() - began > args.seconds:
+                skipped.append(setting | {"why": "time"})
+            elif not fits(name, case, device):
+                skipped.append(setting | {"why": "memory"})
+            else:
+                if case.shape_name not in models:
+                    models.clear()
+                    models[case.shape_name] = make_model(case.shape, 32768).to(device)
+                model = models[case.shape_name]
+                rows.append(measure(name, model, case, args.path, device, args.steps))
+                print(*setting.values(), rows[-1]["ms_median"], "ms", flush=True)
+            results["seconds"] = round(time.perf_counter() - began, 1)
+            if args.json:  # after each row: a kill loses little
+                args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    for each in skipped:
+        print("left out:", *each.values(), flush=True)
+    if args.out:
+        print(f"wrote {machine.write(args.out, results).name}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,10 +1,14 @@
 """Everything to check on a machine with a GPU, in under 8 minutes: ``make gpu-check``.
 
-Builds for the torch that is installed, runs tests/gpu, compute-sanitizer over a part of it, and
-tests/bench/gpu.py, then writes tests/gpu/results/<device>.json. Needs torch with CUDA, nvcc, g++,
-cmake and pytest, and no network. What else is missing is left out and named: liburing, Highway,
-xxHash (CMake has a fallback for each), ninja (make builds), compute-sanitizer and
-tests/bench/gpu_decode.py.
+Builds for the torch that is installed, runs tests/gpu, tests/bench/gpu.py (each op),
+tests/bench/gpu_decode.py, compute-sanitizer over a part of the tests and the demo, in that order,
+then writes tests/gpu/results/<device>.json. A step that finds no time left is left out and named;
+the benchmarks stop by themselves and name the rows they had no time for.
+
+Needs torch with CUDA, transformers, nvcc, g++ and cmake, and no network. What else is missing has a
+fallback or is left out, and the file says so: liburing (reads through threads), Highway (scalar CPU
+kernels), xxHash (a slower checksum), a JSON header (no config files in C++), ninja (make builds),
+pytest (no tests), compute-sanitizer, typer or rich (no demo). GoogleTest is not used.
 """
 
 from __future__ import annotations
@@ -15,15 +19,19 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "gpu"
+BUILD = Path("build/gpu")  # below ROOT, where every step runs
 RESULTS = Path(__file__).resolve().parent / "results"
+SECONDS = 465  # for all steps
+STEP_SECONDS_MIN = 10  # a step with less is not begun
+ROW_SECONDS = 35  # a benchmark may be that far into a row when its time is over
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
     # The other tests' settings need packages that may be missing.
@@ -34,31 +42,62 @@ SANITIZED = (
     "test_paged_gather and 3-1 or test_attention_head_dims and 8-96 or test_opcheck or "
     "test_group_max and 1000 or test_top_k_groups and 16385 or test_merge_attention and shape3"
 )
+Step = dict[str, Any]
 
 
-def run(name: str, command: list[str], seconds: int, **environment: str) -> dict[str, object]:
-    """Runs one step; what it said is shown as it comes."""
-    print(f"== {name}: {' '.join(command)}", flush=True)
-    begin = time.monotonic()
+class Steps:
+    """Runs commands one after the other and keeps what came of them, within one time for all."""
+
+    def __init__(self, seconds: float):
+        self.ends_at = time.monotonic() + seconds
+        self.done: list[Step] = []
+
+    def left(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def run(self, name: str, command: list[str], seconds: float, **environment: str) -> bool:
+        """One step, which may take `seconds` and no more than is left; shown as it comes."""
+        seconds = min(seconds, self.left())
+        if seconds < STEP_SECONDS_MIN:
+            self.leave_out(name, "no time was left")
+            return False
+        print(f"== {name}: {' '.join(command)}", flush=True)
+        begin = time.monotonic()
+        outcome = run_within(command, seconds, environment)
+        self._keep(name, outcome, time.monotonic() - begin)
+        return outcome == "ok"
+
+    def leave_out(self, name: str, why: str) -> None:
+        self._keep(name, f"left out: {why}", 0.0)
+
+    def _keep(self, name: str, outcome: str, seconds: float) -> None:
+        print(f"== {name}: {outcome}", flush=True)
+        self.done.append({"step": name, "outcome": outcome, "seconds": round(seconds, 1)})
+
+
+def run_within(command: list[str], seconds: float, environment: dict[str, str]) -> str:
+    """What came of it. Out of time it is ended with all that it started."""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **environment}, timeout=seconds, check=False
+        # A session of its own: a build's compilers would go on without it.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **environment}, start_new_session=True
         )
-        outcome = "ok" if done.returncode == 0 else f"failed ({done.returncode})"
-    except subprocess.TimeoutExpired:
-        outcome = f"took more than {seconds} s"
     except FileNotFoundError:
-        outcome = f"left out: no {command[0]} on PATH"
-    print(f"== {name}: {outcome}", flush=True)
-    return {"step": name, "outcome": outcome, "seconds": round(time.monotonic() - begin, 1)}
+        return f"failed: no {command[0]} on PATH"
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"ended: took more than {seconds:.1f} s"
+    return "ok" if code == 0 else f"failed ({code})"
 
 
-def left_out(name: str, why: str) -> dict[str, object]:
-    print(f"== {name}: left out: {why}", flush=True)
-    return {"step": name, "outcome": f"left out: {why}", "seconds": 0.0}
+def is_installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
-def build(architecture: str) -> list[dict[str, object]]:
+def build(steps: Steps, architecture: str) -> bool:
     """The libraries in the source tree, for this device alone."""
     configure = [
         *("cmake", "-S", ".", "-B", str(BUILD), "-DKVSWAP_INPLACE=ON", "-DKVSWAP_BUILD_TESTS=OFF"),
@@ -67,43 +106,50 @@ def build(architecture: str) -> list[dict[str, object]]:
         *(["-GNinja"] if shutil.which("ninja") else []),
     ]
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    steps = [run("configure", configure, 120, CUDACXX=nvcc)]
-    if steps[0]["outcome"] == "ok":
-        jobs = str(os.cpu_count() or 1)
-        compile_all = ["cmake", "--build", str(BUILD), "--target", "libraries", "-j", jobs]
-        steps.append(run("build", compile_all, 300))
-    return steps
+    if not steps.run("configure", configure, 60, CUDACXX=nvcc):
+        return False
+    jobs = str(os.cpu_count() or 1)
+    compile_all = ["cmake", "--build", str(BUILD), "--target", "libraries", "-j", jobs]
+    return steps.run("build", compile_all, 300)
 
 
-def sanitize() -> dict[str, object]:
+def bench(steps: Steps, name: str, module: str, seconds: float) -> dict[str, Any]:
+    """What the benchmark wrote, as far as it came."""
+    path = BUILD / f"{module.rsplit('.', 1)[-1]}.json"
+    (ROOT / path).unlink(missing_ok=True)
+    seconds = min(seconds, max(0.0, steps.left() - ROW_SECONDS))
+    command = [sys.executable, "-m", module, "--seconds", f"{seconds:.0f}", "--json", str(path)]
+    steps.run(name, command, seconds + ROW_SECONDS)
+    return json.loads((ROOT / path).read_text()) if (ROOT / path).is_file() else {}
+
+
+def sanitize(steps: Steps) -> None:
     if shutil.which("compute-sanitizer") is None:
-        return left_out("compute-sanitizer", "not installed")
-    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    # torch's allocator hands out pieces of large blocks; one block each makes their ends real.
-    return run(
-        "compute-sanitizer",
-        [*sanitizer, *PYTEST, "-k", SANITIZED],
-        120,
-        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-    )
-
-
-def bench() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "tests.bench.gpu", "--json", str(path)]
-        steps = [run("op benchmarks", command, 150)]
-        rows = json.loads(path.read_text()) if path.is_file() else []
-    decode = "decode benchmarks"
-    if (ROOT / "tests" / "bench" / "gpu_decode.py").is_file():
-        steps.append(run(decode, [sys.executable, "-m", "tests.bench.gpu_decode"], 150))
+        steps.leave_out("compute-sanitizer", "not installed")
+    elif not is_installed("pytest"):
+        steps.leave_out("compute-sanitizer", "pytest is not installed")
     else:
-        steps.append(left_out(decode, "no tests/bench/gpu_decode.py yet"))
-    return steps, rows
+        sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+        # torch's allocator hands out pieces of large blocks; one block each makes their ends real.
+        steps.run(
+            "compute-sanitizer",
+            [*sanitizer, *PYTEST, "-k", SANITIZED],
+            100,
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )
+
+
+def demo(steps: Steps) -> None:
+    if not is_installed("typer", "rich"):
+        steps.leave_out("demo", "typer or rich is not installed")
+        return
+    arguments = ["--device", "cuda", "--tokens", "8000", "--out", str(BUILD / "demo.json")]
+    steps.run("demo", [sys.executable, "-m", "examples.demo", *arguments], 90)
 
 
 def main() -> int:
-    if importlib.util.find_spec("torch") is None:
+    steps = Steps(SECONDS)
+    if not is_installed("torch"):
         print("gpu-check: torch must be installed and is not found")
         return 1
     import torch
@@ -112,32 +158,40 @@ def main() -> int:
         print(f"gpu-check: torch {torch.__version__} sees no CUDA device; nothing to check here")
         return 1
     properties = torch.cuda.get_device_properties(0)
-    steps = build(f"{properties.major}{properties.minor}")
-    rows: list[dict[str, object]] = []
-    if all(step["outcome"] == "ok" for step in steps):
-        if importlib.util.find_spec("pytest") is None:
-            steps.append(left_out("tests", "pytest is not installed"))
+    ops: dict[str, Any] = {}
+    decode: dict[str, Any] = {}
+    if build(steps, f"{properties.major}{properties.minor}"):
+        if is_installed("pytest"):
+            steps.run("tests", PYTEST, 150)
         else:
-            steps += [run("tests", PYTEST, 180), sanitize()]
-        measured, rows = bench()
-        steps += measured
+            steps.leave_out("tests", "pytest is not installed")
+        ops = bench(steps, "op benchmarks", "tests.bench.gpu", 45)
+        decode = bench(steps, "decode benchmarks", "tests.bench.gpu_decode", 90)
+        sanitize(steps)
+        demo(steps)
     result = {
         "device": properties.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
         "command": "make gpu-check",
-        "steps": steps,
-        "ops": rows,
+        "libraries": built_with(),
+        "steps": steps.done,
+        "ops": ops,
+        "decode": decode,
     }
     RESULTS.mkdir(exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "_", properties.name.lower()).strip("_")
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"gpu-check: {path.relative_to(ROOT)}")
-    fine = [step["outcome"] == "ok" or str(step["outcome"]).startswith("left out")
-            for step in steps]  # fmt: skip
-    return 0 if all(fine) else 1
+    return 0 if all(step["outcome"].startswith(("ok", "left out")) for step in steps.done) else 1
+
+
+def built_with() -> dict[str, Any]:
+    """Which dependencies the libraries found: 0 is a fallback."""
+    path = ROOT / "kvswap_torch" / "lib" / "build_info.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -68,6 +68,22 @@ def test_another_torch_is_refused_and_another_build_of_the_same_is_not(
         built_for("2.12.1")
 
 
+def test_libraries_with_cuda_need_a_torch_with_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch = tmp_path / "torch"
+    (torch / "lib").mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(native, "torch_version", lambda: "2.13.0")
+    monkeypatch.setattr(native, "build_info", lambda: {"torch": "2.13.0+cu130", "cuda": 1})
+    with pytest.raises(ImportError, match=r"with CUDA, but torch 2\.13\.0 without it is installed"):
+        native.check_torch()
+    (torch / "lib" / "libc10_cuda.so").touch()
+    native.check_torch()
+
+
 def test_an_unbuilt_tree_says_so_when_the_library_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

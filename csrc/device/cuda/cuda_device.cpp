@@ -131,7 +131,10 @@ class CudaDevice final : public Device {
 Status CudaDevice::open() {
   int count = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
-    return failed("session: opening " + name(), error);
+    (void)cudaGetLastError();
+    return Status::invalid("session: device must be a CUDA device of this machine, got " + name() +
+                           " where CUDA finds none (" + cudaGetErrorString(error) +
+                           "); see what nvidia-smi says, or use the CPU");
   }
   if (index_ < 0 || index_ >= count) {
     return Status::invalid("session: device must be one of " + std::to_string(count) +

@@ -47,12 +47,7 @@ void transfer(Direction direction, const DeviceCall& call, const at::Tensor& key
 at::Tensor pack_records_cuda(const at::Tensor& keys, const at::Tensor& values,
                              int64_t group_tokens) {
   const DeviceCall call("pack_records", keys, {{"values", &values}});
-  check_shape("pack_records", "keys", keys, "[batch, kv_heads, tokens, head_dim]",
-              {-1, -1, -1, -1});
-  check_shape("pack_records", "values", values, "the shape of keys", keys.sizes());
-  check_floating("pack_records", "keys", keys);
-  check_dtype("pack_records", "values", values, keys.scalar_type());
-  check_range("pack_records", "group_tokens", group_tokens, 1, kGroupTokensMax);
+  check_pack(keys, values, group_tokens);
   const int64_t groups = (keys.size(2) + group_tokens - 1) / group_tokens;
   at::Tensor records = at::empty(
       {keys.size(0), groups, keys.size(1), 2, group_tokens, keys.size(3)}, keys.options());
@@ -64,19 +59,7 @@ at::Tensor pack_records_cuda(const at::Tensor& keys, const at::Tensor& values,
 
 TensorPair unpack_records_cuda(const at::Tensor& records, int64_t tokens, c10::string_view layout) {
   const DeviceCall call("unpack_records", records, {});
-  check_shape("unpack_records", "records", records,
-              "[batch, groups, kv_heads, 2, group_tokens, head_dim]", {-1, -1, -1, 2, -1, -1});
-  check_floating("unpack_records", "records", records);
-  check_range("unpack_records", "tokens", tokens, 0, records.size(1) * records.size(4));
-  TORCH_CHECK_VALUE(layout == "hnd" || layout == "nhd",
-                    "unpack_records: layout must be \"hnd\" or \"nhd\", got \"", layout, "\"");
-  const auto make = [&]() {
-    const int64_t batch = records.size(0), kv_heads = records.size(2), head_dim = records.size(5);
-    if (layout == "hnd") return at::empty({batch, kv_heads, tokens, head_dim}, records.options());
-    return at::empty({batch, tokens, kv_heads, head_dim}, records.options()).transpose(1, 2);
-  };
-  const at::Tensor keys = make();
-  const at::Tensor values = make();
+  const auto [keys, values] = check_unpack(records, tokens, layout);
   if (tokens == 0) return {keys, values};
   const int64_t groups = (tokens + records.size(4) - 1) / records.size(4);
   transfer(Direction::kUnpack, call, keys, values, records.slice(1, 0, groups).contiguous());
@@ -85,9 +68,7 @@ TensorPair unpack_records_cuda(const at::Tensor& records, int64_t tokens, c10::s
 
 TensorPair fp8_quantize_cuda(const at::Tensor& source) {
   const DeviceCall call("fp8_quantize", source, {});
-  check_floating("fp8_quantize", "source", source);
-  TORCH_CHECK_VALUE(source.dim() >= 1,
-                    "fp8_quantize: source must be [..., head_dim], got a scalar");
+  check_fp8_quantize(source);
   const at::Tensor rows = source.contiguous();
   at::Tensor quantized = at::empty(source.sizes(), source.options().dtype(at::kFloat8_e4m3fn));
   at::Tensor scales =
@@ -105,14 +86,8 @@ TensorPair fp8_quantize_cuda(const at::Tensor& source) {
 at::Tensor fp8_dequantize_cuda(const at::Tensor& quantized, const at::Tensor& scales,
                                at::ScalarType dtype) {
   const DeviceCall call("fp8_dequantize", quantized, {{"scales", &scales}});
-  check_dtype("fp8_dequantize", "quantized", quantized, at::kFloat8_e4m3fn);
-  check_dtype("fp8_dequantize", "scales", scales, at::kFloat);
-  TORCH_CHECK_VALUE(quantized.dim() >= 1,
-                    "fp8_dequantize: quantized must be [..., head_dim], got a scalar");
-  check_shape("fp8_dequantize", "scales", scales, "the shape of quantized without head_dim",
-              quantized.sizes().slice(0, quantized.dim() - 1));
+  check_fp8_dequantize(quantized, scales, dtype);
   at::Tensor target = at::empty(quantized.sizes(), quantized.options().dtype(dtype));
-  check_floating("fp8_dequantize", "dtype", target);
   const at::Tensor rows = quantized.contiguous();
   at::Tensor row_scales = scales.contiguous();
   check_status(cuda::fp8_dequantize({.source = rows.const_data_ptr(),

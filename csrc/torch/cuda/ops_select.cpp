@@ -1,7 +1,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -11,26 +10,15 @@
 namespace kvswap {
 namespace {
 
-constexpr int64_t kIndexMax = std::numeric_limits<int32_t>::max();
-using OptionalTensor = std::optional<at::Tensor>;
 using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 
 /// A summary and, for int8, its scales: contiguous and checked, a chunk for each sequence.
 struct Summary {
   Summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
       : rows(summary.contiguous()) {
-    check_shape(where, "summary", summary, "[batch, blocks, rank, 16]",
-                {-1, -1, -1, kSummaryBlock});
-    const bool is_int8 = summary.scalar_type() == at::kChar;
-    if (!is_int8) check_floating(where, "summary (unless int8)", summary);
-    TORCH_CHECK_VALUE(is_int8 == token_scale.has_value(), where,
-                      ": token_scale must be given with an int8 summary and only then, got ",
-                      token_scale ? "one" : "none", " for ", summary.scalar_type());
+    check_summary(where, summary, token_scale);
     chunks = addresses(rows, tokens() * rank() * rows.element_size(), batch());
-    if (!is_int8) return;
-    check_shape(where, "token_scale", *token_scale, "[batch, blocks, 16]",
-                {batch(), blocks(), kSummaryBlock});
-    check_dtype(where, "token_scale", *token_scale, at::kFloat);
+    if (!token_scale) return;
     TORCH_CHECK_VALUE(token_scale->device() == rows.device(), where, ": token_scale must be on ",
                       rows.device(), ", got ", token_scale->device());
     scales = token_scale->contiguous();
@@ -59,9 +47,7 @@ at::Tensor low_rank_score_cuda(const at::Tensor& summary, const at::Tensor& quer
                                const OptionalTensor& token_scale) {
   const DeviceCall call("low_rank_score", summary, {{"query", &query}});
   const Summary source("low_rank_score", summary, token_scale);
-  check_shape("low_rank_score", "query", query, "[batch, queries, rank]",
-              {source.batch(), -1, source.rank()});
-  check_dtype("low_rank_score", "query", query, at::kFloat);
+  check_score(summary, query);
   const at::Tensor queries = query.contiguous();
   at::Tensor scores = at::empty({source.batch(), query.size(1), source.tokens()}, query.options());
   check_status(cuda::low_rank_score({.summary = source.table(),
@@ -76,9 +62,7 @@ at::Tensor low_rank_score_cuda(const at::Tensor& summary, const at::Tensor& quer
 
 at::Tensor group_max_cuda(const at::Tensor& scores, int64_t group_tokens) {
   const DeviceCall call("group_max", scores, {});
-  check_shape("group_max", "scores", scores, "[batch, tokens]", {-1, -1});
-  check_dtype("group_max", "scores", scores, at::kFloat);
-  check_range("group_max", "group_tokens", group_tokens, 1, kGroupTokensMax);
+  check_group_max(scores, group_tokens);
   const at::Tensor source = scores.contiguous();
   const int64_t groups = (scores.size(1) + group_tokens - 1) / group_tokens;
   at::Tensor maxima = at::empty({scores.size(0), groups}, scores.options());
@@ -93,10 +77,7 @@ at::Tensor group_max_cuda(const at::Tensor& scores, int64_t group_tokens) {
 
 TensorPair top_k_groups_cuda(const at::Tensor& scores, int64_t k) {
   const DeviceCall call("top_k_groups", scores, {});
-  check_shape("top_k_groups", "scores", scores, "[batch, groups]", {-1, -1});
-  check_dtype("top_k_groups", "scores", scores, at::kFloat);
-  check_range("top_k_groups", "k", k, 0, kIndexMax);
-  check_range("top_k_groups", "groups", scores.size(1), 0, kIndexMax);
+  check_top_k(scores, k);
   const at::Tensor source = scores.contiguous();
   const int64_t rows = scores.size(0);
   at::Tensor indices = at::empty({rows, k}, scores.options().dtype(at::kInt));
@@ -120,8 +101,7 @@ at::Tensor token_bounds(const char* name, const OptionalTensor& bounds, int64_t 
                         const Summary& summary) {
   const auto options = summary.rows.options().dtype(at::kLong);
   if (!bounds) return at::full({summary.batch()}, otherwise, options);
-  check_shape("select_groups", name, *bounds, "[batch]", {summary.batch()});
-  check_dtype("select_groups", name, *bounds, at::kLong);
+  check_token_bounds(name, *bounds, summary.batch());
   TORCH_CHECK_VALUE(bounds->device() == summary.rows.device(), "select_groups: ", name,
                     " must be on ", summary.rows.device(), ", got ", bounds->device());
   at::_assert_async(bounds->ge(0).logical_and(bounds->le(summary.tokens())).all(),
@@ -135,10 +115,7 @@ TensorPair select_groups_cuda(const at::Tensor& summary, const at::Tensor& query
                               const OptionalTensor& last_tokens) {
   const DeviceCall call("select_groups", summary, {{"query", &query}});
   const Summary source("select_groups", summary, token_scale);
-  check_shape("select_groups", "query", query, "[batch, rank]", {source.batch(), source.rank()});
-  check_dtype("select_groups", "query", query, at::kFloat);
-  check_range("select_groups", "group_tokens", group_tokens, 1, kGroupTokensMax);
-  check_range("select_groups", "k", k, 0, kIndexMax);
+  check_select(summary, query, group_tokens, k);
   const at::Tensor queries = query.contiguous();
   const at::Tensor first = token_bounds("first_tokens", first_tokens, 0, source);
   const at::Tensor last = token_bounds("last_tokens", last_tokens, source.tokens(), source);
@@ -167,13 +144,7 @@ TensorPair select_groups_cuda(const at::Tensor& summary, const at::Tensor& query
 TensorPair project_keys_cuda(const at::Tensor& keys, const at::Tensor& projection,
                              std::optional<at::ScalarType> summary_dtype) {
   const DeviceCall call("project_keys", keys, {{"projection", &projection}});
-  check_shape("project_keys", "keys", keys, "[batch, kv_heads, tokens, head_dim]",
-              {-1, -1, -1, -1});
-  check_floating("project_keys", "keys", keys);
-  check_shape("project_keys", "projection", projection, "[kv_heads * head_dim, rank]",
-              {keys.size(1) * keys.size(3), -1});
-  check_dtype("project_keys", "projection", projection, at::kFloat);
-  const at::ScalarType type = summary_dtype.value_or(keys.scalar_type());
+  const at::ScalarType type = check_project(keys, projection, summary_dtype);
   const bool is_int8 = type == at::kChar;
   const int64_t batch = keys.size(0);
   const int64_t tokens = keys.size(2);
@@ -181,7 +152,6 @@ TensorPair project_keys_cuda(const at::Tensor& keys, const at::Tensor& projectio
   const int64_t blocks = (tokens + kSummaryBlock - 1) / kSummaryBlock;
   const auto floats = keys.options().dtype(at::kFloat);
   at::Tensor summary = at::zeros({batch, blocks, rank, kSummaryBlock}, keys.options().dtype(type));
-  if (!is_int8) check_floating("project_keys", "summary (unless int8)", summary);
   at::Tensor token_scale =
       is_int8 ? at::zeros({batch, blocks, kSummaryBlock}, floats) : at::empty({0}, floats);
   if (batch == 0 || tokens == 0) return {summary, token_scale};

@@ -66,6 +66,7 @@ TEST(AlignedBytes, MovesWithoutACopy) {
 }
 
 TEST(AlignedBytes, OfTheParentAreNotTheChildsToUnmap) {
+  if (KVSWAP_CPU_IS_EMULATED) GTEST_SKIP() << "qemu-user takes MADV_DONTFORK and does nothing";
   constexpr int64_t kBytes = 1 << 20;
   auto memory = std::make_unique<AlignedBytes>(std::move(AlignedBytes::allocate(kBytes).value()));
   const pid_t child = ::fork();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 
@@ -35,13 +36,15 @@ struct Case {
   int64_t hole = 0;  // columns of padding in the middle of the first sequence
 };
 
-enum class Place { kHost, kDevice };
+/// Where a selector is; none: on the CPU.
+using Place = std::optional<HostDeviceOptions>;
 
 /// A DeviceSelector with all it needs, on a device that is no device.
 class OnDevice {
  public:
-  OnDevice(const LowRankOptions& options, const DeviceSelector::Room& room) {
-    const DeviceKind kind = host_device({.delay_us_max = 50});
+  OnDevice(const HostDeviceOptions& device, const LowRankOptions& options,
+           const DeviceSelector::Room& room) {
+    const DeviceKind kind = host_device(device);
     device_ = std::move(kind.make().value());
     const int64_t segment =
         std::max(DeviceSelector::table_bytes(options.group_tokens, room),
@@ -70,23 +73,26 @@ class Selection {
                                     .head_dim = kDim,
                                     .group_tokens = of.group_tokens,
                                     .summary_dtype = of.summary_dtype};
-    if (place == Place::kHost) {
+    if (!place) {
       host_ = std::make_unique<LowRankSelector>(options);
       selector_ = host_.get();
     } else {
-      device_ = std::make_unique<OnDevice>(options, DeviceSelector::Room{.batch = of.batch,
-                                                                         .queries = of.queries,
-                                                                         .groups = of.groups,
-                                                                         .k = of.k,
-                                                                         .sinks = of.sink_groups,
-                                                                         .rank = of.rank});
+      device_ = std::make_unique<OnDevice>(*place, options,
+                                           DeviceSelector::Room{.batch = of.batch,
+                                                                .queries = of.queries,
+                                                                .groups = of.groups,
+                                                                .k = of.k,
+                                                                .sinks = of.sink_groups,
+                                                                .rank = of.rank});
       selector_ = &device_->selector();
     }
     key_projection_ = numbers(kWidth * of.rank, 1);
     query_projection_ = numbers(kWidth * of.rank, 1);
-    const Status set =
-        selector_->set_projection(1, of.rank, key_projection_.data(), query_projection_.data());
+    std::vector<float> keys = key_projection_, queries = query_projection_;
+    const Status set = selector_->set_projection(1, of.rank, keys.data(), queries.data());
     EXPECT_TRUE(set.is_ok()) << set.message();
+    std::fill(keys.begin(), keys.end(), NAN);  // the caller's again
+    std::fill(queries.begin(), queries.end(), NAN);
     selector_->set_sequences(of.batch);
     for (int64_t b = 0; b < of.batch; ++b) append_sequence(b);
     query_ = numbers(of.batch * of.query_heads * of.queries * kDim, 2);
@@ -207,7 +213,8 @@ class Selection {
 
 void expect_reference(const Case& of) {
   for (uint32_t seed = 0; seed < 6; ++seed) {
-    Selection selection(of, seed / 2, seed % 2 == 0 ? Place::kHost : Place::kDevice);
+    const Place device = HostDeviceOptions{.delay_us_max = 50};
+    Selection selection(of, seed / 2, seed % 2 == 0 ? std::nullopt : device);
     ASSERT_EQ(selection.choose(), selection.expected())
         << "G " << of.group_tokens << ", rank " << of.rank << ", seed " << seed;
     ASSERT_EQ(selection.choose(), selection.expected()) << "a second time";
@@ -242,6 +249,14 @@ TEST(LowRankSelector, QueriesPaddingSinksAndSmallBudgets) {
   expect_reference({.k = 1});
   expect_reference({.k = 1000});
   expect_reference({.query_heads = kKvHeads});
+}
+
+TEST(LowRankSelector, WaitsForAStreamThatIsFarBehind) {
+  for (const Stream slow : {Stream::kCompute, Stream::kScore}) {
+    Selection selection({}, 1, HostDeviceOptions{.slow = slow, .slow_us = 10000});
+    EXPECT_EQ(selection.choose(), selection.expected());
+    EXPECT_EQ(selection.choose(), selection.expected()) << "a second time";
+  }
 }
 
 TEST(LowRankSelector, PieceByPieceIsTheSameAsAtOnce) {

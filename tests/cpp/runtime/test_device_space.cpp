@@ -1,0 +1,248 @@
+// Every wait between streams, and of the host, that DeviceSpace needs: the stream that is waited
+// for is far behind the others, so that bytes are wrong where nothing waits.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "device/host_device.h"
+#include "engine_run.h"
+#include "runtime/device_space.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kTokens = 4;
+constexpr int64_t kHeadDim = 32;
+constexpr int64_t kRecordFloats = 2 * kTokens * kHeadDim;
+constexpr int64_t kRecordBytes = kRecordFloats * int64_t{sizeof(float)};
+using Record = std::vector<float>;  // [1 head, 2, kTokens, kHeadDim]
+
+/// Its keys and values are all `number`, so attention over it alone gives that number.
+Record record_of(float number) { return Record(kRecordFloats, number); }
+
+class DeviceSpaceTest : public testing::Test {
+ protected:
+  /// slow: the stream that the others must wait for.
+  void open(Stream slow) {
+    EngineOptions options = small_options(".");
+    options.layers = 1;
+    options.heads = options.kv_heads = 1;
+    options.head_dim = kHeadDim;
+    options.ranks = {8};
+    options.device = host_device({.slow = slow, .slow_us = 20000});
+    staging_.resize(kWriteBuffers * options.write_buffer_bytes(kRecordBytes));
+    auto space = DeviceSpace::create(options, kRecordBytes, staging_);
+    ASSERT_TRUE(space.is_ok()) << space.status().message();
+    space_ = std::move(space.value());
+    auto pool = space_->make_pool(4, kRecordBytes);
+    ASSERT_TRUE(pool.is_ok());
+    pool_ = std::make_unique<PagePool>(std::move(pool.value()));
+    selector_ = space_->make_selector(
+        {.layers = 1, .kv_heads = 1, .head_dim = kHeadDim, .group_tokens = kTokens});
+    ASSERT_TRUE(space_->reserve(1, groups_unit(options)).is_ok());
+    for (auto* each : {&tokens_, &other_tokens_}) {
+      auto memory = space_->make_pool(1, kRecordBytes);
+      ASSERT_TRUE(memory.is_ok());
+      *each = std::make_unique<PagePool>(std::move(memory.value()));
+    }
+  }
+  void TearDown() override {
+    selector_.reset();
+    pool_.reset();
+    tokens_.reset();
+    other_tokens_.reset();
+    space_.reset();
+  }
+
+  std::byte* page(int32_t index) const { return pool_->page(index); }
+
+  /// As a read does: a record lands in a lane and is on its way to its page.
+  void load(const Record& record, int32_t index) {
+    Fetch fetch;
+    fetch.loads.push_back({.page = index, .target = nullptr, .home = page(index)});
+    ASSERT_TRUE(space_->can_lend(1));
+    ASSERT_TRUE(space_->lend(fetch).is_ok());
+    std::memcpy(fetch.loads[0].target, record.data(), kRecordBytes);
+    ASSERT_TRUE(space_->publish(fetch).is_ok());
+  }
+
+  /// Attention of one query over one page; the answer is there after finish().
+  void attend(int32_t index, Record& output) {
+    const void* const pages[] = {page(index)};
+    const uint64_t masks[] = {(uint64_t{1} << kTokens) - 1};
+    const int32_t columns[] = {0};
+    const int32_t counts[] = {1};
+    const int32_t query_columns[] = {kTokens};
+    output.assign(kHeadDim, -1);
+    PagedAttentionArgs args;
+    args.query = query_.data();
+    args.query_batch_stride = args.query_head_stride = args.query_token_stride = kHeadDim;
+    args.output = output.data();
+    args.pages = pages;
+    args.masks = masks;
+    args.columns = columns;
+    args.page_counts = counts;
+    args.query_columns = query_columns;
+    args.pages_max = 1;
+    args.batch = args.heads = args.queries = 1;
+    args.shape = {1, kTokens, kHeadDim, sizeof(float)};
+    space_->attend(0, args);
+  }
+  void finish() { ASSERT_TRUE(space_->finish().is_ok()); }
+
+  RecordStore::StagedRun run() {
+    RecordStore::StagedRun run;
+    run.buffer.data = reinterpret_cast<std::byte*>(staging_.data());
+    run.count = 1;
+    return run;
+  }
+  Record staged() const {
+    Record record(kRecordFloats);
+    std::memcpy(record.data(), staging_.data(), kRecordBytes);
+    return record;
+  }
+  void set(const PagePool& memory, const Record& record) {
+    space_->copy(memory.page(0), reinterpret_cast<const std::byte*>(record.data()), kRecordBytes);
+  }
+
+  std::vector<std::byte> staging_;
+  std::unique_ptr<DeviceSpace> space_;
+  std::unique_ptr<LowRankSelector> selector_;
+  std::unique_ptr<PagePool> pool_;
+  std::unique_ptr<PagePool> tokens_, other_tokens_;
+  const Record query_ = Record(kHeadDim, 1);
+  const Record first_ = record_of(1);
+  const Record second_ = record_of(2);
+  const Record answer_ = Record(kHeadDim, 1);        // over first_
+  const Record other_answer_ = Record(kHeadDim, 2);  // over second_
+};
+
+TEST_F(DeviceSpaceTest, APageIsOverwrittenAfterTheLastAttentionOverIt) {
+  open(Stream::kCompute);
+  Record before, after;
+  load(first_, 0);
+  attend(0, before);
+  load(second_, 0);
+  attend(0, after);
+  finish();
+  EXPECT_EQ(before, answer_);
+  EXPECT_EQ(after, other_answer_);
+}
+
+TEST_F(DeviceSpaceTest, AttentionRunsWhenItsRecordsHaveCome) {
+  open(Stream::kLoad);
+  Record output;
+  load(first_, 0);
+  attend(0, output);
+  finish();
+  EXPECT_EQ(output, answer_);
+}
+
+TEST_F(DeviceSpaceTest, ALaneIsFilledAgainWhenItsCopyIsDone) {
+  open(Stream::kLoad);
+  Record one, other;
+  load(first_, 0);
+  load(second_, 1);
+  attend(0, one);
+  attend(1, other);
+  finish();
+  EXPECT_EQ(one, answer_);
+  EXPECT_EQ(other, other_answer_);
+}
+
+TEST_F(DeviceSpaceTest, ARunIsSentWhenItStandsInTheOutbox) {
+  open(Stream::kCompute);
+  set(*tokens_, first_);
+  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
+  space_->send(run(), kRecordBytes);
+  finish();
+  EXPECT_EQ(staged(), first_);
+}
+
+TEST_F(DeviceSpaceTest, ARunHasArrivedWhenItsBytesAreThere) {
+  open(Stream::kWrite);
+  set(*tokens_, first_);
+  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
+  space_->send(run(), kRecordBytes);
+  ASSERT_TRUE(space_->arrive(run()).is_ok());
+  EXPECT_EQ(staged(), first_);
+}
+
+TEST_F(DeviceSpaceTest, AChunkIsPackedWhenItsTokensAreThere) {
+  open(Stream::kCompute);
+  set(*tokens_, first_);
+  space_->mark_tokens();
+  space_->begin_chunk();
+  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
+  space_->send(run(), kRecordBytes);
+  space_->end_chunk();
+  finish();
+  EXPECT_EQ(staged(), first_);
+}
+
+TEST_F(DeviceSpaceTest, AChunksTokensStayUntilTheyArePacked) {
+  open(Stream::kWrite);
+  set(*tokens_, first_);
+  space_->mark_tokens();
+  space_->begin_chunk();
+  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
+  space_->send(run(), kRecordBytes);
+  space_->end_chunk();
+  set(*tokens_, second_);
+  finish();
+  EXPECT_EQ(staged(), first_);
+}
+
+TEST_F(DeviceSpaceTest, RoomIsMadeWhenNothingUsesTheOldOne) {
+  open(Stream::kLoad);
+  Record output;
+  load(first_, 0);
+  ASSERT_TRUE(space_->reserve(2, 1).is_ok());
+  attend(0, output);
+  finish();
+  EXPECT_EQ(output, answer_);
+}
+
+TEST_F(DeviceSpaceTest, AnUploadIsOverWhenItReturns) {
+  open(Stream::kCompute);
+  Record source = first_, output;
+  load(second_, 0);
+  ASSERT_TRUE(
+      space_->upload(page(0), reinterpret_cast<std::byte*>(source.data()), kRecordBytes).is_ok());
+  std::fill(source.begin(), source.end(), 3);
+  attend(0, output);
+  finish();
+  EXPECT_EQ(output, answer_);
+}
+
+TEST_F(DeviceSpaceTest, AnUploadComesAfterWhatIsOnItsWayToThePage) {
+  open(Stream::kLoad);
+  Record output;
+  load(second_, 0);
+  ASSERT_TRUE(
+      space_->upload(page(0), reinterpret_cast<const std::byte*>(first_.data()), kRecordBytes)
+          .is_ok());
+  attend(0, output);
+  finish();
+  EXPECT_EQ(output, answer_);
+}
+
+class Download : public DeviceSpaceTest, public testing::WithParamInterface<Stream> {};
+
+TEST_P(Download, IsOverWhenItReturns) {
+  open(GetParam());
+  load(first_, 0);
+  Record target(kRecordFloats);
+  ASSERT_TRUE(
+      space_->download(reinterpret_cast<std::byte*>(target.data()), page(0), kRecordBytes).is_ok());
+  EXPECT_EQ(target, first_);
+}
+
+INSTANTIATE_TEST_SUITE_P(Late, Download, testing::Values(Stream::kCompute, Stream::kLoad));
+
+}  // namespace
+}  // namespace kvswap

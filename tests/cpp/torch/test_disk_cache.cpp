@@ -1,0 +1,226 @@
+// The cache over tensors that C++ programs drive, against plain attention over all it was given.
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "kvswap/json.h"
+#include "torch/disk_cache.h"
+#include "torch/session.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kBatch = 2;
+constexpr double kScale = 0.25;
+
+class DiskCacheTest : public testing::Test {
+ protected:
+  DiskCacheTest() {
+    at::manual_seed(11);
+    path_ = std::filesystem::temp_directory_path() / "kvswap-cache-XXXXXX";
+    EXPECT_NE(::mkdtemp(path_.data()), nullptr);
+    args_.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
+    args_.directory = path_;
+  }
+  ~DiskCacheTest() override { std::filesystem::remove_all(path_); }
+
+  void TearDown() override {
+    std::filesystem::remove(path_ + "/config.json");
+    EXPECT_TRUE(std::filesystem::is_empty(path_)) << "a cache leaves nothing behind";
+  }
+
+  /// Opens caches with a config file that says this.
+  void configure(const std::string& settings) {
+    if (!has_json()) GTEST_SKIP() << "built without nlohmann-json";
+    args_.config_path = path_ + "/config.json";
+    std::ofstream(args_.config_path) << R"({"version": 1, )" << settings << "}";
+  }
+
+  /// New tokens of one layer.
+  struct Chunk {
+    at::Tensor query, keys, values;
+  };
+  Chunk draw(int64_t tokens) const {
+    const ModelShape& shape = args_.shape;
+    const auto of = [&](int64_t heads) {
+      return at::randn({kBatch, heads, tokens, shape.head_dim});
+    };
+    return {of(shape.heads), of(shape.kv_heads), of(shape.kv_heads)};
+  }
+
+  /// Every layer is given a chunk of its own and must answer as plain attention does.
+  void pass(DiskCache& cache, int64_t tokens) {
+    keys_.resize(args_.shape.layers);
+    values_.resize(args_.shape.layers);
+    for (int64_t layer = 0; layer < args_.shape.layers; ++layer) {
+      const Chunk chunk = draw(tokens);
+      if (cache.wants_look_ahead(layer + 1, tokens)) {
+        cache.look_ahead(layer + 1, tokens, [&] {
+          ++predictions_;
+          return chunk.query;
+        });
+      }
+      const at::Tensor output = cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+      join(keys_[layer], chunk.keys);
+      join(values_[layer], chunk.values);
+      const at::Tensor expected = plain(chunk.query, keys_[layer], values_[layer]);
+      ASSERT_EQ(output.sizes(), expected.sizes());
+      EXPECT_TRUE(at::allclose(output, expected, 1e-4, 1e-5)) << "layer " << layer;
+    }
+  }
+  void cut(int64_t columns) {
+    for (auto* each : {&keys_, &values_}) {
+      for (at::Tensor& tensor : *each) tensor = tensor.narrow(2, 0, columns);
+    }
+  }
+
+  OpenArgs args_;
+  std::string path_;
+  int predictions_ = 0;
+  std::vector<at::Tensor> keys_, values_;  // [layers]: all that was given
+
+ private:
+  static void join(at::Tensor& all, const at::Tensor& added) {
+    all = all.defined() ? at::cat({all, added}, 2) : added;
+  }
+  /// [batch, tokens, heads, head_dim]: the newest tokens' answer, causal among themselves.
+  at::Tensor plain(const at::Tensor& query, const at::Tensor& keys,
+                   const at::Tensor& values) const {
+    const int64_t ratio = args_.shape.heads / args_.shape.kv_heads;
+    const int64_t tokens = query.size(2);
+    const int64_t columns = keys.size(2);
+    at::Tensor scores = query.matmul(keys.repeat_interleave(ratio, 1).transpose(2, 3)) * kScale;
+    const at::Tensor later =
+        at::arange(columns).unsqueeze(0) > at::arange(columns - tokens, columns).unsqueeze(1);
+    scores = scores.masked_fill(later, -INFINITY).softmax(-1);
+    return scores.matmul(values.repeat_interleave(ratio, 1)).transpose(1, 2);
+  }
+};
+
+TEST_F(DiskCacheTest, AttendsAsPlainAttentionDoes) {
+  DiskCache cache(args_);
+  EXPECT_EQ(cache.columns(), 0);
+  for (const int64_t tokens : {37, 1, 3, 8, 20, 1, 1}) pass(cache, tokens);
+  EXPECT_EQ(cache.columns(), 71);
+  EXPECT_GT(cache.session().counters().at("bytes_written"), 0);
+  EXPECT_EQ(cache.settings().group_tokens, SwapConfig().settings.group_tokens);
+}
+
+TEST_F(DiskCacheTest, LooksAheadWhereThatIsOfUse) {
+  configure(R"("rank": 8, "tail_tokens": 8, "true_query_layers": [0])");
+  if (IsSkipped()) return;
+  DiskCache cache(args_);
+  const Settings& settings = cache.settings();
+  pass(cache, settings.tail_tokens + settings.group_tokens - 1);
+  EXPECT_FALSE(cache.wants_look_ahead(1, 1)) << "nothing is sealed";
+  pass(cache, 1);
+  EXPECT_TRUE(cache.wants_look_ahead(1, 1));
+  EXPECT_TRUE(cache.wants_look_ahead(1, settings.select_queries_max));
+  EXPECT_FALSE(cache.wants_look_ahead(1, settings.select_queries_max + 1));
+  EXPECT_FALSE(cache.wants_look_ahead(0, 1)) << "it waits for its true query";
+  EXPECT_FALSE(cache.wants_look_ahead(2, 1)) << "there is no such layer";
+  pass(cache, 1);
+  EXPECT_EQ(predictions_, 0) << "everything is attended: nobody need be asked";
+}
+
+TEST_F(DiskCacheTest, PredictsAndChoosesOnceTheContextIsLong) {
+  configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
+  if (IsSkipped()) return;
+  DiskCache cache(args_);
+  pass(cache, 100);  // a long chunk is exact; the projection is estimated from it
+  EXPECT_FALSE(cache.session().needs_projection(0));
+  const Chunk chunk = draw(1);
+  cache.attend(0, chunk.query, chunk.keys, chunk.values, kScale);
+  ASSERT_TRUE(cache.wants_look_ahead(1, 1));
+  cache.look_ahead(1, 1, [&] {
+    ++predictions_;
+    return chunk.query;
+  });
+  EXPECT_EQ(predictions_, 1);
+  EXPECT_TRUE(
+      cache.attend(1, chunk.query, chunk.keys, chunk.values, kScale).isfinite().all().item<bool>());
+  for (const auto& groups : cache.session().last_selection(1)) EXPECT_EQ(groups.size(), 4u);
+  EXPECT_NE(cache.report().find("first prefill"), std::string::npos);
+}
+
+TEST_F(DiskCacheTest, DecodingThatOutgrowsTheChoiceEstimatesFromWhatIsStored) {
+  configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
+  if (IsSkipped()) return;
+  DiskCache cache(args_);
+  for (int step = 0; step < 40; ++step) {
+    const Chunk chunk = draw(1);
+    for (const int64_t layer : {0, 1}) {
+      EXPECT_TRUE(cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale)
+                      .isfinite()
+                      .all()
+                      .item<bool>());
+    }
+  }
+  EXPECT_FALSE(cache.session().needs_projection(0));
+  EXPECT_NE(cache.report().find("first prefill"), std::string::npos);
+}
+
+TEST_F(DiskCacheTest, GoesOnAfterACropAndAReset) {
+  DiskCache cache(args_);
+  pass(cache, 50);
+  cache.session().crop(33);
+  cut(33);
+  EXPECT_EQ(cache.columns(), 33);
+  pass(cache, 9);
+  pass(cache, 1);
+  cache.session().reset();
+  keys_.clear();
+  values_.clear();
+  EXPECT_EQ(cache.columns(), 0);
+  pass(cache, 30);
+  pass(cache, 1);
+}
+
+TEST_F(DiskCacheTest, ReportsWhatPythonReports) {
+  args_.reserved_bytes = 1 << 20;
+  DiskCache cache(args_);
+  EXPECT_NE(cache.report().find("none needed so far"), std::string::npos);
+  pass(cache, 40);
+  pass(cache, 1);
+  const std::string report = cache.report();
+  for (const char* line :
+       {"tokens              41 x 2, 2 decoding steps", "KV in a full cache", "KV on disk",
+        "KV memory", "  predictor", "hit rate", "reader", "projection"}) {
+    EXPECT_NE(report.find(line), std::string::npos) << line << " in\n" << report;
+  }
+}
+
+TEST_F(DiskCacheTest, SaysWhatIsWrong) {
+  {
+    DiskCache cache(args_);
+    const Chunk chunk = draw(3);
+    const auto attend = [&](int64_t layer, const at::Tensor& keys) {
+      cache.attend(layer, chunk.query, keys, chunk.values, kScale);
+    };
+    EXPECT_THROW(attend(2, chunk.keys), c10::ValueError);
+    EXPECT_THROW(attend(-1, chunk.keys), c10::ValueError);
+    EXPECT_THROW(attend(0, chunk.keys.select(0, 0)), c10::ValueError);
+    EXPECT_THROW(attend(0, chunk.keys.to(at::kHalf)), c10::ValueError);
+    pass(cache, 5);  // none of that was kept
+    cache.session().close();
+    EXPECT_THROW(attend(0, chunk.keys), SessionError);
+  }
+  OpenArgs elsewhere = args_;
+  elsewhere.directory = path_ + "/missing";
+  EXPECT_THROW(DiskCache{elsewhere}, SessionError);
+  OpenArgs configured = args_;
+  configured.config_path = path_ + "/missing.json";
+  EXPECT_THROW(DiskCache{configured}, ConfigError);
+  OpenArgs small = args_;
+  small.budget = {.kv_memory_bytes = 1, .max_context = 4096, .max_batch = 1};
+  EXPECT_ANY_THROW(DiskCache{small});
+}
+
+}  // namespace
+}  // namespace kvswap
