@@ -45,12 +45,11 @@ void copy_engine_fields(const From& from, EngineOptions& to) {
   to.pages_max = from.pages_max;
   to.sink_tokens = from.sink_tokens;
   to.tail_tokens = from.tail_tokens;
-  to.replacement = parse_word<Replacement>(
-      "replacement", from.replacement,
-      {{"fifo", Replacement::kFifo},
-       {"lru", Replacement::kLru},
-       {"unused", Replacement::kUnused},
-       {"none", Replacement::kNone}});
+  to.replacement = parse_word<Replacement>("replacement", from.replacement,
+                                           {{"fifo", Replacement::kFifo},
+                                            {"lru", Replacement::kLru},
+                                            {"unused", Replacement::kUnused},
+                                            {"none", Replacement::kNone}});
   to.select_queries_max = from.select_queries_max;
 }
 
