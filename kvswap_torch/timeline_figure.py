@@ -25,15 +25,7 @@ COLOURS = {
 
 
 def draw(timeline: Timeline, path: Path) -> Path:
-    """Draws the calling thread, the reads and the writes of the last step.
-
-    Raises
-    ------
-    ImportError
-        When matplotlib is not installed; says how to get it.
-    ValueError
-        When no whole step was kept.
-    """
+    """`Timeline.figure`: the calling thread, the reads and the writes of the last step."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,11 @@ def describe(path: str | Path) -> dict[str, Any]:
     }
 
 
-def anonymous_bytes(pid: int | str = "self") -> int:
-    """Memory of a process that no file backs, as the kernel counts it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"/proc/{pid}/status must have a line RssAnon, and has none")
+def memory_bytes(kinds: Sequence[str] = ("RssAnon",), pid: int | str = "self") -> int:
+    """Memory of a process now, as the kernel counts it under these names of its status file."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return sum(int(fields[kind].split()[0]) << 10 for kind in kinds)
 
 
 def write(name: str, results: dict[str, Any]) -> Path:

@@ -106,7 +106,7 @@ def account(ours: Contender) -> dict[str, Any]:
         "kv_memory_bytes": stats.resident_bytes_peak,
         "ledger": dict(stats.ledger),
         "memory_share": round(stats.resident_bytes_peak / stats.kv_bytes_full, 4),
-        "anonymous_bytes": machine.anonymous_bytes(),
+        "anonymous_bytes": machine.memory_bytes(),
         "bytes_read_per_token": round(stats.bytes_read_per_token),
         "reader": f"{stats.reader}, {stats.io_mode}",
     }
@@ -123,7 +123,7 @@ def main(
 ) -> None:
     console, shape = Console(), SHAPES[shape_name]
     model = make_model(shape, context + 4096)
-    before = machine.anonymous_bytes()
+    before = machine.memory_bytes()
     ours = open_cache(model, shape, path, rank, kv_memory, context)
     floor = open_floor(model, shape, 1)
     clock = TokenClock(ours.cache)

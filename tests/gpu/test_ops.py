@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from attention_case import make_case
 from torch.library import opcheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -162,19 +163,6 @@ def test_fp8_round_trip(ops, dtype, shape):
     assert torch.equal(back, reference.fp8_dequantize(expected, expected_scales, dtype))
 
 
-def make_attention(dtype=torch.float32, batch=2, kv_heads=2, ratio=2, queries=1, head_dim=64,
-                   group_tokens=4, pages=12, page_heads=None, table_heads=1):  # fmt: skip
-    slots = 2 * pages + 1
-    pool = torch.randn(slots, page_heads or kv_heads, 2, group_tokens, head_dim).to(dtype)
-    shape = (batch, table_heads, pages)
-    table = torch.randint(-1, slots, shape, dtype=torch.int32)
-    masks = torch.randint(0, 2**62, shape)
-    columns = (torch.arange(pages, dtype=torch.int32) * group_tokens).expand(shape)
-    query_columns = torch.full((batch,), pages * group_tokens - queries, dtype=torch.int32)
-    query = torch.randn(batch, queries, kv_heads * ratio, head_dim).to(dtype).transpose(1, 2)
-    return query, pool, table, masks, columns, query_columns, head_dim**-0.5
-
-
 def check_attention(ops, case):
     output, log_sum_exp = on_host(ops.paged_attention(*on_device(*case)))
     expected, expected_log_sum_exp = reference.paged_attention(*case)
@@ -186,13 +174,13 @@ def check_attention(ops, case):
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize("ratio", [1, 2, 3, 8, 16])
 def test_attention_head_dims_and_ratios(ops, dtype, head_dim, ratio):
-    check_attention(ops, make_attention(dtype, head_dim=head_dim, ratio=ratio))
+    check_attention(ops, make_case(dtype, head_dim=head_dim, ratio=ratio))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("queries", [2, 5, 16])
 def test_attention_of_several_queries_is_causal(ops, dtype, queries):
-    case = make_attention(dtype, queries=queries, ratio=4)
+    case = make_case(dtype, queries=queries, ratio=4)
     check_attention(ops, case)
     case[5].fill_(20)
     check_attention(ops, case)
@@ -202,28 +190,28 @@ def test_attention_of_several_queries_is_causal(ops, dtype, queries):
 @pytest.mark.parametrize("group_tokens", [1, 4, 7, 16, 32, 64])
 @pytest.mark.parametrize("batch", [1, 9, 64])
 def test_attention_group_sizes_and_batches(ops, dtype, group_tokens, batch):
-    check_attention(ops, make_attention(dtype, batch=batch, group_tokens=group_tokens, pages=40))
+    check_attention(ops, make_case(dtype, batch=batch, group_tokens=group_tokens, pages=40))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("page_heads", "table_heads"), [(3, 1), (3, 3), (1, 3)])
 def test_attention_tables_shared_or_per_head(ops, dtype, page_heads, table_heads):
     tables = {"page_heads": page_heads, "table_heads": table_heads}
-    check_attention(ops, make_attention(dtype, kv_heads=3, ratio=4, pages=300, **tables))
+    check_attention(ops, make_case(dtype, kv_heads=3, ratio=4, pages=300, **tables))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_attention_that_sees_nothing(ops, dtype):
-    case = make_attention(dtype, pages=700)
+    case = make_case(dtype, pages=700)
     case[2].fill_(-1)
     output, log_sum_exp = ops.paged_attention(*on_device(*case))
     assert (output == 0).all() and (log_sum_exp == reference.NEVER).all()
-    output, log_sum_exp = ops.paged_attention(*on_device(*make_attention(dtype, pages=0)))
+    output, log_sum_exp = ops.paged_attention(*on_device(*make_case(dtype, pages=0)))
     assert (output == 0).all() and (log_sum_exp == reference.NEVER).all()
 
 
 def test_attention_gives_the_same_bits_every_time(ops):
-    case = on_device(*make_attention(torch.bfloat16, ratio=4, pages=3000))
+    case = on_device(*make_case(torch.bfloat16, ratio=4, pages=3000))
     first = ops.paged_attention(*case)
     for _ in range(5):
         again = ops.paged_attention(*case)
@@ -246,7 +234,7 @@ def test_merge_attention(ops, dtype, shape):
 
 def test_ops_work_on_torchs_current_stream(ops):
     """Inputs are made late on a side stream: an op on another stream would read them too early."""
-    case = on_device(*make_attention(torch.bfloat16, ratio=4, pages=2000))
+    case = on_device(*make_case(torch.bfloat16, ratio=4, pages=2000))
     expected = ops.paged_attention(*case)[0].clone()
     pages = case[1].clone()
     torch.cuda.synchronize()
@@ -278,7 +266,7 @@ def test_opcheck(ops):
     opcheck(ops_of.pack_records, (keys, keys, 4))
     opcheck(ops_of.unpack_records, (records, 9, "nhd"))
     opcheck(ops_of.fp8_quantize, (keys,))
-    opcheck(ops_of.paged_attention, tuple(on_device(*make_attention())))
+    opcheck(ops_of.paged_attention, tuple(on_device(*make_case())))
     table = torch.tensor([[[0, 1, -1]]], dtype=torch.int32, device="cuda")
     opcheck(ops_of.paged_gather, (records[0], table))
     sums = torch.randn(2, 3, 20, device="cuda")

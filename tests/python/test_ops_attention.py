@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from attention_case import make_case
 from torch.library import opcheck
 
 from kvswap_torch import ops
@@ -15,30 +16,6 @@ ops_of = torch.ops.kvswap_torch
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(5)
-
-
-def make_case(
-    dtype=torch.float32,
-    batch=2,
-    kv_heads=2,
-    ratio=2,
-    queries=1,
-    head_dim=64,
-    group_tokens=4,
-    pages=12,
-    page_heads=None,
-    table_heads=1,
-):
-    """Arguments of paged_attention: random pages in random slots, holes, ragged masks."""
-    slots = 2 * pages + 1
-    pool = torch.randn(slots, page_heads or kv_heads, 2, group_tokens, head_dim).to(dtype)
-    shape = (batch, table_heads, pages)
-    table = torch.randint(-1, slots, shape, dtype=torch.int32)
-    masks = torch.randint(0, 2**62, shape)
-    columns = (torch.arange(pages, dtype=torch.int32) * group_tokens).expand(shape)
-    query_columns = torch.full((batch,), pages * group_tokens - queries, dtype=torch.int32)
-    query = torch.randn(batch, queries, kv_heads * ratio, head_dim).to(dtype).transpose(1, 2)
-    return query, pool, table, masks, columns, query_columns, head_dim**-0.5
 
 
 def check(case):

@@ -86,18 +86,14 @@ def test_a_mapped_file_refuses_what_it_has_no_room_for(tmp_path):
     cache.close()
 
 
+def single_tokens(**settings) -> SwapConfig:
+    return SwapConfig(group_tokens=1, io_mode="buffered", **settings)
+
+
 @needs_native
 def test_heads_as_sequences_give_what_a_full_cache_gives_when_all_is_chosen(tmp_path):
     model, ids = tiny_model("llama", head_dim=64), prompt(2, 40)["input_ids"]
-    config = SwapConfig(
-        group_tokens=1,
-        rank=8,
-        groups_max=64,
-        pages_max=64,
-        tail_tokens=4,
-        sink_tokens=2,
-        io_mode="buffered",
-    )
+    config = single_tokens(rank=8, groups_max=64, pages_max=64, tail_tokens=4, sink_tokens=2)
     with open_per_head(model, config, tmp_path, 64, 2) as cache:
         with torch.inference_mode():
             model(input_ids=ids, past_key_values=cache)
@@ -112,15 +108,8 @@ def test_heads_as_sequences_give_what_a_full_cache_gives_when_all_is_chosen(tmp_
 def test_each_head_chooses_for_itself(tmp_path):
     model = tiny_model("llama", head_dim=64)
     shape = model_parts(model).shape
-    config = SwapConfig(
-        group_tokens=1,
-        rank=32,
-        groups_max=1,
-        pages_max=1,
-        tail_tokens=2,
-        sink_tokens=0,
-        select_queries_max=1,
-        io_mode="buffered",
+    config = single_tokens(
+        rank=32, groups_max=1, pages_max=1, tail_tokens=2, sink_tokens=0, select_queries_max=1
     )
     with open_per_head(model, config, tmp_path, 64, 1) as cache:
         session = cache.driver.session

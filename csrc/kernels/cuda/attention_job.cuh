@@ -151,6 +151,30 @@ struct RowValues {
   float4 values[kRows][kStride];
 };
 
+/// Writes four neighbouring elements of a row of the result, the `vector`-th four.
+template <typename T, int kRows>
+__device__ inline void write_output(const AttentionJob& job, const AttentionPlace<kRows>& place,
+                                    int row, int vector, float4 value) {
+  T* target =
+      static_cast<T*>(job.output) +
+      ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio * job.kv_heads +
+       place.head_of(job, row)) *
+          job.head_dim +
+      vector * 4;
+  target[0] = from_float<T>(value.x);
+  target[1] = from_float<T>(value.y);
+  target[2] = from_float<T>(value.z);
+  target[3] = from_float<T>(value.w);
+}
+
+/// Where a row's log-sum-exp stands in `log_sum_exp`.
+template <int kRows>
+__device__ inline int64_t log_sum_exp_index(const AttentionJob& job,
+                                            const AttentionPlace<kRows>& place, int row) {
+  return (place.sequence * job.ratio * job.kv_heads + place.head_of(job, row)) * job.queries +
+         place.query_of(job, row);
+}
+
 /// Writes a block's normalised rows: to the result, or to the partial results of its split.
 template <typename T, int kRows, int kHeadDim>
 __device__ inline void write_rows(const AttentionJob& job, const AttentionPlace<kRows>& place,
@@ -167,25 +191,14 @@ __device__ inline void write_rows(const AttentionJob& job, const AttentionPlace<
       *target = value;
       continue;
     }
-    T* target =
-        static_cast<T*>(job.output) +
-        ((place.sequence * job.queries + place.query_of(job, row)) * job.ratio * job.kv_heads +
-         place.head_of(job, row)) *
-            job.head_dim +
-        i % vectors * 4;
-    target[0] = from_float<T>(value.x);
-    target[1] = from_float<T>(value.y);
-    target[2] = from_float<T>(value.z);
-    target[3] = from_float<T>(value.w);
+    write_output<T>(job, place, row, i % vectors, value);
   }
   const int row = static_cast<int>(threadIdx.x);
   if (row >= place.rows) return;
   if (job.splits > 1) {
     job.partial_log_sum_exp[first_partial + row] = sums.log_sum_exp_of(row);
   } else if (job.log_sum_exp != nullptr) {
-    job.log_sum_exp[(place.sequence * job.ratio * job.kv_heads + place.head_of(job, row)) *
-                        job.queries +
-                    place.query_of(job, row)] = sums.log_sum_exp_of(row);
+    job.log_sum_exp[log_sum_exp_index(job, place, row)] = sums.log_sum_exp_of(row);
   }
 }
 

@@ -81,9 +81,8 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
   __syncthreads();
   if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) % kTeam == 0 && row < place.rows &&
       job.log_sum_exp != nullptr) {
-    job.log_sum_exp[(place.sequence * job.ratio * job.kv_heads + place.head_of(job, row)) *
-                        job.queries +
-                    place.query_of(job, row)] = total > 0.0f ? largest + logf(total) : never();
+    job.log_sum_exp[log_sum_exp_index(job, place, row)] =
+        total > 0.0f ? largest + logf(total) : never();
   }
 
   const int vectors = job.head_dim / 4;
@@ -103,16 +102,8 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
                         fmaf(weight, part.z, value.z), fmaf(weight, part.w, value.w));
   }
   const float factor = totals[own_row] > 0.0f ? 1.0f / totals[own_row] : 0.0f;
-  T* target =
-      static_cast<T*>(job.output) +
-      ((place.sequence * job.queries + place.query_of(job, own_row)) * job.ratio * job.kv_heads +
-       place.head_of(job, own_row)) *
-          job.head_dim +
-      i % vectors * 4;
-  target[0] = from_float<T>(value.x * factor);
-  target[1] = from_float<T>(value.y * factor);
-  target[2] = from_float<T>(value.z * factor);
-  target[3] = from_float<T>(value.w * factor);
+  value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+  write_output<T>(job, place, own_row, i % vectors, value);
 }
 
 AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan, void* scratch) {

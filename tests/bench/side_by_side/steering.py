@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from tests.bench import machine
 from tests.bench.side_by_side.child import Order
 from tests.bench.side_by_side.memory_cap import MemoryCap
 
@@ -67,9 +67,7 @@ class Child:
 
     def memory_bytes(self) -> int:
         """Anonymous and shared memory now, as the kernel counts it; no pages of files."""
-        status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in status)
-        return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+        return machine.memory_bytes(("RssAnon", "RssShmem"), self.pid)
 
     def close(self) -> None:
         """Ends it, whatever state it is in. Again does nothing."""

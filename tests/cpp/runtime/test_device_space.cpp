@@ -94,6 +94,15 @@ class DeviceSpaceTest : public testing::Test {
   }
   void finish() { ASSERT_TRUE(space_->finish().is_ok()); }
 
+  /// A chunk that begins with `tokens_`: packed, and on its way to the staging buffer.
+  void send_chunk() {
+    space_->mark_tokens();
+    space_->begin_chunk();
+    space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
+    space_->send(run(), kRecordBytes);
+    space_->end_chunk();
+  }
+
   RecordStore::StagedRun run() {
     RecordStore::StagedRun run;
     run.buffer.data = reinterpret_cast<std::byte*>(staging_.data());
@@ -175,11 +184,7 @@ TEST_F(DeviceSpaceTest, ARunHasArrivedWhenItsBytesAreThere) {
 TEST_F(DeviceSpaceTest, AChunkIsPackedWhenItsTokensAreThere) {
   open(Stream::kCompute);
   set(*tokens_, first_);
-  space_->mark_tokens();
-  space_->begin_chunk();
-  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
-  space_->send(run(), kRecordBytes);
-  space_->end_chunk();
+  send_chunk();
   finish();
   EXPECT_EQ(staged(), first_);
 }
@@ -187,11 +192,7 @@ TEST_F(DeviceSpaceTest, AChunkIsPackedWhenItsTokensAreThere) {
 TEST_F(DeviceSpaceTest, AChunksTokensStayUntilTheyArePacked) {
   open(Stream::kWrite);
   set(*tokens_, first_);
-  space_->mark_tokens();
-  space_->begin_chunk();
-  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
-  space_->send(run(), kRecordBytes);
-  space_->end_chunk();
+  send_chunk();
   set(*tokens_, second_);
   finish();
   EXPECT_EQ(staged(), first_);
