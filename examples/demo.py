@@ -77,7 +77,7 @@ def main(
             path=path,
             device=device,
             compare=True,
-            max_new_tokens=24,
+            max_new_tokens=40,
             prompt_template=TEMPLATE,
         ),
         console,

@@ -19,8 +19,8 @@ from examples.reference_model.tasks import Question, draw_task, lay_in
 FOLDER = Path(__file__).resolve().parent / "documents"
 SOURCES = ("python_logging", "perl_operators")
 BLOCK_LINES = 32
-# Skills that hold at every length; what `make demo` asks.
-ASKED = ("same", "other", "same", "other", "same", "other")
+# What `make demo` asks: single facts in the same and in other words, two at once, a record.
+ASKED = ("same", "other", "record", "other", "pair", "same")
 
 
 def load_source(name: str) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Shares of repeat, same, other, list, pair, hop, record.
-FIRST = (0.42, 0.38, 0.10, 0.025, 0.025, 0.025, 0.025)
-MIXED = (0.08, 0.40, 0.26, 0.065, 0.065, 0.065, 0.065)
-LAST = (0.04, 0.32, 0.24, 0.10, 0.10, 0.06, 0.14)
+# Shares of repeat, same, other, list, pair, hop, record, values.
+FIRST = (0.42, 0.38, 0.10, 0.02, 0.02, 0.02, 0.02, 0.02)
+MIXED = (0.08, 0.40, 0.26, 0.05, 0.05, 0.06, 0.05, 0.05)
+LAST = (0.04, 0.32, 0.24, 0.08, 0.08, 0.06, 0.08, 0.10)
 # What must hold at 32K: mostly single facts, thin and dense, two in five beside 28K other tokens.
-HOLD = (0.04, 0.44, 0.36, 0.04, 0.04, 0.06, 0.02)
+HOLD = (0.04, 0.44, 0.36, 0.03, 0.04, 0.06, 0.02, 0.01)
+# Answers of several parts, then all skills together.
+PARTS = (0.03, 0.18, 0.15, 0.22, 0.16, 0.06, 0.20, 0.0)
+VALUES = (0.02, 0.14, 0.12, 0.10, 0.08, 0.04, 0.08, 0.42)
+ALL = (0.03, 0.28, 0.22, 0.09, 0.09, 0.06, 0.09, 0.14)
+FIRM = (0.02, 0.42, 0.26, 0.05, 0.11, 0.07, 0.05, 0.02)
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,39 @@ CPU = (
         shares=HOLD,
         text_pieces=7,
     ),
+    Phase("1K, parts", 1024, 6, 2_400_000, (1.2e-3, 1e-3), 32768, shares=PARTS),
+    Phase("1K, values", 1024, 6, 1_500_000, (1.2e-3, 1e-3), 32768, shares=VALUES),
+    Phase("4K, values", 4096, 1, 1_000_000, (1e-3, 8e-4), 65536, filled=(0.1, 0.6), shares=VALUES),
+    Phase(
+        "4K beside 28K, all",
+        4096,
+        1,
+        1_600_000,
+        (8e-4, 3e-5),
+        65536,
+        filled=(0.05, 0.75),
+        shares=ALL,
+        text_pieces=7,
+    ),
+    Phase(
+        "4K beside 28K, firm",
+        4096,
+        1,
+        500_000,
+        (4e-4, 2e-5),
+        65536,
+        filled=(0.05, 0.75),
+        shares=FIRM,
+        text_pieces=7,
+    ),
 )
+# A GPU shows whole documents of 32K instead: their square costs it little.
 GPU = (
     Phase("256", 256, 32, 12_000_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
     Phase("1K", 1024, 12, 30_000_000, (2e-3, 1.8e-3), 32768),
-    Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
-    Phase("16K", 16384, 1, 20_000_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
+    Phase("1K, values", 1024, 12, 10_000_000, (1.8e-3, 1.6e-3), 32768, shares=VALUES),
+    Phase("4K", 4096, 4, 20_000_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=ALL),
+    Phase("16K", 16384, 1, 15_000_000, (1.2e-3, 8e-4), 65536, filled=(0.05, 0.4), shares=ALL),
+    Phase("32K", 32768, 1, 10_000_000, (8e-4, 3e-5), 65536, filled=(0.02, 0.3), shares=ALL),
 )
 PRESETS = {"cpu": CPU, "gpu": GPU}

@@ -5,7 +5,13 @@ A document is followed by turns, each of two lines:
     Question: What is the secret of the amber falcon?
     Answer: copper lantern
 
-The answer ends with the newline. Every question may follow the answers to earlier ones.
+The answer ends with the newline. Every question may follow the answers to earlier ones. An answer
+of several parts names each before its value, so that every value is looked up by what stands
+right before it:
+
+    Answer: amber falcon: copper lantern; red fox: old pond
+    Answer: 1 = copper lantern, 2 = old pond
+    Answer: amber falcon = [ owner: Emma the bold, food: wild plum, code: 47193 ]
 """
 
 from __future__ import annotations
@@ -17,7 +23,18 @@ import numpy as np
 from examples.reference_model.forms import FORMS, Form, Words
 
 # Skills a model is trained on and measured by.
-SKILLS = ("repeat", "same", "other", "list", "pair", "hop", "record")
+SKILLS = ("repeat", "same", "other", "list", "pair", "hop", "record", "values")
+
+# What a record may hold, and of which sort.
+FIELDS = {
+    "owner": "person",
+    "place": "words",
+    "food": "words",
+    "secret": "words",
+    "code": "number",
+    "number": "number",
+}
+FIELDS_OF_A_RECORD = 3
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,7 @@ class Question:
     text: str
     answer: str
     skill: str
+    key: str = ""  # of a single fact
     depth: float = 0.0  # of the last fact needed: 0 the document's beginning, 1 its end
 
 
@@ -70,23 +88,32 @@ def draw_task(rng: np.random.Generator, skill: str, words: Words, form: Form | N
     if skill == "pair":
         first, second = (_draw_single(rng, "same", words, form) for _ in range(2))
         text = f"{first.question.text} {second.question.text}"
-        answer = f"{first.question.answer}; {second.question.answer}"
-        return Task(first.facts + second.facts, Question(text, answer, skill))
+        named = (f"{task.question.key}: {task.question.answer}" for task in (first, second))
+        return Task(first.facts + second.facts, Question(text, "; ".join(named), skill))
     if skill == "list":
         key = words.key(rng)
         values = [words.value(rng, "words") for _ in range(int(rng.integers(2, 5)))]
+        items = list(enumerate(values, start=1))
+        facts = tuple(f"Item {number} of the {key} is {value}." for number, value in items)
+        answer = ", ".join(f"{number} = {value}" for number, value in items)
+        return Task(facts, Question(f"List the {len(values)} items of the {key}.", answer, skill))
+    if skill == "values":
+        key = words.key(rng)
+        values = [words.value(rng, "words") for _ in range(int(rng.integers(2, 5)))]
         facts = tuple(f"The {key} contains {value}." for value in values)
-        question = f"List everything that the {key} contains."
-        return Task(facts, Question(question, ", ".join(values), skill))
+        answer = ", ".join(f"{number} = {value}" for number, value in enumerate(values, start=1))
+        text = f"List the {len(values)} things that the {key} contains."
+        return Task(facts, Question(text, answer, skill))
     if skill == "hop":
         first, second, number = words.key(rng), words.key(rng), words.value(rng, "number")
         facts = (f"Let {first} be {number}.", f"Let {second} be {first}.")
         return Task(facts, Question(f"What number is {second}?", f"{first} = {number}", skill))
     if skill == "record":
         key = words.key(rng)
-        values = [words.value(rng, sort) for sort in ("person", "words", "number")]
-        fact = f"Record {key}: {values[0]}, {values[1]}, {values[2]}."
-        answer = "[" + ", ".join(f'"{value}"' for value in values) + "]"
+        names = [str(name) for name in rng.choice(list(FIELDS), FIELDS_OF_A_RECORD, replace=False)]
+        fields = [(name, words.value(rng, FIELDS[name])) for name in names]
+        fact = f"Record {key}: " + ", ".join(f"{name} {value}" for name, value in fields) + "."
+        answer = f"{key} = [ " + ", ".join(f"{name}: {value}" for name, value in fields) + " ]"
         return Task((fact,), Question(f"Give record {key} as a list.", answer, skill))
     raise ValueError(f"draw_task: skill must be one of {SKILLS}, got {skill!r}")
 
@@ -100,7 +127,7 @@ def _draw_single(rng: np.random.Generator, skill: str, words: Words, form: Form)
         return Task((fact,), Question(before, value + after, skill))
     texts = form.same if skill == "same" else form.other
     text = texts[int(rng.integers(len(texts)))].format(k=key)
-    return Task((fact,), Question(text, value, skill))
+    return Task((fact,), Question(text, value, skill, key))
 
 
 def lay_in(

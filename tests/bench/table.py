@@ -49,18 +49,6 @@ def decode_table() -> Iterator[str]:
             setting = disk = ""
 
 
-def prefill_table() -> Iterator[str]:
-    yield "| shape | tokens | DynamicCache | kvswap | ratio (median of pairs) | of it estimating |"
-    yield "|---|---|---|---|---|---|"
-    for result in load("prefill_*.json"):
-        seconds = result["seconds"]
-        yield (
-            f"| {result['shape']} ({result['layers']} layers) | {result['tokens']:,} "
-            f"| {seconds['DynamicCache']:.2f} s | {seconds['kvswap']:.2f} s "
-            f"| {result['ratio_of_pairs']:.3f} | {result['estimate_seconds']:.2f} s |"
-        )
-
-
 def demo_table() -> Iterator[str]:
     for demo in load("demo.json"):
         right = sum(q["on_disk"] == q["truth"] for q in demo["questions"])
@@ -170,11 +158,22 @@ def quality_tasks_table() -> Iterator[str]:
                 tokens = ""
 
 
-TABLES = {"decode": decode_table, "prefill": prefill_table, "demo": demo_table}
+def scoring_table() -> Iterator[str]:
+    yield "| scoring by | traffic (worst layer) | of the choice still made (worst layer) |"
+    yield "|---|---|---|"
+    for result in load("score_bounds.json"):
+        for way in result["ways"]:
+            yield (
+                f"| {way['way']} | {way['traffic']:.2f} ({way['traffic_worst']:.2f}) "
+                f"| {way['kept']:.2f} ({way['kept_worst']:.2f}) |"
+            )
+
+
+TABLES = {"decode": decode_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
-TABLES |= {"turns": turns_table}
+TABLES |= {"turns": turns_table, "scoring": scoring_table}
 
 
 def main() -> None:

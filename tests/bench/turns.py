@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +24,17 @@ from transformers import DynamicCache
 from kvswap_torch import KVSwapCache
 from tests.bench import machine
 from tests.bench.contenders import ROOM_TOKENS
-from tests.bench.prefill import seconds_of
 from tests.bench.shapes import Shape, make_model
 from tests.bench.side_by_side.plan import Cell
 from tests.bench.side_by_side.settings import Fitted, fit_kvswap
+
+
+@torch.inference_mode()
+def seconds_of(model: Any, cache: Any, ids: torch.Tensor) -> float:
+    """One pass over `ids`, to the logits of its last token."""
+    began = time.perf_counter()
+    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    return time.perf_counter() - began
 
 
 class Rounds:

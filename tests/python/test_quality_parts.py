@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.reference_model.forms import Words
+from examples.reference_model.tasks import SKILLS
 from kvswap_torch import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
@@ -27,6 +29,7 @@ from tests.bench.quality.statistics import bootstrap, paired
 from tests.bench.quality.swap import SCORES, Swap
 from tests.bench.quality.verdict import judge, sentences
 from tests.bench.quality.view import LayerPast, View
+from tests.bench.quality.wording import WORDINGS
 from tests.python.tiny_models import has_native, tiny_model
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH, ROWS = 4, 2, 8, 90, 2, 11
@@ -200,6 +203,26 @@ def test_the_plan_runs_the_grid_on_short_documents_only():
     assert set(CORE) <= set(long.methods) and long.methods[0] == "full"
     with pytest.raises(ValueError, match="one positive count of documents"):
         make_plan([1024], [1, 2], [], 0, 6)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_in_plain_words_what_is_begun_and_the_rest_make_the_answer(skill):
+    plain, rng = WORDINGS["plain"], np.random.default_rng(4)
+    task = plain.draw(rng, skill, Words(), None)
+    turn = plain.turn(task)
+    assert not turn.prompt.endswith(" ") and turn.answer.startswith(" ")
+    begun = turn.prompt.split("Answer:")[1]
+    assert (begun + turn.answer).endswith(f" {task.question.answer}")
+    if skill in ("pair", "list", "values"):
+        assert begun and begun + turn.answer == f" {task.question.answer}"
+
+
+def test_in_plain_words_all_records_are_asked_for_at_once():
+    plain, rng = WORDINGS["plain"], np.random.default_rng(4)
+    tasks = [plain.draw(rng, "record", Words(), None) for _ in range(3)]
+    turn = plain.records(tasks)
+    whole = (turn.prompt + turn.answer).split("Answer: ")[1]
+    assert whole == "; ".join(task.question.answer for task in tasks)
 
 
 def test_the_bootstrap_draws_documents_and_pairs_samples():

@@ -45,14 +45,14 @@ class PlainWording(ReferenceWording):
     name = "plain"
 
     def turn(self, task: Task) -> Turn:
-        question, begun = task.question, _begin_answer(task)
-        return Turn(f"\nQuestion: {question.text}\nAnswer: {begun}".rstrip(), f" {question.answer}")
+        question, (begun, rest) = task.question, _begin_answer(task)
+        return Turn(f"\nQuestion: {question.text}\nAnswer: {begun}".rstrip(), f" {rest}")
 
     def records(self, tasks: list[Task]) -> Turn:
         keys = [_record_key(task) for task in tasks]
-        lists = [f'"{key}": {task.question.answer}' for key, task in zip(keys, tasks, strict=True)]
-        text = f"Give the records {', '.join(keys)} as JSON, each name with the list of its values."
-        return Turn(f"\nQuestion: {text}\nAnswer: {{", ", ".join(lists) + "}")
+        text = f"Give the records {', '.join(keys)}, each as a list of its fields."
+        rest = "; ".join(task.question.answer for task in tasks).removeprefix(f"{keys[0]} =")
+        return Turn(f"\nQuestion: {text}\nAnswer: {keys[0]} =", rest)
 
 
 def question_task(facts: tuple[str, ...], text: str, answer: str, skill: str) -> Task:
@@ -66,16 +66,19 @@ def choose_form(rng: np.random.Generator, sort: str | None = None) -> Form:
     return forms[int(rng.integers(len(forms)))]
 
 
-def _begin_answer(task: Task) -> str:
+def _begin_answer(task: Task) -> tuple[str, str]:
+    """What is begun for the model, and what it must write."""
     skill, answer = task.question.skill, task.question.answer
     if skill == "same":
         fact = task.facts[-1]
-        return fact[: fact.rindex(f" {answer}")]
-    if skill == "list":
-        return task.facts[0].split(" contains ")[0] + " contains"
+        return fact[: fact.rindex(f" {answer}")], answer
+    if skill in ("list", "values", "pair"):
+        mark = ":" if skill == "pair" else " ="
+        name, rest = answer.split(f"{mark} ", 1)
+        return name + mark, rest
     if skill == "hop":
-        return "Following the lines,"
-    return ""
+        return "Following the lines,", answer
+    return "", answer
 
 
 def _record_key(task: Task) -> str:

@@ -37,7 +37,7 @@ def multi_value(
     rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
 ) -> Drawn:
     """Every value of a key, each in a fact of its own."""
-    return _skill(rng, wording, words, density, "list")
+    return _skill(rng, wording, words, density, "values")
 
 
 def multi_query(
