@@ -34,6 +34,15 @@ class Phase:
     text_share: float = 0.4  # of the steps that see it
 
 
+def _beside_long_text(
+    name: str, tokens: int, lr: tuple[float, float], shares: tuple[float, ...]
+) -> Phase:
+    """Samples of 4K beside 28K other tokens."""
+    return Phase(
+        name, 4096, 1, tokens, lr, 65536, filled=(0.05, 0.75), shares=shares, text_pieces=7
+    )
+
+
 # What the shipped weights are made with.
 CPU = (
     Phase("256", 256, 16, 2_500_000, (2e-3, 2e-3), 2048, copy_share=0.5, shares=FIRST),
@@ -41,42 +50,12 @@ CPU = (
     Phase("1K", 1024, 6, 2_400_000, (2e-3, 1.8e-3), 32768),
     Phase("4K", 4096, 1, 1_200_000, (1.5e-3, 1.2e-3), 65536, filled=(0.1, 0.5), shares=LAST),
     Phase("8K", 8192, 1, 950_000, (1.2e-3, 5e-5), 65536, filled=(0.05, 0.4), shares=LAST),
-    Phase(
-        "4K beside 28K",
-        4096,
-        1,
-        1_500_000,
-        (8e-4, 3e-5),
-        65536,
-        filled=(0.05, 0.75),
-        shares=HOLD,
-        text_pieces=7,
-    ),
+    _beside_long_text("4K beside 28K", 1_500_000, (8e-4, 3e-5), HOLD),
     Phase("1K, parts", 1024, 6, 2_400_000, (1.2e-3, 1e-3), 32768, shares=PARTS),
     Phase("1K, values", 1024, 6, 1_500_000, (1.2e-3, 1e-3), 32768, shares=VALUES),
     Phase("4K, values", 4096, 1, 1_000_000, (1e-3, 8e-4), 65536, filled=(0.1, 0.6), shares=VALUES),
-    Phase(
-        "4K beside 28K, all",
-        4096,
-        1,
-        1_600_000,
-        (8e-4, 3e-5),
-        65536,
-        filled=(0.05, 0.75),
-        shares=ALL,
-        text_pieces=7,
-    ),
-    Phase(
-        "4K beside 28K, firm",
-        4096,
-        1,
-        500_000,
-        (4e-4, 2e-5),
-        65536,
-        filled=(0.05, 0.75),
-        shares=FIRM,
-        text_pieces=7,
-    ),
+    _beside_long_text("4K beside 28K, all", 1_600_000, (8e-4, 3e-5), ALL),
+    _beside_long_text("4K beside 28K, firm", 500_000, (4e-4, 2e-5), FIRM),
 )
 # A GPU shows whole documents of 32K instead: their square costs it little.
 GPU = (
