@@ -44,7 +44,7 @@ class Question:
     text: str
     answer: str
     skill: str
-    key: str = ""  # of a single fact
+    key: str = ""  # of a single fact or a record
     depth: float = 0.0  # of the last fact needed: 0 the document's beginning, 1 its end
 
 
@@ -90,20 +90,8 @@ def draw_task(rng: np.random.Generator, skill: str, words: Words, form: Form | N
         text = f"{first.question.text} {second.question.text}"
         named = (f"{task.question.key}: {task.question.answer}" for task in (first, second))
         return Task(first.facts + second.facts, Question(text, "; ".join(named), skill))
-    if skill == "list":
-        key = words.key(rng)
-        values = [words.value(rng, "words") for _ in range(int(rng.integers(2, 5)))]
-        items = list(enumerate(values, start=1))
-        facts = tuple(f"Item {number} of the {key} is {value}." for number, value in items)
-        answer = ", ".join(f"{number} = {value}" for number, value in items)
-        return Task(facts, Question(f"List the {len(values)} items of the {key}.", answer, skill))
-    if skill == "values":
-        key = words.key(rng)
-        values = [words.value(rng, "words") for _ in range(int(rng.integers(2, 5)))]
-        facts = tuple(f"The {key} contains {value}." for value in values)
-        answer = ", ".join(f"{number} = {value}" for number, value in enumerate(values, start=1))
-        text = f"List the {len(values)} things that the {key} contains."
-        return Task(facts, Question(text, answer, skill))
+    if skill in ("list", "values"):
+        return _draw_list(rng, skill, words)
     if skill == "hop":
         first, second, number = words.key(rng), words.key(rng), words.value(rng, "number")
         facts = (f"Let {first} be {number}.", f"Let {second} be {first}.")
@@ -114,7 +102,7 @@ def draw_task(rng: np.random.Generator, skill: str, words: Words, form: Form | N
         fields = [(name, words.value(rng, FIELDS[name])) for name in names]
         fact = f"Record {key}: " + ", ".join(f"{name} {value}" for name, value in fields) + "."
         answer = f"{key} = [ " + ", ".join(f"{name}: {value}" for name, value in fields) + " ]"
-        return Task((fact,), Question(f"Give record {key} as a list.", answer, skill))
+        return Task((fact,), Question(f"Give record {key} as a list.", answer, skill, key))
     raise ValueError(f"draw_task: skill must be one of {SKILLS}, got {skill!r}")
 
 
@@ -128,6 +116,21 @@ def _draw_single(rng: np.random.Generator, skill: str, words: Words, form: Form)
     texts = form.same if skill == "same" else form.other
     text = texts[int(rng.integers(len(texts)))].format(k=key)
     return Task((fact,), Question(text, value, skill, key))
+
+
+def _draw_list(rng: np.random.Generator, skill: str, words: Words) -> Task:
+    """Two to four values of one key; facts say their numbers for `list`, not for `values`."""
+    key = words.key(rng)
+    values = [words.value(rng, "words") for _ in range(int(rng.integers(2, 5)))]
+    items = list(enumerate(values, start=1))
+    if skill == "list":
+        facts = tuple(f"Item {number} of the {key} is {value}." for number, value in items)
+        text = f"List the {len(items)} items of the {key}."
+    else:
+        facts = tuple(f"The {key} contains {value}." for value in values)
+        text = f"List the {len(items)} things that the {key} contains."
+    answer = ", ".join(f"{number} = {value}" for number, value in items)
+    return Task(facts, Question(text, answer, skill))
 
 
 def lay_in(

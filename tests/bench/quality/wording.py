@@ -49,7 +49,7 @@ class PlainWording(ReferenceWording):
         return Turn(f"\nQuestion: {question.text}\nAnswer: {begun}".rstrip(), f" {rest}")
 
     def records(self, tasks: list[Task]) -> Turn:
-        keys = [_record_key(task) for task in tasks]
+        keys = [task.question.key for task in tasks]
         text = f"Give the records {', '.join(keys)}, each as a list of its fields."
         rest = "; ".join(task.question.answer for task in tasks).removeprefix(f"{keys[0]} =")
         return Turn(f"\nQuestion: {text}\nAnswer: {keys[0]} =", rest)
@@ -79,10 +79,6 @@ def _begin_answer(task: Task) -> tuple[str, str]:
     if skill == "hop":
         return "Following the lines,", answer
     return "", answer
-
-
-def _record_key(task: Task) -> str:
-    return task.facts[0].removeprefix("Record ").split(":")[0]
 
 
 WORDINGS = {wording.name: wording for wording in (ReferenceWording(), PlainWording())}
