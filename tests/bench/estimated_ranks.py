@@ -22,18 +22,16 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
 from tests.bench import machine
+from tests.bench.reading import REFERENCE, open_reading
 from tuning.calibrate import Calibrator
-from tuning.default_samples import default_samples
 from tuning.observe import Observed
 from tuning.rank_budget import hand_out_ranks
 from tuning.recall import Choice, Steps, decoded_positions
 from tuning.samples import Sample
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 RANKS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNIFORM = (8, 16, 24, 32, 48, 64)
 PROMPT_QUERIES = 32
@@ -92,16 +90,13 @@ def compare(tables: dict[str, list[Recall]], rank: int) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="folder of the model")] = MODEL,
+    model: Annotated[Path, typer.Option(help="folder of the model")] = REFERENCE,
     length: Annotated[int, typer.Option(help="tokens of a document")] = 16384,
     documents: Annotated[int, typer.Option(help="how many")] = 4,
     out: Annotated[str, typer.Option(help="name under tests/bench/results; empty: none")] = "",
 ) -> None:
     console = Console()
-    calibrator = Calibrator(AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval())
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    fitted, held_out = default_samples(tokenizer, (length,), documents)
-    samples = [*held_out, *fitted][:documents]
+    calibrator, samples = open_reading(model, length, documents)
     measured = [
         measure(calibrator, sample) for sample in track(samples, "reading", console=console)
     ]

@@ -27,17 +27,15 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvswap_torch.projection import flat_tokens, from_chunk, sum_over_heads
 from tests.bench import machine
+from tests.bench.reading import REFERENCE, open_reading
 from tuning.calibrate import Calibrator
-from tuning.default_samples import default_samples
 from tuning.observe import Observed
 from tuning.recall import decoded_positions
 from tuning.samples import Sample
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 RANK = 32
 GROUP = 4  # tokens
 CHOSEN = 100  # groups
@@ -123,15 +121,13 @@ def measure(calibrator: Calibrator, sample: Sample) -> list[Found]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="folder of the model")] = MODEL,
+    model: Annotated[Path, typer.Option(help="folder of the model")] = REFERENCE,
     length: Annotated[int, typer.Option(help="tokens of a document")] = 16384,
     documents: Annotated[int, typer.Option(help="how many")] = 4,
     out: Annotated[str, typer.Option(help="name under tests/bench/results; empty: none")] = "",
 ) -> None:
     console = Console(width=110)
-    calibrator = Calibrator(AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval())
-    fitted, held_out = default_samples(AutoTokenizer.from_pretrained(model), (length,), documents)
-    samples = [*held_out, *fitted][:documents]
+    calibrator, samples = open_reading(model, length, documents)
     layers = [
         found
         for sample in track(samples, "reading", console=console)
