@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ class SessionDriver:
         self._declared = False  # the session holds a validity that not all layers have taken
         self.estimate_seconds = 0.0
         self._settled = budget.is_known or not budget.matters(config)
+        self._owner_pid = os.getpid()
         self.session: Any = None
         self._open(None)
 
@@ -95,8 +97,17 @@ class SessionDriver:
     # What the cache's layers ask.
 
     def check_open(self) -> None:
+        """Asked before anything is computed: in a forked child even a product may wait for ever.
+
+        Threads are not forked, and the libraries that torch computes with wait for theirs.
+        """
         if self.session is None:
             raise ClosedError("KVSwapCache: must be open, was closed; open another cache")
+        if os.getpid() != self._owner_pid:
+            raise ValueError(
+                "KVSwapCache: must be used by the process that opened it, got a call from a forked "
+                "child; open another cache in each process"
+            )
 
     @property
     def max_context(self) -> int:

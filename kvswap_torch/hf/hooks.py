@@ -45,6 +45,7 @@ class Hooks:
         if cache is None:
             return
         if _uses(cache, args, kwargs):
+            cache.driver.check_open()
             self._switch.in_forward = True
             if module is cache.parts.decoder:
                 cache.begin_pass()
