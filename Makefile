@@ -17,7 +17,7 @@ PY_FILES := kvswap_torch tuning tests examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
-  wheel wheel-check clean locked-build locked-core locked-torch-test \
+  wheel wheel-check golden clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check locked-cuda \
   sanitize-address sanitize-undefined sanitize-thread
@@ -133,6 +133,9 @@ QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=21474
 
 quality: build  ## which method finds what the full cache finds; ARGS="--help" tells all
 	$(QUALITY_MALLOC) $(PY) -m tests.bench.quality $(ARGS)
+
+golden: build  ## tokens, choices, bytes, counters of 46 runs; ARGS="--against FILE" compares
+	$(PY) -m tests.golden build/golden.json $(ARGS)
 
 lint: $(STAMP)  ## ruff and clang-format, changing nothing
 	@$(VENV)/bin/ruff check -q --output-format concise $(wildcard $(PY_FILES))

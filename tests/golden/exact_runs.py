@@ -1,0 +1,107 @@
+"""Layers fed with small whole numbers: products and sums are exact in any order.
+
+So the scores, and with them the choices, bytes and counters, are the same on every CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+
+from kvswap_torch import _C
+from tests.golden.record import counted
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 2, 4, 2, 32, 8
+OPTIONS: dict[str, Any] = {
+    "layers": LAYERS,
+    "heads": HEADS,
+    "kv_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "ranks": [RANK],
+    "group_tokens": 4,
+    "groups_max": 5,
+    "pages_max": 12,
+    "tail_tokens": 8,
+    "sink_tokens": 4,
+    "select_queries_max": 4,
+    # What a record is padded to must not depend on the disk.
+    "io_mode": "buffered",
+    "reader": "threads",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "exact, float32": {},
+    "exact, float32, batch 1": {"batch": 1},
+    "exact, bfloat16": {"dtype": torch.bfloat16},
+    "exact, no look-ahead": {"look_ahead": False},
+    "exact, lru": {"replacement": "lru", "group_tokens": 2},
+    "exact, nothing kept": {"replacement": "none"},
+    "exact, merged": {"merge_gap_bytes": 4096, "merge_bytes_max": 16384, "groups_max": 9},
+    "exact, host": {"device": "host"},
+    "exact, host, bfloat16": {"device": "host", "dtype": torch.bfloat16},
+    "exact, budget": {"kv_memory_bytes": 2 << 20, "max_context": 400, "max_batch": 4},
+}
+
+
+def run_all() -> dict[str, Any]:
+    """What each run came to, by its name."""
+    return {name: run(dict(changes)) for name, changes in CASES.items()}
+
+
+def run(changes: dict[str, Any]) -> dict[str, Any]:
+    """Choices of every pass and layer, counters and ledger."""
+    batch, look_ahead = changes.pop("batch", 2), changes.pop("look_ahead", True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = _C.SessionOptions()
+        for name, value in (OPTIONS | changes | {"directory": folder}).items():
+            setattr(options, name, value)
+        session = _C.Session(options)
+        choices = _Passes(session, changes.get("dtype", torch.float32), look_ahead).run(batch)
+        told = {"choices": choices} | counted(session)
+        session.close()
+    return told
+
+
+class _Passes:
+    """A prompt with padding, decoding, a crop, other sequences, a long chunk, a reset."""
+
+    def __init__(self, session: Any, dtype: torch.dtype, look_ahead: bool):
+        self._session, self._dtype, self._look_ahead = session, dtype, look_ahead
+        self._generator = torch.Generator().manual_seed(5)
+        self._choices: list[Any] = []
+        for layer in range(LAYERS):
+            pair = (self._whole(KV_HEADS * HEAD_DIM, RANK).float() for _ in range(2))
+            session.set_projection(layer, *pair)
+
+    def run(self, batch: int) -> list[Any]:
+        valid = torch.ones(batch, 90, dtype=torch.bool)
+        valid[0, :7] = False
+        self._session.declare(valid)
+        self._forward(batch, 90)
+        for _ in range(8):
+            self._forward(batch, 1)
+        self._forward(batch, 3)
+        self._session.crop(81)
+        self._forward(batch, 2)
+        self._session.select_sequences([batch - 1, 0, 0])
+        for _ in range(4):
+            self._forward(3, 1)
+        self._forward(3, 40)
+        self._forward(3, 1)
+        self._session.reset()
+        self._forward(1, 60)
+        self._forward(1, 1)
+        return self._choices
+
+    def _whole(self, *shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=self._generator).to(self._dtype)
+
+    def _forward(self, batch: int, tokens: int) -> None:
+        for layer in range(LAYERS):
+            keys, values = (self._whole(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
+            query = self._whole(batch, HEADS, tokens, HEAD_DIM)
+            if layer and self._look_ahead:
+                self._session.look_ahead(layer, query)
+            self._session.extend(layer, query, keys, values, 0.125)
+            self._choices.append(self._session.last_selection(layer))
