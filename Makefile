@@ -13,7 +13,7 @@ SUB := $(MAKE) --no-print-directory
 # One builder at a time in each build folder.
 LOCK = mkdir -p build && flock build/.lock-$(1)
 CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 2>/dev/null
-PY_FILES := kvswap_torch tuning tests examples setup.py
+PY_FILES := kvswap_torch tuning tests tools examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
@@ -123,6 +123,17 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 
 demo: build  ## a long document answered from a KV cache on disk, next to the full cache
 	$(PY) -m examples.demo $(ARGS)
+
+# The packages that the conversion needs are not in `make setup`.
+.PHONY: real-model locked-real-model
+REAL_MODEL ?= build/models/smollm2
+real-model: $(STAMP)  ## a small real chat model as judge: 93 MB fetched once, 274 MB in build/models
+	@$(call LOCK,real-model) $(SUB) locked-real-model
+
+locked-real-model:
+	@$(PY) -m pip --disable-pip-version-check install -q -r tools/real_model/constraints.txt \
+	  2> build/real-model-pip.log || echo "real-model: $$(grep ^ERROR build/real-model-pip.log | tail -1)"
+	@$(PY) -m tools.real_model.make $(REAL_MODEL)
 
 bench: build  ## speed: KV on disk beside its peers (ARGS="--help" tells all), then the reader
 	$(PY) -m tests.bench.side_by_side $(ARGS)
