@@ -57,6 +57,8 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     config = _load_config(options.config)
     _check_outputs(options)
     material = _load(options, console)
+    context = _context(options, material)
+    _check_context(context, material)
 
     from kvswap_torch import KVSwapCache
 
@@ -65,7 +67,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
         path=options.path,
         config=config,
         kv_memory_bytes=kv_memory,
-        max_context=_context(options, material),
+        max_context=context,
         max_batch=1,
         timeline_spans=SPANS if options.timeline is not None else 0,
     ) as cache:
@@ -144,6 +146,27 @@ def _context(options: GenerateOptions, material: Material) -> int:
     return len(material.document_ids) + asked + len(options.questions) * options.max_new_tokens
 
 
+def _check_context(context: int, material: Material) -> None:
+    """Refuses more tokens than the model was made for, unless its config scales its positions."""
+    config = material.model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or context <= most or _scales_positions(config):
+        return
+    raise ConfigError(
+        f"--document: document, questions and answers must be at most the {most:,} tokens that "
+        f"this model was made for, come to {context:,}; shorten them, lower --max-new-tokens, or "
+        "scale its positions knowingly: rope_parameters in the model's config.json with a "
+        "rope_type such as yarn"
+    )
+
+
+def _scales_positions(config: Any) -> bool:
+    """Whether RoPE stretches positions; some models say it for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return any(part.get("rope_type", "default") != "default" for part in kinds)
+
+
 def _load_config(path: Path | None) -> Any:
     from kvswap_torch.config import SwapConfig
 
@@ -200,6 +223,8 @@ def _load(options: GenerateOptions, console: Console) -> Material:
                 f"{options.model!r}: {error}"
             ) from error
     prompt = make_prompt(options.prompt_template, tokenizer)
+    if options.prompt_template == "auto" and not getattr(tokenizer, "chat_template", None):
+        console.print("[dim]no chat template in this model's folder: asked in plain words[/dim]")
     ids = prompt.prefix_ids(tokenizer, text)
     if not ids:
         raise ConfigError(f"--document: must not be empty, got {options.document}")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import kvswap_torch
 from kvswap_torch import BudgetError, ConfigError, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.conversation import AnswerStream, even_chunks
+from kvswap_torch.cli.generate import _check_context
 from kvswap_torch.cli.prompt import PLAIN, make_prompt
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.timeline import Timeline
@@ -145,6 +147,7 @@ def plain_generate(model_dir: Path, document: str) -> list[list[int]]:
         (["--json", "no/folder/out.json"], "--json: its folder must exist"),
         (["--timeline", "no/folder/trace.json"], "--timeline: its folder must exist"),
         (["--prompt-template", "{document}"], "must have {document} once and {question} once"),
+        (["--max-new-tokens", "3000"], "at most the 4,096 tokens that this model was made for"),
     ],
 )
 def test_what_is_wrong_is_one_clear_error(
@@ -153,6 +156,20 @@ def test_what_is_wrong_is_one_clear_error(
     with pytest.raises(ConfigError) as caught:
         generate(tiny_model_dir, document, *more)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "yarn"}, {"full_attention": {"rope_type": "linear"}, "rope_theta": 1.0}]
+)
+def test_a_model_that_scales_its_positions_may_go_further(rope: dict[str, Any]) -> None:
+    config = SimpleNamespace(max_position_embeddings=100, rope_parameters=rope)
+    config.get_text_config = lambda: config
+    material = SimpleNamespace(model=SimpleNamespace(config=config))
+    _check_context(1000, material)
+    config.rope_parameters = {"rope_type": "default"}
+    _check_context(100, material)
+    with pytest.raises(ConfigError, match=r"come to 101; .* scale its positions knowingly"):
+        _check_context(101, material)
 
 
 def test_no_model_empty_or_binary_document(tiny_model_dir: Path, tmp_path: Path) -> None:
