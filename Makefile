@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 ROOM ?=
 ARGS ?=
 
-ROOMS := io kernels kernels_cuda store memory device select runtime public
+ROOMS := io kernels kernels_cuda store memory device select engine public
 STAMP := $(VENV)/.kvswap-setup
 NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory

@@ -33,7 +33,7 @@ using Event = int32_t;
 /// synchronize() or drain(), and by all after it.
 ///
 /// On a machine whose accelerator shares the host's memory, reads can land in their pages: then
-/// LandingLanes (runtime/) lends pages instead of lanes, and neither copy nor scatter is left.
+/// LandingLanes (engine/) lends pages instead of lanes, and neither copy nor scatter is left.
 ///
 /// Thread rules: one thread at a time. The destructor waits for what is queued.
 class Device {

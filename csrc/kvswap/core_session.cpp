@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "kvswap/engine_calls.h"
-#include "runtime/engine.h"
-#include "runtime/engine_report.h"
+#include "engine/engine.h"
+#include "engine/engine_report.h"
 
 namespace kvswap {
 

@@ -4,7 +4,7 @@
 
 #include "io/status.h"
 #include "kvswap/core_session.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

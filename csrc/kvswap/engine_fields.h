@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "runtime/engine_options.h"
+#include "engine/engine_options.h"
 
 namespace kvswap {
 

@@ -7,7 +7,7 @@
 #include "kernels/paged_attention.h"
 #include "kernels/records.h"
 #include "kvswap/engine_calls.h"
-#include "runtime/past_stream.h"
+#include "engine/past_stream.h"
 
 namespace kvswap {
 namespace {

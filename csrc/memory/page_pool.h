@@ -29,7 +29,7 @@ class AlignedBytes {
 /// Pages of one size in one piece of memory, the host's or a device's.
 ///
 /// A page holds one record in the byte order of the disk. How bytes get there, and who computes on
-/// them, is runtime/page_space.h's. Page addresses are aligned to 4096 bytes where the memory and
+/// them, is engine/page_space.h's. Page addresses are aligned to 4096 bytes where the memory and
 /// record_bytes are, else to the latter's largest power of two, and never move. Not thread-safe.
 class PagePool {
  public:

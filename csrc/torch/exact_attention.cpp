@@ -6,7 +6,7 @@
 
 #include "io/stopwatch.h"
 #include "kernels/records.h"
-#include "runtime/past_stream.h"
+#include "engine/past_stream.h"
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
 #include "torch/partial_attention.h"

@@ -4,8 +4,8 @@
 
 #include <string>
 
-#include "runtime/engine.h"
-#include "runtime/engine_report.h"
+#include "engine/engine.h"
+#include "engine/engine_report.h"
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
 #include "torch/session_error.h"

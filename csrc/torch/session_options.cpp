@@ -6,7 +6,7 @@
 
 #include "device/host_device.h"
 #include "kvswap/engine_fields.h"
-#include "runtime/engine_options.h"
+#include "engine/engine_options.h"
 #include "torch/engine_calls.h"
 #include "torch/session.h"
 #include "torch/torch_device.h"

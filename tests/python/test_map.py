@@ -28,9 +28,9 @@ MAY_INCLUDE = {
     "memory": {"memory"},
     "device": {"device", "io", "kernels"},
     "select": {"select", "device", "kernels"},
-    "runtime": {"runtime", "io", "kernels", "store", "memory", "device", "select"},
-    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "device", "select", "runtime"},
-    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "device", "select", "runtime"},
+    "engine": {"engine", "io", "kernels", "store", "memory", "device", "select"},
+    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "device", "select", "engine"},
+    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "device", "select", "engine"},
     "python": {
         "python",
         "torch",
@@ -40,7 +40,7 @@ MAY_INCLUDE = {
         "store",
         "memory",
         "select",
-        "runtime",
+        "engine",
     },
 }
 # Foreign headers behind a wall: first part of an <include> -> the only places for it.
@@ -176,7 +176,7 @@ def test_cpu_and_cuda_never_include_each_other_and_contracts_include_neither() -
 
 def test_cuda_kernels_are_seen_through_one_header_and_by_the_gpu_side_alone() -> None:
     """A build without CUDA links none of them; the device seam shares its arguments alone."""
-    seam = ("device/", "runtime/page_space.h")
+    seam = ("device/", "engine/page_space.h")
     wrong = []
     for path in CPP:
         place = path.relative_to(CSRC).as_posix()

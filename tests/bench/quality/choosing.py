@@ -1,6 +1,6 @@
 """Choosing groups: which may be chosen, the best of them, and the columns they stand for.
 
-As the engine does it (csrc/runtime/step.cpp): a token at column p is decoded when p columns are in
+As the engine does it (csrc/engine/step.cpp): a token at column p is decoded when p columns are in
 the cache; what is sealed of them may be chosen, sinks and tail are attended anyway.
 """
 

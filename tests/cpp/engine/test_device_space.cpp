@@ -10,7 +10,7 @@
 
 #include "device/host_device.h"
 #include "engine_run.h"
-#include "runtime/device_space.h"
+#include "engine/device_space.h"
 
 namespace kvswap {
 namespace {

@@ -1,4 +1,4 @@
-#include "runtime/sequence_pages.h"
+#include "engine/sequence_pages.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 #include <unistd.h>
 
@@ -6,8 +6,8 @@
 #include <cerrno>
 #include <random>
 
-#include "runtime/device_space.h"
-#include "runtime/page_table.h"
+#include "engine/device_space.h"
+#include "engine/page_table.h"
 
 namespace kvswap {
 

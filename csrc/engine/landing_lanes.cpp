@@ -1,4 +1,4 @@
-#include "runtime/landing_lanes.h"
+#include "engine/landing_lanes.h"
 
 #include <algorithm>
 

@@ -8,10 +8,10 @@
 
 #include "device/device.h"
 #include "device/table_ring.h"
-#include "runtime/engine_options.h"
-#include "runtime/landing_lanes.h"
-#include "runtime/page_space.h"
-#include "runtime/pinned_bytes.h"
+#include "engine/engine_options.h"
+#include "engine/landing_lanes.h"
+#include "engine/page_space.h"
+#include "engine/pinned_bytes.h"
 #include "select/device_selector.h"
 
 namespace kvswap {

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "runtime/device_space.h"
+#include "engine/device_space.h"
 
 namespace kvswap {
 namespace {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "reference_engine.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

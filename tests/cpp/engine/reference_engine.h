@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include "runtime/engine_options.h"
+#include "engine/engine_options.h"
 
 namespace kvswap {
 

@@ -1,12 +1,12 @@
-#include "runtime/engine_options.h"
+#include "engine/engine_options.h"
 
 #include <algorithm>
 
 #include "io/timeline.h"
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
-#include "runtime/device_space.h"
-#include "runtime/fetcher.h"
+#include "engine/device_space.h"
+#include "engine/fetcher.h"
 #include "select/low_rank_selector.h"
 #include "store/record_store.h"
 

@@ -4,8 +4,8 @@
 
 #include "device/host_device.h"
 #include "engine_run.h"
-#include "runtime/chrome_trace.h"
-#include "runtime/engine_report.h"
+#include "engine/chrome_trace.h"
+#include "engine/engine_report.h"
 
 namespace kvswap {
 namespace {

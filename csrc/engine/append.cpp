@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "io/stopwatch.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "device/device.h"
-#include "runtime/fetcher.h"
+#include "engine/fetcher.h"
 
 namespace kvswap {
 

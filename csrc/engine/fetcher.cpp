@@ -1,4 +1,4 @@
-#include "runtime/fetcher.h"
+#include "engine/fetcher.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-#include "runtime/device_space.h"
+#include "engine/device_space.h"
 
 #include <algorithm>
 #include <vector>

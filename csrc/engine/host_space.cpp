@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "runtime/page_space.h"
+#include "engine/page_space.h"
 
 namespace kvswap {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

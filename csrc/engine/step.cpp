@@ -2,8 +2,8 @@
 #include <utility>
 
 #include "io/stopwatch.h"
-#include "runtime/engine.h"
-#include "runtime/page_table.h"
+#include "engine/engine.h"
+#include "engine/page_table.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "runtime/past_stream.h"
+#include "engine/past_stream.h"
 
 #include <algorithm>
 

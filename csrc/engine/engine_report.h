@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

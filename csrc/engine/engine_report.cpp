@@ -1,7 +1,7 @@
-#include "runtime/engine_report.h"
+#include "engine/engine_report.h"
 
 #include "kernels/cpu_features.h"
-#include "runtime/chrome_trace.h"
+#include "engine/chrome_trace.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "runtime/chrome_trace.h"
+#include "engine/chrome_trace.h"
 
 #include <algorithm>
 #include <cstdio>

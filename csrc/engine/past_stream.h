@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "memory/page_pool.h"
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

@@ -2,7 +2,7 @@
 #include <optional>
 #include <utility>
 
-#include "runtime/engine.h"
+#include "engine/engine.h"
 
 namespace kvswap {
 

@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/kernels.h"
 #include "memory/page_pool.h"
-#include "runtime/fetcher.h"
+#include "engine/fetcher.h"
 #include "select/low_rank_selector.h"
 #include "store/record_store.h"
 

@@ -6,8 +6,8 @@
 
 #include "memory/page_map.h"
 #include "memory/page_pool.h"
-#include "runtime/engine_options.h"
-#include "runtime/page_space.h"
+#include "engine/engine_options.h"
+#include "engine/page_space.h"
 
 namespace kvswap {
 
