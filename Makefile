@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 ROOM ?=
 ARGS ?=
 
-ROOMS := io kernels kernels_cuda store memory device select engine public
+ROOMS := io kernels kernels_cuda store memory device methods engine public
 STAMP := $(VENV)/.kvswap-setup
 NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory

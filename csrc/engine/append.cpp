@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "io/stopwatch.h"
 #include "engine/engine.h"
+#include "io/stopwatch.h"
 
 namespace kvswap {
 

@@ -12,7 +12,7 @@
 #include "engine/landing_lanes.h"
 #include "engine/page_space.h"
 #include "engine/pinned_bytes.h"
-#include "select/device_selector.h"
+#include "methods/device_selector.h"
 
 namespace kvswap {
 

@@ -7,14 +7,14 @@
 #include <string>
 #include <vector>
 
-#include "io/timeline.h"
-#include "kernels/records.h"
-#include "memory/ledger.h"
 #include "engine/engine_options.h"
 #include "engine/fetcher.h"
 #include "engine/page_space.h"
 #include "engine/sequence_pages.h"
-#include "select/low_rank_selector.h"
+#include "io/timeline.h"
+#include "kernels/records.h"
+#include "memory/ledger.h"
+#include "methods/low_rank_selector.h"
 #include "store/record_store.h"
 
 namespace kvswap {

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "engine/device_space.h"
+#include "engine/fetcher.h"
 #include "io/timeline.h"
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
-#include "engine/device_space.h"
-#include "engine/fetcher.h"
-#include "select/low_rank_selector.h"
+#include "methods/low_rank_selector.h"
 #include "store/record_store.h"
 
 namespace kvswap {

@@ -1,7 +1,7 @@
 #include "engine/engine_report.h"
 
-#include "kernels/cpu_features.h"
 #include "engine/chrome_trace.h"
+#include "kernels/cpu_features.h"
 
 namespace kvswap {
 

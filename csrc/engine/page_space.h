@@ -5,10 +5,10 @@
 #include <memory>
 #include <string>
 
+#include "engine/fetcher.h"
 #include "kernels/cuda/kernels.h"
 #include "memory/page_pool.h"
-#include "engine/fetcher.h"
-#include "select/low_rank_selector.h"
+#include "methods/low_rank_selector.h"
 #include "store/record_store.h"
 
 namespace kvswap {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "memory/page_pool.h"
 #include "engine/engine.h"
+#include "memory/page_pool.h"
 
 namespace kvswap {
 

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "io/stopwatch.h"
 #include "engine/engine.h"
+#include "io/stopwatch.h"
 
 namespace kvswap {
 

@@ -4,10 +4,10 @@
 #include <memory>
 #include <vector>
 
-#include "memory/page_map.h"
-#include "memory/page_pool.h"
 #include "engine/engine_options.h"
 #include "engine/page_space.h"
+#include "memory/page_map.h"
+#include "memory/page_pool.h"
 
 namespace kvswap {
 

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "io/stopwatch.h"
 #include "engine/engine.h"
 #include "engine/page_table.h"
+#include "io/stopwatch.h"
 
 namespace kvswap {
 

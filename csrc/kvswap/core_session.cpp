@@ -2,9 +2,9 @@
 
 #include <utility>
 
-#include "kvswap/engine_calls.h"
 #include "engine/engine.h"
 #include "engine/engine_report.h"
+#include "kvswap/engine_calls.h"
 
 namespace kvswap {
 

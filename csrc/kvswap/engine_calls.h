@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
+#include "engine/engine.h"
 #include "io/status.h"
 #include "kvswap/core_session.h"
-#include "engine/engine.h"
 
 namespace kvswap {
 

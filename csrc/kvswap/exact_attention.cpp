@@ -1,13 +1,13 @@
 #include <algorithm>
 #include <limits>
 
+#include "engine/past_stream.h"
 #include "io/stopwatch.h"
 #include "kernels/cpu/element.h"
 #include "kernels/merge_attention.h"
 #include "kernels/paged_attention.h"
 #include "kernels/records.h"
 #include "kvswap/engine_calls.h"
-#include "engine/past_stream.h"
 
 namespace kvswap {
 namespace {

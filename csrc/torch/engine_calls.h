@@ -4,7 +4,7 @@
 
 #include "io/status.h"
 #include "kernels/types.h"
-#include "select/selector.h"
+#include "methods/selector.h"
 
 namespace kvswap {
 

@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/past_stream.h"
 #include "io/stopwatch.h"
 #include "kernels/records.h"
-#include "engine/past_stream.h"
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
 #include "torch/partial_attention.h"

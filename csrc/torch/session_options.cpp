@@ -5,8 +5,8 @@
 #include <string>
 
 #include "device/host_device.h"
-#include "kvswap/engine_fields.h"
 #include "engine/engine_options.h"
+#include "kvswap/engine_fields.h"
 #include "torch/engine_calls.h"
 #include "torch/session.h"
 #include "torch/torch_device.h"

@@ -27,10 +27,10 @@ MAY_INCLUDE = {
     "store": {"store", "io"},
     "memory": {"memory"},
     "device": {"device", "io", "kernels"},
-    "select": {"select", "device", "kernels"},
-    "engine": {"engine", "io", "kernels", "store", "memory", "device", "select"},
-    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "device", "select", "engine"},
-    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "device", "select", "engine"},
+    "methods": {"methods", "device", "kernels"},
+    "engine": {"engine", "io", "kernels", "store", "memory", "device", "methods"},
+    "kvswap": {"kvswap", "io", "kernels", "store", "memory", "device", "methods", "engine"},
+    "torch": {"torch", "kvswap", "io", "kernels", "store", "memory", "device", "methods", "engine"},
     "python": {
         "python",
         "torch",
@@ -39,7 +39,7 @@ MAY_INCLUDE = {
         "kernels",
         "store",
         "memory",
-        "select",
+        "methods",
         "engine",
     },
 }

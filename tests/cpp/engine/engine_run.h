@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "reference_engine.h"
 #include "engine/engine.h"
+#include "reference_engine.h"
 
 namespace kvswap {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "device/host_device.h"
-#include "engine_run.h"
 #include "engine/device_space.h"
+#include "engine_run.h"
 
 namespace kvswap {
 namespace {

@@ -1,6 +1,6 @@
+#include "engine/past_stream.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
-#include "engine/past_stream.h"
 
 namespace kvswap {
 namespace {

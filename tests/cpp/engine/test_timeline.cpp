@@ -3,9 +3,9 @@
 #include <map>
 
 #include "device/host_device.h"
-#include "engine_run.h"
 #include "engine/chrome_trace.h"
 #include "engine/engine_report.h"
+#include "engine_run.h"
 
 namespace kvswap {
 namespace {

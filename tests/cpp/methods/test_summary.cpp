@@ -3,7 +3,7 @@
 #include <cstring>
 #include <random>
 
-#include "select/summary.h"
+#include "methods/summary.h"
 
 namespace kvswap {
 namespace {

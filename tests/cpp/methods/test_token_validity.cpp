@@ -4,7 +4,7 @@
 #include <memory>
 #include <random>
 
-#include "select/token_validity.h"
+#include "methods/token_validity.h"
 
 namespace kvswap {
 namespace {

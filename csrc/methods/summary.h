@@ -10,7 +10,7 @@
 
 #include "io/status.h"
 #include "kernels/types.h"
-#include "select/summary_memory.h"
+#include "methods/summary_memory.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "select/summary_memory.h"
+#include "methods/summary_memory.h"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include "select/device_selector.h"
+#include "methods/device_selector.h"
 
 #include <algorithm>
 #include <chrono>

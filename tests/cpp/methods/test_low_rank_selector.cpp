@@ -11,7 +11,7 @@
 #include <set>
 
 #include "device/host_device.h"
-#include "select/device_selector.h"
+#include "methods/device_selector.h"
 
 namespace kvswap {
 namespace {

@@ -1,4 +1,4 @@
-#include "select/summary.h"
+#include "methods/summary.h"
 
 #include <algorithm>
 #include <string>

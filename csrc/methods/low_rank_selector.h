@@ -8,8 +8,8 @@
 
 #include "kernels/project.h"
 #include "kernels/types.h"
-#include "select/selector.h"
-#include "select/summary.h"
+#include "methods/selector.h"
+#include "methods/summary.h"
 
 namespace kvswap {
 

@@ -7,7 +7,7 @@
 
 #include "device/device.h"
 #include "device/table_ring.h"
-#include "select/low_rank_selector.h"
+#include "methods/low_rank_selector.h"
 
 namespace kvswap {
 

@@ -6,7 +6,7 @@
 
 #include "io/status.h"
 #include "kernels/types.h"
-#include "select/token_validity.h"
+#include "methods/token_validity.h"
 
 namespace kvswap {
 

@@ -1,4 +1,4 @@
-#include "select/token_validity.h"
+#include "methods/token_validity.h"
 
 #include "io/status.h"
 

@@ -1,4 +1,4 @@
-#include "select/low_rank_selector.h"
+#include "methods/low_rank_selector.h"
 
 #include <algorithm>
 #include <limits>
