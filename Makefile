@@ -12,8 +12,8 @@ NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory
 # One builder at a time in each build folder.
 LOCK = mkdir -p build && flock build/.lock-$(1)
-CPP_FILES := find csrc tests/cpp examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 2>/dev/null
-PY_FILES := kvswap_torch tuning tests tools examples setup.py
+CPP_FILES := find csrc tests/cpp bench examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 2>/dev/null
+PY_FILES := kvswap_torch tuning tests bench tools examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
@@ -136,14 +136,14 @@ locked-real-model:
 	@$(PY) -m tools.real_model.make $(REAL_MODEL)
 
 bench: build  ## speed: KV on disk beside its peers (ARGS="--help" tells all), then the reader
-	$(PY) -m tests.bench.side_by_side $(ARGS)
-	$(PY) -m tests.bench.reader
+	$(PY) -m bench.side_by_side $(ARGS)
+	$(PY) -m bench.reader
 
 # Tensors of tens of MiB come and go: without this each is mapped and cleared anew.
 QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648
 
 quality: build  ## which method finds what the full cache finds; ARGS="--help" tells all
-	$(QUALITY_MALLOC) $(PY) -m tests.bench.quality $(ARGS)
+	$(QUALITY_MALLOC) $(PY) -m bench.quality $(ARGS)
 
 golden: build  ## tokens, choices, bytes, counters of 46 runs; ARGS="--against FILE" compares
 	$(PY) -m tests.golden build/golden.json $(ARGS)

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from examples.reference_model.documents import SOURCES, load_source, make_document
-from examples.reference_model.tasks import Question, extract_answer
 from kvswap_torch import format_bytes
 from kvswap_torch.cli.generate import GenerateOptions, run
 from kvswap_torch.cli.report import Result
+from tools.reference_model.documents import SOURCES, load_source, make_document
+from tools.reference_model.tasks import Question, extract_answer
 
 MODEL = Path(__file__).resolve().parent / "reference_model"
 BUILD = Path("build")

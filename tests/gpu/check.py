@@ -1,7 +1,7 @@
 """Everything to check on a machine with a GPU, in under 8 minutes: ``make gpu-check``.
 
-Builds for the torch that is installed, runs tests/gpu, tests/bench/gpu.py (each op),
-tests/bench/gpu_decode.py, compute-sanitizer over a part of the tests and the demo, in that order,
+Builds for the torch that is installed, runs tests/gpu, bench/gpu.py (each op),
+bench/gpu_decode.py, compute-sanitizer over a part of the tests and the demo, in that order,
 then writes tests/gpu/results/<device>.json. A step that finds no time left is left out and named;
 the benchmarks stop by themselves and name the rows they had no time for.
 
@@ -165,8 +165,8 @@ def main() -> int:
             steps.run("tests", PYTEST, 150)
         else:
             steps.leave_out("tests", "pytest is not installed")
-        ops = bench(steps, "op benchmarks", "tests.bench.gpu", 45)
-        decode = bench(steps, "decode benchmarks", "tests.bench.gpu_decode", 90)
+        ops = bench(steps, "op benchmarks", "bench.gpu", 45)
+        decode = bench(steps, "decode benchmarks", "bench.gpu_decode", 90)
         sanitize(steps)
         demo(steps)
     result = {

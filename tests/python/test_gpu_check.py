@@ -55,7 +55,7 @@ def test_neither_typer_nor_rich_is_needed() -> None:
         "for name in ('typer', 'rich', 'hypothesis'):\n"
         "    sys.modules[name] = None\n"
         "sys.path.insert(0, 'tests')\n"
-        "import kvswap_torch, tests.gpu.check, tests.bench.gpu, tests.bench.gpu_decode\n"
+        "import kvswap_torch, tests.gpu.check, bench.gpu, bench.gpu_decode\n"
         "import tests.gpu.test_engine, tests.gpu.test_ops\n"
         "kvswap_torch.KVSwapCache\n"
     )

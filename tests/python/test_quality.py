@@ -8,20 +8,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from bench.quality.budget import Bytes
+from bench.quality.document import Writer
+from bench.quality.emulate import Emulation
+from bench.quality.harness import REFERENCE
+from bench.quality.measure import _Asking
+from bench.quality.methods import Resolver
+from bench.quality.others import Full
+from bench.quality.projections import Projections
+from bench.quality.text import Texts
+from bench.quality.view import View
+from bench.quality.wording import WORDINGS
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
-from tests.bench.quality.budget import Bytes
-from tests.bench.quality.document import Writer
-from tests.bench.quality.emulate import Emulation
-from tests.bench.quality.harness import REFERENCE
-from tests.bench.quality.measure import _Asking
-from tests.bench.quality.methods import Resolver
-from tests.bench.quality.others import Full
-from tests.bench.quality.projections import Projections
-from tests.bench.quality.text import Texts
-from tests.bench.quality.view import View
-from tests.bench.quality.wording import WORDINGS
 from tests.python.tiny_models import FAMILIES, has_native, prompt, tiny_model
 
 TEXT = str(REFERENCE / "documents" / "python_logging.txt")

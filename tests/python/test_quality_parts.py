@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from examples.reference_model.forms import Words
-from examples.reference_model.tasks import SKILLS
+from bench.quality import report
+from bench.quality.budget import Bytes
+from bench.quality.choosing import Frame
+from bench.quality.document import Sample
+from bench.quality.harness import REFERENCE, Harness, Setting
+from bench.quality.journal import Journal
+from bench.quality.measure import score_sample
+from bench.quality.methods import Resolver, parse
+from bench.quality.others import Chance, Oracle, Recent, Snap
+from bench.quality.plan import CORE, GRID, make_plan
+from bench.quality.row_attention import attend_all, attend_chosen, column_table
+from bench.quality.statistics import bootstrap, paired
+from bench.quality.swap import SCORES, Swap
+from bench.quality.verdict import judge, sentences
+from bench.quality.view import LayerPast, View
+from bench.quality.wording import WORDINGS
 from kvswap_torch import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
-from tests.bench.quality import report
-from tests.bench.quality.budget import Bytes
-from tests.bench.quality.choosing import Frame
-from tests.bench.quality.document import Sample
-from tests.bench.quality.harness import REFERENCE, Harness, Setting
-from tests.bench.quality.journal import Journal
-from tests.bench.quality.measure import score_sample
-from tests.bench.quality.methods import Resolver, parse
-from tests.bench.quality.others import Chance, Oracle, Recent, Snap
-from tests.bench.quality.plan import CORE, GRID, make_plan
-from tests.bench.quality.row_attention import attend_all, attend_chosen, column_table
-from tests.bench.quality.statistics import bootstrap, paired
-from tests.bench.quality.swap import SCORES, Swap
-from tests.bench.quality.verdict import judge, sentences
-from tests.bench.quality.view import LayerPast, View
-from tests.bench.quality.wording import WORDINGS
 from tests.python.tiny_models import has_native, tiny_model
+from tools.reference_model.forms import Words
+from tools.reference_model.tasks import SKILLS
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH, ROWS = 4, 2, 8, 90, 2, 11
 FRAME = Frame(group_tokens=4, groups_max=3, sink_tokens=6, tail_tokens=10)

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from examples.reference_model import texts as texts_module
-from examples.reference_model import train as train_module
-from examples.reference_model.checkpoint import (
+from tools.reference_model import texts as texts_module
+from tools.reference_model import train as train_module
+from tools.reference_model.checkpoint import (
     NAME,
     PREVIOUS,
     CheckpointError,
@@ -24,20 +24,20 @@ from examples.reference_model.checkpoint import (
     load_checkpoint,
     write_atomic,
 )
-from examples.reference_model.dilution import PIECE, ROWS, STEPS, Dilution, attend_with_text, show
-from examples.reference_model.documents import SOURCES, load_source, make_document
-from examples.reference_model.evaluate import Reader, wilson
-from examples.reference_model.forms import FORMS, Words
-from examples.reference_model.model import (
+from tools.reference_model.dilution import PIECE, ROWS, STEPS, Dilution, attend_with_text, show
+from tools.reference_model.documents import SOURCES, load_source, make_document
+from tools.reference_model.evaluate import Reader, wilson
+from tools.reference_model.forms import FORMS, Words
+from tools.reference_model.model import (
     export_model,
     load_weights,
     make_config,
     make_model,
 )
-from examples.reference_model.phases import CPU, FIRST, GPU, Phase
-from examples.reference_model.plot import draw_plot
-from examples.reference_model.samples import KINDS, Sampler, draw_positions
-from examples.reference_model.tasks import (
+from tools.reference_model.phases import CPU, FIRST, GPU, Phase
+from tools.reference_model.plot import draw_plot
+from tools.reference_model.samples import KINDS, Sampler, draw_positions
+from tools.reference_model.tasks import (
     SKILLS,
     Question,
     answer_turn,
@@ -46,8 +46,8 @@ from examples.reference_model.tasks import (
     lay_in,
     question_prompt,
 )
-from examples.reference_model.texts import MissingTexts, load_texts
-from examples.reference_model.trainer import Run
+from tools.reference_model.texts import MissingTexts, load_texts
+from tools.reference_model.trainer import Run
 
 FOLDER = Path("examples/reference_model").resolve()
 TINY = Phase("tiny", 256, 2, 2048, (1e-3, 1e-3), 1024, copy_share=0.5, shares=FIRST)

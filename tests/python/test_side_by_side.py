@@ -10,22 +10,22 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache
 
+from bench import table
+from bench.kv_file import ROOM_TOKENS, KvFile
+from bench.shapes import make_model
+from bench.side_by_side import __main__ as command
+from bench.side_by_side import figure, memory_cap, report
+from bench.side_by_side.child import Order
+from bench.side_by_side.mapped import MappedCache
+from bench.side_by_side.measure import Measurement, Run
+from bench.side_by_side.per_head import PerHeadSession, open_per_head
+from bench.side_by_side.plan import LABELS, MEMORY_PART, Cell, Room, cells, memory_need
+from bench.side_by_side.roofline import Floor, describe
+from bench.side_by_side.settings import fit_kvswap, fit_per_head
+from bench.side_by_side.steering import Child, ChildError
+from bench.side_by_side.weights import load_model, touched_bytes, weights_file
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.hf.families import model_parts
-from tests.bench import table
-from tests.bench.kv_file import ROOM_TOKENS, KvFile
-from tests.bench.shapes import make_model
-from tests.bench.side_by_side import __main__ as command
-from tests.bench.side_by_side import figure, memory_cap, report
-from tests.bench.side_by_side.child import Order
-from tests.bench.side_by_side.mapped import MappedCache
-from tests.bench.side_by_side.measure import Measurement, Run
-from tests.bench.side_by_side.per_head import PerHeadSession, open_per_head
-from tests.bench.side_by_side.plan import LABELS, MEMORY_PART, Cell, Room, cells, memory_need
-from tests.bench.side_by_side.roofline import Floor, describe
-from tests.bench.side_by_side.settings import fit_kvswap, fit_per_head
-from tests.bench.side_by_side.steering import Child, ChildError
-from tests.bench.side_by_side.weights import load_model, touched_bytes, weights_file
 from tests.python.tiny_models import has_native, prompt, tiny_model
 
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")

@@ -1,0 +1,197 @@
+"""Each op on a GPU against the device's own copy bandwidth; ``python -m bench.gpu``.
+
+The ratio is bytes that the op must move, per second, by what a plain copy of as many moves: 1 is as
+fast as a copy. An op is timed with CUDA events around one call through torch.ops, with the second
+cache emptied before, so the small launches of the torch layer are in it. What `--seconds` leaves no
+time for is named. Decoding is measured by bench/gpu_decode.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvswap_torch import ops
+
+MIB = 2**20
+Call = Callable[[], object]
+
+
+def seconds_of(call: Call, flush: torch.Tensor, repeats: int) -> float:
+    """The median time of one call."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def bytes_of(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def select_cases(size: int) -> dict[str, tuple[Call, int]]:
+    """Score, ReduceMax, TopK and their fusion: rank 64, groups of 4."""
+    cases: dict[str, tuple[Call, int]] = {}
+    for name, width in (("bf16", 2), ("int8", 1)):
+        blocks = size // (64 * 16 * width)
+        scale = None
+        if name == "int8":
+            summary = torch.randint(-127, 128, (1, blocks, 64, 16), device="cuda").char()
+            scale = torch.rand(1, blocks, 16, device="cuda")
+        else:
+            summary = random(1, blocks, 64, 16)
+        query = random(1, 1, 64, dtype=torch.float32)
+        moved = bytes_of(summary)
+        cases[f"low_rank_score {name}"] = (
+            lambda s=summary, q=query, c=scale: ops.low_rank_score(s, q, c),
+            moved + blocks * 64,
+        )
+        cases[f"select_groups {name}, k 400"] = (
+            lambda s=summary, q=query, c=scale: ops.select_groups(s, q[:, 0], 4, 400, c),
+            moved,
+        )
+    scores = random(16, size // 64, dtype=torch.float32)
+    cases["group_max 4"] = (lambda: ops.group_max(scores, 4), bytes_of(scores) * 5 // 4)
+    cases["top_k_groups, 16 rows, k 400"] = (
+        lambda: ops.top_k_groups(scores, 400),
+        bytes_of(scores),
+    )
+    return cases
+
+
+def record_cases(size: int) -> dict[str, tuple[Call, int]]:
+    """What moves records: 8 KV heads, head_dim 128, groups of 4; and fp8, the merge, K_lr."""
+    tokens = size // (2 * 8 * 128 * 2)
+    nhd = [random(1, tokens, 8, 128).transpose(1, 2) for _ in range(2)]
+    hnd = [random(1, 8, tokens, 128) for _ in range(2)]
+    records = ops.pack_records(*hnd, 4)
+    table = torch.randperm(tokens // 4, device="cuda").int()[None, None]
+    quantized, scales = ops.fp8_quantize(hnd[0])
+    sums = random(1, 8, tokens, dtype=torch.float32)
+    projection = random(8 * 128, 64, dtype=torch.float32)
+    moved = bytes_of(*hnd)
+    return {
+        "pack_records from NHD": (lambda: ops.pack_records(*nhd, 4), 2 * moved),
+        "pack_records from HND": (lambda: ops.pack_records(*hnd, 4), 2 * moved),
+        "unpack_records to NHD": (lambda: ops.unpack_records(records, tokens, "nhd"), 2 * moved),
+        "paged_gather": (lambda: ops.paged_gather(records[0], table), 2 * moved),
+        "fp8_quantize": (
+            lambda: ops.fp8_quantize(hnd[0]),
+            bytes_of(hnd[0], quantized, scales),
+        ),
+        "fp8_dequantize": (
+            lambda: ops.fp8_dequantize(quantized, scales, torch.bfloat16),
+            bytes_of(hnd[0], quantized, scales),
+        ),
+        # The op leaves its inputs alone, so it copies one side first: 2 more of it.
+        "merge_attention": (
+            lambda: ops.merge_attention(hnd[0], sums, hnd[1], sums),
+            bytes_of(hnd[0]) * 5,
+        ),
+        "project_keys, rank 64": (lambda: ops.project_keys(nhd[0], projection), moved // 2),
+    }
+
+
+def attention_cases(size: int) -> dict[str, tuple[Call, int]]:
+    """One query a sequence over all pages."""
+    cases: dict[str, tuple[Call, int]] = {}
+    for batch, ratio, head_dim, dtype in (
+        (1, 4, 128, torch.bfloat16),
+        (1, 8, 128, torch.float16),
+        (1, 1, 64, torch.bfloat16),
+        (1, 4, 96, torch.bfloat16),
+        (1, 4, 256, torch.bfloat16),
+        (64, 4, 128, torch.bfloat16),
+        (1, 4, 128, torch.float32),
+    ):
+        width = torch.finfo(dtype).bits // 8
+        pages = size // (batch * 8 * 2 * 4 * head_dim * width)
+        pool = random(batch * pages, 8, 2, 4, head_dim, dtype=dtype)
+        table = torch.randperm(batch * pages, device="cuda").int().view(batch, 1, pages)
+        masks = torch.full(table.shape, 15, device="cuda")
+        columns = (torch.arange(pages, device="cuda") * 4).int().expand(table.shape).contiguous()
+        at = torch.full((batch,), 4 * pages, device="cuda", dtype=torch.int32)
+        query = random(batch, 8 * ratio, 1, head_dim, dtype=dtype)
+        given = (query, pool, table, masks, columns, at, head_dim**-0.5)
+        name = f"paged_attention b{batch} gqa{ratio} d{head_dim} {str(dtype)[6:]}"
+        cases[name] = (lambda a=given: ops.paged_attention(*a), bytes_of(pool))
+    return cases
+
+
+def copy_bandwidth(size: int, flush: torch.Tensor, repeats: int) -> float:
+    """Bytes read and written per second by a copy that moves `size` bytes in all."""
+    source = torch.empty(size // 2, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return size / seconds_of(lambda: target.copy_(source), flush, repeats)
+
+
+def row_of(name: str, size: int, moved: int, seconds: float, copy: float) -> dict[str, Any]:
+    return {
+        "op": name,
+        "input_mib": size,
+        "microseconds": round(seconds * 1e6, 1),
+        "gb_per_s": round(moved / seconds / 1e9, 1),
+        "copy_gb_per_s": round(copy / 1e9, 1),
+        "ratio": round(moved / seconds / copy, 3),
+    }
+
+
+def measure(sizes: list[int], repeats: int, seconds: float, path: Path | None) -> None:
+    """Prints a line a row; `path` holds what there is after each, so that a kill loses little."""
+    began = time.perf_counter()
+    flush = torch.empty(512 * MIB, device="cuda", dtype=torch.uint8)
+    results: dict[str, list[Any]] = {"rows": [], "left_out": []}
+    for size in sizes:
+        for make in (attention_cases, select_cases, record_cases):
+            if time.perf_counter() - began > seconds:
+                results["left_out"].append(f"{size} MiB, {make.__name__}: time")
+                continue
+            for name, (call, moved) in make(size * MIB).items():
+                if time.perf_counter() - began > seconds:
+                    results["left_out"].append(f"{size} MiB, {name}: time")
+                    continue
+                took = seconds_of(call, flush, repeats)
+                row = row_of(name, size, moved, took, copy_bandwidth(moved, flush, repeats))
+                results["rows"].append(row)
+                print(f"{size:5} MiB  {name:42} {row['gb_per_s']:8} GB/s  ratio {row['ratio']}",
+                      flush=True)  # fmt: skip
+                if path:
+                    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            torch.cuda.empty_cache()
+    for each in results["left_out"]:
+        print(f"left out: {each}", flush=True)
+    if path:
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 512], help="MiB of input")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=120, help="no row begins after so long")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args()
+    measure(args.sizes, args.repeats, args.seconds, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Decoding on a GPU: KV on disk against KV in its memory and against reading everything back.
+
+    python -m bench.gpu_decode --out gpu_decode
+
+Fills caches with random keys and values and decodes with a randomly initialised model, over
+contexts and batches of one shape and a few of an 8B model's; a step ends when the device is done,
+and medians are reported. What does not fit in memory or in `--seconds` is named under "skipped".
+`--device cpu --tiny` shows in seconds that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from bench import machine
+from bench.full_restore import FullRestoreCache
+from bench.kv_file import KvFile
+from bench.shapes import SHAPES, Shape, make_model
+from kvswap_torch import KVSwapCache, SwapConfig
+
+FILL_BYTES = 64 << 20  # of keys, at once
+SELECTED_TOKENS = 400
+ROOM_TOKENS = 256  # decoded at most
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row's setting."""
+
+    shape_name: str
+    shape: Shape
+    context: int
+    batch: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.shape.kv_bytes(self.batch, self.context)
+
+
+CONTENDERS = ("kvswap", "dynamic", "static", "restore")
+
+
+def cases(tiny: bool) -> list[Case]:
+    if tiny:
+        shape = Shape(2, 64, 4, 2, 64, 128)
+        return [Case("tiny", shape, context, batch) for context in (512, 1024) for batch in (1, 2)]
+    small, large = replace(SHAPES["1b"], layers=4), SHAPES["8b-layers"]
+    grid = [Case("8b-layers", large, 32768, batch) for batch in (1, 8)]
+    for context in (32768, 16384, 8192):
+        grid += [Case("1b", small, context, batch) for batch in (1, 4, 8, 16)]
+    return grid
+
+
+def pieces(case: Case, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A layer's keys and values, some tokens at a time; the same for every layer."""
+    shape = case.shape
+    token_bytes = case.batch * shape.kv_heads * shape.head_dim * DTYPE.itemsize
+    tokens_max = max(64, FILL_BYTES // token_bytes)
+    generator = torch.Generator(device).manual_seed(case.context)
+    for begin in range(0, case.context, tokens_max):
+        tokens = min(tokens_max, case.context - begin)
+        size = (case.batch, shape.kv_heads, tokens, shape.head_dim)
+        keys = torch.randn(size, generator=generator, device=device, dtype=DTYPE)
+        yield keys, keys.flip(-1)
+
+
+class OnDevice(FullRestoreCache):
+    """Reads all of a layer from disk at each step, then copies it to the device."""
+
+    def __init__(self, device: torch.device, file: KvFile):
+        super().__init__(file)
+        self.device = device
+        if device.type == "cuda":
+            for buffer in self.reader.buffers:
+                memory = torch.frombuffer(buffer, dtype=torch.uint8)
+                error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)
+                if int(error):
+                    raise RuntimeError(f"full restore: its buffers must be locked, got {error}")
+
+    def restore(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().restore(layer)
+        if self.device.type == "cpu":
+            return keys, values
+        return keys.to(self.device), values.to(self.device)
+
+
+def config_of(case: Case) -> SwapConfig:
+    return SwapConfig(
+        group_tokens=4,
+        rank=16,  # doubled by a cache that has no projection file
+        groups_max=SELECTED_TOKENS // 4,
+        pages_max=150,
+        select_queries_max=1,
+    )
+
+
+def open_kvswap(model: Any, case: Case, path: Path, device: torch.device) -> KVSwapCache:
+    cache = KVSwapCache(
+        model,
+        path=path,
+        config=config_of(case),
+        max_context=case.context + ROOM_TOKENS,
+        max_batch=case.batch,
+    )
+    width = case.shape.kv_heads * case.shape.head_dim
+    generator = torch.Generator().manual_seed(1)
+    basis = torch.linalg.qr(torch.randn(width, cache.driver.ranks[0], generator=generator))[0]
+    for layer in range(case.shape.layers):
+        cache.driver.session.set_projection(layer, basis, basis)
+        for keys, values in pieces(case, device):
+            cache.driver.session.append(layer, keys, values)
+    return cache
+
+
+def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.device) -> Any:
+    if name == "kvswap":
+        return open_kvswap(model, case, path, device)
+    if name == "restore":
+        size = (case.batch, case.shape.kv_heads, case.context, case.shape.head_dim)
+        file = KvFile(path, case.shape.layers, size, DTYPE)
+        for layer in range(case.shape.layers):
+            begin = 0
+            for keys, values in pieces(case, device):
+                file.write(layer, begin, keys.cpu(), values.cpu())
+                begin += keys.shape[2]
+        file.flush()
+        return OnDevice(device, file)
+    if name == "static":
+        cache = StaticCache(config=model.config, max_cache_len=case.context + ROOM_TOKENS)
+    else:
+        cache = DynamicCache(config=model.config)
+    for layer in range(case.shape.layers):
+        for keys, values in pieces(case, device):
+            cache.update(keys, values, layer)
+    return cache
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def decode(model: Any, cache: Any, case: Case, device: torch.device, steps: int) -> list[float]:
+    """Seconds of each step, until the device is done."""
+    ids = torch.full((case.batch, 1), 7, device=device)
+    seconds = []
+    for step in range(steps):
+        positions = torch.full_like(ids, case.context + step)
+        finish(device)
+        began = time.perf_counter()
+        output = model(input_ids=ids, past_key_values=cache, position_ids=positions, use_cache=True)
+        ids = output.logits[:, -1:].argmax(-1)
+        finish(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def measure(
+    name: str, model: Any, case: Case, path: Path, device: torch.device, steps: int
+) -> dict[str, Any]:
+    """One row: medians of one contender in one case."""
+    began = time.perf_counter()
+    cache = open_cache(name, model, case, path, device)
+    finish(device)
+    filled = time.perf_counter()
+    # Each of its steps reads the whole cache: few are enough, and more than few are minutes.
+    steps, warm_up = (4, 1) if name == "restore" else (steps, steps // 4)
+    seconds = decode(model, cache, case, device, steps)[warm_up:]
+    row: dict[str, Any] = {
+        "shape": case.shape_name,
+        "layers": case.shape.layers,
+        "context": case.context,
+        "batch": case.batch,
+        "cache": name,
+        "ms_median": round(1e3 * statistics.median(seconds), 3),
+        "ms_min": round(1e3 * min(seconds), 3),
+        "ms_max": round(1e3 * max(seconds), 3),
+        "steps": len(seconds),
+        "fill_seconds": round(filled - began, 2),
+        "kv_bytes_full": case.kv_bytes,
+    }
+    if name == "kvswap":
+        row["stats"] = _account(cache, steps)
+    if hasattr(cache, "close"):
+        cache.close()
+    return row
+
+
+def _account(cache: KVSwapCache, steps: int) -> dict[str, Any]:
+    stats = cache.stats()
+    counters = stats.counters
+    clocks = ("select", "plan", "wait", "attend", "append", "device_wait", "choice_wait")
+    return {
+        "resident_bytes": stats.resident_bytes,
+        "device_bytes": stats.device_bytes,
+        "pinned_bytes": stats.pinned_bytes,
+        "hit_rate": None if stats.hit_rate is None else round(stats.hit_rate, 3),
+        "copy_bytes_per_second": round(stats.copy_bytes_per_second),
+        "copied_bytes_per_step": round(stats.copied_bytes / steps),
+        "ms_per_step": {name: round(1e3 * counters[f"{name}_seconds"] / steps, 3)
+                        for name in clocks},
+    }  # fmt: skip
+
+
+def fits(name: str, case: Case, device: torch.device) -> bool:
+    """Whether a cache that is whole in memory, twice while it grows, leaves room for the model."""
+    if device.type == "cpu" or name == "kvswap":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return 2.5 * case.kv_bytes < free
+
+
+def parse() -> argparse.Namespace:
+    # Not typer: a machine with a GPU may lack it.
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu")
+    parser.add_argument("--tiny", action="store_true", help="a small model and short contexts")
+    parser.add_argument("--steps", type=int, default=24, help="tokens to decode with each cache")
+    parser.add_argument("--seconds", type=float, default=220, help="no row begins after so long")
+    parser.add_argument(
+        "--path", type=Path, default=Path("."), help="folder on the disk to measure"
+    )
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--out", default="", help="name under bench/results; empty: none")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, began = parse(), time.perf_counter()
+    device = torch.device(args.device)
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    results = {
+        "machine": machine.describe(args.path),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "rows": rows,
+        "skipped": skipped,
+    }
+    models: dict[str, Any] = {}
+    for case in cases(args.tiny):
+        for name in args.only:
+            setting = {"shape": case.shape_name, "context": case.context, "batch": case.batch,
+                       "cache": name}  # fmt: skip
+            gc.collect()
+            if time.perf_counter() - began > args.seconds:
+                skipped.append(setting | {"why": "time"})
+            elif not fits(name, case, device):
+                skipped.append(setting | {"why": "memory"})
+            else:
+                if case.shape_name not in models:
+                    models.clear()
+                    models[case.shape_name] = make_model(case.shape, 32768).to(device)
+                model = models[case.shape_name]
+                rows.append(measure(name, model, case, args.path, device, args.steps))
+                print(*setting.values(), rows[-1]["ms_median"], "ms", flush=True)
+            results["seconds"] = round(time.perf_counter() - began, 1)
+            if args.json:  # after each row: a kill loses little
+                args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    for each in skipped:
+        print("left out:", *each.values(), flush=True)
+    if args.out:
+        print(f"wrote {machine.write(args.out, results).name}")
+
+
+if __name__ == "__main__":
+    main()

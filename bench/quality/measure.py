@@ -1,0 +1,243 @@
+"""What is measured of one method on one document."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.quality.document import Document, Sample
+from bench.quality.emulate import Emulation, Past
+from bench.quality.methods import Resolved
+from bench.quality.tasks import LANGUAGE
+from bench.quality.view import View
+from tuning.replay import hit_rate
+
+MASS_ROWS = 96  # of a document, whose attention mass is compared with the choice
+REPLAYED = 2  # samples whose choices are replayed through a reuse buffer
+BATCH_ROWS = 192  # tokens of samples that follow at once: bounds the memory of scores
+PAD = 0
+
+
+class _Asking:
+    """Lets the question's rows attend everything, as a chunk that is not selected for does."""
+
+    def __init__(self, method: Any, samples: Sequence[Sample]):
+        self._method, self._samples = method, samples
+
+    def choose(self, view: View) -> torch.Tensor | None:
+        mask = self._method.choose(view)
+        if mask is None:
+            return None
+        asking = torch.ones(len(self._samples), view.rows, dtype=torch.bool)
+        for place, sample in enumerate(self._samples):
+            for begin, end in sample.answers:
+                # An answer's last token is read together with what is asked next.
+                asking[place, begin : end - 1] = False
+        return mask | asking[:, None, :, None]
+
+
+@dataclass
+class Layers:
+    """Sums over the measured rows of a document, by task; each row has every head's recall.
+
+    `recall` is the share of a head's attention mass that the method attends; `best` what the best
+    choice of as many groups would hold, mean over heads; `overlap` the share of that choice that
+    the method made too.
+    """
+
+    recall: dict[str, torch.Tensor]  # task -> [layers, heads]
+    best: dict[str, torch.Tensor]  # task -> [layers]
+    overlap: dict[str, torch.Tensor]  # task -> [layers]
+    rows: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Means, rounded."""
+        return {
+            task: {
+                "rows": count,
+                "recall": _rounded(self.recall[task] / count),
+                "best": _rounded(self.best[task] / count),
+                "overlap": _rounded(self.overlap[task] / count),
+            }
+            for task, count in self.rows.items()
+        }
+
+
+def run(emulation: Emulation, past: Past, document: Document, resolved: Resolved) -> dict:
+    """Lets every sample of a document follow it under a method.
+
+    Returns
+    -------
+    dict
+        ``samples`` (task, depth, and for each answer: exact, tokens right, loss), ``layers`` (see
+        `Layers`), ``hit_rate`` and ``groups_per_step``; fit for JSON.
+    """
+    past.forget()
+    heads = emulation.parts.shape.heads
+    observer = _Observer(resolved, document, len(past.layers), heads)
+    order = sorted(range(len(document.samples)), key=lambda i: len(document.samples[i].ids))
+    answered: dict[int, dict[str, Any]] = {}
+    for batch in _batches(order, document):
+        samples = [document.samples[i] for i in batch]
+        ids = torch.nn.utils.rnn.pad_sequence(
+            [sample.ids[:-1] for sample in samples], batch_first=True, padding_value=PAD
+        )
+        method = _Asking(resolved.method, samples) if resolved.exact_question else resolved.method
+        first = min(sample.answers[0][0] for sample in samples) - 1
+        observer.begin(batch, samples, ids.shape[1])
+        logits = emulation.follow(past, ids, method, observer, ids.shape[1] - first)
+        for i, sample, of_sample in zip(batch, samples, logits, strict=True):
+            answered[i] = score_sample(sample, of_sample, first)
+    past.forget()
+    return {
+        "samples": [answered[i] for i in sorted(answered)],
+        "layers": observer.layers.as_dict(),
+        "hit_rate": observer.hit_rate(),
+        "groups_per_step": observer.groups_per_step(),
+    }
+
+
+def score_sample(sample: Sample, logits: torch.Tensor, first: int) -> dict[str, Any]:
+    """Right answers and losses of one sample.
+
+    Parameters
+    ----------
+    logits
+        ``[rows, vocabulary]`` from row `first` on.
+    """
+    answers = []
+    for begin, end in sample.answers:
+        rows, expected = logits[begin - 1 - first : end - 1 - first], sample.ids[begin:end]
+        right = rows.argmax(-1) == expected
+        answers.append(
+            {
+                "exact": bool(right.all()),
+                "right": int(right.sum()),
+                "tokens": end - begin,
+                "loss": round(F.cross_entropy(rows, expected).item(), 5),
+            }
+        )
+    depth = None if sample.depth is None else round(sample.depth, 4)
+    return {"task": sample.task, "depth": depth, "answers": answers}
+
+
+def _batches(order: list[int], document: Document) -> list[list[int]]:
+    """Samples of about one length together."""
+    batches: list[list[int]] = [[]]
+    for i in order:
+        if batches[-1] and (len(batches[-1]) + 1) * len(document.samples[i].ids) > BATCH_ROWS:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+class _Observer:
+    """Compares choices with true attention mass, layer by layer."""
+
+    def __init__(self, resolved: Resolved, document: Document, layers: int, heads: int):
+        self._resolved = resolved
+        self._frame = resolved.frame
+        self._share = MASS_ROWS / max(1, sum(len(sample.ids) - 1 for sample in document.samples))
+        self._replayed = {i for i, sample in enumerate(document.samples) if sample.task != LANGUAGE}
+        self._replayed = set(sorted(self._replayed)[:REPLAYED])
+        self._choices: list[list[list[int]]] = []
+        self._steps = self._groups = 0
+        self.layers = Layers(
+            defaultdict(lambda: torch.zeros(layers, heads)),
+            defaultdict(lambda: torch.zeros(layers)),
+            defaultdict(lambda: torch.zeros(layers)),
+            defaultdict(int),
+        )
+
+    def begin(self, batch: list[int], samples: list[Sample], rows: int) -> None:
+        """The next calls are of these samples, padded to so many rows."""
+        self._batch, self._samples = batch, samples
+        numbers, tasks = [], []
+        for place, sample in enumerate(samples):
+            count = len(sample.ids) - 1
+            wanted = max(1, round(self._share * count))
+            # The last rows are those of the answer.
+            for row in torch.linspace(0, count - 1, wanted + 1).round().long()[1:].tolist():
+                numbers.append(place * rows + row)
+                tasks.append(sample.task)
+        self._rows, self._tasks = torch.tensor(numbers), tasks
+        for task in tasks:
+            self.layers.rows[task] += 1
+
+    def __call__(self, view: View, mask: torch.Tensor | None) -> None:
+        attended = None if mask is None else self._measured(view, mask & view.causal())
+        total = torch.zeros(len(self._rows), view.columns)
+        for head, mass in view.masses(self._rows):
+            total += mass
+            if attended is None:
+                held = mass.sum(1)
+            else:
+                own = attended[:, head // view.repeats if attended.shape[1] > 1 else 0]
+                held = (mass * own).sum(1)
+            for task, value in zip(self._tasks, held.tolist(), strict=True):
+                self.layers.recall[task][view.layer, head] += value
+        if self._frame is not None:
+            self._compare(view, total / view.query.shape[1], mask)
+            self._note_choices(view, mask)
+
+    def _measured(self, view: View, mask: torch.Tensor) -> torch.Tensor:
+        """[batch, k, n, columns] -> the measured rows, [count, k, columns]."""
+        return mask[self._rows // view.rows, :, self._rows % view.rows]
+
+    def _compare(self, view: View, mass: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """mass: [count, columns], mean over heads."""
+        row = self._rows % view.rows
+        choosable = self._frame.choosable(view)[row]
+        grouped = self._frame.group(mass, "sum").masked_fill(~choosable, 0.0)
+        always = 1.0 - grouped.sum(1)
+        top = grouped.topk(min(self._frame.groups_max, grouped.shape[1]), dim=1)
+        best = top.values.sum(1) + always
+        if mask is None:
+            shared = torch.ones(len(best))
+        else:
+            made = self._frame.group(self._measured(view, mask)).float().mean(1)
+            wanted = choosable.gather(1, top.indices)
+            hits = (made.gather(1, top.indices) * wanted).sum(1)
+            shared = hits / wanted.sum(1).clamp_min(1)
+        for i, task in enumerate(self._tasks):
+            self.layers.best[task][view.layer] += best[i]
+            self.layers.overlap[task][view.layer] += shared[i]
+
+    def _note_choices(self, view: View, mask: torch.Tensor | None) -> None:
+        if mask is None or self._resolved.record_bytes == 0:
+            return
+        chosen = self._frame.chosen(mask, view)
+        for place, number in enumerate(self._batch):
+            rows = len(self._samples[place].ids) - 1
+            for head in chosen[place, :, :rows]:
+                # Rows that attend everything chose nothing.
+                steps = head[head.sum(1) <= self._frame.groups_max]
+                self._steps += len(steps)
+                self._groups += int(steps.sum())
+                if number in self._replayed:
+                    self._choices.append([row.nonzero().flatten().tolist() for row in steps])
+
+    def hit_rate(self) -> float | None:
+        """Of the reuse buffer, over the replayed samples; None where nothing is read."""
+        pages = self._resolved.pages
+        usable = [c for c in self._choices if len(c) > 1]
+        if not usable:
+            return None
+        policy = self._resolved.config.replacement
+        return round(sum(hit_rate(c, pages, policy) for c in usable) / len(usable), 4)
+
+    def groups_per_step(self) -> float:
+        """Groups chosen per layer and step."""
+        return round(self._groups / self._steps, 2) if self._steps else 0.0
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    return [
+        [round(x, 4) for x in row] if isinstance(row, list) else round(row, 4)
+        for row in values.tolist()
+    ]

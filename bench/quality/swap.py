@@ -1,0 +1,126 @@
+"""KVSwap's choice, and the variations of it that a table compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.quality.choosing import Frame
+from bench.quality.view import LayerPast, View
+from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
+from tuning.recall import int8_rows
+
+SCORES = ("sum", "softmax", "max", "per-head")
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Low-rank keys score tokens, the best groups are attended (KVSwap, sections 3.2 and 3.3).
+
+    Parameters
+    ----------
+    pairs
+        One projection a layer; None: estimated from the document, as the cache does without a
+        calibration.
+    ranks
+        Columns used of each.
+    summary_dtype
+        ``model`` or ``int8``.
+    true_query
+        Layers that choose with their true query; all others with the predicted one.
+    score
+        ``sum``: over heads, of raw products (the paper, and the engine). ``softmax``: each head's
+        softmax over what may be chosen, summed. ``max``: the largest product of any head.
+        ``per-head``: each KV head chooses for itself.
+    exact_layers
+        Layers that attend to everything: shows which of them a gap comes from.
+    """
+
+    frame: Frame
+    pairs: Sequence[Pair] | None
+    ranks: tuple[int, ...]
+    summary_dtype: str = "model"
+    true_query: frozenset[int] = frozenset()
+    score: str = "sum"
+    exact_layers: frozenset[int] = frozenset()
+    projection_kind: str = "query_aware"
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"score: must be one of {', '.join(SCORES)}, got {self.score!r}")
+
+    def choose(self, view: View) -> torch.Tensor | None:
+        """``[batch, 1 or kv_heads, n, columns]`` bool; None in layers that attend everything."""
+        if view.layer in self.exact_layers:
+            return None
+        groups = self.frame.group(self.token_scores(view))
+        return self.frame.columns(self.frame.best(groups, view), view)
+
+    def token_scores(self, view: View) -> torch.Tensor:
+        """``[batch, 1 or kv_heads, n, columns]`` fp32."""
+        key, query = self._pair(view)
+        document = view.past.once("summary", lambda: self._rows(flat_past(view.past), key, view))
+        own = self._rows(flat_tokens(view.keys), key, view)
+        own = own.unflatten(0, (view.batch, view.rows))
+        look = view.query
+        if view.layer not in self.true_query and view.predicted is not None:
+            look = view.predicted
+        if self.score == "sum":
+            low = sum_over_heads(look, view.kv_heads) @ query
+            low = low.unflatten(0, (view.batch, view.rows))
+            return view.products(low, document, own)[:, None]
+        return self._scores_by_head(view, look, query, document, own)
+
+    def _scores_by_head(self, view: View, look, query, document, own) -> torch.Tensor:
+        # A head's query meets the rows of the matrix that belong to its KV head.
+        parts = query.unflatten(0, (view.kv_heads, -1))
+        hidden = ~self._choosable_columns(view)
+        total: list[torch.Tensor | None] = [None] * view.kv_heads
+        for head in range(look.shape[1]):
+            kv_head = head // view.repeats
+            place = kv_head if self.score == "per-head" else 0
+            low = look[:, head].float() @ parts[kv_head] * view.scale
+            scores = view.products(low, document, own)
+            if self.score == "softmax":
+                scores = scores.masked_fill_(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0)
+            before = total[place]
+            if before is None:
+                total[place] = scores
+            elif self.score == "max":
+                total[place] = torch.maximum(before, scores)
+            else:
+                total[place] = before.add_(scores)
+        return torch.stack([scores for scores in total if scores is not None], 1)
+
+    def _choosable_columns(self, view: View) -> torch.Tensor:
+        spread = self.frame.choosable(view).repeat_interleave(self.frame.group_tokens, 1)
+        return torch.nn.functional.pad(spread, (0, view.columns - spread.shape[1]))
+
+    def _pair(self, view: View) -> Pair:
+        rank = self.ranks[view.layer]
+        if self.pairs is not None:
+            return tuple(matrix[:, :rank] for matrix in self.pairs[view.layer])
+        past = view.past
+        key, query = (
+            past.once(f"projection {i}", lambda i=i: self._estimate(past, rank)[i]) for i in (0, 1)
+        )
+        return key, query
+
+    def _estimate(self, past: LayerPast, rank: int) -> Pair:
+        """What the cache makes of a prompt's first chunk when nobody calibrated."""
+        first = past.keys[: past.first_query.shape[2]].transpose(0, 1)[None]
+        return from_chunk(self.projection_kind, first, past.first_query, rank)
+
+    def _rows(self, keys: torch.Tensor, key: torch.Tensor, view: View) -> torch.Tensor:
+        """[tokens, width] -> [tokens, rank] fp32, as the summary keeps them."""
+        rows = keys.float() @ key
+        if self.summary_dtype == "int8":
+            return int8_rows(rows)
+        return rows.to(view.keys.dtype).float()
+
+
+def flat_past(past: LayerPast) -> torch.Tensor:
+    """``[tokens, kv_heads * head_dim]``."""
+    return past.keys.flatten(1)

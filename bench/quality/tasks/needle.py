@@ -1,0 +1,57 @@
+"""Needles in a haystack (RULER's four): one fact, one of many, all values of a key, two at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.quality.tasks.drawn import Drawn, distractors, spread
+from bench.quality.wording import ReferenceWording, choose_form
+from tools.reference_model.forms import Words
+
+
+def single(
+    rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
+) -> Drawn:
+    """One fact among few of its kind, at every depth."""
+    return _same(rng, wording, words, density, facts=9)
+
+
+def multi_key(
+    rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
+) -> Drawn:
+    """One fact among many of its kind."""
+    return _same(rng, wording, words, density, facts=32)
+
+
+def _same(rng, wording, words, density, facts: int, asked: int = 6) -> Drawn:
+    drawn, form = Drawn(), choose_form(rng, "words")
+    for depth in spread(rng, asked):
+        task = wording.draw(rng, "same", words, form)
+        drawn.asked.append(((wording.turn(task),), drawn.lay(task, depth)))
+    for _ in range(distractors(facts, asked, density)):
+        drawn.lay(wording.draw(rng, "same", words, form))
+    return drawn
+
+
+def multi_value(
+    rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
+) -> Drawn:
+    """Every value of a key, each in a fact of its own."""
+    return _skill(rng, wording, words, density, "values")
+
+
+def multi_query(
+    rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
+) -> Drawn:
+    """Two facts asked for in one question."""
+    return _skill(rng, wording, words, density, "pair")
+
+
+def _skill(rng, wording, words, density, skill: str, facts: int = 4, asked: int = 3) -> Drawn:
+    drawn = Drawn()
+    for depth in spread(rng, asked):
+        task = wording.draw(rng, skill, words, choose_form(rng, "words"))
+        drawn.asked.append(((wording.turn(task),), drawn.lay(task, depth)))
+    for _ in range(distractors(facts, asked, density)):
+        drawn.lay(wording.draw(rng, skill, words, choose_form(rng, "words")))
+    return drawn

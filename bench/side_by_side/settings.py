@@ -1,0 +1,115 @@
+"""With which settings kvswap and its token-by-token variants run in a cell, at equal memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.contenders import ROOM_TOKENS, SELECTED_TOKENS
+from bench.side_by_side.per_head import one_head
+from bench.side_by_side.per_head import session_options as head_options
+from bench.side_by_side.plan import Cell
+from kvswap_torch import SwapConfig
+from kvswap_torch.hf import session as session_module
+from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.lookahead import SUMMED_BUDGET_SHARE, LookAhead
+from kvswap_torch.hf.settings import Budget
+from kvswap_torch.sizing import Request, fit_budget
+
+RANK = 32  # columns of kvswap's summary; half of it where that does not fit
+PAGES_OF_GROUPS = 4  # the reuse buffer holds at most so many steps' choices
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Settings, and the budget that they were fitted to, bytes.
+
+    The budget is a 13th of the full cache, or what the smallest settings that still attend
+    `SELECTED_TOKENS` tokens need where that is more.
+    """
+
+    config: SwapConfig
+    budget_bytes: int
+
+
+def fit_kvswap(model: Any, cell: Cell, path: Path) -> Fitted:
+    parts = model_parts(model)
+    alignment = session_module.alignment_bytes(path)
+    context, batch = cell.context + ROOM_TOKENS, cell.batch
+
+    def need(config: SwapConfig) -> int:
+        options = session_module.session_options(
+            config, parts, path, Budget(None, context, batch), False
+        )
+        return session_module.memory_need(options, batch, context, alignment)["total"]
+
+    base = _base(cell, cell.group_tokens)
+    half = {"rank": RANK // 4, "summary_dtype": "int8"}
+    candidates = [replace(base, **each) for each in ({}, {"summary_dtype": "int8"}, half)]
+    left = cell.budget_bytes - LookAhead(parts, cell.budget_bytes).nbytes
+    for config in candidates:
+        if need(_least_pages(config)) <= left:
+            return Fitted(config, cell.budget_bytes)
+    least = _least_pages(candidates[-1])
+    return Fitted(least, _with_predictor(need(least), parts))
+
+
+def fit_per_head(model: Any, cell: Cell, path: Path, budget_bytes: int, reuse: bool) -> Fitted:
+    """One token a group and a quarter of a head's channels to score by, as InfiniGen keeps."""
+    parts = model_parts(model)
+    alignment = session_module.alignment_bytes(path)
+    context, batch = cell.context + ROOM_TOKENS, cell.batch
+    heads = batch * parts.shape.kv_heads
+    left = budget_bytes - LookAhead(parts).nbytes
+
+    def need(config: SwapConfig) -> Mapping[str, int]:
+        options = head_options(parts, config, path, context, batch)
+        return session_module.memory_need(options, heads, context, alignment)
+
+    head_dim = parts.shape.head_dim
+    base = replace(_base(cell, 1), summary_dtype="int8", rank=max(1, head_dim // 8))
+    if not reuse:
+        base = replace(_least_pages(base), replacement="none")
+    candidates = [base, replace(base, rank=max(1, head_dim // 16))]
+    for config in candidates:
+        if need(_least_pages(config))["total"] <= left:
+            pages = _most_pages(config, need, left, one_head(parts.shape), context, heads)
+            return Fitted(pages, budget_bytes)
+    least = _least_pages(candidates[-1])
+    return Fitted(least, need(least)["total"] + LookAhead(parts).nbytes)
+
+
+def _base(cell: Cell, group_tokens: int) -> SwapConfig:
+    groups = SELECTED_TOKENS // group_tokens
+    return SwapConfig(
+        group_tokens=group_tokens,
+        rank=RANK // 2,  # doubled by a cache that has no projection file
+        groups_max=groups,
+        pages_max=PAGES_OF_GROUPS * groups,
+        select_queries_max=1,
+        device_model=cell.device,
+    )
+
+
+def _least_pages(config: SwapConfig) -> SwapConfig:
+    return replace(config, pages_max=config.groups_max)
+
+
+def _with_predictor(need: int, parts: ModelParts) -> int:
+    """A cache sums the predictor's projections only where they are a small part of its budget."""
+    summed = LookAhead(parts).nbytes
+    whole = need + summed
+    return whole if summed <= whole // SUMMED_BUDGET_SHARE else need
+
+
+def _most_pages(
+    config: SwapConfig,
+    need: Callable[[SwapConfig], Mapping[str, int]],
+    left: int,
+    shape: Any,
+    context: int,
+    heads: int,
+) -> SwapConfig:
+    return fit_budget(Request(left, context, heads), shape, config, need, grow=False)

@@ -1,0 +1,191 @@
+"""Writes the README's tables from the results that stand in bench/results.
+
+    python -m bench.table
+
+Replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` in README.md; a
+table whose marks are not there is left out. Writes every side-by-side cell and their figure, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.machine import RESULTS
+from bench.quality.plan import CORE
+from bench.quality.report import interval
+from bench.side_by_side import figure as side_by_side_figure
+from bench.side_by_side import report as side_by_side
+from kvswap_torch import format_bytes
+
+README = Path("README.md")
+SHOWN = 2  # lengths of documents
+
+
+def load(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def decode_table() -> Iterator[str]:
+    yield "| shape, context, batch | disk | KV memory | cache | ms per token | against kvswap |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("decode_*.json"):
+        setting = (
+            f"{result['shape']} ({result['layers']} layers), {result['context']:,}, "
+            f"{result['batch']}"
+        )
+        disk = result["device"] + (
+            "" if result["choices"] == "random" else f", choices of {result['choices']}"
+        )
+        for name, value in result["ms_per_token"].items():
+            memory, ratio = "", result["speed_against"].get(name)
+            if name == "kvswap":
+                memory = f"1/{1 / result['kvswap']['memory_share']:.1f}"
+            against = "" if ratio is None else f"{ratio:.2f}x"
+            yield f"| {setting} | {disk} | {memory} | {name} | {value:.1f} | {against} |"
+            setting = disk = ""
+
+
+def demo_table() -> Iterator[str]:
+    for demo in load("demo.json"):
+        right = sum(q["on_disk"] == q["truth"] for q in demo["questions"])
+        full = sum(q["in_memory"] == q["truth"] for q in demo["questions"])
+        yield "| | cache on disk | full cache |"
+        yield "|---|---|---|"
+        yield f"| right answers | {right} of {len(demo['questions'])} | {full} |"
+        yield (
+            f"| KV in memory | {format_bytes(demo['kv_bytes_in_memory'])} "
+            f"(1/{1 / demo['memory_share']:.1f}) | {format_bytes(demo['kv_bytes_full'])} |"
+        )
+        yield (
+            f"| tokens per second | {demo['tokens_per_second_on_disk']:.1f} "
+            f"| {demo['tokens_per_second_in_memory']:.1f} |"
+        )
+
+
+def tuner_table() -> Iterator[str]:
+    yield (
+        "| disk | context, batch | tuned in | settings measured | predictions off by (median, nine "
+        "in ten) | within 20 % | tuned setting's speed of the best |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for result in load("tuner_*.json"):
+        seconds = result["tune_seconds"]
+        took = "" if seconds is None else f"{seconds:.0f} s"
+        yield (
+            f"| {result['device']} | {result['context']:,}, {result['batch']} | {took} "
+            f"| {result['settings_measured']} "
+            f"| {result['error_median']:.1%}, {result['error_p90']:.1%} "
+            f"| {result['within_20_percent']:.0%} | {result['tuned_speed_of_best']:.1%} |"
+        )
+
+
+def turns_table() -> Iterator[str]:
+    """Prefill, and time to the first token of a question about a document that is in the cache."""
+    yield (
+        "| shape | tokens | prefill: DynamicCache | kvswap | second turn: recomputed "
+        "| DynamicCache holding it | kvswap | KV memory |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for result in load("turns_*.json"):
+        prefill, turn = result["prefill_seconds"], result["second_turn_seconds"]
+        yield (
+            f"| {result['shape']} ({result['layers']} layers) | {result['tokens']:,} "
+            f"| {prefill['DynamicCache']:.2f} s | {prefill['kvswap']:.2f} s "
+            f"({result['prefill_ratio_of_pairs']:.2f}x) | {turn['recomputed']:.2f} s "
+            f"| {turn['DynamicCache']:.3f} s | {turn['kvswap']:.3f} s "
+            f"| {format_bytes(result['kv_memory_bytes'])} ({result['memory_share']:.1%}) |"
+        )
+
+
+def quality_table() -> Iterator[str]:
+    """The longest documents; the rest stands in the results."""
+    yield "| tokens | method | KV memory | read per token | needles | all tasks | loss |"
+    yield "|---|---|---|---|---|---|---|"
+    for result in load("quality/*.json"):
+        for length in sorted(result["lengths"], key=int)[-SHOWN:]:
+            part, tokens = result["lengths"][length], f"{int(length):,}"
+            for name in (name for name in CORE if name in part["methods"]):
+                yield f"| {tokens} | {name} | {quality_cells(part['methods'][name])} |"
+                tokens = ""
+
+
+def million_table() -> Iterator[str]:
+    yield "| tokens | ms per token | the model's own | scoring | its share |"
+    yield "|---|---|---|---|---|"
+    for result in load("million.json"):
+        for size in result["sizes"]:
+            yield (
+                f"| {size['context']:,} | {size['ms_per_token']:.1f} "
+                f"| {size['floor_ms_per_token']:.1f} "
+                f"| {size['time_of_a_token_ms']['select']:.1f} | {size['scoring_share']:.0%} |"
+            )
+
+
+def quality_cells(method: dict[str, Any]) -> str:
+    share, tasks = method["memory_share"], method["tasks"]
+    return " | ".join(
+        [
+            "" if share is None else f"1/{1 / share:.1f}",
+            format_bytes(method["bytes_read_per_token"]),
+            interval(tasks.get("needles", {}).get("exact")),
+            interval(tasks.get("all", {}).get("exact")),
+            interval(tasks.get("language", {}).get("loss_difference"), "+.3f"),
+        ]
+    )
+
+
+def quality_tasks_table() -> Iterator[str]:
+    """Exact answers of each task, with the full cache and with kvswap, and their difference."""
+    yield "| tokens | task | answers | full cache | kvswap | difference |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("quality/*.json"):
+        for length, part in result["lengths"].items():
+            tokens, methods = f"{int(length):,}", part["methods"]
+            for task in part["able"] if "kvswap" in methods else ():
+                full, ours = (methods[name]["tasks"][task] for name in ("full", "kvswap"))
+                difference = interval(ours["exact_difference"], "+.2f")
+                yield (
+                    f"| {tokens} | {task} | {ours['answers']} | {full['exact'][0]:.2f} "
+                    f"| {interval(ours['exact'])} | {difference} |"
+                )
+                tokens = ""
+            for task, share in part["left_out"].items():
+                yield f"| {tokens} | {task} | | {share:.2f} | left out | |"
+                tokens = ""
+
+
+def scoring_table() -> Iterator[str]:
+    yield "| scoring by | traffic (worst layer) | of the choice still made (worst layer) |"
+    yield "|---|---|---|"
+    for result in load("score_bounds.json"):
+        for way in result["ways"]:
+            yield (
+                f"| {way['way']} | {way['traffic']:.2f} ({way['traffic_worst']:.2f}) "
+                f"| {way['kept']:.2f} ({way['kept_worst']:.2f}) |"
+            )
+
+
+TABLES = {"decode": decode_table, "demo": demo_table}
+TABLES |= {"tuner": tuner_table, "million": million_table}
+TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
+TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
+TABLES |= {"turns": turns_table, "scoring": scoring_table}
+
+
+def main() -> None:
+    text = README.read_text()
+    for name, table in TABLES.items():
+        marks = rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)"
+        body = "\n".join(table())
+        text = re.sub(marks, lambda m, body=body: m[1] + body + "\n" + m[2], text, flags=re.DOTALL)
+    README.write_text(text)
+    side_by_side.write_all()
+    side_by_side_figure.draw()
+
+
+if __name__ == "__main__":
+    main()
