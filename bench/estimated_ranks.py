@@ -26,11 +26,11 @@ from rich.table import Table
 from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
-from tuning.calibrate import Calibrator
-from tuning.observe import Observed
-from tuning.rank_budget import hand_out_ranks
-from tuning.recall import Choice, Steps, decoded_positions
-from tuning.samples import Sample
+from kvswap_torch.tuning.calibrate import Calibrator
+from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.rank_budget import hand_out_ranks
+from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions
+from kvswap_torch.tuning.samples import Sample
 
 RANKS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNIFORM = (8, 16, 24, 32, 48, 64)

@@ -31,10 +31,10 @@ from rich.table import Table
 from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.projection import flat_tokens, from_chunk, sum_over_heads
-from tuning.calibrate import Calibrator
-from tuning.observe import Observed
-from tuning.recall import decoded_positions
-from tuning.samples import Sample
+from kvswap_torch.tuning.calibrate import Calibrator
+from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.recall import decoded_positions
+from kvswap_torch.tuning.samples import Sample
 
 RANK = 32
 GROUP = 4  # tokens

@@ -27,14 +27,14 @@ from transformers import AutoModelForCausalLM
 
 from bench import machine
 from kvswap_torch import SwapConfig, format_bytes
-from tuning.api import tune
-from tuning.cli import Bars
-from tuning.costs import SettingCosts
-from tuning.pipeline import TuneOptions, projection_beside
-from tuning.result import TuneResult
-from tuning.solver import Setting, Solution, solutions
-from tuning.synthetic import StepTime, SyntheticDecode, median_step
-from tuning.traffic import Replayed
+from kvswap_torch.tuning.api import tune
+from kvswap_torch.tuning.cli import Bars
+from kvswap_torch.tuning.costs import SettingCosts
+from kvswap_torch.tuning.pipeline import TuneOptions, projection_beside
+from kvswap_torch.tuning.result import TuneResult
+from kvswap_torch.tuning.solver import Setting, Solution, solutions
+from kvswap_torch.tuning.synthetic import StepTime, SyntheticDecode, median_step
+from kvswap_torch.tuning.traffic import Replayed
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
 WARM_UP = 24  # steps in which the reuse buffer fills

@@ -12,17 +12,17 @@ __all__ = ["TuneOptions", "TuneResult", "tune"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: `python -m tuning --help` needs no torch.
+    # Loaded when asked for: `python -m kvswap_torch.tuning --help` needs no torch.
     if name == "tune":
-        from tuning.api import tune
+        from kvswap_torch.tuning.api import tune
 
         return tune
     if name == "TuneOptions":
-        from tuning.pipeline import TuneOptions
+        from kvswap_torch.tuning.pipeline import TuneOptions
 
         return TuneOptions
     if name == "TuneResult":
-        from tuning.result import TuneResult
+        from kvswap_torch.tuning.result import TuneResult
 
         return TuneResult
-    raise AttributeError(f"module 'tuning' has no attribute {name!r}")
+    raise AttributeError(f"module 'kvswap_torch.tuning' has no attribute {name!r}")

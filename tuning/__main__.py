@@ -1,5 +1,5 @@
-"""``python -m tuning``: the same as ``kvswap-tune``."""
+"""``python -m kvswap_torch.tuning``: the same as ``kvswap-tune``."""
 
-from tuning.cli import app
+from kvswap_torch.tuning.cli import app
 
-app(prog_name="python -m tuning")
+app(prog_name="python -m kvswap_torch.tuning")

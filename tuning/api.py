@@ -11,19 +11,19 @@ from typing import Any
 
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
-from tuning.default_samples import default_samples, samples_from_files
-from tuning.evaluate import evaluate as evaluate_config
-from tuning.pipeline import (
+from kvswap_torch.tuning.default_samples import default_samples, samples_from_files
+from kvswap_torch.tuning.evaluate import evaluate as evaluate_config
+from kvswap_torch.tuning.pipeline import (
     TuneOptions,
     find_settings,
     measure_all,
     projection_beside,
 )
-from tuning.progress import Progress
-from tuning.result import TuneResult
-from tuning.samples import Sample
-from tuning.solve import SOLVERS
-from tuning.work import WorkFolder
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.result import TuneResult
+from kvswap_torch.tuning.samples import Sample
+from kvswap_torch.tuning.solve import SOLVERS
+from kvswap_torch.tuning.work import WorkFolder
 
 LENGTHS = (4096, 8192)  # of the samples
 COUNT = 4

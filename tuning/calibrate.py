@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tuning.observe import Observed, Observer
-from tuning.samples import Sample
+from kvswap_torch.tuning.observe import Observed, Observer
+from kvswap_torch.tuning.samples import Sample
 
 ATTENTION = "kvswap_calibration"  # as transformers knows it
 

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.projection import Pair
-from tuning.calibration import SUMMARY_DTYPES, Calibration
-from tuning.choices import Choices, Recorded
-from tuning.recall import QUERIES
-from tuning.settings import true_query_layers
+from kvswap_torch.tuning.calibration import SUMMARY_DTYPES, Calibration
+from kvswap_torch.tuning.choices import Choices, Recorded
+from kvswap_torch.tuning.recall import QUERIES
+from kvswap_torch.tuning.settings import true_query_layers
 
 INT8_LOSS_MAX = 0.002  # of recall; within it int8 rows serve twice the rank for the same bytes
 
@@ -44,7 +44,7 @@ class Calibrated:
     tokens_fitted, tokens_measured
         How much text it rests on.
     choices
-        Of the same projections; see `tuning.choices`.
+        Of the same projections; see `kvswap_torch.tuning.choices`.
     """
 
     identity: ModelIdentity

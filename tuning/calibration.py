@@ -15,12 +15,19 @@ from typing import Any
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.projection import Pair
 from kvswap_torch.sizing import ModelShape
-from tuning.calibrate import Calibrator
-from tuning.moments import LayerMoments
-from tuning.observe import Observed
-from tuning.progress import Progress
-from tuning.recall import QUERIES, Choice, RecallTable, Steps, decoded_positions, rank_grid
-from tuning.samples import Sample
+from kvswap_torch.tuning.calibrate import Calibrator
+from kvswap_torch.tuning.moments import LayerMoments
+from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.recall import (
+    QUERIES,
+    Choice,
+    RecallTable,
+    Steps,
+    decoded_positions,
+    rank_grid,
+)
+from kvswap_torch.tuning.samples import Sample
 
 KINDS = ("query_aware", "svd_keys")
 SUMMARY_DTYPES = ("model", "int8")

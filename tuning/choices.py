@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
-from tuning.calibrate import Calibrator
-from tuning.observe import Observed
-from tuning.progress import Progress
-from tuning.recall import Choice, Steps, attention_mass, int8_rows
-from tuning.samples import Sample
+from kvswap_torch.tuning.calibrate import Calibrator
+from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.recall import Choice, Steps, attention_mass, int8_rows
+from kvswap_torch.tuning.samples import Sample
 
 GROUPS = (1, 2, 4, 8, 16)
 STEPS_MAX = 96  # consecutive steps recorded of a sample

@@ -31,7 +31,7 @@ Use the result with `KVSwapCache(model, path="/fast/disk", config="config.json")
 
 
 class Bars:
-    """One progress bar for each kind of work; called as `tuning` calls its progress."""
+    """One progress bar for each kind of work; called as `tune` calls its progress."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -91,9 +91,9 @@ def main(
     ] = None,
     report: Annotated[bool, typer.Option(help="Draw pictures and a page.")] = True,
 ) -> None:
-    from tuning.api import tune
-    from tuning.pipeline import TuneOptions
-    from tuning.summary import print_result
+    from kvswap_torch.tuning.api import tune
+    from kvswap_torch.tuning.pipeline import TuneOptions
+    from kvswap_torch.tuning.summary import print_result
 
     console = Console()
     try:

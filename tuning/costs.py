@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.sizing import ModelShape
-from tuning.loading_model import Disk, LayerLoads, LoadingModel, disk_seconds
-from tuning.solver import Setting
-from tuning.step_model import StepModel, Work
-from tuning.traffic import Merging, Traffic, TrafficTable
+from kvswap_torch.tuning.loading_model import Disk, LayerLoads, LoadingModel, disk_seconds
+from kvswap_torch.tuning.solver import Setting
+from kvswap_torch.tuning.step_model import StepModel, Work
+from kvswap_torch.tuning.traffic import Merging, Traffic, TrafficTable
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepCost:
 
 @dataclass
 class SettingCosts:
-    """Costs of one batch and context; `tuning.solver.Costs`.
+    """Costs of one batch and context; `kvswap_torch.tuning.solver.Costs`.
 
     Parameters
     ----------

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
-from tuning.disk_figures import DiskFigures, ReadCell, four_digits
-from tuning.fit import descend
+from kvswap_torch.tuning.disk_figures import DiskFigures, ReadCell, four_digits
+from kvswap_torch.tuning.fit import descend
 
 NEGLIGIBLE = 1e-9  # seconds
 

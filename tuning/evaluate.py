@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from kvswap_torch.config import SwapConfig
-from tuning.progress import Progress
-from tuning.samples import Sample
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.samples import Sample
 
 TOKENS_MAX = 128  # decoded of a sample
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tuning.costs import Levels
-from tuning.rank_budget import hand_out_ranks
-from tuning.settings import GAIN_MIN
+from kvswap_torch.tuning.costs import Levels
+from kvswap_torch.tuning.rank_budget import hand_out_ranks
+from kvswap_torch.tuning.settings import GAIN_MIN
 
 
 def make_levels(recall: Sequence[Mapping[int, float]], *, uniform: bool = False) -> Levels:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tuning.fit import descend
+from kvswap_torch.tuning.fit import descend
 
 FIRST_READS = 20  # of a layer: beyond them whoever submits is done before the reader is
 STARTS = ((5e-5, 5e-6, 1e-7, 1e-11, 0.5), (5e-5, 5e-6, 5e-6, 1e-11, 1.0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvswap_torch.projection import Pair, flat_tokens, pair_from_moments, sum_over_heads
-from tuning.corrected_projection import corrected_pair
-from tuning.observe import Observed
+from kvswap_torch.tuning.corrected_projection import corrected_pair
+from kvswap_torch.tuning.observe import Observed
 
 PIECE_TOKENS = 512  # a piece in fp32 stays small beside the moments
 READ_SHARE = 0.1  # weight of the queries of tokens that are only read

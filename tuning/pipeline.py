@@ -15,9 +15,9 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import StorageError
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.sizing import ModelShape
-from tuning import work as kept
-from tuning.calibrate import Calibrator
-from tuning.calibrated import (
+from kvswap_torch.tuning import work as kept
+from kvswap_torch.tuning.calibrate import Calibrator
+from kvswap_torch.tuning.calibrated import (
     Calibrated,
     from_calibration,
     load_calibrated,
@@ -25,24 +25,24 @@ from tuning.calibrated import (
     pick_summary_dtype,
     save_calibrated,
 )
-from tuning.calibration import CalibrationOptions, calibrate
-from tuning.choices import GROUPS, Recorder, record_choices
-from tuning.costs import Levels, SettingCosts, make_work
-from tuning.disk_model import DiskModel
-from tuning.levels import make_levels
-from tuning.loading_model import LoadingModel, fit_loading
-from tuning.probe import DiskFigures, probe_disk
-from tuning.progress import Progress
-from tuning.recall import RANKS, rank_grid
-from tuning.replay import POLICIES
-from tuning.samples import Sample
-from tuning.session_need import Demand, engine_need
-from tuning.settings import true_query_layers
-from tuning.solve import Solved, make_config, pairs_to_solve, solve
-from tuning.solver import Grid
-from tuning.step_model import StepModel, Work, fit_steps
-from tuning.timing import ROUNDS, STEPS, Timing, TimingPlan, loading_steps, measure
-from tuning.traffic import Traffic, TrafficTable
+from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
+from kvswap_torch.tuning.choices import GROUPS, Recorder, record_choices
+from kvswap_torch.tuning.costs import Levels, SettingCosts, make_work
+from kvswap_torch.tuning.disk_model import DiskModel
+from kvswap_torch.tuning.levels import make_levels
+from kvswap_torch.tuning.loading_model import LoadingModel, fit_loading
+from kvswap_torch.tuning.probe import DiskFigures, probe_disk
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.recall import RANKS, rank_grid
+from kvswap_torch.tuning.replay import POLICIES
+from kvswap_torch.tuning.samples import Sample
+from kvswap_torch.tuning.session_need import Demand, engine_need
+from kvswap_torch.tuning.settings import true_query_layers
+from kvswap_torch.tuning.solve import Solved, make_config, pairs_to_solve, solve
+from kvswap_torch.tuning.solver import Grid
+from kvswap_torch.tuning.step_model import StepModel, Work, fit_steps
+from kvswap_torch.tuning.timing import ROUNDS, STEPS, Timing, TimingPlan, loading_steps, measure
+from kvswap_torch.tuning.traffic import Traffic, TrafficTable
 
 RANK_MAX = 128
 CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
-from tuning.observe import Observed
+from kvswap_torch.tuning.observe import Observed
 
 RANKS = (4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 QUERIES = ("predicted", "true")

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
-from tuning import figures
-from tuning.report_data import WAIT, Point, ReportData, neighbours, setting_text
+from kvswap_torch.tuning import figures
+from kvswap_torch.tuning.report_data import WAIT, Point, ReportData, neighbours, setting_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

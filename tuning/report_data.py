@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
-from tuning.disk_figures import DiskFigures
-from tuning.disk_model import DiskModel
+from kvswap_torch.tuning.disk_figures import DiskFigures
+from kvswap_torch.tuning.disk_model import DiskModel
 
 WAIT = "wait"
 """The part of a token's time that is spent waiting for the disk."""
@@ -22,7 +22,7 @@ class Point:
     Parameters
     ----------
     setting
-        Name -> value, as `tuning.solver.Setting` has them: group_tokens, rank, capacity.
+        Name -> value, as `solver.Setting` has them: group_tokens, rank, capacity.
     rank_total
         Columns of all layers together.
     recall

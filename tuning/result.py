@@ -9,10 +9,10 @@ from typing import Any
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.projection_file import save_projections
+from kvswap_torch.tuning.costs import Levels
+from kvswap_torch.tuning.pipeline import Measured, TuneOptions
+from kvswap_torch.tuning.solve import Solved
 from kvswap_torch.version import __version__
-from tuning.costs import Levels
-from tuning.pipeline import Measured, TuneOptions
-from tuning.solve import Solved
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class TuneResult:
         ConfigError
             When matplotlib is missing; says how to install it.
         """
-        from tuning.report import write_report
-        from tuning.result_report import report_data
+        from kvswap_torch.tuning.report import write_report
+        from kvswap_torch.tuning.result_report import report_data
 
         return write_report(report_data(self), folder)
 

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 
 from kvswap_torch.memory_size import format_bytes
-from tuning.replay import POLICIES
-from tuning.report_data import Point, ReportData
-from tuning.result import TuneResult
-from tuning.solve import SOLVERS, Solved
-from tuning.solver import Solution, solutions
+from kvswap_torch.tuning.replay import POLICIES
+from kvswap_torch.tuning.report_data import Point, ReportData
+from kvswap_torch.tuning.result import TuneResult
+from kvswap_torch.tuning.solve import SOLVERS, Solved
+from kvswap_torch.tuning.solver import Solution, solutions
 
 
 def report_data(result: TuneResult) -> ReportData:

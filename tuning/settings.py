@@ -10,11 +10,11 @@ from typing import Any
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.projection_file import save_projections
+from kvswap_torch.tuning.calibration import SUMMARY_DTYPES, Calibration
+from kvswap_torch.tuning.rank_budget import hand_out_ranks, uniform_rank
+from kvswap_torch.tuning.recall import QUERIES
+from kvswap_torch.tuning.session_need import Demand, Need
 from kvswap_torch.version import __version__
-from tuning.calibration import SUMMARY_DTYPES, Calibration
-from tuning.rank_budget import hand_out_ranks, uniform_rank
-from tuning.recall import QUERIES
-from tuning.session_need import Demand, Need
 
 CONFIG_NAME = "kvswap.json"
 PROJECTION_NAME = "projection.safetensors"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvswap_torch.config import Solution as TableRow
 from kvswap_torch.config import SwapConfig
-from tuning.costs import SettingCosts
-from tuning.solver import Grid, Solution, solutions, solve_exhaustive, solve_greedy
+from kvswap_torch.tuning.costs import SettingCosts
+from kvswap_torch.tuning.solver import Grid, Solution, solutions, solve_exhaustive, solve_greedy
 
 SOLVERS = {"exhaustive": solve_exhaustive, "greedy": solve_greedy}
 CONTEXT_MIN = 2048

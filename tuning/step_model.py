@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from tuning.fit import dot, fit_nonnegative
+from kvswap_torch.tuning.fit import dot, fit_nonnegative
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
-from tuning.result import TuneResult
-from tuning.solve import Solved
+from kvswap_torch.tuning.result import TuneResult
+from kvswap_torch.tuning.solve import Solved
 
 
 def print_result(result: TuneResult, console: Console) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvswap_torch.config import SwapConfig
-from tuning.costs import layers_ahead
-from tuning.loading_model import LayerLoads, LoadingStep
-from tuning.progress import Progress
-from tuning.synthetic import Override, StepTime, SyntheticDecode, median_step
-from tuning.traffic import Replayed, TrafficTable
+from kvswap_torch.tuning.costs import layers_ahead
+from kvswap_torch.tuning.loading_model import LayerLoads, LoadingStep
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.synthetic import Override, StepTime, SyntheticDecode, median_step
+from kvswap_torch.tuning.traffic import Replayed, TrafficTable
 
 WARM_UP = 4  # steps after filling, which are slower
 STEPS = 10

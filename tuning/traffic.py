@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuning.choices import Choices, stretched
-from tuning.replay import ReuseBuffer
+from kvswap_torch.tuning.choices import Choices, stretched
+from kvswap_torch.tuning.replay import ReuseBuffer
 
 
 @dataclass(frozen=True)

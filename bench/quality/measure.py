@@ -15,7 +15,7 @@ from bench.quality.emulate import Emulation, Past
 from bench.quality.methods import Resolved
 from bench.quality.tasks import LANGUAGE
 from bench.quality.view import View
-from tuning.replay import hit_rate
+from kvswap_torch.tuning.replay import hit_rate
 
 MASS_ROWS = 96  # of a document, whose attention mass is compared with the choice
 REPLAYED = 2  # samples whose choices are replayed through a reuse buffer

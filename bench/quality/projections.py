@@ -10,9 +10,9 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections, save_projections
-from tuning.calibrate import Calibrator
-from tuning.calibration import Progress, gather_moments
-from tuning.samples import Sample
+from kvswap_torch.tuning.calibrate import Calibrator
+from kvswap_torch.tuning.calibration import Progress, gather_moments
+from kvswap_torch.tuning.samples import Sample
 
 FITTED = {  # name -> the moments' kind, and which queries they are made of
     "svd": ("svd_keys", "true"),  # the paper's: singular vectors of the keys

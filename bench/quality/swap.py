@@ -10,7 +10,7 @@ import torch
 from bench.quality.choosing import Frame
 from bench.quality.view import LayerPast, View
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
-from tuning.recall import int8_rows
+from kvswap_torch.tuning.recall import int8_rows
 
 SCORES = ("sum", "softmax", "max", "per-head")
 

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ json.dump(build_info(), sys.stdout)
 """
 TUNER_PROBE = """
 import sys
-import tuning.default_samples as default
+import kvswap_torch.tuning.default_samples as default
 assert default.TEXT.is_relative_to(sys.prefix) and len(default._documents()) > 10, default.TEXT
 assert (default.TEXT.parent / "LICENSE.txt").is_file()
 """
@@ -50,6 +51,10 @@ def build_wheel(folder: Path) -> Path:
         cwd=ROOT,
     )
     (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
+    if tops != {"kvswap_torch"}:
+        sys.exit(f"{wheel.name}: must hold kvswap_torch alone, holds {sorted(tops)}")
     return wheel
 
 
@@ -91,9 +96,9 @@ def check_libraries(python: Path, folder: Path) -> None:
 def check_tuner(python: Path, folder: Path) -> None:
     """The tuner and its text are in the wheel, and its command starts."""
     run(python, "-c", TUNER_PROBE, cwd=folder)
-    told = run(python, "-m", "tuning", "--help", cwd=folder)
+    told = run(python, "-m", "kvswap_torch.tuning", "--help", cwd=folder)
     if "--max-context" not in told:
-        sys.exit(f"python -m tuning --help: must name --max-context, got\n{told}")
+        sys.exit(f"python -m kvswap_torch.tuning --help: must name --max-context, got\n{told}")
 
 
 def check_consumer(python: Path, folder: Path, name: str) -> str:

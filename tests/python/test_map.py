@@ -233,18 +233,29 @@ def module_path(module: str) -> Path | None:
 def test_the_package_never_imports_what_stands_above_it() -> None:
     wrong = []
     for path in PYTHON:
-        if inside(path, "kvswap_torch/"):
-            above = {"tuning", "tests", "bench", "tools", "examples"}
-        elif inside(path, "tuning/"):
-            above = {"tests", "bench", "tools", "examples"}
-        else:
+        if not inside(path, "kvswap_torch/", "tuning/"):
             continue
+        above = ["tests", "bench", "tools", "examples"]
+        if inside(path, "kvswap_torch/") and not inside(path, "kvswap_torch/cli/"):
+            above.append("kvswap_torch.tuning")
         wrong += [
             f"{path.relative_to(ROOT)} imports {module}"
             for module, _ in imports_of(path)
-            if module.split(".")[0] in above
+            if f"{module}.".startswith(tuple(f"{name}." for name in above))
         ]
     assert wrong == []
+
+
+def test_the_tuner_is_imported_by_the_name_it_is_installed_under() -> None:
+    """By two names it would be two packages, and its classes would differ from themselves."""
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in PYTHON
+        for module, _ in imports_of(path)
+        if module.split(".")[0] == "tuning"
+    ]
+    assert wrong == []
+    assert (PACKAGE / "tuning").resolve() == ROOT / "tuning"
 
 
 def test_nothing_but_the_command_line_knows_the_command_line() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setuptools import find_namespace_packages
 
 import kvswap_torch
 from kvswap_torch import native
@@ -105,6 +106,13 @@ def test_what_was_built_tells_with_what() -> None:
 def test_version_is_written_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", kvswap_torch.__version__)
     assert "version" in PYPROJECT["project"]["dynamic"]
+
+
+def test_one_top_level_package_is_installed() -> None:
+    find = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
+    packages = find_namespace_packages(str(ROOT), **find)
+    assert {"kvswap_torch", "kvswap_torch.hf", "kvswap_torch.tuning"} <= set(packages)
+    assert {name.split(".")[0] for name in packages} == {"kvswap_torch"}
 
 
 def test_data_files_travel_with_the_package() -> None:

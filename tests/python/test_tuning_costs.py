@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvswap_torch import SwapConfig
-from tuning.choices import Choices, Recorded, stretched
-from tuning.disk_model import DiskModel
-from tuning.fit import dot, fit_nonnegative
-from tuning.levels import make_levels
-from tuning.loading_model import (
+from kvswap_torch.tuning.choices import Choices, Recorded, stretched
+from kvswap_torch.tuning.disk_model import DiskModel
+from kvswap_torch.tuning.fit import dot, fit_nonnegative
+from kvswap_torch.tuning.levels import make_levels
+from kvswap_torch.tuning.loading_model import (
     LayerLoads,
     LoadingModel,
     LoadingStep,
     disk_seconds,
     fit_loading,
 )
-from tuning.step_model import Work, fit_steps
-from tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
-from tuning.traffic import Merging, TrafficTable, merged
+from kvswap_torch.tuning.step_model import Work, fit_steps
+from kvswap_torch.tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
+from kvswap_torch.tuning.traffic import Merging, TrafficTable, merged
 
 groups = st.lists(st.integers(0, 300), unique=True, max_size=60).map(sorted)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvswap_torch.projection import flat_tokens, query_aware, sum_over_heads, svd_keys
-from tuning import corrected_projection
-from tuning import moments as moments_module
-from tuning.moments import LayerMoments
-from tuning.observe import Observed
+from kvswap_torch.tuning import corrected_projection
+from kvswap_torch.tuning import moments as moments_module
+from kvswap_torch.tuning.moments import LayerMoments
+from kvswap_torch.tuning.observe import Observed
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, FOCUS = 4, 2, 8, 400, 150
 WIDTH = KV_HEADS * HEAD_DIM

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvswap_torch.errors import ConfigError, StorageError
-from tuning import probe as probe_module
-from tuning.disk_figures import DiskFigures, ReadCell
-from tuning.disk_model import DiskModel, cell_seconds, fit_cells
-from tuning.probe import BLOCKS, DEPTHS, probe_disk
+from kvswap_torch.tuning import probe as probe_module
+from kvswap_torch.tuning.disk_figures import DiskFigures, ReadCell
+from kvswap_torch.tuning.disk_model import DiskModel, cell_seconds, fit_cells
+from kvswap_torch.tuning.probe import BLOCKS, DEPTHS, probe_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_up_meanwhile_is_measured_on_what_was_written(
 
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys; from tuning.probe import probe_disk\n"
+        "import sys; from kvswap_torch.tuning.probe import probe_disk\n"
         "try:\n"
         "    probe_disk(sys.argv[1], progress=lambda what, *_: print(what, flush=True))\n"
         "except KeyboardInterrupt:\n"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from python.reference_session import Options, ReferenceSession
 
-from tuning.observe import Observed
-from tuning.recall import (
+from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.recall import (
     Choice,
     RecallTable,
     Steps,

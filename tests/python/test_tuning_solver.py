@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvswap_torch.errors import BudgetError
-from tuning.solver import Grid, Setting, solve_exhaustive, solve_greedy
+from kvswap_torch.tuning.solver import Grid, Setting, solve_exhaustive, solve_greedy
 
 GRID = Grid(groups=(1, 2, 4, 8), ranks=(8, 16, 32, 64), capacities=(400, 600, 800))
 LEAST = 8 * 32 + 400

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, SwapConfig
 from kvswap_torch.errors import UnsupportedModelError
-from tuning.api import tune
-from tuning.calibration import CalibrationOptions
-from tuning.pipeline import TuneOptions
-from tuning.recall import Choice
-from tuning.samples import Sample
+from kvswap_torch.tuning.api import tune
+from kvswap_torch.tuning.calibration import CalibrationOptions
+from kvswap_torch.tuning.pipeline import TuneOptions
+from kvswap_torch.tuning.recall import Choice
+from kvswap_torch.tuning.samples import Sample
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="times sessions of the extension")
 CHOICE = Choice(group_tokens=4, groups_max=16, sink_tokens=2, tail_tokens=8)
@@ -235,7 +235,7 @@ def test_an_unsupported_model_is_named(tmp_path):
 
 
 def test_the_command_line_tunes_and_draws(model, tmp_path):
-    from tuning.cli import app
+    from kvswap_torch.tuning.cli import app
 
     model.save_pretrained(tmp_path / "model")
     wrong = CliRunner().invoke(
