@@ -8,9 +8,10 @@ sliding layer) is handed to the implementation the model had before.
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,64 +20,87 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf import passes
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.families import ModelParts
-    from kvswap_torch.hf.layer import DiskLayer
 
 NAME = "kvswap"
 
-# Which layer of an open cache the next attention of a module belongs to; set by its pre-hook.
-attending: WeakKeyDictionary[nn.Module, DiskLayer] = WeakKeyDictionary()
-# Modules whose attention is called only to learn their query, and what takes it.
-capturing: WeakKeyDictionary[nn.Module, Callable[[torch.Tensor], None]] = WeakKeyDictionary()
+
+class Captured(Exception):
+    """Ends an attention's forward where its query is known: the rest of it is of no use."""
+
+    def __init__(self, query: torch.Tensor):
+        super().__init__()
+        self.query = query
 
 
 class Switch:
     """Puts one decoder's config on "kvswap" while at least one of its caches is open.
 
     States: count 0, the config has its own implementation; count > 0, it has ours. One switch per
-    config object, since that is where transformers looks the implementation up.
+    config object, since that is where transformers looks the implementation up. It stays as long
+    as the config: another thread may be between looking ours up and calling it.
     """
 
     _by_config: ClassVar[dict[int, Switch]] = {}
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # a collected cache may release in acquire
 
-    def __init__(self, parts: ModelParts):
-        self.config = parts.config
-        self.decoder = parts.decoder
-        self.previous: str = parts.config._attn_implementation
-        self.windows = parts.windows
+    def __init__(self, config: Any):
+        key, switches = id(config), self._by_config
+        self._config = weakref.ref(config, lambda _: switches.pop(key, None))
+        self._decoder: Any = None  # held only while the count is above 0
+        self.previous: str = config._attn_implementation
+        self.windows: frozenset[int] = frozenset()
         self.count = 0
-        self.in_forward = False  # between a decoder's start and end, with one of our caches
 
     @classmethod
     def of(cls, config: Any) -> Switch | None:
-        return cls._by_config.get(id(config))
+        switch = cls._by_config.get(id(config))
+        return switch if switch is not None and switch._config() is config else None
+
+    @property
+    def config(self) -> Any:
+        return self._config()
 
     @classmethod
     def acquire(cls, parts: ModelParts) -> Switch:
         """Switches on, or counts one more cache. Nothing has changed when it raises."""
-        switch = cls.of(parts.config)
-        if switch is None:
-            register()
-            switch = cls(parts)
-            parts.decoder.set_attn_implementation(NAME)
-            if parts.config._attn_implementation != NAME:
-                raise UnsupportedModelError(
-                    f"KVSwapCache: {parts.name} computes attention itself, not through the "
-                    "attention interface"
-                )
-            cls._by_config[id(parts.config)] = switch
-        switch.count += 1
-        return switch
+        register()
+        with cls._lock:
+            switch = cls.of(parts.config)
+            if switch is None:
+                switch = cls._by_config[id(parts.config)] = cls(parts.config)
+            switch.count += 1
+            try:
+                switch._turn_on(parts)
+            except BaseException:
+                switch.count -= 1
+                raise
+            return switch
+
+    def _turn_on(self, parts: ModelParts) -> None:
+        if parts.config._attn_implementation == NAME:
+            return
+        self.previous = parts.config._attn_implementation
+        self.windows = parts.windows
+        parts.decoder.set_attn_implementation(NAME)
+        if parts.config._attn_implementation != NAME:
+            raise UnsupportedModelError(
+                f"KVSwapCache: {parts.name} computes attention itself, not through the "
+                "attention interface"
+            )
+        self._decoder = parts.decoder
 
     def release(self) -> None:
         """One cache less; the last one gives the model its own implementation back."""
-        self.count -= 1
-        if self.count == 0:
-            del self._by_config[id(self.config)]
-            if self.config._attn_implementation == NAME:
-                self.decoder.set_attn_implementation(self.previous)
+        with self._lock:
+            self.count -= 1
+            if self.count == 0:
+                decoder, self._decoder = self._decoder, None
+                if decoder is not None and decoder.config._attn_implementation == NAME:
+                    decoder.set_attn_implementation(self.previous)
 
 
 def register() -> None:
@@ -107,10 +131,9 @@ def attention(
     tuple
         ``[batch, tokens, heads, head_dim]`` and None: the weights are not kept.
     """
-    take = capturing.get(module)
-    if take is not None:
-        take(query)
-    layer = attending.get(module)
+    if passes.here.capturing is module:
+        raise Captured(query)
+    layer = passes.layer_of(module)
     if layer is None:
         return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(module, query, attention_mask, **kwargs), None
@@ -125,8 +148,9 @@ def mask(**kwargs: Any) -> Any:
         ``[batch, columns]`` bool for a plain causal mask in a forward pass with one of our caches;
         otherwise what the model's own implementation makes of it.
     """
-    switch = Switch.of(kwargs.get("config"))
-    if switch is not None and switch.in_forward and _is_causal(switch, kwargs):
+    config = kwargs.get("config")
+    switch = Switch.of(config)
+    if switch is not None and passes.is_with_ours(config) and _is_causal(switch, kwargs):
         return kwargs.get("attention_mask")
     name = switch.previous if switch else "sdpa"
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:

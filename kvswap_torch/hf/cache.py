@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -13,8 +14,9 @@ from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ConfigError
-from kvswap_torch.hf.attention import Switch, attending
+from kvswap_torch.errors import ConfigError, KVSwapError
+from kvswap_torch.hf import passes
+from kvswap_torch.hf.attention import NAME, Switch
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.families import ModelParts, model_parts
 from kvswap_torch.hf.hooks import Hooks
@@ -38,10 +40,10 @@ class KVSwapCache(Cache):
 
     States: open -> closed, by `close`, at the end of a ``with`` block, when it is collected, or at
     interpreter exit. While one is open the model's attention implementation is "kvswap"; other
-    caches of the same model go on working.
+    caches of the same model go on working, and so do other threads, each with a cache of its own.
 
-    Not for: training, ``torch.compile`` of the model after the cache was opened, several threads at
-    once, a forked child, or more than one generation at a time in one cache.
+    Not for: training, ``torch.compile`` of the model after the cache was opened, a forked child, or
+    more than one thread or generation at a time in one cache.
 
     Parameters
     ----------
@@ -95,6 +97,8 @@ class KVSwapCache(Cache):
             config.check_model(self.parts.identity)
         budget = _budget(kv_memory_bytes, max_context, max_batch)
         self._others_changed = False  # a pass has begun to change layers that are not on disk
+        self._passing: threading.Thread | None = None  # who runs a forward pass
+        self._entering = threading.Lock()
         self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes)
         with contextlib.ExitStack() as undo:
             self.driver = SessionDriver(
@@ -209,7 +213,7 @@ class KVSwapCache(Cache):
         for layer in self._other_layers():
             layer.reset()
         self.driver.reset()
-        self._others_changed = False
+        self._others_changed, self._passing = False, None
 
     def stats(self, timeline: bool = False) -> CacheStats:
         """What the cache has done and what it takes; prints as a table.
@@ -269,13 +273,35 @@ class KVSwapCache(Cache):
     def begin_pass(self) -> None:
         """The decoder is about to run with this cache."""
         self.driver.check_open()
+        self._refuse_other_threads()
+        if self.parts.config._attn_implementation != NAME:
+            raise KVSwapError(
+                f"KVSwapCache: the model's attention must stay {NAME!r} while a cache is open, got "
+                f"{self.parts.config._attn_implementation!r} from set_attn_implementation(); choose "
+                "it before the cache is opened, which goes on with it for all other caches"
+            )
         if self._others_changed:
             # Layers on disk tell by their lengths; a state of fixed size would not.
             self.driver.refuse_interrupted()
 
-    def end_pass(self) -> None:
-        """The decoder has run to its end."""
-        self._others_changed = False
+    def end_pass(self, is_whole: bool) -> None:
+        """The decoder has run, to its end or not."""
+        if self._passing is threading.current_thread():
+            self._passing = None
+            if is_whole:
+                self._others_changed = False
+
+    def _refuse_other_threads(self) -> None:
+        me = threading.current_thread()
+        with self._entering:
+            other = self._passing
+            if other is None or other is me or not other.is_alive():
+                self._passing = me
+                return
+        raise KVSwapError(
+            f"KVSwapCache: must be used by one thread at a time, got a forward pass in {me.name} "
+            f"while one of {other.name} is under way; open a cache for each thread"
+        )
 
     def before_layer(
         self, index: int, module: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
@@ -287,7 +313,7 @@ class KVSwapCache(Cache):
         layer = self.layers[index]
         if isinstance(layer, DiskLayer):
             layer.arm()
-            attending[module] = layer
+            passes.attend_next(module, layer)
         else:
             self._others_changed = True
         target = self.parts.disk_index.get(index + 1)

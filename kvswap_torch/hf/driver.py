@@ -110,6 +110,10 @@ class SessionDriver:
             )
 
     @property
+    def is_open(self) -> bool:
+        return self.session is not None
+
+    @property
     def max_context(self) -> int:
         return -1 if self._budget.max_context is None else self._budget.max_context
 

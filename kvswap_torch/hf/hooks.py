@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvswap_torch.hf.attention import Switch, attending
+from kvswap_torch.hf import passes
+from kvswap_torch.hf.attention import NAME, Switch
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -17,74 +19,105 @@ if TYPE_CHECKING:
 class Hooks:
     """Hooks on a model's decoder and attention modules that serve one cache.
 
-    They refer to the cache weakly and do nothing in a forward pass with another one.
+    They refer to the cache weakly and do nothing in a forward pass with another one, in no thread.
     """
 
     def __init__(self, cache: KVSwapCache, switch: Switch):
-        self._cache = weakref.ref(cache)
-        self._switch = switch
-        self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         parts = cache.parts
         for module in {parts.outermost, parts.outermost.base_model, parts.decoder}:
-            self._add(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            leave = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-            self._add(leave)
+            self._add(module.register_forward_pre_hook, _Enter(cache, switch))
+            self._add(module.register_forward_hook, _Leave(cache, switch), always_call=True)
         for index, mixer in enumerate(parts.mixers):
             if mixer is not None:
-                self._modules.append(mixer)
-                hook = _Before(self._cache, index)
-                self._add(mixer.register_forward_pre_hook(hook, with_kwargs=True))
+                self._add(mixer.register_forward_pre_hook, _Before(cache, switch, index))
 
-    def _add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Masks made from here on are for this cache, or for another one."""
-        cache = self._cache()
-        if cache is None:
-            return
-        if _uses(cache, args, kwargs):
-            cache.driver.check_open()
-            self._switch.in_forward = True
-            if module is cache.parts.decoder:
-                cache.begin_pass()
-
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Called after a failed pass too, with no output."""
-        self._switch.in_forward = False
-        cache = self._cache()
-        if cache is not None and output is not None and _uses(cache, args, kwargs):
-            cache.end_pass()
+    def _add(self, register: Any, hook: _Hook, **options: Any) -> None:
+        self._handles.append(register(hook, with_kwargs=True, **options))
 
     def remove(self) -> None:
         """Takes all hooks off again."""
         for handle in self._handles:
             handle.remove()
-        for module in self._modules:
-            attending.pop(module, None)
         self._handles.clear()
-        self._modules.clear()
 
 
-class _Before:
+class _Hook:
+    """One module's hook for one cache.
+
+    A copy of the model copies its hooks and its config. The copy's do nothing, and its attention
+    implementation is the one that the model had before.
+    """
+
+    def __init__(self, cache: KVSwapCache, switch: Switch):
+        self._cache = weakref.ref(cache)
+        self._switch = switch
+
+    def __call__(self, module: nn.Module, *call: Any) -> None:
+        """`call`: args, kwargs and, after the pass, its output.
+
+        While another thread puts hooks on or takes them off, torch may call one without kwargs. A
+        pass of this thread's is then not with this cache, which is only just opened, or closed.
+        """
+        cache = self._cache()
+        if cache is not None and len(call) >= self.arguments:
+            self.run(cache, module, *call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        config = self._switch.config
+        if config is not None:
+            copied = copy.deepcopy(config, memo)
+            if copied._attn_implementation == NAME:
+                copied._attn_implementation = self._switch.previous
+        return _nothing
+
+
+class _Enter(_Hook):
+    """Masks made from here on are for this cache, or for another one."""
+
+    arguments = 2
+
+    def run(self, cache: KVSwapCache, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not _uses(cache, args, kwargs):
+            passes.end(cache)
+            return
+        cache.driver.check_open()
+        passes.begin(cache)
+        if module is cache.parts.decoder:
+            cache.begin_pass()
+
+
+class _Leave(_Hook):
+    """Called after a failed pass too, with no output."""
+
+    arguments = 3
+
+    def run(self, cache, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if _uses(cache, args, kwargs):
+            passes.end(cache)
+            if module is cache.parts.decoder:
+                cache.end_pass(is_whole=output is not None)
+
+
+class _Before(_Hook):
     """Before one attention module: arms the cache's layer and looks ahead to the next one."""
 
-    def __init__(self, cache: weakref.ref[KVSwapCache], index: int):
-        self._cache = cache
+    arguments = 2
+
+    def __init__(self, cache: KVSwapCache, switch: Switch, index: int):
+        super().__init__(cache, switch)
         self._index = index
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        cache = self._cache()
-        if cache is None:
-            return
-        if not _uses(cache, args, kwargs):
-            layer = attending.get(module)
-            if layer is not None and layer.driver is cache.driver:
-                del attending[module]
-            return
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        cache.before_layer(self._index, module, hidden, kwargs)
+    def run(self, cache: KVSwapCache, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if _uses(cache, args, kwargs):
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            cache.before_layer(self._index, module, hidden, kwargs)
+        else:
+            passes.attend_elsewhere(module, cache.layers)
+
+
+def _nothing(*call: Any) -> None:
+    """What a copied hook does."""
 
 
 def _uses(cache: KVSwapCache, args: tuple, kwargs: dict[str, Any]) -> bool:

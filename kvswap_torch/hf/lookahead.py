@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from kvswap_torch.hf.attention import capturing
+from kvswap_torch.hf import passes
+from kvswap_torch.hf.attention import Captured
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.native import LIBRARY
 
@@ -119,30 +120,18 @@ def captured_query(
     Tensor
         ``[batch, heads, tokens, head_dim]``.
     """
-    capturing[attention] = _take
     # Families name the cache differently, and it must not be written to.
     call = {
         name: _NoCache() if isinstance(value, Cache) else value for name, value in kwargs.items()
     } | {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
+    passes.here.capturing = attention
     try:
         attention.forward(**call)
-    except _Captured as captured:
+    except Captured as captured:
         return captured.query
     finally:
-        del capturing[attention]
+        passes.here.capturing = None
     raise RuntimeError(f"look-ahead: {type(attention).__name__} did not attend")
-
-
-class _Captured(Exception):
-    """Ends an attention's forward where its query is known: the rest of it is of no use."""
-
-    def __init__(self, query: torch.Tensor):
-        super().__init__()
-        self.query = query
-
-
-def _take(query: torch.Tensor) -> None:
-    raise _Captured(query)
 
 
 class _NoCache:

@@ -1,0 +1,64 @@
+"""What this thread runs now: which cache its forward pass is with, and whose attention is next.
+
+Threads share a model with its hooks, config and attention function. What is said here each has for
+itself, so that a pass of one thread never counts for another's. Everything is held weakly: a pass
+that was interrupted keeps nothing alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.cache import KVSwapCache
+    from kvswap_torch.hf.layer import DiskLayer
+
+
+class _Here(threading.local):
+    cache: weakref.ref[KVSwapCache] | None = None
+    attending: tuple[weakref.ref[nn.Module], weakref.ref[DiskLayer]] | None = None
+    capturing: nn.Module | None = None
+
+
+here = _Here()
+
+
+def begin(cache: KVSwapCache) -> None:
+    """A forward pass with `cache` begins: masks are made for it from here on."""
+    here.cache = weakref.ref(cache)
+
+
+def end(cache: KVSwapCache) -> None:
+    """The pass is over, or this one is not with `cache`; another cache's stays."""
+    if here.cache is weakref.ref(cache):
+        here.cache = here.attending = None
+
+
+def is_with_ours(config: Any) -> bool:
+    """Whether this thread runs the decoder of that config with one of our caches."""
+    cache = here.cache and here.cache()
+    return cache is not None and cache.parts.config is config
+
+
+def attend_next(module: nn.Module, layer: DiskLayer) -> None:
+    """`module` is about to attend over `layer`."""
+    here.attending = weakref.ref(module), weakref.ref(layer)
+
+
+def attend_elsewhere(module: nn.Module, layers: list[Any]) -> None:
+    """`module` is about to run without the cache of these layers: what was said of them is over."""
+    layer = layer_of(module)
+    if layer is not None and any(layer is each for each in layers):
+        here.attending = None
+
+
+def layer_of(module: nn.Module) -> DiskLayer | None:
+    """The layer that `module` attends over on this thread; None: a foreign cache's, or none."""
+    if here.attending is None:
+        return None
+    expected, found = (reference() for reference in here.attending)
+    return found if expected is module and found is not None and found.driver.is_open else None
