@@ -277,8 +277,8 @@ class KVSwapCache(Cache):
         if self.parts.config._attn_implementation != NAME:
             raise KVSwapError(
                 f"KVSwapCache: the model's attention must stay {NAME!r} while a cache is open, got "
-                f"{self.parts.config._attn_implementation!r} from set_attn_implementation(); choose "
-                "it before the cache is opened, which goes on with it for all other caches"
+                f"{self.parts.config._attn_implementation!r} from set_attn_implementation(); close "
+                "the cache first: other caches go on with what the model had"
             )
         if self._others_changed:
             # Layers on disk tell by their lengths; a state of fixed size would not.
