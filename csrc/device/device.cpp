@@ -2,6 +2,15 @@
 
 namespace kvswap {
 
+Status make_events(Device& device, std::span<Event* const> events) {
+  for (Event* event : events) {
+    auto made = device.make_event();
+    if (!made.is_ok()) return made.status();
+    *event = made.value();
+  }
+  return Status::ok();
+}
+
 Result<DeviceBytes> DeviceBytes::allocate(Device& device, int64_t bytes) {
   DeviceBytes memory;
   if (bytes == 0) return memory;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -122,6 +123,9 @@ struct DeviceKind {
   std::function<Result<std::unique_ptr<Device>>()> make;
   ScratchSizes scratch;
 };
+
+/// Gives each of `events` an event of its own.
+Status make_events(Device& device, std::span<Event* const> events);
 
 /// Device memory with an owner; freed on destruction.
 class DeviceBytes {

@@ -1,6 +1,8 @@
 #include <algorithm>
 
 #include "engine/device_space.h"
+#include "engine/landing_lanes.h"
+#include "methods/device_selector.h"
 
 namespace kvswap {
 namespace {

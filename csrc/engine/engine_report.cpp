@@ -6,10 +6,10 @@
 namespace kvswap {
 
 std::map<std::string, double> engine_counters(const Engine& engine) {
-  const EngineCounters& steps = engine.counters();
-  const FetchCounters& reads = engine.fetcher().counters();
-  const ReaderCounters reader = engine.fetcher().reader().counters();
-  const SpaceCounters space = engine.space().counters();
+  const EngineCounters& steps = engine.parts().counters;
+  const FetchCounters& reads = engine.parts().fetcher->counters();
+  const ReaderCounters reader = engine.parts().fetcher->reader().counters();
+  const SpaceCounters space = engine.parts().space->counters();
   const auto number = [](auto count) { return static_cast<double>(count); };
   return {
       {"steps", number(steps.steps)},
@@ -30,34 +30,34 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"read_retries", number(reader.retries)},
       {"wait_seconds", number(reads.wait_seconds)},
       {"hidden_seconds", number(reads.hidden_seconds)},
-      {"bytes_written", number(engine.store().bytes_written())},
-      {"write_blocked_seconds", number(engine.store().write_blocked_seconds())},
-      {"bytes_on_disk", number(engine.store().bytes_on_disk())},
-      {"bytes_allocated_on_disk", number(engine.file().allocated_bytes())},
-      {"record_bytes", number(engine.record_bytes())},
-      {"device_bytes", number(engine.space().device_bytes())},
-      {"pinned_bytes", number(engine.space().pinned_bytes())},
+      {"bytes_written", number(engine.parts().store->bytes_written())},
+      {"write_blocked_seconds", number(engine.parts().store->write_blocked_seconds())},
+      {"bytes_on_disk", number(engine.parts().store->bytes_on_disk())},
+      {"bytes_allocated_on_disk", number(engine.parts().file->allocated_bytes())},
+      {"record_bytes", number(engine.parts().record_bytes())},
+      {"device_bytes", number(engine.parts().space->device_bytes())},
+      {"pinned_bytes", number(engine.parts().space->pinned_bytes())},
       {"copied_bytes", number(space.copied_bytes)},
       {"copy_seconds", space.copy_seconds},
       {"device_wait_seconds", space.device_wait_seconds},
-      {"choice_wait_seconds", space.choice_wait_seconds},
+      {"choice_wait_seconds", engine.parts().selector->wait_seconds()},
   };
 }
 
 std::map<std::string, std::string> engine_facts(const Engine& engine) {
   std::string fallbacks;
-  for (const std::string& fallback : engine.fallbacks()) {
+  for (const std::string& fallback : engine.parts().fallbacks) {
     fallbacks += (fallbacks.empty() ? "" : "\n") + fallback;
   }
-  return {{"reader", engine.fetcher().reader().name()},
-          {"io_mode", engine.file().is_direct() ? "direct" : "buffered"},
+  return {{"reader", engine.parts().fetcher->reader().name()},
+          {"io_mode", engine.parts().file->is_direct() ? "direct" : "buffered"},
           {"simd", simd_level()},
-          {"device", engine.space().name()},
+          {"device", engine.parts().space->name()},
           {"fallbacks", fallbacks}};
 }
 
 std::map<std::string, int64_t> engine_ledger(const Engine& engine) {
-  const Ledger& ledger = engine.ledger();
+  const Ledger& ledger = engine.parts().ledger;
   std::map<std::string, int64_t> bytes;
   for (int use = 0; use < kUses; ++use) {
     bytes[use_name(static_cast<Use>(use))] = ledger.used(static_cast<Use>(use));
@@ -69,12 +69,12 @@ std::map<std::string, int64_t> engine_ledger(const Engine& engine) {
 }
 
 Status engine_timeline(const Engine& engine, std::string& trace) {
-  if (engine.timeline() == nullptr) {
+  if (engine.parts().timeline == nullptr) {
     return Status::invalid(
         "timeline: must be recorded, got a session with timeline_spans 0; open it with as many as "
         "are to be kept, such as 16384");
   }
-  trace = chrome_trace(*engine.timeline());
+  trace = chrome_trace(*engine.parts().timeline);
   return Status::ok();
 }
 

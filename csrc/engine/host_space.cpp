@@ -5,26 +5,15 @@
 namespace kvswap {
 namespace {
 
-class HostSpace final : public PageSpace {
+/// Reads land in their pages.
+class HostLanding final : public Landing {
  public:
-  explicit HostSpace(const ParallelFor* parallel) : execution_{.parallel = parallel} {}
-
-  std::string name() const override { return "cpu"; }
-  bool is_host() const override { return true; }
-  Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) override {
-    return make_host_page_pool(pages, page_bytes);
-  }
   Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) override {
     auto memory = AlignedBytes::allocate(bytes);
     if (!memory.is_ok()) return memory.status();
     const auto owner = std::make_shared<AlignedBytes>(std::move(memory.value()));
     return std::shared_ptr<std::byte>(owner, owner->data());
   }
-  std::unique_ptr<LowRankSelector> make_selector(const LowRankOptions& options) override {
-    return std::make_unique<LowRankSelector>(options);
-  }
-  Status reserve(int64_t, int64_t) override { return Status::ok(); }
-
   bool can_lend(int64_t) const override { return true; }
   Status lend(Fetch& fetch) override {
     for (Load& load : fetch.loads) load.target = load.home;
@@ -32,6 +21,19 @@ class HostSpace final : public PageSpace {
   }
   Status publish(Fetch&) override { return Status::ok(); }
   void give_back(Fetch&) override {}
+};
+
+/// Records are packed where they are written from.
+class HostOutbox final : public Outbox {
+ public:
+  std::byte* at(const RecordStore::StagedRun& run) override { return run.data(); }
+  Sent send(const RecordStore::StagedRun&, int64_t) override { return Sent::kArrived; }
+  Status arrive(const RecordStore::StagedRun&) override { return Status::ok(); }
+};
+
+class HostCompute final : public Compute {
+ public:
+  explicit HostCompute(const ParallelFor* parallel) : execution_{.parallel = parallel} {}
 
   void pack(const cuda::BatchTransferArgs& args) override {
     run_parallel(execution_, args.count, 16, [&](int64_t begin, int64_t end) {
@@ -57,20 +59,11 @@ class HostSpace final : public PageSpace {
     return Status::ok();
   }
 
-  std::byte* outbox(const RecordStore::StagedRun& run) override { return run.data(); }
-  void send(const RecordStore::StagedRun&, int64_t) override {}
-  Status arrive(const RecordStore::StagedRun&) override { return Status::ok(); }
-
   void attend(int64_t, const PagedAttentionArgs& args) override {
     paged_attention(args, execution_);
   }
   Status hand_back() override { return Status::ok(); }
   void set_compute_stream(void*) override {}
-  Status finish() override { return Status::ok(); }
-
-  SpaceCounters counters() override { return {}; }
-  int64_t device_bytes() const override { return 0; }
-  int64_t pinned_bytes() const override { return 0; }
 
  private:
   static void pack_sequence(const cuda::BatchTransferArgs& args, int64_t sequence, int64_t first,
@@ -90,6 +83,25 @@ class HostSpace final : public PageSpace {
   }
 
   Execution execution_;
+};
+
+class HostSpace final : public PageSpace {
+ public:
+  explicit HostSpace(const ParallelFor* parallel) : compute_(parallel) {}
+
+  std::string name() const override { return "cpu"; }
+  Landing& landing() override { return landing_; }
+  Outbox& outbox() override { return outbox_; }
+  Compute& compute() override { return compute_; }
+  Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) override {
+    return make_host_page_pool(pages, page_bytes);
+  }
+  Status reserve(int64_t, int64_t) override { return Status::ok(); }
+
+ private:
+  HostLanding landing_;
+  HostOutbox outbox_;
+  HostCompute compute_;
 };
 
 }  // namespace

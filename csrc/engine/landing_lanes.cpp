@@ -6,11 +6,8 @@ namespace kvswap {
 
 Status LandingLanes::open() {
   for (Lane& lane : lanes_) {
-    for (Event* event : {&lane.begins, &lane.copied}) {
-      auto made = device_.make_event();
-      if (!made.is_ok()) return made.status();
-      *event = made.value();
-    }
+    Event* const events[] = {&lane.begins, &lane.copied};
+    KVSWAP_RETURN_IF_ERROR(make_events(device_, events));
   }
   return Status::ok();
 }

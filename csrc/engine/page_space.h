@@ -8,7 +8,7 @@
 #include "engine/fetcher.h"
 #include "kernels/cuda/kernels.h"
 #include "memory/page_pool.h"
-#include "methods/low_rank_selector.h"
+#include "methods/selector.h"
 #include "store/record_store.h"
 
 namespace kvswap {
@@ -17,30 +17,14 @@ struct SpaceCounters {
   uint64_t copied_bytes = 0;       // of records, to the device
   double copy_seconds = 0;         // such copies under way, scatter included
   double device_wait_seconds = 0;  // the device stood still for them
-  double choice_wait_seconds = 0;  // the host stood still for chosen groups
 };
 
-/// The memory that pages live in, how records get in and out, and who computes on them: the CPU in
-/// its own memory, or a device. The engine decides what happens and calls it by its name here.
-///
-/// Pointers are the space's own unless called host; so are the tokens and queries that callers hand
-/// in. What is called happens in the order of the calls, as far as calls can tell. Everything is
-/// allocated by make_pool() and reserve(). Not thread-safe.
-class PageSpace {
+/// Records in: loads land somewhere, then stand in their pages (Load::home).
+class Landing {
  public:
-  virtual ~PageSpace() = default;
-  virtual std::string name() const = 0;
-  /// Pages are host memory, and what is called has happened when the call returns.
-  virtual bool is_host() const = 0;
-  virtual Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) = 0;
+  virtual ~Landing() = default;
   /// Host memory that records land in and are copied from, aligned to 4096; outlived by the space.
   virtual Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) = 0;
-  virtual std::unique_ptr<LowRankSelector> make_selector(const LowRankOptions& options) = 0;
-  /// What stands beside the pages, for a batch and its context; nothing is in flight.
-  virtual Status reserve(int64_t batch, int64_t groups) = 0;
-
-  // Records in: loads land somewhere, then stand in their pages (Load::home).
-
   /// Is there a landing place for `loads` more? Otherwise something lent must be published first.
   virtual bool can_lend(int64_t loads) const = 0;
   virtual Status lend(Fetch& fetch) = 0;
@@ -48,22 +32,31 @@ class PageSpace {
   virtual Status publish(Fetch& fetch) = 0;
   /// What was lent is not needed: nothing landed.
   virtual void give_back(Fetch& fetch) = 0;
+};
 
-  // Tokens and pages. The arrays of BatchTransferArgs are the host's.
+/// Records out: packed at(run), sent, arrived in the run's buffer.
+class Outbox {
+ public:
+  enum class Sent { kArrived, kOnItsWay };
 
+  virtual ~Outbox() = default;
+  virtual std::byte* at(const RecordStore::StagedRun& run) = 0;
+  virtual Sent send(const RecordStore::StagedRun& run, int64_t bytes) = 0;
+  /// Waits for what is on its way.
+  virtual Status arrive(const RecordStore::StagedRun& run) = 0;
+};
+
+/// Tokens and pages, and the attention over them. The arrays of BatchTransferArgs are the host's.
+class Compute {
+ public:
+  virtual ~Compute() = default;
   virtual void pack(const cuda::BatchTransferArgs& args) = 0;
   virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
   virtual Status upload(std::byte* to, const std::byte* host, int64_t bytes) = 0;
   virtual Status download(std::byte* host, const std::byte* from, int64_t bytes) = 0;
 
-  // Records out: packed in the outbox of a run, sent, arrived.
-
-  virtual std::byte* outbox(const RecordStore::StagedRun& run) = 0;
-  virtual void send(const RecordStore::StagedRun& run, int64_t bytes) = 0;
-  virtual Status arrive(const RecordStore::StagedRun& run) = 0;
-
-  /// The tokens of a long chunk are there: what is packed of them between begin_chunk() and
-  /// end_chunk() waits for nothing that the caller computes after this.
+  /// Packing inside begin_chunk()..end_chunk() depends only on work queued before mark_tokens(),
+  /// so it overlaps with what the caller computes after that.
   virtual void mark_tokens() {}
   virtual void begin_chunk() {}
   virtual void end_chunk() {}
@@ -73,12 +66,33 @@ class PageSpace {
   /// What callers lent for a call may be used and freed by them again.
   virtual Status hand_back() = 0;
   virtual void set_compute_stream(void* stream) = 0;
-  /// All that was called has happened.
-  virtual Status finish() = 0;
+};
 
-  virtual SpaceCounters counters() = 0;
-  virtual int64_t device_bytes() const = 0;
-  virtual int64_t pinned_bytes() const = 0;
+/// The memory that pages live in, how records get in and out, and who computes on them: the CPU in
+/// its own memory, or a device. The engine decides what happens and calls it by its name here.
+///
+/// Pointers are the space's own unless called host; so are the tokens and queries that callers hand
+/// in. Operations take effect in call order. Everything is allocated by make_pool() and reserve().
+/// Not thread-safe.
+class PageSpace {
+ public:
+  virtual ~PageSpace() = default;
+  virtual std::string name() const = 0;
+  virtual Landing& landing() = 0;
+  virtual Outbox& outbox() = 0;
+  virtual Compute& compute() = 0;
+
+  virtual Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) = 0;
+  /// What stands beside the pages, for a batch and its context; nothing is in flight.
+  virtual Status reserve(int64_t batch, int64_t groups) = 0;
+  /// What reserve() set aside for a selector that computes here; empty on the host.
+  virtual SelectionPlace selection_place() const { return {}; }
+  /// All that was called has happened.
+  virtual Status finish() { return Status::ok(); }
+
+  virtual SpaceCounters counters() const { return {}; }
+  virtual int64_t device_bytes() const { return 0; }
+  virtual int64_t pinned_bytes() const { return 0; }
 };
 
 /// Pages are host memory, attended where reads land.

@@ -3,27 +3,34 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/engine.h"
+#include "engine/batch.h"
+#include "engine/layer_step.h"
+#include "engine/tail.h"
+#include "kernels/paged_attention.h"
 
 namespace kvswap {
 
-/// For one step of one layer: the pages that attention reads, in rising group order.
-struct Engine::PageTable {
-  int64_t pages_max = 0;
-  std::vector<const void*> pages;      // [batch, pages_max]
-  std::vector<uint64_t> masks;         // [batch, pages_max]
-  std::vector<int32_t> columns;        // [batch, pages_max]
-  std::vector<int32_t> counts;         // [batch]
-  std::vector<int32_t> query_columns;  // [batch]
+/// For one step of one layer: the pages that attention reads, in rising group order. Reused, so
+/// that a steady state allocates nothing.
+class PageTable {
+ public:
+  struct Of {
+    int64_t layer = 0;
+    int64_t pages_max = 0;  // of a sequence
+    int64_t queries = 0;    // the newest columns
+  };
+  /// Sinks, the step's groups and the tail.
+  void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step);
+  /// The table's part of the kernel's arguments.
+  void describe(PagedAttentionArgs& args) const;
 
-  void resize(int64_t batch, int64_t pages) {
-    pages_max = pages;
-    this->pages.resize(batch * pages);
-    masks.resize(batch * pages);
-    columns.resize(batch * pages);
-    counts.assign(batch, 0);
-    query_columns.resize(batch);
-  }
+ private:
+  int64_t pages_max_ = 0;
+  std::vector<const void*> pages_;      // [batch, pages_max]
+  std::vector<uint64_t> masks_;         // [batch, pages_max]
+  std::vector<int32_t> columns_;        // [batch, pages_max]
+  std::vector<int32_t> counts_;         // [batch]
+  std::vector<int32_t> query_columns_;  // [batch]
 };
 
 }  // namespace kvswap

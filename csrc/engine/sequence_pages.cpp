@@ -33,8 +33,8 @@ void SequencePages::copy_from(SequencePages& other, int64_t record_bytes) {
   for (int64_t layer = 0; layer < options_.layers; ++layer) {
     const int64_t first = layer * options_.pages_per_layer() + options_.pages_max;
     const int64_t kept = options_.sink_pages() + options_.tail_pages();
-    space_.copy(pool_.page(static_cast<int32_t>(first)),
-                other.pool_.page(static_cast<int32_t>(first)), kept * record_bytes);
+    space_.compute().copy(pool_.page(static_cast<int32_t>(first)),
+                          other.pool_.page(static_cast<int32_t>(first)), kept * record_bytes);
   }
   sinks_ = other.sinks_;
   for (PageMap& map : maps_) map.clear();

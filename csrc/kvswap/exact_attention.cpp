@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "engine/past_stream.h"
+#include "engine/past_walk.h"
 #include "io/stopwatch.h"
 #include "kernels/cpu/element.h"
 #include "kernels/merge_attention.h"
@@ -24,11 +24,12 @@ void with_element(DType dtype, const Body& body) {
 }
 
 /// One sequence's long chunk: what it has attended so far, and a table of pages to attend next.
-class Chunk {
+class Chunk final : public PastVisitor {
  public:
   Chunk(const Engine& engine, int64_t sequence, const QueryView& query, int64_t past, float scale,
         const ParallelFor& parallel)
       : options_(engine.options()),
+        record_bytes_(engine.parts().record_bytes()),
         validity_(engine.validity(sequence)),
         query_(query),
         first_(static_cast<const std::byte*>(query.data) +
@@ -40,19 +41,63 @@ class Chunk {
         output_(rows_ * options_.head_dim),
         log_sum_exp_(rows_, -std::numeric_limits<float>::infinity()) {}
 
-  RecordShape shape() const {
-    return {options_.kv_heads, options_.group_tokens, options_.head_dim,
-            dtype_bytes(options_.dtype)};
+  Status visit_sealed(const PastStream::Block& block) override {
+    const int64_t group_tokens = options_.group_tokens;
+    const int64_t end = (block.first_group + block.groups) * group_tokens;
+    for (int64_t i = 0; i < block.groups; ++i) {
+      add_page(block.records + i * record_bytes_, (block.first_group + i) * group_tokens, end);
+    }
+    attend();
+    return Status::ok();
   }
 
+  /// Packed as records are.
+  Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
+                      const std::byte* values) override {
+    const RecordShape shape = options_.record_shape();
+    const int64_t count = end - begin;
+    const int64_t groups = (count + shape.group_tokens - 1) / shape.group_tokens;
+    std::vector<std::byte> packed(groups * shape.payload_bytes());
+    std::vector<void*> records(groups);
+    std::vector<int64_t> first_tokens(groups);
+    std::vector<int32_t> lengths(groups);
+    for (int64_t i = 0; i < groups; ++i) {
+      records[i] = packed.data() + i * shape.payload_bytes();
+      first_tokens[i] = i * shape.group_tokens;
+      lengths[i] = static_cast<int32_t>(std::min(shape.group_tokens, count - first_tokens[i]));
+      add_page(records[i], begin + first_tokens[i], end);
+    }
+    const int64_t head_stride = count * shape.head_dim;
+    pack_records({.shape = shape,
+                  .tokens = {.keys = const_cast<std::byte*>(keys),
+                             .values = const_cast<std::byte*>(values),
+                             .key_head_stride = head_stride,
+                             .key_token_stride = shape.head_dim,
+                             .value_head_stride = head_stride,
+                             .value_token_stride = shape.head_dim},
+                  .records = records.data(),
+                  .first_tokens = first_tokens.data(),
+                  .lengths = lengths.data(),
+                  .count = groups});
+    attend();
+    return Status::ok();
+  }
+
+  /// [tokens, heads, head_dim] of the session's dtype.
+  void write(std::byte* target) const {
+    with_element(options_.dtype, [&](auto element) {
+      using T = decltype(element);
+      auto* to = reinterpret_cast<T*>(target);
+      for (const float value : output_) *to++ = from_float<T>(value);
+    });
+  }
+
+ private:
   /// Adds a page whose first token stands at `column`, of which columns below `end` are there.
   void add_page(const void* record, int64_t column, int64_t end) {
-    uint64_t mask = 0;
-    for (int64_t t = 0; t < options_.group_tokens && column + t < end; ++t) {
-      if (validity_.is_valid(column + t)) mask |= uint64_t{1} << t;
-    }
+    const int64_t count = std::min(options_.group_tokens, end - column);
     pages_.push_back(record);
-    masks_.push_back(mask);
+    masks_.push_back(validity_.mask(column, count));
     columns_.push_back(static_cast<int32_t>(column));
   }
 
@@ -66,16 +111,6 @@ class Chunk {
     columns_.clear();
   }
 
-  /// [tokens, heads, head_dim] of the session's dtype.
-  void write(std::byte* target) const {
-    with_element(options_.dtype, [&](auto element) {
-      using T = decltype(element);
-      auto* to = reinterpret_cast<T*>(target);
-      for (const float value : output_) *to++ = from_float<T>(value);
-    });
-  }
-
- private:
   void attend_rows(int64_t row, int64_t count) {
     const int64_t heads = query_.heads;
     const int64_t dim = options_.head_dim;
@@ -103,7 +138,7 @@ class Chunk {
                      .heads = heads,
                      .queries = count,
                      .scale = scale_,
-                     .shape = shape(),
+                     .shape = options_.record_shape(),
                      .dtype = options_.dtype},
                     execution_);
     with_element(options_.dtype, [&](auto element) {
@@ -125,6 +160,7 @@ class Chunk {
   }
 
   const EngineOptions& options_;
+  int64_t record_bytes_;
   const TokenValidity& validity_;
   QueryView query_;
   const std::byte* first_;
@@ -143,78 +179,19 @@ class Chunk {
   std::vector<float> by_row_;
 };
 
-/// Attends over sealed groups [first, end) of a sequence, block by block.
-Status attend_sealed(Engine& engine, int64_t layer, int64_t sequence, int64_t first, int64_t end,
-                     Chunk& chunk) {
-  auto stream = PastStream::open(engine, layer, sequence, first, end);
-  if (!stream.is_ok()) return stream.status();
-  const int64_t group_tokens = engine.options().group_tokens;
-  while (true) {
-    auto block = stream.value()->next();
-    if (!block.is_ok()) return block.status();
-    if (block.value().groups == 0) return Status::ok();
-    for (int64_t i = 0; i < block.value().groups; ++i) {
-      chunk.add_page(block.value().records + i * engine.record_bytes(),
-                     (block.value().first_group + i) * group_tokens, end * group_tokens);
-    }
-    chunk.attend();
-  }
-}
-
-/// Attends over columns [begin, columns of the layer): read back, and packed as records are.
-Status attend_newest(Engine& engine, int64_t layer, int64_t sequence, int64_t begin, Chunk& chunk) {
-  const RecordShape shape = chunk.shape();
-  const int64_t end = engine.columns(layer);
-  const int64_t count = end - begin;
-  const int64_t groups = (count + shape.group_tokens - 1) / shape.group_tokens;
-  const int64_t bytes = shape.kv_heads * count * shape.head_dim * shape.element_bytes;
-  std::vector<std::byte> keys(bytes);
-  std::vector<std::byte> values(bytes);
-  KVSWAP_RETURN_IF_ERROR(engine.read_back(layer, sequence, begin, end, keys.data(), values.data()));
-  std::vector<std::byte> packed(groups * shape.payload_bytes());
-  std::vector<void*> records(groups);
-  std::vector<int64_t> first_tokens(groups);
-  std::vector<int32_t> lengths(groups);
-  for (int64_t i = 0; i < groups; ++i) {
-    records[i] = packed.data() + i * shape.payload_bytes();
-    first_tokens[i] = i * shape.group_tokens;
-    lengths[i] = static_cast<int32_t>(std::min(shape.group_tokens, count - first_tokens[i]));
-    chunk.add_page(records[i], begin + first_tokens[i], end);
-  }
-  const int64_t head_stride = count * shape.head_dim;
-  pack_records({.shape = shape,
-                .tokens = {.keys = keys.data(),
-                           .values = values.data(),
-                           .key_head_stride = head_stride,
-                           .key_token_stride = shape.head_dim,
-                           .value_head_stride = head_stride,
-                           .value_token_stride = shape.head_dim},
-                .records = records.data(),
-                .first_tokens = first_tokens.data(),
-                .lengths = lengths.data(),
-                .count = groups});
-  chunk.attend();
-  return Status::ok();
-}
-
 }  // namespace
 
 Status attend_exactly(Engine& engine, int64_t layer, const QueryView& query, float scale,
                       void* output, const ParallelFor& parallel) {
-  const Stopwatch watch(engine.timeline(), {.kind = SpanKind::kAttendExactly, .layer = layer});
+  const Stopwatch watch(engine.parts().timeline.get(),
+                        {.kind = SpanKind::kAttendExactly, .layer = layer});
   const EngineOptions& options = engine.options();
-  const int64_t past = engine.columns(layer) - query.queries;
+  const int64_t columns = engine.columns(layer);
+  const int64_t past = columns - query.queries;
   const int64_t row_bytes = query.heads * options.head_dim * dtype_bytes(options.dtype);
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
     Chunk chunk(engine, sequence, query, past, scale, parallel);
-    // append() may have sealed groups of the chunk itself: they are read back with the rest.
-    const int64_t first =
-        std::min(past, engine.validity(sequence).first_valid()) / options.group_tokens;
-    const int64_t end =
-        std::max(first, std::min(past / options.group_tokens, engine.sealed_groups(layer)));
-    KVSWAP_RETURN_IF_ERROR(attend_sealed(engine, layer, sequence, first, end, chunk));
-    KVSWAP_RETURN_IF_ERROR(
-        attend_newest(engine, layer, sequence, end * options.group_tokens, chunk));
+    KVSWAP_RETURN_IF_ERROR(walk_past(engine, {layer, sequence, past, columns}, chunk));
     chunk.write(static_cast<std::byte*>(output) + sequence * query.queries * row_bytes);
   }
   return Status::ok();

@@ -77,18 +77,16 @@ int64_t DeviceSelector::append_table_bytes(int64_t group_tokens, int64_t groups)
   return bytes_of(chunks_of(group_tokens, groups) + 1, sizeof(cuda::ProjectPiece));
 }
 
-Status DeviceSelector::reserve(const ScratchSizes& scratch, const Room& room, TableRing* tables,
-                               std::byte* answer) {
+Status DeviceSelector::reserve(const SelectionPlace& place) {
   KVSWAP_ASSERT(target_ == nullptr);
   if (asked_ < 0) {
-    for (Event* event : {&asked_, &answered_}) {
-      auto made = device_.make_event();
-      if (!made.is_ok()) return made.status();
-      *event = made.value();
-    }
+    Event* const events[] = {&asked_, &answered_};
+    KVSWAP_RETURN_IF_ERROR(make_events(device_, events));
   }
+  const Room& room = place.room;
   const int64_t projected = room.batch * room.queries * room.rank * int64_t{sizeof(float)};
-  const int64_t rest = device_bytes(scratch, group_tokens_, room) - projected - answer_bytes(room);
+  const int64_t rest =
+      device_bytes(*place.scratch, group_tokens_, room) - projected - answer_bytes(room);
   for (DeviceBytes* memory : {&projected_, &scratch_, &device_answer_}) {
     *memory = DeviceBytes();  // before the larger ones come
   }
@@ -100,8 +98,8 @@ Status DeviceSelector::reserve(const ScratchSizes& scratch, const Room& room, Ta
     *memory = std::move(allocated.value());
   }
   room_ = room;
-  tables_ = tables;
-  answer_ = answer;
+  tables_ = place.tables;
+  answer_ = place.answer;
   return Status::ok();
 }
 

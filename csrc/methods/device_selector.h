@@ -20,14 +20,7 @@ class DeviceSelector final : public LowRankSelector {
  public:
   DeviceSelector(Device& device, const LowRankOptions& options);
 
-  struct Room {
-    int64_t batch = 0;
-    int64_t queries = 0;
-    int64_t groups = 0;  // of a sequence
-    int64_t k = 0;       // groups chosen by one query at most
-    int64_t sinks = 0;   // groups excluded of a sequence at most
-    int64_t rank = 0;    // the widest
-  };
+  using Room = SelectionRoom;
   /// Bytes of the answer: pinned host memory, and as much on the device.
   static int64_t answer_bytes(const Room& room);
   /// Bytes on the device for a choice, the answer included.
@@ -37,13 +30,13 @@ class DeviceSelector final : public LowRankSelector {
   /// Bytes of the tables of one append().
   static int64_t append_table_bytes(int64_t group_tokens, int64_t groups);
 
-  Status reserve(const ScratchSizes& scratch, const Room& room, TableRing* tables,
-                 std::byte* answer);
+  Status reserve(const SelectionPlace& place) override;
 
   void choose(const ChooseArgs& args) override;
   void start_choice(const ChooseArgs& args) override;
   Status finish_choice() override;
-  double wait_seconds() const { return wait_seconds_; }
+  bool is_choosing() const override { return target_ != nullptr; }
+  double wait_seconds() const override { return wait_seconds_; }
 
  protected:
   void project(std::span<const ProjectKeysArgs> pieces) override;

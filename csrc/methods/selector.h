@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -9,6 +10,9 @@
 #include "methods/token_validity.h"
 
 namespace kvswap {
+
+class TableRing;
+struct ScratchSizes;
 
 /// Keys of one sequence: element (head, token, d) at head * head_stride + token * token_stride + d.
 struct KeyView {
@@ -44,6 +48,24 @@ struct ChooseArgs {
   std::vector<std::vector<int32_t>>* chosen = nullptr;  // [batch][...] out, in rising order
 };
 
+/// What a choice is for at most, where its memory is reserved ahead of it.
+struct SelectionRoom {
+  int64_t batch = 0;
+  int64_t queries = 0;
+  int64_t groups = 0;  // of a sequence
+  int64_t k = 0;       // groups chosen by one query at most
+  int64_t sinks = 0;   // groups excluded of a sequence at most
+  int64_t rank = 0;    // the widest
+};
+
+/// What a selector that computes on a device is lent there.
+struct SelectionPlace {
+  SelectionRoom room;
+  const ScratchSizes* scratch = nullptr;
+  TableRing* tables = nullptr;
+  std::byte* answer = nullptr;  // host memory, pinned: answer_bytes(room)
+};
+
 /// Summary + query + budget -> group ids: the part that decides what is read.
 ///
 /// Each query chooses its own `groups_per_query`; the union is returned. Equal scores go to the
@@ -52,6 +74,9 @@ struct ChooseArgs {
 class Selector {
  public:
   virtual ~Selector() = default;
+
+  /// Comes before what it must hold, with nothing under way; nothing to do on the host.
+  virtual Status reserve(const SelectionPlace&) { return Status::ok(); }
 
   /// Bytes that append() of `tokens` to every sequence would allocate.
   virtual int64_t bytes_to_append(int64_t layer, int64_t tokens) const = 0;
@@ -62,6 +87,10 @@ class Selector {
   /// else may be called, args.chosen stays where it is, and the candidates may change.
   virtual void start_choice(const ChooseArgs& args) { choose(args); }
   virtual Status finish_choice() { return Status::ok(); }
+  /// Is a choice still being computed? finish_choice() would wait for it.
+  virtual bool is_choosing() const { return false; }
+  /// Seconds that callers waited for choices.
+  virtual double wait_seconds() const { return 0; }
   virtual void truncate(int64_t layer, int64_t tokens) = 0;
   /// Tokens summarised so far.
   virtual int64_t tokens(int64_t layer) const = 0;

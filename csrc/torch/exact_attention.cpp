@@ -1,10 +1,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
-#include "engine/past_stream.h"
+#include "engine/past_walk.h"
 #include "io/stopwatch.h"
 #include "kernels/records.h"
 #include "torch/engine_calls.h"
@@ -47,28 +48,6 @@ PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
   }
   return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
 }
-
-/// One sequence's chunk and what it has attended so far.
-struct Chunk {
-  Engine& engine;
-  int64_t layer;
-  int64_t sequence;
-  at::Tensor query;  // [heads, tokens, head_dim]
-  PartialAttention partial;
-  double scale;
-
-  /// Merges keys and values [kv_heads, count, head_dim] that stand at columns `first`...
-  void attend(const at::Tensor& keys, const at::Tensor& values, int64_t first) {
-    const TokenValidity& validity = engine.validity(sequence);
-    std::optional<at::Tensor> allowed;
-    if (first < validity.all_valid_from()) {
-      const at::Tensor valid = valid_columns(validity, first, keys.size(1), at::kCPU);
-      if (!valid.any().item<bool>()) return;
-      allowed = valid.to(query.device());
-    }
-    merge_part(partial, attend_part(query, keys, values, Causal::kNo, allowed, scale));
-  }
-};
 
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records on another device, in torch's
 /// own operations.
@@ -120,42 +99,65 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
   return {keys, values};
 }
 
-/// Merges columns [0, past) of one sequence into what the chunk saw of itself: sealed groups from
-/// disk, block by block, and the rest from the tail.
-void attend_past(Chunk& chunk, int64_t past) {
-  Engine& engine = chunk.engine;
-  const EngineOptions& options = engine.options();
-  const int64_t group_tokens = options.group_tokens;
-  const int64_t first_group =
-      std::min(past, engine.validity(chunk.sequence).first_valid()) / group_tokens;
-  // append() may have sealed a group that the chunk's own first tokens fill up.
-  const int64_t end_group =
-      std::max(first_group, std::min(past / group_tokens, engine.sealed_groups(chunk.layer)));
-  auto stream = PastStream::open(engine, chunk.layer, chunk.sequence, first_group, end_group);
-  throw_if_error(stream.status());
-  while (true) {
-    auto block = stream.value()->next();
-    throw_if_error(block.status());
-    if (block.value().groups == 0) break;
-    const bool is_near = engine.space().is_host();
-    const auto [keys, values] = (is_near ? unpack : unpack_there)(
-        options, block.value(), engine.record_bytes(), chunk.query.options());
-    chunk.attend(keys, values, block.value().first_group * group_tokens);
+/// One sequence's chunk and what it has attended so far.
+class Chunk final : public PastVisitor {
+ public:
+  /// query: [heads, tokens, head_dim]; own: what the chunk saw of itself.
+  Chunk(const Engine& engine, int64_t sequence, at::Tensor query, PartialAttention own,
+        double scale)
+      : engine_(engine),
+        validity_(engine.validity(sequence)),
+        query_(std::move(query)),
+        partial_(std::move(own)),
+        scale_(scale) {}
+
+  const at::Tensor& output() const { return partial_.output; }
+
+  Status visit_sealed(const PastStream::Block& block) override {
+    const EngineOptions& options = engine_.options();
+    const auto [keys, values] = (query_.is_cpu() ? unpack : unpack_there)(
+        options, block, engine_.parts().record_bytes(), query_.options());
+    attend(keys, values, block.first_group * options.group_tokens);
+    return Status::ok();
   }
-  const int64_t rest = end_group * group_tokens;
-  if (rest == past) return;
-  at::Tensor keys = at::empty({options.kv_heads, past - rest, options.head_dim},
-                              chunk.query.options().device(at::kCPU));
-  at::Tensor values = at::empty_like(keys);
-  throw_if_error(engine.read_back(chunk.layer, chunk.sequence, rest, past, keys.data_ptr(),
-                                  values.data_ptr()));
-  chunk.attend(keys.to(chunk.query.device()), values.to(chunk.query.device()), rest);
-}
+
+  Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
+                      const std::byte* values) override {
+    const EngineOptions& options = engine_.options();
+    const auto there = [&](const std::byte* data) {
+      return at::from_blob(const_cast<std::byte*>(data),
+                           {options.kv_heads, end - begin, options.head_dim},
+                           query_.options().device(at::kCPU))
+          .to(query_.device());
+    };
+    attend(there(keys), there(values), begin);
+    return Status::ok();
+  }
+
+ private:
+  /// Merges keys and values [kv_heads, count, head_dim] that stand at columns `first`...
+  void attend(const at::Tensor& keys, const at::Tensor& values, int64_t first) {
+    std::optional<at::Tensor> allowed;
+    if (first < validity_.all_valid_from()) {
+      const at::Tensor valid = valid_columns(validity_, first, keys.size(1), at::kCPU);
+      if (!valid.any().item<bool>()) return;
+      allowed = valid.to(query_.device());
+    }
+    merge_part(partial_, attend_part(query_, keys, values, Causal::kNo, allowed, scale_));
+  }
+
+  const Engine& engine_;
+  const TokenValidity& validity_;
+  at::Tensor query_;
+  PartialAttention partial_;
+  double scale_;
+};
 
 }  // namespace
 
 at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
-  const Stopwatch watch(engine.timeline(), {.kind = SpanKind::kAttendExactly, .layer = args.layer});
+  const Stopwatch watch(engine.parts().timeline.get(),
+                        {.kind = SpanKind::kAttendExactly, .layer = args.layer});
   const at::Tensor& query = args.query;
   const int64_t tokens = query.size(2);
   const int64_t past = args.past;
@@ -189,9 +191,9 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
           valid_columns(validity, past + begin, tokens - begin, query.device());
       own = attend_masked(own_query, keys, values, valid, args.scale);
     }
-    Chunk chunk = {engine, args.layer, sequence, own_query, std::move(own), args.scale};
-    attend_past(chunk, past);
-    output[sequence].narrow(0, begin, tokens - begin).copy_(chunk.partial.output.transpose(0, 1));
+    Chunk chunk(engine, sequence, own_query, std::move(own), args.scale);
+    throw_if_error(walk_past(engine, {args.layer, sequence, past, past}, chunk));
+    output[sequence].narrow(0, begin, tokens - begin).copy_(chunk.output().transpose(0, 1));
   }
   return output;
 }

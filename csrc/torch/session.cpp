@@ -91,7 +91,8 @@ class Session::Impl {
       throw SessionError(SessionError::Kind::kClosed,
                          "session: must be open, got a call after close()");
     }
-    if (device.is_cuda()) engine_->set_compute_stream(current_stream(device));
+    if (device.is_cuda())
+      engine_->parts().space->compute().set_compute_stream(current_stream(device));
     return *engine_;
   }
   void close() { engine_.reset(); }
@@ -295,7 +296,7 @@ std::string Session::timeline() const {
 }
 
 void Session::record_predict(int64_t layer, int64_t began_ns) {
-  Timeline* timeline = impl_->engine().timeline();
+  Timeline* timeline = impl_->engine().parts().timeline.get();
   if (timeline == nullptr) return;
   timeline->record({.kind = SpanKind::kPredict,
                     .layer = layer,

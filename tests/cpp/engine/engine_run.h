@@ -199,10 +199,10 @@ class EngineRun {
     }
     batch_max_ = std::max(batch_max_, engine_->batch());
     const MemoryNeed need =
-        memory_need(options_, engine_->record_bytes(), batch_max_, context_max_);
-    ASSERT_LE(engine_->ledger().peak(), need.total());
-    ASSERT_LE(engine_->ledger().used(Use::kSummary), need.summary);
-    ASSERT_LE(engine_->ledger().used(Use::kTables), need.tables);
+        memory_need(options_, engine_->parts().record_bytes(), batch_max_, context_max_);
+    ASSERT_LE(engine_->parts().ledger.peak(), need.total());
+    ASSERT_LE(engine_->parts().ledger.used(Use::kSummary), need.summary);
+    ASSERT_LE(engine_->parts().ledger.used(Use::kTables), need.tables);
   }
 
   /// Every column of every sequence is what was appended, bit for bit.

@@ -41,8 +41,6 @@ class DeviceSpaceTest : public testing::Test {
     auto pool = space_->make_pool(4, kRecordBytes);
     ASSERT_TRUE(pool.is_ok());
     pool_ = std::make_unique<PagePool>(std::move(pool.value()));
-    selector_ = space_->make_selector(
-        {.layers = 1, .kv_heads = 1, .head_dim = kHeadDim, .group_tokens = kTokens});
     ASSERT_TRUE(space_->reserve(1, groups_unit(options)).is_ok());
     for (auto* each : {&tokens_, &other_tokens_}) {
       auto memory = space_->make_pool(1, kRecordBytes);
@@ -51,7 +49,6 @@ class DeviceSpaceTest : public testing::Test {
     }
   }
   void TearDown() override {
-    selector_.reset();
     pool_.reset();
     tokens_.reset();
     other_tokens_.reset();
@@ -64,10 +61,10 @@ class DeviceSpaceTest : public testing::Test {
   void load(const Record& record, int32_t index) {
     Fetch fetch;
     fetch.loads.push_back({.page = index, .target = nullptr, .home = page(index)});
-    ASSERT_TRUE(space_->can_lend(1));
-    ASSERT_TRUE(space_->lend(fetch).is_ok());
+    ASSERT_TRUE(space_->landing().can_lend(1));
+    ASSERT_TRUE(space_->landing().lend(fetch).is_ok());
     std::memcpy(fetch.loads[0].target, record.data(), kRecordBytes);
-    ASSERT_TRUE(space_->publish(fetch).is_ok());
+    ASSERT_TRUE(space_->landing().publish(fetch).is_ok());
   }
 
   /// Attention of one query over one page; the answer is there after finish().
@@ -90,17 +87,17 @@ class DeviceSpaceTest : public testing::Test {
     args.pages_max = 1;
     args.batch = args.heads = args.queries = 1;
     args.shape = {1, kTokens, kHeadDim, sizeof(float)};
-    space_->attend(0, args);
+    space_->compute().attend(0, args);
   }
   void finish() { ASSERT_TRUE(space_->finish().is_ok()); }
 
   /// A chunk that begins with `tokens_`: packed, and on its way to the staging buffer.
   void send_chunk() {
-    space_->mark_tokens();
-    space_->begin_chunk();
-    space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
-    space_->send(run(), kRecordBytes);
-    space_->end_chunk();
+    space_->compute().mark_tokens();
+    space_->compute().begin_chunk();
+    space_->compute().copy(space_->outbox().at(run()), tokens_->page(0), kRecordBytes);
+    space_->outbox().send(run(), kRecordBytes);
+    space_->compute().end_chunk();
   }
 
   RecordStore::StagedRun run() {
@@ -115,12 +112,12 @@ class DeviceSpaceTest : public testing::Test {
     return record;
   }
   void set(const PagePool& memory, const Record& record) {
-    space_->copy(memory.page(0), reinterpret_cast<const std::byte*>(record.data()), kRecordBytes);
+    space_->compute().copy(memory.page(0), reinterpret_cast<const std::byte*>(record.data()),
+                           kRecordBytes);
   }
 
   std::vector<std::byte> staging_;
   std::unique_ptr<DeviceSpace> space_;
-  std::unique_ptr<LowRankSelector> selector_;
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<PagePool> tokens_, other_tokens_;
   const Record query_ = Record(kHeadDim, 1);
@@ -166,8 +163,8 @@ TEST_F(DeviceSpaceTest, ALaneIsFilledAgainWhenItsCopyIsDone) {
 TEST_F(DeviceSpaceTest, ARunIsSentWhenItStandsInTheOutbox) {
   open(Stream::kCompute);
   set(*tokens_, first_);
-  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
-  space_->send(run(), kRecordBytes);
+  space_->compute().copy(space_->outbox().at(run()), tokens_->page(0), kRecordBytes);
+  space_->outbox().send(run(), kRecordBytes);
   finish();
   EXPECT_EQ(staged(), first_);
 }
@@ -175,9 +172,9 @@ TEST_F(DeviceSpaceTest, ARunIsSentWhenItStandsInTheOutbox) {
 TEST_F(DeviceSpaceTest, ARunHasArrivedWhenItsBytesAreThere) {
   open(Stream::kWrite);
   set(*tokens_, first_);
-  space_->copy(space_->outbox(run()), tokens_->page(0), kRecordBytes);
-  space_->send(run(), kRecordBytes);
-  ASSERT_TRUE(space_->arrive(run()).is_ok());
+  space_->compute().copy(space_->outbox().at(run()), tokens_->page(0), kRecordBytes);
+  space_->outbox().send(run(), kRecordBytes);
+  ASSERT_TRUE(space_->outbox().arrive(run()).is_ok());
   EXPECT_EQ(staged(), first_);
 }
 
@@ -212,8 +209,9 @@ TEST_F(DeviceSpaceTest, AnUploadIsOverWhenItReturns) {
   open(Stream::kCompute);
   Record source = first_, output;
   load(second_, 0);
-  ASSERT_TRUE(
-      space_->upload(page(0), reinterpret_cast<std::byte*>(source.data()), kRecordBytes).is_ok());
+  ASSERT_TRUE(space_->compute()
+                  .upload(page(0), reinterpret_cast<std::byte*>(source.data()), kRecordBytes)
+                  .is_ok());
   std::fill(source.begin(), source.end(), 3);
   attend(0, output);
   finish();
@@ -224,9 +222,9 @@ TEST_F(DeviceSpaceTest, AnUploadComesAfterWhatIsOnItsWayToThePage) {
   open(Stream::kLoad);
   Record output;
   load(second_, 0);
-  ASSERT_TRUE(
-      space_->upload(page(0), reinterpret_cast<const std::byte*>(first_.data()), kRecordBytes)
-          .is_ok());
+  ASSERT_TRUE(space_->compute()
+                  .upload(page(0), reinterpret_cast<const std::byte*>(first_.data()), kRecordBytes)
+                  .is_ok());
   attend(0, output);
   finish();
   EXPECT_EQ(output, answer_);
@@ -238,8 +236,9 @@ TEST_P(Download, IsOverWhenItReturns) {
   open(GetParam());
   load(first_, 0);
   Record target(kRecordFloats);
-  ASSERT_TRUE(
-      space_->download(reinterpret_cast<std::byte*>(target.data()), page(0), kRecordBytes).is_ok());
+  ASSERT_TRUE(space_->compute()
+                  .download(reinterpret_cast<std::byte*>(target.data()), page(0), kRecordBytes)
+                  .is_ok());
   EXPECT_EQ(target, first_);
 }
 

@@ -22,8 +22,8 @@ void threaded_for(int64_t count, int64_t grain, const std::function<void(int64_t
 std::vector<std::byte> live(EngineOptions options, ParallelFor parallel, std::string* reader) {
   EngineRun run(options, 5, std::move(parallel));
   run.live(50, 3);
-  *reader = run.engine().fetcher().reader().name();
-  EXPECT_GT(run.engine().counters().groups_loaded, 100u);
+  *reader = run.engine().parts().fetcher->reader().name();
+  EXPECT_GT(run.engine().parts().counters.groups_loaded, 100u);
   return run.outputs();
 }
 

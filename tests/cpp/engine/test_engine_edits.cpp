@@ -46,9 +46,11 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
       ASSERT_EQ(cropped.engine().sealed_groups(0), fresh.engine().sealed_groups(0));
       ASSERT_EQ(cropped.engine().last_selection(0), fresh.engine().last_selection(0));
       for (const Use use : {Use::kPages, Use::kSummary, Use::kTables, Use::kProjections}) {
-        ASSERT_EQ(cropped.engine().ledger().used(use), fresh.engine().ledger().used(use));
+        ASSERT_EQ(cropped.engine().parts().ledger.used(use),
+                  fresh.engine().parts().ledger.used(use));
       }
-      ASSERT_EQ(cropped.engine().store().bytes_on_disk(), fresh.engine().store().bytes_on_disk());
+      ASSERT_EQ(cropped.engine().parts().store->bytes_on_disk(),
+                fresh.engine().parts().store->bytes_on_disk());
     }
     ASSERT_TRUE(outputs[0] == outputs[1]);
   }
@@ -58,14 +60,14 @@ TEST(Crop, FollowedByOtherTokensForgetsTheOldOnes) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 8);
   run.forward(2, 120);
-  const int64_t written = run.engine().file().allocated_bytes();
+  const int64_t written = run.engine().parts().file->allocated_bytes();
   for (int turn = 0; turn < 20 && !testing::Test::HasFatalFailure(); ++turn) {
     run.crop(60);
     run.forward(2, 57);
     run.forward(2, 3);
     run.compare_contents();
   }
-  EXPECT_EQ(run.engine().file().allocated_bytes(), written) << "space must be used again";
+  EXPECT_EQ(run.engine().parts().file->allocated_bytes(), written) << "space must be used again";
 }
 
 TEST(Crop, OutOfRangeIsRefusedOrDoesNothing) {
@@ -83,7 +85,8 @@ TEST(SelectSequences, TakesNoMoreMemoryThanTheBatchNeeds) {
   {
     EngineRun probe(options, 1);
     options.kv_memory_bytes = 1 << 20;  // staging follows the budget down to a floor
-    options.kv_memory_bytes = memory_need(options, probe.engine().record_bytes(), 4, 400).total();
+    options.kv_memory_bytes =
+        memory_need(options, probe.engine().parts().record_bytes(), 4, 400).total();
   }
   EngineRun run(options, 1);
   run.forward(4, 100);
@@ -98,15 +101,15 @@ TEST(SelectSequences, SharedPastIsOnceOnDisk) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 2);
   run.forward(1, 200);
-  const int64_t bytes = run.engine().store().bytes_on_disk();
+  const int64_t bytes = run.engine().parts().store->bytes_on_disk();
   run.select({0, 0, 0, 0});
-  EXPECT_EQ(run.engine().store().bytes_on_disk(), bytes);
+  EXPECT_EQ(run.engine().parts().store->bytes_on_disk(), bytes);
   run.forward(4, 4);
   run.forward(4, 40);
   run.compare_contents();
   run.select({3});
   run.crop(199);
-  EXPECT_LE(run.engine().store().bytes_on_disk(), bytes);
+  EXPECT_LE(run.engine().parts().store->bytes_on_disk(), bytes);
   run.compare_contents();
 }
 
@@ -129,7 +132,7 @@ TEST(Reset, FreesTheWayForAnotherBatchUnderTheSameBudget) {
   EngineOptions options = small_options(directory.path());
   {
     EngineRun probe(options, 1);
-    const int64_t record = probe.engine().record_bytes();
+    const int64_t record = probe.engine().parts().record_bytes();
     options.kv_memory_bytes = 1 << 20;
     options.kv_memory_bytes = std::max(memory_need(options, record, 6, 40).total(),
                                        memory_need(options, record, 1, 3000).total());
@@ -143,7 +146,7 @@ TEST(Reset, FreesTheWayForAnotherBatchUnderTheSameBudget) {
     run.forward(1, 4);
     run.compare_contents();
     run.reset();
-    EXPECT_EQ(run.engine().store().bytes_on_disk(), 0);
+    EXPECT_EQ(run.engine().parts().store->bytes_on_disk(), 0);
   }
 }
 

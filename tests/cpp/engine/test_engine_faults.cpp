@@ -105,11 +105,11 @@ TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
         as_they_are, StatusCode::kCorrupt,
         [&](EngineRun& run, ReadFaults& faults) {
           (read % 2 == 0 ? faults.flip_read : faults.misdirect_read) = read;
-          faults.misdirect_bytes = run.engine().record_bytes();
+          faults.misdirect_bytes = run.engine().parts().record_bytes();
         },
         [&](EngineRun& run, int64_t failed) {
           EXPECT_EQ(failed, 0);
-          again += run.engine().fetcher().counters().reread_records;
+          again += run.engine().parts().fetcher->counters().reread_records;
         });
   }
   EXPECT_GT(again, 30u);
@@ -147,7 +147,7 @@ TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
   faults = {};
   faults.fail_read = 20;
   EXPECT_EQ(run.set_projection(1).code(), StatusCode::kStorage);
-  EXPECT_FALSE(run.engine().has_projection(1));
+  EXPECT_FALSE(run.engine().parts().selector->has_projection(1));
   faults = {};
   EXPECT_TRUE(run.engine().needs_projection(1));
   for (int step = 0; step < 10 && !testing::Test::HasFatalFailure(); ++step) run.forward(2, 2);
@@ -161,8 +161,8 @@ TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
   const Tokens drawn = run.draw_tokens(2, 1);
   ASSERT_TRUE(run.engine().append(0, run.view(drawn, 2)).is_ok());
   // Wrong bytes in the file itself: every read of them is wrong.
-  std::vector<std::byte> garbage(run.engine().file().allocated_bytes(), std::byte{7});
-  const int fd = run.engine().file().fd();
+  std::vector<std::byte> garbage(run.engine().parts().file->allocated_bytes(), std::byte{7});
+  const int fd = run.engine().parts().file->fd();
   const void* aligned = nullptr;
   ASSERT_EQ(::posix_memalign(const_cast<void**>(&aligned), 4096, garbage.size()), 0);
   std::memcpy(const_cast<void*>(aligned), garbage.data(), garbage.size());

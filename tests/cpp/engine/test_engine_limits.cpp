@@ -11,7 +11,7 @@ int64_t need(EngineOptions options, int64_t batch, int64_t context) {
   options.kv_memory_bytes = options.max_context = options.max_batch = -1;
   EngineRun probe(options, 1);
   options.kv_memory_bytes = 1 << 20;
-  return memory_need(options, probe.engine().record_bytes(), batch, context).total();
+  return memory_need(options, probe.engine().parts().record_bytes(), batch, context).total();
 }
 
 TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
@@ -27,7 +27,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     while (run.engine().columns(0) < 8000) {
       const Tokens drawn = run.draw_tokens(2, tokens);
       refused = run.engine().append(layer, run.view(drawn, 2));
-      ASSERT_LE(run.engine().ledger().peak(), options.kv_memory_bytes);
+      ASSERT_LE(run.engine().parts().ledger.peak(), options.kv_memory_bytes);
       if (!refused.is_ok()) break;
       run.reference().append(layer, 2, drawn);
       layer = 1 - layer;
@@ -35,11 +35,11 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     EXPECT_EQ(refused.code(), StatusCode::kBudget);
     EXPECT_NE(refused.message().find("kv_memory_bytes must"), std::string::npos);
     EXPECT_GE(run.engine().columns(1), 2500 - tokens) << "memory_need() promises as much";
-    const int64_t total = run.engine().ledger().total();
+    const int64_t total = run.engine().parts().ledger.total();
     for (int again = 0; again < 3; ++again) {
       const Tokens drawn = run.draw_tokens(2, tokens);
       ASSERT_FALSE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
-      ASSERT_EQ(run.engine().ledger().total(), total);
+      ASSERT_EQ(run.engine().parts().ledger.total(), total);
     }
     if (tokens <= options.select_queries_max) run.reference().seal_overflow(layer);
     run.compare_state();
@@ -104,9 +104,9 @@ TEST(Budget, AProjectionThatDoesNotFitLeavesTheLayerWithout) {
   const std::vector<float> numbers(64 * 16, 1.0f);
   EXPECT_EQ(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).code(),
             StatusCode::kBudget);
-  EXPECT_FALSE(run.engine().has_projection(0));
-  EXPECT_EQ(run.engine().ledger().used(Use::kProjections), 0);
-  EXPECT_EQ(run.engine().ledger().used(Use::kSummary), 0);
+  EXPECT_FALSE(run.engine().parts().selector->has_projection(0));
+  EXPECT_EQ(run.engine().parts().ledger.used(Use::kProjections), 0);
+  EXPECT_EQ(run.engine().parts().ledger.used(Use::kSummary), 0);
   ASSERT_TRUE(run.engine().crop(20).is_ok());
   EXPECT_TRUE(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).is_ok());
 }
@@ -117,7 +117,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   {
     EngineRun probe(options, 1);
     options.file.quota_bytes =
-        options.layers * 2 * options.sealed_groups(300) * probe.engine().record_bytes();
+        options.layers * 2 * options.sealed_groups(300) * probe.engine().parts().record_bytes();
   }
   EngineRun run(options, 7);
   run.forward(2, 30);

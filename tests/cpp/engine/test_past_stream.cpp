@@ -29,8 +29,8 @@ TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
       if (block.value().groups == 0) break;
       ASSERT_EQ(block.value().first_group, group);
       for (int64_t i = 0; i < block.value().groups; ++i, ++group) {
-        ASSERT_TRUE(
-            engine.store().verify(1, 1, group, block.value().records + i * engine.record_bytes()));
+        ASSERT_TRUE(engine.parts().store->verify(
+            1, 1, group, block.value().records + i * engine.parts().record_bytes()));
       }
     }
     EXPECT_EQ(group, sealed);

@@ -53,7 +53,12 @@ class OnDevice {
     answer_.resize(DeviceSelector::answer_bytes(room));
     ring_ = std::move(TableRing::create(*device_, tables_.data(), segment).value());
     selector_ = std::make_unique<DeviceSelector>(*device_, options);
-    EXPECT_TRUE(selector_->reserve(kind.scratch, room, ring_.get(), answer_.data()).is_ok());
+    EXPECT_TRUE(selector_
+                    ->reserve({.room = room,
+                               .scratch = &kind.scratch,
+                               .tables = ring_.get(),
+                               .answer = answer_.data()})
+                    .is_ok());
   }
   LowRankSelector& selector() { return *selector_; }
 

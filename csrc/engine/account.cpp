@@ -1,0 +1,199 @@
+#include "engine/account.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
+#include "engine/batch.h"
+#include "engine/device_space.h"
+
+namespace kvswap {
+
+namespace {
+
+std::string uses_of(const MemoryNeed& need, bool has_device) {
+  const auto number = [](const char* name, int64_t bytes) {
+    return std::string(name) + " " + std::to_string(bytes);
+  };
+  return number("pages", need.pages) + number(", summary", need.summary) +
+         number(", tables", need.tables) + number(", staging", need.staging) +
+         number(", projections", need.projections) + number(", scratch", need.scratch) +
+         (need.timeline > 0 ? number(", timeline", need.timeline) : "") +
+         (has_device ? number(", device", need.device) + number(", pinned", need.pinned) : "");
+}
+
+}  // namespace
+
+Status Account::charge_timeline(EngineParts& parts) {
+  return parts.ledger.charge(Use::kTimeline, Timeline::bytes(parts.options.timeline_spans),
+                             "the timeline's spans");
+}
+
+Status Account::charge_staging(EngineParts& parts) {
+  const MemoryNeed need = memory_need(parts.options, parts.record_bytes(), 0, 0);
+  const std::string what = "the staging buffers of writes and long chunks";
+  KVSWAP_RETURN_IF_ERROR(parts.ledger.charge(Use::kDevice, need.device, what));
+  return parts.ledger.charge(Use::kStaging, need.staging, what);
+}
+
+Status Account::check_room(int64_t batch, int64_t context) const {
+  const EngineOptions& options = parts_.options;
+  const MemoryNeed need = memory_need(options, parts_.record_bytes(), batch, context);
+  const std::string of = " for a batch of " + std::to_string(batch) + " and a context of " +
+                         std::to_string(context) + " tokens";
+  if (options.kv_memory_bytes >= 0 && need.total() > options.kv_memory_bytes) {
+    return Status::budget("session: kv_memory_bytes must be at least " +
+                          std::to_string(need.total()) + of + " (" +
+                          uses_of(need, options.device.has_value()) + "), got " +
+                          std::to_string(options.kv_memory_bytes) +
+                          "; raise it, or lower pages_max, rank, the context or the batch");
+  }
+  const int64_t disk_bytes =
+      options.layers * batch * options.sealed_groups(context) * parts_.record_bytes();
+  if (options.file.quota_bytes >= 0 && disk_bytes > options.file.quota_bytes) {
+    return Status::budget("session: disk_quota_bytes must be at least " +
+                          std::to_string(disk_bytes) + of + ", got " +
+                          std::to_string(options.file.quota_bytes));
+  }
+  const auto free = free_bytes(options.file.directory);
+  if (!free.is_ok()) return free.status();
+  const int64_t available = free.value() + parts_.file->allocated_bytes();
+  if (disk_bytes > available) {
+    return Status::storage(
+        "session: " + options.file.directory + " must have " + std::to_string(disk_bytes) +
+            " bytes free for a context of " + std::to_string(context) + " tokens, got " +
+            std::to_string(available) + "; free some, choose another path, or lower max_context",
+        ENOSPC);
+  }
+  return Status::ok();
+}
+
+namespace {
+constexpr const char* kOneSequence = "the pages and tables of one more sequence";
+}  // namespace
+
+Status Account::check_sequence() const {
+  const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
+  return parts_.ledger.check(one.pages + one.tables + one.scratch, kOneSequence);
+}
+
+Status Account::charge_sequence() {
+  const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
+  KVSWAP_RETURN_IF_ERROR(check_sequence());
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kPages, one.pages, kOneSequence));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, one.tables, kOneSequence));
+  return parts_.ledger.charge(Use::kScratch, one.scratch, kOneSequence);
+}
+
+void Account::release_sequence() {
+  const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
+  parts_.ledger.release(Use::kPages, one.pages);
+  parts_.ledger.release(Use::kTables, one.tables);
+  parts_.ledger.release(Use::kScratch, one.scratch);
+}
+
+Status Account::reserve(int64_t batch, int64_t groups) {
+  if (!parts_.options.device) return Status::ok();
+  const int64_t unit = groups_unit(parts_.options);
+  batch = std::max(batch, reserved_batch_);
+  groups = std::max((groups + unit - 1) / unit * unit, reserved_groups_);
+  if (batch == reserved_batch_ && groups == reserved_groups_) return Status::ok();
+  const DeviceNeed need = device_need(parts_.options, parts_.record_bytes(), batch, groups);
+  const int64_t device = need.device - parts_.ledger.used(Use::kDevice);
+  const int64_t pinned = need.pinned - parts_.ledger.used(Use::kPinned);
+  const std::string what = "what " + std::to_string(batch) + " sequences of " +
+                           std::to_string(groups) + " groups need beside their pages";
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(device + pinned, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kDevice, device, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kPinned, pinned, what));
+  reserved_batch_ = batch;
+  reserved_groups_ = groups;
+  KVSWAP_RETURN_IF_ERROR(parts_.space->reserve(batch, groups));
+  return parts_.selector->reserve(parts_.space->selection_place());
+}
+
+int64_t Account::score_bytes_to_add(int64_t sequences, int64_t groups) const {
+  return std::max<int64_t>(0, parts_.options.score_bytes(sequences, groups) - scored_bytes_);
+}
+
+Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t charged = batch.due_groups(layer, batch.layer(layer).columns);
+  const int64_t due = batch.due_groups(layer, columns);
+  if (due == charged) return Status::ok();
+  const int64_t summary_bytes = parts_.selector->bytes_to_append(layer, due * group_tokens) -
+                                parts_.selector->bytes_to_append(layer, charged * group_tokens);
+  const int64_t groups = batch.layer(layer).sealed_groups + due;
+  const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
+  const int64_t table_bytes = batch.size() * (due - charged) * RecordStore::table_bytes_per_group();
+  const std::string what = "a context of " + std::to_string(columns) + " tokens";
+  const int64_t bytes = summary_bytes + table_bytes + scratch_bytes;
+  if (!reserve(batch.size(), groups).is_ok()) batch.release_spares(0);
+  KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
+  if (!parts_.ledger.check(bytes, what).is_ok()) batch.release_spares(0);
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
+  scored_bytes_ += scratch_bytes;
+  return Status::ok();
+}
+
+Status Account::charge_batch(const Batch& batch, int64_t sequences) {
+  int64_t groups = 0;
+  int64_t groups_max = 0;
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    groups += batch.layer(layer).sealed_groups;
+    groups_max = std::max(groups_max, batch.layer(layer).sealed_groups);
+  }
+  const int64_t table_bytes = std::max<int64_t>(0, sequences - batch.size()) * groups *
+                              RecordStore::table_bytes_per_group();
+  const int64_t scratch_bytes = score_bytes_to_add(sequences, groups_max);
+  const std::string what = "the tables of a batch of " + std::to_string(sequences);
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + scratch_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
+  scored_bytes_ += scratch_bytes;
+  return Status::ok();
+}
+
+Status Account::charge_projection(int64_t rank) {
+  const EngineOptions& options = parts_.options;
+  const int64_t bytes = 2 * options.kv_heads * options.head_dim * rank * int64_t{sizeof(float)};
+  return parts_.ledger.charge(Use::kProjections, bytes, "one more projection");
+}
+
+Status Account::charge_summary(const Batch& batch, int64_t layer) {
+  const Batch::Layer& state = batch.layer(layer);
+  const int64_t groups = state.sealed_groups + batch.due_groups(layer, state.columns);
+  return parts_.ledger.charge(
+      Use::kSummary, parts_.selector->bytes_to_append(layer, groups * parts_.options.group_tokens),
+      "the summary of what is sealed");
+}
+
+void Account::settle(const Batch& batch) {
+  const EngineOptions& options = parts_.options;
+  const int64_t sequences = batch.size() + batch.spares();
+  int64_t summary = parts_.selector->resident_bytes();
+  int64_t tables = memory_need(options, parts_.record_bytes(), sequences, 0).tables;
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    const Batch::Layer& state = batch.layer(layer);
+    const int64_t due = batch.due_groups(layer, state.columns);
+    summary += parts_.selector->bytes_to_append(layer, due * options.group_tokens);
+    tables += batch.size() * (state.sealed_groups + due) * RecordStore::table_bytes_per_group();
+  }
+  const auto lower = [this](Use use, int64_t bytes) {
+    const int64_t used = parts_.ledger.used(use);
+    if (used > bytes) parts_.ledger.release(use, used - bytes);
+  };
+  lower(Use::kSummary, summary);
+  lower(Use::kTables, tables);
+  lower(Use::kProjections, parts_.selector->projection_bytes());
+}
+
+void Account::release_scores() {
+  parts_.ledger.release(Use::kScratch, scored_bytes_);
+  scored_bytes_ = 0;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,92 @@
+#include "engine/appender.h"
+
+#include <algorithm>
+#include <string>
+
+namespace kvswap {
+
+Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
+  if (tokens < 1) {
+    return Status::invalid("append: tokens must be at least 1, got " + std::to_string(tokens));
+  }
+  if (batch_.size() == 0) KVSWAP_RETURN_IF_ERROR(batch_.begin(batch, tokens));
+  if (batch != batch_.size()) {
+    return Status::invalid("append: batch must stay " + std::to_string(batch_.size()) +
+                           " for the life of the cache's contents, got " + std::to_string(batch) +
+                           "; reset() the cache first");
+  }
+  const int64_t columns = batch_.layer(layer).columns + tokens;
+  const int64_t context_max = parts_.options.max_context;
+  if (context_max > 0 && columns > context_max) {
+    return Status::budget("append: the context must stay within max_context (" +
+                          std::to_string(context_max) + " tokens), got " + std::to_string(columns) +
+                          "; open the cache with a larger one");
+  }
+  return Status::ok();
+}
+
+Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
+  prepared_ = -1;
+  KVSWAP_RETURN_IF_ERROR(check(layer, batch, tokens));
+  if (is_long(tokens)) {
+    steps_.drop(layer);
+  } else {
+    // Left over when nobody attended after the last append().
+    const int64_t sealed = batch_.layer(layer).sealed_groups;
+    KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
+    if (batch_.layer(layer).sealed_groups != sealed) steps_.drop(layer);
+  }
+  const int64_t columns = batch_.layer(layer).columns + tokens;
+  KVSWAP_RETURN_IF_ERROR(account_.charge_growth(batch_, layer, columns));
+  batch_.declare_valid(columns);
+  parts_.space->compute().mark_tokens();
+  prepared_ = layer;
+  return Status::ok();
+}
+
+Status Appender::append(int64_t layer, const KeyValueView& tokens) {
+  const bool is_prepared =
+      prepared_ == layer && tokens.batch == batch_.size() && is_long(tokens.tokens);
+  if (!is_prepared) KVSWAP_RETURN_IF_ERROR(prepare(layer, tokens.batch, tokens.tokens));
+  prepared_ = -1;
+  Batch::Layer& state = batch_.layer(layer);
+  if (!is_long(tokens.tokens)) {
+    tail_.fill(layer, tokens, {.count = tokens.tokens, .first_column = state.columns});
+    state.columns += tokens.tokens;
+    return Status::ok();
+  }
+  const int64_t sealed = state.sealed_groups;
+  parts_.space->compute().begin_chunk();
+  const Status appended = append_chunk(layer, tokens);
+  parts_.space->compute().end_chunk();
+  if (!appended.is_ok()) sealer_.take_back(layer, sealed);
+  return appended;
+}
+
+Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
+  Batch::Layer& state = batch_.layer(layer);
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t columns = state.columns + tokens.tokens;
+  const int64_t groups_after = parts_.options.sealed_groups(columns);
+
+  // Complete the tail's last group, so that the rest of the chunk begins at a group's edge.
+  const int64_t to_edge = (group_tokens - state.columns % group_tokens) % group_tokens;
+  int64_t done = std::min(to_edge, tokens.tokens);
+  tail_.fill(layer, tokens, {.count = done, .first_column = state.columns});
+  const int64_t first_direct = (state.columns + done) / group_tokens;
+  while (state.sealed_groups < std::min(groups_after, first_direct)) {
+    KVSWAP_RETURN_IF_ERROR(sealer_.seal_from_tail(layer));
+  }
+  if (groups_after > first_direct) {
+    const int64_t groups = groups_after - first_direct;
+    KVSWAP_RETURN_IF_ERROR(sealer_.seal_directly(layer, tokens, done, groups));
+    done += groups * group_tokens;
+  }
+  tail_.fill(
+      layer, tokens,
+      {.first_token = done, .count = tokens.tokens - done, .first_column = state.columns + done});
+  state.columns = columns;
+  return Status::ok();
+}
+
+}  // namespace kvswap

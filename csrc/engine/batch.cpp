@@ -1,0 +1,167 @@
+#include "engine/batch.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvswap {
+
+Status Batch::begin(int64_t sequences, int64_t tokens) {
+  const EngineOptions& options = parts_.options;
+  if (sequences < 1) {
+    return Status::invalid("session: batch must be at least 1, got " + std::to_string(sequences));
+  }
+  if (options.max_batch > 0 && sequences > options.max_batch) {
+    return Status::invalid("session: batch must be at most max_batch (" +
+                           std::to_string(options.max_batch) + "), got " +
+                           std::to_string(sequences));
+  }
+  const int64_t context = std::max(tokens, options.max_context);
+  KVSWAP_RETURN_IF_ERROR(account_.check_room(sequences, context));
+  release_spares(sequences);
+  KVSWAP_RETURN_IF_ERROR(account_.reserve(sequences, options.sealed_groups(context)));
+  KVSWAP_RETURN_IF_ERROR(grow_spares(sequences));
+  while (size() < sequences) {
+    pages_.push_back(std::move(spares_.back()));
+    spares_.pop_back();
+  }
+  validity_.assign(sequences, {});
+  parts_.store->set_sequences(sequences);
+  parts_.selector->set_sequences(sequences);
+  return Status::ok();
+}
+
+void Batch::declare(int64_t tokens, const bool* valid) {
+  int64_t columns = 0;
+  for (const Layer& layer : layers_) columns = std::max(columns, layer.columns);
+  for (int64_t sequence = 0; sequence < size(); ++sequence) {
+    TokenValidity& validity = validity_[sequence];
+    if (validity.columns() > columns) validity.truncate(columns);
+    validity.append(tokens, valid + sequence * tokens);
+  }
+}
+
+void Batch::declare_valid(int64_t columns) {
+  for (TokenValidity& validity : validity_) {
+    if (validity.columns() < columns) validity.append(columns - validity.columns(), nullptr);
+  }
+}
+
+void Batch::select(std::span<const int64_t> indices) {
+  std::vector<bool> is_used(pages_.size(), false);
+  for (const int64_t index : indices) is_used[index] = true;
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    if (is_used[i]) continue;
+    pages_[i]->clear();
+    spares_.push_back(std::move(pages_[i]));
+  }
+
+  // The first new sequence that continues an old one takes its memory, further ones copy it.
+  std::vector<std::unique_ptr<SequencePages>> selected(indices.size());
+  std::vector<SequencePages*> sources(pages_.size(), nullptr);
+  std::vector<TokenValidity> validity;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    const int64_t index = indices[i];
+    validity.push_back(validity_[index]);
+    if (sources[index] == nullptr) {
+      sources[index] = pages_[index].get();
+      selected[i] = std::move(pages_[index]);
+    } else {
+      selected[i] = std::move(spares_.back());
+      spares_.pop_back();
+      selected[i]->copy_from(*sources[index], parts_.record_bytes());
+    }
+  }
+  pages_ = std::move(selected);
+  validity_ = std::move(validity);
+  parts_.store->select_sequences(indices);
+  parts_.selector->select_sequences(indices);
+}
+
+void Batch::crop_validity(int64_t columns) {
+  for (TokenValidity& validity : validity_) {
+    if (validity.columns() > columns) validity.truncate(columns);
+  }
+}
+
+void Batch::clear() {
+  for (auto& pages : pages_) {
+    pages->clear();
+    spares_.push_back(std::move(pages));
+  }
+  pages_.clear();
+  validity_.clear();
+  parts_.store->clear();
+  parts_.selector->clear();
+  for (Layer& layer : layers_) layer = {};
+}
+
+Status Batch::grow_spares(int64_t count) {
+  while (spares() < count) {
+    KVSWAP_RETURN_IF_ERROR(account_.check_sequence());
+    auto created = SequencePages::create(parts_.options, parts_.record_bytes(), *parts_.space);
+    if (!created.is_ok()) return created.status();
+    spares_.push_back(std::move(created.value()));
+    KVSWAP_RETURN_IF_ERROR(account_.charge_sequence());
+  }
+  return Status::ok();
+}
+
+void Batch::release_spares(int64_t count) {
+  while (spares() > count) {
+    spares_.pop_back();
+    account_.release_sequence();
+  }
+}
+
+int64_t Batch::due_groups(int64_t layer, int64_t columns) const {
+  return std::max<int64_t>(0, parts_.options.sealed_groups(columns) - layers_[layer].sealed_groups);
+}
+
+uint64_t Batch::mask(int64_t layer, int64_t sequence, int64_t group) const {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t first = group * group_tokens;
+  const int64_t count = std::min(group_tokens, layers_[layer].columns - first);
+  return validity_[sequence].mask(first, count);
+}
+
+bool Batch::is_sink(int64_t sequence, int64_t group) const {
+  const EngineOptions& options = parts_.options;
+  const int64_t first = validity_[sequence].first_valid();
+  if (options.sink_tokens == 0 || first >= validity_[sequence].columns()) return false;
+  return group >= first / options.group_tokens &&
+         group <= (first + options.sink_tokens - 1) / options.group_tokens;
+}
+
+bool Batch::is_pinned(int64_t layer, int64_t sequence, int64_t group) const {
+  const std::vector<int32_t>& sinks = pages_[sequence]->sinks(layer);
+  return std::find(sinks.begin(), sinks.end(), group) != sinks.end();
+}
+
+bool Batch::fits(int64_t layer, int64_t sequence) const {
+  const int64_t sealed = layers_[layer].sealed_groups;
+  const int64_t padding =
+      std::min(sealed, validity_[sequence].first_valid() / parts_.options.group_tokens);
+  const auto sinks = static_cast<int64_t>(pages_[sequence]->sinks(layer).size());
+  return sealed - padding - sinks <= parts_.options.groups_max;
+}
+
+bool Batch::all_fit(int64_t layer) const {
+  for (int64_t sequence = 0; sequence < size(); ++sequence) {
+    if (!fits(layer, sequence)) return false;
+  }
+  return true;
+}
+
+void Batch::choosable(int64_t layer, int64_t sequence, int64_t groups,
+                      std::vector<int32_t>& chosen) const {
+  chosen.clear();
+  const int64_t first = validity_[sequence].first_valid() / parts_.options.group_tokens;
+  for (int64_t group = first; group < groups; ++group) {
+    if (!is_pinned(layer, sequence, group) && mask(layer, sequence, group) != 0) {
+      chosen.push_back(static_cast<int32_t>(group));
+    }
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/account.h"
+#include "engine/engine_parts.h"
+#include "engine/sequence_pages.h"
+#include "methods/token_validity.h"
+
+namespace kvswap {
+
+/// The sequences of a session: their pages, which of their columns count, and how far each layer
+/// has come.
+///
+/// A sequence that leaves the batch leaves its pages as a spare for the next one that comes; what
+/// both take is charged by Account. Not thread-safe.
+class Batch {
+ public:
+  struct Layer {
+    int64_t columns = 0;
+    int64_t sealed_groups = 0;
+  };
+
+  Batch(EngineParts& parts, Account& account)
+      : parts_(parts), account_(account), layers_(parts.options.layers) {}
+
+  int64_t size() const { return static_cast<int64_t>(pages_.size()); }
+  int64_t spares() const { return static_cast<int64_t>(spares_.size()); }
+  Layer& layer(int64_t index) { return layers_[index]; }
+  const Layer& layer(int64_t index) const { return layers_[index]; }
+  SequencePages& pages(int64_t sequence) const { return *pages_[sequence]; }
+  const TokenValidity& validity(int64_t sequence) const { return validity_[sequence]; }
+
+  /// `sequences` empty ones, whose context will be `tokens` long at least.
+  Status begin(int64_t sequences, int64_t tokens);
+  /// Validity of the next columns: [size(), tokens].
+  void declare(int64_t tokens, const bool* valid);
+  /// Columns that nobody declared are valid.
+  void declare_valid(int64_t columns);
+  /// Sequence i of the new batch continues indices[i] of the old one.
+  void select(std::span<const int64_t> indices);
+  void crop_validity(int64_t columns);
+  void clear();
+
+  Status grow_spares(int64_t count);
+  void release_spares(int64_t count);
+
+  /// Groups that stand in the tail and will leave it, once the layer has `columns`.
+  int64_t due_groups(int64_t layer, int64_t columns) const;
+  /// Bit i: token i of the group is there and counts.
+  uint64_t mask(int64_t layer, int64_t sequence, int64_t group) const;
+  /// Must the group be pinned when it is sealed?
+  bool is_sink(int64_t sequence, int64_t group) const;
+  bool is_pinned(int64_t layer, int64_t sequence, int64_t group) const;
+  /// Can all that may be chosen be attended at once?
+  bool fits(int64_t layer, int64_t sequence) const;
+  bool all_fit(int64_t layer) const;
+  /// All groups that may be chosen among the first `groups`.
+  void choosable(int64_t layer, int64_t sequence, int64_t groups,
+                 std::vector<int32_t>& chosen) const;
+
+ private:
+  EngineParts& parts_;
+  Account& account_;
+  std::vector<std::unique_ptr<SequencePages>> pages_;   // [size()]
+  std::vector<std::unique_ptr<SequencePages>> spares_;  // allocated, not in the batch now
+  std::vector<TokenValidity> validity_;                 // [size()]
+  std::vector<Layer> layers_;
+};
+
+}  // namespace kvswap

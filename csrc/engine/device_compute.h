@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "device/device.h"
+#include "device/table_ring.h"
+#include "engine/page_space.h"
+
+namespace kvswap {
+
+/// Packing and attention on a device; the host waits for none of it.
+///
+/// Order between streams, each by an event:
+///   compute -> write   tokens exist before they are packed
+///   write -> compute   tokens may be freed when they are packed
+///   compute -> load    attended(layer), which DeviceLanding waits for
+class DeviceCompute final : public Compute {
+ public:
+  /// `tables` is filled by the space's reserve().
+  DeviceCompute(Device& device, const std::unique_ptr<TableRing>& tables, int64_t layers)
+      : device_(device), tables_(tables), attended_(layers) {}
+  Status open();
+  /// Scratch of attention; nothing is in flight.
+  Status reserve(int64_t scratch_bytes);
+  /// Reached after the last attention over a layer's pages.
+  Event attended(int64_t layer) const { return attended_[layer]; }
+
+  void pack(const cuda::BatchTransferArgs& args) override;
+  void copy(std::byte* to, const std::byte* from, int64_t bytes) override;
+  Status upload(std::byte* to, const std::byte* host, int64_t bytes) override;
+  Status download(std::byte* host, const std::byte* from, int64_t bytes) override;
+  void mark_tokens() override;
+  void begin_chunk() override;
+  void end_chunk() override;
+  void attend(int64_t layer, const PagedAttentionArgs& args) override;
+  Status hand_back() override { return device_.hand_back(); }
+  void set_compute_stream(void* stream) override { device_.set_compute_stream(stream); }
+
+ private:
+  Device& device_;
+  const std::unique_ptr<TableRing>& tables_;
+  DeviceBytes scratch_;
+  std::optional<Device::On> chunk_;  // makes kWrite the current stream inside a chunk
+  std::vector<Event> attended_;      // [layers]
+  Event tokens_ = -1;                // a chunk's tokens exist
+  Event packed_ = -1;                // a chunk's tokens are packed
+};
+
+}  // namespace kvswap

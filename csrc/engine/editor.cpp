@@ -1,0 +1,131 @@
+#include "engine/editor.h"
+
+#include <algorithm>
+#include <string>
+
+namespace kvswap {
+
+Status Editor::crop(int64_t columns) {
+  if (columns < 0) {
+    return Status::invalid("crop: columns must be at least 0, got " + std::to_string(columns));
+  }
+  steps_.drop_all();
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    if (batch_.layer(layer).columns > columns) {
+      KVSWAP_RETURN_IF_ERROR(crop_layer(layer, columns));
+    }
+  }
+  batch_.crop_validity(columns);
+  account_.settle(batch_);
+  return Status::ok();
+}
+
+Status Editor::crop_layer(int64_t layer, int64_t columns) {
+  Batch::Layer& state = batch_.layer(layer);
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t sealed = std::min(state.sealed_groups, parts_.options.sealed_groups(columns));
+  const int64_t groups = (columns + group_tokens - 1) / group_tokens;
+  const int64_t returning = std::min(state.sealed_groups, groups) - sealed;
+  if (returning > 0) KVSWAP_RETURN_IF_ERROR(read_to_tail(layer, sealed, returning));
+  state.columns = columns;
+  steps_.of(layer).forget_choice();
+  sealer_.take_back(layer, sealed);
+  return Status::ok();
+}
+
+/// Reads everything first: if the disk fails, nothing has changed.
+Status Editor::read_to_tail(int64_t layer, int64_t first_group, int64_t groups) {
+  const int64_t bytes = groups * parts_.record_bytes();
+  auto buffer = AlignedBytes::allocate(batch_.size() * bytes);
+  if (!buffer.is_ok()) return buffer.status();
+  std::byte* records = buffer.value().data();
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    KVSWAP_RETURN_IF_ERROR(
+        past_.load({layer, sequence, first_group, groups}, records + sequence * bytes));
+  }
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    KVSWAP_RETURN_IF_ERROR(
+        tail_.put_back(layer, sequence, first_group, groups, records + sequence * bytes));
+  }
+  return Status::ok();
+}
+
+Status Editor::select_sequences(std::span<const int64_t> indices) {
+  for (const int64_t index : indices) {
+    if (index < 0 || index >= batch_.size()) {
+      return Status::invalid("select_sequences: indices must be 0.." +
+                             std::to_string(batch_.size() - 1) + ", got " + std::to_string(index));
+    }
+  }
+  const auto count = static_cast<int64_t>(indices.size());
+  if (parts_.options.max_batch > 0 && count > parts_.options.max_batch) {
+    return Status::invalid("select_sequences: the batch must be at most max_batch (" +
+                           std::to_string(parts_.options.max_batch) + "), got " +
+                           std::to_string(count));
+  }
+  steps_.drop_all();
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
+  }
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle());
+  KVSWAP_RETURN_IF_ERROR(account_.reserve(count, 0));
+  KVSWAP_RETURN_IF_ERROR(batch_.grow_spares(count - batch_.size()));
+  KVSWAP_RETURN_IF_ERROR(account_.charge_batch(batch_, count));
+  batch_.select(indices);
+  steps_.forget_choices();
+  account_.settle(batch_);
+  return Status::ok();
+}
+
+Status Editor::set_projection(int64_t layer, int64_t rank, const float* keys,
+                              const float* queries) {
+  if (rank != parts_.options.ranks[layer]) {
+    return Status::invalid("set_projection: layer " + std::to_string(layer) + " must have rank " +
+                           std::to_string(parts_.options.ranks[layer]) + ", got " +
+                           std::to_string(rank));
+  }
+  steps_.drop(layer);
+  parts_.selector->drop_projection(layer);
+  account_.settle(batch_);
+  Status summarised = account_.charge_projection(rank);
+  if (summarised.is_ok()) {
+    summarised = parts_.selector->set_projection(layer, rank, keys, queries);
+  }
+  if (summarised.is_ok()) summarised = summarise(layer);
+  if (!summarised.is_ok()) {
+    // Half a summary must not choose: the layer is as if it never had a projection.
+    parts_.selector->drop_projection(layer);
+    account_.settle(batch_);
+  }
+  return summarised;
+}
+
+/// Reads what is sealed, and gives it to the selector where that computes.
+Status Editor::summarise(int64_t layer) {
+  KVSWAP_RETURN_IF_ERROR(account_.charge_summary(batch_, layer));
+  const int64_t sealed = batch_.layer(layer).sealed_groups;
+  if (sealed == 0) return Status::ok();
+  const int64_t record_bytes = parts_.record_bytes();
+  const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
+  auto buffer = AlignedBytes::allocate(block * record_bytes);
+  if (!buffer.is_ok()) return buffer.status();
+  auto pool = parts_.space->make_pool(block, record_bytes);
+  if (!pool.is_ok()) return pool.status();
+  std::byte* records = pool.value().page(0);
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    for (int64_t group = 0; group < sealed; group += block) {
+      const int64_t count = std::min(block, sealed - group);
+      KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, group, count}, buffer.value().data()));
+      KVSWAP_RETURN_IF_ERROR(
+          parts_.space->compute().upload(records, buffer.value().data(), count * record_bytes));
+      for (int64_t i = 0; i < count; ++i) {
+        KVSWAP_RETURN_IF_ERROR(parts_.selector->append(layer, sequence,
+                                                       sealer_.keys_of(records + i * record_bytes),
+                                                       parts_.options.group_tokens));
+      }
+    }
+  }
+  return parts_.space->compute().hand_back();
+}
+
+}  // namespace kvswap

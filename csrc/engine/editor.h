@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "engine/account.h"
+#include "engine/batch.h"
+#include "engine/layer_steps.h"
+#include "engine/past_reader.h"
+#include "engine/sealer.h"
+
+namespace kvswap {
+
+/// What changes in the middle of a session: its length, its sequences, its projections.
+///
+/// Before any of it no choice is under way (LayerSteps::settle). Each is all or nothing, but for
+/// set_projection(), after whose failure the layer has none. Not thread-safe.
+class Editor {
+ public:
+  Editor(EngineParts& parts, Batch& batch, Tail& tail, Sealer& sealer, PastReader& past,
+         Account& account, LayerSteps& steps)
+      : parts_(parts),
+        batch_(batch),
+        tail_(tail),
+        sealer_(sealer),
+        past_(past),
+        account_(account),
+        steps_(steps) {}
+
+  Status crop(int64_t columns);
+  Status select_sequences(std::span<const int64_t> indices);
+  /// Both [kv_heads * head_dim, rank]; what is sealed is read and summarised anew.
+  Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
+
+ private:
+  Status crop_layer(int64_t layer, int64_t columns);
+  Status read_to_tail(int64_t layer, int64_t first_group, int64_t groups);
+  Status summarise(int64_t layer);
+
+  EngineParts& parts_;
+  Batch& batch_;
+  Tail& tail_;
+  Sealer& sealer_;
+  PastReader& past_;
+  Account& account_;
+  LayerSteps& steps_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,103 @@
+#include "engine/engine_parts.h"
+
+#include <random>
+#include <utility>
+
+#include "engine/account.h"
+#include "engine/device_space.h"
+#include "methods/device_selector.h"
+
+namespace kvswap {
+
+Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& options,
+                                                       ParallelFor parallel) {
+  auto parts = std::make_unique<EngineParts>(options, std::move(parallel));
+  if (options.timeline_spans > 0) {
+    KVSWAP_RETURN_IF_ERROR(Account::charge_timeline(*parts));
+    parts->timeline = std::make_unique<Timeline>(options.timeline_spans);
+  }
+  KVSWAP_RETURN_IF_ERROR(parts->open_file());
+  auto reader = parts->open_reader_of_file();
+  if (!reader.is_ok()) return reader.status();
+  KVSWAP_RETURN_IF_ERROR(parts->open_store());
+  auto fetcher = Fetcher::create(std::move(reader.value()), parts->store.get(),
+                                 {.path = options.file.directory,
+                                  .merge_gap_bytes = options.merge_gap_bytes,
+                                  .merge_bytes_max = options.merge_bytes_max,
+                                  .parallel = parts->threads(),
+                                  .timeline = parts->timeline.get()});
+  if (!fetcher.is_ok()) return fetcher.status();
+  parts->fetcher = std::move(fetcher.value());
+  KVSWAP_RETURN_IF_ERROR(parts->open_space());
+  KVSWAP_RETURN_IF_ERROR(Account::charge_staging(*parts));
+  return parts;
+}
+
+Status EngineParts::open_file() {
+  auto opened = DataFile::open(options.file);
+  if (!opened.is_ok()) return opened.status();
+  file = std::move(opened.value());
+  if (options.wrap_file) file = options.wrap_file(std::move(file));
+  fallbacks = file->fallbacks();
+  return Status::ok();
+}
+
+Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
+  // A modelled device reports when its reads are through, not the disk's.
+  ReaderOptions reader_options = options.reader;
+  if (options.device_model.empty()) reader_options.timeline = timeline.get();
+  auto opened = open_reader(*file, reader_options);
+  if (!opened.is_ok()) return opened.status();
+  if (!opened.value().reason.empty()) fallbacks.push_back(opened.value().reason);
+  std::unique_ptr<BlockReader> reader = std::move(opened.value().reader);
+  if (!options.device_model.empty()) {
+    const auto model = find_device_model(options.device_model);
+    if (!model) {
+      return Status::invalid("session: device must be nvme, ufs or emmc, got '" +
+                             options.device_model + "'");
+    }
+    reader = make_modelled_reader(std::move(reader), *model, timeline.get());
+  }
+  if (options.wrap_reader) reader = options.wrap_reader(std::move(reader));
+  return reader;
+}
+
+Status EngineParts::open_store() {
+  auto layout =
+      SequenceLayout::create(options.payload_bytes(), file->alignment_bytes(), options.layers);
+  if (!layout.is_ok()) return layout.status();
+  const int64_t record_bytes = layout.value()->record_bytes();
+  std::random_device random;
+  const RecordStoreOptions store_options = {.layers = options.layers,
+                                            .payload_bytes = options.payload_bytes(),
+                                            .checksum = options.checksum,
+                                            .seed = (uint64_t{random()} << 32) | random()};
+  auto opened = RecordStore::create(file.get(), std::move(layout.value()), store_options,
+                                    {.buffer_bytes = options.write_buffer_bytes(record_bytes),
+                                     .buffers = kWriteBuffers,
+                                     .timeline = timeline.get()});
+  if (!opened.is_ok()) return opened.status();
+  store = std::move(opened.value());
+  return Status::ok();
+}
+
+Status EngineParts::open_space() {
+  const LowRankOptions selector_options = {.layers = options.layers,
+                                           .kv_heads = options.kv_heads,
+                                           .head_dim = options.head_dim,
+                                           .group_tokens = options.group_tokens,
+                                           .summary_dtype = options.summary_dtype,
+                                           .parallel = threads()};
+  if (!options.device) {
+    space = make_host_space(threads());
+    selector = std::make_unique<LowRankSelector>(selector_options);
+    return Status::ok();
+  }
+  auto opened = DeviceSpace::create(options, record_bytes(), store->staging());
+  if (!opened.is_ok()) return opened.status();
+  selector = std::make_unique<DeviceSelector>(opened.value()->device(), selector_options);
+  space = std::move(opened.value());
+  return Status::ok();
+}
+
+}  // namespace kvswap

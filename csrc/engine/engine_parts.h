@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/engine_options.h"
+#include "engine/fetcher.h"
+#include "engine/page_space.h"
+#include "io/timeline.h"
+#include "memory/ledger.h"
+#include "methods/low_rank_selector.h"
+#include "store/record_store.h"
+
+namespace kvswap {
+
+struct EngineCounters {
+  uint64_t steps = 0;            // attend() calls that selected
+  uint64_t sequences = 0;        // summed over steps
+  uint64_t groups_attended = 0;  // selected groups, sinks and tail not counted
+  uint64_t groups_loaded = 0;
+  uint64_t records_sealed = 0;
+  double select_seconds = 0;  // project, score, choose
+  double plan_seconds = 0;    // page maps, merging, submitting
+  double attend_seconds = 0;  // the attention kernel
+  double append_seconds = 0;  // packing, summarising, handing to the writer
+};
+
+/// What an engine is built of, in the order of building; freed in the reverse order.
+///
+/// The classes that make a step of it (Batch, Tail, Sealer, LayerSteps, Account) hold a reference
+/// and own nothing of it.
+struct EngineParts {
+  EngineParts(const EngineOptions& options, ParallelFor parallel)
+      : options(options), parallel(std::move(parallel)), ledger(options.kv_memory_bytes) {}
+  /// Opens file, reader, store and space; charges what has a size from the start.
+  static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& options,
+                                                   ParallelFor parallel);
+
+  int64_t record_bytes() const { return store->record_bytes(); }
+  const ParallelFor* threads() const { return parallel ? &parallel : nullptr; }
+
+  const EngineOptions options;
+  const ParallelFor parallel;
+  Ledger ledger;
+  EngineCounters counters;
+  std::vector<std::string> fallbacks;
+  std::unique_ptr<Timeline> timeline;  // null: nothing is recorded
+  std::unique_ptr<DataFile> file;
+  std::unique_ptr<RecordStore> store;
+  std::unique_ptr<PageSpace> space;
+  std::unique_ptr<LowRankSelector> selector;
+  std::unique_ptr<Fetcher> fetcher;
+
+ private:
+  Status open_file();
+  Result<std::unique_ptr<BlockReader>> open_reader_of_file();
+  Status open_store();
+  Status open_space();
+};
+
+}  // namespace kvswap

@@ -1,0 +1,199 @@
+#include "engine/layer_step.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "io/stopwatch.h"
+
+namespace kvswap {
+
+Status LayerStep::ask(const QueryView& query) {
+  KVSWAP_ASSERT(state_ == State::kIdle);
+  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer_},
+                        &parts_.counters.select_seconds);
+  const EngineOptions& options = parts_.options;
+  made_for_ = batch_.layer(layer_);
+  chosen_.resize(batch_.size());
+  is_asking_selector_ = !batch_.all_fit(layer_);
+  if (is_asking_selector_) {
+    if (!parts_.selector->has_projection(layer_)) {
+      return Status::invalid("session: layer " + std::to_string(layer_) + " must choose among " +
+                             std::to_string(made_for_.sealed_groups) +
+                             " groups and has no projection; call set_projection() first");
+    }
+    std::vector<Candidates> candidates(batch_.size());
+    for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+      candidates[sequence] = {&batch_.validity(sequence), batch_.pages(sequence).sinks(layer_)};
+    }
+    parts_.selector->start_choice(
+        {.layer = layer_,
+         .query = query,
+         .groups = made_for_.sealed_groups,
+         .groups_per_query = std::min(options.groups_max, options.pages_max / query.queries),
+         .candidates = candidates,
+         .chosen = &chosen_});
+  }
+  state_ = State::kAsked;
+  return Status::ok();
+}
+
+Status LayerStep::choose() {
+  KVSWAP_ASSERT(state_ == State::kAsked);
+  state_ = State::kIdle;
+  {
+    const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer_},
+                          &parts_.counters.select_seconds);
+    if (is_asking_selector_) KVSWAP_RETURN_IF_ERROR(parts_.selector->finish_choice());
+    // A shorter sequence of the batch gets what it would get alone: everything.
+    for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+      if (batch_.fits(layer_, sequence)) {
+        batch_.choosable(layer_, sequence, made_for_.sealed_groups, chosen_[sequence]);
+      }
+    }
+  }
+  apply_override();
+  return Status::ok();
+}
+
+Status LayerStep::answer(const std::function<void(int64_t loads)>& make_room) {
+  KVSWAP_RETURN_IF_ERROR(choose());
+  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
+                        &parts_.counters.plan_seconds);
+  plan();
+  make_room(static_cast<int64_t>(fetch_.loads.size()));
+  return submit();
+}
+
+void LayerStep::plan() {
+  pages_.resize(batch_.size());
+  fetch_.layer = layer_;
+  fetch_.loads.clear();
+  size_t groups = 0;
+  for (const std::vector<int32_t>& chosen : chosen_) groups += chosen.size();
+  fetch_.loads.reserve(groups);
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) plan_sequence(sequence);
+  parts_.counters.groups_attended += groups;
+  parts_.counters.groups_loaded += fetch_.loads.size();
+  parts_.counters.sequences += batch_.size();
+  ++parts_.counters.steps;
+  state_ = State::kReading;
+}
+
+void LayerStep::plan_sequence(int64_t sequence) {
+  const std::vector<int32_t>& chosen = chosen_[sequence];
+  SequencePages& pages = batch_.pages(sequence);
+  std::vector<RecordKey> keys;
+  keys.reserve(chosen.size());
+  for (const int32_t group : chosen) {
+    keys.push_back(parts_.store->key(layer_, sequence, group));
+  }
+  std::vector<PageMap::Assignment> assignments(keys.size());
+  pages.map(layer_).plan(keys, assignments);
+  pages_[sequence].resize(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const int32_t page = assignments[i].page;
+    pages_[sequence][i] = page;
+    if (assignments[i].is_load) {
+      fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.pool().page(page)});
+    }
+  }
+}
+
+Status LayerStep::submit() {
+  Status submitted = sealer_.settle_layer(layer_);
+  if (submitted.is_ok()) submitted = parts_.space->landing().lend(fetch_);
+  if (submitted.is_ok()) submitted = parts_.fetcher->submit(fetch_);
+  if (!submitted.is_ok()) forget_loads();
+  return submitted;
+}
+
+Status LayerStep::land() {
+  if (state_ != State::kReading) return Status::ok();
+  Status arrived = parts_.fetcher->finish(fetch_);
+  if (arrived.is_ok()) arrived = parts_.space->landing().publish(fetch_);
+  if (arrived.is_ok()) {
+    state_ = State::kReady;
+  } else {
+    forget_loads();
+  }
+  return arrived;
+}
+
+Status LayerStep::take() {
+  if (state_ == State::kFailed) {
+    state_ = State::kIdle;
+    return std::exchange(failure_, Status::ok());
+  }
+  KVSWAP_RETURN_IF_ERROR(land());
+  state_ = State::kIdle;
+  return Status::ok();
+}
+
+void LayerStep::drop() {
+  KVSWAP_ASSERT(state_ != State::kAsked);
+  // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
+  (void)take().is_ok();
+}
+
+void LayerStep::fail(Status error) {
+  if (error.is_ok()) return;
+  failure_ = std::move(error);
+  state_ = State::kFailed;
+}
+
+void LayerStep::forget_loads() {
+  for (const Load& load : fetch_.loads) {
+    batch_.pages(load.sequence)
+        .map(layer_)
+        .forget(parts_.store->key(layer_, load.sequence, load.group));
+  }
+  parts_.space->landing().give_back(fetch_);
+  state_ = State::kIdle;
+}
+
+bool LayerStep::is_for(int64_t queries) const {
+  const Batch::Layer& now = batch_.layer(layer_);
+  return (state_ == State::kReading || state_ == State::kReady) &&
+         made_for_.sealed_groups == now.sealed_groups && made_for_.columns + queries == now.columns;
+}
+
+Status LayerStep::override_with(std::vector<std::vector<int32_t>> groups) {
+  if (static_cast<int64_t>(groups.size()) != batch_.size()) {
+    return Status::invalid("override_selection: groups must be given for each of " +
+                           std::to_string(batch_.size()) + " sequences, got " +
+                           std::to_string(groups.size()));
+  }
+  const int64_t pages_max = parts_.options.pages_max;
+  for (std::vector<int32_t>& of_sequence : groups) {
+    std::sort(of_sequence.begin(), of_sequence.end());
+    of_sequence.erase(std::unique(of_sequence.begin(), of_sequence.end()), of_sequence.end());
+    if (static_cast<int64_t>(of_sequence.size()) > pages_max) {
+      return Status::invalid("override_selection: a sequence must have at most pages_max (" +
+                             std::to_string(pages_max) + ") groups, got " +
+                             std::to_string(of_sequence.size()));
+    }
+  }
+  overriding_ = std::move(groups);
+  return Status::ok();
+}
+
+void LayerStep::apply_override() {
+  if (static_cast<int64_t>(overriding_.size()) != batch_.size()) return;
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    std::vector<int32_t>& chosen = chosen_[sequence];
+    chosen.clear();
+    for (const int32_t group : overriding_[sequence]) {
+      const bool is_sealed = group >= 0 && group < made_for_.sealed_groups;
+      if (is_sealed && !batch_.is_pinned(layer_, sequence, group)) chosen.push_back(group);
+    }
+  }
+  overriding_.clear();
+}
+
+void LayerStep::forget_choice() {
+  chosen_.clear();
+  overriding_.clear();
+}
+
+}  // namespace kvswap

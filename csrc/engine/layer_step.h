@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+#include "engine/sealer.h"
+
+namespace kvswap {
+
+/// One layer's step, from the question to the pages: who is chosen, where they stand, and what is
+/// being read.
+///
+///   idle --ask--> asked --answer--> reading --land--> ready
+///
+/// take() ends a step that is reading or ready: its pages may be attended. drop() makes it idle
+/// from any state. An error that nobody waited for makes it failed; take() reports it once. An
+/// error that is returned leaves it idle. What was chosen last stays readable.
+///
+/// Of all layers one at most is asked: the selector answers one question at a time. Not
+/// thread-safe.
+class LayerStep {
+ public:
+  enum class State { kIdle, kAsked, kReading, kReady, kFailed };
+
+  LayerStep(int64_t layer, EngineParts& parts, const Batch& batch, Sealer& sealer)
+      : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer) {}
+
+  State state() const { return state_; }
+  /// Asks the selector, where there is a choice.
+  Status ask(const QueryView& query);
+  /// The choice becomes a plan, and its reads are submitted. make_room(loads) is called between:
+  /// it lands the loads of others, where these have no place to land.
+  Status answer(const std::function<void(int64_t loads)>& make_room);
+  /// Would answer() wait for the selector?
+  bool is_choosing() const { return is_asking_selector_ && parts_.selector->is_choosing(); }
+  /// The loads are in their pages.
+  Status land();
+  Status take();
+  void drop();
+  /// Nobody waits for what went wrong: the next take() reports it.
+  void fail(Status error);
+
+  /// Was it made for the `queries` newest columns of what the layer holds now?
+  bool is_for(int64_t queries) const;
+  /// Replaces the next choice, which is made all the same, by these groups: [batch][groups].
+  Status override_with(std::vector<std::vector<int32_t>> groups);
+  /// Forgets what was chosen, and what was to replace it: the groups' numbers mean others now.
+  void forget_choice();
+
+  const std::vector<std::vector<int32_t>>& chosen() const { return chosen_; }  // [batch][groups]
+  const std::vector<std::vector<int32_t>>& pages() const { return pages_; }    // [batch][groups]
+
+ private:
+  Status choose();
+  void apply_override();
+  void plan();
+  void plan_sequence(int64_t sequence);
+  Status submit();
+  void forget_loads();
+
+  int64_t layer_;
+  EngineParts& parts_;
+  const Batch& batch_;
+  Sealer& sealer_;
+  State state_ = State::kIdle;
+  Status failure_;  // while failed
+  bool is_asking_selector_ = false;
+  Batch::Layer made_for_;                         // the layer when it was asked
+  std::vector<std::vector<int32_t>> chosen_;      // [batch][groups], rising
+  std::vector<std::vector<int32_t>> pages_;       // [batch][groups]: of the sequence's pool
+  std::vector<std::vector<int32_t>> overriding_;  // empty: nothing replaces the next choice
+  Fetch fetch_;
+};
+
+}  // namespace kvswap

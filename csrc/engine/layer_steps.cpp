@@ -1,0 +1,54 @@
+#include "engine/layer_steps.h"
+
+#include <utility>
+
+namespace kvswap {
+
+LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer) : parts_(parts) {
+  for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
+    steps_.emplace_back(layer, parts, batch, sealer);
+  }
+}
+
+Status LayerSteps::look_ahead(int64_t layer, const QueryView& query) {
+  KVSWAP_RETURN_IF_ERROR(steps_[layer].ask(query));
+  asked_ = layer;
+  return steps_[layer].is_choosing() ? Status::ok() : answer(layer);
+}
+
+Status LayerSteps::take(int64_t layer, const QueryView& query) {
+  LayerStep& step = steps_[layer];
+  if (step.state() != LayerStep::State::kFailed && !step.is_for(query.queries)) {
+    step.drop();
+    KVSWAP_RETURN_IF_ERROR(step.ask(query));
+    KVSWAP_RETURN_IF_ERROR(answer(layer));
+  }
+  return step.take();
+}
+
+void LayerSteps::settle() {
+  if (asked_ >= 0) steps_[asked_].fail(answer(asked_));
+}
+
+Status LayerSteps::answer(int64_t layer) {
+  asked_ = -1;
+  return steps_[layer].answer([&](int64_t loads) { make_landing_room(layer, loads); });
+}
+
+/// Lands other layers' loads until this one's have a place; what fails is theirs to report.
+void LayerSteps::make_landing_room(int64_t layer, int64_t loads) {
+  for (int64_t other = 0; !parts_.space->landing().can_lend(loads); ++other) {
+    if (other == parts_.options.layers) return;
+    if (other != layer) steps_[other].fail(steps_[other].land());
+  }
+}
+
+void LayerSteps::drop_all() {
+  for (LayerStep& step : steps_) step.drop();
+}
+
+void LayerSteps::forget_choices() {
+  for (LayerStep& step : steps_) step.forget_choice();
+}
+
+}  // namespace kvswap

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+
+#include "engine/layer_step.h"
+
+namespace kvswap {
+
+/// The steps of all layers, and what they share: one selector, and places for loads to land.
+///
+/// settle() comes before anything else happens to the session: it completes the choice that
+/// look_ahead() has left to a device. Not thread-safe.
+class LayerSteps {
+ public:
+  LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer);
+
+  /// Begins a layer's step ahead of its attention; on a device the choice may go on beside the
+  /// caller, and what fails then is reported when the step is taken.
+  Status look_ahead(int64_t layer, const QueryView& query);
+  /// The pages that the newest `query.queries` columns attend: the step that looked ahead, or one
+  /// that is made now.
+  Status take(int64_t layer, const QueryView& query);
+  void settle();
+  void drop(int64_t layer) { steps_[layer].drop(); }
+  void drop_all();
+  void forget_choices();
+  LayerStep& of(int64_t layer) { return steps_[layer]; }
+
+ private:
+  Status answer(int64_t layer);
+  void make_landing_room(int64_t layer, int64_t loads);
+
+  EngineParts& parts_;
+  std::deque<LayerStep> steps_;  // [layers]
+  int64_t asked_ = -1;           // the layer that is asked; -1: none
+};
+
+}  // namespace kvswap

@@ -1,0 +1,51 @@
+#include "engine/page_table.h"
+
+namespace kvswap {
+
+void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step) {
+  const auto [layer, pages_max, queries] = of;
+  const Batch::Layer& state = batch.layer(layer);
+  const int64_t group_tokens = tail.group_tokens();
+  const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
+  pages_max_ = pages_max;
+  pages_.resize(batch.size() * pages_max);
+  masks_.resize(batch.size() * pages_max);
+  columns_.resize(batch.size() * pages_max);
+  counts_.assign(batch.size(), 0);
+  query_columns_.assign(batch.size(), static_cast<int32_t>(state.columns - queries));
+  for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
+    SequencePages& pages = batch.pages(sequence);
+    int64_t entry = sequence * pages_max;
+    const auto add = [&](int64_t group, const std::byte* page) {
+      pages_[entry] = page;
+      masks_[entry] = batch.mask(layer, sequence, group);
+      columns_[entry] = static_cast<int32_t>(group * group_tokens);
+      ++entry;
+    };
+    // Sinks hold the first valid tokens, so no chosen group comes before them.
+    const std::vector<int32_t>& sinks = pages.sinks(layer);
+    for (size_t i = 0; i < sinks.size(); ++i) {
+      add(sinks[i], pages.pool().page(pages.sink_page(layer, static_cast<int64_t>(i))));
+    }
+    const std::vector<int32_t>& chosen = step.chosen()[sequence];
+    for (size_t i = 0; i < chosen.size(); ++i) {
+      add(chosen[i], pages.pool().page(step.pages()[sequence][i]));
+    }
+    for (int64_t group = state.sealed_groups; group < groups; ++group) {
+      add(group, tail.page(layer, sequence, group));
+    }
+    counts_[sequence] = static_cast<int32_t>(entry - sequence * pages_max);
+  }
+}
+
+void PageTable::describe(PagedAttentionArgs& args) const {
+  args.pages = pages_.data();
+  args.masks = masks_.data();
+  args.columns = columns_.data();
+  args.page_counts = counts_.data();
+  args.query_columns = query_columns_.data();
+  args.pages_max = pages_max_;
+  args.batch = static_cast<int64_t>(counts_.size());
+}
+
+}  // namespace kvswap

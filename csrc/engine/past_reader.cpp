@@ -1,0 +1,114 @@
+#include "engine/past_reader.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+namespace kvswap {
+
+Status PastReader::start(const Groups& groups, std::byte* target, Fetch& fetch) {
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(groups.layer));
+  fetch.layer = groups.layer;
+  fetch.loads.clear();
+  for (int64_t i = 0; i < groups.count; ++i) {
+    fetch.loads.push_back(
+        {groups.sequence, groups.first + i, -1, target + i * parts_.record_bytes(), nullptr});
+  }
+  return parts_.fetcher->submit(fetch);
+}
+
+Status PastReader::load(const Groups& groups, std::byte* target) {
+  Fetch fetch;
+  KVSWAP_RETURN_IF_ERROR(start(groups, target, fetch));
+  return finish(fetch);
+}
+
+Result<std::shared_ptr<std::byte>> PastReader::blocks() {
+  KVSWAP_ASSERT(blocks_ == nullptr || blocks_.use_count() == 1);
+  if (blocks_ == nullptr) {
+    const int64_t record_bytes = parts_.record_bytes();
+    auto memory = parts_.space->landing().make_landing(
+        2 * parts_.options.past_block_groups(record_bytes) * record_bytes);
+    if (!memory.is_ok()) return memory.status();
+    blocks_ = std::move(memory.value());
+  }
+  return blocks_;
+}
+
+Status PastReader::read(const Columns& columns, void* keys, void* values) {
+  const int64_t held = batch_.layer(columns.layer).columns;
+  if (columns.sequence < 0 || columns.sequence >= batch_.size() || columns.begin < 0 ||
+      columns.begin > columns.end || columns.end > held) {
+    return Status::invalid("read_back: columns must lie in 0.." + std::to_string(held) +
+                           " of one of " + std::to_string(batch_.size()) + " sequences, got " +
+                           std::to_string(columns.begin) + ".." + std::to_string(columns.end) +
+                           " of sequence " + std::to_string(columns.sequence));
+  }
+  if (columns.begin == columns.end) return Status::ok();
+  const int64_t head_dim = parts_.options.head_dim;
+  const int64_t head_stride = (columns.end - columns.begin) * head_dim;
+  const TokenView target = {.keys = keys,
+                            .values = values,
+                            .key_head_stride = head_stride,
+                            .key_token_stride = head_dim,
+                            .value_head_stride = head_stride,
+                            .value_token_stride = head_dim};
+  KVSWAP_RETURN_IF_ERROR(read_sealed(columns, target));
+  return read_tail(columns, target);
+}
+
+Status PastReader::read_sealed(const Columns& columns, const TokenView& target) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t record_bytes = parts_.record_bytes();
+  const int64_t end = std::min((columns.end + group_tokens - 1) / group_tokens,
+                               batch_.layer(columns.layer).sealed_groups);
+  int64_t group = columns.begin / group_tokens;
+  if (group >= end) return Status::ok();
+  const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), end - group);
+  auto buffer = AlignedBytes::allocate(block * record_bytes);
+  if (!buffer.is_ok()) return buffer.status();
+  for (; group < end; group += block) {
+    const int64_t count = std::min(block, end - group);
+    KVSWAP_RETURN_IF_ERROR(
+        load({columns.layer, columns.sequence, group, count}, buffer.value().data()));
+    for (int64_t i = 0; i < count; ++i) {
+      unpack(buffer.value().data() + i * record_bytes, group + i, columns, target);
+    }
+  }
+  return Status::ok();
+}
+
+Status PastReader::read_tail(const Columns& columns, const TokenView& target) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t end = (columns.end + group_tokens - 1) / group_tokens;
+  int64_t group = std::max(columns.begin / group_tokens, batch_.layer(columns.layer).sealed_groups);
+  std::vector<std::byte> record(parts_.options.payload_bytes());
+  for (; group < end; ++group) {
+    KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
+        record.data(), tail_.page(columns.layer, columns.sequence, group),
+        parts_.options.payload_bytes()));
+    unpack(record.data(), group, columns, target);
+  }
+  return Status::ok();
+}
+
+/// Those of the group's tokens that were asked for.
+void PastReader::unpack(const std::byte* record, int64_t group, const Columns& columns,
+                        const TokenView& target) const {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t first = std::max(columns.begin, group * group_tokens);
+  const int64_t last = std::min(columns.end, (group + 1) * group_tokens);
+  void* base = const_cast<std::byte*>(record);
+  const int64_t first_token = first - columns.begin;
+  const auto slot = static_cast<int32_t>(first - group * group_tokens);
+  const auto length = static_cast<int32_t>(last - first);
+  unpack_records({.shape = parts_.options.record_shape(),
+                  .tokens = target,
+                  .records = &base,
+                  .first_tokens = &first_token,
+                  .slots = &slot,
+                  .lengths = &length,
+                  .count = 1});
+}
+
+}  // namespace kvswap

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+#include "engine/sealer.h"
+
+namespace kvswap {
+
+/// Reads what the layers hold, outside of a step: sealed groups from the file, the rest from the
+/// tail. Not thread-safe.
+class PastReader {
+ public:
+  PastReader(EngineParts& parts, const Batch& batch, const Tail& tail, Sealer& sealer)
+      : parts_(parts), batch_(batch), tail_(tail), sealer_(sealer) {}
+
+  struct Groups {
+    int64_t layer = 0;
+    int64_t sequence = 0;
+    int64_t first = 0;
+    int64_t count = 0;
+  };
+  /// Begins to read sealed groups to `target` ([count, record_bytes], aligned to 4096); finish()
+  /// waits for them and verifies. `fetch` stays where it is.
+  Status start(const Groups& groups, std::byte* target, Fetch& fetch);
+  Status finish(Fetch& fetch) { return parts_.fetcher->finish(fetch); }
+  Status load(const Groups& groups, std::byte* target);
+
+  /// Room for two blocks of past_block_groups(), kept from call to call; one PastStream at a time.
+  Result<std::shared_ptr<std::byte>> blocks();
+
+  struct Columns {
+    int64_t layer = 0;
+    int64_t sequence = 0;
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+  /// Copies columns to [kv_heads, end - begin, head_dim] arrays of the host.
+  Status read(const Columns& columns, void* keys, void* values);
+
+ private:
+  Status read_sealed(const Columns& columns, const TokenView& target);
+  Status read_tail(const Columns& columns, const TokenView& target);
+  void unpack(const std::byte* record, int64_t group, const Columns& columns,
+              const TokenView& target) const;
+
+  EngineParts& parts_;
+  const Batch& batch_;
+  const Tail& tail_;
+  Sealer& sealer_;
+  std::shared_ptr<std::byte> blocks_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/engine.h"
+#include "engine/past_stream.h"
+
+namespace kvswap {
+
+/// What attends, a part at a time, over the past of one sequence's long chunk.
+class PastVisitor {
+ public:
+  virtual ~PastVisitor() = default;
+  /// Sealed groups; their records are the host's, and there during the call.
+  virtual Status visit_sealed(const PastStream::Block& block) = 0;
+  /// Columns [begin, end), newer than all sealed ones that were visited: keys and values
+  /// [kv_heads, end - begin, head_dim] of the host.
+  virtual Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
+                              const std::byte* values) = 0;
+};
+
+struct PastWalk {
+  int64_t layer = 0;
+  int64_t sequence = 0;
+  int64_t past = 0;  // columns before the chunk
+  int64_t end = 0;   // past, or all columns where the chunk is appended and attended from here
+};
+
+/// The exact walk: every column before the chunk once, from the first valid group on. Sealed groups
+/// stream through in blocks, what is newer comes last.
+Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor);
+
+}  // namespace kvswap

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <span>
+
+#include "engine/account.h"
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+#include "engine/tail.h"
+
+namespace kvswap {
+
+/// Groups leave the tail, or a long chunk, for the disk: packed in the outbox, entered in the
+/// store's tables, summarised, pinned where they are sinks, and handed to the writer.
+///
+/// States of a run: staged -> entered -> sent -> handed over. Between entered and handed over its
+/// bytes may still be on a device: settle() comes before anything of it is read or truncated.
+/// Not thread-safe.
+class Sealer {
+ public:
+  Sealer(EngineParts& parts, Batch& batch, Tail& tail, Account& account)
+      : parts_(parts), batch_(batch), tail_(tail), account_(account) {}
+
+  /// Seals what has left the tail, of all sequences or of none.
+  Status seal_overflow(int64_t layer);
+  /// The oldest group of the tail.
+  Status seal_from_tail(int64_t layer);
+  /// `groups` whole groups of a chunk, from its token `first_token` on.
+  Status seal_directly(int64_t layer, const KeyValueView& tokens, int64_t first_token,
+                       int64_t groups);
+  /// Forgets what was sealed from group `groups` on: what is kept of it stands in the tail again.
+  void take_back(int64_t layer, int64_t groups);
+
+  /// Everything sealed is with the writer; the first error of those on their way.
+  Status settle();
+  /// The same, where something of this layer is on its way.
+  Status settle_layer(int64_t layer);
+
+  /// The keys of a record, where it stands.
+  KeyView keys_of(const std::byte* record) const;
+
+ private:
+  Result<RecordStore::StagedRun> stage(int64_t layer, int64_t count);
+  Status commit(RecordStore::StagedRun run, std::span<const int64_t> sequences);
+  Status hand_over_oldest();
+  Status seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t count);
+  Status seal_run_of_chunk(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
+                           const KeyValueView& tokens, int64_t first_token);
+  void pack(const RecordStore::StagedRun& run, const KeyValueView& tokens, int64_t sequence,
+            int64_t first_token);
+  void pin_if_sink(int64_t layer, int64_t sequence, int64_t group, const std::byte* record);
+
+  EngineParts& parts_;
+  Batch& batch_;
+  Tail& tail_;
+  Account& account_;
+  std::deque<RecordStore::StagedRun> sent_;  // on their way from the device, oldest first
+};
+
+}  // namespace kvswap

@@ -1,0 +1,67 @@
+#include "engine/tail.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace kvswap {
+
+void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
+  if (piece.count == 0) return;
+  const int64_t group_tokens = parts_.options.group_tokens;
+  std::vector<void*> records;
+  std::vector<int32_t> sequences;
+  std::vector<int64_t> first_tokens;
+  std::vector<int32_t> slots;
+  std::vector<int32_t> lengths;
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    for (int64_t token = 0; token < piece.count;) {
+      const int64_t column = piece.first_column + token;
+      const int64_t length = std::min(group_tokens - column % group_tokens, piece.count - token);
+      records.push_back(page(layer, sequence, column / group_tokens));
+      sequences.push_back(static_cast<int32_t>(sequence));
+      first_tokens.push_back(piece.first_token + token);
+      slots.push_back(static_cast<int32_t>(column % group_tokens));
+      lengths.push_back(static_cast<int32_t>(length));
+      token += length;
+    }
+  }
+  cuda::BatchTransferArgs transfer = transfer_of(parts_.options, tokens);
+  transfer.records = records.data();
+  transfer.sequences = sequences.data();
+  transfer.first_tokens = first_tokens.data();
+  transfer.slots = slots.data();
+  transfer.lengths = lengths.data();
+  transfer.count = static_cast<int64_t>(records.size());
+  parts_.space->compute().pack(transfer);
+}
+
+Status Tail::put_back(int64_t layer, int64_t sequence, int64_t first_group, int64_t groups,
+                      const std::byte* records) {
+  for (int64_t i = 0; i < groups; ++i) {
+    KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(page(layer, sequence, first_group + i),
+                                                          records + i * parts_.record_bytes(),
+                                                          parts_.options.payload_bytes()));
+  }
+  return Status::ok();
+}
+
+std::byte* Tail::page(int64_t layer, int64_t sequence, int64_t group) const {
+  const SequencePages& pages = batch_.pages(sequence);
+  return pages.pool().page(pages.tail_page(layer, group));
+}
+
+cuda::BatchTransferArgs transfer_of(const EngineOptions& options, const KeyValueView& tokens) {
+  cuda::BatchTransferArgs transfer;
+  transfer.shape = options.record_shape();
+  transfer.tokens = {.keys = const_cast<void*>(tokens.keys),
+                     .values = const_cast<void*>(tokens.values),
+                     .key_head_stride = tokens.key_head_stride,
+                     .key_token_stride = tokens.key_token_stride,
+                     .value_head_stride = tokens.value_head_stride,
+                     .value_token_stride = tokens.value_token_stride};
+  transfer.key_batch_stride = tokens.key_batch_stride;
+  transfer.value_batch_stride = tokens.value_batch_stride;
+  return transfer;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+
+namespace kvswap {
+
+/// New K and V of a layer: [batch, kv_heads, tokens, head_dim], head_dim contiguous.
+struct KeyValueView {
+  const void* keys = nullptr;
+  const void* values = nullptr;
+  int64_t key_batch_stride = 0;  // elements, as all strides
+  int64_t key_head_stride = 0;
+  int64_t key_token_stride = 0;
+  int64_t value_batch_stride = 0;
+  int64_t value_head_stride = 0;
+  int64_t value_token_stride = 0;
+  int64_t batch = 0;
+  int64_t tokens = 0;
+};
+
+/// The newest tokens of each layer, in pages of the sequences' rings: filled token by token, and
+/// read from there until their group is sealed. Not thread-safe.
+class Tail {
+ public:
+  Tail(EngineParts& parts, Batch& batch) : parts_(parts), batch_(batch) {}
+
+  struct Piece {
+    int64_t first_token = 0;  // of the new tokens
+    int64_t count = 0;
+    int64_t first_column = 0;  // where they stand
+  };
+  void fill(int64_t layer, const KeyValueView& tokens, const Piece& piece);
+  /// Groups that come back from the file: records of the host, [groups, record_bytes].
+  Status put_back(int64_t layer, int64_t sequence, int64_t first_group, int64_t groups,
+                  const std::byte* records);
+  int64_t group_tokens() const { return parts_.options.group_tokens; }
+  /// The page of a group that is not sealed yet.
+  std::byte* page(int64_t layer, int64_t sequence, int64_t group) const;
+
+ private:
+  EngineParts& parts_;
+  Batch& batch_;
+};
+
+/// All sequences' tokens; which of them go where is left to fill in.
+cuda::BatchTransferArgs transfer_of(const EngineOptions& options, const KeyValueView& tokens);
+
+}  // namespace kvswap
