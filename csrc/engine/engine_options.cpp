@@ -111,11 +111,12 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   MemoryNeed need;
   need.pages = partitions * options.pages_per_layer() * record_bytes;
   const int64_t chunk_tokens = LowRankSelector::chunk_tokens(options.group_tokens);
-  const int64_t chunks =
-      (options.sealed_groups(context) * options.group_tokens + chunk_tokens - 1) / chunk_tokens;
+  const int64_t summarised = options.sealed_groups(context) * options.group_tokens;
+  int64_t moving = 0;
   for (const int64_t rank : options.ranks) {
     const Summary::Shape shape = {rank, chunk_tokens, options.summary_dtype};
-    need.summary += batch * chunks * shape.chunk_bytes();
+    need.summary += batch * shape.bytes(summarised);
+    moving = std::max(moving, shape.moving_bytes());
     need.projections += 2 * width * rank * int64_t{sizeof(float)};
   }
   need.tables =
@@ -124,7 +125,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
       batch * ((context + 63) / 64) * 8;
   const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
-                 options.merge_gap_bytes + 2 * block + 2 * block;
+                 options.merge_gap_bytes + 2 * block + 2 * block + moving;
   need.scratch = options.score_bytes(batch, groups) + batch * options.pages_per_layer() * 20 +
                  batch * options.tail_pages() * record_bytes;  // crop() into sealed groups
   need.timeline = Timeline::bytes(options.timeline_spans);

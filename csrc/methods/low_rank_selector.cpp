@@ -64,12 +64,9 @@ void LowRankSelector::drop_projection(int64_t layer) { layers_.at(layer) = {}; }
 
 int64_t LowRankSelector::bytes_to_append(int64_t layer, int64_t tokens) const {
   int64_t bytes = 0;
-  std::set<const Summary::Chunk*> shared;
+  std::set<const Summary::Chunk*> settled;
   for (const Summary& summary : layers_[layer].summaries) {
-    int64_t chunks = summary.chunks_to_append(tokens);
-    // Of those that share a chunk each makes a copy but the last, which keeps it.
-    if (summary.copies_to_append(tokens) && shared.insert(summary.last_chunk()).second) --chunks;
-    bytes += chunks * summary.shape().chunk_bytes();
+    bytes += summary.bytes_to_append(tokens, &settled);
   }
   return bytes;
 }

@@ -7,20 +7,46 @@
 
 namespace kvswap {
 
-int64_t Summary::Shape::chunk_bytes() const {
-  const int64_t scales = dtype == DType::kInt8 ? chunk_tokens * int64_t{sizeof(float)} : 0;
-  return chunk_tokens * rank * dtype_bytes(dtype) + scales;
+namespace {
+
+// A chunk in use grows by at least this, so that it moves seldom. Also an alignment of its scales.
+constexpr int64_t kRoomTokens = 128;
+constexpr int64_t kMemoryPage = 4096;  // memory is given out in pages: what is left over is used
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+int64_t Summary::Shape::token_bytes() const {
+  return rank * dtype_bytes(dtype) + (dtype == DType::kInt8 ? int64_t{sizeof(float)} : 0);
 }
 
-std::shared_ptr<Summary::Chunk> Summary::make_chunk() const {
+int64_t Summary::Shape::room(int64_t rows) const {
+  const int64_t asked = std::min(chunk_tokens, round_up(rows, kRoomTokens));
+  const int64_t fitting = chunk_bytes(asked) / token_bytes() / kRoomTokens * kRoomTokens;
+  return std::min(chunk_tokens, std::max(asked, fitting));
+}
+
+int64_t Summary::Shape::chunk_bytes(int64_t room) const {
+  return round_up(room * token_bytes(), kMemoryPage);
+}
+
+int64_t Summary::Shape::bytes(int64_t rows) const {
+  const int64_t rest = rows % chunk_tokens;
+  const int64_t of_last = rest == 0 ? 0 : chunk_bytes(room(rest));
+  return rows / chunk_tokens * chunk_bytes(chunk_tokens) + of_last;
+}
+
+std::shared_ptr<Summary::Chunk> Summary::make_chunk(int64_t room) const {
   auto chunk = std::allocate_shared<Chunk>(NodeAllocator<Chunk>(memory_));
-  chunk->memory_ = memory_->allocate(shape_.chunk_bytes());
+  chunk->memory_ = memory_->allocate(shape_.chunk_bytes(room));
   if (chunk->memory_ == nullptr) return nullptr;
-  const int64_t row_bytes = shape_.chunk_tokens * shape_.rank * dtype_bytes(shape_.dtype);
+  const int64_t row_bytes = room * shape_.rank * dtype_bytes(shape_.dtype);
+  chunk->room = room;
   chunk->rows = {chunk->memory_.get(), static_cast<size_t>(row_bytes)};
   if (shape_.dtype == DType::kInt8) {
     chunk->token_scale = {reinterpret_cast<float*>(chunk->memory_.get() + row_bytes),
-                          static_cast<size_t>(shape_.chunk_tokens)};
+                          static_cast<size_t>(room)};
   }
   return chunk;
 }
@@ -29,14 +55,45 @@ int64_t Summary::chunk_rows(int64_t index) const {
   return std::min(shape_.chunk_tokens, rows_ - index * shape_.chunk_tokens);
 }
 
-int64_t Summary::chunks_to_append(int64_t tokens) const {
+int64_t Summary::bytes_to_append(int64_t tokens, std::set<const Chunk*>* settled) const {
   if (tokens == 0) return 0;
-  const int64_t needed = (rows_ + tokens + shape_.chunk_tokens - 1) / shape_.chunk_tokens;
-  return needed - chunks() + (copies_to_append(tokens) ? 1 : 0);
+  const int64_t begun = rows_ % shape_.chunk_tokens;
+  int64_t bytes = shape_.bytes(begun + tokens);
+  if (begun > 0 && settled->insert(chunks_.back().get()).second) {
+    const int64_t rows = std::min(shape_.chunk_tokens, begun + tokens);
+    const int64_t room = chunks_.back()->room;
+    bytes -= shape_.chunk_bytes(room < rows ? room : shape_.room(rows));
+  }
+  return bytes;
 }
 
-bool Summary::copies_to_append(int64_t tokens) const {
-  return tokens > 0 && rows_ % shape_.chunk_tokens != 0 && chunks_.back().use_count() > 1;
+Status Summary::own_last_chunk(int64_t rows) {
+  const int64_t begun = rows_ % shape_.chunk_tokens;
+  if (begun > 0 && chunks_.back().use_count() == 1 && chunks_.back()->room >= rows) {
+    return Status::ok();
+  }
+  const int64_t room = shape_.room(rows);
+  auto chunk = make_chunk(room);
+  if (chunk == nullptr) {
+    return Status::budget("summary: " + std::to_string(shape_.chunk_bytes(room)) +
+                          " bytes of memory must be available for the next tokens, and are not; "
+                          "lower rank, the context or the batch");
+  }
+  if (begun == 0) {
+    chunks_.push_back(std::move(chunk));
+    return Status::ok();
+  }
+  const Chunk& old = *chunks_.back();
+  const int64_t kept = round_up(begun, kSummaryBlock);
+  memory_->copy(chunk->rows.data(), old.rows.data(),
+                kept * shape_.rank * dtype_bytes(shape_.dtype));
+  if (!old.token_scale.empty()) {
+    memory_->copy(reinterpret_cast<std::byte*>(chunk->token_scale.data()),
+                  reinterpret_cast<const std::byte*>(old.token_scale.data()),
+                  kept * int64_t{sizeof(float)});
+  }
+  chunks_.back() = std::move(chunk);
+  return Status::ok();
 }
 
 Status Summary::append(int64_t tokens,
@@ -44,21 +101,8 @@ Status Summary::append(int64_t tokens,
   int64_t token = 0;
   while (token < tokens) {
     const int64_t row = rows_ % shape_.chunk_tokens;
-    if (row == 0 || chunks_.back().use_count() > 1) {
-      auto chunk = make_chunk();
-      if (chunk == nullptr) {
-        return Status::budget("summary: " + std::to_string(shape_.chunk_bytes()) +
-                              " bytes of memory must be available for the next tokens, and are "
-                              "not; lower rank, the context or the batch");
-      }
-      if (row == 0) {
-        chunks_.push_back(std::move(chunk));
-      } else {
-        memory_->copy(chunk->memory_.get(), chunks_.back()->memory_.get(), shape_.chunk_bytes());
-        chunks_.back() = std::move(chunk);
-      }
-    }
     const int64_t count = std::min(tokens - token, shape_.chunk_tokens - row);
+    KVSWAP_RETURN_IF_ERROR(own_last_chunk(row + count));
     write(*chunks_.back(), row, token, count);
     token += count;
     rows_ += count;

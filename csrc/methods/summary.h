@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <utility>
 #include <vector>
@@ -16,20 +17,33 @@ namespace kvswap {
 
 /// Low-rank rows of one layer and one sequence, in chunks of blocks (`[blocks, rank, 16]`).
 ///
-/// Chunks are shared between sequences that share a past: a copy of a Summary costs pointers, and
-/// the first append to a shared last chunk copies that chunk alone. Not thread-safe.
+/// All chunks but the last are full; the last has room for what is there and little more, and moves
+/// to a larger place when it must grow, so that memory follows the context. Chunks are shared
+/// between sequences that share a past: a copy of a Summary costs pointers, and the first append to
+/// a shared last chunk copies that chunk alone. Not thread-safe.
 class Summary {
  public:
   struct Shape {
     int64_t rank = 0;
     int64_t chunk_tokens = 0;  // a multiple of 16
     DType dtype = DType::kFloat32;
-    int64_t chunk_bytes() const;
+    /// Tokens that a chunk has room for which holds `rows`, at most chunk_tokens.
+    int64_t room(int64_t rows) const;
+    /// Bytes of a chunk with such a room: whole memory pages.
+    int64_t chunk_bytes(int64_t room) const;
+    /// Bytes of all chunks that hold `rows`.
+    int64_t bytes(int64_t rows) const;
+    /// The most that is held beside them, while a chunk moves.
+    int64_t moving_bytes() const { return chunk_bytes(chunk_tokens); }
+
+   private:
+    int64_t token_bytes() const;
   };
   /// Counted by its memory while it lives.
   struct Chunk {
     std::span<std::byte> rows;     // [blocks, rank, 16] of dtype
     std::span<float> token_scale;  // [blocks, 16]: int8 only
+    int64_t room = 0;              // 16 * blocks
 
    private:
     friend class Summary;
@@ -46,11 +60,9 @@ class Summary {
   /// Rows of chunk `index` in use.
   int64_t chunk_rows(int64_t index) const;
 
-  /// Chunks that must be allocated before `tokens` more rows fit.
-  int64_t chunks_to_append(int64_t tokens) const;
-  /// Is one of them a copy of the last chunk, because others share that?
-  bool copies_to_append(int64_t tokens) const;
-  const Chunk* last_chunk() const { return chunks_.empty() ? nullptr : chunks_.back().get(); }
+  /// Bytes that `tokens` more rows take, where everyone who shares the last chunk gets as many.
+  /// `settled`: last chunks that somebody is counted for already who stays in or frees them.
+  int64_t bytes_to_append(int64_t tokens, std::set<const Chunk*>* settled) const;
   /// Calls write(chunk, first_row, first_token, count) for each piece of the `tokens` new rows.
   /// Fails where there is no memory for a chunk; the rows before it are there.
   Status append(int64_t tokens,
@@ -59,7 +71,9 @@ class Summary {
   void truncate(int64_t rows);
 
  private:
-  std::shared_ptr<Chunk> make_chunk() const;
+  std::shared_ptr<Chunk> make_chunk(int64_t room) const;
+  /// The last chunk, with room for `rows` and nobody else's.
+  Status own_last_chunk(int64_t rows);
 
   Shape shape_;
   std::shared_ptr<SummaryMemory> memory_;

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <random>
+#include <set>
 
 #include "methods/summary.h"
 
@@ -9,7 +10,7 @@ namespace kvswap {
 namespace {
 
 constexpr int64_t kRank = 3;
-constexpr int64_t kChunkTokens = 32;
+constexpr int64_t kChunkTokens = 480;  // full, part of a room and odd rooms all occur
 
 /// Appends rows whose one number (rank 0) is given, block by block.
 void append(Summary& summary, const std::vector<float>& numbers) {
@@ -22,6 +23,14 @@ void append(Summary& summary, const std::vector<float>& numbers) {
           std::memcpy(chunk.rows.data() + at * sizeof(float), &numbers[first_token + i],
                       sizeof(float));
         }
+      });
+  EXPECT_TRUE(appended.is_ok()) << appended.message();
+}
+
+void append_zeros(Summary& summary, int64_t tokens) {
+  const Status appended =
+      summary.append(tokens, [](Summary::Chunk& chunk, int64_t, int64_t, int64_t) {
+        EXPECT_EQ(chunk.token_scale.size(), chunk.token_scale.empty() ? 0u : size_t(chunk.room));
       });
   EXPECT_TRUE(appended.is_ok()) << appended.message();
 }
@@ -49,12 +58,9 @@ TEST(Summary, CopiesShareUntilTheyDifferAndEachSeesItsOwnRows) {
     for (int step = 0; step < 200; ++step) {
       const size_t at = random() % summaries.size();
       if (const uint32_t action = random() % 8; action < 5) {
-        std::vector<float> numbers(random() % 50);
+        std::vector<float> numbers(random() % 400);
         for (float& number : numbers) number = static_cast<float>(random() % 1000);
-        const int64_t chunks = summaries[at].chunks_to_append(numbers.size());
-        const int64_t before = live->live_bytes();
         append(summaries[at], numbers);
-        ASSERT_EQ(live->live_bytes() - before, chunks * shape.chunk_bytes());
         models[at].insert(models[at].end(), numbers.begin(), numbers.end());
       } else if (action < 6) {
         models[at].resize(random() % (models[at].size() + 1));
@@ -78,23 +84,67 @@ TEST(Summary, CopiesShareUntilTheyDifferAndEachSeesItsOwnRows) {
   }
 }
 
-TEST(Summary, SaysWhatAnAppendWillTake) {
+int64_t next_bytes(const Summary& summary, int64_t tokens) {
+  std::set<const Summary::Chunk*> settled;
+  return summary.bytes_to_append(tokens, &settled);
+}
+
+TEST(Summary, SaysWhatAnAppendWillTakeHoweverItComes) {
+  for (const DType dtype : {DType::kFloat32, DType::kInt8}) {
+    const Summary::Shape shape = {kRank, 1024, dtype};
+    std::mt19937 random(7);
+    const auto live = make_host_summary_memory();
+    Summary summary(shape, live);
+    EXPECT_EQ(next_bytes(summary, 0), 0);
+    for (int step = 0; step < 100; ++step) {
+      const int64_t tokens = 1 + static_cast<int64_t>(random() % (step % 9 == 0 ? 3000 : 40));
+      const int64_t expected = live->live_bytes() + next_bytes(summary, tokens);
+      append_zeros(summary, tokens);
+      ASSERT_EQ(live->live_bytes(), expected);
+      ASSERT_EQ(expected, shape.bytes(summary.rows())) << "in one piece or in many";
+      if (step % 20 == 19) summary = Summary(shape, live);
+    }
+  }
+}
+
+TEST(Summary, WastesLittle) {
+  for (const int64_t rank : {8, 12, 16, 32, 64, 96}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt8}) {
+      const Summary::Shape shape = {rank, 1024, dtype};
+      const int64_t scale = dtype == DType::kInt8 ? 4 : 0;
+      for (int64_t rows = 1; rows < 20000; rows += 61) {
+        const int64_t payload = rows * (rank * dtype_bytes(dtype) + scale);
+        ASSERT_GE(shape.bytes(rows), payload);
+        const int64_t room = 128 * (rank * dtype_bytes(dtype) + scale) + 4096;
+        ASSERT_LE(shape.bytes(rows), payload + room) << "one step of growth and a memory page";
+        ASSERT_GE(shape.bytes(rows + 1), shape.bytes(rows));
+        if (rows > 5000) {
+          ASSERT_LE(static_cast<double>(shape.bytes(rows)), payload * 1.05);
+        }
+      }
+    }
+  }
+}
+
+TEST(Summary, ASharedChunkStaysWithItsLastOwner) {
+  const Summary::Shape shape = {kRank, 1024, DType::kInt8};
   const auto live = make_host_summary_memory();
-  Summary summary({kRank, kChunkTokens, DType::kInt8}, live);
-  EXPECT_EQ(summary.chunks_to_append(0), 0);
-  EXPECT_EQ(summary.chunks_to_append(1), 1);
-  EXPECT_EQ(summary.chunks_to_append(33), 2);
-  const Status appended = summary.append(10, [](Summary::Chunk& chunk, int64_t, int64_t, int64_t) {
-    EXPECT_EQ(chunk.rows.size(), static_cast<size_t>(kChunkTokens * kRank));
-    EXPECT_EQ(chunk.token_scale.size(), static_cast<size_t>(kChunkTokens));
-  });
-  EXPECT_TRUE(appended.is_ok());
-  EXPECT_EQ(live->live_bytes(), kChunkTokens * kRank + kChunkTokens * 4);
-  EXPECT_EQ(summary.chunks_to_append(22), 0);
-  const Summary copy = summary;
-  EXPECT_EQ(summary.chunks_to_append(22), 1) << "of the shared chunk";
-  EXPECT_EQ(summary.chunks_to_append(23), 2);
-  EXPECT_EQ(copy.chunks_to_append(0), 0);
+  Summary one(shape, live);
+  append_zeros(one, 10);
+  const int64_t room = one.chunk(0).room;
+  ASSERT_GE(room, 128);
+  Summary two = one;
+  for (const int64_t tokens : {room - 10, room - 9}) {
+    std::set<const Summary::Chunk*> settled;
+    const int64_t of_one = one.bytes_to_append(tokens, &settled);
+    const int64_t of_two = two.bytes_to_append(tokens, &settled);
+    EXPECT_EQ(of_one, shape.bytes(10 + tokens) - shape.bytes(10));
+    EXPECT_EQ(of_two, shape.bytes(10 + tokens));
+  }
+  append_zeros(one, room - 10);
+  EXPECT_EQ(live->live_bytes(), 2 * shape.bytes(10)) << "a copy";
+  append_zeros(two, room - 10);
+  EXPECT_EQ(live->live_bytes(), 2 * shape.bytes(10)) << "the last one has it for itself";
 }
 
 }  // namespace
