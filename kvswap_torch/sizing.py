@@ -103,7 +103,7 @@ def fit_budget(
 
     smallest = _between(config, shape, 0)
     if not fits(smallest):
-        raise BudgetError(_too_small(request, need(smallest), smallest))
+        raise BudgetError(too_small(request, need(smallest), smallest))
     step = _largest(_STEPS, lambda n: fits(_between(config, shape, n)))
     chosen = _with_spare_pages(_between(config, shape, step), config.pages_max, fits)
     if not grow or step < _STEPS or chosen.pages_max < config.pages_max:
@@ -167,7 +167,8 @@ def _largest(most: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _too_small(request: Request, need: Mapping[str, int], smallest: SwapConfig) -> str:
+def too_small(request: Request, need: Mapping[str, int], smallest: SwapConfig) -> str:
+    """That a budget does not cover the smallest settings: what does, and what to lower."""
     uses = {name: size for name, size in need.items() if name not in ("total", "record_bytes")}
     made_of = ", ".join(f"{name} {format_bytes(size)}" for name, size in uses.items() if size)
     budget = request.kv_memory_bytes

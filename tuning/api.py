@@ -15,6 +15,7 @@ from kvswap_torch.tuning.default_samples import default_samples, samples_from_fi
 from kvswap_torch.tuning.evaluate import evaluate as evaluate_config
 from kvswap_torch.tuning.pipeline import (
     TuneOptions,
+    check_budget,
     find_settings,
     measure_all,
     projection_beside,
@@ -88,6 +89,8 @@ def tune(
     options = options or TuneOptions()
     budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
+    if Path(path).is_dir():
+        check_budget(model, max_context_len, max_batch_size, budget, Path(path), options)
     with tempfile.TemporaryDirectory() as scratch:
         drawn: list[Samples] = []
 

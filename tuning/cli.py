@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +43,20 @@ class Bars:
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
         self._progress.update(self._tasks[what], completed=done, total=total)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Bars where somebody looks on; plain lines in a log or a pipe."""
+    from kvswap_torch.tuning.progress import Lines
+
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console) as progress:
+            yield Bars(progress)
+    else:
+        with Lines(lambda line: print(line, flush=True)) as lines:
+            yield lines
 
 
 def load_model(folder: str) -> Any:
@@ -105,8 +121,7 @@ def main(
             uniform_rank=uniform_rank,
         )
         network = load_model(model)
-        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=console) as progress:
+        with _progress(console) as progress:
             result = tune(
                 network,
                 max_context_len=max_context,
@@ -118,7 +133,7 @@ def main(
                 options=options,
                 work=work or out.with_suffix(".tuning"),
                 evaluate=evaluate,
-                progress=Bars(progress),
+                progress=progress,
             )
         config = result.save(out)
         print_result(result, console)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import StorageError
+from kvswap_torch.errors import BudgetError, StorageError
 from kvswap_torch.projection_file import save_projections
-from kvswap_torch.sizing import ModelShape
+from kvswap_torch.sizing import ModelShape, Request, too_small
 from kvswap_torch.tuning import work as kept
 from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.calibrated import (
@@ -127,6 +127,47 @@ class Measured:
         )
 
 
+def check_budget(
+    model: Any,
+    context_max: int,
+    batch_max: int,
+    budget_bytes: int,
+    path: Path,
+    options: TuneOptions,
+) -> None:
+    """Refuses, before anything is measured, a budget that no settings of the tuner's fit in.
+
+    Raises
+    ------
+    BudgetError
+        Names the minimum, what it is made of and what to lower.
+    """
+    from kvswap_torch.hf.families import model_parts
+    from kvswap_torch.hf.session import alignment_bytes
+
+    shape = model_parts(model).shape
+    alignment = alignment_bytes(path)
+    request = Request(budget_bytes, context_max, batch_max)
+    need = engine_need(model, Demand(context_max, batch_max, budget_bytes), alignment)
+    choice = options.calibration.choice
+    tokens = choice.group_tokens * choice.groups_max
+    smallest = [
+        SwapConfig(
+            group_tokens=size,
+            rank=min(RANKS[0], shape.width),
+            summary_dtype="int8",
+            groups_max=tokens // size,
+            pages_max=max(tokens // size, SwapConfig().select_queries_max),
+            sink_tokens=choice.sink_tokens,
+            tail_tokens=choice.tail_tokens,
+        )
+        for size in _usable_sizes(options.sizes, shape, alignment)
+    ]
+    least = min(smallest, key=lambda config: need(config)["total"])
+    if need(least)["total"] > budget_bytes:
+        raise BudgetError(too_small(request, need(least), least))
+
+
 def measure_all(
     model: Any,
     context_max: int,
@@ -165,6 +206,7 @@ def measure_all(
         sink_tokens=options.calibration.choice.sink_tokens,
         tail_tokens=options.calibration.choice.tail_tokens,
         select_queries_max=1,
+        look_ahead=True,
     )
     traffic = TrafficTable(calibrated.choices)
     base = dataclasses.replace(base, replacement=pick_replacement(traffic, context_max))

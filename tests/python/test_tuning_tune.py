@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.tuning.api import tune
 from kvswap_torch.tuning.calibration import CalibrationOptions
 from kvswap_torch.tuning.pipeline import TuneOptions
+from kvswap_torch.tuning.progress import Lines
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample
 
@@ -197,10 +200,13 @@ def test_evaluation_compares_with_the_full_cache(tuned, model):
     assert found["loss"] == pytest.approx(found["loss_full"], rel=0.2)
 
 
-def test_too_small_a_budget_names_the_minimum(tuned, model):
-    _, folder = tuned
-    with pytest.raises(BudgetError, match=r"smallest setting .* needs \d+ bytes"):
-        run(model, folder, budget=1000)
+def test_too_small_a_budget_names_the_minimum_before_anything_is_measured(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("kvswap_torch.tuning.pipeline.probe_disk", lambda *a, **k: pytest.fail("measured"))
+    with pytest.raises(BudgetError, match=r"must be at least \d+ .*Lower max_context"):
+        run(model, tmp_path, budget="64KiB")
+    assert not list(tmp_path.rglob("*.*"))
 
 
 def test_recall_out_of_reach_is_refused(tuned, model):
@@ -246,6 +252,23 @@ def test_the_command_line_tunes_and_draws(model, tmp_path):
     told = CliRunner().invoke(app, ["--help"])
     for option in ("--model", "--path", "--kv-memory", "--max-context", "--min-recall", "--device"):
         assert option in told.output
+
+
+def test_progress_in_a_log_is_a_line_a_stage_and_one_now_and_then():
+    told = []
+    with Lines(told.append, every_s=0.02) as lines:
+        lines("reading", 0, 3)
+        lines("reading", 1, 3)
+        while len(told) < 2:
+            time.sleep(0.005)
+        lines("reading", 3, 3)
+        lines("timing", 0, 9)
+        while "timing: 0 of 9" not in told[-1]:
+            time.sleep(0.005)
+    assert told[0] == "reading ..."
+    assert re.fullmatch(r"reading: 1 of 3, about \d+ s left", told[1])
+    assert "reading: done, 0 s" in told and "timing ..." in told
+    assert re.fullmatch(r"timing: 0 of 9, \d+ s so far", told[-1])
 
 
 def test_the_report_shows_the_chosen_setting(tuned, tmp_path):
