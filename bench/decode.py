@@ -130,6 +130,7 @@ class Setting:
             groups_max=groups,
             pages_max=max(self.pages, groups),
             select_queries_max=1,
+            look_ahead=True,
             device_model=self.device,
         )
 

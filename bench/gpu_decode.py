@@ -103,6 +103,7 @@ def config_of(case: Case) -> SwapConfig:
         groups_max=SELECTED_TOKENS // 4,
         pages_max=150,
         select_queries_max=1,
+        look_ahead=True,
     )
 
 

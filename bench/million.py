@@ -49,6 +49,7 @@ def open_cache(
         groups_max=groups,
         pages_max=3 * groups // 2,
         select_queries_max=1,
+        look_ahead=True,
     )
     cache = KVSwapCache(
         model,

@@ -81,7 +81,9 @@ class SwapConfig:
         8, 1, 16, "longest chunk that attends the union of its selections; longer ones are exact"
     )
     look_ahead: bool = boolean(
-        True, "predict the next layer's query and read ahead; off: choose with the true query"
+        False,
+        "predict the next layer's query and read ahead; off: choose with the true query. For "
+        "projections that were calibrated for it: the tuner's",
     )
     true_query_layers: tuple[int, ...] = layers_rule(
         "layers on disk that choose with their true query all the same, since the layer before "

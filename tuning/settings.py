@@ -74,6 +74,7 @@ def choose_settings(
         **dataclasses.asdict(calibration.choice),
         pages_max=pages_max,
         projection_kind=calibration.kind,
+        look_ahead=True,
         true_query_layers=true_query_layers(calibration),
     )
     candidates = [_with_ranks(start, calibration, dtype, demand, need) for dtype in SUMMARY_DTYPES]

@@ -193,7 +193,7 @@ def _line(document: Document, method: Resolved, size: Bytes) -> dict[str, Any]:
 def load_config(folder: Path) -> SwapConfig:
     """The kvswap.json beside a model; without one, what the cache does when nobody calibrated."""
     path = folder / CONFIG
-    return SwapConfig.load(path) if path.exists() else SwapConfig(look_ahead=False)
+    return SwapConfig.load(path) if path.exists() else SwapConfig()
 
 
 def _wording(name: str, config: Any) -> Any:

@@ -89,6 +89,7 @@ def _base(cell: Cell, group_tokens: int) -> SwapConfig:
         groups_max=groups,
         pages_max=PAGES_OF_GROUPS * groups,
         select_queries_max=1,
+        look_ahead=True,
         device_model=cell.device,
     )
 

@@ -138,7 +138,6 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
 /// Without a calibration each layer chooses with its true query: see Python's default_config().
 Settings default_settings(const ModelShape& shape) {
   Settings settings;
-  settings.look_ahead = false;
   settings.rank = std::min(shape.width(), std::get<int64_t>(settings.rank));
   return settings;
 }

@@ -160,7 +160,7 @@ struct OpenArgs {
   std::string config_path;  // of a config file; empty: the defaults
   Budget budget;
   std::optional<FirstPass> first;  // where max_context and max_batch are not promised
-  int64_t reserved_bytes = 0;      // of kv_memory_bytes, used elsewhere: summed predictors
+  int64_t predictor_bytes = 0;  // of kv_memory_bytes, taken by predictors where settings look ahead
   Threads threads;
   int64_t timeline_spans = 0;  // as CoreOptions'
 };

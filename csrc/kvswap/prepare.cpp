@@ -25,11 +25,17 @@ int64_t alignment_of(const std::string& directory) {
   return probe.is_ok() ? probe.value().alignment_bytes : kAlignmentUnknown;
 }
 
+/// Predictors are there where the settings look ahead.
+int64_t predictor_bytes(const OpenArgs& args, const Settings& settings) {
+  return settings.look_ahead ? args.predictor_bytes : 0;
+}
+
 /// What the session itself may take of the budget.
-Budget without_reserved(const OpenArgs& args) {
+Budget without_predictor(const OpenArgs& args, const Settings& settings) {
   Budget budget = args.budget;
   if (budget.kv_memory_bytes) {
-    budget.kv_memory_bytes = std::max<int64_t>(1, *budget.kv_memory_bytes - args.reserved_bytes);
+    budget.kv_memory_bytes =
+        std::max<int64_t>(1, *budget.kv_memory_bytes - predictor_bytes(args, settings));
   }
   return budget;
 }
@@ -42,7 +48,7 @@ Opening prepare(const OpenArgs& args) {
                      .settings = {},
                      .ranks = {},
                      .directory = args.directory,
-                     .budget = without_reserved(args),
+                     .budget = args.budget,
                      .threads = args.threads,
                      .timeline_spans = args.timeline_spans};
   std::optional<SwapConfig> config;
@@ -62,14 +68,16 @@ Opening prepare(const OpenArgs& args) {
     if (!alignment) alignment = alignment_of(args.directory);
     CoreOptions candidate = opening.options;
     candidate.settings = settings;
+    candidate.budget = without_predictor(args, settings);
     candidate.ranks = effective_ranks(settings, args.shape, calibrated);
     auto uses = CoreSession::memory_need(candidate, batch, context, *alignment);
-    uses["predictor"] = args.reserved_bytes;
-    uses["total"] += args.reserved_bytes;
+    uses["predictor"] = predictor_bytes(args, settings);
+    uses["total"] += predictor_bytes(args, settings);
     return uses;
   };
   opening.options.settings = settle(config ? &*config : nullptr, args.shape, args.budget, need,
                                     args.first ? &*args.first : nullptr);
+  opening.options.budget = without_predictor(args, opening.options.settings);
   opening.options.ranks = effective_ranks(opening.options.settings, args.shape, calibrated);
   // A budget may have lowered the rank; the first columns are the projection of that rank.
   for (size_t layer = 0; layer < opening.projections.size(); ++layer) {

@@ -37,8 +37,9 @@ struct Settings {
   std::string replacement = "fifo";
   /// longest chunk that attends the union of its selections; longer ones are exact
   int64_t select_queries_max = 8;
-  /// predict the next layer's query and read ahead; off: choose with the true query
-  bool look_ahead = true;
+  /// predict the next layer's query and read ahead; off: choose with the true query. For
+  /// projections that were calibrated for it: the tuner's
+  bool look_ahead = false;
   /// layers on disk that choose with their true query all the same, since the layer before
   /// tells too little of it; what they read is not hidden
   std::vector<int64_t> true_query_layers;

@@ -59,9 +59,10 @@ SessionOptions session_options(const CoreOptions& from) {
   return to;
 }
 
-DiskCache::DiskCache(const OpenArgs& args) : reserved_bytes_(args.reserved_bytes) {
+DiskCache::DiskCache(const OpenArgs& args) {
   const Opening opening = prepare(args);
   options_ = opening.options;
+  predictor_bytes_ = options_.settings.look_ahead ? args.predictor_bytes : 0;
   is_calibrated_ = !opening.projections.empty();
   is_estimated_.assign(args.shape.layers, false);
   session_ = std::make_unique<Session>(session_options(options_));

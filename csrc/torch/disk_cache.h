@@ -64,7 +64,7 @@ class DiskCache {
   CoreOptions options_;
   bool is_calibrated_;
   std::vector<bool> is_estimated_;  // [layers]
-  int64_t reserved_bytes_;
+  int64_t predictor_bytes_ = 0;
   std::unique_ptr<Session> session_;
 };
 

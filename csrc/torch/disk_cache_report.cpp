@@ -46,7 +46,7 @@ std::string DiskCache::report() const {
   const double loaded = counters.at("groups_loaded");
   const double attended = counters.at("groups_attended");
   const double full = static_cast<double>(options_.shape.kv_bytes(1)) * tokens * batch;
-  const auto resident = static_cast<double>(ledger.at("total") + reserved_bytes_);
+  const auto resident = static_cast<double>(ledger.at("total") + predictor_bytes_);
   const double written = counters.at("bytes_written");
   Table table;
   table.row("tokens", std::to_string(session_->columns(0)) + " x " +
@@ -56,7 +56,7 @@ std::string DiskCache::report() const {
   table.row("KV on disk", bytes(counters.at("bytes_on_disk")));
   table.row("KV memory",
             bytes(resident) + " (" + percent(full > 0 ? resident / full : 0) + " of full)");
-  if (reserved_bytes_) ledger["predictor"] = reserved_bytes_;
+  if (predictor_bytes_) ledger["predictor"] = predictor_bytes_;
   for (const auto& [name, size] : ledger) {
     const bool is_use = name != "total" && name != "peak" && name != "limit";
     if (is_use && size) table.row("  " + name, bytes(static_cast<double>(size)));

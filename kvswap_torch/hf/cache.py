@@ -107,7 +107,7 @@ class KVSwapCache(Cache):
                 config,
                 budget,
                 _projections(config, self.parts),
-                reserved_bytes=self._look_ahead.nbytes,
+                look_ahead=self._look_ahead,
                 timeline_spans=timeline_spans,
             )
             undo.callback(self.driver.close)
@@ -229,7 +229,7 @@ class KVSwapCache(Cache):
             For a timeline of a cache that was opened without `timeline_spans`.
         """
         self.driver.check_open()
-        return collect(self.driver, self._look_ahead, timeline)
+        return collect(self.driver, timeline)
 
     # Its life.
 

@@ -17,6 +17,7 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.settings import Budget, FirstPass, settle
 from kvswap_torch.projection import Pair, from_chunk
@@ -25,7 +26,7 @@ from kvswap_torch.projection import Pair, from_chunk
 class SessionDriver:
     """The state a cache has beside the session itself: settings, validity of columns, projections.
 
-    `reserved_bytes` of the budget are used elsewhere (by the predictor).
+    `look_ahead` is built, and counted in the budget, where the settings ask for it.
 
     States: open -> closed. A session is opened at once, so that a wrong path is told at once, and
     again at the first forward pass when the settings depend on that pass's batch and length.
@@ -40,7 +41,7 @@ class SessionDriver:
         config: SwapConfig | None,
         budget: Budget,
         projections: list[Pair] | None,
-        reserved_bytes: int = 0,
+        look_ahead: LookAhead,
         timeline_spans: int = 0,
     ):
         self.parts = parts
@@ -49,7 +50,7 @@ class SessionDriver:
         self._path = path
         self._given = config
         self._budget = budget
-        self._reserved_bytes = reserved_bytes
+        self._predictor = look_ahead
         self._projections = projections
         self._estimated: dict[int, str] = {}
         self._declared = False  # the session holds a validity that not all layers have taken
@@ -62,12 +63,15 @@ class SessionDriver:
     def _options(self, config: SwapConfig) -> dict[str, Any]:
         budget = self._budget
         if budget.kv_memory_bytes is not None:
-            left = max(1, budget.kv_memory_bytes - self._reserved_bytes)
+            left = max(1, budget.kv_memory_bytes - self._predictor_bytes(config))
             budget = dataclasses.replace(budget, kv_memory_bytes=left)
         calibrated = self._projections is not None
         return session_module.session_options(
             config, self.parts, self._path, budget, calibrated, self.timeline_spans
         )
+
+    def _predictor_bytes(self, config: SwapConfig) -> int:
+        return self._predictor.nbytes if config.look_ahead else 0
 
     def _open(self, first: FirstPass | None) -> None:
         """Opens a session with settings for the first forward pass, or for what is known before."""
@@ -77,11 +81,13 @@ class SessionDriver:
         def need(config: SwapConfig, batch: int, context: int) -> Mapping[str, int]:
             options = self._options(config)
             uses = session_module.memory_need(options, batch, context, alignment())
-            total = uses["total"] + self._reserved_bytes
-            return uses | {"predictor": self._reserved_bytes, "total": total}
+            beside = self._predictor_bytes(config)
+            return uses | {"predictor": beside, "total": uses["total"] + beside}
 
         config = settle(self._given, self.parts.shape, self._budget, need, first)
         options = self._options(config)
+        if config.look_ahead:
+            self._predictor.build()
         session = session_module.open_session(options)
         if self.session is not None:
             self.session.close()
@@ -257,6 +263,19 @@ class SessionDriver:
         columns = self.columns(layer)
         keys, _ = self.session.read_back(layer, max(0, columns - 2048), columns)
         self._estimate(layer, keys, None)
+
+    @property
+    def predictor_bytes(self) -> int:
+        """Memory of what predicts queries, beside the session's."""
+        return self._predictor_bytes(self.config)
+
+    @property
+    def predictor_source(self) -> str:
+        """How queries are predicted, or why they are not."""
+        calibrated = self._projections is not None
+        if self.config.look_ahead:
+            return self._predictor.description + ("" if calibrated else ", not calibrated")
+        return "off" if calibrated else "off (not calibrated)"
 
     @property
     def projection_source(self) -> str:

@@ -29,6 +29,9 @@ SUMMED_BUDGET_SHARE = 8  # they may take one part in this many of a budget
 class LookAhead:
     """Predicts queries for one model; made anew for each cache.
 
+    What predictors would take is known at once; they are built with the first prediction, or by
+    `build`.
+
     Parameters
     ----------
     parts
@@ -41,7 +44,8 @@ class LookAhead:
         self._parts = parts
         fast = {i: m for i in parts.disk if _is_fast(m := parts.mixers[i])} if _load() else {}
         self.summed = bool(fast) and self._may_sum(fast, kv_memory_bytes)
-        self._fast = {i: _predictor(m, parts, self.summed) for i, m in fast.items()}
+        self._plan = tuple(fast)  # layers that are predicted the fast way
+        self._fast: dict[int, Any] | None = None
         rotary = getattr(parts.decoder, "rotary_emb", None)
         parameters = inspect.signature(rotary.forward).parameters if rotary is not None else {}
         self._rotary_by_kind = rotary if "layer_type" in parameters else None
@@ -58,14 +62,21 @@ class LookAhead:
         rows = shape.width * shape.element_bytes
         return sum(rows * self._parts.mixers[i].q_proj.in_features for i in layers)
 
+    def build(self) -> dict[int, Any]:
+        """Makes the predictors, by layer; again does nothing."""
+        if self._fast is None:
+            mixers = self._parts.mixers
+            self._fast = {i: _predictor(mixers[i], self._parts, self.summed) for i in self._plan}
+        return self._fast
+
     @property
     def nbytes(self) -> int:
-        """Memory of the summed projections, bytes."""
-        return self._summed_bytes(self._fast) if self.summed else 0
+        """Memory of the summed projections once they are built, bytes."""
+        return self._summed_bytes(self._plan) if self.summed else 0
 
     @property
     def description(self) -> str:
-        fast, layers = len(self._fast), len(self._parts.disk)
+        fast, layers = len(self._plan), len(self._parts.disk)
         if fast == 0:
             return "generic"
         kind = "fast, heads summed" if self.summed else "fast"
@@ -97,7 +108,7 @@ class LookAhead:
         if embeddings is None or "forward" in vars(attention):
             return None
         with torch.no_grad():
-            predictor = self._fast.get(layer)
+            predictor = self.build().get(layer)
             if predictor is not None:
                 cos, sin = embeddings
                 return predictor.predict(hidden, cos, sin)
@@ -158,11 +169,18 @@ def _is_fast(attention: nn.Module) -> bool:
     return (
         known
         and type(projection) is nn.Linear
+        and _is_plain(projection.weight)
+        and (projection.bias is None or _is_plain(projection.bias))
         and not projection._forward_hooks
         and not projection._forward_pre_hooks
         and "forward" not in vars(projection)  # accelerate puts its own there
         and (norm is None or hasattr(norm, "variance_epsilon"))
     )
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether numbers may be taken as they lie: a quantised weight is a tensor of its own kind."""
+    return type(weight) is nn.Parameter and weight.is_floating_point()
 
 
 def _predictor(attention: nn.Module, parts: ModelParts, summed: bool) -> Any:

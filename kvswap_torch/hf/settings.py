@@ -80,5 +80,5 @@ def default_config(shape: ModelShape) -> SwapConfig:
     earlier), and only a calibration shows which. Without one, right answers go before hidden reads:
     on the reference model 10 of 10 answers are right this way and 0 of 10 with prediction.
     """
-    config = SwapConfig(look_ahead=False)
+    config = SwapConfig()
     return dataclasses.replace(config, rank=min(shape.width, config.rank))

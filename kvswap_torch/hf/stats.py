@@ -13,7 +13,6 @@ from kvswap_torch.timeline import SPANS, Timeline
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.driver import SessionDriver
-    from kvswap_torch.hf.lookahead import LookAhead
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class CacheStats:
         return text.getvalue().rstrip()
 
 
-def collect(driver: SessionDriver, look_ahead: LookAhead, timeline: bool = False) -> CacheStats:
+def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
     """Reads the session's counters, and its timeline where that is asked for."""
     if timeline and not driver.timeline_spans:
         raise ValueError(
@@ -126,10 +125,11 @@ def collect(driver: SessionDriver, look_ahead: LookAhead, timeline: bool = False
     session, shape = driver.session, driver.parts.shape
     counters, facts = session.counters(), session.facts()
     ledger = dict(session.ledger())
-    resident, peak = (ledger.pop(name) + look_ahead.nbytes for name in ("total", "peak"))
+    beside = driver.predictor_bytes
+    resident, peak = (ledger.pop(name) + beside for name in ("total", "peak"))
     ledger.pop("limit", None)
-    if look_ahead.nbytes:
-        ledger["predictor"] = look_ahead.nbytes
+    if beside:
+        ledger["predictor"] = beside
     tokens, batch = driver.columns(), session.batch()
     attended, loaded = counters["groups_attended"], counters["groups_loaded"]
     decoded = counters["sequences"] / shape.layers
@@ -158,7 +158,7 @@ def collect(driver: SessionDriver, look_ahead: LookAhead, timeline: bool = False
         io_mode=facts["io_mode"],
         fallbacks=facts["fallbacks"],
         projection=driver.projection_source,
-        predictor=look_ahead.description if driver.config.look_ahead else "off",
+        predictor=driver.predictor_source,
         estimate_seconds=driver.estimate_seconds,
         counters=counters,
         timeline=Timeline(json.loads(session.timeline())) if timeline else None,

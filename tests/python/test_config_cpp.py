@@ -79,7 +79,7 @@ def test_what_python_saves_cpp_reads(tmp_path: Path) -> None:
     (answer,) = ask({"do": "load", "path": str(tmp_path / "c.json")})
     assert answer["ok"]["settings"] == plain(config)
     (answer,) = ask({"do": "prepare", "path": "", "directory": str(tmp_path), **MODEL})
-    assert answer["ok"]["settings"] == plain(SwapConfig(look_ahead=False))  # no file: the defaults
+    assert answer["ok"]["settings"] == plain(SwapConfig())  # no file: the defaults
 
 
 def refusals(paths: list[Path]) -> list[tuple[str, str]]:
@@ -160,19 +160,20 @@ def settled(request: dict[str, Any], config: SwapConfig | None, folder: Path) ->
     """What `KVSwapCache` would settle on, as the probe answers."""
     shape, reserved = shape_of(request), request["reserved_bytes"]
     budget = Budget(*(request[n] for n in ("kv_memory_bytes", "max_context", "max_batch")))
-    inner = dataclasses.asdict(budget) | {"disk_quota_bytes": None}
-    if budget.kv_memory_bytes is not None:
-        inner["kv_memory_bytes"] = max(1, budget.kv_memory_bytes - reserved)
     alignment = alignment_bytes(folder)
 
     def need(candidate: SwapConfig, batch: int, context: int) -> dict[str, int]:
+        beside = reserved if candidate.look_ahead else 0
+        inner = dataclasses.asdict(budget) | {"disk_quota_bytes": None}
+        if budget.kv_memory_bytes is not None:
+            inner["kv_memory_bytes"] = max(1, budget.kv_memory_bytes - beside)
         options = {name: getattr(candidate, name) for name in SHARED}
         options |= {name: -1 if value is None else value for name, value in inner.items()}
         options |= {n: request[n] for n in ("layers", "heads", "kv_heads", "head_dim")}
         options |= {"dtype": DTYPES[request["dtype"]], "directory": str(folder)}
         options["ranks"] = list(effective_ranks(candidate, shape, False))
         uses = memory_need(options, batch, context, alignment)
-        return uses | {"predictor": reserved, "total": uses["total"] + reserved}
+        return uses | {"predictor": beside, "total": uses["total"] + beside}
 
     first = None
     if request["first_batch"] is not None:
@@ -206,6 +207,7 @@ def random_config(draw: random.Random, layers: int) -> SwapConfig:
     return SwapConfig(
         **settings(),
         summary_dtype=draw.choice(["model", "int8"]),
+        look_ahead=draw.choice([False, True]),
         select_queries_max=draw.randint(1, 16),
         table=draw.choice([[], rows]),
     )

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from kvswap_torch import KVSwapCache
 from kvswap_torch.hf import lookahead
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.lookahead import LookAhead, captured_query
@@ -152,7 +153,63 @@ def test_look_ahead_can_be_switched_off(open_cache, monkeypatch):
     cache = open_cache(model, dataclasses.replace(TIGHT, look_ahead=False))
     monkeypatch.setattr(LookAhead, "predict", lambda *a: pytest.fail("predicted"))
     greedy(model, prompt(1, 20), cache, tokens=3)
-    assert cache.stats().predictor == "off"
+    assert cache.stats().predictor == "off (not calibrated)"
+
+
+def test_the_predictor_is_built_and_charged_only_where_settings_look_ahead(sessions, tmp_path):
+    model = tiny_model("llama")
+    for look_ahead in (False, True):
+        config = dataclasses.replace(TIGHT, look_ahead=look_ahead)
+        with KVSwapCache(model, tmp_path, config, kv_memory_bytes="4MiB") as cache:
+            built, stats = cache._look_ahead._fast, cache.stats()
+            assert (built is not None) == look_ahead
+            assert ("predictor" in stats.ledger) == (look_ahead and LIBRARY.is_file())
+            assert stats.resident_bytes == sum(stats.ledger.values())
+            greedy(model, prompt(1, 20), cache, tokens=3)
+            assert stats.predictor.endswith("not calibrated" if look_ahead else "calibrated)")
+    with KVSwapCache(model, tmp_path) as cache:
+        assert not cache.driver.config.look_ahead  # nobody calibrated it
+
+
+class ScaledWeight(torch.Tensor):
+    """A weight that is stored in another way than its numbers say, as quantised ones are.
+
+    Whoever takes the stored numbers for the weight is wrong by a factor of 4.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def plain(value):
+            return 4 * value.as_subclass(torch.Tensor) if isinstance(value, cls) else value
+
+        if function is torch.nn.functional.linear:
+            return function(*map(plain, args), **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_a_weight_of_another_kind_takes_the_generic_path(look_ahead, open_cache):
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        projection = layer.self_attn.q_proj
+        stored = (projection.weight.detach() / 4).as_subclass(ScaledWeight)
+        projection.weight = nn.Parameter(stored, requires_grad=False)
+        assert type(projection.weight) is not nn.Parameter
+    inputs = prompt(2, 20)
+    cache = open_cache(model, dataclasses.replace(COVERING, look_ahead=look_ahead))
+    assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
+    if look_ahead:
+        assert cache.stats().predictor == "generic, not calibrated"
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_torchao_int8_weights(look_ahead, open_cache):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    inputs = prompt(1, 20)
+    cache = open_cache(model, dataclasses.replace(COVERING, look_ahead=look_ahead))
+    assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
 
 
 def test_without_the_library_everything_is_generic(monkeypatch, tmp_path):
@@ -192,4 +249,4 @@ def test_families_that_name_the_cache_differently(open_cache):
     cache.close()
     tight = open_cache(model, TIGHT)
     greedy(model, inputs, tight)
-    assert tight.get_seq_length() == 31 and tight.stats().predictor == "generic"
+    assert tight.get_seq_length() == 31 and tight.stats().predictor == "generic, not calibrated"

@@ -153,7 +153,7 @@ def test_steps_with_loads_are_paired_with_those_of_their_place_without():
         Timing(place, 0.010, {}, idle),
         Timing(alone, 0.050, {}, busy),
     ]
-    config = SwapConfig(true_query_layers=(1,))
+    config = SwapConfig(look_ahead=True, true_query_layers=(1,))
     loads = LayerLoads(10.0, 1e5)
     assert loading_steps(timings, config, 6) == [LoadingStep(0.030, 0.010, 6, 4, loads)]
 

@@ -57,6 +57,7 @@ SMALL = {
     "rank": 8,
     "select_queries_max": 4,
     "read_depth": 8,
+    "look_ahead": True,
 }
 COVERING = SwapConfig(groups_max=400, pages_max=400, **SMALL)
 TIGHT = SwapConfig(groups_max=3, pages_max=6, **SMALL)

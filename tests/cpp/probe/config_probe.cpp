@@ -100,7 +100,7 @@ std::string prepared(const JsonValue& request) {
   if (const auto batch = perhaps(request, "first_batch")) {
     args.first = FirstPass{*batch, integer(request, "first_tokens")};
   }
-  args.reserved_bytes = integer(request, "reserved_bytes");
+  args.predictor_bytes = integer(request, "reserved_bytes");
   const Opening opening = prepare(args);
   double sum = 0;  // of all the projections' numbers
   for (const Projection& pair : opening.projections) {

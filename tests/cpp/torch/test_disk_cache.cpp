@@ -113,7 +113,7 @@ TEST_F(DiskCacheTest, AttendsAsPlainAttentionDoes) {
 }
 
 TEST_F(DiskCacheTest, LooksAheadWhereThatIsOfUse) {
-  configure(R"("rank": 8, "tail_tokens": 8, "true_query_layers": [0])");
+  configure(R"("look_ahead": true, "rank": 8, "tail_tokens": 8, "true_query_layers": [0])");
   if (IsSkipped()) return;
   DiskCache cache(args_);
   const Settings& settings = cache.settings();
@@ -130,7 +130,7 @@ TEST_F(DiskCacheTest, LooksAheadWhereThatIsOfUse) {
 }
 
 TEST_F(DiskCacheTest, PredictsAndChoosesOnceTheContextIsLong) {
-  configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
+  configure(R"("look_ahead": true, "rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
   if (IsSkipped()) return;
   DiskCache cache(args_);
   pass(cache, 100);  // a long chunk is exact; the projection is estimated from it
@@ -183,7 +183,10 @@ TEST_F(DiskCacheTest, GoesOnAfterACropAndAReset) {
 }
 
 TEST_F(DiskCacheTest, ReportsWhatPythonReports) {
-  args_.reserved_bytes = 1 << 20;
+  args_.predictor_bytes = 1 << 20;
+  EXPECT_EQ(DiskCache(args_).report().find("predictor"), std::string::npos) << "not looking ahead";
+  configure(R"("look_ahead": true)");
+  if (IsSkipped()) return;
   DiskCache cache(args_);
   EXPECT_NE(cache.report().find("none needed so far"), std::string::npos);
   pass(cache, 40);
