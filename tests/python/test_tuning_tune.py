@@ -203,7 +203,8 @@ def test_evaluation_compares_with_the_full_cache(tuned, model):
 def test_too_small_a_budget_names_the_minimum_before_anything_is_measured(
     model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("kvswap_torch.tuning.pipeline.probe_disk", lambda *a, **k: pytest.fail("measured"))
+    probe = "kvswap_torch.tuning.pipeline.probe_disk"
+    monkeypatch.setattr(probe, lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(BudgetError, match=r"must be at least \d+ .*Lower max_context"):
         run(model, tmp_path, budget="64KiB")
     assert not list(tmp_path.rglob("*.*"))
