@@ -13,9 +13,9 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.tuning.default_samples import default_samples, samples_from_files
 from kvswap_torch.tuning.evaluate import evaluate as evaluate_config
+from kvswap_torch.tuning.minimum import check_budget
 from kvswap_torch.tuning.pipeline import (
     TuneOptions,
-    check_budget,
     find_settings,
     measure_all,
     projection_beside,
@@ -90,7 +90,15 @@ def tune(
     budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
     if Path(path).is_dir():
-        check_budget(model, max_context_len, max_batch_size, budget, Path(path), options)
+        check_budget(
+            model,
+            max_context_len,
+            max_batch_size,
+            budget,
+            Path(path),
+            options.calibration.choice,
+            options.sizes,
+        )
     with tempfile.TemporaryDirectory() as scratch:
         drawn: list[Samples] = []
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import BudgetError, StorageError
+from kvswap_torch.errors import StorageError
 from kvswap_torch.projection_file import save_projections
-from kvswap_torch.sizing import ModelShape, Request, too_small
+from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning import work as kept
 from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.calibrated import (
@@ -31,6 +31,7 @@ from kvswap_torch.tuning.costs import Levels, SettingCosts, make_work
 from kvswap_torch.tuning.disk_model import DiskModel
 from kvswap_torch.tuning.levels import make_levels
 from kvswap_torch.tuning.loading_model import LoadingModel, fit_loading
+from kvswap_torch.tuning.minimum import usable_sizes
 from kvswap_torch.tuning.probe import DiskFigures, probe_disk
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.recall import RANKS, rank_grid
@@ -48,7 +49,6 @@ RANK_MAX = 128
 CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended
 MODELLED = ("nvme", "ufs", "emmc")  # what a session can be slowed down to
 REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
-RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
 PROJECTION_NAME = "projection.safetensors"
 
 
@@ -127,47 +127,6 @@ class Measured:
         )
 
 
-def check_budget(
-    model: Any,
-    context_max: int,
-    batch_max: int,
-    budget_bytes: int,
-    path: Path,
-    options: TuneOptions,
-) -> None:
-    """Refuses, before anything is measured, a budget that no settings of the tuner's fit in.
-
-    Raises
-    ------
-    BudgetError
-        Names the minimum, what it is made of and what to lower.
-    """
-    from kvswap_torch.hf.families import model_parts
-    from kvswap_torch.hf.session import alignment_bytes
-
-    shape = model_parts(model).shape
-    alignment = alignment_bytes(path)
-    request = Request(budget_bytes, context_max, batch_max)
-    need = engine_need(model, Demand(context_max, batch_max, budget_bytes), alignment)
-    choice = options.calibration.choice
-    tokens = choice.group_tokens * choice.groups_max
-    smallest = [
-        SwapConfig(
-            group_tokens=size,
-            rank=min(RANKS[0], shape.width),
-            summary_dtype="int8",
-            groups_max=tokens // size,
-            pages_max=max(tokens // size, SwapConfig().select_queries_max),
-            sink_tokens=choice.sink_tokens,
-            tail_tokens=choice.tail_tokens,
-        )
-        for size in _usable_sizes(options.sizes, shape, alignment)
-    ]
-    least = min(smallest, key=lambda config: need(config)["total"])
-    if need(least)["total"] > budget_bytes:
-        raise BudgetError(too_small(request, need(least), least))
-
-
 def measure_all(
     model: Any,
     context_max: int,
@@ -210,7 +169,7 @@ def measure_all(
     )
     traffic = TrafficTable(calibrated.choices)
     base = dataclasses.replace(base, replacement=pick_replacement(traffic, context_max))
-    sizes = _usable_sizes(options.sizes, shape, figures.alignment_bytes)
+    sizes = usable_sizes(options.sizes, shape, figures.alignment_bytes)
     plan = _timing_plan(batch_max, context_max, shape, calibrated, sizes)
     key = kept.make_key(
         "steps with loads and without",
@@ -325,16 +284,6 @@ def _timings_name(options: TuneOptions) -> str:
     return f"timings-{options.device or 'local'}"
 
 
-def _usable_sizes(sizes: Sequence[int], shape: ModelShape, alignment: int) -> list[int]:
-    """Group sizes whose records are not mostly padding."""
-    token = 2 * shape.width * shape.element_bytes
-
-    def waste(size: int) -> float:
-        return -(-size * token // alignment) * alignment / (size * token)
-
-    return [size for size in sizes if waste(size) <= RECORD_WASTE_MAX] or [max(sizes)]
-
-
 def _work_of(timing: Timing, base: SwapConfig, shape: ModelShape) -> Work:
     """What a measured step did, by the session's own counts."""
     place, counts = timing.place, timing.counts
@@ -370,9 +319,7 @@ def make_grid(measured: Measured, levels: Levels, context: int, options: TuneOpt
     capacities = {int(share * tokens) for share in CAPACITY_SHARES}
     capacities = {each for each in capacities if each < context} | {max(context, tokens)}
     return Grid(
-        groups=tuple(
-            _usable_sizes(options.sizes, measured.shape, measured.figures.alignment_bytes)
-        ),
+        groups=tuple(usable_sizes(options.sizes, measured.shape, measured.figures.alignment_bytes)),
         ranks=levels.values,
         capacities=tuple(sorted(capacities)),
         exposed_share=options.exposed_share,
