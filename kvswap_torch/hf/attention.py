@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 NAME = "kvswap"
 
 
-class Captured(Exception):
-    """Ends an attention's forward where its query is known: the rest of it is of no use."""
-
-    def __init__(self, query: torch.Tensor):
-        super().__init__()
-        self.query = query
-
-
 class Switch:
     """Puts one decoder's config on "kvswap" while at least one of its caches is open.
 
@@ -131,12 +123,15 @@ def attention(
     tuple
         ``[batch, tokens, heads, head_dim]`` and None: the weights are not kept.
     """
-    if passes.here.capturing is module:
-        raise Captured(query)
+    observer = passes.here.observer
+    if observer is not None:
+        output = observer(module, query, key, value, attention_mask, kwargs)
+        if output is not None:
+            return output, None
     layer = passes.layer_of(module)
     if layer is None:
         return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    return layer.attend(module, query, attention_mask, **kwargs), None
+    return layer.attend(module, query, key, value, attention_mask, **kwargs), None
 
 
 def mask(**kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
+from kvswap_torch.hf.trial import try_attention
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
@@ -96,6 +97,7 @@ class KVSwapCache(Cache):
         if config is not None:
             config.check_model(self.parts.identity)
         budget = _budget(kv_memory_bytes, max_context, max_batch)
+        try_attention(self.parts)
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._passing: threading.Thread | None = None  # who runs a forward pass
         self._entering = threading.Lock()

@@ -19,6 +19,13 @@ from kvswap_torch.sizing import ModelShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIM_MAX = 256
+# Kinds of layers with a past that grows, and why it stays in memory.
+OTHER_KINDS = {
+    "hybrid": "has attention only in hybrid blocks, beside a recurrent state of the same layer",
+    "indexed_attention": "chooses by an index of its own what it attends to (indexed_attention)",
+    "compressed_sparse_attention": "compresses its cache itself (compressed_sparse_attention)",
+    "heavily_compressed_attention": "compresses its cache itself (heavily_compressed_attention)",
+}
 
 
 @dataclass(frozen=True)
@@ -83,17 +90,18 @@ def model_parts(model: Any) -> ModelParts:
         )
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _unsupported(name, "is an encoder-decoder model; decoder-only models are supported")
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(decoder, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
-        raise _unsupported(name, "keeps its layers where they are not found (decoder.layers)")
+        raise unsupported(name, "is an encoder-decoder model; decoder-only models are supported")
+    decoder = _decoder(model)
     config = decoder.config
-    mixers = tuple(_mixer(layer) for layer in layers)
     kinds, layer_kwargs = get_layer_types_and_kwargs(config)
+    mixers = tuple(_mixer(layer) for layer in decoder.layers)
     unknown = sorted(set(kinds) - set(DYNAMIC_LAYER_TYPE_MAPPING))
-    if unknown or len(kinds) != len(mixers):
-        raise _unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
+    if unknown:
+        raise unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
+    if len(kinds) != len(mixers):
+        raise unsupported(
+            name, f"caches {len(kinds)} layers, but has {len(mixers)} in decoder.layers"
+        )
     windows = _full_windows(config, kinds, layer_kwargs)
     disk = tuple(
         i
@@ -102,8 +110,9 @@ def model_parts(model: Any) -> ModelParts:
         or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
     )
     _check_attention(name, decoder, [mixers[i] for i in disk], kinds, layer_kwargs)
-    dtype, shape = _tensors(name, config, [mixers[i] for i in disk])
-    device = _device(name, [mixers[i] for i in disk])
+    attentions = [mixers[i] for i in disk]
+    dtype, shape = _tensors(name, decoder, attentions, config.per_layer_config[disk[0]])
+    device = _device(name, decoder, attentions)
     identity = ModelIdentity(
         model_type=config.model_type,
         layers=shape.layers,
@@ -129,14 +138,36 @@ def model_parts(model: Any) -> ModelParts:
     )
 
 
+def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that owns the layers."""
+    name, found = type(model).__name__, model.get_decoder()
+    for decoder in (found, getattr(found, "model", None)):
+        is_model = isinstance(decoder, PreTrainedModel)
+        if is_model and isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            return decoder
+    lists = {each: part for each, part in found.named_modules() if isinstance(part, nn.ModuleList)}
+    if not lists:
+        raise unsupported(name, "keeps no list of layers (decoder.layers)")
+    longest = max(lists, key=lambda each: len(lists[each]))
+    raise unsupported(name, f"keeps its layers in {longest}; they are looked for in decoder.layers")
+
+
 def config_hash(config: Any) -> str:
     """Digest of the numbers that shape a model's keys and queries, the same in every release."""
     names = (
         "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
         "head_dim intermediate_size vocab_size"
     )
-    facts = {name: getattr(config, name, None) for name in names.split()}
+    facts = {name: _fact(config, name) for name in names.split()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _fact(config: Any, name: str) -> Any:
+    """None also where it differs by layer, which transformers does not answer for."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _mixer(layer: nn.Module) -> nn.Module | None:
@@ -163,52 +194,82 @@ def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> fr
 def _check_attention(name, decoder, attentions, kinds, layer_kwargs) -> None:
     config = decoder.config
     if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
-        raise _unsupported(name, "shares one layer's keys and values with other layers")
+        raise unsupported(name, "shares one layer's keys and values with other layers")
     if not attentions:
-        windows = {k["sliding_window"] for k in layer_kwargs if "sliding_window" in k}
-        why = f" (windows of {', '.join(map(str, sorted(windows)))} tokens)" if windows else ""
-        raise _unsupported(name, f"has no full-attention layer{why}, so its cache is small already")
+        raise unsupported(name, _why_none(kinds, layer_kwargs))
     if None in attentions or not getattr(decoder, "_can_set_attn_implementation", lambda: True)():
-        raise _unsupported(name, "computes attention itself, not through the attention interface")
+        raise unsupported(name, "computes attention itself, not through the attention interface")
+    if any(hasattr(a, "kv_lora_rank") for a in attentions):
+        raise unsupported(
+            name,
+            "has multi-head latent attention (kv_lora_rank): it caches a compressed latent, not "
+            "keys and values per head",
+        )
     if getattr(config, "attn_logit_softcapping", None):
-        raise _unsupported(name, "caps attention logits (attn_logit_softcapping)")
+        raise unsupported(name, "caps attention logits (attn_logit_softcapping)")
     if any(isinstance(getattr(a, "sinks", None), torch.Tensor) for a in attentions):
-        raise _unsupported(name, "has learned attention sinks (s_aux)")
+        raise unsupported(name, "has learned attention sinks (s_aux)")
     if getattr(config, "use_bidirectional_attention", False) or not all(
         getattr(a, "is_causal", True) for a in attentions
     ):
-        raise _unsupported(name, "attends to later tokens (bidirectional attention)")
+        raise unsupported(name, "attends to later tokens (bidirectional attention)")
 
 
-def _tensors(name: str, config: Any, attentions: list[nn.Module]) -> tuple[torch.dtype, ModelShape]:
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(attentions[0], "head_dim", None) or config.hidden_size // heads
+def _why_none(kinds: list[str], layer_kwargs: list[dict]) -> str:
+    """Why no layer is full attention."""
+    for kind, why in OTHER_KINDS.items():
+        if kind in kinds:
+            return why
+    windows = {kwargs["sliding_window"] for kwargs in layer_kwargs if "sliding_window" in kwargs}
+    if windows:
+        tokens = ", ".join(map(str, sorted(windows)))
+        return (
+            f"has no full-attention layer (windows of {tokens} tokens): its cache is small already"
+        )
+    return "has no attention layer, only states of a fixed size: its cache is small already"
+
+
+def _tensors(
+    name: str, decoder: PreTrainedModel, attentions: list[nn.Module], layer_config: Any
+) -> tuple[torch.dtype, ModelShape]:
+    heads = layer_config.num_attention_heads
+    kv_heads = getattr(layer_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(attentions[0], "head_dim", None) or layer_config.hidden_size // heads
     value_dim = getattr(attentions[0], "v_head_dim", head_dim)
     if head_dim % 8 or head_dim > HEAD_DIM_MAX or value_dim != head_dim:
-        raise _unsupported(
+        raise unsupported(
             name,
             f"has heads of {head_dim} (keys) and {value_dim} (values) elements; they must be equal "
             f"and a multiple of 8, at most {HEAD_DIM_MAX}",
         )
-    parameters = [p for a in attentions for p in a.parameters()]
-    # Quantised weights are integers; keys then have the type of what is not quantised.
+    # Quantised weights are integers, or no parameters at all: keys then have the type of the rest.
+    parameters = _parameters(decoder, attentions)
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     if dtype not in DTYPES:
-        raise _unsupported(name, f"is of type {dtype}; float32, bfloat16 and float16 are supported")
+        raise unsupported(name, f"is of type {dtype}; float32, bfloat16 and float16 are supported")
     return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
 
 
-def _device(name: str, attentions: list[nn.Module]) -> torch.device:
-    devices = {p.device for a in attentions for p in a.parameters()}
+def _parameters(decoder: PreTrainedModel, attentions: list[nn.Module]) -> list[nn.Parameter]:
+    return [p for a in attentions for p in a.parameters()] or list(decoder.parameters())
+
+
+def _device(name: str, decoder: PreTrainedModel, attentions: list[nn.Module]) -> torch.device:
+    devices = {p.device for p in _parameters(decoder, attentions)}
     if len(devices) == 1 and (only := next(iter(devices))).type in ("cpu", "cuda"):
         return only
-    raise _unsupported(
+    if any(device.type == "meta" for device in devices) and any(
+        hasattr(module, "_hf_hook") for module in decoder.modules()
+    ):
+        raise unsupported(
+            name, "is offloaded by accelerate; all of its attention must stay where it computes"
+        )
+    raise unsupported(
         name,
         f"is on {', '.join(sorted(map(str, devices)))}; all of it must be on the CPU or on one "
         "CUDA device: move the model with model.to('cpu') or model.to('cuda:0')",
     )
 
 
-def _unsupported(name: str, why: str) -> UnsupportedModelError:
+def unsupported(name: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"KVSwapCache: {name} {why}")

@@ -71,6 +71,8 @@ class DiskLayer(CacheLayerMixin):
         self,
         module: nn.Module,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
@@ -85,7 +87,13 @@ class DiskLayer(CacheLayerMixin):
             )
         keys, values = self._pending
         self._pending = None
-        _refuse(module, attention_mask, dropout, kwargs)
+        if key.shape != keys.shape or value.shape != values.shape:
+            raise UnsupportedModelError(
+                f"KVSwapCache: {type(module).__name__} must attend to what it has cached, keys "
+                f"{list(keys.shape)} and values {list(values.shape)}, got {list(key.shape)} and "
+                f"{list(value.shape)}"
+            )
+        refuse_options(module, attention_mask, dropout, kwargs)
         columns = self.get_seq_length() + keys.shape[2]
         if sliding_window is not None and sliding_window < columns:
             raise UnsupportedModelError(
@@ -117,7 +125,7 @@ class DiskLayer(CacheLayerMixin):
     batch_repeat_interleave = batch_select_indices = _whole_cache_only
 
 
-def _refuse(module, attention_mask, dropout: float, kwargs: dict[str, Any]) -> None:
+def refuse_options(module, attention_mask, dropout: float, kwargs: dict[str, Any]) -> None:
     """What the kernel does not do must not be ignored."""
     name = type(module).__name__
     if attention_mask is not None and attention_mask.dim() != 2:

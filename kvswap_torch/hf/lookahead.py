@@ -17,7 +17,6 @@ from torch import nn
 from transformers import Cache
 
 from kvswap_torch.hf import passes
-from kvswap_torch.hf.attention import Captured
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.native import LIBRARY
 
@@ -135,14 +134,27 @@ def captured_query(
     call = {
         name: _NoCache() if isinstance(value, Cache) else value for name, value in kwargs.items()
     } | {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
-    passes.here.capturing = attention
+
+    def take(module: nn.Module, query: torch.Tensor, *others: Any) -> None:
+        if module is attention:
+            raise _Captured(query)
+
+    passes.here.observer = take
     try:
         attention.forward(**call)
-    except Captured as captured:
+    except _Captured as captured:
         return captured.query
     finally:
-        passes.here.capturing = None
+        passes.here.observer = None
     raise RuntimeError(f"look-ahead: {type(attention).__name__} did not attend")
+
+
+class _Captured(Exception):
+    """Ends an attention's forward where its query is known: the rest of it is of no use."""
+
+    def __init__(self, query: torch.Tensor):
+        super().__init__()
+        self.query = query
 
 
 class _NoCache:

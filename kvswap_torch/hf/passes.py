@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -21,18 +23,19 @@ if TYPE_CHECKING:
 class _Here(threading.local):
     cache: weakref.ref[KVSwapCache] | None = None
     attending: tuple[weakref.ref[nn.Module], weakref.ref[DiskLayer]] | None = None
-    capturing: nn.Module | None = None
+    # Sees what the attention function is called with, and may answer in its place.
+    observer: Callable[..., torch.Tensor | None] | None = None
 
 
 here = _Here()
 
 
-def begin(cache: KVSwapCache) -> None:
+def begin(cache: Any) -> None:
     """A forward pass with `cache` begins: masks are made for it from here on."""
     here.cache = weakref.ref(cache)
 
 
-def end(cache: KVSwapCache) -> None:
+def end(cache: Any) -> None:
     """The pass is over, or this one is not with `cache`; another cache's stays."""
     if here.cache is weakref.ref(cache):
         here.cache = here.attending = None

@@ -1,0 +1,179 @@
+"""Whether a model's attention can be done from disk, tried on two tokens when a cache is opened.
+
+What a family does between its projections and its attention cannot be read off its config: some
+cache a latent, some change keys after they were cached, some attend twice. So the decoder runs on
+two tokens with a cache that only looks, until one layer of every kind has attended. That is one
+layer of most models.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
+
+from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf import passes
+from kvswap_torch.hf.attention import Switch
+from kvswap_torch.hf.families import ModelParts, unsupported
+from kvswap_torch.hf.layer import refuse_options
+
+TOKENS = 2
+
+_passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def try_attention(parts: ModelParts) -> None:
+    """Tries a decoder once; the next cache of the same one is not held up.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Naming what in its attention cannot be done from disk.
+    """
+    if parts.decoder in _passed:
+        return
+    trial = TrialCache(parts)
+    switch = Switch.acquire(parts)
+    passes.here.observer = trial.observe
+    passes.begin(trial)
+    try:
+        _run(parts, trial)
+        trial.finish()
+    except _Enough:
+        pass
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise unsupported(
+            parts.name, f"cannot be run on token ids, a mask [batch, tokens] and a cache ({what})"
+        ) from error
+    finally:
+        passes.here.observer = None
+        passes.end(trial)
+        switch.release()
+    _passed.add(parts.decoder)
+
+
+def _run(parts: ModelParts, trial: TrialCache) -> None:
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=parts.device)
+    with torch.no_grad():
+        parts.decoder(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=trial,
+            use_cache=True,
+        )
+
+
+class _Enough(Exception):
+    """One layer of every kind has attended as it must."""
+
+
+class TrialCache(Cache):
+    """Watches what reaches the cache and the attention function."""
+
+    def __init__(self, parts: ModelParts):
+        self.parts = parts
+        self._kinds_left = {_kind(parts.mixers[index]) for index in parts.disk}
+        self._current: TrialLayer | None = None
+        super().__init__(layers=[self._layer(index) for index in range(len(parts.kinds))])
+
+    def _layer(self, index: int) -> Any:
+        if index in self.parts.disk_index:
+            return TrialLayer(self, index)
+        return DYNAMIC_LAYER_TYPE_MAPPING[self.parts.kinds[index]](**self.parts.layer_kwargs[index])
+
+    def fail(self, why: str) -> UnsupportedModelError:
+        return unsupported(self.parts.name, why)
+
+    def updates(self, layer: TrialLayer) -> None:
+        """A layer's new keys and values have come: the layer before it is done."""
+        if layer is self._current:
+            raise self.fail("updates a layer's cache twice in one pass")
+        self.finish_layer()
+        self._current = layer
+        shape = self.parts.shape
+        expected = (1, shape.kv_heads, TOKENS, shape.head_dim)
+        keys, values = tuple(layer.keys.shape), tuple(layer.values.shape)
+        if keys != expected or values != expected:
+            raise self.fail(
+                f"caches keys of shape {list(keys)} and values of shape {list(values)} in layer "
+                f"{layer.index}; all layers must have {list(expected)}"
+            )
+        if layer.keys.dtype != self.parts.dtype or layer.values.dtype != self.parts.dtype:
+            raise self.fail(f"has weights of {self.parts.dtype}, but caches {layer.keys.dtype}")
+
+    def observe(
+        self, module: nn.Module, query, key, value, mask: torch.Tensor | None, options: dict
+    ) -> torch.Tensor | None:
+        """What the attention function is called with; its result, or None for foreign layers."""
+        layer = self._current
+        if not any(module is self.parts.mixers[index] for index in self.parts.disk):
+            return None
+        name = type(module).__name__
+        if layer is None or self.parts.mixers[layer.index] is not module or layer.attended:
+            raise self.fail(
+                f"attends more than once over what a layer caches, or to something else ({name})"
+            )
+        layer.attended = True
+        if any(
+            a.shape != b.shape or a.data_ptr() != b.data_ptr()
+            for a, b in ((key, layer.keys), (value, layer.values))
+        ):
+            raise self.fail(f"changes keys or values after they were cached ({name})")
+        heads, head_dim = self.parts.shape.heads, self.parts.shape.head_dim
+        if tuple(query.shape) != (1, heads, TOKENS, head_dim):
+            raise self.fail(
+                f"has queries of shape {list(query.shape)} in {name}; its config says "
+                f"{[1, heads, TOKENS, head_dim]}"
+            )
+        refuse_options(module, mask, 0.0, options)
+        return torch.zeros_like(query).transpose(1, 2)
+
+    def finish_layer(self) -> None:
+        """The current layer must have attended by now."""
+        layer = self._current
+        if layer is None:
+            return
+        mixer = self.parts.mixers[layer.index]
+        if not layer.attended:
+            raise self.fail(
+                "computes attention itself, not through the attention interface "
+                f"({type(mixer).__name__})"
+            )
+        self._kinds_left.discard(_kind(mixer))
+        if not self._kinds_left:
+            raise _Enough
+
+    def finish(self) -> None:
+        """The decoder has run to its end."""
+        self.finish_layer()
+        if self._kinds_left:
+            names = ", ".join(sorted({kind.__name__ for kind, *_ in self._kinds_left}))
+            raise self.fail(f"has attention layers that text alone does not reach ({names})")
+
+
+class TrialLayer(DynamicLayer):
+    """Keeps what it is given, and tells."""
+
+    def __init__(self, trial: TrialCache, index: int):
+        super().__init__()
+        self._trial = weakref.ref(trial)
+        self.index = index
+        self.attended = False
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        self.keys, self.values = key_states, value_states
+        self._trial().updates(self)
+        return key_states, value_states
+
+
+def _kind(mixer: nn.Module) -> tuple[Any, ...]:
+    """Layers that differ in nothing that is seen from here are tried once."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in mixer.named_parameters())
+    return type(mixer), getattr(mixer, "is_sliding", None), shapes
