@@ -13,10 +13,10 @@ SUB := $(MAKE) --no-print-directory
 # One builder at a time in each build folder.
 LOCK = mkdir -p build && flock build/.lock-$(1)
 CPP_FILES := find csrc tests/cpp bench examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 2>/dev/null
-PY_FILES := kvswap_torch tuning tests bench tools examples setup.py
+PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality lint format \
+.PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality docs docs-run lint format \
   wheel wheel-check golden clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check locked-cuda \
@@ -120,6 +120,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) libtorch-example
 	$(PY) -m pytest -q $(ARGS)
 	@$(SUB) wheel-check
+	@$(SUB) docs
 
 demo: build  ## a long document answered from a KV cache on disk, next to the full cache
 	$(PY) -m examples.demo $(ARGS)
@@ -147,6 +148,12 @@ quality: build  ## which method finds what the full cache finds; ARGS="--help" t
 
 golden: build  ## tokens, choices, bytes, counters of 46 runs; ARGS="--against FILE" compares
 	$(PY) -m tests.golden build/golden.json $(ARGS)
+
+docs-run: $(STAMP)  ## the shell blocks of README and docs/, in a fresh clone; minutes
+	@$(PY) -m tests.packaging.run_docs
+
+docs: $(STAMP)  ## the pages of docs/ and the API reference, into build/docs; a broken link fails
+	@mkdir -p build && $(VENV)/bin/mkdocs build > build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 
 lint: $(STAMP)  ## ruff and clang-format, changing nothing
 	@$(VENV)/bin/ruff check -q --output-format concise $(wildcard $(PY_FILES))

@@ -1,9 +1,9 @@
-"""Writes the README's tables from the results that stand in bench/results.
+"""Writes the tables of README.md and docs/results.md from what stands in bench/results.
 
     python -m bench.table
 
-Replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` in README.md; a
-table whose marks are not there is left out. Writes every side-by-side cell and their figure, too.
+Replaces what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` on these pages; a
+table whose marks are on neither is left out. Writes every side-by-side cell and their figure, too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,39 @@ from bench.side_by_side import figure as side_by_side_figure
 from bench.side_by_side import report as side_by_side
 from kvswap_torch import format_bytes
 
-README = Path("README.md")
+PAGES = (Path("README.md"), Path("docs/results.md"))
 SHOWN = 2  # lengths of documents
 
 
 def load(pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def headline_table() -> Iterator[str]:
+    """Memory, speed and quality against the full cache, a line each."""
+    cell = json.loads((side_by_side.FOLDER / f"{side_by_side.IN_FULL}.json").read_text())
+    ours, full = cell["contenders"]["kvswap"], cell["contenders"]["static"]
+    setting = f"{side_by_side.title(cell)}".replace(", ", ", context ", 1)
+    setting = ", batch ".join(setting.rsplit(", ", 1))
+    (quality,) = load("quality/reference_model.json")
+    length = max(quality["lengths"], key=int)
+    methods = quality["lengths"][length]["methods"]
+    small, whole = methods["kvswap:memory=1/13"]["tasks"], methods["full"]["tasks"]
+    yield "| | KV on disk | full cache in memory |"
+    yield "|---|---|---|"
+    yield (
+        f"| KV memory: {setting} | {format_bytes(ours['kv_memory_bytes'])} "
+        f"(1/{cell['kv_bytes_full'] / ours['kv_memory_bytes']:.1f}) "
+        f"| {format_bytes(cell['kv_bytes_full'])} |"
+    )
+    yield (
+        f"| time per step: the same | {ours['ms']:.1f} ms "
+        f"| {full['ms']:.1f} ms ({full['against_kvswap']:.2f}x, StaticCache) |"
+    )
+    yield (
+        f"| needles found: reference model, {int(length):,} tokens, 1/13 of the memory "
+        f"| {interval(small['needles']['exact'])} | {interval(whole['needles']['exact'])} |"
+    )
 
 
 def decode_table() -> Iterator[str]:
@@ -169,20 +196,26 @@ def scoring_table() -> Iterator[str]:
             )
 
 
-TABLES = {"decode": decode_table, "demo": demo_table}
+TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}
 
 
-def main() -> None:
-    text = README.read_text()
-    for name, table in TABLES.items():
+def with_tables(text: str, tables: dict[str, str]) -> str:
+    """The page with what stands between its marks replaced."""
+    for name, table in tables.items():
         marks = rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)"
-        body = "\n".join(table())
-        text = re.sub(marks, lambda m, body=body: m[1] + body + "\n" + m[2], text, flags=re.DOTALL)
-    README.write_text(text)
+        text = re.sub(marks, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
+    return text
+
+
+def main() -> None:
+    tables = {name: "\n".join(table()) for name, table in TABLES.items()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(with_tables(text, tables), encoding="utf-8")
     side_by_side.write_all()
     side_by_side_figure.draw()
 

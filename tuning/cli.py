@@ -1,7 +1,8 @@
-"""kvswap-tune: measures a model and a disk and writes the config of a cache."""
+"""``kvswap tune``: measures a model and a disk and writes the config of a cache."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import KVSwapError
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(rich_markup_mode="markdown")
 
 HELP = """
 Find the best settings for a model on a disk within a memory limit.
@@ -26,7 +28,7 @@ a second run with another memory limit takes seconds.
 
 Example:
 
-    kvswap-tune --model ./model --path /fast/disk --max-context 32768 --kv-memory 512MiB
+    kvswap tune --model ./model --path /fast/disk --max-context 32768 --kv-memory 512MiB
 
 Use the result with `KVSwapCache(model, path="/fast/disk", config="config.json")`.
 """
@@ -75,6 +77,18 @@ def load_model(folder: str) -> Any:
         raise typer.BadParameter(f"--model: must be a model's folder or name: {error}") from error
 
 
+def write_json(config: SwapConfig, page: Path | None, out: Path) -> None:
+    """Writes the files' paths (``config``, ``projections``, ``report``) and the ``settings``."""
+    files = {"config": config.source, "projections": config.projection_path, "report": page}
+    told: dict[str, Any] = {name: path and str(path) for name, path in files.items()}
+    told["settings"] = json.loads(config.source.read_text(encoding="utf-8"))
+    text = json.dumps(told, indent=2) + "\n"
+    if out == Path("-"):
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
 @app.command(help=HELP)
 def main(
     model: Annotated[str, typer.Option(help="Folder or name of a transformers model.")],
@@ -106,12 +120,18 @@ def main(
         Path | None, typer.Option(help="Measurements and report; default: OUT with .tuning.")
     ] = None,
     report: Annotated[bool, typer.Option(help="Draw pictures and a page.")] = True,
+    json_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Write files, settings and measurements here; - writes them to stdout."
+        ),
+    ] = None,
 ) -> None:
     from kvswap_torch.tuning.api import tune
     from kvswap_torch.tuning.pipeline import TuneOptions
     from kvswap_torch.tuning.summary import print_result
 
-    console = Console()
+    console = Console(stderr=json_out == Path("-"))
     try:
         options = TuneOptions(
             device=device,
@@ -138,9 +158,11 @@ def main(
         config = result.save(out)
         print_result(result, console)
         console.print(f"wrote {config.source} and {config.projection_path}")
-        if report:
-            page = result.report(work or out.with_suffix(".tuning"))
+        page = result.report(work or out.with_suffix(".tuning")) if report else None
+        if page is not None:
             console.print(f"wrote {page}: why these settings")
+        if json_out is not None:
+            write_json(config, page, json_out)
     except KeyboardInterrupt:
         console.print("interrupted; what was measured is kept, the same command goes on from it")
         raise typer.Exit(130) from None

@@ -29,7 +29,7 @@ method, teacher-forced, in plain torch. Results are appended to a journal in bui
 for each document and method, so that the same command goes on where it stopped, and several
 commands may fill one journal; a change of the weights, the config or what is asked begins a new
 one. At the end the summary and the figures of all that the journal has are written to
-bench/results/quality, and `python -m bench.table` puts them into the README.
+bench/results/quality, and `python -m bench.table` puts them into docs/results.md.
 
 Methods are written FAMILY:SETTING=VALUE,SETTING=VALUE and separated by spaces. Families:
 {", ".join(FAMILIES)}, and paper (KVSwap as published). What is not said is as the model's

@@ -1,4 +1,4 @@
-"""Side-by-side results as tables: in the terminal, in the README, in full beside the results."""
+"""Side-by-side results as tables: in the terminal, in the docs, in full beside the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.side_by_side.plan import LABELS
 from kvswap_torch import format_bytes
 
 FOLDER = RESULTS / "side_by_side"
-IN_FULL = "1b_32k_b8_local"  # the cell that the README shows with everything
+IN_FULL = "1b_32k_b8_local"  # the cell that the results page shows with everything
 COLUMNS = (
     "contender", "ms per step (quartiles)", "against kvswap", "KV memory", "seen from outside",
     "read per step", "written per step, per token stored", "CPU s per step", "hits",
@@ -113,7 +113,7 @@ def full_rows(result: dict[str, Any]) -> Iterator[str]:
 
 
 def in_full(folder: Path = FOLDER) -> Iterator[str]:
-    """The README's cell with everything; nothing when it has not been measured."""
+    """That cell with everything; nothing when it has not been measured."""
     path = folder / f"{IN_FULL}.json"
     if path.exists():
         yield from full_rows(json.loads(path.read_text()))

@@ -1,4 +1,8 @@
-"""The commands and their options; what they do is in the modules beside this one."""
+"""``kvswap``: the commands and their options; what they do is in the modules beside this one.
+
+``kvswap-torch`` and ``python -m kvswap_torch`` are the same. A command that has its options
+elsewhere is one line at the end: ``app.command("name")(function)``.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from rich.console import Console
 
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
+from kvswap_torch.tuning import cli as tuning
 
 app = typer.Typer(
-    name="kvswap_torch",
+    name="kvswap",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="A KV cache that lives on disk, for Hugging Face models.",
@@ -29,7 +33,7 @@ gone when the command ends. Then each question is asked in turn; each turn sees 
 
 [bold]Start here:[/bold] one document, one question, defaults for everything else.
 
-  python -m kvswap_torch generate --model DIR --document book.txt --question "Who tells it?"
+  kvswap generate --model DIR --document book.txt --question "Who tells it?"
 
 [bold]Less memory:[/bold] give a budget; the rest is derived from it, or you are told the minimum.
 
@@ -55,7 +59,7 @@ def generate(
         str, typer.Option(help="Folder (or hub name) of a Hugging Face model.", metavar="DIR")
     ],
     document: Annotated[
-        Path, typer.Option(help="Text file, UTF-8.", exists=True, dir_okay=False, metavar="FILE")
+        Path, typer.Option(help="Text file, UTF-8; - reads stdin.", metavar="FILE")
     ],
     question: Annotated[
         list[str], typer.Option(help="A question; repeat for several turns.", metavar="TEXT")
@@ -75,7 +79,10 @@ def generate(
         bool, typer.Option("--compare", help="Also run with the full cache in memory.")
     ] = False,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", metavar="OUT")
+        Path | None,
+        typer.Option(
+            "--json", help="Write the results here; - writes them to stdout.", metavar="OUT"
+        ),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -102,6 +109,7 @@ def generate(
     ] = "auto",
 ) -> None:
     from kvswap_torch.cli.generate import GenerateOptions, run
+    from kvswap_torch.cli.report import STDOUT
 
     run(
         GenerateOptions(
@@ -120,7 +128,8 @@ def generate(
             prefill_chunk=prefill_chunk,
             prompt_template=prompt_template,
         ),
-        Console(),
+        # What is said on the way must not stand in what another program reads.
+        Console(stderr=json_out == STDOUT),
     )
 
 
@@ -141,7 +150,7 @@ def info(
 def cmake_prefix() -> None:
     """Print the folder for CMAKE_PREFIX_PATH, so that CMake finds kvswap.
 
-    cmake -S . -B build -DCMAKE_PREFIX_PATH="$(python -m kvswap_torch cmake-prefix);$(python -c
+    cmake -S . -B build -DCMAKE_PREFIX_PATH="$(kvswap cmake-prefix);$(python -c
     'import torch; print(torch.utils.cmake_prefix_path)')"
     """
     folder = PACKAGE_DIR / "share" / "cmake"
@@ -151,6 +160,9 @@ def cmake_prefix() -> None:
             "(a development build keeps no CMake files)"
         )
     print(folder)
+
+
+app.command("tune", help=tuning.HELP)(tuning.main)
 
 
 def main() -> None:

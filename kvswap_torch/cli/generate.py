@@ -1,8 +1,9 @@
-"""``kvswap_torch generate``: a long document answered from disk, with the full cache beside it."""
+"""``kvswap generate``: a long document answered from disk, with the full cache beside it."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Conversation
 
 
+STDIN = Path("-")
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The command's options; see ``python -m kvswap_torch generate --help``."""
+    """The command's options; see ``kvswap generate --help``."""
 
     model: str
     document: Path
@@ -175,7 +179,7 @@ def _load_config(path: Path | None) -> Any:
 
 def _check_outputs(options: GenerateOptions) -> None:
     for name, path in (("--json", options.json_out), ("--timeline", options.timeline)):
-        if path is not None and not path.resolve().parent.is_dir():
+        if path not in (None, report.STDOUT) and not path.resolve().parent.is_dir():
             raise ConfigError(f"{name}: its folder must exist, got {path}")
 
 
@@ -200,6 +204,13 @@ def _device(name: str) -> Any:
     return device
 
 
+def _text(document: Path) -> str:
+    """The document's text; of `-` what stdin holds."""
+    if document == STDIN:
+        return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+    return document.read_text(encoding="utf-8")
+
+
 def _load(options: GenerateOptions, console: Console) -> Material:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -208,7 +219,7 @@ def _load(options: GenerateOptions, console: Console) -> Material:
     # Its bar for loading weights would stand above ours.
     logging.disable_progress_bar()
     try:
-        text = options.document.read_text(encoding="utf-8")
+        text = _text(options.document)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--document: must be readable UTF-8 text: {error}") from error
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)

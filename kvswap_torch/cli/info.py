@@ -1,4 +1,4 @@
-"""``kvswap_torch info``: what this machine offers, and what was built."""
+"""``kvswap info``: what this machine offers, and what was built."""
 
 from __future__ import annotations
 

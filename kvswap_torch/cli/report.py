@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,19 @@ from kvswap_torch.memory_size import format_bytes
 if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Turn
 
-__all__ = ["Result", "Run", "closing_line", "comparison", "escaped", "plain_stats", "write_json"]
+__all__ = [
+    "STDOUT",
+    "Result",
+    "Run",
+    "closing_line",
+    "comparison",
+    "escaped",
+    "plain_stats",
+    "write_json",
+]
+
+
+STDOUT = Path("-")
 
 
 @dataclass
@@ -132,7 +145,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def write_json(result: Result, path: Path) -> None:
-    """Writes the result with these keys.
+    """Writes the result to a file or, for `STDOUT`, to stdout, with these keys.
 
     ``model``, ``document``, ``document_tokens``, ``answers_equal`` (null without a comparison);
     ``disk`` and ``memory`` (null without one), each with ``prefill_tokens``, ``prefill_seconds``,
@@ -144,8 +157,12 @@ def write_json(result: Result, path: Path) -> None:
     for name, run in (("disk", result.disk), ("memory", result.memory)):
         if run is not None:
             fields[name]["tokens_per_second"] = run.tokens_per_second
+    text = json.dumps(fields, indent=2, default=str) + "\n"
     try:
-        path.write_text(json.dumps(fields, indent=2, default=str) + "\n", encoding="utf-8")
+        if path == STDOUT:
+            sys.stdout.write(text)
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json: {path} must be writable: {error}") from error
 

@@ -1,8 +1,10 @@
 """The command line: what it refuses before loading a model, and what it does with one."""
 
+import importlib
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,7 +219,7 @@ def test_an_error_is_one_line_on_stderr_and_status_1(document: Path) -> None:
 def test_help_teaches() -> None:
     done = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "100"})
     assert done.exit_code == 0
-    for told in ("--compare", "--kv-memory", "Start here", "python -m kvswap_torch generate"):
+    for told in ("--compare", "--kv-memory", "Start here", "kvswap generate"):
         assert told in done.output
     assert CliRunner().invoke(app, ["--help"]).exit_code == 0
 
@@ -240,6 +242,50 @@ def test_cmake_prefix_says_where_or_why_not() -> None:
         assert done.stdout.strip() == str(PACKAGE_DIR / "share" / "cmake")
     else:
         assert done.returncode == 1 and "must exist and does not" in done.stderr
+
+
+def test_a_document_from_stdin_and_json_on_stdout(
+    tiny_model_dir: Path, document: Path, full_cache: list[dict[str, Any]]
+) -> None:
+    arguments = ["generate", "--model", str(tiny_model_dir), "--document", "-", "--json", "-"]
+    arguments += ["--question", QUESTIONS[0], "--max-new-tokens", "4"]
+    done = CliRunner().invoke(app, arguments, input=document.read_bytes(), catch_exceptions=False)
+    assert done.exit_code == 0
+    result = json.loads(done.stdout)
+    assert result["document_tokens"] == len(document.read_text())
+    assert [turn["answer_ids"] for turn in result["disk"]["turns"]] == plain_generate(
+        tiny_model_dir, document.read_text()
+    )[:1]
+    assert QUESTIONS[0] in done.stderr
+
+
+def test_every_script_starts_and_the_commands_have_one_name() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {"kvswap", "kvswap-torch", "kvswap-tune"} == set(scripts)
+    for target in scripts.values():
+        module, name = target.split(":")
+        assert callable(getattr(importlib.import_module(module), name))
+    for name in ("generate", "tune", "info"):
+        done = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "100"})
+        assert done.exit_code == 0 and "--json" in done.output
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"_KVSWAP_COMPLETE": "complete_bash", "COMP_WORDS": "kvswap tu", "COMP_CWORD": "1"}
+    done = CliRunner().invoke(app, [], env=asked, prog_name="kvswap")
+    assert done.output.split() == ["tune"]
+
+
+def test_tune_writes_what_it_found_as_json(tmp_path: Path, capsys: Any) -> None:
+    from kvswap_torch.tuning.cli import write_json
+
+    config = SwapConfig(rank=8).save(tmp_path / "config.json")
+    write_json(config, None, tmp_path / "out.json")
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["config"] == str(tmp_path / "config.json") and told["report"] is None
+    assert told["settings"]["rank"] == 8
+    write_json(config, tmp_path / "page.html", Path("-"))
+    assert json.loads(capsys.readouterr().out)["report"] == str(tmp_path / "page.html")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -341,7 +341,7 @@ def test_cells_with_a_result_are_left_alone(tmp_path, capsys):
 def test_a_readme_without_marks_stays_as_it_is(tmp_path, monkeypatch):
     readme = tmp_path / "README.md"
     readme.write_text("# No tables here\n")
-    monkeypatch.setattr(table, "README", readme)
+    monkeypatch.setattr(table, "PAGES", (readme,))
     monkeypatch.setattr(table.side_by_side, "write_all", lambda: None)
     monkeypatch.setattr(table.side_by_side_figure, "draw", lambda: None)
     table.main()

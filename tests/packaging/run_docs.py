@@ -1,0 +1,115 @@
+"""Runs the shell blocks of README, CONTRIBUTING and docs/ in a fresh clone, as a newcomer would.
+
+    python -m tests.packaging.run_docs [--into FOLDER]
+
+The clone sets itself up from nothing (``make demo`` is the README's first command), so this takes
+minutes and needs the package index. `NEVER` has what is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([a-z]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# First words of a command -> why it is left out even in a fresh clone.
+NEVER = {
+    "make test-aarch64": "an emulator, hours",
+    "make test": "runs in CI beside this",
+    "make gpu-check": "needs a GPU",
+    "make sanitize": "runs in CI beside this",
+    "kvswap generate --model DIR": "needs a model of the reader's own",
+    "kvswap tune --model DIR": "needs a model of the reader's own",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it stands, its language and its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text[: found.start()].count("\n") + 1, found[1], found[2])
+        for found in FENCE.finditer(text)
+    ]
+
+
+def commands(block: Block) -> list[str]:
+    """The block's commands: continued lines joined, comments left out."""
+    joined = re.sub(r"\\\n\s*", "", block.text)
+    lines = (re.sub(r"\s+# .*$", "", line).strip() for line in joined.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def scripts(folder: Path, python: str = sys.executable) -> Path:
+    """A folder with the commands that an installed package has, run by `python`."""
+    for name, module in (("kvswap", "kvswap_torch"), ("kvswap-tune", "kvswap_torch.tuning")):
+        write_script(folder / name, f'exec {python} -m {module} "$@"')
+    write_script(folder / "python", f'exec {python} "$@"')
+    return folder
+
+
+def write_script(path: Path, line: str) -> None:
+    path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def run_block(block: Block, root: Path, path: Path) -> None:
+    """Runs each command of a block in `root`, with the programs of `path` first.
+
+    Raises
+    ------
+    RuntimeError
+        With the command and all it wrote, when one fails.
+    """
+    (root / "build").mkdir(exist_ok=True)
+    environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    for command in commands(block):
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=root, env=environment, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise RuntimeError(f"{block.name}: {command}\n{done.stdout}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--into", type=Path, help="an empty folder; default: a temporary one")
+    into = parser.parse_args().into
+    with tempfile.TemporaryDirectory(prefix="kvswap-docs-") as temporary:
+        clone = (into or Path(temporary)) / "clone"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        for page in PAGES:
+            for block in blocks(clone / page.relative_to(ROOT)):
+                if block.language != "sh":
+                    continue
+                left_out = [c for c in commands(block) if c.startswith(tuple(NEVER))]
+                if left_out:
+                    print(f"{block.name}: left out, {left_out[0]}", flush=True)
+                    continue
+                run_block(block, clone, clone / ".venv" / "bin")
+                print(f"{block.name}: ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""README and docs/: what they link to is there, what they tell to type works.
+
+A shell block is run line by line when each of its commands is cheap; the others stand in
+`NOT_HERE` with the reason, and `python -m tests.packaging.run_docs` runs more of them in a fresh
+clone.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.run_docs import NEVER, PAGES, ROOT, Block, blocks, commands, run_block, scripts
+
+README_LINES_MAX = 150
+LANGUAGES = {"sh", "python", "cpp", "cmake", "text"}
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# First words of a command -> why it is not run by this test.
+NOT_HERE = NEVER | {
+    "make demo": "minutes; the demo is run by itself",
+    "make build": "has been done where this test runs",
+    "make libtorch-example": "make test runs it",
+    "make cpp-test": "make test runs it",
+    "make py-test": "make test runs it",
+    "make format": "rewrites the sources",
+    "make cuda-compile": "make test runs it",
+    "pip install": "make wheel-check builds and installs the wheel",
+}
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+CHEAP = [b for b in SHELL if not any(c.startswith(tuple(NOT_HERE)) for c in commands(b))]
+
+
+def anchors(text: str) -> set[str]:
+    """As MkDocs and code hosts make them of headings."""
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES_MAX
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in LINK.findall(re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)):
+        target, _, anchor = link.partition("#")
+        if link.startswith(("http://", "https://")):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        # The API page's anchors are made of docstrings; `make docs` checks those.
+        has_anchor = not anchor or path.name == "api.md" or anchor in anchors(path.read_text())
+        if not path.exists() or not has_anchor:
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_every_page_is_on_the_site_and_reached_from_the_readme() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    linked = (ROOT / "README.md").read_text() + (ROOT / "docs/index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"- {page.name}" in nav
+        assert page.name == "index.md" or f"{page.name})" in linked
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_every_block_says_its_language_and_python_parses(block: Block) -> None:
+    assert block.language in LANGUAGES
+    if block.language != "python":
+        return
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("block", CHEAP, ids=lambda block: block.name)
+def test_shell_blocks_run_as_they_stand(block: Block, tmp_path: Path) -> None:
+    run_block(block, ROOT, scripts(tmp_path))
+
+
+def test_some_blocks_are_run_and_every_reason_is_used() -> None:
+    assert len(CHEAP) >= 3
+    told = [command for block in SHELL for command in commands(block)]
+    spare = [start for start in NOT_HERE if not any(c.startswith(start) for c in told)]
+    assert spare == []
