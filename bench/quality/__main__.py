@@ -61,7 +61,7 @@ def main(
     grid_to: Annotated[int, typer.Option(help="longest for the sets grid and layers")] = 8192,
     tasks: Annotated[str, typer.Option(help="comma-separated")] = ",".join((*TASKS, LANGUAGE)),
     text: Annotated[str, typer.Option(help=f"{HELD_OUT}, or a text file")] = HELD_OUT,
-    wording: Annotated[str, typer.Option(help="auto, reference or plain")] = "auto",
+    wording: Annotated[str, typer.Option(help="auto, reference, plain or chat")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; empty: the model's")] = "",
     threads: Annotated[int, typer.Option(help="of torch; 0: one for each core")] = 0,
     seed: Annotated[int, typer.Option(help="of documents, facts and questions")] = 0,

@@ -108,14 +108,17 @@ class Writer:
             )
         text = self.texts.draw(rng, CHARACTERS_PER_TOKEN * length, fitted)
         # One token for what a tokenizer puts first.
-        cut = cut_lines(text, length - spent - 1, self._count)
+        spent += 1 + self._count(self.wording.opening)
+        cut = cut_lines(text, length - spent, self._count)
         depths = [depth for each in drawn.values() for depth in each.depths]
         document, placed = lay_in(rng, cut, laid, depths)
         samples = self._samples(drawn, [question.depth for question in placed])
         if LANGUAGE in self.tasks:
             samples.append(self._continuation(text[len(cut) :]))
-        ids = torch.tensor(self.tokenizer(document).input_ids)
-        return Document(length, number, ids, tuple(samples))
+        # A chat template brings its own special tokens.
+        first = not self.wording.opening
+        ids = self.tokenizer(self.wording.opening + document, add_special_tokens=first).input_ids
+        return Document(length, number, torch.tensor(ids), tuple(samples))
 
     def _samples(self, drawn: dict[str, Drawn], depths: list[float]) -> list[Sample]:
         samples, first = [], 0
@@ -128,8 +131,8 @@ class Writer:
     def _sample(self, task: str, turns: tuple[Turn, ...], depth: float) -> Sample:
         ids: list[int] = []
         answers = []
-        for turn in turns:
-            ids += self._encode(turn.prompt)
+        for number, turn in enumerate(turns):
+            ids += self._encode(self.wording.put(turn, number))
             answer = self._encode(turn.answer)
             answers.append((len(ids), len(ids) + len(answer)))
             ids += answer

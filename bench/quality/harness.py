@@ -17,9 +17,10 @@ from bench.quality.emulate import Emulation
 from bench.quality.journal import Journal, digest_of
 from bench.quality.methods import Resolved, Resolver
 from bench.quality.plan import Stretch
+from bench.quality.product import Product
 from bench.quality.projections import Projections
 from bench.quality.text import Texts
-from bench.quality.wording import WORDINGS
+from bench.quality.wording import ReferenceWording, wording_for
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import config_hash, model_parts
@@ -36,7 +37,8 @@ class Setting:
     Parameters
     ----------
     wording
-        ``reference``, ``plain``, or ``auto``: reference for models of its architecture.
+        ``reference``, ``plain``, ``chat``, or ``auto``: reference for models of its architecture,
+        chat for those with a chat template.
     text
         See `Texts`.
     dtype
@@ -72,7 +74,7 @@ class Harness:
         self.config = load_config(setting.model)
         if setting.dtype is None:  # otherwise the config may well be for another precision
             self.config.check_model(self.parts.identity)
-        self.wording = _wording(setting.wording, self.model.config)
+        self.wording = _wording(setting.wording, self.model.config, tokenizer)
         texts = Texts(setting.text)
         self.writer = Writer(tokenizer, self.wording, texts, setting.tasks, setting.seed)
         self.digest = self._digest()
@@ -153,16 +155,45 @@ class Harness:
             began = time.process_time()
             past = emulation.read(document.ids)
             reading = time.process_time() - began
+            progress(f"{where}: what the full cache tells")
+            told = measure.tell(emulation, past, document)
             for method in methods:
-                progress(f"{where}: {method.name}")
-                began = time.process_time()
-                results = measure.run(emulation, past, document, method)
-                seconds = time.process_time() - began
-                self.journal.add(
-                    _line(document, method, size)
-                    | {"cpu_seconds": round(seconds, 2), "cpu_seconds_reading": round(reading, 2)}
-                    | results
+                if not isinstance(method.method, Product):
+                    self._measure(
+                        document,
+                        method,
+                        size,
+                        reading,
+                        progress,
+                        lambda method=method: measure.run(emulation, past, document, method, told),
+                    )
+        # The product puts its own attention on the model, which must not be emulating then.
+        for method in methods:
+            if isinstance(method.method, Product):
+                self._measure(
+                    document,
+                    method,
+                    size,
+                    reading,
+                    progress,
+                    lambda method=method: method.method.run(self.model, document, told),
                 )
+
+    def _measure(self, document, method, size: Bytes, reading: float, progress, run) -> None:
+        """One method on one document, into the journal."""
+        progress(f"{document.length} tokens, document {document.number + 1}: {method.name}")
+        began = time.process_time()
+        try:
+            results = run()
+        except BudgetError as error:
+            self.journal.add(_impossible(document, method.name, str(error)))
+            return
+        seconds = time.process_time() - began
+        self.journal.add(
+            _line(document, method, size)
+            | {"cpu_seconds": round(seconds, 2), "cpu_seconds_reading": round(reading, 2)}
+            | results
+        )
 
 
 def _impossible(document: Document, name: str, why: str) -> dict[str, Any]:
@@ -196,12 +227,13 @@ def load_config(folder: Path) -> SwapConfig:
     return SwapConfig.load(path) if path.exists() else SwapConfig()
 
 
-def _wording(name: str, config: Any) -> Any:
+def _wording(name: str, config: Any, tokenizer: Any) -> ReferenceWording:
     if name == "auto":
         from transformers import AutoConfig
 
         reference = AutoConfig.from_pretrained(REFERENCE)
-        name = "reference" if config_hash(config) == config_hash(reference) else "plain"
-    if name not in WORDINGS:
-        raise ValueError(f"wording: must be auto, {' or '.join(WORDINGS)}, got {name!r}")
-    return WORDINGS[name]
+        if config_hash(config) == config_hash(reference):
+            name = "reference"
+        else:
+            name = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+    return wording_for(name, tokenizer)

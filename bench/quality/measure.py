@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from bench.quality.document import Document, Sample
 from bench.quality.emulate import Emulation, Past
 from bench.quality.methods import Resolved
+from bench.quality.others import Full
 from bench.quality.tasks import LANGUAGE
+from bench.quality.told import Told, answer_rows, score_sample
 from bench.quality.view import View
 from kvswap_torch.tuning.replay import hit_rate
 
@@ -68,32 +69,40 @@ class Layers:
         }
 
 
-def run(emulation: Emulation, past: Past, document: Document, resolved: Resolved) -> dict:
+def tell(emulation: Emulation, past: Past, document: Document) -> Told:
+    """What the full cache tells of every sample."""
+    rows: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, sample: Sample, logits: torch.Tensor) -> None:
+        rows[number] = logits.log_softmax(-1)
+
+    _follow(emulation, past, document, Resolved("full", Full()), None, keep)
+    return Told(rows)
+
+
+def run(
+    emulation: Emulation, past: Past, document: Document, resolved: Resolved, told: Told
+) -> dict[str, Any]:
     """Lets every sample of a document follow it under a method.
+
+    Parameters
+    ----------
+    told
+        By the full cache, of the same document.
 
     Returns
     -------
     dict
-        ``samples`` (task, depth, and for each answer: exact, tokens right, loss), ``layers`` (see
-        `Layers`), ``hit_rate`` and ``groups_per_step``; fit for JSON.
+        ``samples`` (see `score_sample`), ``layers`` (see `Layers`), ``hit_rate`` and
+        ``groups_per_step``; fit for JSON.
     """
-    past.forget()
-    heads = emulation.parts.shape.heads
-    observer = _Observer(resolved, document, len(past.layers), heads)
-    order = sorted(range(len(document.samples)), key=lambda i: len(document.samples[i].ids))
+    observer = _Observer(resolved, document, len(past.layers), emulation.parts.shape.heads)
     answered: dict[int, dict[str, Any]] = {}
-    for batch in _batches(order, document):
-        samples = [document.samples[i] for i in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(
-            [sample.ids[:-1] for sample in samples], batch_first=True, padding_value=PAD
-        )
-        method = _Asking(resolved.method, samples) if resolved.exact_question else resolved.method
-        first = min(sample.answers[0][0] for sample in samples) - 1
-        observer.begin(batch, samples, ids.shape[1])
-        logits = emulation.follow(past, ids, method, observer, ids.shape[1] - first)
-        for i, sample, of_sample in zip(batch, samples, logits, strict=True):
-            answered[i] = score_sample(sample, of_sample, first)
-    past.forget()
+
+    def score(number: int, sample: Sample, rows: torch.Tensor) -> None:
+        answered[number] = score_sample(sample, rows, told.rows[number])
+
+    _follow(emulation, past, document, resolved, observer, score)
     return {
         "samples": [answered[i] for i in sorted(answered)],
         "layers": observer.layers.as_dict(),
@@ -102,28 +111,37 @@ def run(emulation: Emulation, past: Past, document: Document, resolved: Resolved
     }
 
 
-def score_sample(sample: Sample, logits: torch.Tensor, first: int) -> dict[str, Any]:
-    """Right answers and losses of one sample.
+Take = Callable[[int, Sample, torch.Tensor], None]
+"""Called with a sample's number, itself, and the logits of its answers' rows one after another."""
 
-    Parameters
-    ----------
-    logits
-        ``[rows, vocabulary]`` from row `first` on.
-    """
-    answers = []
-    for begin, end in sample.answers:
-        rows, expected = logits[begin - 1 - first : end - 1 - first], sample.ids[begin:end]
-        right = rows.argmax(-1) == expected
-        answers.append(
-            {
-                "exact": bool(right.all()),
-                "right": int(right.sum()),
-                "tokens": end - begin,
-                "loss": round(F.cross_entropy(rows, expected).item(), 5),
-            }
+
+def _follow(
+    emulation: Emulation,
+    past: Past,
+    document: Document,
+    resolved: Resolved,
+    observer: _Observer | None,
+    take: Take,
+) -> None:
+    past.forget()
+    order = sorted(range(len(document.samples)), key=lambda i: len(document.samples[i].ids))
+    for batch in _batches(order, document):
+        samples = [document.samples[i] for i in batch]
+        ids = torch.nn.utils.rnn.pad_sequence(
+            [sample.ids[:-1] for sample in samples], batch_first=True, padding_value=PAD
         )
-    depth = None if sample.depth is None else round(sample.depth, 4)
-    return {"task": sample.task, "depth": depth, "answers": answers}
+        method = _Asking(resolved.method, samples) if resolved.exact_question else resolved.method
+        first = min(sample.answers[0][0] for sample in samples) - 1
+        if observer is not None:
+            observer.begin(batch, samples, ids.shape[1])
+        logits = emulation.follow(past, ids, method, observer or _unobserved, ids.shape[1] - first)
+        for number, sample, of_sample in zip(batch, samples, logits, strict=True):
+            take(number, sample, answer_rows(sample, of_sample, first))
+    past.forget()
+
+
+def _unobserved(view: View, mask: torch.Tensor | None) -> None:
+    pass
 
 
 def _batches(order: list[int], document: Document) -> list[list[int]]:

@@ -14,8 +14,9 @@ from bench.quality.budget import Bytes
 from bench.quality.choosing import Frame
 from bench.quality.emulate import Method
 from bench.quality.others import Chance, Full, Oracle, Recent, Snap
+from bench.quality.product import CHANGED, OWN, Product
 from bench.quality.projections import Projections
-from bench.quality.swap import Swap
+from bench.quality.swap import SCORES, Swap
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.projection import Pair
 
@@ -25,7 +26,7 @@ SETTINGS = {
     "rank": "columns in every layer; x2 or x0.5: of what the config has; fit: as many as fit",
     "projection": "file, estimated (from the prompt), svd (the paper's), query-aware, corrected",
     "dtype": "of the summary: model or int8",
-    "score": "sum, softmax, max or per-head",
+    "score": f"one of {', '.join(SCORES)}",
     "query": "config, true (no look-ahead) or predicted (in every layer)",
     "sinks": "first tokens attended anyway",
     "tail": "newest tokens attended anyway",
@@ -41,6 +42,7 @@ FAMILIES = {
     "recent": ("memory", "sinks"),
     "snapkv": ("memory",),
     "kvswap": tuple(SETTINGS),
+    "product": (*OWN, *CHANGED),
 }
 # The paper as published: SVD of the keys, one rank for all, no sinks, every layer looks ahead.
 ALIASES = {"paper": "kvswap:projection=svd,rank=fit,dtype=model,query=predicted,sinks=0"}
@@ -65,7 +67,7 @@ class Resolved:
     """
 
     name: str
-    method: Method
+    method: Method | Product
     frame: Frame | None = None
     memory_bytes: int | None = None
     summary_bytes: int = 0
@@ -142,11 +144,15 @@ class Resolver:
             "recent": self._recent,
             "snapkv": self._snap,
             "kvswap": self._swap,
+            "product": self._product,
         }
         return build[family](name, settings)
 
     def _full(self, name: str, settings: dict[str, str]) -> Resolved:
         return Resolved(name, Full(), memory_bytes=self.size.full)
+
+    def _product(self, name: str, settings: dict[str, str]) -> Resolved:
+        return Resolved(name, Product.named(name, settings, self.size.share))
 
     def _oracle_tokens(self, name: str, settings: dict[str, str]) -> Resolved:
         """As many tokens as the config's groups have, each read by itself."""

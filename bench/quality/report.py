@@ -19,6 +19,8 @@ from bench.quality.verdict import JUDGED, judge, sentences
 RESULTS = machine.RESULTS / "quality"
 ABLE = 0.5  # exact answers with the full cache below which a task is left out
 
+HEADINGS = ("method", "memory", "read/token", "recall", "needles", "all", "of the full cache's")
+HEADINGS += ("loss", "KL", "agree")
 Lines = list[dict[str, Any]]
 
 
@@ -86,7 +88,7 @@ def _of_method(lines: Lines, full: Lines, able: list[str]) -> dict[str, Any]:
     memory = [line["memory_bytes"] for line in lines if line["memory_bytes"] is not None]
     chosen = _mean([line["groups_per_step"] for line in lines])
     hits = [line["hit_rate"] for line in lines if line["hit_rate"] is not None]
-    layers = len(next(iter(first["layers"].values()))["best"])
+    layers = len(first["ranks"] or ())  # of a method that reads
     chosen_bytes = chosen * first["record_bytes"] * layers
     return {
         "documents": len(lines),
@@ -104,7 +106,7 @@ def _of_method(lines: Lines, full: Lines, able: list[str]) -> dict[str, Any]:
             for task, of in tasks.items()
             if of and any(values(line, of, exactness) for line in lines)
         },
-        "layers": _layers(lines),
+        "layers": _layers(lines) if first["layers"] else {},
         "depths": _depths(lines, tasks["needles"]),
         "cpu_seconds": round(_mean([line["cpu_seconds"] for line in lines]), 2),
         "cpu_seconds_reading": round(_mean([line["cpu_seconds_reading"] for line in lines]), 2),
@@ -125,6 +127,14 @@ def _compare(lines: Lines, full: Lines, tasks: list[str]) -> dict[str, Any]:
         ),
         "loss": bootstrap([values(line, tasks, lambda a: a["loss"]) for line in lines]),
         "loss_difference": both(lambda a: a["loss"]),
+        "kl": bootstrap([_by_token(line, tasks, lambda a: a["kl"]) for line in lines]),
+        "agree": bootstrap(
+            [_by_token(line, tasks, lambda a: a["agree"] / a["tokens"]) for line in lines]
+        ),
+        "kept": bootstrap(
+            [_kept(line, other, tasks) for line, other in zip(lines, full, strict=True)]
+        ),
+        "by_turn": _by_turn(lines, tasks),
     }
 
 
@@ -141,6 +151,35 @@ def values(line: dict[str, Any], tasks: Sequence[str], of: Callable[[dict], floa
         if sample["task"] in tasks
         for answer in sample["answers"]
     ]
+
+
+def _by_token(line: dict[str, Any], tasks: Sequence[str], of: Callable[[dict], float]) -> list:
+    """As `values`, an answer counting as often as it has tokens."""
+    return [
+        of(answer)
+        for sample in line["samples"]
+        if sample["task"] in tasks
+        for answer in sample["answers"]
+        for _ in range(answer["tokens"])
+    ]
+
+
+def _kept(line: dict[str, Any], full: dict[str, Any], tasks: Sequence[str]) -> list[float]:
+    """Exactness of the answers that the full cache has right."""
+    ours, theirs = (values(which, tasks, exactness) for which in (line, full))
+    return [mine for mine, right in zip(ours, theirs, strict=True) if right]
+
+
+def _by_turn(lines: Lines, tasks: Sequence[str]) -> list[float]:
+    """Share of exact answers at each turn, over samples of several turns."""
+    turns: list[list[float]] = []
+    for line in lines:
+        for sample in line["samples"]:
+            if sample["task"] in tasks and len(sample["answers"]) > 1:
+                for number, answer in enumerate(sample["answers"]):
+                    turns += [[]] * (number + 1 - len(turns))
+                    turns[number] = [*turns[number], exactness(answer)]
+    return [round(_mean(turn), 4) for turn in turns]
 
 
 def _layers(lines: Lines) -> dict[str, Any]:
@@ -236,7 +275,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         title = f"{length} tokens, {part['documents']} documents; full cache {part['able']}"
         table = Table(title=title, caption=f"left out, not done with the full cache: "
                       f"{part['left_out'] or 'none'}")  # fmt: skip
-        for column in ("method", "memory", "read/token", "recall", "needles", "all", "loss"):
+        for column in HEADINGS:
             table.add_column(column, justify="left" if column == "method" else "right")
         for name, method in part["methods"].items():
             table.add_row(name, *_cells(method))
@@ -247,15 +286,19 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
 def _cells(method: dict[str, Any]) -> list[str]:
     tasks = method["tasks"]
-    recall = _mean([layer[0] for layer in method["layers"]["recall"]])
-    share = method["memory_share"]
+    layers, share = method["layers"], method["memory_share"]
+    recall = f"{_mean([layer[0] for layer in layers['recall']]):.3f}" if layers else "-"
+    language = tasks.get(LANGUAGE, {})
     return [
         "-" if share is None else f"1/{1 / share:.1f}",
         f"{method['bytes_read_per_token'] / 1024:.0f} KiB",
-        f"{recall:.3f}",
+        recall,
         interval(tasks.get("needles", {}).get("exact")),
         interval(tasks.get("all", {}).get("exact")),
-        interval(tasks.get(LANGUAGE, {}).get("loss_difference"), "+.3f"),
+        interval(tasks.get("all", {}).get("kept")),
+        interval(language.get("loss_difference"), "+.3f"),
+        interval(language.get("kl"), ".3f"),
+        interval(language.get("agree"), ".3f"),
     ]
 
 

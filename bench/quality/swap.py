@@ -12,7 +12,8 @@ from bench.quality.view import LayerPast, View
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
 from kvswap_torch.tuning.recall import int8_rows
 
-SCORES = ("sum", "softmax", "max", "per-head")
+MASSES = ("mass", "max_mass", "share", "max_share")
+SCORES = ("sum", *MASSES, "softmax", "max", "per-head")
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,11 @@ class Swap:
     true_query
         Layers that choose with their true query; all others with the predicted one.
     score
-        ``sum``: over heads, of raw products (the paper, and the engine). ``softmax``: each head's
-        softmax over what may be chosen, summed. ``max``: the largest product of any head.
+        ``sum``: over heads, of raw products (the paper). ``mass``: what each head's softmax gives
+        to a group, summed over heads; ``max_mass``: the largest of any head; sinks and tail are in
+        the denominator with their exact products. ``share`` and ``max_share``: the same of the
+        softmax over what may be chosen alone; ``softmax``: as share, but a group counts as its best
+        token. ``max``: the largest product of any head.
         ``per-head``: each KV head chooses for itself.
     exact_layers
         Layers that attend to everything: shows which of them a gap comes from.
@@ -55,18 +59,54 @@ class Swap:
         """``[batch, 1 or kv_heads, n, columns]`` bool; None in layers that attend everything."""
         if view.layer in self.exact_layers:
             return None
-        groups = self.frame.group(self.token_scores(view))
+        groups = self._group_masses(view) if self.score in MASSES else self._group_products(view)
         return self.frame.columns(self.frame.best(groups, view), view)
+
+    def _group_products(self, view: View) -> torch.Tensor:
+        return self.frame.group(self.token_scores(view))
+
+    def _group_masses(self, view: View) -> torch.Tensor:
+        """``[batch, 1, n, groups]``: each head's softmax over all it may see, joined over heads."""
+        key, query = self._pair(view)
+        document, own = self._summaries(view, key)
+        look = self._look(view)
+        parts = query.unflatten(0, (view.kv_heads, -1))
+        own_share = self.score.endswith("share")
+        always = self.frame.always(view)
+        hidden = ~self._choosable_columns(view) if own_share else ~view.causal()
+        joined: torch.Tensor | None = None
+        for head in range(look.shape[1]):
+            low = look[:, head].float() @ parts[head // view.repeats] * view.scale
+            logits = view.products(low, document, own)
+            if not own_share:
+                _put_exact(logits, view, look[:, head], head // view.repeats, always)
+            logits = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+            mass = self.frame.group(logits.nan_to_num_(0.0), "sum")
+            if joined is None:
+                joined = mass
+            elif not self.score.startswith("max"):
+                joined += mass
+            else:
+                torch.maximum(joined, mass, out=joined)
+        return joined[:, None]
+
+    def _summaries(self, view: View, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the document, made once, and of the samples' own tokens."""
+        document = view.past.once("summary", lambda: self._rows(flat_past(view.past), key, view))
+        own = self._rows(flat_tokens(view.keys), key, view)
+        return document, own.unflatten(0, (view.batch, view.rows))
+
+    def _look(self, view: View) -> torch.Tensor:
+        """The query that chooses."""
+        if view.layer not in self.true_query and view.predicted is not None:
+            return view.predicted
+        return view.query
 
     def token_scores(self, view: View) -> torch.Tensor:
         """``[batch, 1 or kv_heads, n, columns]`` fp32."""
         key, query = self._pair(view)
-        document = view.past.once("summary", lambda: self._rows(flat_past(view.past), key, view))
-        own = self._rows(flat_tokens(view.keys), key, view)
-        own = own.unflatten(0, (view.batch, view.rows))
-        look = view.query
-        if view.layer not in self.true_query and view.predicted is not None:
-            look = view.predicted
+        document, own = self._summaries(view, key)
+        look = self._look(view)
         if self.score == "sum":
             low = sum_over_heads(look, view.kv_heads) @ query
             low = low.unflatten(0, (view.batch, view.rows))
@@ -119,6 +159,31 @@ class Swap:
         if self.summary_dtype == "int8":
             return int8_rows(rows)
         return rows.to(view.keys.dtype).float()
+
+
+def _put_exact(logits, view: View, query, kv_head: int, always: torch.Tensor) -> None:
+    """Exact products in the columns that are in memory anyway.
+
+    Parameters
+    ----------
+    logits
+        ``[batch, n, columns]``, changed in place.
+    query
+        ``[batch, n, head_dim]`` of one head.
+    always
+        ``[n, columns]`` bool.
+    """
+    columns, tokens = always.any(0).nonzero().flatten(), view.past.tokens
+    of_document, of_own = columns[columns < tokens], columns[columns >= tokens] - tokens
+    query = query.float() * view.scale
+    exact = torch.cat(
+        [
+            query @ view.past.keys[of_document, kv_head].float().T,
+            query @ view.keys[:, kv_head, of_own].float().transpose(1, 2),
+        ],
+        -1,
+    )
+    logits[..., columns] = torch.where(always[:, columns], exact, logits[..., columns])
 
 
 def flat_past(past: LayerPast) -> torch.Tensor:

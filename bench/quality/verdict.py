@@ -44,8 +44,9 @@ def _of_method(methods: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _is_gap(found: dict[str, Any]) -> bool:
+    """Worse only where the paired interval excludes 0."""
     difference = found.get("exact_difference")
-    return difference is not None and difference[0] < -POINT
+    return difference is not None and difference[2] < 0
 
 
 def _gap(methods: dict[str, Any], name: str, task: str) -> dict[str, Any]:

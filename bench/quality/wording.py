@@ -7,29 +7,51 @@ what must come out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from kvswap_torch.cli.prompt import make_prompt
 from tools.reference_model.forms import FORMS, Form, Words
 from tools.reference_model.tasks import Question, Task, answer_turn, draw_task, question_prompt
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt, and what a model that understood writes after it."""
+    """A prompt, and what a model that understood writes after it.
+
+    Parameters
+    ----------
+    begun
+        What of the answer is written for the model after the prompt, so that its form is fixed.
+    """
 
     prompt: str
     answer: str
+    begun: str = ""
 
 
 class ReferenceWording:
     """The forms, questions and line ends that examples/reference_model was trained on."""
 
     name = "reference"
+    opening = ""  # before the document
+
+    def put(self, turn: Turn, number: int) -> str:
+        """What stands before the answer of turn `number`, which counts from 0."""
+        return f"{turn.prompt} {turn.begun}" if turn.begun else turn.prompt
 
     def draw(self, rng: np.random.Generator, skill: str, words: Words, form: Form | None) -> Task:
         """Facts and a question; skills as in `tools.reference_model.tasks`."""
         return draw_task(rng, skill, words, form)
+
+    def form(self, rng: np.random.Generator, task: str) -> Form:
+        """The kind of fact that a task asks for, all of one."""
+        return choose_form(rng, None if task == "turns" else "words")
+
+    def share(self, facts: int) -> int:
+        """How many of so many facts of a kind this model can be trusted to tell apart."""
+        return facts
 
     def turn(self, task: Task) -> Turn:
         return Turn(question_prompt(task.question), answer_turn(task.question))
@@ -46,13 +68,98 @@ class PlainWording(ReferenceWording):
 
     def turn(self, task: Task) -> Turn:
         question, (begun, rest) = task.question, _begin_answer(task)
-        return Turn(f"\nQuestion: {question.text}\nAnswer: {begun}".rstrip(), f" {rest}")
+        return Turn(self.ask(question.text), f" {rest}", begun)
 
     def records(self, tasks: list[Task]) -> Turn:
         keys = [task.question.key for task in tasks]
         text = f"Give the records {', '.join(keys)}, each as a list of its fields."
         rest = "; ".join(task.question.answer for task in tasks).removeprefix(f"{keys[0]} =")
-        return Turn(f"\nQuestion: {text}\nAnswer: {keys[0]} =", rest)
+        return Turn(self.ask(text), rest, f"{keys[0]} =")
+
+    def ask(self, text: str) -> str:
+        """A question as it is put after the document."""
+        return f"\nQuestion: {text}\nAnswer:"
+
+
+@dataclass(frozen=True)
+class NumberedForm(Form):
+    """A kind of fact about one of these names; the value is a number of six digits."""
+
+    names: tuple[str, ...] = ()
+
+
+def _numbered(name: str, thing: str, names: str) -> NumberedForm:
+    fact, question = f"The {thing} of {{k}} is {{v}}.", f"What is the {thing} of {{k}}?"
+    return NumberedForm(name, "number", (fact,), (question,), (), tuple(names.split()))
+
+
+# Each task has a kind of its own, so that one task's facts do not stand in another's way.
+NUMBERED = {
+    "needle": _numbered(
+        "access",
+        "access number",
+        "Lisbon Oslo Nairobi Quito Hanoi Dublin Warsaw Lima Tunis Havana Athens Seoul Cairo Riga",
+    ),
+    "multi-key": _numbered(
+        "badge",
+        "badge number",
+        "Alice Bruno Clara David Elena Felix Grace Hector Irene Jonas Karin Lukas Maria Nils Olga "
+        "Peter Rosa Simon Tessa Ulrich Vera Walter Yvonne Zeno Anton Bella Cyril Doris Edgar Fiona "
+        "Gustav Hanna Igor Julia Kevin Laura Martin Nadia",
+    ),
+    "turns": _numbered(
+        "serial",
+        "serial number",
+        "Mercury Venus Mars Jupiter Saturn Neptune Pluto Titan Europa Ganymede Callisto Triton",
+    ),
+}
+
+
+class ChatWording(PlainWording):
+    """Plain English through a model's own chat template; single facts are numbers of six digits.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the model.
+
+    Raises
+    ------
+    ValueError
+        When the model's folder has no chat template.
+    """
+
+    name = "chat"
+
+    def __init__(self, tokenizer: Any):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "wording: chat needs a chat template, and the model's folder has none; use plain"
+            )
+        self._prompt = make_prompt("auto", tokenizer)
+        self.opening = self._prompt.opening
+
+    def form(self, rng: np.random.Generator, task: str) -> Form:
+        return NUMBERED[task]
+
+    def draw(self, rng: np.random.Generator, skill: str, words: Words, form: Form | None) -> Task:
+        if skill != "same" or form not in NUMBERED.values():
+            return super().draw(rng, skill, words, form)
+        names = [name for name in form.names if name not in words.drawn]
+        name, value = names[int(rng.integers(len(names)))], str(rng.integers(10**5, 10**6))
+        words.drawn.add(name)
+        question = Question(form.same[0].format(k=name), value, skill, name)
+        return Task((form.facts[0].format(k=name, v=value),), question)
+
+    def share(self, facts: int) -> int:
+        return facts // 3
+
+    def ask(self, text: str) -> str:
+        return text
+
+    def put(self, turn: Turn, number: int) -> str:
+        text = self._prompt.first if number == 0 else self._prompt.following
+        return text.replace("{question}", turn.prompt) + turn.begun
 
 
 def question_task(facts: tuple[str, ...], text: str, answer: str, skill: str) -> Task:
@@ -81,4 +188,19 @@ def _begin_answer(task: Task) -> tuple[str, str]:
     return "", answer
 
 
-WORDINGS = {wording.name: wording for wording in (ReferenceWording(), PlainWording())}
+WORDINGS = ("reference", "plain", "chat")
+
+
+def wording_for(name: str, tokenizer: Any) -> ReferenceWording:
+    """The wording of this name for a model with this tokenizer.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, or a chat without a template.
+    """
+    if name not in WORDINGS:
+        raise ValueError(f"wording: must be auto or one of {', '.join(WORDINGS)}, got {name!r}")
+    if name == "chat":
+        return ChatWording(tokenizer)
+    return PlainWording() if name == "plain" else ReferenceWording()

@@ -12,13 +12,14 @@ from bench.quality.budget import Bytes
 from bench.quality.document import Writer
 from bench.quality.emulate import Emulation
 from bench.quality.harness import REFERENCE
-from bench.quality.measure import _Asking
+from bench.quality.measure import _Asking, tell
 from bench.quality.methods import Resolver
 from bench.quality.others import Full
+from bench.quality.product import Product
 from bench.quality.projections import Projections
 from bench.quality.text import Texts
 from bench.quality.view import View
-from bench.quality.wording import WORDINGS
+from bench.quality.wording import ReferenceWording
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
@@ -42,7 +43,7 @@ def reference():
     """The reference model in fp32, and a document of 600 tokens with two samples."""
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
-    writer = Writer(tokenizer, WORDINGS["reference"], Texts(TEXT), ("needle", "turns"), 0)
+    writer = Writer(tokenizer, ReferenceWording(), Texts(TEXT), ("needle", "turns"), 0)
     return model, writer.write(600, 0)
 
 
@@ -112,6 +113,17 @@ def test_without_a_calibration_the_choice_is_the_engines_too(reference, tmp_path
 
 
 @needs_native
+@pytest.mark.skipif("score" not in SwapConfig.__dataclass_fields__, reason="no such setting yet")
+@pytest.mark.parametrize("score", ["mass", "max_mass"])
+def test_a_choice_by_mass_is_the_engines(score, reference, tmp_path):
+    model, document = reference
+    config = SwapConfig.load(REFERENCE / "kvswap.json")
+    config = dataclasses.replace(config, model=None, score=score, **SMALL)
+    sample = document.samples[-1]
+    compare_with_engine(model, config, tmp_path, document.ids, sample.ids[:-1])
+
+
+@needs_native
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_other_families_choose_as_the_engine(family, tmp_path):
     """Fast prediction with heads summed, and the generic one."""
@@ -162,3 +174,24 @@ def test_an_exact_question_is_what_a_long_chunk_does(reference, tmp_path):
 def test_a_model_with_windows_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"Gemma3.* full attention, has it in 2 of 4"):
         Emulation(tiny_model("gemma3"))
+
+
+@needs_native
+@pytest.mark.parametrize("question", ["after", "inside"])
+def test_the_product_is_measured_as_it_answers(question, reference, tmp_path):
+    """With settings that cover the document it gives what the full cache gives, row by row."""
+    model, document = reference
+    covering = {"groups_max": "400", "pages_max": "400", "question": question}
+    product = Product.named("product", covering, lambda text: 0)
+    with Emulation(model) as emulation:
+        told = tell(emulation, emulation.read(document.ids), document)
+    measured = product.run(model, document, told)
+    assert len(measured["samples"]) == len(document.samples)
+    for sample, laid in zip(measured["samples"], document.samples, strict=True):
+        assert (sample["task"], len(sample["answers"])) == (laid.task, len(laid.answers))
+        for answer in sample["answers"]:
+            assert answer["kl"] < 1e-4 and answer["agree"] == answer["tokens"]
+    assert measured["memory_bytes"] > 0 and measured["ranks"]
+    narrow = Product.named("p", {"groups_max": "8", "pages_max": "16", "rank": "4"}, lambda text: 0)
+    answers = [a for s in narrow.run(model, document, told)["samples"] for a in s["answers"]]
+    assert max(answer["kl"] for answer in answers) > 1e-3

@@ -15,16 +15,16 @@ from bench.quality.choosing import Frame
 from bench.quality.document import Sample
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.journal import Journal
-from bench.quality.measure import score_sample
 from bench.quality.methods import Resolver, parse
 from bench.quality.others import Chance, Oracle, Recent, Snap
 from bench.quality.plan import CORE, GRID, make_plan
 from bench.quality.row_attention import attend_all, attend_chosen, column_table
 from bench.quality.statistics import bootstrap, paired
-from bench.quality.swap import SCORES, Swap
+from bench.quality.swap import MASSES, SCORES, Swap
+from bench.quality.told import answer_rows, score_sample
 from bench.quality.verdict import judge, sentences
 from bench.quality.view import LayerPast, View
-from bench.quality.wording import WORDINGS
+from bench.quality.wording import ChatWording, PlainWording
 from kvswap_torch import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
@@ -122,7 +122,7 @@ def test_what_is_attended_is_sinks_groups_and_tail():
         assert len(columns) == 8 + 3 * 4 + len(tail)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", [score for score in SCORES if score not in MASSES])
 def test_every_score_at_full_rank_is_the_plain_one(score):
     view = make_view(predicted=False)
     pairs = [(torch.eye(KV_HEADS * HEAD_DIM),) * 2]
@@ -146,6 +146,28 @@ def test_every_score_at_full_rank_is_the_plain_one(score):
         torch.testing.assert_close(actual[sample, 0, row, choosable], part)
     else:
         torch.testing.assert_close(actual[sample, :, row], expected[score])
+
+
+@pytest.mark.parametrize("score", MASSES)
+def test_at_full_rank_a_groups_mass_is_what_attention_gives_it(score):
+    view = make_view(predicted=False)
+    swap = Swap(FRAME, [(torch.eye(KV_HEADS * HEAD_DIM),) * 2], (16,), score=score)
+    sample, row = 1, 4
+    products = torch.stack(
+        [
+            torch.cat([view.past.keys[:, h // 2], view.keys[sample, h // 2]])
+            @ view.query[sample, h, row]
+            for h in range(HEADS)
+        ]
+    )
+    choosable = slice(8, (TOKENS + row - 10) // 4 * 4)
+    seen = choosable if score.endswith("share") else slice(0, TOKENS + row + 1)
+    mass = torch.zeros_like(products)
+    mass[:, seen] = (products[:, seen] * view.scale).softmax(1)
+    of_groups = mass[:, choosable].unflatten(1, (-1, 4)).sum(2)
+    expected = of_groups.amax(0) if score.startswith("max") else of_groups.sum(0)
+    actual = swap._group_masses(view)[sample, 0, row, 2 : choosable.stop // 4]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_eviction_keeps_its_budget_and_what_was_looked_at():
@@ -207,22 +229,21 @@ def test_the_plan_runs_the_grid_on_short_documents_only():
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_in_plain_words_what_is_begun_and_the_rest_make_the_answer(skill):
-    plain, rng = WORDINGS["plain"], np.random.default_rng(4)
+    plain, rng = PlainWording(), np.random.default_rng(4)
     task = plain.draw(rng, skill, Words(), None)
     turn = plain.turn(task)
     assert not turn.prompt.endswith(" ") and turn.answer.startswith(" ")
-    begun = turn.prompt.split("Answer:")[1]
-    assert (begun + turn.answer).endswith(f" {task.question.answer}")
+    assert turn.prompt.endswith("Answer:") and plain.put(turn, 0).endswith(turn.begun)
+    assert f" {turn.begun}{turn.answer}".endswith(f" {task.question.answer}")
     if skill in ("pair", "list", "values"):
-        assert begun and begun + turn.answer == f" {task.question.answer}"
+        assert turn.begun and turn.begun + turn.answer == task.question.answer
 
 
 def test_in_plain_words_all_records_are_asked_for_at_once():
-    plain, rng = WORDINGS["plain"], np.random.default_rng(4)
+    plain, rng = PlainWording(), np.random.default_rng(4)
     tasks = [plain.draw(rng, "record", Words(), None) for _ in range(3)]
     turn = plain.records(tasks)
-    whole = (turn.prompt + turn.answer).split("Answer: ")[1]
-    assert whole == "; ".join(task.question.answer for task in tasks)
+    assert turn.begun + turn.answer == "; ".join(task.question.answer for task in tasks)
 
 
 def test_the_bootstrap_draws_documents_and_pairs_samples():
@@ -246,11 +267,46 @@ def test_an_answer_is_exact_when_each_token_is_the_best_guess():
     sample = Sample("needle", torch.tensor([5, 6, 1, 2, 7, 3]), ((2, 4), (5, 6)), 0.5)
     logits = torch.zeros(4, 9)  # from row 1 on: rows 1..4 predict tokens 2..5
     logits[0, 1] = logits[1, 2] = logits[2, 7] = logits[3, 8] = 5.0
-    scored = score_sample(sample, logits, 1)
+    rows = answer_rows(sample, logits, 1)
+    assert rows.argmax(-1).tolist() == [1, 2, 8]
+    told = torch.zeros(3, 9)
+    told[0, 1] = told[1, 2] = told[2, 4] = 5.0
+    scored = score_sample(sample, rows, told.log_softmax(-1))
     assert [answer["exact"] for answer in scored["answers"]] == [True, False]
     assert [answer["right"] for answer in scored["answers"]] == [2, 0]
+    assert [answer["agree"] for answer in scored["answers"]] == [2, 0]
     expected = torch.nn.functional.cross_entropy(logits[3:], torch.tensor([3])).item()
     assert scored["answers"][1]["loss"] == pytest.approx(expected, abs=1e-4)
+    both = (
+        torch.distributions.Categorical(logits=told[2]),
+        torch.distributions.Categorical(logits=rows[2]),
+    )
+    divergence = torch.distributions.kl_divergence(*both).item()
+    assert [answer["kl"] for answer in scored["answers"]] == [0.0, pytest.approx(divergence, 1e-4)]
+
+
+class Chatty:
+    """A tokenizer with a chat template, as far as a wording needs it."""
+
+    chat_template = "some"
+
+    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
+        text = "".join(f"<{turn['role']}>{turn['content']}</>" for turn in turns)
+        return text + "<assistant>"
+
+
+def test_a_chat_asks_through_the_models_template_for_numbers_of_six_digits():
+    wording, rng, words = ChatWording(Chatty()), np.random.default_rng(4), Words()
+    assert wording.opening == "<user>"
+    form = wording.form(rng, "needle")
+    tasks = [wording.draw(rng, "same", words, form) for _ in range(len(form.names))]
+    assert {task.question.key for task in tasks} == set(form.names)
+    turn = wording.turn(tasks[0])
+    assert tasks[0].facts[0] == f"{turn.begun}{turn.answer}." and len(turn.answer) == 7
+    assert wording.put(turn, 0) == f"\n\n{turn.prompt}</><assistant>{turn.begun}"
+    assert wording.put(turn, 1) == f"</><user>{turn.prompt}</><assistant>{turn.begun}"
+    with pytest.raises(ValueError, match="the model's folder has none; use plain"):
+        ChatWording(object())
 
 
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -302,7 +358,7 @@ def test_figures_are_drawn_from_a_summary(tmp_path, monkeypatch):
 def test_the_verdict_names_gaps_and_what_closes_them():
     def method(exact: float, memory: float) -> dict:
         tasks = {
-            task: {"exact_difference": (exact - 1, exact - 1.1, 0.0)}
+            task: {"exact_difference": (exact - 1, exact - 1.1, exact - 0.985)}
             for task in ("needles", "json")
         }
         heads = [[0.9, 0.4], [0.7, 0.8]]

@@ -43,4 +43,4 @@ def spread(rng: np.random.Generator, count: int) -> list[float]:
 
 def distractors(facts: int, asked: int, density: float) -> int:
     """Facts of the same kind that nobody asks for."""
-    return round((facts - asked) * min(1.0, density))
+    return max(0, round((facts - asked) * min(1.0, density)))

@@ -13,22 +13,22 @@ def single(
     rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
 ) -> Drawn:
     """One fact among few of its kind, at every depth."""
-    return _same(rng, wording, words, density, facts=9)
+    return _same(rng, wording, words, density, "needle", facts=9)
 
 
 def multi_key(
     rng: np.random.Generator, wording: ReferenceWording, words: Words, density: float
 ) -> Drawn:
     """One fact among many of its kind."""
-    return _same(rng, wording, words, density, facts=32)
+    return _same(rng, wording, words, density, "multi-key", facts=32)
 
 
-def _same(rng, wording, words, density, facts: int, asked: int = 6) -> Drawn:
-    drawn, form = Drawn(), choose_form(rng, "words")
+def _same(rng, wording, words, density, task: str, facts: int, asked: int = 6) -> Drawn:
+    drawn, form = Drawn(), wording.form(rng, task)
     for depth in spread(rng, asked):
-        task = wording.draw(rng, "same", words, form)
-        drawn.asked.append(((wording.turn(task),), drawn.lay(task, depth)))
-    for _ in range(distractors(facts, asked, density)):
+        fact = wording.draw(rng, "same", words, form)
+        drawn.asked.append(((wording.turn(fact),), drawn.lay(fact, depth)))
+    for _ in range(distractors(wording.share(facts), asked, density)):
         drawn.lay(wording.draw(rng, "same", words, form))
     return drawn
 

@@ -1,0 +1,138 @@
+"""The product itself on the harness's documents: `KVSwapCache`, its disk and its own defaults.
+
+The emulation shows what a choice is worth; this shows what a user gets. A method is written
+``product:memory=1/8,score=mass``: `memory` is the share of the full cache given as
+``kv_memory_bytes``, `config` a file, and any other setting one of `SwapConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.quality.document import Document, Sample
+from bench.quality.told import Told, score_sample
+from kvswap_torch.config import SwapConfig
+
+CHUNK = 4096  # tokens of the document per forward pass
+OWN = ("memory", "config", "question")
+CHANGED = tuple(
+    item.name
+    for item in dataclasses.fields(SwapConfig)
+    if item.name not in ("model", "provenance", "table", "version", "source", "projection_file")
+)
+QUESTIONS = ("after", "inside")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A cache to open for each document.
+
+    Parameters
+    ----------
+    config
+        None: the cache's own defaults.
+    budget_bytes
+        ``kv_memory_bytes``; None: no limit.
+    question
+        ``after``: a question is one chunk, which attends exactly when it is longer than
+        ``select_queries_max``. ``inside``: token by token, under selection, as if it stood in the
+        text.
+    """
+
+    name: str
+    config: SwapConfig | None
+    budget_bytes: int | None
+    question: str
+
+    @classmethod
+    def named(cls, name: str, settings: dict[str, str], share: Callable[[str], int]) -> Product:
+        """By the settings of a method's name; share: what makes bytes of ``1/8``.
+
+        Raises
+        ------
+        ValueError
+            For a question that is neither after nor inside.
+        """
+        question = settings.get("question", "after")
+        if question not in QUESTIONS:
+            raise ValueError(f"question: must be after or inside, got {question!r}")
+        file = settings.get("config")
+        config = None if file is None else SwapConfig.load(Path(file))
+        changed = {key: _value(text) for key, text in settings.items() if key in CHANGED}
+        if changed:
+            config = dataclasses.replace(config or SwapConfig(), **changed)
+        budget = share(settings["memory"]) if "memory" in settings else None
+        return cls(name, config, budget, question)
+
+    @torch.inference_mode()
+    def run(self, model: Any, document: Document, told: Told) -> dict[str, Any]:
+        """Lets every sample follow the document; as `measure.run`, without what only it can see."""
+        from kvswap_torch import KVSwapCache
+
+        context = len(document.ids) + max(len(sample.ids) for sample in document.samples)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            KVSwapCache(
+                model,
+                path=folder,
+                config=self.config,
+                kv_memory_bytes=self.budget_bytes,
+                max_context=context,
+                max_batch=1,
+            ) as cache,
+        ):
+            for ids in document.ids.split(CHUNK):
+                model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
+            samples = [
+                score_sample(sample, self._rows(model, cache, sample), told.rows[number])
+                for number, sample in enumerate(document.samples)
+            ]
+            stats, config = cache.stats(), cache.driver.config
+            return {
+                "samples": samples,
+                "layers": {},
+                "hit_rate": stats.hit_rate,
+                "groups_per_step": float(config.groups_max),
+                "memory_bytes": stats.resident_bytes_peak,
+                "summary_bytes": 0,
+                "groups_max": config.groups_max,
+                "group_tokens": config.group_tokens,
+                "ranks": list(cache.driver.ranks),
+            }
+
+    def _rows(self, model: Any, cache: Any, sample: Sample) -> torch.Tensor:
+        """Logits of the rows that predict the answers' tokens; the cache is as before."""
+        before = cache.get_seq_length()
+        rows, fed = [], 0
+        for begin, end in sample.answers:
+            # The last answer's end token is never read.
+            asked = sample.ids[fed:begin]
+            for chunk in asked.split(len(asked) if self.question == "after" else 1):
+                last = self._step(model, cache, chunk)
+            rows.append(last)
+            for place in range(begin, end - 1):
+                rows.append(self._step(model, cache, sample.ids[place : place + 1]))
+            fed = end - 1
+        cache.crop(before - cache.get_seq_length())
+        return torch.stack(rows)
+
+    def _step(self, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        output = model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
+        return output.logits[0, -1].float()
+
+
+def _value(text: str) -> Any:
+    """A setting as JSON would have it; ``4+4+32`` is one rank a layer."""
+    if "+" in text:
+        return tuple(int(part) for part in text.split("+"))
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
