@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvswap_torch.cli.prompt import make_prompt
+from tools.real_model.facts import NUMBERED, NumberedForm
 from tools.reference_model.forms import FORMS, Form, Words
 from tools.reference_model.tasks import Question, Task, answer_turn, draw_task, question_prompt
 
@@ -56,6 +57,10 @@ class ReferenceWording:
     def turn(self, task: Task) -> Turn:
         return Turn(question_prompt(task.question), answer_turn(task.question))
 
+    def quote(self, text: str, begun: str, answer: str) -> Turn:
+        """A question about the text itself, in plain words."""
+        return Turn(f"Question: {text}\nAnswer:", answer, begun)
+
     def records(self, tasks: list[Task]) -> Turn:
         """All of these records at once: it was taught one at a time, so the first is asked."""
         return self.turn(tasks[0])
@@ -79,40 +84,6 @@ class PlainWording(ReferenceWording):
     def ask(self, text: str) -> str:
         """A question as it is put after the document."""
         return f"\nQuestion: {text}\nAnswer:"
-
-
-@dataclass(frozen=True)
-class NumberedForm(Form):
-    """A kind of fact about one of these names; the value is a number of six digits."""
-
-    names: tuple[str, ...] = ()
-
-
-def _numbered(name: str, thing: str, names: str) -> NumberedForm:
-    fact, question = f"The {thing} of {{k}} is {{v}}.", f"What is the {thing} of {{k}}?"
-    return NumberedForm(name, "number", (fact,), (question,), (), tuple(names.split()))
-
-
-# Each task has a kind of its own, so that one task's facts do not stand in another's way.
-NUMBERED = {
-    "needle": _numbered(
-        "access",
-        "access number",
-        "Lisbon Oslo Nairobi Quito Hanoi Dublin Warsaw Lima Tunis Havana Athens Seoul Cairo Riga",
-    ),
-    "multi-key": _numbered(
-        "badge",
-        "badge number",
-        "Alice Bruno Clara David Elena Felix Grace Hector Irene Jonas Karin Lukas Maria Nils Olga "
-        "Peter Rosa Simon Tessa Ulrich Vera Walter Yvonne Zeno Anton Bella Cyril Doris Edgar Fiona "
-        "Gustav Hanna Igor Julia Kevin Laura Martin Nadia",
-    ),
-    "turns": _numbered(
-        "serial",
-        "serial number",
-        "Mercury Venus Mars Jupiter Saturn Neptune Pluto Titan Europa Ganymede Callisto Triton",
-    ),
-}
 
 
 class ChatWording(PlainWording):
@@ -143,19 +114,18 @@ class ChatWording(PlainWording):
         return NUMBERED[task]
 
     def draw(self, rng: np.random.Generator, skill: str, words: Words, form: Form | None) -> Task:
-        if skill != "same" or form not in NUMBERED.values():
-            return super().draw(rng, skill, words, form)
-        names = [name for name in form.names if name not in words.drawn]
-        name, value = names[int(rng.integers(len(names)))], str(rng.integers(10**5, 10**6))
-        words.drawn.add(name)
-        question = Question(form.same[0].format(k=name), value, skill, name)
-        return Task((form.facts[0].format(k=name, v=value),), question)
+        if skill == "same" and isinstance(form, NumberedForm):
+            return form.draw(rng, words)
+        return super().draw(rng, skill, words, form)
 
     def share(self, facts: int) -> int:
         return facts // 3
 
     def ask(self, text: str) -> str:
         return text
+
+    def quote(self, text: str, begun: str, answer: str) -> Turn:
+        return Turn(text, answer, begun)
 
     def put(self, turn: Turn, number: int) -> str:
         text = self._prompt.first if number == 0 else self._prompt.following

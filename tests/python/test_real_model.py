@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from examples import demo
+from kvswap_torch.errors import ConfigError
 from tools.real_model import convert as converting
 from tools.real_model import make as making
 from tools.real_model import source
+from tools.real_model.facts import numbered_document
 from tools.real_model.source import Artifact, RealModelError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,3 +234,31 @@ def test_the_model_knows_the_capital_of_france() -> None:
     )
     answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+def test_the_demo_says_what_is_missing(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "REAL_MODEL", tmp_path / "smollm2")
+    with pytest.raises(ConfigError, match="must be there and is not; run: make real-model"):
+        demo.subject_of("smollm2")
+    monkeypatch.setattr(demo, "REAL_MODEL", tiny_model_dir)
+    with pytest.raises(ConfigError, match="must have a chat template and has none; delete"):
+        demo.subject_of("smollm2")
+
+
+def test_numbers_are_laid_in_all_over_a_real_document() -> None:
+    text, questions = numbered_document("python_logging", 3, 900, lambda part: len(part.split()))
+    assert len(text.split()) <= 900 and len({question.key for question in questions}) == 6
+    for question in questions:
+        assert f"The access number of {question.key} is {question.answer}.\n" in text
+        assert question.text == f"What is the access number of {question.key}?"
+    assert sorted(int(6 * question.depth) for question in questions) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("123456", True), ("It is 123456.", True), ("It is 1234567.", False), ("", False)],
+)
+def test_an_answer_is_right_when_it_has_the_number(answer: str, right: bool) -> None:
+    assert demo.is_right(answer, "123456") is right
