@@ -18,8 +18,8 @@ from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import FAMILIES, SETTINGS
 from bench.quality.plan import make_plan
 from bench.quality.report import RESULTS, print_summary, summarise, write
-from bench.quality.tasks import LANGUAGE, TASKS
-from bench.quality.text import HELD_OUT
+from bench.quality.tasks import LANGUAGE, OF_TEXT, TASKS
+from bench.quality.text import CODE, HELD_OUT
 from kvswap_torch.errors import KVSwapError
 
 _TEXT = f"""Which method finds what the full cache finds, at an equal number of bytes?
@@ -51,6 +51,7 @@ Examples:
 # A paragraph a line: the terminal's width decides where it is broken.
 HELP = "\n\n".join(" ".join(part.split()) for part in _TEXT.split("\n\n"))
 NO_RESULTS = "none"
+ASKED = ",".join((*TASKS, LANGUAGE))
 
 
 def main(
@@ -59,8 +60,10 @@ def main(
     documents: Annotated[str, typer.Option(help="of each length, or one for all")] = "3,4,3,3",
     methods: Annotated[str, typer.Option(help="names and sets")] = "core grid layers",
     grid_to: Annotated[int, typer.Option(help="longest for the sets grid and layers")] = 8192,
-    tasks: Annotated[str, typer.Option(help="comma-separated")] = ",".join((*TASKS, LANGUAGE)),
-    text: Annotated[str, typer.Option(help=f"{HELD_OUT}, or a text file")] = HELD_OUT,
+    tasks: Annotated[str, typer.Option(help=f"of {', '.join((*TASKS, *OF_TEXT))}")] = ",".join(
+        (*TASKS, LANGUAGE)
+    ),
+    text: Annotated[str, typer.Option(help=f"{HELD_OUT}, {CODE}, or a text file")] = HELD_OUT,
     wording: Annotated[str, typer.Option(help="auto, reference, plain or chat")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; empty: the model's")] = "",
     threads: Annotated[int, typer.Option(help="of torch; 0: one for each core")] = 0,

@@ -156,6 +156,7 @@ class Harness:
             past = emulation.read(document.ids)
             reading = time.process_time() - began
             progress(f"{where}: what the full cache tells")
+            document = measure.written(emulation, past, document)
             told = measure.tell(emulation, past, document)
             for method in methods:
                 if not isinstance(method.method, Product):

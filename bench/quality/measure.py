@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from bench.quality.document import Document, Sample
 from bench.quality.emulate import Emulation, Past
 from bench.quality.methods import Resolved
 from bench.quality.others import Full
-from bench.quality.tasks import LANGUAGE
+from bench.quality.tasks import LOSSES
 from bench.quality.told import Told, answer_rows, score_sample
 from bench.quality.view import View
 from kvswap_torch.tuning.replay import hit_rate
@@ -67,6 +67,18 @@ class Layers:
             }
             for task, count in self.rows.items()
         }
+
+
+def written(emulation: Emulation, past: Past, document: Document) -> Document:
+    """The document with what the full cache writes where a sample leaves that open, greedily."""
+    samples = []
+    for sample in document.samples:
+        ids = sample.ids
+        for _ in range(sample.to_write):
+            logits = emulation.follow(past, ids[None], Full(), _unobserved, 1)
+            ids = torch.cat([ids, logits[0, -1:].argmax(-1)])
+        samples.append(sample.written(ids[len(sample.ids) :]) if sample.to_write else sample)
+    return replace(document, samples=tuple(samples))
 
 
 def tell(emulation: Emulation, past: Past, document: Document) -> Told:
@@ -161,7 +173,9 @@ class _Observer:
         self._resolved = resolved
         self._frame = resolved.frame
         self._share = MASS_ROWS / max(1, sum(len(sample.ids) - 1 for sample in document.samples))
-        self._replayed = {i for i, sample in enumerate(document.samples) if sample.task != LANGUAGE}
+        self._replayed = {
+            i for i, sample in enumerate(document.samples) if sample.task not in LOSSES
+        }
         self._replayed = set(sorted(self._replayed)[:REPLAYED])
         self._choices: list[list[list[int]]] = []
         self._steps = self._groups = 0

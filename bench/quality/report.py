@@ -13,7 +13,7 @@ from rich.table import Table
 from bench import machine
 from bench.quality.harness import Harness
 from bench.quality.statistics import Interval, bootstrap, paired
-from bench.quality.tasks import LANGUAGE, NEEDLES
+from bench.quality.tasks import LANGUAGE, LOSSES, NEEDLES
 from bench.quality.verdict import JUDGED, judge, sentences
 
 RESULTS = machine.RESULTS / "quality"
@@ -60,7 +60,7 @@ def _of_length(lines: Lines) -> dict[str, Any]:
     able, unable = {}, {}
     for task in dict.fromkeys(s["task"] for line in full for s in line["samples"]):
         share = bootstrap([values(line, [task], exactness) for line in full])
-        if task == LANGUAGE:
+        if task in LOSSES:
             continue
         (able if share[0] >= ABLE else unable)[task] = share[0]
     names = dict.fromkeys(line["method"] for line in lines)
@@ -81,7 +81,7 @@ def _of_length(lines: Lines) -> dict[str, Any]:
 def _of_method(lines: Lines, full: Lines, able: list[str]) -> dict[str, Any]:
     numbers = {line["document"] for line in lines}
     full = [line for line in full if line["document"] in numbers]
-    tasks = {task: [task] for task in (*able, LANGUAGE)}
+    tasks = {task: [task] for task in (*able, *LOSSES)}
     tasks["needles"] = [task for task in NEEDLES if task in able]
     tasks["all"] = able
     first = lines[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sysconfig
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 HELD_OUT = "held-out"
+CODE = "code"
+CODE_CHARACTERS_MIN = 20_000  # of a module
 FITTED_PART = 1 / 3  # of a file, where that is all there is
 
 
@@ -18,7 +21,8 @@ class Texts:
     ----------
     source
         ``held-out``: the manuals that the reference model was not trained on (fitting takes those
-        that it was). Otherwise a text file, whose first third is for fitting.
+        that it was). ``code``: modules of this Python's own library. Otherwise a text
+        file, whose first third is for fitting.
     """
 
     def __init__(self, source: str = HELD_OUT):
@@ -32,8 +36,8 @@ class Texts:
         ValueError
             When the source is shorter than that.
         """
-        if self.source == HELD_OUT:
-            bodies = _manuals(fitted)
+        if self.source in (HELD_OUT, CODE):
+            bodies = _manuals(fitted) if self.source == HELD_OUT else _modules(fitted)
             joined = "\n".join(_some(rng, bodies, 2 * characters))
         else:
             joined = _file_part(self.source, fitted)
@@ -63,6 +67,18 @@ def _manuals(fitted: bool) -> tuple[str, ...]:
     from tools.reference_model.texts import load_texts
 
     return tuple(text.body for text in load_texts() if text.held_out != fitted)
+
+
+@cache
+def _modules(fitted: bool) -> tuple[str, ...]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    bodies = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))]
+    # Every third is for fitting, as of a file.
+    return tuple(
+        body
+        for number, body in enumerate(body for body in bodies if len(body) >= CODE_CHARACTERS_MIN)
+        if (number % 3 == 0) == fitted
+    )
 
 
 @cache

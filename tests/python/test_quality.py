@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench.quality.budget import Bytes
-from bench.quality.document import Writer
+from bench.quality.document import Sample, Writer
 from bench.quality.emulate import Emulation
 from bench.quality.harness import REFERENCE
-from bench.quality.measure import _Asking, tell
+from bench.quality.measure import _Asking, tell, written
 from bench.quality.methods import Resolver
 from bench.quality.others import Full
 from bench.quality.product import Product
@@ -195,3 +195,23 @@ def test_the_product_is_measured_as_it_answers(question, reference, tmp_path):
     narrow = Product.named("p", {"groups_max": "8", "pages_max": "16", "rank": "4"}, lambda text: 0)
     answers = [a for s in narrow.run(model, document, told)["samples"] for a in s["answers"]]
     assert max(answer["kl"] for answer in answers) > 1e-3
+
+
+def test_what_the_full_cache_writes_is_what_greedy_decoding_gives(reference):
+    model, document = reference
+    asked = Sample("summary", document.samples[0].ids[:12], (), to_write=5)
+    with Emulation(model) as emulation:
+        past = emulation.read(document.ids)
+        whole = dataclasses.replace(document, samples=(asked, document.samples[0]))
+        first, second = written(emulation, past, whole).samples
+    assert second is document.samples[0] and first.answers == ((12, 17),)
+    prompt_ids = torch.cat([document.ids, asked.ids])[None]
+    expected = model.generate(
+        prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert first.ids[12:].tolist() == expected[0, -5:].tolist()

@@ -24,13 +24,10 @@ from bench.quality.swap import MASSES, SCORES, Swap
 from bench.quality.told import answer_rows, score_sample
 from bench.quality.verdict import judge, sentences
 from bench.quality.view import LayerPast, View
-from bench.quality.wording import ChatWording, PlainWording
 from kvswap_torch import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, tiny_model
-from tools.reference_model.forms import Words
-from tools.reference_model.tasks import SKILLS
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH, ROWS = 4, 2, 8, 90, 2, 11
 FRAME = Frame(group_tokens=4, groups_max=3, sink_tokens=6, tail_tokens=10)
@@ -227,25 +224,6 @@ def test_the_plan_runs_the_grid_on_short_documents_only():
         make_plan([1024], [1, 2], [], 0, 6)
 
 
-@pytest.mark.parametrize("skill", SKILLS)
-def test_in_plain_words_what_is_begun_and_the_rest_make_the_answer(skill):
-    plain, rng = PlainWording(), np.random.default_rng(4)
-    task = plain.draw(rng, skill, Words(), None)
-    turn = plain.turn(task)
-    assert not turn.prompt.endswith(" ") and turn.answer.startswith(" ")
-    assert turn.prompt.endswith("Answer:") and plain.put(turn, 0).endswith(turn.begun)
-    assert f" {turn.begun}{turn.answer}".endswith(f" {task.question.answer}")
-    if skill in ("pair", "list", "values"):
-        assert turn.begun and turn.begun + turn.answer == task.question.answer
-
-
-def test_in_plain_words_all_records_are_asked_for_at_once():
-    plain, rng = PlainWording(), np.random.default_rng(4)
-    tasks = [plain.draw(rng, "record", Words(), None) for _ in range(3)]
-    turn = plain.records(tasks)
-    assert turn.begun + turn.answer == "; ".join(task.question.answer for task in tasks)
-
-
 def test_the_bootstrap_draws_documents_and_pairs_samples():
     mean, low, high = bootstrap([[1, 1, 1], [0], []])
     assert (mean, low, high) == (0.75, 0.0, 1.0)
@@ -283,30 +261,6 @@ def test_an_answer_is_exact_when_each_token_is_the_best_guess():
     )
     divergence = torch.distributions.kl_divergence(*both).item()
     assert [answer["kl"] for answer in scored["answers"]] == [0.0, pytest.approx(divergence, 1e-4)]
-
-
-class Chatty:
-    """A tokenizer with a chat template, as far as a wording needs it."""
-
-    chat_template = "some"
-
-    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-        text = "".join(f"<{turn['role']}>{turn['content']}</>" for turn in turns)
-        return text + "<assistant>"
-
-
-def test_a_chat_asks_through_the_models_template_for_numbers_of_six_digits():
-    wording, rng, words = ChatWording(Chatty()), np.random.default_rng(4), Words()
-    assert wording.opening == "<user>"
-    form = wording.form(rng, "needle")
-    tasks = [wording.draw(rng, "same", words, form) for _ in range(len(form.names))]
-    assert {task.question.key for task in tasks} == set(form.names)
-    turn = wording.turn(tasks[0])
-    assert tasks[0].facts[0] == f"{turn.begun}{turn.answer}." and len(turn.answer) == 7
-    assert wording.put(turn, 0) == f"\n\n{turn.prompt}</><assistant>{turn.begun}"
-    assert wording.put(turn, 1) == f"</><user>{turn.prompt}</><assistant>{turn.begun}"
-    with pytest.raises(ValueError, match="the model's folder has none; use plain"):
-        ChatWording(object())
 
 
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")

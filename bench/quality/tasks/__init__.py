@@ -17,7 +17,10 @@ TASKS = {
     "json": json_table.draw,
     "turns": turns.draw,
 }
-LANGUAGE = "language"  # the document's own text goes on; see document.py
 NEEDLES = ("needle", "multi-key")
+# Of the text itself, see of_text.py; the first three have no right answer, only a loss.
+LANGUAGE, LONG, SUMMARY, QUOTE = "language", "long", "summary", "quote"
+LOSSES = (LANGUAGE, LONG, SUMMARY)
+OF_TEXT = (*LOSSES, QUOTE)
 
-__all__ = ["LANGUAGE", "NEEDLES", "TASKS", "Drawn"]
+__all__ = ["LANGUAGE", "LONG", "LOSSES", "NEEDLES", "OF_TEXT", "QUOTE", "SUMMARY", "TASKS", "Drawn"]
