@@ -12,6 +12,7 @@ what needs them is loaded when it is first asked for.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from kvswap_torch.config import ModelIdentity, Solution, SwapConfig
@@ -49,6 +50,9 @@ __all__ = [
 ]
 
 _LAZY = {"KVSwapCache": "kvswap_torch.hf.cache"}
+
+# Silent unless the program says otherwise; what is logged is in docs/troubleshooting.md.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # A library built for another torch fails later with an undefined symbol, which explains nothing.
 check_torch()

@@ -96,13 +96,8 @@ class Conversation:
     ) -> float:
         """Prefills the document, telling `progress` each pass's tokens; returns the seconds."""
         started = time.perf_counter()
-        keep_last: dict[str, Any] = {}
-        # Logits of a long chunk over a large vocabulary would take more memory than its KV.
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            keep_last["logits_to_keep"] = 1
         for begin, end in even_chunks(len(document_ids), chunk):
-            ids = torch.tensor([document_ids[begin:end]], device=self.model.device)
-            self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **keep_last)
+            self._pass(document_ids[begin:end])
             progress(end - begin)
         self.ids.extend(document_ids)
         return time.perf_counter() - started
@@ -139,6 +134,41 @@ class Conversation:
         )
         self.turns.append(turn)
         return turn
+
+    @torch.inference_mode()
+    def log_likelihoods(self, turns: Sequence[Turn], document_tokens: int) -> list[float]:
+        """Of each turn's answer under this cache, in nats, all turns before it read.
+
+        The cache is cropped back to the document; answers are read a token at a time, as they are
+        generated.
+
+        Raises
+        ------
+        KVSwapError, ValueError, NotImplementedError
+            When the cache cannot be cropped.
+        """
+        self.cache.crop(document_tokens - self.cache.get_seq_length())
+        sums, unread = [], []
+        for index, turn in enumerate(turns):
+            unread += self.prompt.question_ids(self.tokenizer, turn.question, index)
+            total = 0.0
+            for token in turn.answer_ids:
+                scores = self._pass(unread).logits[0, -1].float().log_softmax(-1)
+                total += scores[token].item()
+                unread = [token]
+            if unread and unread[-1] in self._end_ids():
+                unread = []
+            sums.append(total)
+        return sums
+
+    def _pass(self, ids: Sequence[int]) -> Any:
+        """The model's output of one forward pass over `ids`, logits of the last token alone."""
+        keep_last: dict[str, Any] = {}
+        # Logits of a long chunk over a large vocabulary would take more memory than its KV.
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            keep_last["logits_to_keep"] = 1
+        inputs = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(input_ids=inputs, past_key_values=self.cache, use_cache=True, **keep_last)
 
     def _end_ids(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

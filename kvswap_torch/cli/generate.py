@@ -18,6 +18,7 @@ from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.timeline import SPANS
 
 if TYPE_CHECKING:
+    from kvswap_torch.cli.agreement import Agreement
     from kvswap_torch.cli.conversation import Conversation
 
 
@@ -76,20 +77,13 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
         timeline_spans=SPANS if options.timeline is not None else 0,
     ) as cache:
         console.rule("KV cache on disk")
-        disk = _converse(options, material, cache, console)
+        conversation, disk = _converse(options, material, cache, console)
         disk.stats = report.plain_stats(cache.stats())
         _save_timeline(options, cache, console)
-    console.print(report.closing_line(disk))
-
-    memory = None
-    if options.compare:
-        from transformers import DynamicCache
-
-        console.rule("full KV cache in memory")
-        full = DynamicCache(config=material.model.config)
-        memory = _converse(options, material, full, console)
-        memory.stats = {"kv_bytes_full": report.tensor_bytes(full)}
-        console.print(report.closing_line(memory))
+        console.print(report.closing_line(disk))
+        memory, compared = None, None
+        if options.compare:
+            memory, compared = _compare(options, material, conversation, console)
 
     result = report.Result(
         model=options.model,
@@ -97,6 +91,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
         document_tokens=len(material.document_ids),
         disk=disk,
         memory=memory,
+        agreements=compared,
     )
     if memory is not None:
         console.print(report.comparison(result))
@@ -105,9 +100,25 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     return result
 
 
+def _compare(
+    options: GenerateOptions, material: Material, on_disk: Conversation, console: Console
+) -> tuple[report.Run, list[Agreement]]:
+    """The same questions with the full cache, while the other stays open to be compared with."""
+    from transformers import DynamicCache
+
+    from kvswap_torch.cli.agreement import agreements
+
+    console.rule("full KV cache in memory")
+    full = DynamicCache(config=material.model.config)
+    in_memory, memory = _converse(options, material, full, console)
+    memory.stats = {"kv_bytes_full": report.tensor_bytes(full)}
+    console.print(report.closing_line(memory))
+    return memory, agreements(on_disk, in_memory, len(material.document_ids))
+
+
 def _converse(
     options: GenerateOptions, material: Material, cache: Any, console: Console
-) -> report.Run:
+) -> tuple[Conversation, report.Run]:
     from kvswap_torch.cli.conversation import Conversation
 
     conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
@@ -121,7 +132,7 @@ def _converse(
         )
         console.print()
     gc.collect()
-    return report.Run(
+    return conversation, report.Run(
         prefill_tokens=len(material.document_ids),
         prefill_seconds=seconds,
         turns=conversation.turns,

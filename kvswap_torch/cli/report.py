@@ -17,6 +17,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
 
 if TYPE_CHECKING:
+    from kvswap_torch.cli.agreement import Agreement
     from kvswap_torch.cli.conversation import Turn
 
 __all__ = [
@@ -53,13 +54,14 @@ class Run:
 
 @dataclass
 class Result:
-    """All of a command's outcome; `memory` is None without ``--compare``."""
+    """All of a command's outcome; `memory`, `agreements` are None without ``--compare``."""
 
     model: str
     document: str
     document_tokens: int
     disk: Run
     memory: Run | None = None
+    agreements: list[Agreement] | None = None
 
     @property
     def answers_equal(self) -> bool | None:
@@ -101,12 +103,13 @@ def comparison(result: Result) -> Table:
     disk, memory = result.disk, result.memory
     title = f"{result.document_tokens:,} tokens of document"
     table = Table("", "on disk", "full, in memory", title=title, title_justify="left")
-    for ours, theirs in zip(disk.turns, memory.turns, strict=True):
+    for index, (ours, theirs) in enumerate(zip(disk.turns, memory.turns, strict=True)):
         table.add_row(
             f"> {escaped(ours.question)}",
             escaped(ours.answer.strip()),
             escaped(theirs.answer.strip()),
         )
+        table.add_row(*_agreement(result.agreements[index]))
     table.add_section()
     for label, value in (
         ("prefill", lambda run: f"{run.prefill_seconds:.2f} s"),
@@ -120,6 +123,25 @@ def comparison(result: Result) -> Table:
     same = "[green]yes[/green]" if result.answers_equal else "[yellow]no[/yellow]"
     table.add_row("same tokens", same, "")
     return table
+
+
+def _agreement(found: Agreement) -> tuple[str, str, str]:
+    """The first token that differs, and how likely each cache finds the full cache's answer."""
+    if found.first_difference is None:
+        where, tokens = "  no token differs", ("", "")
+    else:
+        where = f"  token {found.first_difference + 1} differs"
+        tokens = tuple(
+            "(ended)" if token is None else escaped(repr(token))
+            for token in (found.on_disk, found.in_memory)
+        )
+    cells = (
+        f"{token} full's answer: {_or_dash(score, '{:.2f}')} nats".strip()
+        for token, score in zip(
+            tokens, (found.log_likelihood_on_disk, found.log_likelihood_in_memory), strict=True
+        )
+    )
+    return where, *cells
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -148,6 +170,9 @@ def write_json(result: Result, path: Path) -> None:
     """Writes the result to a file or, for `STDOUT`, to stdout, with these keys.
 
     ``model``, ``document``, ``document_tokens``, ``answers_equal`` (null without a comparison);
+    ``agreements`` (null without one), each with ``first_difference`` (tokens before it, null when
+    none differs), ``on_disk`` and ``in_memory`` (that token), ``log_likelihood_on_disk`` and
+    ``log_likelihood_in_memory`` (nats, of the full cache's answer);
     ``disk`` and ``memory`` (null without one), each with ``prefill_tokens``, ``prefill_seconds``,
     ``tokens_per_second`` (answers, first tokens left out), ``turns`` (each with ``question``,
     ``answer``, ``question_tokens``, ``answer_tokens``, ``first_token_seconds``,

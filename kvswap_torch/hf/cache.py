@@ -22,6 +22,7 @@ from kvswap_torch.hf.families import ModelParts, model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.prefill_bar import PrefillBar
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.trial import try_attention
@@ -66,6 +67,8 @@ class KVSwapCache(Cache):
         How many stretches of time to keep for ``stats(timeline=True)``, the newest ones; each takes
         40 bytes of the budget, and `kvswap_torch.timeline.SPANS` is a good number. 0 records
         nothing and costs nothing.
+    progress
+        Show a progress bar while a long prompt is read, also inside ``generate()``.
 
     Raises
     ------
@@ -88,6 +91,7 @@ class KVSwapCache(Cache):
         max_context: int | None = None,
         max_batch: int | None = None,
         timeline_spans: int = 0,
+        progress: bool = False,
     ):
         if timeline_spans < 0:
             raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
@@ -113,6 +117,8 @@ class KVSwapCache(Cache):
                 timeline_spans=timeline_spans,
             )
             undo.callback(self.driver.close)
+            queries_max = self.driver.config.select_queries_max
+            self._bar = PrefillBar(len(self.parts.kinds), queries_max) if progress else None
             super().__init__(layers=_layers(self.parts, self.driver))
             switch = Switch.acquire(self.parts)
             undo.callback(switch.release)
@@ -288,6 +294,8 @@ class KVSwapCache(Cache):
 
     def end_pass(self, is_whole: bool) -> None:
         """The decoder has run, to its end or not."""
+        if self._bar is not None:
+            self._bar.end()
         if self._passing is threading.current_thread():
             self._passing = None
             if is_whole:
@@ -310,6 +318,8 @@ class KVSwapCache(Cache):
     ) -> None:
         """Layer `index` is about to run: declares padding, arms it, looks ahead to the next."""
         batch, tokens = hidden.shape[:2]
+        if self._bar is not None:
+            self._bar.layer(index, tokens)
         if index == self.parts.disk[0]:
             self.driver.begin_forward(batch, tokens, kwargs.get("attention_mask"))
         layer = self.layers[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import time
 import warnings
@@ -21,6 +22,8 @@ from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.settings import Budget, FirstPass, settle
 from kvswap_torch.projection import Pair, from_chunk
+
+logger = logging.getLogger("kvswap_torch")
 
 
 class SessionDriver:
@@ -92,8 +95,10 @@ class SessionDriver:
         if self.session is not None:
             self.session.close()
         self.session, self.config, self.ranks = session, config, options["ranks"]
+        logger.info("settings: %s; on disk: %s", config, self._path)
         fallbacks = session.facts()["fallbacks"]
         if fallbacks:
+            logger.info("fell back: %s", fallbacks)
             warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
         # A budget may have lowered the rank; the first columns are the projection of that rank.
         for layer, pair in enumerate(self._projections or []):
@@ -256,7 +261,12 @@ class SessionDriver:
         pair = from_chunk(kind, keys, query, self.ranks[layer], valid)
         self.session.set_projection(layer, *pair)
         self._estimated[layer] = kind if query is not None else "svd_keys"
-        self.estimate_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.estimate_seconds += seconds
+        logger.info(
+            "layer %d: projection (%s, rank %d) estimated from %d tokens in %.3f s",
+            *(layer, self._estimated[layer], self.ranks[layer], keys.shape[2], seconds),
+        )
 
     def _estimate_from_disk(self, layer: int) -> None:
         """Decoding has outgrown what may be attended: the newest keys have to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 from collections.abc import Mapping
@@ -113,6 +114,19 @@ class CacheStats:
         text = io.StringIO()
         Console(file=text, width=100).print(table)
         return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return _html(_rows(self))
+
+
+def _html(rows: list[tuple[str, str]]) -> str:
+    cells = (
+        f"<tr><th style='text-align:left'>{html.escape(name.strip())}</th>"
+        f"<td>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    )
+    return f"<table><caption>KVSwapCache</caption>{''.join(cells)}</table>"
 
 
 def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:

@@ -19,7 +19,6 @@ from kvswap_torch.cli.conversation import AnswerStream, even_chunks
 from kvswap_torch.cli.generate import _check_context
 from kvswap_torch.cli.prompt import PLAIN, make_prompt
 from kvswap_torch.native import PACKAGE_DIR
-from kvswap_torch.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = ["What is the colour?", "And the number?"]
@@ -93,29 +92,6 @@ def test_answers_are_those_of_plain_generate(
     assert result["memory"]["stats"]["kv_bytes_full"] > 0
     for told in ("hit rate", "KV in memory", "same tokens", *QUESTIONS):
         assert told in done.output
-
-
-def test_the_cache_on_disk_gives_the_full_caches_answers(
-    tiny_model_dir: Path, document: Path, tmp_path: Path
-) -> None:
-    out, disk = tmp_path / "out.json", tmp_path / "disk"
-    disk.mkdir()
-    SwapConfig(groups_max=400, pages_max=400).save(tmp_path / "covers.json")
-    done = generate(
-        tiny_model_dir, document,
-        "--compare", "--json", str(out), "--path", str(disk), "--dtype", "float32",
-        "--config", str(tmp_path / "covers.json"), "--prefill-chunk", "100",
-        "--timeline", str(tmp_path / "trace.json"),
-    )  # fmt: skip
-    assert done.exit_code == 0
-    names = {span.name for span in Timeline.load(tmp_path / "trace.json").spans}
-    assert {"model", "attend", "read"} <= names and "ui.perfetto.dev" in done.output
-    result = json.loads(out.read_text())
-    assert result["answers_equal"] is True
-    stats = result["disk"]["stats"]
-    assert stats["tokens"] == stats["kv_bytes_full"] // (2 * 2 * 2 * 64 * 4)
-    assert stats["bytes_written"] > 0 and stats["reader"]
-    assert list(disk.iterdir()) == []
 
 
 def plain_generate(model_dir: Path, document: str) -> list[list[int]]:

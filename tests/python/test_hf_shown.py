@@ -1,0 +1,57 @@
+"""What a user sees of a cache beside its answers: a progress bar, a log, a table in a notebook."""
+
+import io
+import logging
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvswap_torch.hf.prefill_bar import PrefillBar
+from tests.python.tiny_models import TIGHT, greedy, prompt
+
+
+def test_a_prefill_shows_a_bar_and_a_decoding_step_none(llama: Any, open_cache: Any) -> None:
+    cache = open_cache(llama, TIGHT, progress=True)
+    shown = io.StringIO()
+    queries_max = TIGHT.select_queries_max
+    cache._bar = PrefillBar(2, queries_max, Console(file=shown, force_terminal=True, width=80))
+    greedy(llama, prompt(1, 30), cache, tokens=1)
+    assert "prefill, 30 tokens" in shown.getvalue()
+    written = len(shown.getvalue())
+    greedy(llama, prompt(1, 32), cache, tokens=1)
+    assert len(shown.getvalue()) == written
+
+
+def test_a_bar_ends_with_a_pass_that_fails() -> None:
+    shown = io.StringIO()
+    bar = PrefillBar(4, 8, Console(file=shown, force_terminal=True, width=80))
+    bar.layer(0, 9)
+    bar.layer(1, 9)
+    bar.end()
+    bar.end()
+    assert bar._bar is None and "layer 1 of 4" in shown.getvalue()
+
+
+def test_the_log_says_what_was_chosen_and_estimated(
+    llama: Any, open_cache: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvswap_torch")
+    greedy(llama, prompt(2, 30), open_cache(llama, TIGHT), tokens=2)
+    assert "settings: SwapConfig(" in caplog.text
+    assert "layer 0: projection (query_aware" in caplog.text
+
+
+def test_the_log_is_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("kvswap_torch")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    logger.warning("nobody hears this")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_notebook_shows_a_table_with_everything_escaped(llama: Any, open_cache: Any) -> None:
+    import dataclasses
+
+    stats = dataclasses.replace(open_cache(llama, TIGHT).stats(), fallbacks="<b>no io_uring")
+    table = stats._repr_html_()
+    assert table.startswith("<table>") and "hit rate" in table and "&lt;b&gt;no io_uring" in table
