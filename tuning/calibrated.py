@@ -69,7 +69,7 @@ def pick_summary_dtype(calibration: Calibration) -> str:
     """int8 where it finds as much as the model's dtype at the same rank."""
     means = []
     for dtype in SUMMARY_DTYPES:
-        tables = calibration.tables[calibration.kind, dtype, "true"].recall()
+        tables = calibration.tables[calibration.kind, dtype, "true"].worth()
         held = [value for layer in tables for value in layer.values()]
         means.append(sum(held) / len(held))
     return "int8" if means[1] >= means[0] - INT8_LOSS_MAX else "model"
@@ -123,6 +123,10 @@ def save_calibrated(path: Path, calibrated: Calibrated, key: str) -> None:
             "tokens": choices.tokens,
             "rank": choices.rank,
             "recall": [[group, _tables(tables)] for group, tables in choices.recall.items()],
+            "fewer": [
+                [tokens, [[group, _tables(tables)] for group, tables in sizes.items()]]
+                for tokens, sizes in choices.fewer.items()
+            ],
             "best": [[group, values] for group, values in choices.best.items()],
             "contexts": [
                 [g, [s.context for s in samples]] for g, samples in choices.recorded.items()
@@ -189,6 +193,10 @@ def _calibrated(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Cali
         recall={group: _untabled(tables) for group, tables in given["recall"]},
         best=dict(given["best"]),
         recorded=recorded,
+        fewer={
+            tokens: {group: _untabled(tables) for group, tables in sizes}
+            for tokens, sizes in given["fewer"]
+        },
     )
     return Calibrated(
         identity=ModelIdentity(**plain["identity"]),

@@ -26,6 +26,7 @@ from kvswap_torch.tuning.recall import (
     Steps,
     decoded_positions,
     rank_grid,
+    sources,
 )
 from kvswap_torch.tuning.samples import Sample
 
@@ -53,7 +54,7 @@ class CalibrationOptions:
     choice: Choice = field(default_factory=Choice)
     kinds: tuple[str, ...] = KINDS
     rank_max: int | None = None
-    steps_max: int = 192
+    steps_max: int = 64
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= set(KINDS):
@@ -136,7 +137,7 @@ def calibrate(
     ranks = rank_grid(shape.width, options.rank_max or min(256, shape.width))
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for query in QUERIES:
-        moments = gather_moments(calibrator, fitted, query, progress)
+        moments = gather_moments(calibrator, fitted, query, progress, options.choice.score)
         for kind in options.kinds:
             pairs[kind, query] = [m.pair(kind, ranks[-1]) for m in moments]
     pairs = {(kind, query): pairs[kind, query] for kind in options.kinds for query in QUERIES}
@@ -167,10 +168,11 @@ def gather_moments(
     samples: Sequence[Sample],
     query: str = "predicted",
     progress: Progress | None = None,
+    score: str = "sum",
 ) -> list[LayerMoments]:
     """One `LayerMoments` a layer on disk, for queries ``predicted`` or ``true``."""
     shape = calibrator.parts.shape
-    moments = [LayerMoments(shape.width) for _ in range(shape.layers)]
+    moments = [LayerMoments(shape.width, score) for _ in range(shape.layers)]
 
     def add(seen: Observed, sample: Sample) -> None:
         if query == "true":
@@ -192,7 +194,7 @@ def measure_recall(
 
     def measure(seen: Observed, sample: Sample) -> None:
         positions = decoded_positions(len(sample.ids), sample.focus, options.steps_max)
-        steps = Steps(seen, positions, options.choice)
+        steps = Steps(seen, positions, options.choice, wanted=sources(sample.ids, positions))
         for table in tables:
             table.add(seen, steps)
 

@@ -6,20 +6,22 @@ common, so steps are recorded one after the other, over the decoded tokens of he
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
+from kvswap_torch.projection import Pair
 from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.progress import Progress
-from kvswap_torch.tuning.recall import Choice, Steps, attention_mass, int8_rows
+from kvswap_torch.tuning.recall import Choice, Steps, TokenScores, attention_views, sources, worth
 from kvswap_torch.tuning.samples import Sample
 
 GROUPS = (1, 2, 4, 8, 16)
+TOKENS_SHARES = (1.0, 0.5, 0.25, 0.125)  # of the tokens attended at most
 STEPS_MAX = 96  # consecutive steps recorded of a sample
 
 
@@ -60,11 +62,13 @@ class Choices:
     rank
         Columns that the recorded choices were made with.
     recall
-        Group size -> for each layer, rank -> recall of attention mass.
+        Group size -> for each layer, rank -> `tuning.recall.worth`.
     best
-        Group size -> for each layer what the best possible choice holds.
+        Group size -> for each layer what the best possible choice is worth.
     recorded
         Group size -> one entry a sample.
+    fewer
+        Tokens attended, fewer than `tokens` -> as `recall`.
     """
 
     tokens: int
@@ -72,6 +76,14 @@ class Choices:
     recall: dict[int, list[dict[int, float]]]
     best: dict[int, list[float]]
     recorded: dict[int, list[Recorded]]
+    fewer: dict[int, dict[int, list[dict[int, float]]]] = field(default_factory=dict)
+
+    def recall_of(self, group: int, tokens: int) -> list[dict[int, float]]:
+        """`recall` where at most so many tokens are attended: the nearest that was measured."""
+        measured = {self.tokens: self.recall} | self.fewer
+        return measured[max((each for each in measured if each <= tokens), default=min(measured))][
+            group
+        ]
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -101,7 +113,11 @@ class Recorder:
         self.tokens = choice.group_tokens * choice.groups_max
         self.rank = self.ranks[len(self.ranks) // 2]
         empty = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
-        self.sums = {group: [dict(layer) for layer in empty] for group in self.groups}
+        self.attended = tuple(int(share * self.tokens) for share in TOKENS_SHARES)
+        places = [(group, tokens) for group in self.groups for tokens in self.attended]
+        self.sums = {place: [dict(layer) for layer in empty] for place in places}
+        self.found = {place: [dict(layer) for layer in empty] for place in places}
+        self.sought = [0.0] * len(pairs)
         self.best = {group: [0.0] * len(pairs) for group in self.groups}
         self.rows: dict[int, list[torch.Tensor]] = {}
 
@@ -112,27 +128,46 @@ class Recorder:
         """One layer of a sample."""
         last = min(len(sample.ids), sample.focus + STEPS_MAX)
         positions = torch.arange(sample.focus, last)
-        mass = attention_mass(seen.query[0][:, positions], seen.keys[0], seen.scale, positions)
+        query = seen.query[0][:, positions]
+        wanted = sources(sample.ids, positions)
+        views = attention_views(query, seen.keys[0], seen.scale, positions, wanted)
         is_true = seen.layer in self.true_layers or seen.predicted is None
-        look = (seen.query if is_true else seen.predicted)[:, :, positions]
-        key, query = self.pairs[seen.layer]
-        rows = flat_tokens(seen.keys).float() @ key
-        low = sum_over_heads(look, seen.keys.shape[1]) @ query
-        views = {group: Steps(seen, positions, self._choice(group), mass) for group in self.groups}
+        look = seen.query if is_true else seen.predicted
+        tokens = TokenScores(seen, look, self.pairs[seen.layer], positions, self.choice)
+        of_size = {
+            group: Steps(seen, positions, self._choice(group), views) for group in self.groups
+        }
         for rank in self.ranks:
-            kept = rows[:, :rank]
-            kept = int8_rows(kept) if self.summary_dtype == "int8" else kept.to(seen.keys.dtype)
-            scores = low[:, :rank] @ kept.float().T
-            for group, steps in views.items():
+            scores = tokens.at(rank, self.summary_dtype)
+            for group, steps in of_size.items():
                 chosen = steps.select(scores)
-                self.sums[group][seen.layer][rank] += steps.recall(chosen)
+                self._count(group, seen.layer, rank, steps, chosen)
                 if rank == self.rank:
                     self.rows[group].append(_rising(chosen, steps.choosable))
-        for group, steps in views.items():
+        for group, steps in of_size.items():
             self.best[group][seen.layer] += steps.best_recall()
+        self.sought[seen.layer] += of_size[self.groups[0]].sought()
+
+    def _count(self, group: int, layer: int, rank: int, steps: Steps, chosen: torch.Tensor) -> None:
+        for tokens in self.attended:
+            best = chosen[:, : max(1, tokens // group)]
+            self.sums[group, tokens][layer][rank] += steps.recall(best)
+            self.found[group, tokens][layer][rank] += steps.found(best)
 
     def _choice(self, group: int) -> Choice:
-        return Choice(group, self.tokens // group, self.choice.sink_tokens, self.choice.tail_tokens)
+        return dataclasses.replace(self.choice, group_tokens=group, groups_max=self.tokens // group)
+
+    def worth(self, samples: int, tokens: int) -> dict[int, list[dict[int, float]]]:
+        """Group size -> `tuning.recall.worth` where so many tokens are attended."""
+
+        def mean(layers: list[dict[int, float]]) -> list[dict[int, float]]:
+            return [{rank: total / samples for rank, total in layer.items()} for layer in layers]
+
+        sought = [total / samples for total in self.sought]
+        return {
+            group: worth(mean(self.sums[group, tokens]), mean(self.found[group, tokens]), sought)
+            for group in self.groups
+        }
 
 
 def _rising(chosen: torch.Tensor, choosable: torch.Tensor) -> torch.Tensor:
@@ -166,12 +201,25 @@ def record_choices(
     if progress is not None:
         progress("recording choices", len(samples), len(samples))
     count = len(samples)
-    recall = {
-        group: [{rank: total / count for rank, total in layer.items()} for layer in layers]
-        for group, layers in recorder.sums.items()
+    sought = [{0: total / count} for total in recorder.sought]
+    best = {
+        group: [
+            each[0]
+            for each in worth(
+                [{0: value / count} for value in layers], sought, [s[0] for s in sought]
+            )
+        ]
+        for group, layers in recorder.best.items()
     }
-    best = {group: [value / count for value in layers] for group, layers in recorder.best.items()}
-    return Choices(recorder.tokens, recorder.rank, recall, best, recorded)
+    every, *fewer = recorder.attended
+    return Choices(
+        recorder.tokens,
+        recorder.rank,
+        recorder.worth(count, every),
+        best,
+        recorded,
+        {tokens: recorder.worth(count, tokens) for tokens in fewer},
+    )
 
 
 BLOCK_TOKENS = 64

@@ -81,7 +81,7 @@ class SettingCosts:
         if self.is_whole(setting):
             groups = pages = -(-self.context // setting.group_tokens)
         else:
-            groups = self.traffic.choices.tokens // setting.group_tokens
+            groups = max(1, self.attended(setting) // setting.group_tokens)
             pages = setting.capacity // setting.group_tokens
         pages = max(pages, groups, self.base.select_queries_max)
         return dataclasses.replace(
@@ -91,6 +91,10 @@ class SettingCosts:
             groups_max=groups,
             pages_max=pages,
         )
+
+    def attended(self, setting: Setting) -> int:
+        """Tokens attended: no more than are kept."""
+        return min(self.traffic.choices.tokens, setting.capacity)
 
     def is_whole(self, setting: Setting) -> bool:
         """Whether the whole context is kept in memory; then all of it is attended."""
@@ -107,7 +111,8 @@ class SettingCosts:
     def recall(self, setting: Setting) -> float:
         if self.is_whole(setting):
             return 1.0
-        tables = self.traffic.choices.recall[setting.group_tokens]
+        choices = self.traffic.choices
+        tables = choices.recall_of(setting.group_tokens, self.attended(setting))
         ranks = self.levels.ranks[setting.rank]
         held = [table[rank] for table, rank in zip(tables, ranks, strict=True)]
         return sum(held) / len(held)
@@ -163,9 +168,18 @@ class SettingCosts:
     def layer_traffic(self, config: SwapConfig, record_bytes: int) -> list[Traffic]:
         """What each layer and sequence reads."""
         merging = Merging(record_bytes, config.merge_gap_bytes, config.merge_bytes_max)
-        return self.traffic.get(
-            config.group_tokens, config.pages_max, config.replacement, self.context, merging
+        recorded = self.traffic.choices.tokens // config.group_tokens
+        if config.groups_max >= recorded:
+            return self.traffic.get(
+                config.group_tokens, config.pages_max, config.replacement, self.context, merging
+            )
+        # Fewer groups with as many pages for each are taken to meet as often.
+        share = config.groups_max / recorded
+        pages = round(config.pages_max / share)
+        traffic = self.traffic.get(
+            config.group_tokens, pages, config.replacement, self.context, merging
         )
+        return [each.scaled(share) for each in traffic]
 
     def _ahead(self) -> list[int]:
         return layers_ahead(self.base, self.shape.layers)

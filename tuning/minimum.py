@@ -9,6 +9,7 @@ from typing import Any
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.sizing import ModelShape, Request, too_small
+from kvswap_torch.tuning.choices import TOKENS_SHARES
 from kvswap_torch.tuning.recall import RANKS, Choice
 from kvswap_torch.tuning.session_need import Demand, engine_need
 
@@ -48,13 +49,13 @@ def check_budget(
     alignment = alignment_bytes(path)
     request = Request(budget_bytes, context_max, batch_max)
     need = engine_need(model, Demand(context_max, batch_max, budget_bytes), alignment)
-    tokens = choice.group_tokens * choice.groups_max
+    tokens = int(choice.group_tokens * choice.groups_max * min(TOKENS_SHARES))
     smallest = [
         SwapConfig(
             group_tokens=size,
             rank=min(RANKS[0], shape.width),
             summary_dtype="int8",
-            groups_max=tokens // size,
+            groups_max=max(1, tokens // size),
             pages_max=max(tokens // size, SwapConfig().select_queries_max),
             sink_tokens=choice.sink_tokens,
             tail_tokens=choice.tail_tokens,

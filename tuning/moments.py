@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kvswap_torch.projection import Pair, flat_tokens, pair_from_moments, sum_over_heads
+from kvswap_torch.projection import (
+    Pair,
+    flat_tokens,
+    head_moment,
+    pair_from_moments,
+    sum_over_heads,
+)
 from kvswap_torch.tuning.corrected_projection import corrected_pair
 from kvswap_torch.tuning.observe import Observed
 
@@ -17,16 +23,17 @@ class LayerMoments:
 
     Two fp32 matrices ``[width, width]`` and a few vectors, whatever the text's length: 8 MiB for 8
     KV heads of 128. Keys are moved by their first chunk's mean, so that centring them at the end
-    loses no digits. Queries are summed over the heads of each KV head, because groups are scored
-    by a sum over heads.
+    loses no digits. Where groups are scored by a sum over heads, queries are summed over the heads
+    of each KV head; otherwise each head counts for itself.
 
     Keys are those of all tokens, but queries mostly those of tokens in focus: only they choose.
     Queries of tokens that are merely read keep a small share, so that no direction is lost that
     another text may need.
     """
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, score: str = "sum"):
         self.width = width
+        self.score = score
         self.keys = 0
         self.queries = 0
         self._weight = 0.0
@@ -73,11 +80,17 @@ class LayerMoments:
             query.split(PIECE_TOKENS, dim=2), predicted.split(PIECE_TOKENS, dim=2), strict=True
         )
         for true, guess in pieces:
-            rows = sum_over_heads(guess, kv_heads)
-            square = rows.T @ rows * weight
+            square = self._products(guess, guess, kv_heads) * weight
             self._squares += square.tril(-1)
             self._predicted_diagonal += square.diagonal()
-            self._cross.addmm_(rows.T, sum_over_heads(true, kv_heads), alpha=weight)
+            self._cross += self._products(guess, true, kv_heads) * weight
+
+    def _products(self, left: torch.Tensor, right: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Outer products of queries ``[1, heads, tokens, head_dim]``, summed over tokens."""
+        if self.score == "sum":
+            return sum_over_heads(left, kv_heads).T @ sum_over_heads(right, kv_heads)
+        of_tokens = (each[0].float().transpose(0, 1) for each in (left, right))
+        return head_moment(*of_tokens, kv_heads)
 
     @property
     def key_mean(self) -> torch.Tensor:
@@ -117,11 +130,16 @@ class LayerMoments:
         rank
             Columns, at most ``width``.
         """
+        raw = self.key_moment + torch.outer(self.key_mean, self.key_mean)
         if kind == "svd_keys":
-            raw = self.key_moment + torch.outer(self.key_mean, self.key_mean)
             return pair_from_moments(kind, raw, None, rank)
         return corrected_pair(
-            self.key_moment, self.predicted_moment, self.cross_moment, rank, self.queries
+            # A head's constant weighs all its groups against its sinks and tail.
+            self.key_moment if self.score == "sum" else raw,
+            self.predicted_moment,
+            self.cross_moment,
+            rank,
+            self.queries,
         )
 
     def energy(self, pair: Pair) -> list[float]:

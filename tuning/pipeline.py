@@ -46,7 +46,19 @@ from kvswap_torch.tuning.timing import ROUNDS, STEPS, Timing, TimingPlan, loadin
 from kvswap_torch.tuning.traffic import Traffic, TrafficTable
 
 RANK_MAX = 128
-CAPACITY_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of the tokens attended
+CAPACITY_SHARES = (
+    0.125,
+    0.25,
+    0.5,
+    1.0,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+)  # of the tokens attended
 MODELLED = ("nvme", "ufs", "emmc")  # what a session can be slowed down to
 REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
 PROJECTION_NAME = "projection.safetensors"

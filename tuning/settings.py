@@ -71,7 +71,7 @@ def choose_settings(
     pages_max = max(groups * PAGES_SHARE[0] // PAGES_SHARE[1], 16)
     start = dataclasses.replace(
         base or SwapConfig(),
-        **dataclasses.asdict(calibration.choice),
+        **{k: v for k, v in dataclasses.asdict(calibration.choice).items() if k != "score"},
         pages_max=pages_max,
         projection_kind=calibration.kind,
         look_ahead=True,
@@ -86,7 +86,7 @@ def choose_settings(
 def true_query_layers(calibration: Calibration) -> tuple[int, ...]:
     """Layers that lose more recall to prediction than reading ahead is worth."""
     predicted, true = (
-        [max(table.values()) for table in calibration.tables[calibration.kind, "model", q].recall()]
+        [max(table.values()) for table in calibration.tables[calibration.kind, "model", q].worth()]
         for q in QUERIES
     )
     return tuple(
@@ -97,9 +97,9 @@ def true_query_layers(calibration: Calibration) -> tuple[int, ...]:
 
 
 def layer_recall(calibration: Calibration, config: SwapConfig) -> list[dict[int, float]]:
-    """For each layer, rank -> recall with the query that `config` has it choose with."""
+    """For each layer, rank -> what it is worth with the query that `config` has it choose with."""
     predicted, true = (
-        calibration.tables[calibration.kind, config.summary_dtype, query].recall()
+        calibration.tables[calibration.kind, config.summary_dtype, query].worth()
         for query in QUERIES
     )
     return [

@@ -32,6 +32,11 @@ class Traffic:
     def hit_rate(self) -> float:
         return 1 - self.loads / self.attended if self.attended else 0.0
 
+    def scaled(self, share: float) -> Traffic:
+        """Of so many times the groups."""
+        own = (self.attended, self.loads, self.reads, self.bytes_read)
+        return Traffic(*(share * each for each in own))
+
 
 @dataclass(frozen=True)
 class Merging:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from python.reference_session import Options, ReferenceSession
@@ -11,10 +13,13 @@ from kvswap_torch.tuning.recall import (
     Choice,
     RecallTable,
     Steps,
-    attention_mass,
+    TokenScores,
+    attention_views,
     decoded_positions,
     int8_rows,
     rank_grid,
+    sources,
+    worth,
 )
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 80
@@ -39,16 +44,25 @@ def full_pair() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_attention_mass_is_the_softmax_of_what_is_seen():
     sample, positions = seen(), torch.tensor([20, 50])
-    mass = attention_mass(sample.query[0][:, positions], sample.keys[0], sample.scale, positions)
+    views = attention_views(sample.query[0][:, positions], sample.keys[0], sample.scale, positions)
     keys = sample.keys[0].repeat_interleave(HEADS // KV_HEADS, 0)
-    for row, position in zip(mass, positions.tolist(), strict=True):
+    assert not views[1].any()
+    wanted = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)) < 0.2
+    views = attention_views(
+        sample.query[0][:, positions], sample.keys[0], sample.scale, positions, wanted
+    )
+    for row, sought, want, position in zip(*views, wanted, positions.tolist(), strict=True):
         scores = sample.query[0, :, position, None] @ keys[:, : position + 1].mT * sample.scale
-        expected = scores.softmax(-1).mean(0)[0]
-        torch.testing.assert_close(row[: position + 1], expected)
+        weights = scores.softmax(-1)
+        torch.testing.assert_close(row[: position + 1], weights.mean(0)[0])
+        there = weights[:, 0] * want[: position + 1]
+        expected = there[there.sum(1) > 0.1].sum(0)
+        torch.testing.assert_close(sought[: position + 1], expected)
         assert not row[position + 1 :].any()
 
 
-def test_steps_choose_what_a_session_chooses():
+@pytest.mark.parametrize("score", ["sum"])
+def test_steps_choose_what_a_session_chooses(score):
     """Decodes token by token with the reference session and compares groups."""
     sample, read = seen(), 40
     positions = torch.arange(read, TOKENS)
@@ -70,11 +84,10 @@ def test_steps_choose_what_a_session_chooses():
     session.set_projection(0, *pair)
     session.append(0, sample.keys[:, :, :read], sample.keys[:, :, :read])
 
-    steps = Steps(sample, positions, CHOICE)
-    rows = sample.keys[0].transpose(0, 1).flatten(1) @ pair[0]
-    summed = sample.predicted[0].unflatten(0, (KV_HEADS, -1)).sum(1)
-    queries = summed.transpose(0, 1).flatten(1) @ pair[1]
-    chosen = steps.select(queries[positions] @ rows.T)
+    choice = dataclasses.replace(CHOICE, score=score)
+    steps = Steps(sample, positions, choice)
+    scores = TokenScores(sample, sample.predicted, pair, positions, choice)
+    chosen = steps.select(scores.at(5, "model"))
     for row, t in zip(chosen.tolist(), positions.tolist(), strict=True):
         session.look_ahead(0, sample.predicted[:, :, t : t + 1])
         one = sample.keys[:, :, t : t + 1]
@@ -94,6 +107,32 @@ def test_recall_grows_with_groups_and_is_one_when_all_are_chosen():
         assert values[-1] <= steps.best_recall() + 1e-6
     assert values == sorted(values)
     assert values[-1] == pytest.approx(1.0)
+
+
+def test_sources_are_where_the_next_tokens_stand_too():
+    ids = torch.arange(100, 100 + TOKENS)
+    ids[70:72] = ids[30:32]
+    found = sources(ids, torch.tensor([69, 50, TOKENS - 1]))
+    assert found[0].nonzero().flatten().tolist() == list(range(24, 32))
+    assert not found[1:].any()
+
+
+def test_what_is_found_is_what_heads_look_up():
+    sample, positions = seen(), torch.arange(40, TOKENS)
+    wanted = torch.zeros(len(positions), TOKENS, dtype=torch.bool)
+    wanted[:, 8:24] = True
+    steps = Steps(sample, positions, Choice(4, 40, 6, 10), wanted=wanted)
+    every = torch.arange(steps.groups).expand(len(positions), -1)
+    assert steps.found(every) == pytest.approx(steps.sought())
+    assert 0 < steps.found(every[:, :4]) < steps.sought()
+
+
+def test_worth_gives_columns_to_layers_that_seek():
+    held = [{4: 0.5, 8: 0.6}, {4: 0.5, 8: 0.6}]
+    tables = worth(held, [{4: 0.0, 8: 0.0}, {4: 1.0, 8: 3.0}], [0.0, 4.0])
+    assert tables[0] == {4: 0.25, 8: 0.3}
+    assert tables[1] == {4: 0.25 + 0.25, 8: 0.3 + 0.75}
+    assert worth(held, [{4: 0.0, 8: 0.0}] * 2, [0.0, 0.0]) == held
 
 
 def recall_of(sample: Observed, query: str) -> tuple[dict[int, float], float]:
