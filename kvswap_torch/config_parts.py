@@ -50,10 +50,14 @@ class ModelIdentity:
                 raise ConfigError(f"model.{item.name}: must be positive, got {value}")
 
     def differences(self, other: ModelIdentity) -> dict[str, tuple[Any, Any]]:
-        """Fields that both know and that differ: name -> (ours, theirs)."""
+        """Fields that both know and that differ: name -> (ours, theirs).
+
+        Not the dtype: projections do not depend on it, and what memory is needed is counted anew.
+        """
         pairs = {
             item.name: (getattr(self, item.name), getattr(other, item.name))
             for item in dataclasses.fields(self)
+            if item.name != "dtype"
         }
         return {
             name: (ours, theirs)

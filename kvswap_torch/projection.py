@@ -9,9 +9,10 @@ close to q . k. Two ways to choose them:
     The best rank-r form of q . k itself: with Cq and Ck the second moments of queries and centred
     keys, from the SVD of Cq^1/2 Ck^1/2. Better at the same rank, since only q . k is needed.
 
-Keys are one token's K of all KV heads side by side, after RoPE; queries are summed over the heads
-of each KV head, since groups are scored by a sum over heads. Columns come in falling order of
-weight: the first r of a projection are the projection of rank r.
+Keys are one token's K of all KV heads side by side, after RoPE. Where groups are scored by a sum
+over heads, queries are summed over the heads of each KV head; where each head is scored for itself,
+each head's query is a query, with zeros at the other KV heads' keys. Columns come in falling order
+of weight: the first r of a projection are the projection of rank r.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def from_chunk(
     query: torch.Tensor | None,
     rank: int,
     valid: torch.Tensor | None = None,
+    score: str = "sum",
 ) -> Pair:
     """A projection from one chunk's own keys and queries, when nobody calibrated one.
 
@@ -136,6 +138,8 @@ def from_chunk(
         Columns, at most ``kv_heads * head_dim``.
     valid
         ``[batch, tokens]`` bool; None: all.
+    score
+        As in `SwapConfig`: ``sum``, or another one, for which each head counts for itself.
     """
     kv_heads, tokens = keys.shape[1], keys.shape[2]
     per_sequence = max(1, KEYS_MAX // len(keys))
@@ -147,12 +151,38 @@ def from_chunk(
         return svd_keys(sample, rank)
     newest = torch.arange(max(0, tokens - max(1, QUERIES_NEWEST // len(keys))), tokens)
     looked_at = torch.cat([evenly[:: max(1, len(evenly) // max(1, len(newest)))], newest])
-    queries = sum_over_heads(query[:, :, looked_at], kv_heads)
+    queries = query[:, :, looked_at].float().transpose(1, 2).flatten(0, 1)
     if valid is not None:
         queries = queries[valid[:, looked_at].flatten()]
     if len(queries) < QUERIES_MIN:
         return svd_keys(sample, rank)
-    return query_aware(sample, queries, rank)
+    if score == "sum":
+        return query_aware(sample, queries.unflatten(1, (kv_heads, -1)).sum(2).flatten(1), rank)
+    _check("from_chunk", sample, rank)
+    sample = sample.float()
+    # Not centred: a head's constant weighs all its groups against its sinks and tail.
+    moments = (
+        sample.T @ sample / len(sample),
+        head_moment(queries, queries, kv_heads) / len(queries),
+    )
+    return pair_from_moments("query_aware", *moments, rank, (len(sample), len(queries)))
+
+
+def head_moment(left: torch.Tensor, right: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Outer products of two queries, ``[tokens, heads, head_dim]`` each, summed over tokens.
+
+    Each head's stands at its KV head's keys: ``[kv_heads * head_dim, kv_heads * head_dim]``, zero
+    but for a block a KV head.
+    """
+    blocks = [
+        one.flatten(0, 1).T @ other.flatten(0, 1)
+        for one, other in zip(
+            left.unflatten(1, (kv_heads, -1)).unbind(1),
+            right.unflatten(1, (kv_heads, -1)).unbind(1),
+            strict=True,
+        )
+    ]
+    return torch.block_diag(*blocks)
 
 
 def leading_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

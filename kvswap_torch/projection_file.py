@@ -104,9 +104,7 @@ def _check_metadata(where: str, metadata: dict[str, str], model: ModelIdentity |
         written_for = identity_from(json.loads(metadata.get("model", "{}")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: metadata model must describe a model: {error}") from error
-    # Moments of keys do not depend on the precision they are stored in.
     differences = written_for.differences(model) if model else {}
-    differences.pop("dtype", None)
     if differences:
         told = ", ".join(f"{n} {ours} (this model: {it})" for n, (ours, it) in differences.items())
         raise ConfigError(

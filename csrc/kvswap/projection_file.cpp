@@ -52,8 +52,6 @@ void check_metadata(const std::string& where, const std::map<std::string, std::s
   } catch (const std::exception& error) {
     throw ConfigError(where + ": metadata model must describe a model: " + error.what());
   }
-  // Moments of keys do not depend on the precision they are stored in.
-  written_for.dtype.reset();
   const std::string told = differences(written_for, model);
   if (!told.empty()) {
     throw ConfigError(where + ": must be for the model it is used with, but was made for " + told +

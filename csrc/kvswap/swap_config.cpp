@@ -249,6 +249,8 @@ std::string differences(const ModelIdentity& ours, const ModelIdentity& theirs) 
     }
   };
   visit_identity([&](const char* name, auto member) {
+    // Projections do not depend on it, and what memory is needed is counted anew.
+    if (std::string_view(name) == "dtype") return;
     const auto& mine = ours.*member;
     const auto& other = theirs.*member;
     if (!mine || !other || *mine == *other) return;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <vector>
 
 namespace kvswap {
 namespace {
@@ -58,13 +59,31 @@ Pair svd_keys(const at::Tensor& samples, int64_t rank) {
   return {directions, directions};
 }
 
-Pair query_aware(const at::Tensor& key_samples, const at::Tensor& query_samples, int64_t rank) {
-  const at::Tensor keys = key_samples.to(at::kFloat);
-  const at::Tensor queries = query_samples.to(at::kFloat);
-  const at::Tensor centred = keys - keys.mean(0);
-  const at::Tensor key_factor = factor(centred.t().matmul(centred) / keys.size(0), keys.size(0));
-  const at::Tensor query_factor =
-      factor(queries.t().matmul(queries) / queries.size(0), queries.size(0));
+/// Outer products of queries [tokens, heads, head_dim], each head's at its KV head's keys.
+at::Tensor head_moment(const at::Tensor& queries, int64_t kv_heads) {
+  std::vector<at::Tensor> blocks;
+  for (const at::Tensor& group : queries.unflatten(1, {kv_heads, -1}).unbind(1)) {
+    const at::Tensor rows = group.flatten(0, 1);
+    blocks.push_back(rows.t().matmul(rows));
+  }
+  return at::block_diag(blocks);
+}
+
+/// queries: [tokens, heads, head_dim] fp32.
+Pair query_aware(const at::Tensor& key_samples, const at::Tensor& queries, int64_t kv_heads,
+                 const std::string& score, int64_t rank) {
+  at::Tensor keys = key_samples.to(at::kFloat);
+  at::Tensor moment;
+  if (score == "sum") {
+    keys = keys - keys.mean(0);
+    const at::Tensor summed = queries.unflatten(1, {kv_heads, -1}).sum(2).flatten(1);
+    moment = summed.t().matmul(summed);
+  } else {
+    // Keys are not centred: a head's constant weighs all its groups against its sinks and tail.
+    moment = head_moment(queries, kv_heads);
+  }
+  const at::Tensor key_factor = factor(keys.t().matmul(keys) / keys.size(0), keys.size(0));
+  const at::Tensor query_factor = factor(moment / queries.size(0), queries.size(0));
   const auto [left, weights, right] = leading_svd(query_factor.t().matmul(key_factor), rank);
   const at::Tensor scale = at::maximum(weights, weights[0].clamp_min(1e-30) * 1e-7).rsqrt();
   return {query_factor.matmul(left) * scale, key_factor.matmul(right) * scale};
@@ -73,7 +92,8 @@ Pair query_aware(const at::Tensor& key_samples, const at::Tensor& query_samples,
 }  // namespace
 
 Pair estimate_projection(const std::string& kind, const at::Tensor& keys,
-                         const std::optional<at::Tensor>& query, int64_t rank) {
+                         const std::optional<at::Tensor>& query, int64_t rank,
+                         const std::string& score) {
   const int64_t batch = keys.size(0);
   const int64_t kv_heads = keys.size(1);
   const int64_t tokens = keys.size(2);
@@ -89,10 +109,10 @@ Pair estimate_projection(const std::string& kind, const at::Tensor& keys,
   const at::Tensor newest = at::arange(std::max<int64_t>(0, tokens - newest_count), tokens);
   const int64_t step = std::max<int64_t>(1, evenly.size(0) / std::max<int64_t>(1, newest.size(0)));
   const at::Tensor looked_at = at::cat({evenly.slice(0, 0, evenly.size(0), step), newest});
-  const at::Tensor queries = flat_tokens(
-      query->index_select(2, looked_at).to(at::kFloat).unflatten(1, {kv_heads, -1}).sum(2));
+  const at::Tensor queries =
+      query->index_select(2, looked_at).to(at::kFloat).transpose(1, 2).flatten(0, 1);
   if (queries.size(0) < kQueriesMin) return svd_keys(sample, rank);
-  return query_aware(sample, queries, rank);
+  return query_aware(sample, queries, kv_heads, score, rank);
 }
 
 }  // namespace kvswap

@@ -14,10 +14,12 @@ namespace kvswap {
 ///
 /// kind: query_aware or svd_keys; keys: [batch, kv_heads, tokens, head_dim] after RoPE, all valid;
 /// query: [batch, heads, tokens, head_dim] of the same tokens, or none; rank: at most kv_heads *
-/// head_dim. Returns the key and the query matrix, [kv_heads * head_dim, rank] fp32.
+/// head_dim; score: sum, or another one, for which each head counts for itself. Returns the key and
+/// the query matrix, [kv_heads * head_dim, rank] fp32.
 std::pair<at::Tensor, at::Tensor> estimate_projection(const std::string& kind,
                                                       const at::Tensor& keys,
                                                       const std::optional<at::Tensor>& query,
-                                                      int64_t rank);
+                                                      int64_t rank,
+                                                      const std::string& score = "sum");
 
 }  // namespace kvswap

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.sizing import ModelShape, Request, fit_budget
+from kvswap_torch.sizing import ModelShape, Request, fit_budget, spend_budget
 
 Need = Callable[[SwapConfig, int, int], Mapping[str, int]]
 """(settings, batch, context) -> bytes by use."""
@@ -64,12 +64,12 @@ def settle(
     base = dataclasses.replace(base, table=())
     if budget.kv_memory_bytes is None:
         return base
-    return fit_budget(
+    fit = spend_budget if config is None else fit_budget
+    return fit(
         Request(budget.kv_memory_bytes, context, batch),
         shape,
-        base,
+        base if config is not None else dataclasses.replace(base, summary_dtype="int8"),
         lambda settings: need(settings, batch, context),
-        grow=config is None,
     )
 
 

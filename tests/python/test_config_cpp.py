@@ -263,7 +263,7 @@ def test_another_models_config_is_refused_in_the_same_words(tmp_path: Path) -> N
     made_for = ModelIdentity("qwen3", 3, 8, 2, 32, "bfloat16")
     configs = [
         SwapConfig(model=dataclasses.replace(made_for, model_type="llama", layers=4)),
-        SwapConfig(model=dataclasses.replace(made_for, dtype="float32", head_dim=64)),
+        SwapConfig(model=dataclasses.replace(made_for, kv_heads=1, head_dim=64)),
         SwapConfig(model=ModelIdentity(config_hash="ab", kv_heads=9)),
         SwapConfig(rank=(8, 8)),
         SwapConfig(rank=65),

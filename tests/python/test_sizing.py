@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from kvswap_torch import BudgetError, ConfigError, SwapConfig
 from kvswap_torch.hf.settings import Budget, FirstPass, default_config, settle
-from kvswap_torch.sizing import ModelShape, Request, effective_ranks, fit_budget
+from kvswap_torch.sizing import (
+    MISSED_BY_COLUMNS,
+    ModelShape,
+    Request,
+    effective_ranks,
+    fit_budget,
+    missed_by_tokens,
+    spend_budget,
+)
 
 SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
 
@@ -69,57 +77,74 @@ def test_never_over_the_budget(count, data):
     shape, config = data.draw(shapes), data.draw(configs)
     context, batch = data.draw(st.integers(1, 200_000)), data.draw(st.integers(1, 8))
     budget = data.draw(st.integers(1 << 16, 1 << 32))
-    grow = data.draw(st.booleans())
+    fit = data.draw(st.sampled_from([fit_budget, spend_budget]))
 
     def need(settings):
         return count(settings, shape, context, batch)
 
     request = Request(budget, context, batch)
     try:
-        chosen = fit_budget(request, shape, config, need, grow=grow)
+        chosen = fit(request, shape, config, need)
     except BudgetError as error:
         least = int(str(error).split("at least ")[1].split(" ")[0])
         assert least > budget
         # What the message says suffices does suffice.
-        enough = fit_budget(Request(least, context, batch), shape, config, need, grow=grow)
+        enough = fit(Request(least, context, batch), shape, config, need)
         assert need(enough)["total"] <= least
         return
     assert need(chosen)["total"] <= budget
     assert chosen.group_tokens == config.group_tokens
-    if not grow:
+    if fit is fit_budget:
         assert chosen.groups_max <= max(config.groups_max, 8)
         assert max(chosen.ranks(shape.layers)) <= min(config.rank, shape.width)
         assert chosen.pages_max <= max(config.pages_max, config.select_queries_max)
 
 
-@given(budget=st.integers(1 << 20, 1 << 28), more=st.integers(0, 1 << 26))
-def test_more_memory_never_holds_less(budget, more):
-    def need(settings):
-        return plain_need(settings, SHAPE, 8192, 2)
+def missed(config: SwapConfig, context: int, width: int) -> float:
+    if config.groups_max * config.group_tokens >= context:
+        return -1.0
+    columns = 2 * config.rank
+    share = min(share for by, share in MISSED_BY_COLUMNS if min(by, width) <= columns)
+    return share + missed_by_tokens(config.groups_max * config.group_tokens)
 
-    config = SwapConfig()
+
+WIDE = dataclasses.replace(SHAPE, head_dim=96)
+
+
+def spent(budget: int, context: int = 4096) -> SwapConfig:
+    def need(settings):
+        return plain_need(settings, WIDE, context, 1)
+
+    return spend_budget(Request(budget, context, 1), WIDE, SwapConfig(), need)
+
+
+@given(budget=st.integers(1 << 20, 1 << 28), more=st.integers(0, 1 << 26))
+def test_more_memory_never_misses_more(budget, more):
     try:
-        small = fit_budget(Request(budget, 8192, 2), SHAPE, config, need)
+        small = spent(budget, 8192)
     except BudgetError:
         assume(False)
-    large = fit_budget(Request(budget + more, 8192, 2), SHAPE, config, need)
-    assert large.rank >= small.rank and large.groups_max >= small.groups_max
-    assert need(large)["total"] >= need(small)["total"] or large == small
+    assert missed(spent(budget + more, 8192), 8192, WIDE.width) <= missed(small, 8192, WIDE.width)
 
 
 def test_what_memory_is_spent_on():
-    """Rank and groups first, then spare pages, then the whole context."""
+    """Columns first, then groups with them, then spare pages; or the whole context."""
+    small, middle, ample = (spent(int(size * 2**20)) for size in (1.6, 2.6, 9))
+    assert small.rank >= 12 and 8 <= small.groups_max < 60
+    assert (middle.rank, middle.groups_max) == (16, 100) and middle.pages_max < 200
+    assert (ample.rank, ample.groups_max, ample.pages_max) == (32, 100, 200)
+    exact = spent(64 << 20)
+    assert exact.groups_max == exact.pages_max == 1024 and exact.rank == 32
+    # As soon as the whole context fits it is kept, though with fewer columns.
+    assert spent(14 << 20).groups_max == 1024
 
-    def fit(megabytes):
-        def need(settings):
-            return plain_need(settings, SHAPE, 4096, 1)
 
-        return fit_budget(Request(int(megabytes * 2**20), 4096, 1), SHAPE, SwapConfig(), need)
-
-    small, middle, large = fit(0.6), fit(2.5), fit(64)
-    assert 8 <= small.rank < 32 and small.groups_max < 100
-    assert (middle.rank, middle.groups_max) == (32, 100) and 200 <= middle.pages_max < 1024
-    assert large.groups_max == large.pages_max == 1024  # all of it: attention is exact
+def test_what_is_missed_between_the_measured_numbers():
+    assert missed_by_tokens(8) == missed_by_tokens(32) == 0.21
+    assert missed_by_tokens(192) == pytest.approx((0.085 + 0.035) / 2)
+    assert missed_by_tokens(400) == missed_by_tokens(4000) == 0.01
+    values = [missed_by_tokens(tokens) for tokens in range(8, 500)]
+    assert values == sorted(values, reverse=True)
 
 
 def test_a_rank_for_each_layer_keeps_its_proportions():
