@@ -56,7 +56,7 @@ class Bytes:
             When even the smallest do not fit.
         """
         request = Request(budget_bytes, self.context, 1)
-        return fit_budget(request, self.shape, config, self._under(budget_bytes), grow=False)
+        return fit_budget(request, self.shape, config, self._under(budget_bytes))
 
     def widest(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """The config with the largest rank, one for all layers, that fits; at least 1."""

@@ -113,4 +113,4 @@ def _most_pages(
     context: int,
     heads: int,
 ) -> SwapConfig:
-    return fit_budget(Request(left, context, heads), shape, config, need, grow=False)
+    return fit_budget(Request(left, context, heads), shape, config, need)
