@@ -11,11 +11,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+)
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError, KVSwapError
-from kvswap_torch.hf import passes
+from kvswap_torch.hf import convert, passes
 from kvswap_torch.hf.attention import NAME, Switch
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.families import ModelParts, model_parts
@@ -23,12 +28,10 @@ from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.prefill_bar import PrefillBar
-from kvswap_torch.hf.settings import Budget
+from kvswap_torch.hf.session import projections_of
+from kvswap_torch.hf.settings import budget_of
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.trial import try_attention
-from kvswap_torch.memory_size import parse_bytes
-from kvswap_torch.projection import Pair
-from kvswap_torch.projection_file import load_projections
 
 
 class KVSwapCache(Cache):
@@ -100,7 +103,7 @@ class KVSwapCache(Cache):
             config = SwapConfig.load(config)
         if config is not None:
             config.check_model(self.parts.identity)
-        budget = _budget(kv_memory_bytes, max_context, max_batch)
+        budget = budget_of(kv_memory_bytes, max_context, max_batch)
         try_attention(self.parts)
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._passing: threading.Thread | None = None  # who runs a forward pass
@@ -112,7 +115,7 @@ class KVSwapCache(Cache):
                 path,
                 config,
                 budget,
-                _projections(config, self.parts),
+                projections_of(config, self.parts),
                 look_ahead=self._look_ahead,
                 timeline_spans=timeline_spans,
             )
@@ -126,6 +129,43 @@ class KVSwapCache(Cache):
             undo.callback(hooks.remove)
             # Not a method: it must not keep the cache alive, and runs at interpreter exit too.
             self._finalizer = weakref.finalize(self, undo.pop_all().close)
+
+    @classmethod
+    def from_cache(
+        cls,
+        model: Any,
+        cache: Cache,
+        path: str | Path,
+        attention_mask: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> KVSwapCache:
+        """A cache on disk with what a `DynamicCache` of the same model holds; that one stays.
+
+        Parameters
+        ----------
+        cache
+            The model's, with layers of equal length.
+        attention_mask
+            ``[batch, columns]``, False where a column is padding; None: none is.
+        path, arguments
+            As for `KVSwapCache`.
+
+        Raises
+        ------
+        ValueError
+            `cache` is empty or another model's, or the mask has another shape.
+        """
+        made = cls(model, path, **arguments)
+        try:
+            convert.fill(made, cache, attention_mask)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def to_dynamic(self) -> DynamicCache:
+        """A cache in memory with what this one holds; both can go on, each for itself."""
+        return convert.read(self)
 
     # What generate() and models ask.
 
@@ -353,25 +393,3 @@ def _layers(parts: ModelParts, driver: SessionDriver) -> list[Any]:
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**parts.layer_kwargs[index]))
     return layers
-
-
-def _projections(config: SwapConfig | None, parts: ModelParts) -> list[Pair] | None:
-    if config is None or config.projection_file is None:
-        return None
-    layers, width = parts.shape.layers, parts.shape.width
-    rows = (config.for_batch_and_context(row.batch, row.context) for row in config.table)
-    solutions = [each.ranks(layers) for each in (config, *rows)]
-    widest = [max(ranks) for ranks in zip(*solutions, strict=True)]
-    return load_projections(config.projection_path, widest, width, parts.identity)
-
-
-def _budget(
-    kv_memory_bytes: int | str | None, max_context: int | None, max_batch: int | None
-) -> Budget:
-    if kv_memory_bytes is not None:
-        kv_memory_bytes = parse_bytes(kv_memory_bytes, "kv_memory_bytes")
-    for name, value in (("max_context", max_context), ("max_batch", max_batch)):
-        positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if value is not None and not positive:
-            raise ConfigError(f"{name}: must be a positive int or None, got {value!r}")
-    return Budget(kv_memory_bytes, max_context, max_batch)

@@ -59,6 +59,7 @@ class SessionDriver:
         self._declared = False  # the session holds a validity that not all layers have taken
         self.estimate_seconds = 0.0
         self._settled = budget.is_known or not budget.matters(config)
+        self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._owner_pid = os.getpid()
         self.session: Any = None
         self._open(None)
@@ -153,6 +154,11 @@ class SessionDriver:
             When an earlier pass stopped half-way.
         """
         self.check_open()
+        if self._cuts:
+            raise ValueError(
+                "KVSwapCache: keys and values of all layers on disk must be cut together, got "
+                f"{len(self._cuts)} of {2 * self.parts.shape.layers}; cache.crop() does it at once"
+            )
         columns = self.columns()
         if any(self.columns(i) != columns for i in range(1, self.parts.shape.layers)):
             self.refuse_interrupted()
@@ -215,9 +221,25 @@ class SessionDriver:
 
     def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         """Stores the new K and V and attends; ``[batch, tokens, heads, head_dim]``."""
+        type_before = query.dtype
+        query_, keys, values = self._own_types(query, keys, values)
         with torch.no_grad():
-            output = self._attend(layer, _plain(query), _plain(keys), _plain(values), scale)
+            output = self._attend(layer, query_, keys, values, scale).to(type_before)
         return _NoGradient.apply(output, query) if torch.is_grad_enabled() else output
+
+    def _own_types(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """As the cache was opened with, where autocast has made other types."""
+        device, dtype = self.parts.device, self.parts.dtype
+        for tensor in tensors:
+            if tensor.device == device and tensor.dtype == dtype:
+                continue
+            if tensor.device != device or not torch.is_autocast_enabled(device.type):
+                raise ValueError(
+                    f"KVSwapCache: {self.parts.name} must stay {dtype} on {device}, as when the "
+                    f"cache was opened, got {tensor.dtype} on {tensor.device}; open another cache "
+                    "after model.to()"
+                )
+        return [_plain(tensor.to(dtype)) for tensor in tensors]
 
     def _attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         if self._will_choose(layer, keys.shape[2]):
@@ -231,6 +253,11 @@ class SessionDriver:
         if self.session.needs_projection(layer):
             self._estimate_from_disk(layer)
         return self.session.attend(layer, query, keys, values, scale)
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores K and V ``[batch, kv_heads, tokens, head_dim]`` that nobody attends over now."""
+        self.session.append(layer, _plain(keys), _plain(values))
+        self._stored(layer)
 
     def _stored(self, layer: int) -> None:
         """The pass's columns are in this layer."""
@@ -298,6 +325,20 @@ class SessionDriver:
 
     # The whole cache.
 
+    def crop_side(self, layer: int, side: str, columns: int) -> None:
+        """One layer's keys or values are to be cut; they are once all layers' have been."""
+        self.check_open()
+        if self._cuts and columns not in self._cuts.values():
+            raise ValueError(
+                "KVSwapCache: keys and values of all layers on disk must be cut alike, to "
+                f"{next(iter(self._cuts.values()))} columns, got {columns}"
+            )
+        self._cuts[layer, side] = columns
+        if len(self._cuts) == 2 * self.parts.shape.layers:
+            self._cuts.clear()
+            if columns < self.columns():
+                self.crop(columns)
+
     def crop(self, columns: int) -> None:
         self.check_open()
         self.session.crop(columns)
@@ -313,6 +354,7 @@ class SessionDriver:
         self.check_open()
         self.session.reset()
         self.padding, self._declared = Padding(), False
+        self._cuts.clear()
         # The next text's first long chunk tells more about it than this text's did.
         self._estimated.clear()
 

@@ -82,6 +82,7 @@ def model_parts(model: Any) -> ModelParts:
     UnsupportedModelError
         Naming what is in the way.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile()'s wrapper
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()  # PEFT's wrapper
     if not isinstance(model, PreTrainedModel):

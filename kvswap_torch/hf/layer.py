@@ -9,6 +9,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf.layer_view import LayerView
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.driver import SessionDriver
@@ -29,11 +30,45 @@ class DiskLayer(CacheLayerMixin):
 
     def __init__(self, driver: SessionDriver, disk_index: int):
         # Not the base's constructor: it would set is_initialized, which is asked for here.
-        self.keys = self.values = None
         self.disk_index = disk_index
         self.driver = driver
         self._armed = False
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def keys(self) -> LayerView | None:
+        """None while empty. Cut as ``layer.keys[:, :, :n]`` on all layers, it crops the cache."""
+        return self._view("keys")
+
+    @keys.setter
+    def keys(self, cut: LayerView) -> None:
+        self._cut("keys", cut)
+
+    @property
+    def values(self) -> LayerView | None:
+        """As `keys`."""
+        return self._view("values")
+
+    @values.setter
+    def values(self, cut: LayerView) -> None:
+        self._cut("values", cut)
+
+    def _view(self, side: str) -> LayerView | None:
+        columns, parts = self.get_seq_length(), self.driver.parts
+        if columns == 0:
+            return None
+        batch = self.driver.session.batch()
+        shape = torch.Size((batch, parts.shape.kv_heads, columns, parts.shape.head_dim))
+        return LayerView(self.disk_index, side, shape, parts.dtype, parts.device)
+
+    def _cut(self, side: str, cut: LayerView) -> None:
+        mine = isinstance(cut, LayerView) and (cut.layer, cut.side) == (self.disk_index, side)
+        if not mine:
+            raise TypeError(
+                f"KVSwapCache: {side} of a layer on disk can only be cut, as layer.{side} = "
+                f"layer.{side}[:, :, :n], got a {type(cut).__name__}; crop() cuts all at once"
+            )
+        self.driver.crop_side(self.disk_index, side, cut.columns)
 
     @property
     def is_initialized(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.settings import Budget
+from kvswap_torch.projection import Pair
+from kvswap_torch.projection_file import load_projections
 from kvswap_torch.sizing import effective_ranks
 
 # Options that a config and a session have under the same name.
@@ -54,6 +56,17 @@ def session_options(
         "ranks": list(effective_ranks(config, parts.shape, calibrated)),
         "timeline_spans": timeline_spans,
     }
+
+
+def projections_of(config: SwapConfig | None, parts: ModelParts) -> list[Pair] | None:
+    """What a config's projection file has, as wide as any of its solutions wants."""
+    if config is None or config.projection_file is None:
+        return None
+    layers, width = parts.shape.layers, parts.shape.width
+    rows = (config.for_batch_and_context(row.batch, row.context) for row in config.table)
+    solutions = [each.ranks(layers) for each in (config, *rows)]
+    widest = [max(ranks) for ranks in zip(*solutions, strict=True)]
+    return load_projections(config.projection_path, widest, width, parts.identity)
 
 
 def open_session(options: dict[str, Any]) -> Any:

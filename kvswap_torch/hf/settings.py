@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, spend_budget
 
 Need = Callable[[SwapConfig, int, int], Mapping[str, int]]
@@ -28,6 +30,19 @@ class Budget:
     def matters(self, config: SwapConfig | None) -> bool:
         """Whether the settings depend on batch and context at all."""
         return self.kv_memory_bytes is not None or bool(config is not None and config.table)
+
+
+def budget_of(
+    kv_memory_bytes: int | str | None, max_context: int | None, max_batch: int | None
+) -> Budget:
+    """What the user said, checked."""
+    if kv_memory_bytes is not None:
+        kv_memory_bytes = parse_bytes(kv_memory_bytes, "kv_memory_bytes")
+    for name, value in (("max_context", max_context), ("max_batch", max_batch)):
+        positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if value is not None and not positive:
+            raise ConfigError(f"{name}: must be a positive int or None, got {value!r}")
+    return Budget(kv_memory_bytes, max_context, max_batch)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def try_attention(parts: ModelParts) -> None:
 
 def _run(parts: ModelParts, trial: TrialCache) -> None:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=parts.device)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(parts.device.type, enabled=False):
         parts.decoder(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

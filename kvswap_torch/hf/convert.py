@@ -1,0 +1,75 @@
+"""Between a cache on disk and transformers' own in memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+
+from kvswap_torch.hf.layer import DiskLayer
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.cache import KVSwapCache
+
+
+def fill(cache: KVSwapCache, source: Any, attention_mask: torch.Tensor | None) -> None:
+    """Writes what `source` holds to an empty cache; `source` stays as it is.
+
+    Raises
+    ------
+    ValueError
+        `source` is another model's, or its layers hold different lengths.
+    """
+    layers = list(source.layers)
+    if len(layers) != len(cache.layers):
+        raise ValueError(
+            f"from_cache: must be given a cache of {cache.parts.name}, with {len(cache.layers)} "
+            f"layers, got one with {len(layers)}"
+        )
+    disk = [layers[index] for index in cache.parts.disk]
+    if not all(isinstance(getattr(layer, "keys", None), torch.Tensor) for layer in disk):
+        raise ValueError("from_cache: must be given a cache that holds tokens, got an empty one")
+    _check(cache, disk)
+    batch, _, tokens, _ = disk[0].keys.shape
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, DiskLayer):
+            continue
+        if type(layers[index]) is not type(layer):
+            raise ValueError(
+                f"from_cache: layer {index} must be a {type(layer).__name__}, got a "
+                f"{type(layers[index]).__name__}; make the cache with DynamicCache(config=...)"
+            )
+        cache.layers[index] = copy.deepcopy(layers[index])
+    with torch.no_grad():
+        cache.driver.begin_forward(batch, tokens, attention_mask)
+        for number, layer in enumerate(disk):
+            cache.driver.store(number, layer.keys, layer.values)
+
+
+def _check(cache: KVSwapCache, disk: list[Any]) -> None:
+    shape, dtype = cache.parts.shape, cache.parts.dtype
+    batch, _, tokens, _ = disk[0].keys.shape
+    expected = (batch, shape.kv_heads, tokens, shape.head_dim)
+    for index, layer in zip(cache.parts.disk, disk, strict=True):
+        for tensor in (layer.keys, layer.values):
+            if tuple(tensor.shape) != expected or tensor.dtype != dtype:
+                raise ValueError(
+                    f"from_cache: layer {index} of {cache.parts.name} must hold {list(expected)} "
+                    f"of {dtype}, got {list(tensor.shape)} of {tensor.dtype}"
+                )
+
+
+def read(cache: KVSwapCache) -> DynamicCache:
+    """A cache in memory with all that `cache` holds, which stays as it is."""
+    cache.driver.check_open()
+    dynamic = DynamicCache(config=cache.parts.config)
+    columns = cache.driver.columns()
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, DiskLayer):
+            dynamic.layers[index] = copy.deepcopy(layer)
+        elif columns:
+            keys, values = cache.driver.session.read_back(layer.disk_index, 0, columns)
+            dynamic.layers[index].update(keys, values)
+    return dynamic
