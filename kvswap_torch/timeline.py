@@ -75,9 +75,9 @@ class Timeline:
         return path
 
     def overlap(self) -> float | None:
-        """Share of the time that reads were under way in which the caller did other things.
+        """Fraction of read time overlapped: the caller neither waited for reads nor submitted them.
 
-        It does other things unless it waits for reads or submits them. None without reads.
+        None without reads.
         """
         reads = _union((s.begin_ns, s.end_ns) for s in self.spans if s.name == "read")
         stands = _union((s.begin_ns, s.end_ns) for s in self.spans if s.name in ("wait", "submit"))

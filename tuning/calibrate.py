@@ -98,7 +98,7 @@ class _Watch:
             if index + 1 not in self._parts.disk_index:
                 return
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            # The next module is asked for its query only: that must not be taken for a pass.
+            # The next module is asked for its query only: that must not count as a pass.
             watch = _watching.pop(self._parts.mixers[index + 1])
             try:
                 query = self._look_ahead.predict(index + 1, index, hidden, kwargs)

@@ -106,7 +106,7 @@ def from_calibration(calibration: Calibration, choices: Choices) -> Calibrated:
 
 
 def save_calibrated(path: Path, calibrated: Calibrated, key: str) -> None:
-    """Writes everything to one safetensors file; `key` tells what it was made of."""
+    """Writes everything to one safetensors file; `key` identifies what it was made of."""
     tensors = {}
     for layer, (keys, queries) in enumerate(calibrated.pairs):
         tensors[f"pairs.{layer}.key"] = keys.float().clone().contiguous()

@@ -97,7 +97,7 @@ def fit_cells(cells: Sequence[ReadCell]) -> DiskModel:
     request = min(seconds / count for count, _, seconds in measured)
     latency = min(seconds for _, _, seconds in measured)
     bandwidth = max(cell.bytes_per_s for cell in cells)
-    # A device that is bound by its queue, and one that is bound by whoever hands the reads over.
+    # A device that is bound by its queue, and one that is bound by the thread that submits reads.
     starts = (
         (request, latency, bandwidth, request / 100),
         (request / 2, latency, bandwidth, request / 2),

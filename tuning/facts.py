@@ -43,7 +43,7 @@ January February March April May June July August September October November Dec
 
 @dataclass(frozen=True)
 class Form:
-    """One kind of fact: how it is told and asked for; {k} what it is about, {v} what is asked."""
+    """One kind of fact: how it is stated and asked for; {k} what it is about, {v} what is asked."""
 
     key: str  # thing, person or name
     value: str  # words, number, person, town, date or code

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvswap_torch.tuning.fit import descend
 
-FIRST_READS = 20  # of a layer: beyond them whoever submits is done before the reader is
+FIRST_READS = 20  # of a layer: beyond them submitting is done before reading is
 STARTS = ((5e-5, 5e-6, 1e-7, 1e-11, 0.5), (5e-5, 5e-6, 5e-6, 1e-11, 1.0))
 BESIDE_MAX = 2.0  # a layer's loads are asked for one layer ahead, and its period is a mean
 

@@ -19,8 +19,8 @@ class Observed:
     query
         ``[1, heads, tokens, head_dim]``: what it attends with.
     predicted
-        ``[1, heads or kv_heads, tokens, head_dim]``: what the layer before tells of that query, as
-        the engine predicts it; None for layers that choose with their true query.
+        ``[1, heads or kv_heads, tokens, head_dim]``: that query as the engine predicts it
+        from the layer before; None for layers that choose with their true query.
     keys
         ``[1, kv_heads, tokens, head_dim]``.
     scale

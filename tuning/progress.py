@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""Progress of long work, as lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EVERY_S = 30.0
 class Lines:
     """Progress in plain lines, for logs and pipes: one a stage, and one every half minute.
 
-    A context manager: inside it a thread tells how far a long piece of work is. Called as `tuning`
-    calls its progress, from one thread.
+    A context manager: inside it a thread reports the progress of a long piece of work. Called
+    as `tuning` calls its progress, from one thread.
 
     Parameters
     ----------

@@ -30,8 +30,8 @@ using Event = int32_t;
 ///
 /// Operations are queued on the current stream (on() sets it) and return at once; pointers are the
 /// device's unless called host. What a queued operation reads or writes, on either side, stays as
-/// it is until an event recorded after it is done. An operation that fails is told by the next
-/// synchronize() or drain(), and by all after it.
+/// it is until an event recorded after it is done. Errors are sticky: the next
+/// synchronize() or drain() returns them, and all after it.
 ///
 /// On a machine whose accelerator shares the host's memory, reads can land in their pages: then
 /// LandingLanes (engine/) lends pages instead of lanes, and neither copy nor scatter is left.

@@ -49,7 +49,7 @@ void TableRing::next_segment() {
   used_ = 0;
   // Left last time round, when the kernels of this segment's tables were queued.
   for (const Event event : left_[(segment_ + 1) % kSegments]) {
-    // An error is the device's, which keeps it and tells it at the next synchronize().
+    // An error is the device's, which keeps it and returns it from the next synchronize().
     (void)device_.synchronize(event).is_ok();
   }
 }

@@ -8,7 +8,7 @@
 
 namespace kvswap {
 
-// What every session tells about itself, by name.
+// What every session reports about itself, by name.
 
 std::map<std::string, double> engine_counters(const Engine& engine);
 std::map<std::string, std::string> engine_facts(const Engine& engine);

@@ -66,7 +66,7 @@ class Fetcher {
     int64_t merge_gap_bytes = 0;
     int64_t merge_bytes_max = 0;
     const ParallelFor* parallel = nullptr;
-    Timeline* timeline = nullptr;  // is told of what the caller does here; null: nobody
+    Timeline* timeline = nullptr;  // records what the caller does here; null: nobody
   };
 
   static Result<std::unique_ptr<Fetcher>> create(std::unique_ptr<BlockReader> reader,

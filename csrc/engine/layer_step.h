@@ -45,7 +45,7 @@ class LayerStep {
 
   /// Was it made for the `queries` newest columns of what the layer holds now?
   bool is_for(int64_t queries) const;
-  /// Replaces the next choice, which is made all the same, by these groups: [batch][groups].
+  /// Overrides the next selection, which still runs (its cost counts): [batch][groups].
   Status override_with(std::vector<std::vector<int32_t>> groups);
   /// Forgets what was chosen, and what was to replace it: the groups' numbers mean others now.
   void forget_choice();

@@ -35,7 +35,7 @@ Status LayerSteps::answer(int64_t layer) {
   return steps_[layer].answer([&](int64_t loads) { make_landing_room(layer, loads); });
 }
 
-/// Lands other layers' loads until this one's have a place; what fails is theirs to report.
+/// Lands other layers' loads until this one's have a place; their errors are theirs to report.
 void LayerSteps::make_landing_room(int64_t layer, int64_t loads) {
   for (int64_t other = 0; !parts_.space->landing().can_lend(loads); ++other) {
     if (other == parts_.options.layers) return;

@@ -16,7 +16,7 @@ class LayerSteps {
   LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer);
 
   /// Begins a layer's step ahead of its attention; on a device the choice may go on beside the
-  /// caller, and what fails then is reported when the step is taken.
+  /// caller, and errors then are reported when the step is taken.
   Status look_ahead(int64_t layer, const QueryView& query);
   /// The pages that the newest `query.queries` columns attend: the step that looked ahead, or one
   /// that is made now.

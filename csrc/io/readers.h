@@ -18,7 +18,7 @@ struct ReaderOptions {
   int depth = 64;                       // reads in flight at most, 1..1024
   int threads = 8;                      // for kThreads, 1..256
   int64_t call_bytes_max = 1 << 30;     // longer reads take several system calls; aligned
-  Timeline* timeline = nullptr;         // is told of each read; outlives the reader; null: nobody
+  Timeline* timeline = nullptr;  // is notified of each read; outlives the reader; null: nobody
 };
 
 struct OpenedReader {
@@ -41,7 +41,7 @@ struct DeviceModel {
 std::optional<DeviceModel> find_device_model(const std::string& name);
 
 /// Wraps a reader so that no batch is done before the modelled device would be done with it.
-/// `timeline` (may be null) is told of the modelled reads; the inner reader should have none.
+/// `timeline` (may be null) is notified of the modelled reads; the inner reader should have none.
 std::unique_ptr<BlockReader> make_modelled_reader(std::unique_ptr<BlockReader> inner,
                                                   const DeviceModel& model,
                                                   Timeline* timeline = nullptr);

@@ -9,7 +9,7 @@
 
 namespace kvswap {
 
-/// A ring with the file it reads and an eventfd that wakes whoever waits in it.
+/// A ring with the file it reads and an eventfd that wakes the thread that waits in it.
 ///
 /// Thread rules: everything by the one thread that called open(), except wake().
 class UringRing {

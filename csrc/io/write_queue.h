@@ -14,7 +14,7 @@ namespace kvswap {
 struct WriteQueueOptions {
   int64_t buffer_bytes = 4 << 20;  // size of one staging buffer
   int buffers = 3;                 // how many; the bound on what prefill keeps in flight
-  Timeline* timeline = nullptr;    // is told of each write; outlives the queue; null: nobody
+  Timeline* timeline = nullptr;    // is notified of each write; outlives the queue; null: nobody
 };
 
 /// Writes behind: one thread writes staging buffers to the file in the order they were handed in.

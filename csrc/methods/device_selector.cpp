@@ -15,7 +15,7 @@ class DeviceSummaryMemory final : public SummaryMemory {
   }
   void upload(std::byte* to, const void* host, int64_t bytes) override {
     device_.copy_in(to, host, bytes);
-    // An error is the device's, which keeps it and tells it at the next synchronize().
+    // An error is the device's, which keeps it and returns it from the next synchronize().
     (void)device_.drain().is_ok();
   }
 
@@ -129,7 +129,7 @@ void DeviceSelector::project(std::span<const ProjectKeysArgs> pieces) {
 
 void DeviceSelector::choose(const ChooseArgs& args) {
   start_choice(args);
-  // An error is the device's, which keeps it and tells it at the next synchronize().
+  // An error is the device's, which keeps it and returns it from the next synchronize().
   (void)finish_choice().is_ok();
 }
 

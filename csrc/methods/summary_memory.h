@@ -13,7 +13,7 @@ namespace kvswap {
 
 /// Where summaries and projections live: the host's memory, or a device's.
 ///
-/// Counts what is allocated and not yet let go. Copies happen in the order of the calls and of the
+/// Counts what is allocated and not yet freed. Copies happen in the order of the calls and of the
 /// kernels that use the memory. Not thread-safe, but for letting go.
 class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
  public:

@@ -29,7 +29,7 @@ struct RecordStoreOptions {
 /// Groups to and from the file: sealed records, reached through a table per layer and sequence.
 ///
 /// A record is immutable once committed and counted by the tables that hold it: sequences that
-/// share a past share its records, and its space is used again when the last table lets go.
+/// share a past share its records, and its space is used again when the last table drops it.
 /// Committed bytes reach the file in order behind the caller's back; ensure_written() waits for
 /// one record. Checksums (XXH3, seeded with session, layer, group and record) sit in memory.
 ///

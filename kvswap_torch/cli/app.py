@@ -35,7 +35,8 @@ gone when the command ends. Then each question is asked in turn; each turn sees 
 
   kvswap generate --model DIR --document book.txt --question "Who tells it?"
 
-[bold]Less memory:[/bold] give a budget; the rest is derived from it, or you are told the minimum.
+[bold]Less memory:[/bold] give a budget; the rest follows from it. Too little is refused \
+with the minimum.
 
   ... --kv-memory 64MiB --path /fast/disk
 

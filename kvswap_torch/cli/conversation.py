@@ -186,7 +186,7 @@ class Conversation:
 def even_chunks(tokens: int, chunk: int) -> list[tuple[int, int]]:
     """Ranges of at most `chunk` tokens that differ by at most one.
 
-    A short last chunk would be taken for a question, which a cache on disk attends over selected
+    A short last chunk would be treated as a question, which a cache on disk attends over selected
     groups only; a document's own chunks are to be exact.
     """
     count = -(-tokens // chunk)

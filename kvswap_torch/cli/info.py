@@ -61,7 +61,7 @@ def _compiled_facts(path: Path) -> dict[str, Any]:
     told = dict(_C.system_info(str(path)))
     uring = told.pop("has_uring", False)
     why_not = told.pop("uring_problem", "")
-    # Under these names they are told already, or are told better here.
+    # Reported above already, or better.
     for name in ("path", "free_bytes", "locked_memory_bytes"):
         told.pop(name, None)
     facts = {

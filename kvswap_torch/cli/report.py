@@ -1,4 +1,4 @@
-"""What a run is told as: closing line, comparison table, JSON."""
+"""How a run is reported: closing line, comparison table, JSON."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def tensor_bytes(cache: Any) -> int:
 
 
 def closing_line(run: Run) -> str:
-    """One line of statistics; what a cache does not tell is left out."""
+    """One line of statistics; what a cache does not report is left out."""
     parts = [f"prefill {run.prefill_tokens / max(run.prefill_seconds, 1e-9):,.0f} tokens/s"]
     if run.tokens_per_second is not None:
         parts.append(f"answers {run.tokens_per_second:.1f} tokens/s")
@@ -145,7 +145,7 @@ def _agreement(found: Agreement) -> tuple[str, str, str]:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """What the cache tells about itself, for a reader."""
+    """The cache's own account, for a reader."""
     stats, facts = run.stats, []
 
     def tell(label: str, key: str, show: Any) -> None:

@@ -96,7 +96,7 @@ class Switch:
 
 
 def register() -> None:
-    """Makes "kvswap" known to transformers. Again does nothing new."""
+    """Makes "kvswap" known to transformers. Idempotent."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 

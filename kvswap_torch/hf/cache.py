@@ -67,7 +67,7 @@ class KVSwapCache(Cache):
         Tokens per sequence and sequences to be ready for. Given both, they are checked and
         allocated now instead of at the first forward pass.
     timeline_spans
-        How many stretches of time to keep for ``stats(timeline=True)``, the newest ones; each takes
+        How many spans of time to keep for ``stats(timeline=True)``, the newest ones; each takes
         40 bytes of the budget, and `kvswap_torch.timeline.SPANS` is a good number. 0 records
         nothing and costs nothing.
     progress
@@ -170,7 +170,7 @@ class KVSwapCache(Cache):
     # What generate() and models ask.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in the cache, padding included; never the number that a step attends."""
+        """Tokens in the cache, padding included; never the number that a step attends."""
         self.driver.check_open()
         if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], DiskLayer):
             return self.layers[layer_idx].get_seq_length()
@@ -210,7 +210,7 @@ class KVSwapCache(Cache):
     # What changes the whole cache.
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest ``-tokens_to_remove`` columns, as transformers' caches do.
+        """Removes the newest ``-tokens_to_remove`` tokens, as transformers' caches do.
 
         Parameters
         ----------
@@ -264,7 +264,7 @@ class KVSwapCache(Cache):
         self._others_changed, self._passing = False, None
 
     def stats(self, timeline: bool = False) -> CacheStats:
-        """What the cache has done and what it takes; prints as a table.
+        """Counts since the cache was opened, and the memory it uses; prints as a table.
 
         Parameters
         ----------
@@ -286,7 +286,7 @@ class KVSwapCache(Cache):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Frees disk and memory and gives the model its own attention back. Again does nothing."""
+        """Frees disk and memory and restores the model's own attention. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> KVSwapCache:

@@ -31,8 +31,8 @@ class SessionDriver:
 
     `look_ahead` is built, and counted in the budget, where the settings ask for it.
 
-    States: open -> closed. A session is opened at once, so that a wrong path is told at once, and
-    again at the first forward pass when the settings depend on that pass's batch and length.
+    States: open -> closed. A session is opened at once, so that a wrong path is reported at once,
+    and again at the first forward pass when the settings depend on that pass's batch and length.
 
     Thread rules: as the session's, one thread at a time.
     """
@@ -207,7 +207,7 @@ class SessionDriver:
         )
 
     def attends_all(self, layer: int) -> bool:
-        """Whether no choice is needed yet, so that any query tells what to read: everything."""
+        """Whether no selection is needed yet, so that any query means: read everything."""
         config = self.config
         groups = (self.columns(layer) - config.tail_tokens) // config.group_tokens
         return groups <= config.groups_max
@@ -359,7 +359,7 @@ class SessionDriver:
         self._estimated.clear()
 
     def close(self) -> None:
-        """Gives back file and memory. Again does nothing."""
+        """Frees file and memory. Idempotent."""
         if self.session is not None:
             session, self.session = self.session, None
             session.close()

@@ -4,7 +4,7 @@ Two ways, with the same answer:
 
 *fast*, in C++, for the Llama and Qwen families with plain linear projections;
 *generic*, for every model: the next attention module's own `forward` runs with a stub for a cache,
-and our attention function hands back the query it was called with.
+and our attention function returns the query it was called with.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LookAhead:
         return sum(rows * self._parts.mixers[i].q_proj.in_features for i in layers)
 
     def build(self) -> dict[int, Any]:
-        """Makes the predictors, by layer; again does nothing."""
+        """Makes the predictors, by layer. Idempotent."""
         if self._fast is None:
             mixers = self._parts.mixers
             self._fast = {i: _predictor(mixers[i], self._parts, self.summed) for i in self._plan}

@@ -1,4 +1,4 @@
-"""What `KVSwapCache.stats()` tells."""
+"""What `KVSwapCache.stats()` reports."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class CacheStats:
     Parameters
     ----------
     tokens, batch
-        Columns and sequences in the cache now.
+        Tokens of each sequence, padding included, and sequences in the cache now.
     decoded
         Decoding steps: short forward passes, counted once for each sequence.
     bytes_read, bytes_written
         From and to the disk.
     bytes_read_per_token, bytes_written_per_token
-        Chosen groups read per decoding step of a sequence; written per token stored.
+        Selected groups read per decoding step of a sequence; written per token stored.
     hit_rate
-        Share of chosen groups that were in memory already; None before anything was chosen.
+        Share of selected groups found in memory; None before anything was selected.
     groups_per_step
-        Groups chosen per layer, sequence and step.
+        Groups selected per layer, sequence and step.
     wait_seconds, hidden_seconds
-        Time that layers waited for the disk, and time that reads took while layers computed.
+        Read time that layers waited for, and read time overlapped with computing.
     resident_bytes, resident_bytes_peak, ledger
         Memory in use, the most so far, and what it is used for.
     device, device_bytes, pinned_bytes
@@ -44,7 +44,7 @@ class CacheStats:
     copied_bytes, copy_bytes_per_second
         Records copied to the device, and how fast, scatter to their pages included.
     device_wait_seconds, choice_wait_seconds
-        Time that the device's attention waited for records, and the host for chosen groups.
+        Time that the device's attention waited for records, and the host for its selection.
     kv_bytes_full, kv_bytes_on_disk
         What a cache in memory would take for the same tokens, and what is on disk.
     reader, io_mode, fallbacks

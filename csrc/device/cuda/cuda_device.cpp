@@ -161,7 +161,7 @@ Status CudaDevice::open() {
 
 CudaDevice::~CudaDevice() {
   const Current current(index_);
-  // Whoever closes a session has been told of errors by the calls before.
+  // Earlier calls of the session have returned its errors.
   (void)drain().is_ok();
   for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
   if (changed_ != nullptr) (void)cudaEventDestroy(changed_);
@@ -193,7 +193,7 @@ Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
 
 void CudaDevice::free(std::byte* memory, int64_t bytes) {
   const Current current(index_);
-  (void)drain().is_ok();  // kept, and told by the next call
+  (void)drain().is_ok();  // kept, and returned by the next call
   keep("cudaFreeAsync", cudaFreeAsync(memory, memory_stream_));
   allocated_bytes_ -= bytes;
 }
@@ -211,7 +211,7 @@ Status CudaDevice::pin(std::byte* host, int64_t bytes) {
 
 void CudaDevice::unpin(std::byte* host, int64_t bytes) {
   const Current current(index_);
-  (void)drain().is_ok();  // kept, and told by the next call
+  (void)drain().is_ok();  // kept, and returned by the next call
   keep("cudaHostUnregister", cudaHostUnregister(host));
   pinned_bytes_ -= bytes;
 }

@@ -21,7 +21,7 @@
 ///   - Arrays of addresses and of indices are device memory too, read when the kernel runs.
 ///   - Pages, records, summaries and every tensor are 16-byte aligned at their base.
 ///   - head_dim of attention: a multiple of 8, at most 256. Sizes of 0 are fine and launch nothing.
-///   - A Status that is not ok says what a launch was refused for. What fails later comes back from
+///   - A Status that is not ok says what a launch was refused for. Later errors come back from
 ///     the stream, as CUDA has it.
 ///   - Same arguments, same bits: sums are taken in a fixed order, and nothing waits for an atomic.
 namespace kvswap::cuda {
