@@ -22,6 +22,7 @@ from kvswap_torch.config_parts import (
     solution_from,
 )
 from kvswap_torch.config_rules import (
+    Floor,
     boolean,
     checked_rank,
     documented,
@@ -36,6 +37,14 @@ from kvswap_torch.errors import ConfigError
 __all__ = ["CONFIG_VERSION", "ModelIdentity", "Solution", "SwapConfig"]
 
 CONFIG_VERSION = 1
+
+FLOORS = (
+    Floor("pages_max", "groups_max", "since what a step attends must be in memory"),
+    Floor("pages_max", "select_queries_max", "a page for each query's choice"),
+    Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
+)
+# Fields of a config that are no settings.
+APART = ("model", "provenance", "table", "version", "source")
 
 
 @documented
@@ -135,21 +144,8 @@ class SwapConfig:
                 f"version: this kvswap_torch reads version {CONFIG_VERSION}, got "
                 f"{self.version!r}; write the config again with its tuner or update kvswap_torch"
             )
-        if self.pages_max < self.groups_max:
-            raise ConfigError(
-                f"pages_max: must be at least groups_max ({self.groups_max}), since what a step "
-                f"attends must be in memory, got {self.pages_max}"
-            )
-        if self.pages_max < self.select_queries_max:
-            raise ConfigError(
-                f"pages_max: must be at least select_queries_max ({self.select_queries_max}), a "
-                f"page for each query's choice, got {self.pages_max}"
-            )
-        if self.merge_gap_bytes > self.merge_bytes_max:
-            raise ConfigError(
-                f"merge_gap_bytes: must be at most merge_bytes_max ({self.merge_bytes_max}), got "
-                f"{self.merge_gap_bytes}"
-            )
+        for floor in FLOORS:
+            floor.check(self)
         self._check_projection_file()
         self._check_table()
 
@@ -323,9 +319,6 @@ class SwapConfig:
         return dataclasses.replace(self, source=Path(path))
 
 
-SOLVABLE = tuple(
-    item.name
-    for item in dataclasses.fields(SwapConfig)
-    if item.name
-    not in ("model", "provenance", "table", "version", "source", "disk_quota_bytes", "checksum")
-)
+SETTINGS = tuple(item.name for item in dataclasses.fields(SwapConfig) if item.name not in APART)
+# What a row of the table may set.
+SOLVABLE = tuple(name for name in SETTINGS if name not in ("disk_quota_bytes", "checksum"))

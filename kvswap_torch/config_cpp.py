@@ -10,12 +10,10 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from kvswap_torch.config import CONFIG_VERSION, SOLVABLE, SwapConfig
+from kvswap_torch.config import CONFIG_VERSION, FLOORS, SETTINGS, SOLVABLE, SwapConfig
 from kvswap_torch.config_parts import ModelIdentity
 
 NOTICE = "// Written by `make schema` from kvswap_torch/config.py; change it there."
-# Fields that are no setting: the C++ SwapConfig adds them by hand.
-APART = ("model", "provenance", "table", "version", "source")
 
 
 def settings() -> str:
@@ -47,10 +45,6 @@ def settings() -> str:
             "struct Settings {",
             *members,
             "",
-            "  /// The rank of each of `layers` layers; throws ConfigError when there is one a",
-            "  /// layer, for another number of layers.",
-            "  std::vector<int64_t> ranks(int64_t layers) const;",
-            "",
             "  bool operator==(const Settings&) const = default;",
             "};",
             "",
@@ -73,6 +67,11 @@ def rules() -> str:
         f'  visit("{item.name}", &Settings::{item.name}, {_rule(item)});' for item in _fields()
     ]
     known = [item.name for item in dataclasses.fields(SwapConfig) if item.metadata]
+    floors = [
+        f'  visit("{floor.name}", &Settings::{floor.name}, "{floor.floor}", '
+        f'&Settings::{floor.floor}, "{floor.why}");'
+        for floor in FLOORS
+    ]
     identity = [f'  visit("{i.name}", &ModelIdentity::{i.name});' for i in _identity()]
     return "\n".join(
         [
@@ -99,6 +98,12 @@ def rules() -> str:
             *visits,
             "}",
             "",
+            "/// visit(name, member, floor's name, floor's member, why): what holds between two.",
+            "template <typename Visit>",
+            "void visit_floors(Visit&& visit) {",
+            *floors,
+            "}",
+            "",
             "template <typename Visit>",
             "void visit_identity(Visit&& visit) {",
             *identity,
@@ -111,7 +116,7 @@ def rules() -> str:
 
 
 def _fields() -> list[dataclasses.Field[Any]]:
-    return [item for item in dataclasses.fields(SwapConfig) if item.name not in APART]
+    return [SwapConfig.__dataclass_fields__[name] for name in SETTINGS]
 
 
 def _identity() -> tuple[dataclasses.Field[Any], ...]:
@@ -148,7 +153,7 @@ def _rule(item: dataclasses.Field[Any]) -> str:
     if schema is None:
         return "FileName{}"
     if "enum" in schema:
-        return f"OneOf{{{_names(str(choice) for choice in schema['enum'])}}}"
+        return f"OneOf{{{_names(choice for choice in schema['enum'] if choice is not None)}}}"
     if "anyOf" in schema:
         return f"RankRange{{{schema['anyOf'][0]['maximum']}}}"
     if schema["type"] == "boolean":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvswap_torch.errors import ConfigError
@@ -82,6 +83,23 @@ def checked_rank(rank: Any, width: int) -> None:
         raise ConfigError(
             f"rank: must be an int from 1 to {width}, or one for each layer on disk, got {shown!r}"
         )
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What holds between two settings: `name` is at least `floor`, and why."""
+
+    name: str
+    floor: str
+    why: str
+
+    def check(self, settings: Any) -> None:
+        """Raises `ConfigError` where it does not hold."""
+        value, least = getattr(settings, self.name), getattr(settings, self.floor)
+        if value < least:
+            raise ConfigError(
+                f"{self.name}: must be at least {self.floor} ({least}), {self.why}, got {value}"
+            )
 
 
 def plain(default: Any, doc: str) -> Any:

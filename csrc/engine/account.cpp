@@ -50,17 +50,17 @@ Status Account::check_room(int64_t batch, int64_t context) const {
   }
   const int64_t disk_bytes =
       options.layers * batch * options.sealed_groups(context) * parts_.record_bytes();
-  if (options.file.quota_bytes >= 0 && disk_bytes > options.file.quota_bytes) {
+  if (options.disk_quota_bytes && disk_bytes > *options.disk_quota_bytes) {
     return Status::budget("session: disk_quota_bytes must be at least " +
                           std::to_string(disk_bytes) + of + ", got " +
-                          std::to_string(options.file.quota_bytes));
+                          std::to_string(*options.disk_quota_bytes));
   }
-  const auto free = free_bytes(options.file.directory);
+  const auto free = free_bytes(options.directory);
   if (!free.is_ok()) return free.status();
   const int64_t available = free.value() + parts_.file->allocated_bytes();
   if (disk_bytes > available) {
     return Status::storage(
-        "session: " + options.file.directory + " must have " + std::to_string(disk_bytes) +
+        "session: " + options.directory + " must have " + std::to_string(disk_bytes) +
             " bytes free for a context of " + std::to_string(context) + " tokens, got " +
             std::to_string(available) + "; free some, choose another path, or lower max_context",
         ENOSPC);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/check_settings.h"
 #include "engine/device_space.h"
 #include "engine/fetcher.h"
 #include "io/timeline.h"
@@ -34,17 +35,18 @@ Status EngineOptions::validate() const {
       {"kv_heads", 1, 1024, kv_heads},
       {"heads", 1, 4096, heads},
       {"head_dim", 1, 1024, head_dim},
-      {"group_tokens", 1, 64, group_tokens},
-      {"groups_max", 1, 1 << 20, groups_max},
-      {"pages_max", std::max(groups_max, select_queries_max), 1 << 24, pages_max},
-      {"sink_tokens", 0, 4096, sink_tokens},
-      {"tail_tokens", 0, 4096, tail_tokens},
-      {"select_queries_max", 1, kChunkQueriesMax, select_queries_max},
-      {"merge_gap_bytes", 0, 1 << 24, merge_gap_bytes},
-      {"merge_bytes_max", 1, 1 << 28, merge_bytes_max},
-      {"read_depth", 1, 1024, reader.depth},
       {"timeline_spans", 0, 1 << 24, timeline_spans},
   };
+  const Status checked = check_settings(*this);
+  if (!checked.is_ok()) return Status::invalid("session: " + checked.message());
+  // A word that the table has and this build does not know.
+  if (!parse_replacement(replacement) || !parse_io_mode(io_mode) || !parse_reader_kind(reader) ||
+      (device_model && !find_device_model(*device_model))) {
+    return Status::invalid(
+        "session: replacement, io_mode, reader and device_model must be known, "
+        "got " +
+        replacement + ", " + io_mode + ", " + reader + " and " + device_model.value_or("none"));
+  }
   for (const Range& range : ranges) {
     if (range.value < range.low || range.value > range.high) {
       return out_of_range(range.name, range.low, range.high, range.value);
@@ -69,6 +71,17 @@ Status EngineOptions::validate() const {
     return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);
   }
   return Status::ok();
+}
+
+DataFileOptions EngineOptions::file_options() const {
+  return {.directory = directory,
+          .mode = *parse_io_mode(io_mode),
+          .quota_bytes = disk_quota_bytes.value_or(-1),
+          .extend_bytes = file_extend_bytes};
+}
+
+ReaderOptions EngineOptions::reader_options() const {
+  return {.kind = *parse_reader_kind(reader), .depth = static_cast<int>(read_depth)};
 }
 
 RecordShape EngineOptions::record_shape() const {
@@ -114,7 +127,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t summarised = options.sealed_groups(context) * options.group_tokens;
   int64_t moving = 0;
   for (const int64_t rank : options.ranks) {
-    const Summary::Shape shape = {rank, chunk_tokens, options.summary_dtype};
+    const Summary::Shape shape = {rank, chunk_tokens, options.summary_type()};
     need.summary += batch * shape.bytes(summarised);
     moving = std::max(moving, shape.moving_bytes());
     need.projections += 2 * width * rank * int64_t{sizeof(float)};

@@ -14,41 +14,28 @@
 #include "io/status.h"
 #include "kernels/records.h"
 #include "kernels/types.h"
+#include "kvswap/settings.h"
 #include "memory/replacement.h"
 
 namespace kvswap {
 
-/// What an engine is made of. kvswap_torch.SwapConfig documents each decision.
-struct EngineOptions {
+/// What an engine is made of: the settings, and what the model, the place and the promises add.
+struct EngineOptions : Settings {
   // The model: layers that live on disk, and the shape of one token entry.
   int64_t layers = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   DType dtype = DType::kFloat32;
+  std::vector<int64_t> ranks;  // [layers]; in the place of `rank`
 
-  // Where and how the bytes are kept.
-  DataFileOptions file;
-  ReaderOptions reader;
-  std::string device_model;  // empty: the disk as it is
+  // The place.
+  std::string directory;  // on the disk to use; must exist
+  int64_t file_extend_bytes = 64 << 20;
+  std::optional<DeviceKind> device;  // where pages, summaries and tokens live; none: host memory
   // Put something between the engine and its file or reader: a measurement, a fault.
   std::function<std::unique_ptr<DataFile>(std::unique_ptr<DataFile>)> wrap_file;
   std::function<std::unique_ptr<BlockReader>(std::unique_ptr<BlockReader>)> wrap_reader;
-  int64_t merge_gap_bytes = 16 << 10;
-  int64_t merge_bytes_max = 256 << 10;
-  bool checksum = true;
-  std::optional<DeviceKind> device;  // where pages, summaries and tokens live; none: host memory
-
-  // What is selected and kept.
-  int64_t group_tokens = 4;
-  std::vector<int64_t> ranks;  // [layers]
-  DType summary_dtype = DType::kFloat32;
-  int64_t groups_max = 100;
-  int64_t pages_max = 200;
-  int64_t sink_tokens = 4;
-  int64_t tail_tokens = 32;
-  Replacement replacement = Replacement::kFifo;
-  int64_t select_queries_max = 8;
 
   // Promises; -1: none.
   int64_t kv_memory_bytes = -1;
@@ -57,7 +44,14 @@ struct EngineOptions {
 
   int64_t timeline_spans = 0;  // how many of the newest are kept; 0: nothing is recorded
 
+  /// The first thing that is wrong with them: a setting that breaks its rule, a model's shape.
   Status validate() const;
+
+  // What the words of settings stand for, in options that are valid.
+  DataFileOptions file_options() const;
+  ReaderOptions reader_options() const;
+  Replacement replacement_policy() const { return *parse_replacement(replacement); }
+  DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
 
   RecordShape record_shape() const;
   int64_t payload_bytes() const { return record_shape().payload_bytes(); }  // of one record

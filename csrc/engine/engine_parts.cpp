@@ -21,7 +21,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
   if (!reader.is_ok()) return reader.status();
   KVSWAP_RETURN_IF_ERROR(parts->open_store());
   auto fetcher = Fetcher::create(std::move(reader.value()), parts->store.get(),
-                                 {.path = options.file.directory,
+                                 {.path = options.directory,
                                   .merge_gap_bytes = options.merge_gap_bytes,
                                   .merge_bytes_max = options.merge_bytes_max,
                                   .parallel = parts->threads(),
@@ -34,7 +34,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
 }
 
 Status EngineParts::open_file() {
-  auto opened = DataFile::open(options.file);
+  auto opened = DataFile::open(options.file_options());
   if (!opened.is_ok()) return opened.status();
   file = std::move(opened.value());
   if (options.wrap_file) file = options.wrap_file(std::move(file));
@@ -44,18 +44,14 @@ Status EngineParts::open_file() {
 
 Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
   // A modelled device reports when its reads are through, not the disk's.
-  ReaderOptions reader_options = options.reader;
-  if (options.device_model.empty()) reader_options.timeline = timeline.get();
+  ReaderOptions reader_options = options.reader_options();
+  if (!options.device_model) reader_options.timeline = timeline.get();
   auto opened = open_reader(*file, reader_options);
   if (!opened.is_ok()) return opened.status();
   if (!opened.value().reason.empty()) fallbacks.push_back(opened.value().reason);
   std::unique_ptr<BlockReader> reader = std::move(opened.value().reader);
-  if (!options.device_model.empty()) {
-    const auto model = find_device_model(options.device_model);
-    if (!model) {
-      return Status::invalid("session: device must be nvme, ufs or emmc, got '" +
-                             options.device_model + "'");
-    }
+  if (options.device_model) {
+    const auto model = find_device_model(*options.device_model);
     reader = make_modelled_reader(std::move(reader), *model, timeline.get());
   }
   if (options.wrap_reader) reader = options.wrap_reader(std::move(reader));
@@ -86,7 +82,7 @@ Status EngineParts::open_space() {
                                            .kv_heads = options.kv_heads,
                                            .head_dim = options.head_dim,
                                            .group_tokens = options.group_tokens,
-                                           .summary_dtype = options.summary_dtype,
+                                           .summary_dtype = options.summary_type(),
                                            .parallel = threads()};
   if (!options.device) {
     space = make_host_space(threads());

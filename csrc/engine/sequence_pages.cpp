@@ -15,7 +15,7 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool pool, PageSp
   maps_.reserve(options.layers);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     maps_.emplace_back(static_cast<int32_t>(layer * options.pages_per_layer()),
-                       static_cast<int32_t>(options.pages_max), options.replacement);
+                       static_cast<int32_t>(options.pages_max), options.replacement_policy());
   }
 }
 

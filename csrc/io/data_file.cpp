@@ -251,6 +251,13 @@ void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
 
 }  // namespace
 
+std::optional<IoMode> parse_io_mode(std::string_view word) {
+  if (word == "auto") return IoMode::kAuto;
+  if (word == "direct") return IoMode::kDirect;
+  if (word == "buffered") return IoMode::kBuffered;
+  return std::nullopt;
+}
+
 Result<std::unique_ptr<DataFile>> DataFile::open(const DataFileOptions& options) {
   KVSWAP_RETURN_IF_ERROR(check_options(options));
   std::string fallback;

@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/status.h"
@@ -11,6 +13,9 @@
 namespace kvswap {
 
 enum class IoMode { kAuto, kDirect, kBuffered };
+
+/// "auto", "direct" or "buffered"; nothing for another word.
+std::optional<IoMode> parse_io_mode(std::string_view word);
 
 struct DataFileOptions {
   std::string directory;            // must exist and be writable

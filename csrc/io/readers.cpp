@@ -78,6 +78,14 @@ Result<std::unique_ptr<BlockReader>> make_reader(const DataFile& file,
 
 }  // namespace
 
+std::optional<ReaderKind> parse_reader_kind(std::string_view word) {
+  if (word == "auto") return ReaderKind::kAuto;
+  if (word == "uring") return ReaderKind::kUring;
+  if (word == "threads") return ReaderKind::kThreads;
+  if (word == "sync") return ReaderKind::kSync;
+  return std::nullopt;
+}
+
 Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options) {
   KVSWAP_RETURN_IF_ERROR(check_range("depth", options.depth, 1, 1024));
   KVSWAP_RETURN_IF_ERROR(check_range("threads", options.threads, 1, 256));

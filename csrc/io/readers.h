@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/block_reader.h"
@@ -12,6 +13,9 @@
 namespace kvswap {
 
 enum class ReaderKind { kAuto, kUring, kThreads, kSync };
+
+/// "auto", "uring", "threads" or "sync"; nothing for another word.
+std::optional<ReaderKind> parse_reader_kind(std::string_view word);
 
 struct ReaderOptions {
   ReaderKind kind = ReaderKind::kAuto;  // kAuto: io_uring where it works, else threads

@@ -45,7 +45,7 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
     return high <= low ? high : low + (high - low) * step / kSteps;
   };
   const int64_t rank_min = std::min(kRankMin, shape.width());
-  std::vector<int64_t> ranks = settings.ranks(shape.layers);
+  std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
   for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, shape.width()));
   Settings chosen = settings;
   if (std::holds_alternative<int64_t>(settings.rank)) {
@@ -206,7 +206,7 @@ int64_t FirstPass::context() const { return tokens + std::max<int64_t>(1024, tok
 
 std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape& shape,
                                      bool calibrated) {
-  std::vector<int64_t> ranks = settings.ranks(shape.layers);
+  std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
   for (int64_t& rank : ranks) rank = std::min(shape.width(), calibrated ? rank : 2 * rank);
   return ranks;
 }

@@ -26,8 +26,9 @@ using Threads = std::function<void(int64_t count, int64_t grain,
 struct CoreOptions {
   ModelShape shape;
   Settings settings;           // projection_file, projection_kind and look_ahead are not used
-  std::vector<int64_t> ranks;  // one per layer; empty: the settings'
+  std::vector<int64_t> ranks;  // one per layer, or one for all; empty: the settings'
   std::string directory;       // on the disk to use; must exist; nothing is left behind in it
+  std::string device = "cpu";  // where pages, summaries and tensors are: see find_device()
   Budget budget;
   Threads threads;             // empty: the calling thread
   int64_t timeline_spans = 0;  // of timeline(), 40 bytes each; 0: nothing is recorded
@@ -155,8 +156,9 @@ class CoreSession {
 /// What a session is opened for, in the words of Python's KVSwapCache.
 struct OpenArgs {
   ModelShape shape;
-  std::string model_type;   // such as "qwen3"; empty: not compared with the config's
-  std::string directory;    // on the disk to use
+  std::string model_type;  // such as "qwen3"; empty: not compared with the config's
+  std::string directory;   // on the disk to use
+  std::string device = "cpu";
   std::string config_path;  // of a config file; empty: the defaults
   Budget budget;
   std::optional<FirstPass> first;  // where max_context and max_batch are not promised

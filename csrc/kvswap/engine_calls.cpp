@@ -2,7 +2,8 @@
 
 #include <stdexcept>
 
-#include "kvswap/engine_fields.h"
+#include "device/find_device.h"
+#include "kvswap/swap_config.h"
 
 namespace kvswap {
 namespace {
@@ -34,22 +35,23 @@ void throw_status(const Status& status) {
 }
 
 EngineOptions engine_options(const CoreOptions& from) {
-  const Settings& settings = from.settings;
   EngineOptions to;
+  static_cast<Settings&>(to) = from.settings;
   to.layers = from.shape.layers;
   to.heads = from.shape.heads;
   to.kv_heads = from.shape.kv_heads;
   to.head_dim = from.shape.head_dim;
   to.dtype = engine_dtype(from.shape.dtype);
-  to.file.directory = from.directory;
-  copy_engine_fields(settings, to);
-  to.file.quota_bytes = settings.disk_quota_bytes.value_or(-1);
-  to.device_model = settings.device_model.value_or("");
-  to.ranks = from.ranks.empty() ? settings.ranks(from.shape.layers) : from.ranks;
+  to.directory = from.directory;
+  to.ranks = from.ranks.empty() ? ranks_of(from.settings, from.shape.layers) : from.ranks;
+  if (to.ranks.size() == 1) to.ranks.assign(from.shape.layers, to.ranks[0]);
   to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
   to.max_context = from.budget.max_context.value_or(-1);
   to.max_batch = from.budget.max_batch.value_or(-1);
   to.timeline_spans = from.timeline_spans;
+  auto device = find_device(from.device);
+  throw_status(device.status());
+  to.device = std::move(device.value());
   return to;
 }
 

@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "kvswap/errors.h"
-#include "kvswap/json.h"
 
 namespace kvswap {
 namespace {
@@ -61,8 +60,8 @@ int64_t parse_bytes(const std::string& size, const std::string& where) {
   const Wide bytes = unit_bytes(unit);
   if (!has_number || bytes == 0) {
     throw ConfigError(where +
-                      ": must be a number with a unit such as 512MiB, 1.5GB or 65536, got " +
-                      python_repr(size));
+                      ": must be a number with a unit such as 512MiB, 1.5GB or 65536, got '" +
+                      size + "'");
   }
   whole.erase(0, std::min(whole.find_first_not_of('0'), whole.size()));
   part.resize(kDigitsMax, '0');
@@ -70,7 +69,7 @@ int64_t parse_bytes(const std::string& size, const std::string& where) {
   const Wide count =
       is_long ? 0 : number_of(whole) * bytes + number_of(part) * bytes / 1'000'000'000'000'000'000u;
   if (is_long || count < 1 || count > std::numeric_limits<int64_t>::max()) {
-    throw ConfigError(where + ": must be between 1 byte and 2**63 - 1, got " + python_repr(size));
+    throw ConfigError(where + ": must be between 1 byte and 2**63 - 1, got '" + size + "'");
   }
   return static_cast<int64_t>(count);
 }

@@ -10,9 +10,9 @@ constexpr int64_t kAlignmentUnknown = 4096;
 
 /// Columns to read of each layer: the widest rank that the config or a solution of it asks for.
 std::vector<int64_t> widest_ranks(const SwapConfig& config, int64_t layers) {
-  std::vector<int64_t> widest = config.settings.ranks(layers);
+  std::vector<int64_t> widest = ranks_of(config.settings, layers);
   for (const Solution& row : config.table) {
-    const std::vector<int64_t> ranks = row.settings.ranks(layers);
+    const std::vector<int64_t> ranks = ranks_of(row.settings, layers);
     for (int64_t layer = 0; layer < layers; ++layer) {
       widest[layer] = std::max(widest[layer], ranks[layer]);
     }
@@ -48,6 +48,7 @@ Opening prepare(const OpenArgs& args) {
                      .settings = {},
                      .ranks = {},
                      .directory = args.directory,
+                     .device = args.device,
                      .budget = args.budget,
                      .threads = args.threads,
                      .timeline_spans = args.timeline_spans};

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <map>
 
-#include "kvswap/config_parts.h"
+#include "kvswap/config_json.h"
 #include "kvswap/errors.h"
 #include "kvswap/safetensors.h"
 #include "kvswap/swap_config.h"
@@ -13,17 +13,6 @@ namespace kvswap {
 namespace {
 
 constexpr const char* kFormatVersion = "1";
-
-/// The name that messages know a stored dtype by.
-std::string torch_name(const std::string& dtype) {
-  static const std::map<std::string, std::string> names = {
-      {"F32", "float32"}, {"F16", "float16"}, {"BF16", "bfloat16"}, {"F64", "float64"},
-      {"I64", "int64"},   {"I32", "int32"},   {"I16", "int16"},     {"I8", "int8"},
-      {"U8", "uint8"},    {"BOOL", "bool"},
-  };
-  const auto found = names.find(dtype);
-  return "torch." + (found == names.end() ? dtype : found->second);
-}
 
 std::vector<float> first_columns(const std::vector<float>& matrix, int64_t rows, int64_t columns,
                                  int64_t rank) {
@@ -38,17 +27,14 @@ void check_metadata(const std::string& where, const std::map<std::string, std::s
                     const ModelIdentity& model) {
   const auto version = metadata.find("kvswap_projection");
   if (version == metadata.end() || version->second != kFormatVersion) {
-    throw ConfigError(where + ": metadata kvswap_projection must be " +
-                      python_repr(std::string(kFormatVersion)) + ", got " +
-                      (version == metadata.end() ? "None" : python_repr(version->second)) +
+    throw ConfigError(where + ": metadata kvswap_projection must be " + kFormatVersion + ", got " +
+                      (version == metadata.end() ? "none" : version->second) +
                       "; calibrate again with this kvswap_torch");
   }
   const auto text = metadata.find("model");
   ModelIdentity written_for;
   try {
-    const JsonValue object = parse_json(text == metadata.end() ? "{}" : text->second);
-    if (!object.is(JsonValue::Kind::kObject)) throw JsonError("it is no object");
-    written_for = identity_from(object);
+    written_for = identity_from_json(text == metadata.end() ? "{}" : text->second);
   } catch (const std::exception& error) {
     throw ConfigError(where + ": metadata model must describe a model: " + error.what());
   }
@@ -70,9 +56,11 @@ std::vector<float> read_matrix(const std::string& where, const SafetensorsFile& 
   const bool is_float = tensor.dtype == "F32" || tensor.dtype == "F16" || tensor.dtype == "BF16" ||
                         tensor.dtype == "F64";
   if (tensor.shape.size() != 2 || tensor.shape[0] != width || tensor.shape[1] < rank || !is_float) {
+    std::string shape;
+    for (const int64_t size : tensor.shape) shape.append(" ").append(std::to_string(size));
     throw ConfigError(where + ": " + name + " must be floats [" + std::to_string(width) +
-                      ", at least " + std::to_string(rank) + "], got " + torch_name(tensor.dtype) +
-                      " " + python_repr(tensor.shape) + "; calibrate again, or lower rank");
+                      ", at least " + std::to_string(rank) + "], got " + tensor.dtype + " of" +
+                      shape + "; calibrate again, or lower rank");
   }
   std::vector<float> matrix = first_columns(as_floats(tensor), width, tensor.shape[1], rank);
   if (!std::all_of(matrix.begin(), matrix.end(), [](float one) { return std::isfinite(one); })) {

@@ -24,7 +24,7 @@ struct Projection {
 /// that calibration writes (tensors layers.{i}.key and layers.{i}.query, [width, columns]).
 ///
 /// `width` is kv_heads * head_dim; `model`, the model it will be used with, is compared with the
-/// one in the file. Throws ConfigError in the words of Python's load_projections(): a missing or
+/// one in the file. Throws ConfigError where Python's load_projections() does: a missing or
 /// broken file, another model's, a missing layer, a wrong shape, numbers that are not finite.
 std::vector<Projection> load_projections(const std::string& path, std::span<const int64_t> ranks,
                                          int64_t width, const ModelIdentity& model);

@@ -1,34 +1,93 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <variant>
 #include <vector>
 
 namespace kvswap {
 
-// What a config's fields may be; settings_rules.h says which field follows which.
+// What a setting may be; settings_rules.h says which setting follows which. `holds` asks whether a
+// value obeys, `words` says what it must be.
 
-/// From low to high; null too where the field is optional.
+/// From low to high.
 struct IntRange {
   int64_t low;
   int64_t high;
+  bool holds(int64_t value) const { return value >= low && value <= high; }
+  std::string words() const {
+    return "an int from " + std::to_string(low) + " to " + std::to_string(high);
+  }
 };
 
-struct Boolean {};
+struct Boolean {
+  bool holds(bool) const { return true; }
+  std::string words() const { return "true or false"; }
+};
 
-/// One of a few words; "None" stands for null.
+/// One of a few words.
 struct OneOf {
-  std::vector<const char*> words;
+  std::vector<const char*> choices;
+  bool holds(const std::string& value) const {
+    return std::find(choices.begin(), choices.end(), value) != choices.end();
+  }
+  std::string words() const {
+    std::string all;
+    for (const char* choice : choices)
+      all += (all.empty() ? "one of " : ", ") + std::string(choice);
+    return all;
+  }
 };
 
 /// From 1 to high, one number or a list of them.
 struct RankRange {
   int64_t high;
+  bool holds(const std::variant<int64_t, std::vector<int64_t>>& rank) const {
+    const auto fits = [&](int64_t one) { return one >= 1 && one <= high; };
+    if (const auto* one = std::get_if<int64_t>(&rank)) return fits(*one);
+    const auto& each = std::get<std::vector<int64_t>>(rank);
+    return !each.empty() && std::all_of(each.begin(), each.end(), fits);
+  }
+  std::string words() const {
+    return "an int from 1 to " + std::to_string(high) + ", or one for each layer on disk";
+  }
 };
 
 /// Numbers of layers, rising.
-struct LayerNumbers {};
+struct LayerNumbers {
+  bool holds(const std::vector<int64_t>& layers) const {
+    const bool rises =
+        std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) == layers.end();
+    return rises && (layers.empty() || layers[0] >= 0);
+  }
+  std::string words() const { return "numbers of layers, rising"; }
+};
 
-/// A file beside the config or in a folder below it; null: none.
-struct FileName {};
+/// A file beside the config or in a folder below it.
+struct FileName {
+  bool holds(const std::string& name) const {
+    if (name.empty() || name[0] == '/') return false;
+    std::istringstream parts(name);
+    for (std::string part; std::getline(parts, part, '/');) {
+      if (part == "..") return false;
+    }
+    return true;
+  }
+  std::string words() const { return "a file beside the config or in a folder below it"; }
+};
+
+/// Nothing too may stand where the setting is optional.
+template <typename Rule, typename T>
+bool holds(const Rule& rule, const std::optional<T>& value) {
+  return !value || rule.holds(*value);
+}
+template <typename Rule, typename T>
+bool holds(const Rule& rule, const T& value) {
+  return rule.holds(value);
+}
 
 }  // namespace kvswap

@@ -56,7 +56,6 @@ class SafetensorsFile::Mapping {
 
 namespace {
 
-using Kind = JsonValue::Kind;
 constexpr uint64_t kHeaderBytesMax = 100'000'000;  // the format's own limit
 
 int64_t bits_of(const std::string& dtype) {
@@ -69,29 +68,32 @@ int64_t bits_of(const std::string& dtype) {
   return found == bits.end() ? 0 : found->second;
 }
 
+#if KVSWAP_HAS_JSON
+
 /// A list of numbers that are not negative.
-bool read_numbers(const JsonValue* value, std::vector<int64_t>& numbers) {
-  if (!value || !value->is(Kind::kArray)) return false;
-  for (const JsonValue& item : value->items) {
-    if (!item.is(Kind::kInteger) || item.integer < 0) return false;
-    numbers.push_back(item.integer);
+bool read_numbers(const Json* value, std::vector<int64_t>& numbers) {
+  if (!value || !value->is_array()) return false;
+  for (const Json& item : *value) {
+    // The parser gives what is not negative as unsigned.
+    if (!item.is_number_unsigned() || item.get<uint64_t>() > INT64_MAX) return false;
+    numbers.push_back(item.get<int64_t>());
   }
   return true;
 }
 
-StoredTensor read_tensor(const JsonField& entry, std::span<const std::byte> data) {
+StoredTensor read_tensor(const std::string& name, const Json& entry,
+                         std::span<const std::byte> data) {
   StoredTensor tensor;
   const auto refuse = [&](const std::string& why) {
-    throw ConfigError("tensor " + entry.name + " " + why);
+    throw ConfigError("tensor " + name + " " + why);
   };
-  const JsonValue* dtype = entry.value.find("dtype");
+  const Json* dtype = find_field(entry, "dtype");
   std::vector<int64_t> offsets;
-  if (!dtype || !dtype->is(Kind::kString) ||
-      !read_numbers(entry.value.find("shape"), tensor.shape) ||
-      !read_numbers(entry.value.find("data_offsets"), offsets) || offsets.size() != 2) {
+  if (!dtype || !dtype->is_string() || !read_numbers(find_field(entry, "shape"), tensor.shape) ||
+      !read_numbers(find_field(entry, "data_offsets"), offsets) || offsets.size() != 2) {
     refuse("must have dtype, shape and two data_offsets");
   }
-  tensor.dtype = dtype->text;
+  tensor.dtype = dtype->get<std::string>();
   const int64_t bits = bits_of(tensor.dtype);
   if (bits == 0) refuse("has a dtype that is not known, " + tensor.dtype);
   int64_t bytes = bits / 8;
@@ -106,6 +108,19 @@ StoredTensor read_tensor(const JsonField& entry, std::span<const std::byte> data
   tensor.bytes = data.subspan(offsets[0], bytes);
   return tensor;
 }
+
+Json read_header(std::string_view text) {
+  Json header;
+  try {
+    header = parse_json(text);
+  } catch (const JsonError& error) {
+    throw ConfigError(std::string("its header must be valid JSON: ") + error.what());
+  }
+  if (!header.is_object()) throw ConfigError("its header must be a JSON object");
+  return header;
+}
+
+#endif
 
 template <typename Stored, typename Convert>
 std::vector<float> converted(const StoredTensor& tensor, const Convert& convert) {
@@ -134,24 +149,21 @@ SafetensorsFile::SafetensorsFile(const std::string& path)
                       std::to_string(length) + " in " + std::to_string(bytes.size()));
   }
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()) + sizeof(length), length);
-  JsonValue header;
-  try {
-    if (find_bad_utf8(text) >= 0) throw JsonError("it is not UTF-8");
-    header = parse_json(text);
-  } catch (const JsonError& error) {
-    throw ConfigError(std::string("its header must be valid JSON: ") + error.what());
-  }
-  if (!header.is(Kind::kObject)) throw ConfigError("its header must be a JSON object");
-  for (const JsonField& entry : header.fields) {
-    if (entry.name == "__metadata__") {
-      for (const JsonField& fact : entry.value.fields) {
-        if (!fact.value.is(Kind::kString)) throw ConfigError("its metadata must be strings");
-        metadata_[fact.name] = fact.value.text;
+#if KVSWAP_HAS_JSON
+  const Json header = read_header(text);
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") {
+      for (const auto& [fact, value] : entry.items()) {
+        if (!value.is_string()) throw ConfigError("its metadata must be strings");
+        metadata_[fact] = value.get<std::string>();
       }
     } else {
-      tensors_[entry.name] = read_tensor(entry, bytes.subspan(sizeof(length) + length));
+      tensors_[name] = read_tensor(name, entry, bytes.subspan(sizeof(length) + length));
     }
   }
+#else
+  throw ConfigError("this kvswap_torch was built without nlohmann-json and cannot read its header");
+#endif
 }
 
 SafetensorsFile::~SafetensorsFile() = default;

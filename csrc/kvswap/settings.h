@@ -66,10 +66,6 @@ struct Settings {
   /// the best bilinear form of queries and keys, or the paper's SVD of the keys
   std::string projection_kind = "query_aware";
 
-  /// The rank of each of `layers` layers; throws ConfigError when there is one a
-  /// layer, for another number of layers.
-  std::vector<int64_t> ranks(int64_t layers) const;
-
   bool operator==(const Settings&) const = default;
 };
 

@@ -80,10 +80,21 @@ void visit_settings(Visit&& visit) {
   visit("merge_gap_bytes", &Settings::merge_gap_bytes, IntRange{0, 16777216});
   visit("merge_bytes_max", &Settings::merge_bytes_max, IntRange{4096, 268435456});
   visit("checksum", &Settings::checksum, Boolean{});
-  visit("device_model", &Settings::device_model, OneOf{{"None", "nvme", "ufs", "emmc"}});
+  visit("device_model", &Settings::device_model, OneOf{{"nvme", "ufs", "emmc"}});
   visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind, OneOf{{"query_aware", "svd_keys"}});
+}
+
+/// visit(name, member, floor's name, floor's member, why): what holds between two.
+template <typename Visit>
+void visit_floors(Visit&& visit) {
+  visit("pages_max", &Settings::pages_max, "groups_max", &Settings::groups_max,
+        "since what a step attends must be in memory");
+  visit("pages_max", &Settings::pages_max, "select_queries_max", &Settings::select_queries_max,
+        "a page for each query's choice");
+  visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
+        &Settings::merge_gap_bytes, "since a merged read holds its gaps");
 }
 
 template <typename Visit>

@@ -1,131 +1,38 @@
 #include "kvswap/swap_config.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
-#include <set>
+#include <cstring>
+#include <fstream>
+#include <sstream>
 #include <tuple>
 
-#include "kvswap/config_parts.h"
+#include "kvswap/config_json.h"
 #include "kvswap/errors.h"
-#include "kvswap/json.h"
 #include "kvswap/settings_rules.h"
 
 namespace kvswap {
 namespace {
 
-using Kind = JsonValue::Kind;
-
-template <typename Names>
-bool is_among(const Names& names, const std::string& name) {
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+/// The whole of a file; ConfigError where it cannot be read.
+std::string read_file(const std::string& path, const std::string& where) {
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  if (file) text << file.rdbuf();
+  // An empty file sets failbit on the way out and is no error of reading.
+  if (!file.is_open() || (!text && errno != 0)) {
+    throw ConfigError(where +
+                      ": must be a readable JSON file: " + std::strerror(errno != 0 ? errno : EIO));
+  }
+  return text.str();
 }
 
-template <typename Names>
-std::vector<std::string> foreign_fields(const JsonValue& object, const Names& known) {
-  std::set<std::string> foreign;
-  for (const JsonField& field : object.fields) {
-    if (!is_among(known, field.name)) foreign.insert(field.name);
-  }
-  return {foreign.begin(), foreign.end()};
-}
-
-template <typename Names>
-std::string named(const Names& names) {
-  return joined({std::begin(names), std::end(names)});
-}
-
-/// The shape of a row, before what it sets is looked at.
-void check_row(const JsonValue& row) {
-  const JsonValue* settings = row.find("settings");
-  if (!row.is(Kind::kObject) || row.fields.size() != 3 || !row.find("batch") ||
-      !row.find("context") || !settings) {
-    throw ConfigError("table: a row must have batch, context and settings, got " +
-                      python_repr(row));
-  }
-  if (!settings->is(Kind::kObject)) {
-    throw ConfigError("table: settings must be an object, got " + python_repr(*settings));
-  }
-  for (const char* name : {"batch", "context"}) {
-    const JsonValue& value = *row.find(name);
-    if (!value.is(Kind::kInteger) || value.integer < 1) {
-      throw ConfigError("table: " + std::string(name) + " must be a positive int, got " +
-                        python_repr(value));
-    }
-  }
-}
-
-/// The settings that a file's fields make, with a row's in the place of its own.
-Settings settings_from(const JsonValue& fields, const JsonValue* row) {
-  Settings settings;
-  for (const char* name : kConfigFields) {
-    const JsonValue* value = row ? row->find(name) : nullptr;
-    if (!value) value = fields.find(name);
-    if (value) set_field(settings, name, *value);
-  }
-  check_together(settings);
-  return settings;
-}
-
-Solution solution_from(const JsonValue& row, const JsonValue& fields,
-                       std::set<std::pair<int64_t, int64_t>>& seen) {
-  Solution solution = {row.find("batch")->integer, row.find("context")->integer, {}};
-  const std::string pair =
-      "batch " + std::to_string(solution.batch) + ", context " + std::to_string(solution.context);
-  if (!seen.insert({solution.batch, solution.context}).second) {
-    throw ConfigError("table: one solution per pair, got two for " + pair);
-  }
-  const JsonValue& settings = *row.find("settings");
-  const auto foreign = foreign_fields(settings, kSolvable);
-  if (!foreign.empty()) {
-    throw ConfigError("table: a solution must set only " + named(kSolvable) + ", got " +
-                      joined(foreign));
-  }
-  try {
-    solution.settings = settings_from(fields, &settings);
-  } catch (const ConfigError& error) {
-    throw ConfigError("table: " + pair + ": " + error.what());
-  }
-  return solution;
-}
-
-/// Checks in the order of SwapConfig.__post_init__, so that both tell the same mistake first.
-SwapConfig config_from(const JsonValue& fields) {
-  static const JsonValue empty = {.kind = Kind::kArray};
-  SwapConfig config;
-  const JsonValue* model = fields.find("model");
-  if (model && model->is(Kind::kObject)) {
-    config.model = identity_from(*model);
-  } else if (model && !model->is(Kind::kNull)) {
-    throw ConfigError("model: must be a ModelIdentity or None, got " + python_repr(*model));
-  }
-  const JsonValue* provenance = fields.find("provenance");
-  if (provenance && !provenance->is(Kind::kObject)) {
-    throw ConfigError("provenance: must be a mapping, got " + python_repr(*provenance));
-  }
-  const JsonValue& table = fields.find("table") ? *fields.find("table") : empty;
-  if (!table.is(Kind::kArray)) {
-    throw ConfigError("table: must be a list of solutions, got " + python_repr(table));
-  }
-  for (const JsonValue& row : table.items) check_row(row);
-  config.settings = settings_from(fields, nullptr);
-  std::set<std::pair<int64_t, int64_t>> seen;
-  for (const JsonValue& row : table.items) {
-    config.table.push_back(solution_from(row, fields, seen));
-  }
-  return config;
-}
-
-JsonValue parse_config(const std::string& text, const std::string& where) {
-  const int64_t bad = find_bad_utf8(text);
-  if (bad >= 0) {
-    throw ConfigError(where + ": must be a readable JSON file: it is not UTF-8 at byte " +
-                      std::to_string(bad));
-  }
-  try {
-    return parse_json(text);
-  } catch (const JsonError& error) {
-    throw ConfigError(where + ": must be valid JSON: " + error.what() +
-                      "; restore the file or tune again");
+void check_ranks(const Rank& rank, int64_t width) {
+  const RankRange range = {width};
+  if (!range.holds(rank)) {
+    throw ConfigError("rank: must be " + range.words() + ", since the keys are no wider");
   }
 }
 
@@ -140,30 +47,9 @@ double distance(const Solution& row, int64_t batch, int64_t context) {
 
 SwapConfig SwapConfig::load(const std::string& path) {
   const std::string where = "config " + path;
-  const JsonValue fields = parse_config(read_file(path, where, "JSON file"), where);
-  if (!fields.is(Kind::kObject)) {
-    throw ConfigError(where + ": must be a JSON object, got " + python_type(fields));
-  }
-  const JsonValue* version = fields.find("version");
-  if (!version || !version->is(Kind::kInteger) || version->integer != kConfigVersion) {
-    throw ConfigError(where + ": version must be " + std::to_string(kConfigVersion) +
-                      ", which is what this kvswap_torch reads, got " +
-                      (version ? python_repr(*version) : "None") +
-                      "; write it again with the tuner of this kvswap_torch, or use the "
-                      "kvswap_torch that wrote it");
-  }
-  const auto unknown = foreign_fields(fields, kConfigFields);
-  if (!unknown.empty()) {
-    throw ConfigError(where + ": fields must be among " + named(kConfigFields) + ", got " +
-                      joined(unknown));
-  }
-  try {
-    SwapConfig config = config_from(fields);
-    config.source = path;
-    return config;
-  } catch (const ConfigError& error) {
-    throw ConfigError(where + ": " + error.what());
-  }
+  SwapConfig config = config_from_json(read_file(path, where), where);
+  config.source = path;
+  return config;
 }
 
 const Settings& SwapConfig::for_batch_and_context(int64_t batch, int64_t context) const {
@@ -191,11 +77,11 @@ void SwapConfig::check_model(const ModelIdentity& identity) const {
     }
   }
   if (identity.layers) {
-    settings.ranks(*identity.layers);
+    ranks_of(settings, *identity.layers);
     for (const int64_t layer : settings.true_query_layers) {
       if (layer < *identity.layers) continue;
       throw ConfigError("true_query_layers: must be below " + std::to_string(*identity.layers) +
-                        ", the layers on disk, got " + python_repr(settings.true_query_layers));
+                        ", the layers on disk, got " + std::to_string(layer));
     }
   }
   if (identity.kv_heads && identity.head_dim) {
@@ -212,9 +98,11 @@ std::string SwapConfig::projection_path() const {
          *settings.projection_file;
 }
 
-std::vector<int64_t> Settings::ranks(int64_t layers) const {
-  if (const auto* one = std::get_if<int64_t>(&rank)) return std::vector<int64_t>(layers, *one);
-  const auto& each = std::get<std::vector<int64_t>>(rank);
+std::vector<int64_t> ranks_of(const Settings& settings, int64_t layers) {
+  if (const auto* one = std::get_if<int64_t>(&settings.rank)) {
+    return std::vector<int64_t>(layers, *one);
+  }
+  const auto& each = std::get<std::vector<int64_t>>(settings.rank);
   if (static_cast<int64_t>(each.size()) != layers) {
     throw ConfigError("rank: must be one number or " + std::to_string(layers) +
                       ", one for each layer on disk, got " + std::to_string(each.size()));

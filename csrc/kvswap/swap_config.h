@@ -32,7 +32,7 @@ struct SwapConfig {
   std::vector<Solution> table;
   std::string source;  // the file it came from
 
-  /// Reads a file. Throws ConfigError, in the words of Python's SwapConfig.load(): a missing file,
+  /// Reads a file. Throws ConfigError where Python's SwapConfig.load() does: a missing file,
   /// corrupt JSON, an unknown field or version, or a value out of range.
   static SwapConfig load(const std::string& path);
 
@@ -47,6 +47,10 @@ struct SwapConfig {
   /// Where a projection file lies: beside the config. Empty when there is none.
   std::string projection_path() const;
 };
+
+/// The rank of each of `layers` layers; throws ConfigError when there is one a layer, for another
+/// number of layers.
+std::vector<int64_t> ranks_of(const Settings& settings, int64_t layers);
 
 /// A model's identity from its shape; `model_type` may be empty: not compared.
 ModelIdentity identity_of(const ModelShape& shape, const std::string& model_type);

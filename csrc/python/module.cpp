@@ -2,54 +2,71 @@
 
 #include "io/host_info.h"
 #include "kernels/cpu_features.h"
+#include "kvswap/settings_rules.h"
 #include "python/errors.h"
 #include "python/probe.h"
 #include "torch/session.h"
 
 namespace py = pybind11;
+using kvswap::Budget;
+using kvswap::CoreOptions;
+using kvswap::ElementType;
+using kvswap::ModelShape;
 using kvswap::Session;
-using kvswap::SessionOptions;
 
 namespace {
 
+at::ScalarType scalar_type(ElementType type) {
+  return type == ElementType::kFloat32    ? at::kFloat
+         : type == ElementType::kBFloat16 ? at::kBFloat16
+                                          : at::kHalf;
+}
+
+ElementType element_type(at::ScalarType type) {
+  TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
+                    "session: dtype must be float32, bfloat16 or float16, got ", type);
+  return type == at::kFloat      ? ElementType::kFloat32
+         : type == at::kBFloat16 ? ElementType::kBFloat16
+                                 : ElementType::kFloat16;
+}
+
+/// A property for a member of a member.
+template <typename Inner, typename T>
+void bind_inner(py::class_<CoreOptions>& options, const char* name, Inner CoreOptions::* inner,
+                T Inner::* member) {
+  options.def_property(
+      name, [=](const CoreOptions& self) { return self.*inner.*member; },
+      [=](CoreOptions& self, const T& value) { self.*inner.*member = value; });
+}
+
+/// Every setting of the table, and what else a session is made of, as properties of one object.
 void bind_options(py::module_& module) {
-  py::class_<SessionOptions>(module, "SessionOptions")
-      .def(py::init<>())
-      .def_readwrite("layers", &SessionOptions::layers)
-      .def_readwrite("heads", &SessionOptions::heads)
-      .def_readwrite("kv_heads", &SessionOptions::kv_heads)
-      .def_readwrite("head_dim", &SessionOptions::head_dim)
-      .def_readwrite("dtype", &SessionOptions::dtype)
-      .def_readwrite("device", &SessionOptions::device)
-      .def_readwrite("directory", &SessionOptions::directory)
-      .def_readwrite("io_mode", &SessionOptions::io_mode)
-      .def_readwrite("reader", &SessionOptions::reader)
-      .def_readwrite("device_model", &SessionOptions::device_model)
-      .def_readwrite("read_depth", &SessionOptions::read_depth)
-      .def_readwrite("merge_gap_bytes", &SessionOptions::merge_gap_bytes)
-      .def_readwrite("merge_bytes_max", &SessionOptions::merge_bytes_max)
-      .def_readwrite("disk_quota_bytes", &SessionOptions::disk_quota_bytes)
-      .def_readwrite("checksum", &SessionOptions::checksum)
-      .def_readwrite("group_tokens", &SessionOptions::group_tokens)
-      .def_readwrite("ranks", &SessionOptions::ranks)
-      .def_readwrite("summary_dtype", &SessionOptions::summary_dtype)
-      .def_readwrite("groups_max", &SessionOptions::groups_max)
-      .def_readwrite("pages_max", &SessionOptions::pages_max)
-      .def_readwrite("sink_tokens", &SessionOptions::sink_tokens)
-      .def_readwrite("tail_tokens", &SessionOptions::tail_tokens)
-      .def_readwrite("replacement", &SessionOptions::replacement)
-      .def_readwrite("select_queries_max", &SessionOptions::select_queries_max)
-      .def_readwrite("kv_memory_bytes", &SessionOptions::kv_memory_bytes)
-      .def_readwrite("max_context", &SessionOptions::max_context)
-      .def_readwrite("max_batch", &SessionOptions::max_batch)
-      .def_readwrite("timeline_spans", &SessionOptions::timeline_spans);
+  py::class_<CoreOptions> options(module, "SessionOptions");
+  options.def(py::init<>())
+      .def_readwrite("ranks", &CoreOptions::ranks)
+      .def_readwrite("directory", &CoreOptions::directory)
+      .def_readwrite("device", &CoreOptions::device)
+      .def_readwrite("timeline_spans", &CoreOptions::timeline_spans)
+      .def_property(
+          "dtype", [](const CoreOptions& self) { return scalar_type(self.shape.dtype); },
+          [](CoreOptions& self, at::ScalarType type) { self.shape.dtype = element_type(type); });
+  bind_inner(options, "layers", &CoreOptions::shape, &ModelShape::layers);
+  bind_inner(options, "heads", &CoreOptions::shape, &ModelShape::heads);
+  bind_inner(options, "kv_heads", &CoreOptions::shape, &ModelShape::kv_heads);
+  bind_inner(options, "head_dim", &CoreOptions::shape, &ModelShape::head_dim);
+  bind_inner(options, "kv_memory_bytes", &CoreOptions::budget, &Budget::kv_memory_bytes);
+  bind_inner(options, "max_context", &CoreOptions::budget, &Budget::max_context);
+  bind_inner(options, "max_batch", &CoreOptions::budget, &Budget::max_batch);
+  kvswap::visit_settings([&](const char* name, auto member, const auto&) {
+    bind_inner(options, name, &CoreOptions::settings, member);
+  });
 }
 
 void bind_session(py::module_& module) {
   // Reads, packing and attention need no interpreter.
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<Session>(module, "Session")
-      .def(py::init<const SessionOptions&>(), py::arg("options"), Released())
+      .def(py::init<const CoreOptions&>(), py::arg("options"), Released())
       .def_static("memory_need", &Session::memory_need, py::arg("options"), py::arg("batch"),
                   py::arg("context"), py::arg("alignment_bytes") = 512)
       .def("declare", &Session::declare, py::arg("valid"), Released())

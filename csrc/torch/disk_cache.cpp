@@ -8,6 +8,7 @@
 #include "torch/parallel.h"
 #include "torch/projection.h"
 #include "torch/session.h"
+#include "torch/torch_device.h"
 
 namespace kvswap {
 namespace {
@@ -26,46 +27,13 @@ at::Tensor as_tensor(const std::vector<float>& matrix, int64_t rows, int64_t col
 
 }  // namespace
 
-SessionOptions session_options(const CoreOptions& from) {
-  const Settings& settings = from.settings;
-  SessionOptions to;
-  to.layers = from.shape.layers;
-  to.heads = from.shape.heads;
-  to.kv_heads = from.shape.kv_heads;
-  to.head_dim = from.shape.head_dim;
-  to.dtype = scalar_type(from.shape.dtype);
-  to.directory = from.directory;
-  to.io_mode = settings.io_mode;
-  to.reader = settings.reader;
-  to.device_model = settings.device_model.value_or("");
-  to.read_depth = settings.read_depth;
-  to.merge_gap_bytes = settings.merge_gap_bytes;
-  to.merge_bytes_max = settings.merge_bytes_max;
-  to.disk_quota_bytes = settings.disk_quota_bytes.value_or(-1);
-  to.checksum = settings.checksum;
-  to.group_tokens = settings.group_tokens;
-  to.ranks = from.ranks.empty() ? settings.ranks(from.shape.layers) : from.ranks;
-  to.summary_dtype = settings.summary_dtype;
-  to.groups_max = settings.groups_max;
-  to.pages_max = settings.pages_max;
-  to.sink_tokens = settings.sink_tokens;
-  to.tail_tokens = settings.tail_tokens;
-  to.replacement = settings.replacement;
-  to.select_queries_max = settings.select_queries_max;
-  to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
-  to.max_context = from.budget.max_context.value_or(-1);
-  to.max_batch = from.budget.max_batch.value_or(-1);
-  to.timeline_spans = from.timeline_spans;
-  return to;
-}
-
 DiskCache::DiskCache(const OpenArgs& args) {
   const Opening opening = prepare(args);
   options_ = opening.options;
   predictor_bytes_ = options_.settings.look_ahead ? args.predictor_bytes : 0;
   is_calibrated_ = !opening.projections.empty();
   is_estimated_.assign(args.shape.layers, false);
-  session_ = std::make_unique<Session>(session_options(options_));
+  session_ = std::make_unique<Session>(options_);
   for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
     const Projection& pair = opening.projections[layer];
     session_->set_projection(static_cast<int64_t>(layer),
@@ -107,8 +75,9 @@ bool DiskCache::attends_all(int64_t layer) const {
 
 at::Tensor DiskCache::any_query(int64_t tokens) const {
   const ModelShape& shape = options_.shape;
-  return at::zeros({session_->batch(), shape.kv_heads, tokens, shape.head_dim},
-                   scalar_type(shape.dtype));
+  return at::zeros(
+      {session_->batch(), shape.kv_heads, tokens, shape.head_dim},
+      at::TensorOptions(scalar_type(shape.dtype)).device(tensor_device(options_.device)));
 }
 
 bool DiskCache::will_choose(int64_t layer, int64_t tokens) const {

@@ -14,7 +14,6 @@
 namespace kvswap {
 
 class Session;  // <kvswap/torch/session.h>
-struct SessionOptions;
 
 /// A session over tensors with the settings it was opened with.
 ///
@@ -67,8 +66,5 @@ class DiskCache {
   int64_t predictor_bytes_ = 0;
   std::unique_ptr<Session> session_;
 };
-
-/// A Session's options from a core session's.
-SessionOptions session_options(const CoreOptions& options);
 
 }  // namespace kvswap

@@ -9,8 +9,6 @@
 namespace kvswap {
 
 class Engine;
-struct EngineOptions;
-struct SessionOptions;
 
 /// Raises what `status` says: c10::ValueError for a wrong call, SessionError otherwise.
 void throw_if_error(const Status& status);
@@ -19,8 +17,6 @@ DType engine_dtype(at::ScalarType dtype);
 
 /// [batch, heads, queries, head_dim] with a contiguous last dimension.
 QueryView query_view(const at::Tensor& query);
-
-EngineOptions engine_options(const SessionOptions& from);
 
 struct ExactArgs {
   int64_t layer = 0;

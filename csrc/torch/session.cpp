@@ -6,6 +6,7 @@
 
 #include "engine/engine.h"
 #include "engine/engine_report.h"
+#include "kvswap/engine_calls.h"
 #include "torch/engine_calls.h"
 #include "torch/parallel.h"
 #include "torch/session_error.h"
@@ -130,18 +131,26 @@ class Session::Impl {
   std::unique_ptr<Engine> engine_;
 };
 
-Session::Session(const SessionOptions& options) {
-  EngineOptions engine_of = engine_options(options);
-  auto engine = Engine::create(engine_of, at_parallel_for());
+/// The engine's options, told apart from torch's: a wrong one is a c10::ValueError here.
+EngineOptions checked_options(const CoreOptions& options) {
+  try {
+    return engine_options(options);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+Session::Session(const CoreOptions& options) {
+  auto engine = Engine::create(checked_options(options), at_parallel_for());
   throw_if_error(engine.status());
   impl_ = std::make_unique<Impl>(tensor_device(options.device), std::move(engine.value()));
 }
 
 Session::~Session() = default;
 
-std::map<std::string, int64_t> Session::memory_need(const SessionOptions& options, int64_t batch,
+std::map<std::string, int64_t> Session::memory_need(const CoreOptions& options, int64_t batch,
                                                     int64_t context, int64_t alignment_bytes) {
-  const EngineOptions engine_of = engine_options(options);
+  const EngineOptions engine_of = checked_options(options);
   throw_if_error(engine_of.validate());
   const int64_t record_bytes =
       (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;

@@ -9,52 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "kvswap/errors.h"
+#include "kvswap/core_session.h"
 
 namespace kvswap {
-
-/// What a session is made of. Fields mirror kvswap_torch.SwapConfig; see there for their meaning.
-struct SessionOptions {
-  // The model. Layers are numbered 0..layers-1 over those that live on disk.
-  int64_t layers = 0;
-  int64_t heads = 0;
-  int64_t kv_heads = 0;
-  int64_t head_dim = 0;
-  at::ScalarType dtype = at::kFloat;  // kFloat, kBFloat16 or kHalf
-  /// Where tensors, pages and summaries are: cpu | cuda:0 ...; host: the path of a device, over CPU
-  /// tensors, for tests.
-  std::string device = "cpu";
-
-  // Where and how the bytes are kept.
-  std::string directory;
-  std::string io_mode = "auto";  // auto | direct | buffered
-  std::string reader = "auto";   // auto | uring | threads | sync
-  std::string device_model;      // empty | nvme | ufs | emmc
-  int64_t read_depth = 64;
-  int64_t merge_gap_bytes = 16 << 10;
-  int64_t merge_bytes_max = 256 << 10;
-  int64_t disk_quota_bytes = -1;  // -1: no limit but the disk's
-  bool checksum = true;
-
-  // What is selected and kept.
-  int64_t group_tokens = 4;
-  std::vector<int64_t> ranks;           // one per layer, or one for all
-  std::string summary_dtype = "model";  // model | int8
-  int64_t groups_max = 100;             // selected groups per step, sinks and tail not counted
-  int64_t pages_max = 200;              // reuse buffer per layer and sequence; at least groups_max
-  int64_t sink_tokens = 4;
-  int64_t tail_tokens = 32;
-  std::string replacement = "fifo";  // fifo | lru | unused
-  int64_t select_queries_max = 8;    // 1..16: longer chunks attend exactly
-
-  // Promises.
-  int64_t kv_memory_bytes = -1;  // -1: as much as the settings need
-  int64_t max_context = -1;      // with max_batch: checked and allocated at construction
-  int64_t max_batch = -1;
-
-  /// How many spans of timeline() to keep, the newest, 40 bytes each; 0: nothing is recorded.
-  int64_t timeline_spans = 0;
-};
 
 /// One generation's KV cache on disk: the public C++ class, and what Python's cache drives.
 ///
@@ -74,14 +31,14 @@ struct SessionOptions {
 /// c10::ValueError for a wrong call and kvswap::SessionError for what the world refuses.
 class Session {
  public:
-  explicit Session(const SessionOptions& options);
+  explicit Session(const CoreOptions& options);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
   /// Bytes by use (and their "total") that a batch and a context need with these settings, on a
   /// disk of this alignment. Opens nothing.
-  static std::map<std::string, int64_t> memory_need(const SessionOptions& options, int64_t batch,
+  static std::map<std::string, int64_t> memory_need(const CoreOptions& options, int64_t batch,
                                                     int64_t context, int64_t alignment_bytes = 512);
 
   /// Validity of the columns that the next append() of each layer brings: [batch, tokens] bool.

@@ -10,12 +10,6 @@ at::Device tensor_device(const std::string& device) {
 // torch/cuda/torch_device.cpp answers where this is built with CUDA.
 #if !KVSWAP_HAS_CUDA
 
-DeviceKind cuda_device_kind(int) {
-  TORCH_CHECK_VALUE(false,
-                    "session: device must be cpu, since this build has no CUDA; build kvswap_torch "
-                    "where nvcc and a torch with CUDA are, or move the model to the CPU");
-}
-
 void* current_stream(at::Device) { return nullptr; }
 
 #endif

@@ -6,30 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
 from kvswap_torch.sizing import effective_ranks
-
-# Options that a config and a session have under the same name.
-SHARED = (
-    "io_mode",
-    "reader",
-    "read_depth",
-    "merge_gap_bytes",
-    "merge_bytes_max",
-    "checksum",
-    "group_tokens",
-    "summary_dtype",
-    "groups_max",
-    "pages_max",
-    "sink_tokens",
-    "tail_tokens",
-    "replacement",
-    "select_queries_max",
-)
 
 
 def session_options(
@@ -40,11 +22,10 @@ def session_options(
     calibrated: bool,
     timeline_spans: int = 0,
 ) -> dict[str, Any]:
-    """The fields of kvswap::SessionOptions by name."""
-    options: dict[str, Any] = {name: getattr(config, name) for name in SHARED}
-    limits = dataclasses.asdict(budget) | {"disk_quota_bytes": config.disk_quota_bytes}
-    options |= {name: -1 if value is None else value for name, value in limits.items()}
+    """The fields of kvswap::CoreOptions by name, settings beside the others."""
+    options: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
     return options | {
+        **dataclasses.asdict(budget),
         "layers": parts.shape.layers,
         "heads": parts.shape.heads,
         "kv_heads": parts.shape.kv_heads,
@@ -52,7 +33,6 @@ def session_options(
         "dtype": parts.dtype,
         "device": str(parts.device),
         "directory": str(path),
-        "device_model": config.device_model or "",
         "ranks": list(effective_ranks(config, parts.shape, calibrated)),
         "timeline_spans": timeline_spans,
     }

@@ -1,7 +1,7 @@
 """Config files, good and bad, that Python's loader and the C++ one must judge alike.
 
-`BAD` has the file's text and words of the message; `PARSERS_OWN` are refused by both in the words
-of their JSON parsers. `GOOD` are fields beside the version.
+`BAD` has the text and words of Python's message; `PARSERS_OWN` are refused by both,
+each in the words of its JSON parser. `GOOD` are fields beside the version.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ BAD: list[tuple[str, str]] = [
     (_file(disk_quota_bytes=2**63), "got 9223372036854775808"),
     (_file(read_depth=1025), "read_depth: must be"),
     (_file(merge_bytes_max=4095), "merge_bytes_max: must be"),
-    (_file(merge_gap_bytes=1 << 20), "merge_gap_bytes: must be at most"),
+    (_file(merge_gap_bytes=1 << 20), "merge_bytes_max: must be at least merge_gap_bytes"),
     (_file(pages_max=99), "pages_max: must be at least groups_max"),
     (_file(pages_max=7, groups_max=4), "pages_max: must be at least select_queries_max"),
     *((_file(projection_file=name), "projection_file: must") for name in ("", "/a", "../a", 3)),

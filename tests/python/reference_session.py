@@ -9,45 +9,33 @@ attends: the tail, the sink groups, and the chosen ones of the other sealed grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
 
 import torch
 
+from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.errors import ClosedError
 
-
-@dataclass
-class Options:
-    """The fields of kvswap::SessionOptions with the same defaults."""
-
-    layers: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    directory: str = ""
-    io_mode: str = "auto"
-    reader: str = "auto"
-    device_model: str = ""
-    read_depth: int = 64
-    merge_gap_bytes: int = 16 << 10
-    merge_bytes_max: int = 256 << 10
-    disk_quota_bytes: int = -1
-    checksum: bool = True
-    group_tokens: int = 4
-    ranks: list[int] = field(default_factory=list)
-    summary_dtype: str = "model"
-    groups_max: int = 100
-    pages_max: int = 200
-    sink_tokens: int = 4
-    tail_tokens: int = 32
-    replacement: str = "fifo"
-    select_queries_max: int = 8
-    kv_memory_bytes: int = -1
-    max_context: int = -1
-    max_batch: int = -1
-    timeline_spans: int = 0
+Options = make_dataclass(
+    "Options",
+    [
+        ("layers", int, 0),
+        ("heads", int, 0),
+        ("kv_heads", int, 0),
+        ("head_dim", int, 0),
+        ("dtype", torch.dtype, torch.float32),
+        ("device", str, "cpu"),
+        ("directory", str, ""),
+        ("ranks", list, field(default_factory=list)),
+        ("kv_memory_bytes", int | None, None),
+        ("max_context", int | None, None),
+        ("max_batch", int | None, None),
+        ("timeline_spans", int, 0),
+        *((name, Any, getattr(SwapConfig(), name)) for name in SETTINGS),
+    ],
+    namespace={"__doc__": "The fields of `_C.SessionOptions`: the table's settings and the rest."},
+)
 
 
 COUNTERS = [

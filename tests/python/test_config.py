@@ -98,7 +98,7 @@ def test_a_config_is_frozen_hashable_and_travels() -> None:
         ("pages_max", 99), ("sink_tokens", -1), ("tail_tokens", -1), ("replacement", "random"),
         ("replacement", ["fifo"]), ("select_queries_max", 17), ("look_ahead", 1),
         ("layout", "clusters"), ("reader", "aio"), ("io_mode", "mmap"), ("read_depth", 0),
-        ("merge_gap_bytes", -1), ("merge_gap_bytes", 1 << 20), ("merge_bytes_max", 4095),
+        ("merge_gap_bytes", -1), ("merge_bytes_max", 8192), ("merge_bytes_max", 4095),
         ("checksum", None), ("device_model", "tape"), ("disk_quota_bytes", 0),
         ("projection_file", ""), ("projection_file", "/a"), ("projection_file", "../a"),
         ("projection_file", 3), ("projection_kind", "pca"), ("model", 3),

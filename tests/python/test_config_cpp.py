@@ -1,4 +1,4 @@
-"""The C++ side of configs and budgets gives Python's verdicts, words and numbers."""
+"""The C++ side of configs and budgets gives Python's verdicts and numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvswap_torch import BudgetError, ConfigError, SwapConfig, config_cpp
-from kvswap_torch.config import ModelIdentity
-from kvswap_torch.hf.session import SHARED, alignment_bytes, memory_need
+from kvswap_torch.config import SETTINGS, ModelIdentity
+from kvswap_torch.hf.session import alignment_bytes, memory_need
 from kvswap_torch.hf.settings import Budget, FirstPass, settle
 from kvswap_torch.memory_size import format_bytes, parse_bytes
 from kvswap_torch.projection_file import load_projections, save_projections
@@ -40,9 +40,7 @@ def ask(*requests: dict[str, Any]) -> list[dict[str, Any]]:
 def plain(config: SwapConfig) -> dict[str, Any]:
     """The config's settings as C++ tells them."""
     fields = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(config, source=None))))
-    for name in config_cpp.APART:
-        fields.pop(name)
-    return fields
+    return {name: fields[name] for name in SETTINGS}
 
 
 @pytest.mark.parametrize("name", ["settings", "rules"])
@@ -53,6 +51,15 @@ def test_the_generated_headers_are_the_current_ones(name: str) -> None:
     assert re.sub(r"\s", "", written) == re.sub(r"\s", "", getattr(config_cpp, name)()), (
         "run: make schema"
     )
+
+
+def test_a_file_of_many_names_takes_no_time_for_each_pair(tmp_path: Path) -> None:
+    """200,000 names: looked up one by one in a list they would take minutes."""
+    fields = {f"n{i}": 0 for i in range(200_000)}
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps({"version": 1, "provenance": fields, **fields}), encoding="utf-8")
+    ((ours, theirs),) = refusals([path])
+    assert "fields must be among" in ours and "fields must be among" in theirs
 
 
 def test_good_files_mean_the_same(tmp_path: Path) -> None:
@@ -94,14 +101,16 @@ def refusals(paths: list[Path]) -> list[tuple[str, str]]:
     return pairs
 
 
-def test_bad_files_are_refused_in_the_same_words(tmp_path: Path) -> None:
+def test_bad_files_are_refused_by_both(tmp_path: Path) -> None:
     paths = []
     for number, (text, _) in enumerate(config_files.BAD):
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(text, encoding="utf-8")
-    for (ours, theirs), (_, words) in zip(refusals(paths), config_files.BAD, strict=True):
-        assert ours == theirs
+    for (ours, theirs), (_, words), path in zip(
+        refusals(paths), config_files.BAD, paths, strict=True
+    ):
         assert words in ours
+        assert theirs.startswith(f"config {path}: ") and len(theirs) < 1000
 
 
 def test_what_no_parser_takes_is_refused_by_both(tmp_path: Path) -> None:
@@ -119,9 +128,9 @@ def test_what_no_parser_takes_is_refused_by_both(tmp_path: Path) -> None:
         SwapConfig.load(missing)
     answers = ask({"do": "load", "path": str(missing)}, {"do": "load", "path": str(binary)},
                   {"do": "load", "path": str(tmp_path)})  # fmt: skip
-    assert answers[0]["error"] == str(caught.value)
-    for answer, path in zip(answers[1:], (binary, tmp_path), strict=True):
-        assert answer["error"].startswith(f"config {path}: must be a readable JSON file: ")
+    assert str(missing) in str(caught.value) and "No such file" in answers[0]["error"]
+    for answer, path in zip(answers, (missing, binary, tmp_path), strict=True):
+        assert answer["refused"] == "config" and answer["error"].startswith(f"config {path}: ")
 
 
 def test_the_same_solution_is_nearest(tmp_path: Path) -> None:
@@ -164,11 +173,10 @@ def settled(request: dict[str, Any], config: SwapConfig | None, folder: Path) ->
 
     def need(candidate: SwapConfig, batch: int, context: int) -> dict[str, int]:
         beside = reserved if candidate.look_ahead else 0
-        inner = dataclasses.asdict(budget) | {"disk_quota_bytes": None}
+        inner = dataclasses.asdict(budget)
         if budget.kv_memory_bytes is not None:
             inner["kv_memory_bytes"] = max(1, budget.kv_memory_bytes - beside)
-        options = {name: getattr(candidate, name) for name in SHARED}
-        options |= {name: -1 if value is None else value for name, value in inner.items()}
+        options = {name: getattr(candidate, name) for name in SETTINGS} | inner
         options |= {n: request[n] for n in ("layers", "heads", "kv_heads", "head_dim")}
         options |= {"dtype": DTYPES[request["dtype"]], "directory": str(folder)}
         options["ranks"] = list(effective_ranks(candidate, shape, False))
@@ -252,14 +260,17 @@ def test_a_budget_gives_the_same_settings(tmp_path: Path) -> None:
         expected = settled(request, config, tmp_path)
         if "refused" in expected:
             kinds["refused"] += 1
-            assert answer == expected
+            assert answer["refused"] == expected["refused"]
+            # The minimum, which is what the reader acts on.
+            numbers = [re.findall(r"\d+", text["error"])[:3] for text in (answer, expected)]
+            assert numbers[0] == numbers[1]
         else:
             kinds["settled"] += 1
             assert {name: answer["ok"][name] for name in expected} == expected
     assert min(kinds.values()) > 10, kinds
 
 
-def test_another_models_config_is_refused_in_the_same_words(tmp_path: Path) -> None:
+def test_another_models_config_is_refused_by_both(tmp_path: Path) -> None:
     made_for = ModelIdentity("qwen3", 3, 8, 2, 32, "bfloat16")
     configs = [
         SwapConfig(model=dataclasses.replace(made_for, model_type="llama", layers=4)),
@@ -279,13 +290,14 @@ def test_another_models_config_is_refused_in_the_same_words(tmp_path: Path) -> N
     for config, answer in zip(configs, ask(*requests), strict=True):
         with pytest.raises(ConfigError) as caught:
             config.check_model(made_for)
-        assert answer == {"refused": "config", "error": str(caught.value)}
+        assert answer["refused"] == "config"
+        assert answer["error"].split(":")[0] == str(caught.value).split(":")[0]  # the same field
 
 
 # Projections.
 
 
-def test_projections_are_read_alike_and_refused_in_the_same_words(tmp_path: Path) -> None:
+def test_projections_are_read_alike_and_refused_by_both(tmp_path: Path) -> None:
     width, ranks = 64, [8, 16, 4]
     identity = ModelIdentity("qwen3", 3, 8, 2, 32, "bfloat16")
     pairs = [(torch.randn(width, 20), torch.randn(width, 20)) for _ in ranks]
@@ -316,9 +328,9 @@ def test_projections_are_read_alike_and_refused_in_the_same_words(tmp_path: Path
             assert answer["ok"]["sum"] == pytest.approx(total, abs=1e-5)
             assert (answer["ok"]["ranks"], answer["ok"]["projections"]) == (ranks, 3)
             continue
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError):
             load_projections(tmp_path / f"{name}.st", ranks, width, identity)
-        assert answer == {"refused": "config", "error": str(caught.value)}
+        assert answer["refused"] == "config" and f"{name}.st" in answer["error"]
 
 
 def test_sizes_are_read_and_shown_alike() -> None:
@@ -329,8 +341,8 @@ def test_sizes_are_read_and_shown_alike() -> None:
                             strict=True):  # fmt: skip
         try:
             assert answer == {"ok": parse_bytes(size, "size")}, size
-        except ConfigError as error:
-            assert answer == {"refused": "config", "error": str(error)}
+        except ConfigError:
+            assert answer["refused"] == "config", size
     counts = [0, 1, 1023, 1024, 3 << 19, 102400, 1048575, 10**9, 10**13, 2**62]
     for count, answer in zip(counts, ask(*({"do": "format_bytes", "count": c} for c in counts)),
                              strict=True):  # fmt: skip

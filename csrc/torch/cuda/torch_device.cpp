@@ -3,10 +3,22 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "device/cuda/cuda_device.h"
+#include "device/find_device.h"
 
 namespace kvswap {
+namespace {
 
-DeviceKind cuda_device_kind(int index) { return cuda_device(index); }
+Result<std::optional<DeviceKind>> find_cuda_device(const std::string& name) {
+  try {
+    return std::optional<DeviceKind>(cuda_device(tensor_device(name).index()));
+  } catch (const c10::Error& error) {
+    return Status::invalid("session: device must be a CUDA device, got '" + name + "'");
+  }
+}
+
+[[maybe_unused]] const bool is_registered = (set_find_cuda(find_cuda_device), true);
+
+}  // namespace
 
 void* current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();

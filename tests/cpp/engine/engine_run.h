@@ -39,7 +39,8 @@ inline EngineOptions small_options(const std::string& directory, int64_t group_t
   options.heads = 4;
   options.kv_heads = 2;
   options.head_dim = std::max<int64_t>(8, 128 / group_tokens);
-  options.file = {.directory = directory, .extend_bytes = 1 << 20};
+  options.directory = directory;
+  options.file_extend_bytes = 1 << 20;
   options.group_tokens = group_tokens;
   options.ranks = {5, 8};
   options.groups_max = 4;

@@ -29,23 +29,21 @@ std::vector<std::byte> live(EngineOptions options, ParallelFor parallel, std::st
 
 enum class Place { kHost, kDevice };
 
-class Backends : public testing::TestWithParam<std::tuple<ReaderKind, IoMode, Place>> {};
+class Backends : public testing::TestWithParam<std::tuple<const char*, const char*, Place>> {};
 
 TEST_P(Backends, GiveTheSameBits) {
   const TestDirectory directory;
   std::string reader;
   EngineOptions options = small_options(directory.path());
-  options.reader.kind = ReaderKind::kSync;
+  options.reader = "sync";
   const std::vector<std::byte> expected = live(options, nullptr, &reader);
   ASSERT_EQ(reader, "sync");
 
   Place place;
-  std::tie(options.reader.kind, options.file.mode, place) = GetParam();
+  std::tie(options.reader, options.io_mode, place) = GetParam();
   if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100});
-  if (options.reader.kind == ReaderKind::kUring) {
-    options.reader.kind = ReaderKind::kAuto;  // falls back where the machine has no io_uring
-  }
-  options.reader.depth = 7;
+  if (options.reader == "uring") options.reader = "auto";  // falls back where there is no io_uring
+  options.read_depth = 7;
   EXPECT_TRUE(live(options, nullptr, &reader) == expected) << reader;
   options.merge_gap_bytes = 0;
   EXPECT_TRUE(live(options, threaded_for, &reader) == expected) << reader << ", threads compute";
@@ -53,9 +51,8 @@ TEST_P(Backends, GiveTheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Backends,
-                         testing::Combine(testing::Values(ReaderKind::kSync, ReaderKind::kThreads,
-                                                          ReaderKind::kUring),
-                                          testing::Values(IoMode::kAuto, IoMode::kBuffered),
+                         testing::Combine(testing::Values("sync", "threads", "uring"),
+                                          testing::Values("auto", "buffered"),
                                           testing::Values(Place::kHost, Place::kDevice)));
 
 TEST(Backends, AModelledDeviceGivesTheSameBits) {

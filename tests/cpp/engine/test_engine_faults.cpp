@@ -16,7 +16,9 @@ namespace {
 EngineOptions with_read_faults(const std::string& directory, ReadFaults* faults) {
   EngineOptions options = small_options(directory);
   options.tail_tokens = 4;
-  options.merge_bytes_max = 1;  // one read a record
+  options.head_dim = 64;
+  options.merge_gap_bytes = 0;
+  options.merge_bytes_max = 4096;  // one read a record
   options.wrap_reader = [faults](std::unique_ptr<BlockReader> inner) {
     return std::make_unique<FaultyReader>(std::move(inner), faults);
   };
@@ -333,7 +335,7 @@ TEST(End, InTheMiddleOfALookAheadLeavesNothing) {
   const TestDirectory directory;
   for (const std::string device : {"", "emmc"}) {
     EngineOptions options = small_options(directory.path());
-    options.device_model = device;
+    if (!device.empty()) options.device_model = device;
     EngineRun run(options, 4);
     run.forward(2, 200);
     for (const int64_t layer : {0, 1}) {

@@ -116,7 +116,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   EngineOptions options = small_options(directory.path());
   {
     EngineRun probe(options, 1);
-    options.file.quota_bytes =
+    options.disk_quota_bytes =
         options.layers * 2 * options.sealed_groups(300) * probe.engine().parts().record_bytes();
   }
   EngineRun run(options, 7);
@@ -146,9 +146,9 @@ TEST(Quota, OfLessThanThePromisedContextIsRefusedAtTheStart) {
   EngineOptions options = small_options(directory.path());
   options.max_context = 10000;
   options.max_batch = 1;
-  options.file.quota_bytes = 1 << 20;
+  options.disk_quota_bytes = 1 << 20;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
-  options.file.quota_bytes = -1;
+  options.disk_quota_bytes = std::nullopt;
   options.max_context = int64_t{1} << 40;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kStorage);
 }

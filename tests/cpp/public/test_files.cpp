@@ -92,28 +92,26 @@ TEST_F(Files, HeadersThatLieAreRefused) {
   EXPECT_NE(refusal(folder_ + "/none").find("No such file"), -1ul);
 }
 
+#if KVSWAP_HAS_JSON
+
 TEST_F(Files, JsonIsStrict) {
   for (const char* text :
-       {"", "{", "[1,]", "{\"a\":1,\"a\":2}", "NaN", "\xEF\xBB\xBF{}", "01", "'a'"}) {
+       {"", "{", "[1,]", "{\"a\":1,\"a\":2}", "{\"b\":{\"a\":1,\"a\":2}}", "NaN", "\xEF\xBB\xBF{}",
+        "01", "'a'", "\"a\xC3\"", "\"\xC0\x80\"", "\"ab\xED\xA0\x80\""}) {
     EXPECT_THROW(parse_json(text), JsonError) << text;
   }
   EXPECT_THROW(parse_json(std::string(100'000, '[')), JsonError);
   EXPECT_THROW(parse_json(std::string(5'000, '9')), JsonError);
-  EXPECT_EQ(python_repr(parse_json(R"({"a": [1, 2.0, 1e30, null, true, "it's", "\n"]})")),
-            R"({'a': [1, 2.0, 1e+30, None, True, "it's", '\n']})");
-  EXPECT_EQ(python_repr(parse_json("99999999999999999999")), "99999999999999999999");
-  EXPECT_EQ(python_repr(parse_json("-99999999999999999999")), "-99999999999999999999");
-  EXPECT_EQ(python_repr(parse_json("[1e16, 123456789012345.0, 0.0001, 1e-5, -0.0]")),
-            "[1e+16, 123456789012345.0, 0.0001, 1e-05, -0.0]");
+  EXPECT_EQ(parse_json(R"([{"a": 1}, {"a": 2}, {"b": {"a": 3}}])").size(), 3u);
 }
 
-TEST_F(Files, Utf8IsTold) {
-  EXPECT_EQ(find_bad_utf8("a\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"), -1);
-  EXPECT_EQ(find_bad_utf8("a\xC3"), 1);
-  EXPECT_EQ(find_bad_utf8("\xC0\x80"), 0);
-  EXPECT_EQ(find_bad_utf8("ab\xED\xA0\x80"), 2);
-  EXPECT_EQ(find_bad_utf8("\xF4\x90\x80\x80"), 0);
+TEST_F(Files, WhatCameIsShownInPart) {
+  EXPECT_EQ(shown(parse_json(R"({"a": [1, 2.5, null, "\u00e9"]})")),
+            R"({"a":[1,2.5,null,"\u00e9"]})");
+  EXPECT_LT(shown(parse_json('"' + std::string(5'000, 'x') + '"')).size(), 200u);
 }
+
+#endif
 
 TEST_F(Files, AConfigOpensASessionWithItsProjection) {
   const std::string header =

@@ -1,0 +1,69 @@
+#include "engine/check_settings.h"
+
+#include <cstdio>
+#include <functional>
+
+#include "kvswap/settings_rules.h"
+
+namespace kvswap {
+namespace {
+
+std::string json(int64_t value) { return std::to_string(value); }
+std::string json(bool value) { return value ? "true" : "false"; }
+
+std::string json(const std::string& value) {
+  std::string text = "\"";
+  for (const char letter : value) {
+    if (static_cast<unsigned char>(letter) < 0x20) {
+      char escape[8];
+      std::snprintf(escape, sizeof(escape), "\\u%04x", letter);
+      text += escape;
+    } else {
+      if (letter == '"' || letter == '\\') text += '\\';
+      text += letter;
+    }
+  }
+  return text + '"';
+}
+
+std::string json(const std::vector<int64_t>& values) {
+  std::string text;
+  for (const int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + text + "]";
+}
+
+std::string json(const Rank& rank) {
+  return std::visit([](const auto& value) { return json(value); }, rank);
+}
+
+template <typename T>
+std::string json(const std::optional<T>& value) {
+  return value ? json(*value) : "null";
+}
+
+}  // namespace
+
+Status check_settings(const Settings& settings) {
+  std::string broken;
+  visit_settings([&](const char* name, auto member, const auto& rule) {
+    if (!broken.empty() || holds(rule, settings.*member)) return;
+    broken = std::string(name) + ": must be " + rule.words() + ", got " + json(settings.*member);
+  });
+  visit_floors(
+      [&](const char* name, auto member, const char* floor, auto floor_member, const char* why) {
+        if (!broken.empty() || settings.*member >= settings.*floor_member) return;
+        broken = std::string(name) + ": must be at least " + floor + " (" +
+                 json(settings.*floor_member) + "), " + why + ", got " + json(settings.*member);
+      });
+  return broken.empty() ? Status::ok() : Status::invalid(broken);
+}
+
+std::string settings_json(const Settings& settings) {
+  std::string text;
+  visit_settings([&](const char* name, auto member, const auto&) {
+    text += (text.empty() ? "" : ", ") + json(std::string(name)) + ": " + json(settings.*member);
+  });
+  return "{" + text + "}";
+}
+
+}  // namespace kvswap

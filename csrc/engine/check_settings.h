@@ -1,0 +1,17 @@
+#pragma once
+
+#include <string>
+
+#include "io/status.h"
+#include "kvswap/settings.h"
+
+namespace kvswap {
+
+/// The first rule that a setting breaks, by the table of settings: "name: must be ..., got ...";
+/// ok: none.
+Status check_settings(const Settings& settings);
+
+/// Every setting by name, as a JSON object.
+std::string settings_json(const Settings& settings);
+
+}  // namespace kvswap
