@@ -146,7 +146,7 @@ class KVSwapCache(Cache):
         cache
             The model's, with layers of equal length.
         attention_mask
-            ``[batch, columns]``, False where a column is padding; None: none is.
+            ``[batch, tokens]``, False where a token is padding; None: none is.
         path, arguments
             As for `KVSwapCache`.
 
