@@ -60,6 +60,7 @@ class SessionDriver:
         self.estimate_seconds = 0.0
         self._settled = budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
+        self._held = (0, 0)  # columns and sequences of every layer when the pass began
         self._owner_pid = os.getpid()
         self.session: Any = None
         self._open(None)
@@ -162,15 +163,17 @@ class SessionDriver:
         columns = self.columns()
         if any(self.columns(i) != columns for i in range(1, self.parts.shape.layers)):
             self.refuse_interrupted()
-        if columns and batch != self.session.batch():
+        held = self.session.batch()
+        if columns and batch != held:
             raise ValueError(
-                f"KVSwapCache: batch must stay {self.session.batch()} until reset(), got {batch}; "
+                f"KVSwapCache: batch must stay {held} until reset(), got {batch}; "
                 "to repeat sequences use batch_repeat_interleave()"
             )
         self._refuse_rope_crossing(columns, tokens)
         if not self._settled:
             self._open(FirstPass(batch, tokens))
             self._settled = True
+        self._held = columns, held
         valid = self.padding.declare(columns, batch, tokens, mask)
         if valid is None and self._declared:
             # A pass that failed declared what it did not append.
@@ -202,14 +205,14 @@ class SessionDriver:
             config.look_ahead
             and layer not in config.true_query_layers
             and tokens <= config.select_queries_max
-            and self.columns(layer) >= config.tail_tokens + config.group_tokens
-            and self.session.batch() == batch
+            and self._held[0] >= config.tail_tokens + config.group_tokens
+            and self._held[1] == batch
         )
 
     def attends_all(self, layer: int) -> bool:
         """Whether no selection is needed yet, so that any query means: read everything."""
         config = self.config
-        groups = (self.columns(layer) - config.tail_tokens) // config.group_tokens
+        groups = (self._held[0] - config.tail_tokens) // config.group_tokens
         return groups <= config.groups_max
 
     def read_ahead(self, layer: int, tokens: int) -> None:
@@ -244,7 +247,8 @@ class SessionDriver:
     def _attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
         if self._will_choose(layer, keys.shape[2]):
             self._estimate(layer, keys, query)
-        if keys.shape[2] > self.config.select_queries_max:
+        can_select = self._projections is not None or layer in self._estimated
+        if can_select or keys.shape[2] > self.config.select_queries_max:
             output = self.session.extend(layer, query, keys, values, scale)
             self._stored(layer)
             return output

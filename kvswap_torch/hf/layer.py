@@ -129,12 +129,8 @@ class DiskLayer(CacheLayerMixin):
                 f"{list(value.shape)}"
             )
         refuse_options(module, attention_mask, dropout, kwargs)
-        columns = self.get_seq_length() + keys.shape[2]
-        if sliding_window is not None and sliding_window < columns:
-            raise UnsupportedModelError(
-                f"KVSwapCache: {type(module).__name__} has a sliding window of {sliding_window} "
-                f"tokens, which must be at least the context, got {columns}"
-            )
+        if sliding_window is not None:
+            _refuse_window(module, sliding_window, self.get_seq_length() + keys.shape[2])
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         return self.driver.attend(self.disk_index, query, keys, values, scale)
 
@@ -158,6 +154,14 @@ class DiskLayer(CacheLayerMixin):
 
     crop = reset = reorder_cache = _whole_cache_only
     batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+
+def _refuse_window(module: nn.Module, window: int, columns: int) -> None:
+    if window < columns:
+        raise UnsupportedModelError(
+            f"KVSwapCache: {type(module).__name__} has a sliding window of {window} tokens, which "
+            f"must be at least the context, got {columns}"
+        )
 
 
 def refuse_options(module, attention_mask, dropout: float, kwargs: dict[str, Any]) -> None:
