@@ -8,6 +8,7 @@ ARGS ?=
 
 ROOMS := io kernels kernels_cuda store memory device methods engine public
 STAMP := $(VENV)/.kvswap-setup
+EDITABLE := $(VENV)/.kvswap-editable
 NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory
 # One builder at a time in each build folder.
@@ -34,6 +35,14 @@ build: $(STAMP)  ## incremental build of the libraries into kvswap_torch/
 
 locked-build: build/dev/build.ninja
 	@$(NINJA) -C build/dev libraries config_probe
+	@$(SUB) $(EDITABLE)
+
+# So that `.venv/bin/kvswap-tune` and `import kvswap_torch` work from any folder. Only into an
+# environment of this tree's own: one that others use stays as it is.
+$(EDITABLE): pyproject.toml setup.py
+	@if [[ $$(realpath $(VENV)) == "$(CURDIR)"/* ]]; then \
+	  KVSWAP_PREBUILT=1 $(PY) -m pip --disable-pip-version-check install -q --no-deps \
+	    --no-build-isolation --editable . && touch $@; fi
 
 build/dev/build.ninja:
 	@cmake -S . -B build/dev -GNinja -DKVSWAP_INPLACE=ON \

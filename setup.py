@@ -34,6 +34,8 @@ class CMakeBuild(build_ext):
     """Configures, builds and installs with CMake, into the wheel or (editable) into the tree."""
 
     def run(self) -> None:
+        if os.environ.get("KVSWAP_PREBUILT") and self.editable_mode:
+            return  # `make build` has put the libraries into the tree
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 raise SystemExit(f"kvswap_torch: {tool} must be on PATH to build and is not")

@@ -103,6 +103,21 @@ def test_what_was_built_tells_with_what() -> None:
     assert native.require_library().is_file()
 
 
+@pytest.mark.skipif(
+    not Path(sys.prefix).resolve().is_relative_to(ROOT), reason="this environment is not the tree's"
+)
+def test_what_make_builds_works_from_any_folder(tmp_path: Path) -> None:
+    def run(*command: str) -> str:
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    where = run(sys.executable, "-c", "import kvswap_torch; print(kvswap_torch.__file__)")
+    assert Path(where.strip()) == ROOT / "kvswap_torch" / "__init__.py"
+    for name in PYPROJECT["project"]["scripts"]:
+        assert "Usage" in run(str(Path(sys.prefix) / "bin" / name), "--help")
+
+
 def test_version_is_written_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", kvswap_torch.__version__)
     assert "version" in PYPROJECT["project"]["dynamic"]
