@@ -22,6 +22,7 @@ from kvswap_torch.errors import (
     ConfigError,
     CorruptionError,
     KVSwapError,
+    RankError,
     StorageError,
     UnsupportedModelError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "KVSwapCache",
     "KVSwapError",
     "ModelIdentity",
+    "RankError",
     "Solution",
     "StorageError",
     "SwapConfig",

@@ -42,3 +42,7 @@ class UnsupportedModelError(KVSwapError, ValueError):
 
 class ClosedError(KVSwapError):
     """A cache was used after ``close()``."""
+
+
+class RankError(KVSwapError):
+    """Several processes run one model, and another one failed, ended or ran other tokens."""

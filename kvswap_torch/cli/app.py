@@ -48,6 +48,12 @@ with the minimum.
 
   ... --question "Who tells it?" --question "Where does she live?"
 
+[bold]A model larger than one machine:[/bold] torchrun starts the processes, each with its own \
+part of the KV cache on its own disk; --kv-memory is per process. Heads within a machine, layers \
+between machines.
+
+  torchrun --standalone --nproc-per-node 2 -m kvswap_torch generate --tensor-parallel 2 ...
+
 [bold]Prompts.[/bold] With --prompt-template auto, a model that has a chat template is asked \
 through it; any other gets '{document}\\n\\nQuestion: {question}\\nAnswer:'. Give your own to \
 change that: what follows {document} is repeated in each turn, and \\n is a new line.
@@ -108,6 +114,13 @@ def generate(
         str,
         typer.Option(help="auto, or a text with {document} and {question}.", metavar="TEXT"),
     ] = "auto",
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(min=1, help="Processes that share each layer's heads.", metavar="N"),
+    ] = 1,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="Processes that share the layers.", metavar="N")
+    ] = 1,
 ) -> None:
     from kvswap_torch.cli.generate import GenerateOptions, run
     from kvswap_torch.cli.report import STDOUT
@@ -128,6 +141,8 @@ def generate(
             device=device,
             prefill_chunk=prefill_chunk,
             prompt_template=prompt_template,
+            tensor_parallel=tensor_parallel,
+            pipeline=pipeline,
         ),
         # What is said on the way must not stand in what another program reads.
         Console(stderr=json_out == STDOUT),

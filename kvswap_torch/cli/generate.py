@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvswap_torch.cli import report
+from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, make_prompt
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
@@ -43,6 +44,8 @@ class GenerateOptions:
     device: str = "cpu"
     prefill_chunk: int = 4096
     prompt_template: str = "auto"
+    tensor_parallel: int = 1
+    pipeline: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,12 @@ class Material:
 def run(options: GenerateOptions, console: Console) -> report.Result:
     """Runs the command; prints as it goes; returns what ``--json`` writes."""
     # All that can be refused is refused before a model is loaded.
+    distributed = distributed_config(options.tensor_parallel, options.pipeline)
+    console = quiet_console(console)
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
     config = _load_config(options.config)
     _check_outputs(options)
-    material = _load(options, console)
+    material = _load(options, distributed, console)
     context = _context(options, material)
     _check_context(context, material)
 
@@ -95,7 +100,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     )
     if memory is not None:
         console.print(report.comparison(result))
-    if options.json_out is not None:
+    if options.json_out is not None and is_first():
         report.write_json(result, options.json_out)
     return result
 
@@ -189,13 +194,18 @@ def _load_config(path: Path | None) -> Any:
 
 
 def _check_outputs(options: GenerateOptions) -> None:
+    if options.compare and options.pipeline > 1:
+        raise ConfigError(
+            "--compare: must be left out with --pipeline, since transformers' cache in memory "
+            "knows no lengths of layers that another process has, and later turns go wrong"
+        )
     for name, path in (("--json", options.json_out), ("--timeline", options.timeline)):
         if path not in (None, report.STDOUT) and not path.resolve().parent.is_dir():
             raise ConfigError(f"{name}: its folder must exist, got {path}")
 
 
 def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> None:
-    if options.timeline is None:
+    if options.timeline is None or not is_first():
         return
     timeline = cache.stats(timeline=True).timeline
     timeline.save(options.timeline)
@@ -222,7 +232,7 @@ def _text(document: Path) -> str:
     return document.read_text(encoding="utf-8")
 
 
-def _load(options: GenerateOptions, console: Console) -> Material:
+def _load(options: GenerateOptions, distributed: Any, console: Console) -> Material:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -237,8 +247,10 @@ def _load(options: GenerateOptions, console: Console) -> Material:
     with console.status("loading the model"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(options.model)
-            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-            model = model.to(_device(options.device))
+            split = {} if distributed is None else {"distributed_config": distributed}
+            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, **split)
+            if distributed is None:  # else each process has its place already
+                model = model.to(_device(options.device))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--model: must be a Hugging Face causal language model with its tokenizer, got "

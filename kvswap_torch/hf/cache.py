@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
     DynamicCache,
@@ -23,13 +22,13 @@ from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.hf import convert, passes
 from kvswap_torch.hf.attention import NAME, Switch
 from kvswap_torch.hf.driver import SessionDriver
-from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.elsewhere import LayerElsewhere
+from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
 from kvswap_torch.hf.prefill_bar import PrefillBar
-from kvswap_torch.hf.session import projections_of
-from kvswap_torch.hf.settings import budget_of
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.trial import try_attention
 
@@ -99,12 +98,19 @@ class KVSwapCache(Cache):
         if timeline_spans < 0:
             raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
         self.parts = model_parts(model)
-        if config is not None and not isinstance(config, SwapConfig):
-            config = SwapConfig.load(config)
-        if config is not None:
-            config.check_model(self.parts.identity)
-        budget = budget_of(kv_memory_bytes, max_context, max_batch)
         try_attention(self.parts)
+        wish = Wish(path, config, kv_memory_bytes, max_context, max_batch, timeline_spans)
+        if self.parts.placement.is_shared:
+            open_on_all_ranks(self, wish)
+        else:
+            self._open(wish)
+        shown = progress and self.parts.placement.rank == 0
+        queries_max = self.driver.config.select_queries_max
+        self._bar = PrefillBar(len(self.parts.kinds), queries_max) if shown else None
+
+    def _open(self, wish: Wish) -> dict[str, Any]:
+        """Opens this process's part; returns what must be alike on all ranks, by name."""
+        config, budget, projections, alike = wish.granted(self.parts)
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._passing: threading.Thread | None = None  # who runs a forward pass
         self._entering = threading.Lock()
@@ -112,23 +118,22 @@ class KVSwapCache(Cache):
         with contextlib.ExitStack() as undo:
             self.driver = SessionDriver(
                 self.parts,
-                path,
+                wish.path,
                 config,
                 budget,
-                projections_of(config, self.parts),
+                projections,
                 look_ahead=self._look_ahead,
-                timeline_spans=timeline_spans,
+                timeline_spans=wish.timeline_spans,
             )
             undo.callback(self.driver.close)
-            queries_max = self.driver.config.select_queries_max
-            self._bar = PrefillBar(len(self.parts.kinds), queries_max) if progress else None
-            super().__init__(layers=_layers(self.parts, self.driver))
+            super().__init__(layers=layers_of(self.parts, self.driver))
             switch = Switch.acquire(self.parts)
             undo.callback(switch.release)
             hooks = Hooks(self, switch)
             undo.callback(hooks.remove)
             # Not a method: it must not keep the cache alive, and runs at interpreter exit too.
             self._finalizer = weakref.finalize(self, undo.pop_all().close)
+        return alike
 
     @classmethod
     def from_cache(
@@ -172,8 +177,10 @@ class KVSwapCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache, padding included; never the number that a step attends."""
         self.driver.check_open()
-        if layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], DiskLayer):
-            return self.layers[layer_idx].get_seq_length()
+        if layer_idx < len(self.layers):
+            layer = self.layers[layer_idx]
+            if isinstance(layer, DiskLayer | LayerElsewhere):
+                return layer.get_seq_length()
         return super().get_seq_length(layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -383,13 +390,3 @@ class KVSwapCache(Cache):
     def _other_layers(self) -> list[CacheLayerMixin]:
         self.driver.check_open()
         return [layer for layer in self.layers if not isinstance(layer, DiskLayer)]
-
-
-def _layers(parts: ModelParts, driver: SessionDriver) -> list[Any]:
-    layers: list[Any] = []
-    for index, kind in enumerate(parts.kinds):
-        if index in parts.disk_index:
-            layers.append(DiskLayer(driver, parts.disk_index[index]))
-        else:
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**parts.layer_kwargs[index]))
-    return layers

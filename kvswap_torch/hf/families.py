@@ -15,6 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf.placement import Placement, placement_of
 from kvswap_torch.sizing import ModelShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +47,10 @@ class ModelParts:
         Numbers of the layers whose KV goes to disk, rising.
     windows
         Sliding windows so wide that their layers are full attention in effect.
+    shape, identity
+        Of what this process has of the model, and of the whole model.
+    placement, disk_everywhere
+        Which part this process has where several run one model, and `disk` of all of them.
     """
 
     name: str
@@ -60,6 +65,8 @@ class ModelParts:
     dtype: torch.dtype
     shape: ModelShape
     identity: ModelIdentity = field(repr=False)
+    placement: Placement = field(default_factory=Placement, repr=False)
+    disk_everywhere: tuple[int, ...] = ()
 
     @cached_property
     def disk_index(self) -> dict[int, int]:
@@ -104,21 +111,28 @@ def model_parts(model: Any) -> ModelParts:
             name, f"caches {len(kinds)} layers, but has {len(mixers)} in decoder.layers"
         )
     windows = _full_windows(config, kinds, layer_kwargs)
-    disk = tuple(
+    disk_everywhere = tuple(
         i
         for i, kind in enumerate(kinds)
         if kind == "full_attention"
         or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
     )
-    _check_attention(name, decoder, [mixers[i] for i in disk], kinds, layer_kwargs)
+    if not disk_everywhere:
+        raise unsupported(name, _why_none(kinds, layer_kwargs))
+    layer_config = config.per_layer_config[disk_everywhere[0]]
+    heads = layer_config.num_attention_heads
+    kv_heads = getattr(layer_config, "num_key_value_heads", None) or heads
+    placement = placement_of(model, heads, kv_heads, disk_everywhere)
+    disk = tuple(i for i in disk_everywhere if placement.has_layer(i))
     attentions = [mixers[i] for i in disk]
-    dtype, shape = _tensors(name, decoder, attentions, config.per_layer_config[disk[0]])
+    _check_attention(name, decoder, attentions)
+    dtype, shape = _tensors(name, decoder, attentions, layer_config, placement)
     device = _device(name, decoder, attentions)
     identity = ModelIdentity(
         model_type=config.model_type,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
+        layers=len(disk_everywhere),
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=shape.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         config_hash=config_hash(config),
@@ -136,6 +150,8 @@ def model_parts(model: Any) -> ModelParts:
         dtype=dtype,
         shape=shape,
         identity=identity,
+        placement=placement,
+        disk_everywhere=disk_everywhere,
     )
 
 
@@ -192,12 +208,10 @@ def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> fr
     return frozenset(w for w in windows if isinstance(longest, int) and w >= longest)
 
 
-def _check_attention(name, decoder, attentions, kinds, layer_kwargs) -> None:
+def _check_attention(name: str, decoder: PreTrainedModel, attentions: list) -> None:
     config = decoder.config
     if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
         raise unsupported(name, "shares one layer's keys and values with other layers")
-    if not attentions:
-        raise unsupported(name, _why_none(kinds, layer_kwargs))
     if None in attentions or not getattr(decoder, "_can_set_attn_implementation", lambda: True)():
         raise unsupported(name, "computes attention itself, not through the attention interface")
     if any(hasattr(a, "kv_lora_rank") for a in attentions):
@@ -231,11 +245,15 @@ def _why_none(kinds: list[str], layer_kwargs: list[dict]) -> str:
 
 
 def _tensors(
-    name: str, decoder: PreTrainedModel, attentions: list[nn.Module], layer_config: Any
+    name: str,
+    decoder: PreTrainedModel,
+    attentions: list[nn.Module],
+    layer_config: Any,
+    placement: Placement,
 ) -> tuple[torch.dtype, ModelShape]:
-    heads = layer_config.num_attention_heads
-    kv_heads = getattr(layer_config, "num_key_value_heads", None) or heads
-    head_dim = getattr(attentions[0], "head_dim", None) or layer_config.hidden_size // heads
+    heads, kv_heads = placement.local_heads()
+    whole = placement.heads
+    head_dim = getattr(attentions[0], "head_dim", None) or layer_config.hidden_size // whole
     value_dim = getattr(attentions[0], "v_head_dim", head_dim)
     if head_dim % 8 or head_dim > HEAD_DIM_MAX or value_dim != head_dim:
         raise unsupported(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Cache
 
 from kvswap_torch.hf import passes
@@ -185,22 +186,28 @@ def _is_fast(attention: nn.Module) -> bool:
         and (projection.bias is None or _is_plain(projection.bias))
         and not projection._forward_hooks
         and not projection._forward_pre_hooks
-        and "forward" not in vars(projection)  # accelerate puts its own there
+        # accelerate puts its own there; so does transformers, to split heads over processes
+        and ("forward" not in vars(projection) or isinstance(projection.weight, DTensor))
         and (norm is None or hasattr(norm, "variance_epsilon"))
     )
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
     """Whether numbers may be taken as they lie: a quantised weight is a tensor of its own kind."""
-    return type(weight) is nn.Parameter and weight.is_floating_point()
+    return type(weight) in (nn.Parameter, DTensor) and weight.is_floating_point()
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """What this process has of it, where heads are split over several."""
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
 
 
 def _predictor(attention: nn.Module, parts: ModelParts, summed: bool) -> Any:
     projection, norm = attention.q_proj, getattr(attention, "q_norm", None)
     return torch.classes.kvswap_torch.QueryPredictor(
-        projection.weight.detach(),
-        None if projection.bias is None else projection.bias.detach(),
-        None if norm is None else norm.weight.detach(),
+        _local(projection.weight),
+        None if projection.bias is None else _local(projection.bias),
+        None if norm is None else _local(norm.weight),
         0.0 if norm is None else norm.variance_epsilon,
         parts.shape.heads,
         parts.shape.kv_heads,

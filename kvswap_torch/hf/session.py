@@ -8,6 +8,7 @@ from typing import Any
 
 from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.placement import local_projections
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
@@ -39,14 +40,19 @@ def session_options(
 
 
 def projections_of(config: SwapConfig | None, parts: ModelParts) -> list[Pair] | None:
-    """What a config's projection file has, as wide as any of its solutions wants."""
+    """What a config's projection file has of this process's layers and heads.
+
+    As wide as any of the config's solutions wants.
+    """
     if config is None or config.projection_file is None:
         return None
-    layers, width = parts.shape.layers, parts.shape.width
+    identity = parts.identity
+    layers, width = identity.layers, identity.kv_heads * identity.head_dim
     rows = (config.for_batch_and_context(row.batch, row.context) for row in config.table)
     solutions = [each.ranks(layers) for each in (config, *rows)]
     widest = [max(ranks) for ranks in zip(*solutions, strict=True)]
-    return load_projections(config.projection_path, widest, width, parts.identity)
+    pairs = load_projections(config.projection_path, widest, width, identity)
+    return local_projections(pairs, parts.disk_everywhere, parts.placement)
 
 
 def open_session(options: dict[str, Any]) -> Any:

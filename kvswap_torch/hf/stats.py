@@ -47,6 +47,9 @@ class CacheStats:
         Time that the device's attention waited for records, and the host for its selection.
     kv_bytes_full, kv_bytes_on_disk
         What a cache in memory would take for the same tokens, and what is on disk.
+    ranks
+        Which part of the model this process has, where several run one model; else empty. All
+        numbers are this process's own.
     reader, io_mode, fallbacks
         How the disk is read, and what was fallen back from, with the reason.
     projection, predictor
@@ -82,6 +85,7 @@ class CacheStats:
     choice_wait_seconds: float
     kv_bytes_full: int
     kv_bytes_on_disk: int
+    ranks: str
     reader: str
     io_mode: str
     fallbacks: str
@@ -168,6 +172,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         **_device_numbers(counters),
         kv_bytes_full=shape.kv_bytes(tokens) * batch,
         kv_bytes_on_disk=int(counters["bytes_on_disk"]),
+        ranks=str(driver.parts.placement) if driver.parts.placement.is_shared else "",
         reader=facts["reader"],
         io_mode=facts["io_mode"],
         fallbacks=facts["fallbacks"],
@@ -217,6 +222,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("projection", stats.projection),
         ("predictor", stats.predictor),
     ]
+    if stats.ranks:
+        rows.insert(0, ("this process", stats.ranks))
     if stats.device != "cpu":
         rows += _device_rows(stats)
     if stats.fallbacks:

@@ -61,9 +61,13 @@ def try_attention(parts: ModelParts) -> None:
 
 def _run(parts: ModelParts, trial: TrialCache) -> None:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=parts.device)
+    inputs = {"input_ids": ids}
+    if parts.placement.stage:  # later stages get what the one before has made of them
+        size = (1, TOKENS, parts.config.hidden_size)
+        inputs = {"inputs_embeds": torch.zeros(size, dtype=parts.dtype, device=parts.device)}
     with torch.no_grad(), torch.autocast(parts.device.type, enabled=False):
         parts.decoder(
-            input_ids=ids,
+            **inputs,
             attention_mask=torch.ones_like(ids),
             past_key_values=trial,
             use_cache=True,

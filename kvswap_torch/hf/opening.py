@@ -1,0 +1,85 @@
+"""What a `KVSwapCache` is made of, and how one is opened by several processes together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.hf.driver import SessionDriver
+from kvswap_torch.hf.elsewhere import LayerElsewhere
+from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.layer import DiskLayer
+from kvswap_torch.hf.placement import local_config
+from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
+from kvswap_torch.hf.session import projections_of
+from kvswap_torch.hf.settings import Budget, budget_of
+from kvswap_torch.projection import Pair
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.cache import KVSwapCache
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a cache was asked to be; the fields are `KVSwapCache`'s parameters."""
+
+    path: str | Path
+    config: SwapConfig | str | Path | None
+    kv_memory_bytes: int | str | None
+    max_context: int | None
+    max_batch: int | None
+    timeline_spans: int
+
+    def granted(
+        self, parts: ModelParts
+    ) -> tuple[SwapConfig | None, Budget, list[Pair] | None, dict[str, Any]]:
+        """This process's config, budget and projections, checked; and what all ranks must share."""
+        config = self.config
+        if config is not None and not isinstance(config, SwapConfig):
+            config = SwapConfig.load(config)
+        if config is not None:
+            config.check_model(parts.identity)
+        budget = budget_of(self.kv_memory_bytes, self.max_context, self.max_batch)
+        projections = projections_of(config, parts)
+        alike = {"identity": parts.identity, **settings_alike(config), **vars(budget)}
+        if config is not None:
+            config = local_config(config, parts.disk_everywhere, parts.placement)
+        return config, budget, projections, alike
+
+
+def layers_of(parts: ModelParts, driver: SessionDriver) -> list[Any]:
+    """One for every layer of the model: on disk, another process's, or transformers' own."""
+    layers: list[Any] = []
+    for index, kind in enumerate(parts.kinds):
+        if not parts.placement.has_layer(index):
+            layers.append(LayerElsewhere(driver))
+        elif index in parts.disk_index:
+            layers.append(DiskLayer(driver, parts.disk_index[index]))
+        else:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**parts.layer_kwargs[index]))
+    return layers
+
+
+def open_on_all_ranks(cache: KVSwapCache, wish: Wish) -> None:
+    """Opens every process's part, or none, and guards the model's forward passes."""
+    ranks = Ranks()
+    try:
+        ranks.open_together(lambda: cache._open(wish))
+    except BaseException:
+        if finalizer := vars(cache).get("_finalizer"):
+            finalizer()  # another rank could not open
+        raise
+    guard = Guard(cache, ranks)
+    close = cache._finalizer.detach()[1]
+    cache._finalizer = weakref.finalize(cache, _in_turn, guard.remove, close)
+
+
+def _in_turn(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
