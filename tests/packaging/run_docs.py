@@ -30,6 +30,8 @@ NEVER = {
     "make gpu-check": "needs a GPU",
     "make sanitize": "runs in CI beside this",
     "kvswap generate --model DIR": "needs a model of the reader's own",
+    "torchrun": "needs a model of the reader's own",
+    "python -m examples.batch": "needs a model of the reader's own",
     "kvswap tune --model DIR": "needs a model of the reader's own",
 }
 
