@@ -103,13 +103,7 @@ def model_parts(model: Any) -> ModelParts:
     config = decoder.config
     kinds, layer_kwargs = get_layer_types_and_kwargs(config)
     mixers = tuple(_mixer(layer) for layer in decoder.layers)
-    unknown = sorted(set(kinds) - set(DYNAMIC_LAYER_TYPE_MAPPING))
-    if unknown:
-        raise unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
-    if len(kinds) != len(mixers):
-        raise unsupported(
-            name, f"caches {len(kinds)} layers, but has {len(mixers)} in decoder.layers"
-        )
+    _check_kinds(name, kinds, mixers)
     windows = _full_windows(config, kinds, layer_kwargs)
     disk_everywhere = tuple(
         i
@@ -195,6 +189,16 @@ def _mixer(layer: nn.Module) -> nn.Module | None:
             return children[name]
     numbered = (c for c in children.values() if isinstance(getattr(c, "layer_idx", None), int))
     return next(numbered, None)
+
+
+def _check_kinds(name: str, kinds: list[str], mixers: tuple[nn.Module | None, ...]) -> None:
+    unknown = sorted(set(kinds) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+    if unknown:
+        raise unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
+    if len(kinds) != len(mixers):
+        raise unsupported(
+            name, f"caches {len(kinds)} layers, but has {len(mixers)} in decoder.layers"
+        )
 
 
 def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> frozenset[int]:
