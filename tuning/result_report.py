@@ -70,7 +70,7 @@ def _reuse(solved: Solved) -> dict[str, dict[int, float]]:
     for policy in POLICIES:
         table[policy] = {}
         for capacity in solved.grid.capacities:
-            if capacity < solved.context or capacity == tokens:
+            if tokens <= capacity < solved.context or capacity == tokens:
                 traffic = costs.traffic.reuse(group, capacity // group, policy, solved.context)
                 rates = [each.hit_rate for each in traffic]
                 table[policy][capacity] = sum(rates) / len(rates)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class LayerElsewhere(CacheLayerMixin):
     """Knows how long the sequences are, since all layers agree in that, and keeps nothing.
 
-    transformers asks layer 0 for lengths and mask sizes, whoever has it.
+    transformers asks layer 0 for lengths and mask sizes, whichever process has it.
     """
 
     is_compileable = False

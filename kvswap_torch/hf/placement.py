@@ -83,7 +83,7 @@ def placement_of(model: Any, heads: int, kv_heads: int, disk: tuple[int, ...]) -
     heads, kv_heads
         Of the whole model.
     disk
-        Numbers of all layers that would go to disk, whoever has them.
+        Numbers of all layers that would go to disk, of all processes.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def local_config(config: SwapConfig, disk: tuple[int, ...], placement: Placement
     config
         Checked against the whole model.
     disk
-        Numbers of all layers that go to disk, whoever has them.
+        Numbers of all layers that go to disk, of all processes.
     """
     mine = [number for number, layer in enumerate(disk) if placement.has_layer(layer)]
     if len(mine) == len(disk):

@@ -169,7 +169,7 @@ def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated, t
 
     def fake(values):
         recall = [{4: value - 0.1, 8: value} for value in values]
-        return SimpleNamespace(recall=lambda: recall, best=lambda: [1.0] * 3)
+        return SimpleNamespace(worth=lambda: recall, recall=lambda: recall, best=lambda: [1.0] * 3)
 
     found = {"predicted": fake([0.8, 0.3, 0.79]), "true": fake([0.8, 0.7, 0.8])}
     tables = {
