@@ -63,6 +63,12 @@ class SwapConfig:
     summary_dtype: str = one_of(
         "model", ("model", "int8"), "precision of the summary's rows: the model's dtype, or int8"
     )
+    score: str = one_of(
+        "sum",
+        ("sum", "mass", "max_mass"),
+        "what a group is worth: its largest product with the sum of all heads' queries (the "
+        "paper), the attention paid to it summed over heads, or that of the head that pays most",
+    )
     groups_max: int = number(
         100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"
     )

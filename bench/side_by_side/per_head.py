@@ -65,8 +65,8 @@ class PerHeadSession:
     def declare(self, valid: torch.Tensor) -> None:
         self._inner.declare(valid.repeat_interleave(self._kv_heads, 0))
 
-    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
-        self._inner.look_ahead(layer, self._split(query))
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+        self._inner.look_ahead(layer, self._split(query), scale)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._inner.append(layer, self._split(keys), self._split(values))

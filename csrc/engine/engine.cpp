@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -101,14 +102,16 @@ bool Engine::needs_projection(int64_t layer) const {
   return !parts_->selector->has_projection(layer) && !batch_->all_fit(layer);
 }
 
-Status Engine::look_ahead(int64_t layer, const QueryView& query) {
+Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
   steps_.drop(layer);
   if (sealed_groups(layer) == 0 || query.queries < 1 ||
       query.queries > options().select_queries_max || needs_projection(layer)) {
     return Status::ok();
   }
-  return handed_back(*parts_, steps_.look_ahead(layer, query));
+  const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
+  const AttendArgs asking = {.layer = layer, .query = query, .scale = scale.value_or(usual)};
+  return handed_back(*parts_, steps_.look_ahead(layer, question_of(asking, columns(layer))));
 }
 
 Status Engine::override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups) {
@@ -131,20 +134,30 @@ Status Engine::attend(const AttendArgs& args) {
                            ") and the columns appended (" + std::to_string(held) + "), got " +
                            std::to_string(queries));
   }
-  KVSWAP_RETURN_IF_ERROR(steps_.take(args.layer, args.query));
+  const AttendArgs asking = {.layer = args.layer, .query = args.query, .scale = args.scale};
+  KVSWAP_RETURN_IF_ERROR(steps_.take(args.layer, question_of(asking, held - queries)));
   {
     const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
                           &parts_->counters.attend_seconds);
-    run_attention(args);
+    const PagedAttentionArgs kernel = attention_args(args, held - queries, &steps_.of(args.layer));
+    parts_->space->compute().attend(args.layer, kernel);
   }
   return handed_back(*parts_, sealer_.seal_overflow(args.layer));
 }
 
-void Engine::run_attention(const AttendArgs& args) {
-  table_.build({.layer = args.layer,
-                .pages_max = options().pages_per_layer(),
-                .queries = args.query.queries},
-               *batch_, tail_, steps_.of(args.layer));
+/// column: of the first query.
+Question Engine::question_of(const AttendArgs& args, int64_t column) {
+  return {.query = args.query, .scale = args.scale, .kept = [this, args, column] {
+            return attention_args(args, column, nullptr);
+          }};
+}
+
+/// Over the step's groups, sinks and tail, without a step over what is kept anyway. Stands until
+/// the next call.
+PagedAttentionArgs Engine::attention_args(const AttendArgs& args, int64_t column,
+                                          const LayerStep* step) {
+  table_.build({.layer = args.layer, .pages_max = options().pages_per_layer(), .column = column},
+               *batch_, tail_, step);
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;
   kernel.query_batch_stride = args.query.batch_stride;
@@ -157,7 +170,7 @@ void Engine::run_attention(const AttendArgs& args) {
   kernel.scale = args.scale;
   kernel.shape = options().record_shape();
   kernel.dtype = options().dtype;
-  parts_->space->compute().attend(args.layer, kernel);
+  return kernel;
 }
 
 Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,

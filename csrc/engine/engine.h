@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -47,7 +48,8 @@ class Engine {
   Status append(int64_t layer, const KeyValueView& tokens);
   /// Chooses, plans and submits what `layer` will need; see Session::look_ahead(). On a device
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
-  Status look_ahead(int64_t layer, const QueryView& query);
+  /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
+  Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
   /// Overrides the layer's next selection. The selector still runs, so that its cost is measured;
   /// see Session::override_selection().
   Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
@@ -78,7 +80,8 @@ class Engine {
  private:
   explicit Engine(std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer);
-  void run_attention(const AttendArgs& args);
+  Question question_of(const AttendArgs& args, int64_t column);
+  PagedAttentionArgs attention_args(const AttendArgs& args, int64_t column, const LayerStep* step);
 
   int owner_pid_;
   std::unique_ptr<EngineParts> parts_;

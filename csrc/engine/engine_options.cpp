@@ -66,6 +66,9 @@ Status EngineOptions::validate() const {
   for (const int64_t rank : ranks) {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
   }
+  if (device && score_kind() != Score::kSum) {
+    return Status::invalid("session: score must be sum on a device, got " + score);
+  }
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {
     return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);
@@ -89,7 +92,13 @@ RecordShape EngineOptions::record_shape() const {
 }
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
-  return device ? 0 : batch * select_queries_max * groups * int64_t{sizeof(float)};
+  if (device) return 0;
+  const int64_t scores = batch * select_queries_max * groups * int64_t{sizeof(float)};
+  if (score_kind() == Score::kSum || groups == 0) return scores;
+  const int64_t rank = *std::max_element(ranks.begin(), ranks.end());
+  const int64_t projected = batch * select_queries_max * heads * (rank + 1);
+  return scores + projected * int64_t{sizeof(float)} +
+         MassScorer::scratch_bytes(heads, groups, group_tokens);
 }
 
 int64_t EngineOptions::sink_pages() const {

@@ -16,6 +16,7 @@
 #include "kernels/types.h"
 #include "kvswap/settings.h"
 #include "memory/replacement.h"
+#include "methods/selector.h"
 
 namespace kvswap {
 
@@ -51,6 +52,9 @@ struct EngineOptions : Settings {
   DataFileOptions file_options() const;
   ReaderOptions reader_options() const;
   Replacement replacement_policy() const { return *parse_replacement(replacement); }
+  Score score_kind() const {
+    return score == "sum" ? Score::kSum : score == "mass" ? Score::kMass : Score::kMaxMass;
+  }
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
 
   RecordShape record_shape() const;

@@ -83,6 +83,7 @@ Status EngineParts::open_space() {
                                            .head_dim = options.head_dim,
                                            .group_tokens = options.group_tokens,
                                            .summary_dtype = options.summary_type(),
+                                           .score = options.score_kind(),
                                            .parallel = threads()};
   if (!options.device) {
     space = make_host_space(threads());

@@ -8,7 +8,7 @@
 
 namespace kvswap {
 
-Status LayerStep::ask(const QueryView& query) {
+Status LayerStep::ask(const Question& question) {
   KVSWAP_ASSERT(state_ == State::kIdle);
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer_},
                         &parts_.counters.select_seconds);
@@ -22,6 +22,14 @@ Status LayerStep::ask(const QueryView& query) {
                              std::to_string(made_for_.sealed_groups) +
                              " groups and has no projection; call set_projection() first");
     }
+    const QueryView& query = question.query;
+    const bool is_by_mass = options.score_kind() != Score::kSum;
+    if (is_by_mass && query.heads != options.heads) {
+      return Status::invalid("look_ahead: query must have all " + std::to_string(options.heads) +
+                             " heads to score by mass, got " + std::to_string(query.heads) +
+                             "; do not sum them");
+    }
+    const PagedAttentionArgs kept = is_by_mass ? question.kept() : PagedAttentionArgs{};
     std::vector<Candidates> candidates(batch_.size());
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       candidates[sequence] = {&batch_.validity(sequence), batch_.pages(sequence).sinks(layer_)};
@@ -32,7 +40,9 @@ Status LayerStep::ask(const QueryView& query) {
          .groups = made_for_.sealed_groups,
          .groups_per_query = std::min(options.groups_max, options.pages_max / query.queries),
          .candidates = candidates,
-         .chosen = &chosen_});
+         .chosen = &chosen_,
+         .scale = question.scale,
+         .kept = is_by_mass ? &kept : nullptr});
   }
   state_ = State::kAsked;
   return Status::ok();

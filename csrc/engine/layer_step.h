@@ -10,6 +10,14 @@
 
 namespace kvswap {
 
+/// What a step is asked with.
+struct Question {
+  QueryView query;
+  float scale = 1.0f;  // of attention
+  /// Attention over sinks and tail, without output; called by a score by mass alone.
+  std::function<PagedAttentionArgs()> kept;
+};
+
 /// One layer's step, from the question to the pages: who is chosen, where they stand, and what is
 /// being read.
 ///
@@ -30,7 +38,7 @@ class LayerStep {
 
   State state() const { return state_; }
   /// Asks the selector, where there is a choice.
-  Status ask(const QueryView& query);
+  Status ask(const Question& question);
   /// The choice becomes a plan, and its reads are submitted. make_room(loads) is called between:
   /// it lands the loads of others, where these have no place to land.
   Status answer(const std::function<void(int64_t loads)>& make_room);

@@ -10,17 +10,17 @@ LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer) :
   }
 }
 
-Status LayerSteps::look_ahead(int64_t layer, const QueryView& query) {
-  KVSWAP_RETURN_IF_ERROR(steps_[layer].ask(query));
+Status LayerSteps::look_ahead(int64_t layer, const Question& question) {
+  KVSWAP_RETURN_IF_ERROR(steps_[layer].ask(question));
   asked_ = layer;
   return steps_[layer].is_choosing() ? Status::ok() : answer(layer);
 }
 
-Status LayerSteps::take(int64_t layer, const QueryView& query) {
+Status LayerSteps::take(int64_t layer, const Question& question) {
   LayerStep& step = steps_[layer];
-  if (step.state() != LayerStep::State::kFailed && !step.is_for(query.queries)) {
+  if (step.state() != LayerStep::State::kFailed && !step.is_for(question.query.queries)) {
     step.drop();
-    KVSWAP_RETURN_IF_ERROR(step.ask(query));
+    KVSWAP_RETURN_IF_ERROR(step.ask(question));
     KVSWAP_RETURN_IF_ERROR(answer(layer));
   }
   return step.take();

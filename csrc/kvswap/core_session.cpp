@@ -105,10 +105,10 @@ void CoreSession::declare(int64_t batch, int64_t tokens, const bool* valid) {
   throw_status(impl_->engine().declare(batch, tokens, valid));
 }
 
-void CoreSession::look_ahead(int64_t layer, const Queries& query) {
+void CoreSession::look_ahead(int64_t layer, const Queries& query, std::optional<float> scale) {
   impl_->check_query("look_ahead", query, true);
   Engine& engine = impl_->engine();
-  throw_status(engine.look_ahead(layer, query_view(query, engine.options().dtype)));
+  throw_status(engine.look_ahead(layer, query_view(query, engine.options().dtype), scale));
 }
 
 void CoreSession::append(int64_t layer, const NewTokens& tokens) {

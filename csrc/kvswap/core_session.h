@@ -99,8 +99,9 @@ class CoreSession {
   void declare(int64_t batch, int64_t tokens, const bool* valid);
 
   /// Predicts what `layer` will read from a predicted query, and submits the reads. Does nothing
-  /// when nothing has to be read or when there are more than select_queries_max queries.
-  void look_ahead(int64_t layer, const Queries& query);
+  /// when nothing has to be read or when there are more than select_queries_max queries. A score by
+  /// mass needs all heads and the scale that attend() will be given; none: 1 / sqrt(head_dim).
+  void look_ahead(int64_t layer, const Queries& query, std::optional<float> scale = {});
 
   /// The first call fixes the batch. Fails before anything is written when budget, quota or disk
   /// cannot hold it.

@@ -22,6 +22,9 @@ struct Settings {
   Rank rank = 32;
   /// precision of the summary's rows: the model's dtype, or int8
   std::string summary_dtype = "model";
+  /// what a group is worth: its largest product with the sum of all heads' queries (the paper),
+  /// the attention paid to it summed over heads, or that of the head that pays most
+  std::string score = "sum";
   /// groups attended per layer, sequence and step, sinks and tail apart (M)
   int64_t groups_max = 100;
   /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is

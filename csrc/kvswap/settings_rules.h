@@ -10,53 +10,32 @@ namespace kvswap {
 inline constexpr int64_t kConfigVersion = 1;
 
 /// Every field that a config file may have, in the order that messages name them.
-inline constexpr const char* kConfigFields[] = {"group_tokens",
-                                                "rank",
-                                                "summary_dtype",
-                                                "groups_max",
-                                                "pages_max",
-                                                "sink_tokens",
-                                                "tail_tokens",
-                                                "replacement",
-                                                "select_queries_max",
-                                                "look_ahead",
-                                                "true_query_layers",
-                                                "layout",
-                                                "reader",
-                                                "io_mode",
-                                                "read_depth",
-                                                "merge_gap_bytes",
-                                                "merge_bytes_max",
-                                                "checksum",
-                                                "device_model",
-                                                "disk_quota_bytes",
-                                                "projection_file",
-                                                "projection_kind",
-                                                "model",
-                                                "provenance",
-                                                "table",
+inline constexpr const char* kConfigFields[] = {"group_tokens",     "rank",
+                                                "summary_dtype",    "score",
+                                                "groups_max",       "pages_max",
+                                                "sink_tokens",      "tail_tokens",
+                                                "replacement",      "select_queries_max",
+                                                "look_ahead",       "true_query_layers",
+                                                "layout",           "reader",
+                                                "io_mode",          "read_depth",
+                                                "merge_gap_bytes",  "merge_bytes_max",
+                                                "checksum",         "device_model",
+                                                "disk_quota_bytes", "projection_file",
+                                                "projection_kind",  "model",
+                                                "provenance",       "table",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",
-                                            "rank",
-                                            "summary_dtype",
-                                            "groups_max",
-                                            "pages_max",
-                                            "sink_tokens",
-                                            "tail_tokens",
-                                            "replacement",
-                                            "select_queries_max",
-                                            "look_ahead",
-                                            "true_query_layers",
-                                            "layout",
-                                            "reader",
-                                            "io_mode",
-                                            "read_depth",
-                                            "merge_gap_bytes",
-                                            "merge_bytes_max",
-                                            "device_model",
-                                            "projection_file",
+inline constexpr const char* kSolvable[] = {"group_tokens",    "rank",
+                                            "summary_dtype",   "score",
+                                            "groups_max",      "pages_max",
+                                            "sink_tokens",     "tail_tokens",
+                                            "replacement",     "select_queries_max",
+                                            "look_ahead",      "true_query_layers",
+                                            "layout",          "reader",
+                                            "io_mode",         "read_depth",
+                                            "merge_gap_bytes", "merge_bytes_max",
+                                            "device_model",    "projection_file",
                                             "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
@@ -65,6 +44,7 @@ void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
+  visit("score", &Settings::score, OneOf{{"sum", "mass", "max_mass"}});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("sink_tokens", &Settings::sink_tokens, IntRange{0, 4096});

@@ -122,16 +122,44 @@ void LowRankSelector::choose(const ChooseArgs& args) {
   }
   group_scores_.resize(scores);
   args.chosen->resize(batch);
-  project_queries(args);
-
-  const int64_t chunk_groups = chunk_tokens(options_.group_tokens) / options_.group_tokens;
-  const int64_t chunks = (groups_ + chunk_groups - 1) / chunk_groups;
-  run(batch * chunks, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) score_chunk(args, i / chunks, i % chunks);
-  });
+  options_.score == Score::kSum ? score_by_sum(args) : score_by_mass(args);
   run(batch, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) choose_for_sequence(args, i);
   });
+}
+
+void LowRankSelector::score_by_sum(const ChooseArgs& args) {
+  project_queries(args);
+  const int64_t chunk_groups = chunk_tokens(options_.group_tokens) / options_.group_tokens;
+  const int64_t chunks = (groups_ + chunk_groups - 1) / chunk_groups;
+  run(sequences_ * chunks, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) score_chunk(args, i / chunks, i % chunks);
+  });
+}
+
+void LowRankSelector::score_by_mass(const ChooseArgs& args) {
+  KVSWAP_ASSERT(args.kept != nullptr && args.kept->heads == args.query.heads);
+  const int64_t heads = args.query.heads;
+  const int64_t rank = layers_[args.layer].rank;
+  project_each_head(args);
+  kept_.resize(sequences_ * heads * queries_);
+  PagedAttentionArgs kept = *args.kept;
+  kept.log_sum_exp = kept_.data();
+  paged_attention(kept, {.parallel = options_.parallel});
+  for (int64_t row = 0; row < sequences_ * queries_; ++row) {
+    const int64_t sequence = row / queries_;
+    const int64_t query = row % queries_;
+    mass_.score({.summary = &layers_[args.layer].summaries[sequence],
+                 .query = projected_.data() + row * heads * rank,
+                 .kept_log_sum_exp = kept_.data() + sequence * heads * queries_ + query,
+                 .kept_stride = queries_,
+                 .candidates = &args.candidates[sequence],
+                 .heads = heads,
+                 .groups = groups_,
+                 .join = options_.score == Score::kMass ? HeadJoin::kSum : HeadJoin::kMax,
+                 .parallel = options_.parallel},
+                options_.group_tokens, group_scores(sequence, query));
+  }
 }
 
 void LowRankSelector::project_queries(const ChooseArgs& args) {
@@ -152,6 +180,34 @@ void LowRankSelector::project_queries(const ChooseArgs& args) {
     project.dtype = args.query.dtype;
     project_query(project);
   }
+}
+
+/// Each head's query with the projection of its own KV head, times attention's scale.
+void LowRankSelector::project_each_head(const ChooseArgs& args) {
+  const Layer& layer = layers_[args.layer];
+  const int64_t heads = args.query.heads;
+  projected_.resize(sequences_ * queries_ * heads * layer.rank);
+  run(sequences_ * queries_ * heads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / heads;
+      const int64_t head = i % heads;
+      const int64_t kv_head = head / (heads / options_.kv_heads);
+      const int64_t offset = row / queries_ * args.query.batch_stride +
+                             row % queries_ * args.query.query_stride +
+                             head * args.query.head_stride;
+      float* target = projected_.data() + i * layer.rank;
+      project_query(
+          {.query = element(args.query.data, offset, args.query.dtype),
+           .projection = query_projection(layer) + kv_head * options_.head_dim * layer.rank,
+           .projected = target,
+           .heads = 1,
+           .kv_heads = 1,
+           .head_dim = options_.head_dim,
+           .rank = layer.rank,
+           .dtype = args.query.dtype});
+      for (int64_t r = 0; r < layer.rank; ++r) target[r] *= args.scale;
+    }
+  });
 }
 
 void LowRankSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk) {
@@ -249,10 +305,7 @@ void LowRankSelector::select_sequences(std::span<const int64_t> indices) {
 void LowRankSelector::clear() {
   set_sequences(0);
   group_scores_ = {};
-}
-
-int64_t LowRankSelector::scratch_bytes() const {
-  return static_cast<int64_t>((projected_.capacity() + group_scores_.capacity()) * sizeof(float));
+  mass_.clear();
 }
 
 }  // namespace kvswap

@@ -8,6 +8,7 @@
 
 #include "kernels/project.h"
 #include "kernels/types.h"
+#include "methods/mass_scorer.h"
 #include "methods/selector.h"
 #include "methods/summary.h"
 
@@ -19,11 +20,13 @@ struct LowRankOptions {
   int64_t head_dim = 0;
   int64_t group_tokens = 0;
   DType summary_dtype = DType::kFloat32;
+  Score score = Score::kSum;
   const ParallelFor* parallel = nullptr;  // null: serial
 };
 
-/// KVSwap's selector (3.2, 3.3): low-rank keys, one choice for all heads, score = sum over heads of
-/// the approximate products, max within the group, top-k.
+/// KVSwap's selector (3.2, 3.3): low-rank keys, one choice for all heads, top-k of the groups'
+/// scores. The paper's score is the sum over heads of the approximate products, max within the
+/// group; by mass, each head has its softmax over all keys first (see mass_scorer.h).
 ///
 /// A layer works once it has its pair of projections; the paper's method is the case where both
 /// are the same.
@@ -53,7 +56,6 @@ class LowRankSelector : public Selector {
 
   /// Largest chunk of at most 1024 tokens that holds whole blocks of 16 and whole groups.
   static int64_t chunk_tokens(int64_t group_tokens);
-  int64_t scratch_bytes() const;
 
  protected:
   struct Layer {
@@ -75,7 +77,10 @@ class LowRankSelector : public Selector {
 
  private:
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) const;
+  void score_by_sum(const ChooseArgs& args);
+  void score_by_mass(const ChooseArgs& args);
   void project_queries(const ChooseArgs& args);
+  void project_each_head(const ChooseArgs& args);
   void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);
   void choose_for_sequence(const ChooseArgs& args, int64_t sequence);
   float* group_scores(int64_t sequence, int64_t query) {
@@ -90,8 +95,10 @@ class LowRankSelector : public Selector {
   // Scratch of choose(), kept so that a steady state allocates nothing.
   int64_t queries_ = 0;
   int64_t groups_ = 0;
-  std::vector<float> projected_;     // [batch, queries, rank]
+  std::vector<float> projected_;  // [batch, queries, rank], by mass [batch, queries, heads, rank]
   std::vector<float> group_scores_;  // [batch, queries, groups]
+  std::vector<float> kept_;          // [batch, heads, queries]: log-sum-exp of what is kept
+  MassScorer mass_;
 };
 
 }  // namespace kvswap

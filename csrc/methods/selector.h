@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "io/status.h"
+#include "kernels/paged_attention.h"
 #include "kernels/types.h"
 #include "methods/token_validity.h"
 
@@ -33,6 +34,13 @@ struct QueryView {
   DType dtype = DType::kFloat32;
 };
 
+/// What a group is worth.
+enum class Score : int8_t {
+  kSum,      ///< the largest product of a token with the sum of all heads' queries (KVSwap 3.3)
+  kMass,     ///< the attention paid to the group, summed over heads
+  kMaxMass,  ///< the attention paid to the group by the head that pays it most
+};
+
 /// Which groups of one sequence may be chosen.
 struct Candidates {
   const TokenValidity* valid = nullptr;  // invalid tokens do not score
@@ -46,6 +54,11 @@ struct ChooseArgs {
   int64_t groups_per_query = 0;
   std::span<const Candidates> candidates;               // [batch]
   std::vector<std::vector<int32_t>>* chosen = nullptr;  // [batch][...] out, in rising order
+  // For a score by mass alone.
+  float scale = 1.0f;  // of attention
+  /// Attention over the keys that are in memory anyway (the excluded groups, the tail), for its
+  /// log-sum-exp; without output.
+  const PagedAttentionArgs* kept = nullptr;
 };
 
 /// What a choice is for at most, where its memory is reserved ahead of it.

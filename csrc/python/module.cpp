@@ -70,7 +70,8 @@ void bind_session(py::module_& module) {
       .def_static("memory_need", &Session::memory_need, py::arg("options"), py::arg("batch"),
                   py::arg("context"), py::arg("alignment_bytes") = 512)
       .def("declare", &Session::declare, py::arg("valid"), Released())
-      .def("look_ahead", &Session::look_ahead, py::arg("layer"), py::arg("query"), Released())
+      .def("look_ahead", &Session::look_ahead, py::arg("layer"), py::arg("query"),
+           py::arg("scale") = py::none(), Released())
       .def("override_selection", &Session::override_selection, py::arg("layer"), py::arg("groups"))
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())

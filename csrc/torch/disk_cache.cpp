@@ -45,7 +45,8 @@ DiskCache::DiskCache(const OpenArgs& args) {
 DiskCache::~DiskCache() = default;
 
 void DiskCache::look_ahead(int64_t layer, int64_t tokens,
-                           const std::function<at::Tensor()>& predict) {
+                           const std::function<at::Tensor()>& predict,
+                           std::optional<double> scale) {
   if (attends_all(layer)) {
     session_->look_ahead(layer, any_query(tokens));
     return;
@@ -53,7 +54,7 @@ void DiskCache::look_ahead(int64_t layer, int64_t tokens,
   const int64_t began_ns = Timeline::now_ns();
   const at::Tensor query = predict();
   session_->record_predict(layer, began_ns);
-  session_->look_ahead(layer, query);
+  session_->look_ahead(layer, query, scale);
 }
 
 int64_t DiskCache::columns() const { return session_->columns(0); }

@@ -37,8 +37,10 @@ class DiskCache {
   bool wants_look_ahead(int64_t layer, int64_t tokens) const;
 
   /// Begins to read what `layer` will need. `predict` returns [batch, heads or kv_heads, tokens,
-  /// head_dim] after RoPE; it is not called where all groups are attended anyway.
-  void look_ahead(int64_t layer, int64_t tokens, const std::function<at::Tensor()>& predict);
+  /// head_dim] after RoPE; it is not called where all groups are attended anyway. scale: as
+  /// Session's.
+  void look_ahead(int64_t layer, int64_t tokens, const std::function<at::Tensor()>& predict,
+                  std::optional<double> scale = {});
 
   /// Stores the new keys and values, [batch, kv_heads, tokens, head_dim] after RoPE, and attends:
   /// query [batch, heads, tokens, head_dim], returns [batch, tokens, heads, head_dim].

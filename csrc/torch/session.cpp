@@ -169,11 +169,13 @@ void Session::declare(const at::Tensor& valid) {
   throw_if_error(impl_->engine().declare(packed.size(0), packed.size(1), packed.data_ptr<bool>()));
 }
 
-void Session::look_ahead(int64_t layer, const at::Tensor& query) {
+void Session::look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale) {
   const EngineOptions& options = impl_->engine().options();
   impl_->check("look_ahead", "query", query, options.heads, options.kv_heads);
   const at::Tensor packed = plain(query);
-  throw_if_error(impl_->engine().look_ahead(layer, query_view(packed)));
+  std::optional<float> narrow;
+  if (scale) narrow = static_cast<float>(*scale);
+  throw_if_error(impl_->engine().look_ahead(layer, query_view(packed), narrow));
 }
 
 void Session::override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,8 +49,9 @@ class Session {
   /// Predicts what `layer` will read from a predicted query, and submits the reads.
   /// query: [batch, heads or kv_heads, queries, head_dim] after RoPE; with kv_heads heads it is the
   /// sum over each GQA group. Does nothing when no group is sealed, when all of them are attended
-  /// anyway and in memory, or when queries > select_queries_max.
-  void look_ahead(int64_t layer, const at::Tensor& query);
+  /// anyway and in memory, or when queries > select_queries_max. A score by mass needs all heads
+  /// and the scale that attend() will be given; none: 1 / sqrt(head_dim).
+  void look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale = {});
 
   /// Replaces the next choice of `layer` by these groups, [batch][...]: for oracles, recorded
   /// choices and measurements. The choice is made all the same, so that its cost stays; groups that

@@ -26,7 +26,7 @@ from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer
-from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.lookahead import LookAhead, attention_scale
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from kvswap_torch.hf.stats import CacheStats, collect
@@ -114,7 +114,8 @@ class KVSwapCache(Cache):
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._passing: threading.Thread | None = None  # who runs a forward pass
         self._entering = threading.Lock()
-        self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes)
+        score = (config or SwapConfig()).score
+        self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, score)
         with contextlib.ExitStack() as undo:
             self.driver = SessionDriver(
                 self.parts,
@@ -385,7 +386,8 @@ class KVSwapCache(Cache):
         query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
         if query is not None:
             self.driver.record_predict(target, began_ns)
-            self.driver.look_ahead(target, query)
+            scale = attention_scale(self.parts.mixers[index + 1], query.shape[-1])
+            self.driver.look_ahead(target, query, scale)
 
     def _other_layers(self) -> list[CacheLayerMixin]:
         self.driver.check_open()

@@ -189,9 +189,10 @@ class SessionDriver:
             "interrupted; call reset() and begin again"
         )
 
-    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
-        """query: ``[batch, heads or kv_heads, queries, head_dim]``, a prediction."""
-        self.session.look_ahead(layer, query.contiguous())
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float) -> None:
+        """query: ``[batch, heads or kv_heads, queries, head_dim]``, a prediction; scale: what the
+        layer's attention will multiply products by."""
+        self.session.look_ahead(layer, query.contiguous(), scale)
 
     def record_predict(self, layer: int, began_ns: int) -> None:
         """For the timeline: a query for `layer` was predicted since ``time.monotonic_ns()``."""

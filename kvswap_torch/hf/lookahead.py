@@ -38,12 +38,15 @@ class LookAhead:
         The model.
     kv_memory_bytes
         The budget; summed projections are used only where they are a small part of it.
+    score
+        Of the config: only a score by sums can do with summed queries.
     """
 
-    def __init__(self, parts: ModelParts, kv_memory_bytes: int | None = None):
+    def __init__(self, parts: ModelParts, kv_memory_bytes: int | None = None, score: str = "sum"):
         self._parts = parts
         fast = {i: m for i in parts.disk if _is_fast(m := parts.mixers[i])} if _load() else {}
-        self.summed = bool(fast) and self._may_sum(fast, kv_memory_bytes)
+        may_sum = bool(fast) and score == "sum"
+        self.summed = may_sum and self._may_sum(fast, kv_memory_bytes)
         self._plan = tuple(fast)  # layers that are predicted the fast way
         self._fast: dict[int, Any] | None = None
         rotary = getattr(parts.decoder, "rotary_emb", None)
@@ -148,6 +151,12 @@ def captured_query(
     finally:
         passes.here.observer = None
     raise RuntimeError(f"look-ahead: {type(attention).__name__} did not attend")
+
+
+def attention_scale(attention: nn.Module, head_dim: int) -> float:
+    """What an attention multiplies its products by, as transformers' attention functions do."""
+    scaling = getattr(attention, "scaling", None)
+    return head_dim**-0.5 if scaling is None else float(scaling)
 
 
 class _Captured(Exception):

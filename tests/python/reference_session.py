@@ -124,7 +124,7 @@ class ReferenceSession:
 
     # What goes out.
 
-    def look_ahead(self, layer: int, query: torch.Tensor) -> None:
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
         """query: [batch, heads or kv_heads, queries, head_dim]."""
         self._open()
         state = self._layers.get(layer)
@@ -132,7 +132,8 @@ class ReferenceSession:
             return
         if self._must_choose(state) and layer not in self._projections:
             return
-        state.predicted = state.selection = self._choose(layer, query)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        state.predicted = state.selection = self._choose(layer, query, scale, state.columns)
 
     def attend(self, layer, query, keys, values, scale: float) -> torch.Tensor:
         """query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim]."""
@@ -142,7 +143,9 @@ class ReferenceSession:
         if tokens > self._options.select_queries_max:
             state.selection = [list(range(state.sealed // self._options.group_tokens))] * len(query)
             return self._attention(state, query, state.valid, scale)
-        chosen = state.predicted if state.predicted is not None else self._choose(layer, query)
+        chosen = state.predicted
+        if chosen is None:
+            chosen = self._choose(layer, query, scale, state.columns - tokens)
         state.predicted, state.selection = None, chosen
         visible = state.valid & self._attended_columns(state, chosen)
         output = self._attention(state, query, visible, scale)
@@ -232,8 +235,9 @@ class ReferenceSession:
         most = max(len(self._groups(state, s)[1]) for s in range(len(state.keys)))
         return most > self._options.groups_max
 
-    def _choose(self, layer: int, query: torch.Tensor) -> list[list[int]]:
-        """Per sequence: union over the queries of each one's best groups, in rising order."""
+    def _choose(self, layer: int, query: torch.Tensor, scale: float, at: int) -> list[list[int]]:
+        """Per sequence: union over the queries, which begin at column `at`, of each one's best
+        groups, in rising order."""
         state, queries = self._layers[layer], query.shape[2]
         count = min(self._options.groups_max, max(1, self._options.pages_max // queries))
         chosen = []
@@ -244,7 +248,11 @@ class ReferenceSession:
                 continue
             if layer not in self._projections:
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
-            best = self._group_scores(layer, sequence, query[sequence])[:, candidates]
+            if self._options.score == "sum":
+                scores = self._group_scores(layer, sequence, query[sequence])
+            else:
+                scores = self._group_masses(layer, sequence, query[sequence], scale, at)
+            best = scores[:, candidates]
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
             chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
         return chosen
@@ -262,6 +270,29 @@ class ReferenceSession:
             ~state.valid[sequence, : state.sealed], -torch.inf
         )
         return scores.unflatten(1, (-1, options.group_tokens)).amax(2)
+
+    def _group_masses(self, layer, sequence, query, scale: float, at: int) -> torch.Tensor:
+        """query: [heads, queries, head_dim] -> [queries, groups]: each head's softmax over low-rank
+        products of the sealed tokens, with exact ones of sinks and tail; summed in the group."""
+        state, options = self._layers[layer], self._options
+        key_projection, query_projection = self._projections[layer]
+        keys, valid = state.keys[sequence].float(), state.valid[sequence]
+        rows = keys[:, : state.sealed].transpose(0, 1).flatten(1) @ key_projection
+        ratio = options.heads // options.kv_heads
+        of_head = query_projection.unflatten(0, (options.kv_heads, -1)).repeat_interleave(ratio, 0)
+        approximate = query.float() @ of_head @ rows.T * scale  # [heads, queries, sealed]
+        exact = query.float() @ keys.repeat_interleave(ratio, 0).mT * scale
+        sinks = torch.tensor(self._groups(state, sequence)[0], dtype=torch.long)
+        is_kept = torch.isin(torch.arange(state.columns) // options.group_tokens, sinks)
+        is_kept[state.sealed :] = True
+        seen = torch.arange(state.columns) <= at + torch.arange(query.shape[1])[:, None]
+        logits = exact.masked_fill(~is_kept, -torch.inf)
+        logits[:, :, : state.sealed] = torch.where(
+            is_kept[: state.sealed], exact[:, :, : state.sealed], approximate
+        )
+        mass = logits.masked_fill(~(valid & seen), -torch.inf).softmax(-1)[:, :, : state.sealed]
+        groups = mass.unflatten(2, (-1, options.group_tokens)).sum(3)
+        return groups.sum(0) if options.score == "mass" else groups.amax(0)
 
     def _attended_columns(self, state: Layer, chosen: list[list[int]]) -> torch.Tensor:
         group = self._options.group_tokens

@@ -128,6 +128,27 @@ def test_random_operations(tmp_path, seed):
         replacement=rng.choice(["fifo", "lru", "unused", "none"]),
         **rng.choice(BACK_ENDS),
     )
+    live(made, rng, seed)
+
+
+@pytest.mark.parametrize("score", ["mass", "max_mass"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_by_mass(tmp_path, seed, score):
+    rng = random.Random(seed)
+    made = options(
+        tmp_path,
+        score=score,
+        group_tokens=rng.choice([1, 3, 4, 16]),
+        groups_max=rng.choice([1, 3, 8]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        sink_tokens=rng.choice([0, 4, 6]),
+        select_queries_max=rng.choice([1, 4, 8]),
+    )
+    live(made, rng, seed)
+
+
+def live(made: Options, rng: random.Random, seed: int) -> None:
+    """Chunks, crops and other batches, in both sessions."""
     made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])
     twins = Twins(made, seed)
     batch = rng.choice([1, 2, 3])

@@ -4,7 +4,8 @@
 //   load, store                convert from and to float, BFloat16, Float16, int8_t and Float8
 //   load_some, store_some      the same for fewer than kLanes elements; the rest is zero
 //   sum4                       the sums of four vectors, side by side
-//   pairwise_max               of two vectors' neighbouring lanes, in order
+//   pairwise_max, pairwise_add of two vectors' neighbouring lanes, in order
+//   where_greater              yes where a > b, else no: lane by lane
 // Included once for each instruction set (see targets.h), hence the guard that toggles.
 #if defined(KVSWAP_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KVSWAP_SIMD_INL_H_

@@ -110,6 +110,12 @@ inline Floats nan_to(Floats a, float substitute) {
 inline Floats pairwise_max(Floats a, Floats b) {
   return hn::Max(hn::ConcatEven(FloatTag(), b, a), hn::ConcatOdd(FloatTag(), b, a));
 }
+inline Floats pairwise_add(Floats a, Floats b) {
+  return hn::Add(hn::ConcatEven(FloatTag(), b, a), hn::ConcatOdd(FloatTag(), b, a));
+}
+inline Floats where_greater(Floats a, Floats b, Floats yes, Floats no) {
+  return hn::IfThenElse(hn::Gt(a, b), yes, no);
+}
 
 /// Bit i is set where lane i of `a` is greater than lane i of `b`.
 inline uint64_t greater_bits(Floats a, Floats b) {

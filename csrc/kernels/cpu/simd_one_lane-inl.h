@@ -34,6 +34,8 @@ inline Floats magnitude(Floats a) { return std::fabs(a); }
 inline Floats exponential(Floats a) { return std::exp(a); }
 inline Floats nan_to(Floats a, float substitute) { return a != a ? substitute : a; }
 inline Floats pairwise_max(Floats a, Floats b) { return std::max(a, b); }
+inline Floats pairwise_add(Floats a, Floats b) { return a + b; }
+inline Floats where_greater(Floats a, Floats b, Floats yes, Floats no) { return a > b ? yes : no; }
 
 /// Bit i is set where lane i of `a` is greater than lane i of `b`.
 inline uint64_t greater_bits(Floats a, Floats b) { return a > b; }

@@ -1,0 +1,167 @@
+#include <cmath>
+#include <limits>
+
+#include "kernels/group_mass.h"
+#include "kernels/kernel_test.h"
+
+namespace kvswap {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Case {
+  int64_t heads = 3;
+  int64_t tokens = 100;
+  int64_t group_tokens = 4;
+  float spread = 3;
+  HeadJoin join = HeadJoin::kSum;
+  bool has_kept = true;
+};
+
+struct Run {
+  explicit Run(const Case& of)
+      : shape(of),
+        logits(random_elements<float>(of.heads * of.tokens, 1)),
+        kept(random_elements<float>(of.heads, 2)),
+        scores((of.tokens + of.group_tokens - 1) / of.group_tokens) {
+    for (float& logit : logits) logit *= of.spread;
+  }
+
+  const std::vector<float>& mass() {
+    group_mass({.logits = logits.data(),
+                .kept_log_sum_exp = shape.has_kept ? kept.data() : nullptr,
+                .group_scores = scores.data(),
+                .tokens = shape.tokens,
+                .group_tokens = shape.group_tokens,
+                .heads = shape.heads,
+                .join = shape.join});
+    return scores;
+  }
+
+  /// In double. -1: no token counts.
+  std::vector<double> expected() const {
+    std::vector<double> joined(scores.size(), -1);
+    for (int64_t h = 0; h < shape.heads; ++h) {
+      double total = shape.has_kept ? std::exp(static_cast<double>(kept[h])) : 0;
+      for (int64_t t = 0; t < shape.tokens; ++t) total += weight(h, t);
+      for (size_t g = 0; g < scores.size(); ++g) {
+        double mass = 0;
+        const int64_t first = static_cast<int64_t>(g) * shape.group_tokens;
+        for (int64_t t = first; t < std::min(first + shape.group_tokens, shape.tokens); ++t) {
+          if (weight(h, t) > 0) joined[g] = std::max(joined[g], 0.0);
+          mass += weight(h, t) / total;
+        }
+        if (joined[g] < 0) continue;
+        joined[g] = shape.join == HeadJoin::kSum ? joined[g] + mass : std::max(joined[g], mass);
+      }
+    }
+    return joined;
+  }
+  double weight(int64_t head, int64_t token) const {
+    const float logit = logits[head * shape.tokens + token];
+    return logit > kNever ? std::exp(static_cast<double>(logit)) : 0;
+  }
+
+  Case shape;
+  std::vector<float> logits, kept, scores;
+};
+
+class GroupMass : public KernelTest {};
+
+void expect_matches_reference(Run run) {
+  const std::vector<double> expected = run.expected();
+  const std::vector<float>& scores = run.mass();
+  for (size_t g = 0; g < scores.size(); ++g) {
+    if (expected[g] < 0) {
+      EXPECT_EQ(scores[g], kNever) << g;
+    } else {
+      EXPECT_GT(scores[g], 0) << g;
+      EXPECT_NEAR(scores[g], expected[g], 1e-6 + 1e-5 * expected[g]) << g;
+    }
+  }
+}
+
+TEST_P(GroupMass, MatchesReference) {
+  for (const HeadJoin join : {HeadJoin::kSum, HeadJoin::kMax}) {
+    for (const int64_t group_tokens : {1, 2, 3, 4, 8, 16, 31, 32, 64}) {
+      for (const int64_t tokens : {0, 1, 63, 64, 1000}) {
+        expect_matches_reference(
+            Run({.tokens = tokens, .group_tokens = group_tokens, .join = join}));
+      }
+    }
+    expect_matches_reference(Run({.heads = 33, .tokens = 300, .spread = 20, .join = join}));
+    expect_matches_reference(Run({.heads = 1, .join = join, .has_kept = false}));
+    expect_matches_reference(Run({.heads = 0, .join = join}));
+  }
+}
+
+TEST_P(GroupMass, WhatDoesNotCountIsNeverChosen) {
+  Run run({.tokens = 40, .group_tokens = 4});
+  for (int64_t t = 4; t < 8; ++t) {
+    for (int64_t h = 0; h < 3; ++h) run.logits[h * 40 + t] = t % 2 ? kNan : kNever;
+  }
+  for (int64_t t = 0; t < 40; ++t) run.logits[40 + t] = kNan;  // a head that knows nothing
+  run.logits[13] = kNan;
+  expect_matches_reference(run);
+  run.mass();
+  EXPECT_EQ(run.scores[1], kNever);
+  EXPECT_GT(run.scores[2], 0);
+}
+
+TEST_P(GroupMass, TokensFarBelowTheLargestStillCount) {
+  Run run({.heads = 2, .tokens = 64, .group_tokens = 4});
+  std::fill(run.logits.begin(), run.logits.end(), -3e38f);
+  run.logits[20] = 3e38f;
+  run.logits[64 + 30] = kInfinity;
+  run.mass();
+  for (size_t g = 0; g < run.scores.size(); ++g) {
+    EXPECT_NEAR(run.scores[g], g == 5 || g == 7 ? 1 : 0, 1e-6);
+    EXPECT_GT(run.scores[g], 0);
+  }
+}
+
+TEST_P(GroupMass, WhatIsKeptTakesItsShare) {
+  Run run({.heads = 2, .tokens = 16, .group_tokens = 16});
+  std::fill(run.logits.begin(), run.logits.end(), 0.0f);
+  run.kept = {std::log(48.0f), kNever};  // three times the candidates; nothing
+  EXPECT_NEAR(run.mass()[0], 0.25 + 1, 1e-6);
+  run.kept = {kNan, kInfinity};  // not known; all of it
+  EXPECT_NEAR(run.mass()[0], 1, 1e-6);
+}
+
+TEST_P(GroupMass, PiecesAreTheWhole) {
+  Run run({.heads = 2, .tokens = 48, .group_tokens = 4, .spread = 30});
+  const std::vector<float> whole = run.mass();
+  std::vector<float> weights(2 * 12), largest(6), sums(6), factors(6), scores(12);
+  for (int64_t piece = 0; piece < 3; ++piece) {
+    weigh_groups({.logits = run.logits.data() + piece * 16,
+                  .weights = weights.data() + piece * 8,
+                  .largest = largest.data() + piece * 2,
+                  .sums = sums.data() + piece * 2,
+                  .logit_stride = 48,
+                  .tokens = 16,
+                  .group_tokens = 4,
+                  .heads = 2});
+  }
+  mass_factors({.largest = largest.data(),
+                .sums = sums.data(),
+                .kept_log_sum_exp = run.kept.data(),
+                .factors = factors.data(),
+                .pieces = 3,
+                .heads = 2});
+  for (int64_t piece = 0; piece < 3; ++piece) {
+    join_heads({.weights = weights.data() + piece * 8,
+                .factors = factors.data() + piece * 2,
+                .group_scores = scores.data() + piece * 4,
+                .groups = 4,
+                .heads = 2});
+  }
+  for (size_t g = 0; g < 12; ++g) EXPECT_NEAR(scores[g], whole[g], 1e-6 + 1e-5 * whole[g]);
+}
+
+KVSWAP_EVERY_LEVEL(GroupMass);
+
+}  // namespace
+}  // namespace kvswap
