@@ -23,6 +23,7 @@ from kvswap_torch.config_parts import (
 )
 from kvswap_torch.config_rules import (
     Floor,
+    Owned,
     boolean,
     checked_rank,
     documented,
@@ -43,6 +44,11 @@ FLOORS = (
     Floor("pages_max", "select_queries_max", "a page for each query's choice"),
     Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
 )
+# What other rows than these would ignore.
+OWNED = tuple(
+    Owned(name, "rows", "low_rank")
+    for name in ("rank", "score", "projection_file", "projection_kind")
+)
 # Fields of a config that are no settings.
 APART = ("model", "provenance", "table", "version", "source")
 
@@ -54,6 +60,12 @@ class SwapConfig:
 
     group_tokens: int = number(
         4, 1, 64, "tokens of one layer and sequence that are selected and read together (G)"
+    )
+    rows: str = one_of(
+        "low_rank",
+        ("low_rank", "box"),
+        "what stays in memory of the keys, to score groups by: low-rank rows of each token "
+        "(KVSwap), or the box around the keys of a group (Quest), which needs no projection",
     )
     rank: int | tuple[int, ...] = rank_rule(
         32,
@@ -152,6 +164,8 @@ class SwapConfig:
             )
         for floor in FLOORS:
             floor.check(self)
+        for owned in OWNED:
+            owned.check(self)
         self._check_projection_file()
         self._check_table()
 
@@ -208,6 +222,11 @@ class SwapConfig:
 
     def _with(self, row: Solution) -> SwapConfig:
         return dataclasses.replace(self, **dict(row.settings), table=())
+
+    @property
+    def takes_projections(self) -> bool:
+        """Does a layer need a pair of projections before it can choose?"""
+        return self.rows == "low_rank"
 
     def ranks(self, layers: int) -> tuple[int, ...]:
         """The rank of each of `layers` layers.

@@ -10,7 +10,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from kvswap_torch.config import CONFIG_VERSION, FLOORS, SETTINGS, SOLVABLE, SwapConfig
+from kvswap_torch.config import CONFIG_VERSION, FLOORS, OWNED, SETTINGS, SOLVABLE, SwapConfig
 from kvswap_torch.config_parts import ModelIdentity
 
 NOTICE = "// Written by `make schema` from kvswap_torch/config.py; change it there."
@@ -67,11 +67,6 @@ def rules() -> str:
         f'  visit("{item.name}", &Settings::{item.name}, {_rule(item)});' for item in _fields()
     ]
     known = [item.name for item in dataclasses.fields(SwapConfig) if item.metadata]
-    floors = [
-        f'  visit("{floor.name}", &Settings::{floor.name}, "{floor.floor}", '
-        f'&Settings::{floor.floor}, "{floor.why}");'
-        for floor in FLOORS
-    ]
     identity = [f'  visit("{i.name}", &ModelIdentity::{i.name});' for i in _identity()]
     return "\n".join(
         [
@@ -98,12 +93,7 @@ def rules() -> str:
             *visits,
             "}",
             "",
-            "/// visit(name, member, floor's name, floor's member, why): what holds between two.",
-            "template <typename Visit>",
-            "void visit_floors(Visit&& visit) {",
-            *floors,
-            "}",
-            "",
+            *_between_two(),
             "template <typename Visit>",
             "void visit_identity(Visit&& visit) {",
             *identity,
@@ -113,6 +103,35 @@ def rules() -> str:
             "",
         ]
     )
+
+
+def _between_two() -> list[str]:
+    """What holds between two settings."""
+    floors = [
+        f'  visit("{floor.name}", &Settings::{floor.name}, "{floor.floor}", '
+        f'&Settings::{floor.floor}, "{floor.why}");'
+        for floor in FLOORS
+    ]
+    owned = [
+        f'  visit("{each.name}", &Settings::{each.name}, "{each.owner}", '
+        f'&Settings::{each.owner}, "{each.word}");'
+        for each in OWNED
+    ]
+    return [
+        "/// visit(name, member, floor's name, floor's member, why): what holds between two.",
+        "template <typename Visit>",
+        "void visit_floors(Visit&& visit) {",
+        *floors,
+        "}",
+        "",
+        "/// visit(name, member, owner's name, its member, word): the setting has its default",
+        "/// unless the owner is that word.",
+        "template <typename Visit>",
+        "void visit_owned(Visit&& visit) {",
+        *owned,
+        "}",
+        "",
+    ]
 
 
 def _fields() -> list[dataclasses.Field[Any]]:

@@ -86,6 +86,25 @@ def checked_rank(rank: Any, width: int) -> None:
 
 
 @dataclass(frozen=True)
+class Owned:
+    """A setting of one method: left at its default unless `owner` is `word`."""
+
+    name: str
+    owner: str
+    word: str
+
+    def check(self, settings: Any) -> None:
+        """Raises `ConfigError` where another method would ignore it."""
+        value, other = getattr(settings, self.name), getattr(settings, self.owner)
+        default = type(settings).__dataclass_fields__[self.name].default
+        if other != self.word and value != default:
+            raise ConfigError(
+                f"{self.name}: must be left out where {self.owner} is {other}, since it belongs to "
+                f"{self.word}, got {value!r}"
+            )
+
+
+@dataclass(frozen=True)
 class Floor:
     """What holds between two settings: `name` is at least `floor`, and why."""
 

@@ -56,7 +56,10 @@ def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> 
     """The rank of each layer on disk: the config's, twice that when it is not calibrated.
 
     Never more than the keys are wide.
+    None where rows have no rank.
     """
+    if not config.takes_projections:
+        return ()
     factor = 1 if calibrated else 2
     return tuple(min(shape.width, factor * rank) for rank in config.ranks(shape.layers))
 
@@ -190,12 +193,15 @@ def _between(config: SwapConfig, shape: ModelShape, step: int) -> SwapConfig:
     def part(low: int, high: int) -> int:
         return high if high <= low else low + (high - low) * step // _STEPS
 
-    rank_min = min(RANK_MIN, shape.width)
-    ranks = [part(rank_min, min(rank, shape.width)) for rank in config.ranks(shape.layers)]
+    rank = config.rank
+    if config.takes_projections:
+        rank_min = min(RANK_MIN, shape.width)
+        ranks = [part(rank_min, min(rank, shape.width)) for rank in config.ranks(shape.layers)]
+        rank = ranks[0] if isinstance(config.rank, int) else tuple(ranks)
     groups = part(GROUPS_MIN, config.groups_max)
     return dataclasses.replace(
         config,
-        rank=ranks[0] if isinstance(config.rank, int) else tuple(ranks),
+        rank=rank,
         groups_max=groups,
         # Each query of a short chunk must find a page at least.
         pages_max=max(groups, config.select_queries_max),

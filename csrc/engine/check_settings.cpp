@@ -55,6 +55,15 @@ Status check_settings(const Settings& settings) {
         broken = std::string(name) + ": must be at least " + floor + " (" +
                  json(settings.*floor_member) + "), " + why + ", got " + json(settings.*member);
       });
+  const Settings defaults;
+  visit_owned([&](const char* name, auto member, const char* owner, auto owner_member,
+                  const std::string& word) {
+    const bool is_default = settings.*member == defaults.*member;
+    if (!broken.empty() || is_default || settings.*owner_member == word) return;
+    broken = std::string(name) + ": must be left out where " + owner + " is " +
+             settings.*owner_member + ", since it belongs to " + word + ", got " +
+             json(settings.*member);
+  });
   return broken.empty() ? Status::ok() : Status::invalid(broken);
 }
 

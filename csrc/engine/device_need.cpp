@@ -29,7 +29,7 @@ int64_t attention_scratch_bytes(const EngineOptions& options, int64_t batch_max)
 }  // namespace
 
 int64_t groups_unit(const EngineOptions& options) {
-  return 4 * LowRankSelector::chunk_tokens(options.group_tokens) / options.group_tokens;
+  return 4 * chunk_rows(options.group_tokens, 1) / options.group_tokens;
 }
 
 DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64_t batch,
@@ -38,12 +38,14 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   room.lane_records = batch * options.pages_max;
   room.outbox_bytes = kWriteBuffers * options.write_buffer_bytes(record_bytes);
   if (batch == 0) return room;
-  room.choice = {.batch = batch,
-                 .queries = options.select_queries_max,
-                 .groups = groups,
-                 .k = std::min(options.groups_max, options.pages_max),
-                 .sinks = options.sink_pages(),
-                 .rank = *std::max_element(options.ranks.begin(), options.ranks.end())};
+  if (RowsKind::find(options.rows)->has_device_kernels) {
+    room.choice = {.batch = batch,
+                   .queries = options.select_queries_max,
+                   .groups = groups,
+                   .k = std::min(options.groups_max, options.pages_max),
+                   .sinks = options.sink_pages(),
+                   .rank = *std::max_element(options.ranks.begin(), options.ranks.end())};
+  }
   room.scratch_bytes = attention_scratch_bytes(options, batch);
   const int64_t entries = batch * options.pages_per_layer();
   const int64_t attention = padded(entries, sizeof(void*)) + padded(entries, sizeof(uint64_t)) +
@@ -66,7 +68,7 @@ DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64
   DeviceNeed need;
   need.device = room.outbox_bytes + landing + tables + room.scratch_bytes;
   need.pinned = LandingLanes::kLanes * landing + tables;
-  if (batch > 0) {
+  if (room.choice.batch > 0) {
     need.device +=
         DeviceSelector::device_bytes(options.device->scratch, options.group_tokens, room.choice);
     need.pinned += DeviceSelector::answer_bytes(room.choice);

@@ -79,6 +79,9 @@ Status Editor::select_sequences(std::span<const int64_t> indices) {
 
 Status Editor::set_projection(int64_t layer, int64_t rank, const float* keys,
                               const float* queries) {
+  if (parts_.options.ranks.empty()) {
+    return parts_.selector->set_projection(layer, rank, keys, queries);  // refuses
+  }
   if (rank != parts_.options.ranks[layer]) {
     return Status::invalid("set_projection: layer " + std::to_string(layer) + " must have rank " +
                            std::to_string(parts_.options.ranks[layer]) + ", got " +
@@ -119,9 +122,12 @@ Status Editor::summarise(int64_t layer) {
       KVSWAP_RETURN_IF_ERROR(
           parts_.space->compute().upload(records, buffer.value().data(), count * record_bytes));
       for (int64_t i = 0; i < count; ++i) {
-        KVSWAP_RETURN_IF_ERROR(parts_.selector->append(layer, sequence,
-                                                       sealer_.keys_of(records + i * record_bytes),
-                                                       parts_.options.group_tokens));
+        KVSWAP_RETURN_IF_ERROR(
+            parts_.selector->append({.layer = layer,
+                                     .sequence = sequence,
+                                     .keys = sealer_.keys_of(records + i * record_bytes),
+                                     .tokens = parts_.options.group_tokens,
+                                     .valid = &batch_.validity(sequence)}));
       }
     }
   }

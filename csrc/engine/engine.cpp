@@ -99,7 +99,7 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
 }
 
 bool Engine::needs_projection(int64_t layer) const {
-  return !parts_->selector->has_projection(layer) && !batch_->all_fit(layer);
+  return !parts_->selector->is_ready(layer) && !batch_->all_fit(layer);
 }
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {

@@ -8,7 +8,9 @@
 #include "io/timeline.h"
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
-#include "methods/low_rank_selector.h"
+#include "methods/hosted_selector.h"
+#include "methods/mass_scorer.h"
+#include "methods/rows.h"
 #include "store/record_store.h"
 
 namespace kvswap {
@@ -59,7 +61,8 @@ Status EngineOptions::validate() const {
     return Status::invalid("session: heads must be a multiple of kv_heads, got " +
                            std::to_string(heads) + " and " + std::to_string(kv_heads));
   }
-  if (static_cast<int64_t>(ranks.size()) != layers) {
+  KVSWAP_RETURN_IF_ERROR(check_method(method()));
+  if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
                            std::to_string(layers) + "), got " + std::to_string(ranks.size()));
   }
@@ -87,14 +90,31 @@ ReaderOptions EngineOptions::reader_options() const {
   return {.kind = *parse_reader_kind(reader), .depth = static_cast<int>(read_depth)};
 }
 
+MethodOptions EngineOptions::method() const {
+  return {.rows = rows,
+          .layers = layers,
+          .heads = heads,
+          .kv_heads = kv_heads,
+          .head_dim = head_dim,
+          .group_tokens = group_tokens,
+          .ranks = ranks,
+          .summary_dtype = summary_type(),
+          .score = score_kind()};
+}
+
 RecordShape EngineOptions::record_shape() const {
   return {kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
 }
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
-  if (device) return 0;
+  if (device && RowsKind::find(rows)->has_device_kernels) return 0;
   const int64_t scores = batch * select_queries_max * groups * int64_t{sizeof(float)};
-  if (score_kind() == Score::kSum || groups == 0) return scores;
+  if (groups == 0) return scores;
+  if (!RowsKind::find(rows)->takes_projections) {
+    const int64_t width = RowsKind::find(rows)->shape(method(), 0).width;
+    return scores + batch * select_queries_max * width * int64_t{sizeof(float)};
+  }
+  if (score_kind() == Score::kSum) return scores;
   const int64_t rank = *std::max_element(ranks.begin(), ranks.end());
   const int64_t projected = batch * select_queries_max * heads * (rank + 1);
   return scores + projected * int64_t{sizeof(float)} +
@@ -132,14 +152,17 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t partitions = options.layers * batch;
   MemoryNeed need;
   need.pages = partitions * options.pages_per_layer() * record_bytes;
-  const int64_t chunk_tokens = LowRankSelector::chunk_tokens(options.group_tokens);
-  const int64_t summarised = options.sealed_groups(context) * options.group_tokens;
+  const MethodOptions method = options.method();
+  const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
-  for (const int64_t rank : options.ranks) {
-    const Summary::Shape shape = {rank, chunk_tokens, options.summary_type()};
-    need.summary += batch * shape.bytes(summarised);
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    const RowShape rows = kind.shape(method, layer);
+    const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
+                                  options.summary_type()};
+    need.summary += batch * shape.bytes(options.sealed_groups(context) * options.group_tokens /
+                                        rows.tokens_per_row);
     moving = std::max(moving, shape.moving_bytes());
-    need.projections += 2 * width * rank * int64_t{sizeof(float)};
+    if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
   }
   need.tables =
       partitions * (groups * RecordStore::table_bytes_per_group() +
@@ -156,6 +179,10 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
         device_need(options, record_bytes, batch, round_up(groups, groups_unit(options)));
     need.device = beside.device;
     need.pinned = beside.pinned;
+    if (!kind.has_device_kernels) {
+      need.staging += HostedSelector::key_bytes(method);
+      need.scratch += batch * HostedSelector::query_bytes(method, options.select_queries_max);
+    }
   }
   return need;
 }

@@ -16,7 +16,7 @@
 #include "kernels/types.h"
 #include "kvswap/settings.h"
 #include "memory/replacement.h"
-#include "methods/selector.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 
@@ -56,6 +56,7 @@ struct EngineOptions : Settings {
     return score == "sum" ? Score::kSum : score == "mass" ? Score::kMass : Score::kMaxMass;
   }
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
+  MethodOptions method() const;
 
   RecordShape record_shape() const;
   int64_t payload_bytes() const { return record_shape().payload_bytes(); }  // of one record

@@ -5,7 +5,7 @@
 
 #include "engine/account.h"
 #include "engine/device_space.h"
-#include "methods/device_selector.h"
+#include "methods/make_selector.h"
 
 namespace kvswap {
 
@@ -78,21 +78,16 @@ Status EngineParts::open_store() {
 }
 
 Status EngineParts::open_space() {
-  const LowRankOptions selector_options = {.layers = options.layers,
-                                           .kv_heads = options.kv_heads,
-                                           .head_dim = options.head_dim,
-                                           .group_tokens = options.group_tokens,
-                                           .summary_dtype = options.summary_type(),
-                                           .score = options.score_kind(),
-                                           .parallel = threads()};
+  MethodOptions method = options.method();
+  method.parallel = threads();
   if (!options.device) {
     space = make_host_space(threads());
-    selector = std::make_unique<LowRankSelector>(selector_options);
+    selector = make_selector(method, nullptr);
     return Status::ok();
   }
   auto opened = DeviceSpace::create(options, record_bytes(), store->staging());
   if (!opened.is_ok()) return opened.status();
-  selector = std::make_unique<DeviceSelector>(opened.value()->device(), selector_options);
+  selector = make_selector(method, &opened.value()->device());
   space = std::move(opened.value());
   return Status::ok();
 }

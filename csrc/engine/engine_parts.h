@@ -10,7 +10,7 @@
 #include "engine/page_space.h"
 #include "io/timeline.h"
 #include "memory/ledger.h"
-#include "methods/low_rank_selector.h"
+#include "methods/selector.h"
 #include "store/record_store.h"
 
 namespace kvswap {
@@ -50,7 +50,7 @@ struct EngineParts {
   std::unique_ptr<DataFile> file;
   std::unique_ptr<RecordStore> store;
   std::unique_ptr<PageSpace> space;
-  std::unique_ptr<LowRankSelector> selector;
+  std::unique_ptr<Selector> selector;
   std::unique_ptr<Fetcher> fetcher;
 
  private:

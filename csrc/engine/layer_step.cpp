@@ -17,24 +17,25 @@ Status LayerStep::ask(const Question& question) {
   chosen_.resize(batch_.size());
   is_asking_selector_ = !batch_.all_fit(layer_);
   if (is_asking_selector_) {
-    if (!parts_.selector->has_projection(layer_)) {
+    if (!parts_.selector->is_ready(layer_)) {
       return Status::invalid("session: layer " + std::to_string(layer_) + " must choose among " +
                              std::to_string(made_for_.sealed_groups) +
                              " groups and has no projection; call set_projection() first");
     }
     const QueryView& query = question.query;
     const bool is_by_mass = options.score_kind() != Score::kSum;
-    if (is_by_mass && query.heads != options.heads) {
+    const bool needs_all_heads = is_by_mass || RowsKind::find(options.rows)->needs_all_heads;
+    if (needs_all_heads && query.heads != options.heads) {
       return Status::invalid("look_ahead: query must have all " + std::to_string(options.heads) +
-                             " heads to score by mass, got " + std::to_string(query.heads) +
-                             "; do not sum them");
+                             " heads to score " + (is_by_mass ? "by mass" : options.rows) +
+                             ", got " + std::to_string(query.heads) + "; do not sum them");
     }
     const PagedAttentionArgs kept = is_by_mass ? question.kept() : PagedAttentionArgs{};
     std::vector<Candidates> candidates(batch_.size());
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       candidates[sequence] = {&batch_.validity(sequence), batch_.pages(sequence).sinks(layer_)};
     }
-    parts_.selector->start_choice(
+    KVSWAP_RETURN_IF_ERROR(parts_.selector->start_choice(
         {.layer = layer_,
          .query = query,
          .groups = made_for_.sealed_groups,
@@ -42,7 +43,7 @@ Status LayerStep::ask(const Question& question) {
          .candidates = candidates,
          .chosen = &chosen_,
          .scale = question.scale,
-         .kept = is_by_mass ? &kept : nullptr});
+         .kept = is_by_mass ? &kept : nullptr}));
   }
   state_ = State::kAsked;
   return Status::ok();

@@ -47,9 +47,12 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
     parts_.space->compute().copy(records + i * parts_.record_bytes(), page,
                                  parts_.options.payload_bytes());
     pin_if_sink(layer, sequences[i], group, page);
-    if (parts_.selector->has_projection(layer) && summarised.is_ok()) {
-      summarised =
-          parts_.selector->append(layer, sequences[i], keys_of(page), parts_.options.group_tokens);
+    if (parts_.selector->is_ready(layer) && summarised.is_ok()) {
+      summarised = parts_.selector->append({.layer = layer,
+                                            .sequence = sequences[i],
+                                            .keys = keys_of(page),
+                                            .tokens = parts_.options.group_tokens,
+                                            .valid = &batch_.validity(sequences[i])});
     }
   }
   KVSWAP_RETURN_IF_ERROR(commit(std::move(staged.value()), sequences));
@@ -68,14 +71,17 @@ Status Sealer::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t 
                                                std::min(run_max, groups - done), tokens,
                                                first_token + done * options.group_tokens));
     }
-    if (parts_.selector->has_projection(layer)) {
+    if (parts_.selector->is_ready(layer)) {
       const int64_t first_key =
           sequence * tokens.key_batch_stride + first_token * tokens.key_token_stride;
       const KeyView keys = {
           static_cast<const std::byte*>(tokens.keys) + first_key * dtype_bytes(options.dtype),
           tokens.key_head_stride, tokens.key_token_stride, options.dtype};
-      KVSWAP_RETURN_IF_ERROR(
-          parts_.selector->append(layer, sequence, keys, groups * options.group_tokens));
+      KVSWAP_RETURN_IF_ERROR(parts_.selector->append({.layer = layer,
+                                                      .sequence = sequence,
+                                                      .keys = keys,
+                                                      .tokens = groups * options.group_tokens,
+                                                      .valid = &batch_.validity(sequence)}));
     }
   }
   parts_.counters.records_sealed += batch_.size() * groups;

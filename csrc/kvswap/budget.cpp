@@ -5,6 +5,7 @@
 
 #include "kvswap/errors.h"
 #include "kvswap/memory_size.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 namespace {
@@ -44,14 +45,16 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
   const auto part = [&](int64_t low, int64_t high) {
     return high <= low ? high : low + (high - low) * step / kSteps;
   };
-  const int64_t rank_min = std::min(kRankMin, shape.width());
-  std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
-  for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, shape.width()));
   Settings chosen = settings;
-  if (std::holds_alternative<int64_t>(settings.rank)) {
-    chosen.rank = ranks[0];
-  } else {
-    chosen.rank = std::move(ranks);
+  if (RowsKind::find(settings.rows)->takes_projections) {
+    const int64_t rank_min = std::min(kRankMin, shape.width());
+    std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
+    for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, shape.width()));
+    if (std::holds_alternative<int64_t>(settings.rank)) {
+      chosen.rank = ranks[0];
+    } else {
+      chosen.rank = std::move(ranks);
+    }
   }
   chosen.groups_max = part(kGroupsMin, settings.groups_max);
   // Each query of a short chunk must find a page at least.
@@ -206,6 +209,7 @@ int64_t FirstPass::context() const { return tokens + std::max<int64_t>(1024, tok
 
 std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape& shape,
                                      bool calibrated) {
+  if (!RowsKind::find(settings.rows)->takes_projections) return {};
   std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
   for (int64_t& rank : ranks) rank = std::min(shape.width(), calibrated ? rank : 2 * rank);
   return ranks;

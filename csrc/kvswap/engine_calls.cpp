@@ -4,6 +4,7 @@
 
 #include "device/find_device.h"
 #include "kvswap/swap_config.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 namespace {
@@ -43,7 +44,11 @@ EngineOptions engine_options(const CoreOptions& from) {
   to.head_dim = from.shape.head_dim;
   to.dtype = engine_dtype(from.shape.dtype);
   to.directory = from.directory;
-  to.ranks = from.ranks.empty() ? ranks_of(from.settings, from.shape.layers) : from.ranks;
+  to.ranks = from.ranks;
+  const RowsKind* rows = RowsKind::find(from.settings.rows);
+  if (to.ranks.empty() && rows != nullptr && rows->takes_projections) {
+    to.ranks = ranks_of(from.settings, from.shape.layers);
+  }
   if (to.ranks.size() == 1) to.ranks.assign(from.shape.layers, to.ranks[0]);
   to.kv_memory_bytes = from.budget.kv_memory_bytes.value_or(-1);
   to.max_context = from.budget.max_context.value_or(-1);

@@ -17,6 +17,9 @@ using Rank = std::variant<int64_t, std::vector<int64_t>>;
 struct Settings {
   /// tokens of one layer and sequence that are selected and read together (G)
   int64_t group_tokens = 4;
+  /// what stays in memory of the keys, to score groups by: low-rank rows of each token
+  /// (KVSwap), or the box around the keys of a group (Quest), which needs no projection
+  std::string rows = "low_rank";
   /// columns of the low-rank summary: one number, or one for each layer on disk; doubled when
   /// the projection is computed from the first prefill
   Rank rank = 32;

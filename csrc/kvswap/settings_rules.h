@@ -10,38 +10,64 @@ namespace kvswap {
 inline constexpr int64_t kConfigVersion = 1;
 
 /// Every field that a config file may have, in the order that messages name them.
-inline constexpr const char* kConfigFields[] = {"group_tokens",     "rank",
-                                                "summary_dtype",    "score",
-                                                "groups_max",       "pages_max",
-                                                "sink_tokens",      "tail_tokens",
-                                                "replacement",      "select_queries_max",
-                                                "look_ahead",       "true_query_layers",
-                                                "layout",           "reader",
-                                                "io_mode",          "read_depth",
-                                                "merge_gap_bytes",  "merge_bytes_max",
-                                                "checksum",         "device_model",
-                                                "disk_quota_bytes", "projection_file",
-                                                "projection_kind",  "model",
-                                                "provenance",       "table",
+inline constexpr const char* kConfigFields[] = {"group_tokens",
+                                                "rows",
+                                                "rank",
+                                                "summary_dtype",
+                                                "score",
+                                                "groups_max",
+                                                "pages_max",
+                                                "sink_tokens",
+                                                "tail_tokens",
+                                                "replacement",
+                                                "select_queries_max",
+                                                "look_ahead",
+                                                "true_query_layers",
+                                                "layout",
+                                                "reader",
+                                                "io_mode",
+                                                "read_depth",
+                                                "merge_gap_bytes",
+                                                "merge_bytes_max",
+                                                "checksum",
+                                                "device_model",
+                                                "disk_quota_bytes",
+                                                "projection_file",
+                                                "projection_kind",
+                                                "model",
+                                                "provenance",
+                                                "table",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",    "rank",
-                                            "summary_dtype",   "score",
-                                            "groups_max",      "pages_max",
-                                            "sink_tokens",     "tail_tokens",
-                                            "replacement",     "select_queries_max",
-                                            "look_ahead",      "true_query_layers",
-                                            "layout",          "reader",
-                                            "io_mode",         "read_depth",
-                                            "merge_gap_bytes", "merge_bytes_max",
-                                            "device_model",    "projection_file",
+inline constexpr const char* kSolvable[] = {"group_tokens",
+                                            "rows",
+                                            "rank",
+                                            "summary_dtype",
+                                            "score",
+                                            "groups_max",
+                                            "pages_max",
+                                            "sink_tokens",
+                                            "tail_tokens",
+                                            "replacement",
+                                            "select_queries_max",
+                                            "look_ahead",
+                                            "true_query_layers",
+                                            "layout",
+                                            "reader",
+                                            "io_mode",
+                                            "read_depth",
+                                            "merge_gap_bytes",
+                                            "merge_bytes_max",
+                                            "device_model",
+                                            "projection_file",
                                             "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
 void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
+  visit("rows", &Settings::rows, OneOf{{"low_rank", "box"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
   visit("score", &Settings::score, OneOf{{"sum", "mass", "max_mass"}});
@@ -75,6 +101,16 @@ void visit_floors(Visit&& visit) {
         "a page for each query's choice");
   visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
         &Settings::merge_gap_bytes, "since a merged read holds its gaps");
+}
+
+/// visit(name, member, owner's name, its member, word): the setting has its default
+/// unless the owner is that word.
+template <typename Visit>
+void visit_owned(Visit&& visit) {
+  visit("rank", &Settings::rank, "rows", &Settings::rows, "low_rank");
+  visit("score", &Settings::score, "rows", &Settings::rows, "low_rank");
+  visit("projection_file", &Settings::projection_file, "rows", &Settings::rows, "low_rank");
+  visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank");
 }
 
 template <typename Visit>

@@ -33,7 +33,7 @@ class DeviceSummaryMemory final : public SummaryMemory {
 constexpr int64_t kWordTokens = 64;
 
 int64_t chunks_of(int64_t group_tokens, int64_t groups) {
-  const int64_t chunk = LowRankSelector::chunk_tokens(group_tokens);
+  const int64_t chunk = chunk_rows(group_tokens, 1);
   return (groups * group_tokens + chunk - 1) / chunk;
 }
 
@@ -45,8 +45,12 @@ int64_t bytes_of(int64_t count, int64_t size) { return TableRing::padded(count *
 
 }  // namespace
 
-DeviceSelector::DeviceSelector(Device& device, const LowRankOptions& options)
-    : LowRankSelector(options, std::make_shared<DeviceSummaryMemory>(device)),
+DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options)
+    : DeviceSelector(device, options, std::make_shared<DeviceSummaryMemory>(device)) {}
+
+DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options,
+                               const std::shared_ptr<SummaryMemory>& memory)
+    : RowSelector(options, std::make_unique<LowRankRows>(options, memory), memory),
       device_(device),
       group_tokens_(options.group_tokens) {}
 
@@ -103,24 +107,24 @@ Status DeviceSelector::reserve(const SelectionPlace& place) {
   return Status::ok();
 }
 
-void DeviceSelector::project(std::span<const ProjectKeysArgs> pieces) {
+void DeviceSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
   if (pieces.empty()) return;
   cuda::BatchProjectKeysArgs args;
   std::vector<cuda::ProjectPiece> table;
-  for (const ProjectKeysArgs& piece : pieces) {
-    table.push_back({piece.keys, piece.summary, piece.token_scale, piece.first_row, piece.tokens});
+  for (const RowPiece& piece : pieces) {
+    table.push_back({piece.keys.data, piece.rows, piece.row_scale, piece.first_row, piece.tokens});
     args.tokens_max = std::max(args.tokens_max, piece.tokens);
   }
-  const ProjectKeysArgs& first = pieces.front();
+  const KeyView& keys = pieces.front().keys;
   args.count = static_cast<int64_t>(pieces.size());
-  args.head_stride = first.head_stride;
-  args.token_stride = first.token_stride;
-  args.projection = first.projection;
-  args.kv_heads = first.kv_heads;
-  args.head_dim = first.head_dim;
-  args.rank = first.rank;
-  args.key_dtype = first.key_dtype;
-  args.summary_dtype = first.summary_dtype;
+  args.head_stride = keys.head_stride;
+  args.token_stride = keys.token_stride;
+  args.projection = low_rank().key_projection(layer);
+  args.kv_heads = options().kv_heads;
+  args.head_dim = options().head_dim;
+  args.rank = low_rank().shape(layer).width;
+  args.key_dtype = keys.dtype;
+  args.summary_dtype = options().summary_dtype;
   auto tables = tables_->open(bytes_of(args.count, sizeof(cuda::ProjectPiece)));
   args.pieces = tables.add(table);
   tables.send();
@@ -128,20 +132,19 @@ void DeviceSelector::project(std::span<const ProjectKeysArgs> pieces) {
 }
 
 void DeviceSelector::choose(const ChooseArgs& args) {
-  start_choice(args);
   // An error is the device's, which keeps it and returns it from the next synchronize().
+  (void)start_choice(args).is_ok();
   (void)finish_choice().is_ok();
 }
 
-void DeviceSelector::start_choice(const ChooseArgs& args) {
-  KVSWAP_ASSERT(has_projection(args.layer) && args.chosen != nullptr && target_ == nullptr);
+Status DeviceSelector::start_choice(const ChooseArgs& args) {
+  KVSWAP_ASSERT(is_ready(args.layer) && args.chosen != nullptr && target_ == nullptr);
   const auto batch = static_cast<int64_t>(args.candidates.size());
   KVSWAP_ASSERT(batch == sequences() && batch <= room_.batch && args.groups <= room_.groups &&
                 args.query.queries <= room_.queries && args.groups_per_query <= room_.k);
   target_ = args.chosen;
   queries_ = args.query.queries;
   k_ = args.groups_per_query;
-  const Layer& layer = this->layer(args.layer);
   {
     // The caller's stream: the query is its tensor.
     const Device::On compute(device_, Stream::kCompute);
@@ -149,14 +152,14 @@ void DeviceSelector::start_choice(const ChooseArgs& args) {
                            .batch_stride = args.query.batch_stride,
                            .head_stride = args.query.head_stride,
                            .query_stride = args.query.query_stride,
-                           .projection = query_projection(layer),
+                           .projection = low_rank().query_projection(args.layer),
                            .projected = reinterpret_cast<float*>(projected_.data()),
                            .batch = batch,
                            .queries = queries_,
                            .heads = args.query.heads,
                            .kv_heads = options().kv_heads,
                            .head_dim = options().head_dim,
-                           .rank = layer.rank,
+                           .rank = low_rank().shape(args.layer).width,
                            .dtype = args.query.dtype});
     device_.record(asked_);
   }
@@ -166,10 +169,10 @@ void DeviceSelector::start_choice(const ChooseArgs& args) {
   device_.copy_out(answer_, device_answer_.data(),
                    batch * queries_ * (k_ + 1) * int64_t{sizeof(int32_t)});
   device_.record(answered_);
+  return Status::ok();
 }
 
 void DeviceSelector::score(const ChooseArgs& args) {
-  const Layer& layer = this->layer(args.layer);
   const int64_t batch = sequences();
   const int64_t chunks = chunks_of(group_tokens_, args.groups);
   const bool is_int8 = options().summary_dtype == DType::kInt8;
@@ -189,7 +192,7 @@ void DeviceSelector::score(const ChooseArgs& args) {
     std::copy(candidates.excluded.begin(), candidates.excluded.end(),
               excluded.begin() + sequence * room_.sinks);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const Summary::Chunk& source = layer.summaries[sequence].chunk(chunk);
+      const Summary::Chunk& source = summary(args.layer, sequence).chunk(chunk);
       rows.push_back(source.rows.data());
       if (is_int8) scales.push_back(source.token_scale.data());
     }
@@ -206,8 +209,8 @@ void DeviceSelector::score(const ChooseArgs& args) {
   select.summary = {.chunks = tables.add(rows),
                     .scales = is_int8 ? tables.add(scales) : nullptr,
                     .chunks_max = chunks,
-                    .chunk_tokens = chunk_tokens(group_tokens_),
-                    .rank = layer.rank,
+                    .chunk_tokens = chunk_rows(group_tokens_, 1),
+                    .rank = low_rank().shape(args.layer).width,
                     .dtype = options().summary_dtype};
   select.query = reinterpret_cast<const float*>(projected_.data());
   select.first_tokens = tables.add(first_tokens);

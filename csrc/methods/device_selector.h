@@ -7,18 +7,19 @@
 
 #include "device/device.h"
 #include "device/table_ring.h"
-#include "methods/low_rank_selector.h"
+#include "methods/low_rank_rows.h"
+#include "methods/row_selector.h"
 
 namespace kvswap {
 
-/// LowRankSelector on a device: summaries live there, and all sequences of a batch are scored and
+/// Low-rank rows on a device: summaries live there, and all sequences of a batch are scored and
 /// chosen by one kernel beside what the caller's stream does; the ids come back in one small copy.
 ///
 /// Keys and queries are the device's. reserve() comes before what it must hold, with nothing under
 /// way. One choice is under way at a time.
-class DeviceSelector final : public LowRankSelector {
+class DeviceSelector final : public RowSelector {
  public:
-  DeviceSelector(Device& device, const LowRankOptions& options);
+  DeviceSelector(Device& device, const MethodOptions& options);
 
   using Room = SelectionRoom;
   /// Bytes of the answer: pinned host memory, and as much on the device.
@@ -33,15 +34,18 @@ class DeviceSelector final : public LowRankSelector {
   Status reserve(const SelectionPlace& place) override;
 
   void choose(const ChooseArgs& args) override;
-  void start_choice(const ChooseArgs& args) override;
+  Status start_choice(const ChooseArgs& args) override;
   Status finish_choice() override;
   bool is_choosing() const override { return target_ != nullptr; }
   double wait_seconds() const override { return wait_seconds_; }
 
  protected:
-  void project(std::span<const ProjectKeysArgs> pieces) override;
+  void write(int64_t layer, std::span<const RowPiece> pieces) override;
 
  private:
+  DeviceSelector(Device& device, const MethodOptions& options,
+                 const std::shared_ptr<SummaryMemory>& memory);
+  const LowRankRows& low_rank() const { return static_cast<const LowRankRows&>(rows()); }
   void score(const ChooseArgs& args);
 
   Device& device_;

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/low_rank_score.h"
-#include "methods/low_rank_selector.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 namespace {
@@ -73,7 +73,7 @@ struct MassScorer::Pieces {
 
 MassScorer::Pieces MassScorer::pieces_of(int64_t heads, int64_t groups, int64_t group_tokens) {
   Pieces pieces;
-  pieces.groups = LowRankSelector::chunk_tokens(group_tokens) / group_tokens;
+  pieces.groups = chunk_rows(group_tokens, 1) / group_tokens;
   pieces.count = (groups + pieces.groups - 1) / pieces.groups;
   pieces.weights = heads * groups;
   return pieces;

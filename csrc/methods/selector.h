@@ -23,6 +23,15 @@ struct KeyView {
   DType dtype = DType::kFloat32;
 };
 
+/// Tokens that join a sequence's summary.
+struct SealedKeys {
+  int64_t layer = 0;
+  int64_t sequence = 0;
+  KeyView keys;
+  int64_t tokens = 0;
+  const TokenValidity* valid = nullptr;  // of the sequence's columns; null: all count
+};
+
 /// Queries of a layer: [batch, heads, queries, head_dim], head_dim contiguous.
 struct QueryView {
   const void* data = nullptr;
@@ -32,6 +41,12 @@ struct QueryView {
   int64_t heads = 0;  // all heads, or kv_heads: already summed over each GQA group
   int64_t queries = 0;
   DType dtype = DType::kFloat32;
+
+  /// The first number of one row of head_dim.
+  const void* at(int64_t sequence, int64_t head, int64_t query) const {
+    const int64_t element = sequence * batch_stride + head * head_stride + query * query_stride;
+    return static_cast<const std::byte*>(data) + element * dtype_bytes(dtype);
+  }
 };
 
 /// What a group is worth.
@@ -91,14 +106,26 @@ class Selector {
   /// Comes before what it must hold, with nothing under way; nothing to do on the host.
   virtual Status reserve(const SelectionPlace&) { return Status::ok(); }
 
+  /// Can the layer choose? What it lacks is a pair of projections.
+  virtual bool is_ready(int64_t layer) const = 0;
+  /// Both [kv_heads * head_dim, rank], copied. Only while the layer has no rows.
+  virtual Status set_projection(int64_t layer, int64_t rank, const float* keys,
+                                const float* queries) = 0;
+  /// Forgets the projections and the summaries made with them.
+  virtual void drop_projection(int64_t layer) = 0;
+  virtual int64_t projection_bytes() const = 0;
+
   /// Bytes that append() of `tokens` to every sequence would allocate.
   virtual int64_t bytes_to_append(int64_t layer, int64_t tokens) const = 0;
-  /// The next `tokens` sealed tokens of a sequence, whole groups.
-  virtual Status append(int64_t layer, int64_t sequence, const KeyView& keys, int64_t tokens) = 0;
+  /// The next sealed tokens of a sequence, whole groups.
+  virtual Status append(const SealedKeys& sealed) = 0;
   virtual void choose(const ChooseArgs& args) = 0;
   /// choose() in two halves, for a selector that computes beside its caller: between them nothing
   /// else may be called, args.chosen stays where it is, and the candidates may change.
-  virtual void start_choice(const ChooseArgs& args) { choose(args); }
+  virtual Status start_choice(const ChooseArgs& args) {
+    choose(args);
+    return Status::ok();
+  }
   virtual Status finish_choice() { return Status::ok(); }
   /// Is a choice still being computed? finish_choice() would wait for it.
   virtual bool is_choosing() const { return false; }

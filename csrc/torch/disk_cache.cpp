@@ -83,7 +83,9 @@ at::Tensor DiskCache::any_query(int64_t tokens) const {
 
 bool DiskCache::will_choose(int64_t layer, int64_t tokens) const {
   const Settings& settings = options_.settings;
-  if (is_calibrated_ || is_estimated_.at(layer) || tokens <= settings.select_queries_max) {
+  // Rows that have no projection have no rank either.
+  const bool is_ready = is_calibrated_ || options_.ranks.empty() || is_estimated_.at(layer);
+  if (is_ready || tokens <= settings.select_queries_max) {
     return false;
   }
   const int64_t columns = session_->columns(layer) + tokens - settings.tail_tokens;

@@ -75,6 +75,12 @@ def generate(
         Path | None,
         typer.Option(help="What the tuner wrote, or SwapConfig.save().", metavar="config.json"),
     ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="What groups are scored by, in the config's place: low_rank, or box (Quest)."
+        ),
+    ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(help="Most memory the KV cache may take.", metavar="512MiB"),
@@ -131,6 +137,7 @@ def generate(
             document=document,
             questions=tuple(question),
             config=config,
+            rows=rows,
             kv_memory=kv_memory,
             path=path,
             compare=compare,

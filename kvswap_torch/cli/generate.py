@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class GenerateOptions:
     document: Path
     questions: tuple[str, ...]
     config: Path | None = None
+    rows: str | None = None
     kv_memory: str | None = None
     path: Path = Path(".")
     compare: bool = False
@@ -64,7 +66,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     distributed = distributed_config(options.tensor_parallel, options.pipeline)
     console = quiet_console(console)
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
-    config = _load_config(options.config)
+    config = _load_config(options.config, options.rows)
     _check_outputs(options)
     material = _load(options, distributed, console)
     context = _context(options, material)
@@ -187,10 +189,11 @@ def _scales_positions(config: Any) -> bool:
     return any(part.get("rope_type", "default") != "default" for part in kinds)
 
 
-def _load_config(path: Path | None) -> Any:
+def _load_config(path: Path | None, rows: str | None) -> Any:
     from kvswap_torch.config import SwapConfig
 
-    return None if path is None else SwapConfig.load(path)
+    config = None if path is None else SwapConfig.load(path)
+    return config if rows is None else dataclasses.replace(config or SwapConfig(), rows=rows)
 
 
 def _check_outputs(options: GenerateOptions) -> None:

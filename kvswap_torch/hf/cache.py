@@ -114,7 +114,9 @@ class KVSwapCache(Cache):
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._passing: threading.Thread | None = None  # who runs a forward pass
         self._entering = threading.Lock()
-        score = (config or SwapConfig()).score
+        settings = config or SwapConfig()
+        # Only sums of products can do with summed queries.
+        score = settings.score if settings.takes_projections else settings.rows
         self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, score)
         with contextlib.ExitStack() as undo:
             self.driver = SessionDriver(

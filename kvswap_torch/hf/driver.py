@@ -190,8 +190,7 @@ class SessionDriver:
         )
 
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        """query: ``[batch, heads or kv_heads, queries, head_dim]``, a prediction; scale: what the
-        layer's attention will multiply products by."""
+        """query: ``[batch, heads or kv_heads, queries, dim]``, predicted; scale: of products."""
         self.session.look_ahead(layer, query.contiguous(), scale)
 
     def record_predict(self, layer: int, began_ns: int) -> None:
@@ -279,9 +278,9 @@ class SessionDriver:
         Asked before the chunk is appended: then nothing must be read back for its summary.
         """
         config = self.config
-        if self._projections is not None or layer in self._estimated:
+        if not config.takes_projections or self._projections is not None:
             return False
-        if tokens <= config.select_queries_max:
+        if layer in self._estimated or tokens <= config.select_queries_max:
             return False
         columns = self.columns(layer) + tokens - config.tail_tokens
         return columns // config.group_tokens > config.groups_max

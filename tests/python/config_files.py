@@ -30,6 +30,7 @@ GOOD: list[dict[str, Any]] = [
     {"projection_file": "deep/..er/p.safetensors", "projection_kind": "svd_keys"},
     {"model": {"layers": 5, "dtype": None, "model_type": "qwen3"}, "provenance": {"é": [1, None]}},
     {"merge_gap_bytes": 4096, "merge_bytes_max": 4096, "select_queries_max": 16},
+    {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,
         "table": [
@@ -56,6 +57,17 @@ BAD: list[tuple[str, str]] = [
     (_file(rnak=32, zeta=1, Alpha=2), "got Alpha, rnak, zeta"),
     (_file(source="x"), "got source"),
     *((_file(rank=rank), "rank: must be") for rank in (0, 65537, -1, "32", [], [8, 0], [True])),
+    *((_file(rows=rows), "rows: must be") for rows in ("pq", "", None, 1, ["box"])),
+    *(
+        (_file(rows="box", **{name: value}), f"{name}: must be left out where rows is box")
+        for name, value in (
+            ("rank", 16),
+            ("rank", [32, 32]),
+            ("score", "mass"),
+            ("projection_file", "p.safetensors"),
+            ("projection_kind", "svd_keys"),
+        )
+    ),
     *((_file(rank=rank), "rank: must be") for rank in (None, 8.0, [[8]], {"a": 1}, 10**30)),
     *((_file(group_tokens=value), "group_tokens: must be") for value in (0, 65, 4.0, True, None)),
     (_file(group_tokens=1e22), "got 1e+22"),

@@ -16,6 +16,7 @@ import torch
 
 from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.errors import ClosedError
+from kvswap_torch.methods import METHODS
 
 Options = make_dataclass(
     "Options",
@@ -130,7 +131,7 @@ class ReferenceSession:
         state = self._layers.get(layer)
         if state is None or query.shape[2] > self._options.select_queries_max:
             return
-        if self._must_choose(state) and layer not in self._projections:
+        if self._must_choose(state) and self._lacks_projection(layer):
             return
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale, state.columns)
@@ -159,7 +160,7 @@ class ReferenceSession:
 
     def needs_projection(self, layer: int) -> bool:
         state = self._layers.get(layer)
-        return state is not None and layer not in self._projections and self._must_choose(state)
+        return state is not None and self._lacks_projection(layer) and self._must_choose(state)
 
     def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._open()
@@ -246,7 +247,7 @@ class ReferenceSession:
             if len(candidates) <= self._options.groups_max:
                 chosen.append(candidates)
                 continue
-            if layer not in self._projections:
+            if self._lacks_projection(layer):
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
             if self._options.score == "sum":
                 scores = self._group_scores(layer, sequence, query[sequence])
@@ -258,18 +259,18 @@ class ReferenceSession:
         return chosen
 
     def _group_scores(self, layer: int, sequence: int, query: torch.Tensor) -> torch.Tensor:
-        """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]: max over valid
-        tokens of (K A_k) . sum over heads of A_q,g(h)^T q_h."""
-        state, options = self._layers[layer], self._options
-        key_projection, query_projection = self._projections[layer]
-        keys = state.keys[sequence, :, : state.sealed].float()
-        rows = keys.transpose(0, 1).flatten(1) @ key_projection  # [sealed, rank]
-        summed = query.float().unflatten(0, (options.kv_heads, -1)).sum(1)
-        projected = summed.transpose(0, 1).flatten(1) @ query_projection  # [queries, rank]
-        scores = (projected @ rows.T).masked_fill(
-            ~state.valid[sequence, : state.sealed], -torch.inf
+        """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
+        state = self._layers[layer]
+        return METHODS[self._options.rows].group_scores(
+            state.keys[sequence, :, : state.sealed],
+            state.valid[sequence, : state.sealed],
+            query,
+            self._options.group_tokens,
+            self._projections.get(layer),
         )
-        return scores.unflatten(1, (-1, options.group_tokens)).amax(2)
+
+    def _lacks_projection(self, layer: int) -> bool:
+        return METHODS[self._options.rows].takes_projections and layer not in self._projections
 
     def _group_masses(self, layer, sequence, query, scale: float, at: int) -> torch.Tensor:
         """query: [heads, queries, head_dim] -> [queries, groups]: each head's softmax over low-rank

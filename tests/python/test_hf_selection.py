@@ -70,6 +70,18 @@ def test_native_chooses_as_the_reference(family, look_ahead, tmp_path, monkeypat
 
 
 @needs_native
+@pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "true-query"])
+def test_rows_without_a_projection_choose_as_the_reference(look_ahead, tmp_path, monkeypatch):
+    model = tiny_model("qwen3")
+    config = dataclasses.replace(TIGHT, rows="box", rank=32, look_ahead=look_ahead)
+    logits, chosen, stats = conversation(model, tmp_path, config, "native", monkeypatch)
+    expected, expected_chosen, _ = conversation(model, tmp_path, config, "reference", monkeypatch)
+    assert chosen == expected_chosen
+    torch.testing.assert_close(logits, expected)
+    assert stats.bytes_read > 0 and 0 < stats.hit_rate < 1
+
+
+@needs_native
 @pytest.mark.parametrize(
     "settings",
     [

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from kvswap_torch import _C
+from kvswap_torch import _C, SwapConfig
 from kvswap_torch.errors import BudgetError, ClosedError, StorageError
+from kvswap_torch.methods import METHODS
 from tests.python.reference_session import Options, ReferenceSession
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
@@ -39,6 +40,8 @@ def options(directory, **changes) -> Options:
     )
     for name, value in changes.items():
         setattr(made, name, value)
+    if not METHODS[made.rows].takes_projections:
+        made.ranks = []
     return made
 
 
@@ -63,7 +66,7 @@ class Twins:
         self.options = made
         self.extends = seed % 2 == 1
         self.generator = torch.Generator().manual_seed(seed)
-        for layer in range(made.layers):
+        for layer in range(made.layers if METHODS[made.rows].takes_projections else 0):
             for session in self.sessions:
                 session.set_projection(layer, *projection(layer))
 
@@ -115,11 +118,36 @@ def test_decode_after_a_long_prompt(tmp_path, back_end):
     assert 0 < counters["groups_loaded"] < counters["groups_attended"]
 
 
+def test_every_method_is_a_setting() -> None:
+    schema = SwapConfig.__dataclass_fields__["rows"].metadata["schema"]
+    assert schema["enum"] == list(METHODS)
+    for name, method in METHODS.items():
+        assert SwapConfig(rows=name).takes_projections == method.takes_projections
+
+
+@pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize("back_end", BACK_ENDS, ids=lambda b: "-".join(map(str, b.values())))
+def test_every_method_chooses_as_its_reference(tmp_path, rows, back_end):
+    twins = Twins(options(tmp_path, rows=rows, **back_end), seed=1)
+    valid = torch.ones(2, 150, dtype=torch.bool)
+    valid[0, :37] = False
+    twins.forward(2, 150, valid=valid)
+    for tokens in (1, 3, 1, 40, 1, 2):
+        twins.forward(2, tokens)
+    twins.all("crop", 120)
+    twins.all("select_sequences", [1, 1, 0])
+    for _ in range(12):
+        twins.forward(3, 1)
+    assert twins.sessions[0].counters()["groups_loaded"] > 0
+
+
+@pytest.mark.parametrize("rows", METHODS)
 @pytest.mark.parametrize("seed", range(12))
-def test_random_operations(tmp_path, seed):
+def test_random_operations(tmp_path, seed, rows):
     rng = random.Random(seed)
     made = options(
         tmp_path,
+        rows=rows,
         group_tokens=rng.choice([1, 2, 3, 4, 7, 16]),
         groups_max=rng.choice([1, 3, 8]),
         tail_tokens=rng.choice([0, 3, 8, 32]),

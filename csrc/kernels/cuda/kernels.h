@@ -98,7 +98,7 @@ struct BatchSelectArgs {
   void* scratch = nullptr;
 };
 
-/// Score, ReduceMax and TopK: what a LowRankSelector's choose() does for one layer, without the
+/// Score, ReduceMax and TopK: what a RowSelector's choose() does for one layer, without the
 /// union over the queries of a sequence. Token scores never leave the multiprocessor.
 Status select_groups(const BatchSelectArgs& args, void* stream);
 int64_t select_groups_scratch_bytes(int64_t batch, int64_t queries, int64_t groups, int64_t k);

@@ -149,7 +149,7 @@ TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
   faults = {};
   faults.fail_read = 20;
   EXPECT_EQ(run.set_projection(1).code(), StatusCode::kStorage);
-  EXPECT_FALSE(run.engine().parts().selector->has_projection(1));
+  EXPECT_FALSE(run.engine().parts().selector->is_ready(1));
   faults = {};
   EXPECT_TRUE(run.engine().needs_projection(1));
   for (int step = 0; step < 10 && !testing::Test::HasFatalFailure(); ++step) run.forward(2, 2);

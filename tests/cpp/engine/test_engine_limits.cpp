@@ -104,7 +104,7 @@ TEST(Budget, AProjectionThatDoesNotFitLeavesTheLayerWithout) {
   const std::vector<float> numbers(64 * 16, 1.0f);
   EXPECT_EQ(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).code(),
             StatusCode::kBudget);
-  EXPECT_FALSE(run.engine().parts().selector->has_projection(0));
+  EXPECT_FALSE(run.engine().parts().selector->is_ready(0));
   EXPECT_EQ(run.engine().parts().ledger.used(Use::kProjections), 0);
   EXPECT_EQ(run.engine().parts().ledger.used(Use::kSummary), 0);
   ASSERT_TRUE(run.engine().crop(20).is_ok());

@@ -7,8 +7,8 @@
 #include <random>
 #include <thread>
 
-#include "methods/low_rank_selector.h"
 #include "methods/mass_scorer.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 namespace {
@@ -28,7 +28,7 @@ class Scored {
  public:
   explicit Scored(const Case& of)
       : case_(of),
-        summary_({of.rank, LowRankSelector::chunk_tokens(of.group_tokens), DType::kFloat32},
+        summary_({of.rank, chunk_rows(of.group_tokens, 1), DType::kFloat32},
                  make_host_summary_memory()) {
     const int64_t tokens = of.groups * of.group_tokens;
     rows_ = numbers(tokens * of.rank);

@@ -12,6 +12,7 @@
 
 #include "device/host_device.h"
 #include "methods/device_selector.h"
+#include "methods/make_selector.h"
 
 namespace kvswap {
 namespace {
@@ -42,7 +43,7 @@ using Place = std::optional<HostDeviceOptions>;
 /// A DeviceSelector with all it needs, on a device that is no device.
 class OnDevice {
  public:
-  OnDevice(const HostDeviceOptions& device, const LowRankOptions& options,
+  OnDevice(const HostDeviceOptions& device, const MethodOptions& options,
            const DeviceSelector::Room& room) {
     const DeviceKind kind = host_device(device);
     device_ = std::move(kind.make().value());
@@ -60,7 +61,7 @@ class OnDevice {
                                .answer = answer_.data()})
                     .is_ok());
   }
-  LowRankSelector& selector() { return *selector_; }
+  Selector& selector() { return *selector_; }
 
  private:
   std::vector<std::byte> tables_;
@@ -73,13 +74,13 @@ class OnDevice {
 class Selection {
  public:
   Selection(const Case& of, uint32_t seed, Place place) : case_(of), random_(seed) {
-    const LowRankOptions options = {.layers = 2,
-                                    .kv_heads = kKvHeads,
-                                    .head_dim = kDim,
-                                    .group_tokens = of.group_tokens,
-                                    .summary_dtype = of.summary_dtype};
+    const MethodOptions options = {.layers = 2,
+                                   .kv_heads = kKvHeads,
+                                   .head_dim = kDim,
+                                   .group_tokens = of.group_tokens,
+                                   .summary_dtype = of.summary_dtype};
     if (!place) {
-      host_ = std::make_unique<LowRankSelector>(options);
+      host_ = make_selector(options, nullptr);
       selector_ = host_.get();
     } else {
       device_ = std::make_unique<OnDevice>(*place, options,
@@ -161,7 +162,12 @@ class Selection {
     const int64_t piece = case_.piece_groups * case_.group_tokens;
     for (int64_t first = 0; first < tokens; first += piece) {
       const KeyView view = {keys_[b].data() + first * kDim, tokens * kDim, kDim};
-      EXPECT_TRUE(selector_->append(1, b, view, std::min(piece, tokens - first)).is_ok());
+      EXPECT_TRUE(selector_
+                      ->append({.layer = 1,
+                                .sequence = b,
+                                .keys = view,
+                                .tokens = std::min(piece, tokens - first)})
+                      .is_ok());
     }
     validity_.emplace_back();
     const int64_t padding = b + 1 == case_.batch ? case_.padding : 0;
@@ -206,9 +212,9 @@ class Selection {
 
   Case case_;
   std::mt19937 random_;
-  std::unique_ptr<LowRankSelector> host_;
+  std::unique_ptr<Selector> host_;
   std::unique_ptr<OnDevice> device_;
-  LowRankSelector* selector_ = nullptr;
+  Selector* selector_ = nullptr;
   std::vector<float> key_projection_;
   std::vector<float> query_projection_;
   std::vector<std::vector<float>> keys_;  // [batch][kv_heads, tokens, head_dim]
@@ -226,7 +232,7 @@ void expect_reference(const Case& of) {
   }
 }
 
-TEST(LowRankSelector, ChoosesAsTheReferenceForEveryGroupSize) {
+TEST(RowSelector, ChoosesAsTheReferenceForEveryGroupSize) {
   for (const int64_t group_tokens : {1, 2, 3, 4, 7, 12, 16, 33, 64}) {
     for (const int64_t groups : {1, 2, 30, 1100 / static_cast<int>(group_tokens) + 1}) {
       expect_reference({.group_tokens = group_tokens, .groups = groups});
@@ -234,7 +240,7 @@ TEST(LowRankSelector, ChoosesAsTheReferenceForEveryGroupSize) {
   }
 }
 
-TEST(LowRankSelector, ChoosesAsTheReferenceForEveryRankAndElementType) {
+TEST(RowSelector, ChoosesAsTheReferenceForEveryRankAndElementType) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8}) {
     for (const int64_t rank : {1, 2, 5, 8, 13, 16}) {
       expect_reference({.rank = rank, .summary_dtype = dtype});
@@ -242,7 +248,7 @@ TEST(LowRankSelector, ChoosesAsTheReferenceForEveryRankAndElementType) {
   }
 }
 
-TEST(LowRankSelector, QueriesPaddingSinksAndSmallBudgets) {
+TEST(RowSelector, QueriesPaddingSinksAndSmallBudgets) {
   expect_reference({.queries = 4, .k = 3});
   expect_reference({.batch = 3, .queries = 16, .k = 1});
   expect_reference({.padding = 61});
@@ -256,7 +262,7 @@ TEST(LowRankSelector, QueriesPaddingSinksAndSmallBudgets) {
   expect_reference({.query_heads = kKvHeads});
 }
 
-TEST(LowRankSelector, WaitsForAStreamThatIsFarBehind) {
+TEST(RowSelector, WaitsForAStreamThatIsFarBehind) {
   for (const Stream slow : {Stream::kCompute, Stream::kScore}) {
     Selection selection({}, 1, HostDeviceOptions{.slow = slow, .slow_us = 10000});
     EXPECT_EQ(selection.choose(), selection.expected());
@@ -264,7 +270,7 @@ TEST(LowRankSelector, WaitsForAStreamThatIsFarBehind) {
   }
 }
 
-TEST(LowRankSelector, PieceByPieceIsTheSameAsAtOnce) {
+TEST(RowSelector, PieceByPieceIsTheSameAsAtOnce) {
   for (const int64_t group_tokens : {3, 4, 64}) {
     for (const int64_t piece : {1, 2, 5, 17}) {
       expect_reference(
@@ -273,13 +279,15 @@ TEST(LowRankSelector, PieceByPieceIsTheSameAsAtOnce) {
   }
 }
 
-TEST(LowRankSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
+TEST(RowSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
   std::mt19937 random(3);
-  LowRankSelector selector({.layers = 1,
-                            .kv_heads = kKvHeads,
-                            .head_dim = kDim,
-                            .group_tokens = 4,
-                            .summary_dtype = DType::kFloat32});
+  const auto made = make_selector({.layers = 1,
+                                   .kv_heads = kKvHeads,
+                                   .head_dim = kDim,
+                                   .group_tokens = 4,
+                                   .summary_dtype = DType::kFloat32},
+                                  nullptr);
+  Selector& selector = *made;
   EXPECT_EQ(selector.bytes_to_append(0, 100), 0) << "without a projection";
   const std::vector<float> ones(kWidth * 5, 1.0f);
   ASSERT_TRUE(selector.set_projection(0, 5, ones.data(), ones.data()).is_ok());
@@ -291,7 +299,12 @@ TEST(LowRankSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
     const int64_t expected = selector.bytes_to_append(0, tokens);
     const std::vector<float> keys(kWidth * tokens, 1.0f);
     for (int64_t b = 0; b < batch; ++b) {
-      ASSERT_TRUE(selector.append(0, b, {keys.data(), tokens * kDim, kDim}, tokens).is_ok());
+      ASSERT_TRUE(selector
+                      .append({.layer = 0,
+                               .sequence = b,
+                               .keys = {keys.data(), tokens * kDim, kDim},
+                               .tokens = tokens})
+                      .is_ok());
     }
     ASSERT_EQ(selector.resident_bytes() - before, expected);
     if (random() % 2) {
@@ -305,12 +318,12 @@ TEST(LowRankSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
   selector.drop_projection(0);
   EXPECT_EQ(selector.resident_bytes(), 0);
   EXPECT_EQ(selector.projection_bytes(), 0);
-  EXPECT_FALSE(selector.has_projection(0));
+  EXPECT_FALSE(selector.is_ready(0));
 }
 
-TEST(LowRankSelector, ChunksHoldWholeGroupsAndWholeBlocks) {
+TEST(RowSelector, ChunksHoldWholeGroupsAndWholeBlocks) {
   for (int64_t group_tokens = 1; group_tokens <= 64; ++group_tokens) {
-    const int64_t tokens = LowRankSelector::chunk_tokens(group_tokens);
+    const int64_t tokens = chunk_rows(group_tokens, 1);
     EXPECT_EQ(tokens % group_tokens, 0);
     EXPECT_EQ(tokens % 16, 0);
     EXPECT_LE(tokens, 1024);

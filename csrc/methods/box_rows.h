@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "methods/rows.h"
+
+namespace kvswap {
+
+/// Quest's rows (3.2): the box around a group's keys, of each channel the least and the largest
+/// value, here as middle and half width: a row is [middles, half widths], 2 * kv_heads * head_dim
+/// numbers a group. Asked with [sum of the heads' q, sum of their |q|], the inner product is the
+/// sum over heads of the largest product that a key in the box can have.
+///
+/// Half widths are rounded up, so that the score is a bound at any precision of the summary.
+/// Padding is left out. Needs no projection and no calibration. Not for small groups: a row is as
+/// large as the keys of two tokens.
+class BoxRows final : public Rows {
+ public:
+  explicit BoxRows(const MethodOptions& options) : options_(options) {}
+  static RowShape shape_of(const MethodOptions& options, int64_t) {
+    return {.width = 2 * options.kv_heads * options.head_dim,
+            .tokens_per_row = options.group_tokens};
+  }
+  static std::unique_ptr<Rows> make(const MethodOptions& options,
+                                    const std::shared_ptr<class SummaryMemory>&) {
+    return std::make_unique<BoxRows>(options);
+  }
+
+  RowShape shape(int64_t layer) const override { return shape_of(options_, layer); }
+  void write(int64_t layer, const RowPiece& piece) const override;
+  void ask(int64_t layer, const QueryView& query, int64_t batch, float* asked) const override;
+
+ private:
+  MethodOptions options_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "methods/rows.h"
+#include "methods/summary_memory.h"
+
+namespace kvswap {
+
+/// KVSwap's rows (3.2, 3.3): K A_k of each token, all heads together; asked with the sum of the
+/// heads' A_q^T q. Any linear map of keys and queries is of this kind.
+///
+/// A layer is ready once it has its pair of projections; the paper's method is the case where both
+/// are the same.
+class LowRankRows final : public Rows {
+ public:
+  /// memory: where the projections live, beside the rows.
+  LowRankRows(const MethodOptions& options, std::shared_ptr<SummaryMemory> memory)
+      : options_(options), memory_(std::move(memory)), layers_(options.layers) {}
+  static RowShape shape_of(const MethodOptions& options, int64_t layer) {
+    return {.width = options.ranks.at(layer), .tokens_per_row = 1};
+  }
+  static std::unique_ptr<Rows> make(const MethodOptions& options,
+                                    const std::shared_ptr<SummaryMemory>& memory) {
+    return std::make_unique<LowRankRows>(options, memory);
+  }
+
+  RowShape shape(int64_t layer) const override { return {layers_[layer].rank, 1}; }
+  bool is_ready(int64_t layer) const override { return layers_[layer].rank > 0; }
+  void write(int64_t layer, const RowPiece& piece) const override;
+  void ask(int64_t layer, const QueryView& query, int64_t batch, float* asked) const override;
+  void ask_each_head(int64_t layer, const QueryView& query, int64_t batch, float scale,
+                     float* asked) const override;
+
+  /// Both [kv_heads * head_dim, rank], copied.
+  Status set_projection(int64_t layer, int64_t rank, const float* keys,
+                        const float* queries) override;
+  void drop_projection(int64_t layer) override { layers_.at(layer) = {}; }
+  int64_t projection_bytes() const override;
+
+  const float* key_projection(int64_t layer) const {
+    return reinterpret_cast<const float*>(layers_[layer].projections.get());
+  }
+  const float* query_projection(int64_t layer) const {
+    return key_projection(layer) + options_.kv_heads * options_.head_dim * layers_[layer].rank;
+  }
+
+ private:
+  struct Layer {
+    int64_t rank = 0;
+    std::shared_ptr<std::byte> projections;  // both, [kv_heads * head_dim, rank] each
+  };
+
+  MethodOptions options_;
+  std::shared_ptr<SummaryMemory> memory_;
+  std::vector<Layer> layers_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,23 @@
+#include "methods/make_selector.h"
+
+#include "methods/device_selector.h"
+#include "methods/hosted_selector.h"
+#include "methods/row_selector.h"
+
+namespace kvswap {
+
+std::unique_ptr<Selector> make_selector(const MethodOptions& options, Device* device) {
+  const RowsKind* kind = RowsKind::find(options.rows);
+  KVSWAP_ASSERT(kind != nullptr);
+  if (device != nullptr && kind->has_device_kernels) {
+    return std::make_unique<DeviceSelector>(*device, options);
+  }
+  auto memory = make_host_summary_memory();
+  auto rows = kind->make(options, memory);
+  if (device != nullptr) {
+    return std::make_unique<HostedSelector>(*device, options, std::move(rows), memory);
+  }
+  return std::make_unique<RowSelector>(options, std::move(rows), memory);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/status.h"
+#include "kernels/types.h"
+#include "methods/selector.h"
+
+namespace kvswap {
+
+/// What a method is made for: the model, and the settings of its parts.
+struct MethodOptions {
+  std::string rows = "low_rank";  // of RowsKind::all()
+  int64_t layers = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t group_tokens = 0;
+  std::vector<int64_t> ranks = {};  // [layers]: low_rank only, else empty
+  DType summary_dtype = DType::kFloat32;
+  Score score = Score::kSum;              // low_rank only, else kSum
+  const ParallelFor* parallel = nullptr;  // null: serial
+};
+
+/// The size of a layer's rows.
+struct RowShape {
+  int64_t width = 0;           // numbers a row
+  int64_t tokens_per_row = 1;  // 1, or group_tokens
+};
+
+/// Sealed tokens that become rows of one chunk of a summary.
+struct RowPiece {
+  KeyView keys;        // of the piece's first token
+  int64_t tokens = 0;  // whole groups where a row stands for a group
+  const TokenValidity* valid = nullptr;
+  int64_t first_token = 0;     // its column, for `valid`
+  std::byte* rows = nullptr;   // [blocks, width, 16] of the summary's dtype
+  float* row_scale = nullptr;  // [blocks, 16]: int8 only
+  int64_t first_row = 0;
+};
+
+/// What stays in memory of sealed tokens, and what a query becomes to score it: a row's score is
+/// its inner product with the asked vector, so that one kernel scores the rows of every method.
+///
+/// Only computes, but for what it needs beside the rows (projections). RowSelector stores the rows,
+/// shares them between sequences, crops and counts them. Not thread-safe, but for write().
+class Rows {
+ public:
+  virtual ~Rows() = default;
+  virtual RowShape shape(int64_t layer) const = 0;
+  /// Can rows of this layer be made, and be asked?
+  virtual bool is_ready(int64_t) const { return true; }
+  virtual void write(int64_t layer, const RowPiece& piece) const = 0;
+  /// asked: [batch, queries, width], batch of `query` rows of head_dim each.
+  virtual void ask(int64_t layer, const QueryView& query, int64_t batch, float* asked) const = 0;
+  /// The same for each head apart, times `scale`: [batch, queries, heads, width]. Only where
+  /// RowsKind::scores_by_mass.
+  virtual void ask_each_head(int64_t layer, const QueryView& query, int64_t batch, float scale,
+                             float* asked) const;
+
+  /// Only where RowsKind::takes_projections; others refuse.
+  virtual Status set_projection(int64_t layer, int64_t rank, const float* keys,
+                                const float* queries);
+  virtual void drop_projection(int64_t) {}
+  /// Bytes of what is kept beside the rows, in the summaries' memory.
+  virtual int64_t projection_bytes() const { return 0; }
+};
+
+/// One choice of Rows: a line in rows_kind.cpp.
+struct RowsKind {
+  const char* name;
+  const char* source;  // the paper
+  bool takes_projections;
+  bool scores_by_mass;
+  bool needs_all_heads;     // the query's heads must not be summed
+  bool has_device_kernels;  // else a selector on the host makes and scores them
+  RowShape (*shape)(const MethodOptions& options, int64_t layer);
+  std::unique_ptr<Rows> (*make)(const MethodOptions& options,
+                                const std::shared_ptr<class SummaryMemory>& memory);
+
+  static std::span<const RowsKind> all();
+  /// Null where there is none of that name.
+  static const RowsKind* find(const std::string& name);
+  /// "low_rank, box"
+  static std::string names();
+};
+
+/// Is there such a kind, and does it know these settings? What it does not is refused by name.
+Status check_method(const MethodOptions& options);
+
+/// Rows of a full chunk: whole blocks of 16 and whole groups, of at most 1024 tokens where a row is
+/// one token.
+int64_t chunk_rows(int64_t group_tokens, int64_t tokens_per_row);
+
+}  // namespace kvswap

@@ -1,0 +1,85 @@
+// The registry: every choice of Rows has its line here.
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "kernels/low_rank_score.h"
+#include "methods/box_rows.h"
+#include "methods/low_rank_rows.h"
+#include "methods/rows.h"
+
+namespace kvswap {
+namespace {
+
+constexpr std::array kKinds = {
+    RowsKind{.name = "low_rank",
+             .source = "KVSwap 3.2, 3.3",
+             .takes_projections = true,
+             .scores_by_mass = true,
+             .needs_all_heads = false,
+             .has_device_kernels = true,
+             .shape = LowRankRows::shape_of,
+             .make = LowRankRows::make},
+    RowsKind{.name = "box",
+             .source = "Quest 3.2",
+             .takes_projections = false,
+             .scores_by_mass = false,
+             .needs_all_heads = true,
+             .has_device_kernels = false,
+             .shape = BoxRows::shape_of,
+             .make = BoxRows::make},
+};
+
+constexpr int64_t kChunkTokensMax = 1024;
+constexpr int64_t kChunkRowsOfGroups = 256;
+
+}  // namespace
+
+std::span<const RowsKind> RowsKind::all() { return kKinds; }
+
+const RowsKind* RowsKind::find(const std::string& name) {
+  const auto found = std::find_if(kKinds.begin(), kKinds.end(),
+                                  [&](const RowsKind& kind) { return name == kind.name; });
+  return found == kKinds.end() ? nullptr : &*found;
+}
+
+std::string RowsKind::names() {
+  std::string names;
+  for (const RowsKind& kind : kKinds) names += (names.empty() ? "" : ", ") + std::string(kind.name);
+  return names;
+}
+
+Status check_method(const MethodOptions& options) {
+  const RowsKind* kind = RowsKind::find(options.rows);
+  if (kind == nullptr) {
+    return Status::invalid("session: rows must be one of " + RowsKind::names() + ", got '" +
+                           options.rows + "'");
+  }
+  if (!kind->takes_projections && !options.ranks.empty()) {
+    return Status::invalid("session: ranks must be left out with rows=" + options.rows +
+                           ", which have no rank; got " + std::to_string(options.ranks.size()));
+  }
+  if (!kind->scores_by_mass && options.score != Score::kSum) {
+    return Status::invalid("session: score must be sum with rows=" + options.rows +
+                           ", whose scores are bounds of products; got mass or max_mass");
+  }
+  return Status::ok();
+}
+
+int64_t chunk_rows(int64_t group_tokens, int64_t tokens_per_row) {
+  if (tokens_per_row > 1) return kChunkRowsOfGroups;
+  const int64_t unit = std::lcm(kSummaryBlock, group_tokens);
+  return std::max(unit, kChunkTokensMax / unit * unit);
+}
+
+void Rows::ask_each_head(int64_t, const QueryView&, int64_t, float, float*) const {
+  KVSWAP_ASSERT(false);
+}
+
+Status Rows::set_projection(int64_t layer, int64_t, const float*, const float*) {
+  return Status::invalid("set_projection: layer " + std::to_string(layer) +
+                         " must have rows that take projections (rows=low_rank), and has others");
+}
+
+}  // namespace kvswap
