@@ -8,7 +8,8 @@ processes talk by gloo over the loopback of a network namespace of their own, so
 counters hold their bytes and nobody else's; where a namespace cannot be had, bytes are not told.
 ``--delay-ms`` delays each packet there, as a network does, where the kernel has netem. Both
 processes share this machine's cores and each uses one thread, as does the single process: what is
-measured is what sharing costs, not what two machines gain.
+measured is what sharing costs, not what two machines gain. With ``--covering`` the budget covers
+the context, and tokens must equal one process's; otherwise each chooses for its own part.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def loopback_bytes() -> int:
     return 0
 
 
-def work(tensor: int, pipeline: int, tokens: int, new_tokens: int, folder: Path) -> None:
+def work(
+    tensor: int, pipeline: int, tokens: int, new_tokens: int, covering: bool, folder: Path
+) -> None:
     """One process's part; the first one writes what it measured."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.distributed import DistributedConfig
@@ -65,6 +68,9 @@ def work(tensor: int, pipeline: int, tokens: int, new_tokens: int, folder: Path)
     text, questions = make_document(load_source(SOURCES[0]), 1, tokens, count)
     ids = tokenizer(text + f"\nQuestion: {questions[0].text}\nAnswer:", return_tensors="pt")
     config = SwapConfig.load(MODEL / "kvswap.json")
+    if covering:
+        groups = tokens // 4 + 100
+        config = SwapConfig(group_tokens=4, groups_max=groups, pages_max=groups)
     with KVSwapCache(model, path=folder, config=config) as cache, torch.inference_mode():
         marks = [(time.perf_counter(), loopback_bytes())]
         for piece in ids["input_ids"][:, :-1].split(4096, 1):
@@ -88,17 +94,20 @@ def work(tensor: int, pipeline: int, tokens: int, new_tokens: int, folder: Path)
         "decode_tokens_per_second": new_tokens / (done - read),
         "prefill_bytes_sent": sent_reading - sent,
         "bytes_sent_per_token": (sent_all - sent_reading) / new_tokens,
+        "ids": out[0, ids["input_ids"].shape[1] :].tolist(),
         "is_right": questions[0].answer in answer,
     }
     (folder / "told.json").write_text(json.dumps(told))
 
 
-def run(layout: tuple[int, int], tokens: int, new_tokens: int, delay_ms: float) -> dict[str, Any]:
+def run(
+    layout: tuple[int, int], tokens: int, new_tokens: int, covering: bool, delay_ms: float
+) -> dict[str, Any]:
     tensor, pipeline = layout
     with tempfile.TemporaryDirectory(dir="build") as folder:
         code = (
             "from pathlib import Path; from bench.parallel import work; "
-            f"work({tensor}, {pipeline}, {tokens}, {new_tokens}, Path({folder!r}))"
+            f"work({tensor}, {pipeline}, {tokens}, {new_tokens}, {covering}, Path({folder!r}))"
         )
         size = tensor * pipeline
         worker = Path(folder) / "worker.py"
@@ -135,6 +144,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="length of the document")] = 16_384,
     new_tokens: Annotated[int, typer.Option(help="tokens generated")] = 64,
     rounds: Annotated[int, typer.Option(help="runs of each, in turn")] = 3,
+    covering: Annotated[bool, typer.Option(help="attend everything: tokens equal")] = False,
     delay_ms: Annotated[float, typer.Option(help="delay of each packet, by netem")] = 0,
     out: Annotated[str, typer.Option(help="name of the result; empty: none")] = "",
 ) -> None:
@@ -142,13 +152,25 @@ def main(
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
     for _ in track(range(rounds), description="rounds", console=console):
         for name, layout in LAYOUTS.items():
-            taken[name].append(run(layout, tokens, new_tokens, delay_ms))
-    medians = {
-        name: {key: statistics.median(one[key] for one in runs) for key in runs[0]}
-        for name, runs in taken.items()
-    }
+            taken[name].append(run(layout, tokens, new_tokens, covering, delay_ms))
+    alone = taken["one process"][0]["ids"]
+    medians: dict[str, dict[str, Any]] = {}
+    for name, runs in taken.items():
+        same = [one.pop("ids") == alone for one in runs]
+        medians[name] = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+        medians[name] |= {"is_right": all(one["is_right"] for one in runs), "is_same": all(same)}
+    if covering and not all(row["is_same"] for row in medians.values()):
+        raise SystemExit(f"bench.parallel: tokens must equal one process's, got {medians}")
     table = Table(title=f"{tokens:,} tokens, medians of {rounds}")
-    for heading in ("", "prefill s", "tokens/s", "MB sent in prefill", "KB sent a token", "right"):
+    for heading in (
+        "",
+        "prefill s",
+        "tokens/s",
+        "MB sent in prefill",
+        "KB sent a token",
+        "right",
+        "same",
+    ):
         table.add_column(heading)
     for name, row in medians.items():
         table.add_row(
@@ -157,7 +179,8 @@ def main(
             f"{row['decode_tokens_per_second']:.1f}",
             f"{row['prefill_bytes_sent'] / 1e6:.1f}" if can_isolate() else "-",
             f"{row['bytes_sent_per_token'] / 1e3:.1f}" if can_isolate() else "-",
-            str(bool(row["is_right"])),
+            str(row["is_right"]),
+            str(row["is_same"]),
         )
     console.print(table)
     if out:
