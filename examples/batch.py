@@ -109,7 +109,6 @@ def answer_all(task: Task, documents: Sequence[str], out: Path) -> Iterator[dict
     if not documents:
         return
     answer = Answerer(task)
-    _drop_half_line(out)
     with out.open("a", encoding="utf-8") as file:
         for document in documents:
             told = answer(document)
@@ -118,10 +117,16 @@ def answer_all(task: Task, documents: Sequence[str], out: Path) -> Iterator[dict
             yield told
 
 
-def _drop_half_line(out: Path) -> None:
-    """Takes out what a run that was killed had written of its last line."""
-    if out.is_file():
-        os.truncate(out, out.read_bytes().rfind(b"\n") + 1)
+def drop_half_lines(out: Path, rank: int, size: int) -> None:
+    """Takes out what a run that was killed had written of its last lines.
+
+    Each process does it for its own file and, so that each is done once, for some of those that an
+    earlier run had more of.
+    """
+    for file in out.parent.glob(f"{out.name}.*"):
+        number = file.suffix[1:]
+        if number.isdecimal() and int(number) % size == rank:
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
 
 def share(documents: Sequence[str]) -> tuple[int, list[str]]:
@@ -146,6 +151,7 @@ def main(
 ) -> None:
     task = Task(model, question, path, kv_memory, max_new_tokens)
     rank, mine = share(documents)
+    drop_half_lines(out, rank, int(os.environ.get("WORLD_SIZE", "1")))
     done = answered(out, question)  # by whichever process; shares are of all documents alike
     mine = [document for document in mine if document not in done]
     file = out.with_name(f"{out.name}.{rank}")
