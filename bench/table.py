@@ -132,7 +132,7 @@ def quality_table() -> Iterator[str]:
     """The longest documents; the rest stands in the results."""
     yield "| tokens | method | KV memory | read per token | needles | all tasks | loss |"
     yield "|---|---|---|---|---|---|---|"
-    for result in load("quality/*.json"):
+    for result in load("quality/reference_model.json"):
         for length in sorted(result["lengths"], key=int)[-SHOWN:]:
             part, tokens = result["lengths"][length], f"{int(length):,}"
             for name in (name for name in CORE if name in part["methods"]):
@@ -169,7 +169,7 @@ def quality_tasks_table() -> Iterator[str]:
     """Exact answers of each task, with the full cache and with kvswap, and their difference."""
     yield "| tokens | task | answers | full cache | kvswap | difference |"
     yield "|---|---|---|---|---|---|"
-    for result in load("quality/*.json"):
+    for result in load("quality/reference_model.json"):
         for length, part in result["lengths"].items():
             tokens, methods = f"{int(length):,}", part["methods"]
             for task in part["able"] if "kvswap" in methods else ():

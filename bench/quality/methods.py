@@ -209,7 +209,7 @@ class Resolver:
             ranks,
             config.summary_dtype,
             true_query,
-            settings.get("score", "sum"),
+            settings.get("score", config.score),
             _layers(settings.get("exact", "")),
             config.projection_kind,
         )
