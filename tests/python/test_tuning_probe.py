@@ -223,7 +223,9 @@ def test_a_disk_that_fills_up_meanwhile_is_measured_on_what_was_written(
 
 def test_ctrl_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys; from kvswap_torch.tuning.probe import probe_disk\n"
+        "import signal, sys; from kvswap_torch.tuning.probe import probe_disk\n"
+        # A test run in the background hands on that the signal is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n"
         "    probe_disk(sys.argv[1], progress=lambda what, *_: print(what, flush=True))\n"
         "except KeyboardInterrupt:\n"
