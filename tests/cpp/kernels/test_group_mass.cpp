@@ -20,8 +20,8 @@ struct Case {
   bool has_kept = true;
 };
 
-struct Run {
-  explicit Run(const Case& of)
+struct Scored {
+  explicit Scored(const Case& of)
       : shape(of),
         logits(random_elements<float>(of.heads * of.tokens, 1)),
         kept(random_elements<float>(of.heads, 2)),
@@ -70,7 +70,7 @@ struct Run {
 
 class GroupMass : public KernelTest {};
 
-void expect_matches_reference(Run run) {
+void expect_matches_reference(Scored run) {
   const std::vector<double> expected = run.expected();
   const std::vector<float>& scores = run.mass();
   for (size_t g = 0; g < scores.size(); ++g) {
@@ -88,17 +88,17 @@ TEST_P(GroupMass, MatchesReference) {
     for (const int64_t group_tokens : {1, 2, 3, 4, 8, 16, 31, 32, 64}) {
       for (const int64_t tokens : {0, 1, 63, 64, 1000}) {
         expect_matches_reference(
-            Run({.tokens = tokens, .group_tokens = group_tokens, .join = join}));
+            Scored({.tokens = tokens, .group_tokens = group_tokens, .join = join}));
       }
     }
-    expect_matches_reference(Run({.heads = 33, .tokens = 300, .spread = 20, .join = join}));
-    expect_matches_reference(Run({.heads = 1, .join = join, .has_kept = false}));
-    expect_matches_reference(Run({.heads = 0, .join = join}));
+    expect_matches_reference(Scored({.heads = 33, .tokens = 300, .spread = 20, .join = join}));
+    expect_matches_reference(Scored({.heads = 1, .join = join, .has_kept = false}));
+    expect_matches_reference(Scored({.heads = 0, .join = join}));
   }
 }
 
 TEST_P(GroupMass, WhatDoesNotCountIsNeverChosen) {
-  Run run({.tokens = 40, .group_tokens = 4});
+  Scored run({.tokens = 40, .group_tokens = 4});
   for (int64_t t = 4; t < 8; ++t) {
     for (int64_t h = 0; h < 3; ++h) run.logits[h * 40 + t] = t % 2 ? kNan : kNever;
   }
@@ -111,7 +111,7 @@ TEST_P(GroupMass, WhatDoesNotCountIsNeverChosen) {
 }
 
 TEST_P(GroupMass, TokensFarBelowTheLargestStillCount) {
-  Run run({.heads = 2, .tokens = 64, .group_tokens = 4});
+  Scored run({.heads = 2, .tokens = 64, .group_tokens = 4});
   std::fill(run.logits.begin(), run.logits.end(), -3e38f);
   run.logits[20] = 3e38f;
   run.logits[64 + 30] = kInfinity;
@@ -123,7 +123,7 @@ TEST_P(GroupMass, TokensFarBelowTheLargestStillCount) {
 }
 
 TEST_P(GroupMass, WhatIsKeptTakesItsShare) {
-  Run run({.heads = 2, .tokens = 16, .group_tokens = 16});
+  Scored run({.heads = 2, .tokens = 16, .group_tokens = 16});
   std::fill(run.logits.begin(), run.logits.end(), 0.0f);
   run.kept = {std::log(48.0f), kNever};  // three times the candidates; nothing
   EXPECT_NEAR(run.mass()[0], 0.25 + 1, 1e-6);
@@ -132,7 +132,7 @@ TEST_P(GroupMass, WhatIsKeptTakesItsShare) {
 }
 
 TEST_P(GroupMass, PiecesAreTheWhole) {
-  Run run({.heads = 2, .tokens = 48, .group_tokens = 4, .spread = 30});
+  Scored run({.heads = 2, .tokens = 48, .group_tokens = 4, .spread = 30});
   const std::vector<float> whole = run.mass();
   std::vector<float> weights(2 * 12), largest(6), sums(6), factors(6), scores(12);
   for (int64_t piece = 0; piece < 3; ++piece) {
