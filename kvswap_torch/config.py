@@ -61,6 +61,12 @@ class SwapConfig:
     group_tokens: int = number(
         4, 1, 64, "tokens of one layer and sequence that are selected and read together (G)"
     )
+    heads: str = one_of(
+        "all",
+        ("all", "each"),
+        "who chooses groups: all KV heads of a sequence together, or each for itself, with records "
+        "and pages of its own; `rank`, `groups_max` and `pages_max` then count for each KV head",
+    )
     rows: str = one_of(
         "low_rank",
         ("low_rank", "box"),
@@ -228,6 +234,10 @@ class SwapConfig:
         """Does a layer need a pair of projections before it can choose?"""
         return self.rows == "low_rank"
 
+    def row_heads(self, kv_heads: int) -> int:
+        """How many of a model's KV heads choose together."""
+        return 1 if self.heads == "each" else kv_heads
+
     def ranks(self, layers: int) -> tuple[int, ...]:
         """The rank of each of `layers` layers.
 
@@ -297,9 +307,10 @@ class SwapConfig:
                     f"{list(self.true_query_layers)}"
                 )
         if identity.kv_heads is not None and identity.head_dim is not None:
-            width = identity.kv_heads * identity.head_dim
+            width = self.row_heads(identity.kv_heads) * identity.head_dim
             for row in (self, *map(self._with, self.table)):
-                checked_rank(row.rank, width)
+                if row.takes_projections:
+                    checked_rank(row.rank, width)
 
     @property
     def projection_path(self) -> Path | None:
@@ -346,4 +357,4 @@ class SwapConfig:
 
 SETTINGS = tuple(item.name for item in dataclasses.fields(SwapConfig) if item.name not in APART)
 # What a row of the table may set.
-SOLVABLE = tuple(name for name in SETTINGS if name not in ("disk_quota_bytes", "checksum"))
+SOLVABLE = tuple(name for name in SETTINGS if name not in ("heads", "disk_quota_bytes", "checksum"))

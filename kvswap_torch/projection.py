@@ -118,6 +118,7 @@ def from_chunk(
     rank: int,
     valid: torch.Tensor | None = None,
     score: str = "sum",
+    heads: str = "all",
 ) -> Pair:
     """A projection from one chunk's own keys and queries, when nobody calibrated one.
 
@@ -140,7 +141,16 @@ def from_chunk(
         ``[batch, tokens]`` bool; None: all.
     score
         As in `SwapConfig`: ``sum``, or another one, for which each head counts for itself.
+    heads
+        As in `SwapConfig`: with ``each`` every KV head has a projection of its own keys, at most
+        ``head_dim`` wide, and the pair holds them one below the other.
     """
+    if heads == "each":
+        queries = [None] * keys.shape[1] if query is None else query.chunk(keys.shape[1], 1)
+        own = zip(keys.split(1, 1), queries, strict=True)
+        pairs = [from_chunk(kind, one, asked, rank, valid, score) for one, asked in own]
+        key_sides, query_sides = zip(*pairs, strict=True)
+        return torch.cat(key_sides), torch.cat(query_sides)
     kv_heads, tokens = keys.shape[1], keys.shape[2]
     per_sequence = max(1, KEYS_MAX // len(keys))
     evenly = torch.linspace(0, tokens - 1, min(tokens, per_sequence)).long()

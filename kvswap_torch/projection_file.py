@@ -2,8 +2,9 @@
 
 Tensors ``layers.{i}.key`` and ``layers.{i}.query``, ``[kv_heads * head_dim, columns]`` fp32, for
 every layer i on disk, counted from 0 over those; the first r columns are the projection of rank r.
-Metadata: ``kvswap_projection`` (the format's version), ``kind``, and ``model``, the identity of the
-model as JSON.
+Metadata: ``kvswap_projection`` (the format's version), ``kind``, ``model``, the identity of the
+model as JSON, and ``heads`` where it is ``each``: then the rows of every KV head are a projection
+of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ FORMAT_VERSION = "1"
 
 
 def save_projections(
-    path: str | Path, pairs: Sequence[Pair], *, kind: str, model: ModelIdentity | None = None
+    path: str | Path,
+    pairs: Sequence[Pair],
+    *,
+    kind: str,
+    model: ModelIdentity | None = None,
+    heads: str = "all",
 ) -> None:
     """Writes one pair a layer; equal pairs give equal bytes.
 
@@ -33,6 +39,8 @@ def save_projections(
     ----------
     kind
         ``query_aware`` or ``svd_keys``.
+    heads
+        As in `SwapConfig`: ``each`` where every KV head has a projection of its own.
     """
     tensors = {}
     for layer, (key, query) in enumerate(pairs):
@@ -49,6 +57,8 @@ def save_projections(
         "kind": kind,
         "model": json.dumps(identity, sort_keys=True),
     }
+    if heads != "all":
+        metadata["heads"] = heads
     Path(path).write_bytes(_with_sorted_header(save(tensors, metadata=metadata)))
 
 
@@ -62,7 +72,11 @@ def _with_sorted_header(written: bytes) -> bytes:
 
 
 def load_projections(
-    path: str | Path, ranks: Sequence[int], width: int, model: ModelIdentity | None = None
+    path: str | Path,
+    ranks: Sequence[int],
+    width: int,
+    model: ModelIdentity | None = None,
+    heads: str = "all",
 ) -> list[Pair]:
     """Reads a projection for each layer, cut to that layer's rank.
 
@@ -74,17 +88,19 @@ def load_projections(
         Rows: ``kv_heads * head_dim``.
     model
         The model it will be used with; compared with the one in the file.
+    heads
+        Who chooses, as in `SwapConfig`: what the file was calibrated for.
 
     Raises
     ------
     ConfigError
-        Missing or broken file, another model's, a layer missing, wrong shape, too few columns, or a
-        number that is not finite.
+        Missing or broken file, another model's, for other heads, a layer missing, wrong shape, too
+        few columns, or a number that is not finite.
     """
     where = f"projection {path}"
     try:
         with safe_open(str(path), framework="pt") as file:
-            _check_metadata(where, file.metadata() or {}, model)
+            _check_metadata(where, file.metadata() or {}, model, heads)
             names = set(file.keys())
             return [
                 _pair(where, file, names, layer, rank, width) for layer, rank in enumerate(ranks)
@@ -93,12 +109,20 @@ def load_projections(
         raise ConfigError(f"{where}: must be a readable safetensors file: {error}") from error
 
 
-def _check_metadata(where: str, metadata: dict[str, str], model: ModelIdentity | None) -> None:
+def _check_metadata(
+    where: str, metadata: dict[str, str], model: ModelIdentity | None, heads: str
+) -> None:
     version = metadata.get("kvswap_projection")
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"{where}: metadata kvswap_projection must be {FORMAT_VERSION!r}, got {version!r}; "
             "calibrate again with this kvswap_torch"
+        )
+    calibrated_for = metadata.get("heads", "all")
+    if calibrated_for != heads:
+        raise ConfigError(
+            f"{where}: must be calibrated for heads={heads}, was for heads={calibrated_for}; "
+            "calibrate for it, or leave projection_file out"
         )
     try:
         written_for = identity_from(json.loads(metadata.get("model", "{}")))

@@ -47,6 +47,10 @@ class ModelShape:
         """Elements of one token's K in one layer."""
         return self.kv_heads * self.head_dim
 
+    def row_width(self, config: SwapConfig) -> int:
+        """Elements of a token's K that make one row of a summary: the most columns it can have."""
+        return config.row_heads(self.kv_heads) * self.head_dim
+
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V of `tokens` tokens in all layers, uncompressed."""
         return 2 * self.layers * self.width * self.element_bytes * tokens
@@ -61,7 +65,7 @@ def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> 
     if not config.takes_projections:
         return ()
     factor = 1 if calibrated else 2
-    return tuple(min(shape.width, factor * rank) for rank in config.ranks(shape.layers))
+    return tuple(min(shape.row_width(config), factor * rank) for rank in config.ranks(shape.layers))
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def spend_budget(request: Request, shape: ModelShape, config: SwapConfig, need: 
     def at(columns: int, groups: int) -> SwapConfig:
         return dataclasses.replace(
             config,
-            rank=max(1, min(columns, shape.width) // 2),
+            rank=max(1, min(columns, shape.row_width(config)) // 2),
             groups_max=groups,
             pages_max=max(groups, config.select_queries_max),
         )
@@ -195,8 +199,9 @@ def _between(config: SwapConfig, shape: ModelShape, step: int) -> SwapConfig:
 
     rank = config.rank
     if config.takes_projections:
-        rank_min = min(RANK_MIN, shape.width)
-        ranks = [part(rank_min, min(rank, shape.width)) for rank in config.ranks(shape.layers)]
+        width = shape.row_width(config)
+        rank_min = min(RANK_MIN, width)
+        ranks = [part(rank_min, min(rank, width)) for rank in config.ranks(shape.layers)]
         rank = ranks[0] if isinstance(config.rank, int) else tuple(ranks)
     groups = part(GROUPS_MIN, config.groups_max)
     return dataclasses.replace(

@@ -78,18 +78,21 @@ void project_keys(const cuda::BatchProjectKeysArgs& args) {
 
 void project_query(const cuda::BatchProjectQueryArgs& args) {
   for (int64_t row = 0; row < args.batch * args.queries; ++row) {
-    const int64_t offset =
-        row / args.queries * args.batch_stride + row % args.queries * args.query_stride;
+    const int64_t part = row / args.queries % args.heads_apart;
+    const int64_t offset = row / args.queries / args.heads_apart * args.batch_stride +
+                           part * args.heads * args.head_stride +
+                           row % args.queries * args.query_stride;
     const auto* query = static_cast<const std::byte*>(args.query);
-    kvswap::project_query({.query = query + offset * dtype_bytes(args.dtype),
-                           .head_stride = args.head_stride,
-                           .projection = args.projection,
-                           .projected = args.projected + row * args.rank,
-                           .heads = args.heads,
-                           .kv_heads = args.kv_heads,
-                           .head_dim = args.head_dim,
-                           .rank = args.rank,
-                           .dtype = args.dtype});
+    kvswap::project_query(
+        {.query = query + offset * dtype_bytes(args.dtype),
+         .head_stride = args.head_stride,
+         .projection = args.projection + part * args.kv_heads * args.head_dim * args.rank,
+         .projected = args.projected + row * args.rank,
+         .heads = args.heads,
+         .kv_heads = args.kv_heads,
+         .head_dim = args.head_dim,
+         .rank = args.rank,
+         .dtype = args.dtype});
   }
 }
 
@@ -120,9 +123,8 @@ void pack_records(const cuda::BatchTransferArgs& args) {
   for (int64_t i = 0; i < args.count; ++i) {
     const int64_t sequence = args.sequences == nullptr ? 0 : args.sequences[i];
     TokenView tokens = args.tokens;
-    tokens.keys = static_cast<std::byte*>(tokens.keys) + sequence * args.key_batch_stride * bytes;
-    tokens.values =
-        static_cast<std::byte*>(tokens.values) + sequence * args.value_batch_stride * bytes;
+    tokens.keys = static_cast<std::byte*>(tokens.keys) + args.key_offset(sequence) * bytes;
+    tokens.values = static_cast<std::byte*>(tokens.values) + args.value_offset(sequence) * bytes;
     kvswap::pack_records({.shape = args.shape,
                           .tokens = tokens,
                           .records = args.records + i,

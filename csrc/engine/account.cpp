@@ -39,8 +39,8 @@ Status Account::charge_staging(EngineParts& parts) {
 Status Account::check_room(int64_t batch, int64_t context) const {
   const EngineOptions& options = parts_.options;
   const MemoryNeed need = memory_need(options, parts_.record_bytes(), batch, context);
-  const std::string of = " for a batch of " + std::to_string(batch) + " and a context of " +
-                         std::to_string(context) + " tokens";
+  const std::string of = " for a batch of " + std::to_string(batch / options.heads_apart) +
+                         " and a context of " + std::to_string(context) + " tokens";
   if (options.kv_memory_bytes >= 0 && need.total() > options.kv_memory_bytes) {
     return Status::budget("session: kv_memory_bytes must be at least " +
                           std::to_string(need.total()) + of + " (" +
@@ -101,8 +101,9 @@ Status Account::reserve(int64_t batch, int64_t groups) {
   const DeviceNeed need = device_need(parts_.options, parts_.record_bytes(), batch, groups);
   const int64_t device = need.device - parts_.ledger.used(Use::kDevice);
   const int64_t pinned = need.pinned - parts_.ledger.used(Use::kPinned);
-  const std::string what = "what " + std::to_string(batch) + " sequences of " +
-                           std::to_string(groups) + " groups need beside their pages";
+  const std::string what = "what " + std::to_string(batch / parts_.options.heads_apart) +
+                           " sequences of " + std::to_string(groups) +
+                           " groups need beside their pages";
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(device + pinned, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kDevice, device, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kPinned, pinned, what));
@@ -149,7 +150,8 @@ Status Account::charge_batch(const Batch& batch, int64_t sequences) {
   const int64_t table_bytes = std::max<int64_t>(0, sequences - batch.size()) * groups *
                               RecordStore::table_bytes_per_group();
   const int64_t scratch_bytes = score_bytes_to_add(sequences, groups_max);
-  const std::string what = "the tables of a batch of " + std::to_string(sequences);
+  const std::string what =
+      "the tables of a batch of " + std::to_string(sequences / parts_.options.heads_apart);
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + scratch_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
@@ -159,7 +161,8 @@ Status Account::charge_batch(const Batch& batch, int64_t sequences) {
 
 Status Account::charge_projection(int64_t rank) {
   const EngineOptions& options = parts_.options;
-  const int64_t bytes = 2 * options.kv_heads * options.head_dim * rank * int64_t{sizeof(float)};
+  const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
+  const int64_t bytes = 2 * width * rank * int64_t{sizeof(float)};
   return parts_.ledger.charge(Use::kProjections, bytes, "one more projection");
 }
 

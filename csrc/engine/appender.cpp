@@ -11,9 +11,10 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
   }
   if (batch_.size() == 0) KVSWAP_RETURN_IF_ERROR(batch_.begin(batch, tokens));
   if (batch != batch_.size()) {
-    return Status::invalid("append: batch must stay " + std::to_string(batch_.size()) +
-                           " for the life of the cache's contents, got " + std::to_string(batch) +
-                           "; reset() the cache first");
+    const int64_t apart = parts_.options.heads_apart;
+    return Status::invalid("append: batch must stay " + std::to_string(batch_.size() / apart) +
+                           " for the life of the cache's contents, got " +
+                           std::to_string(batch / apart) + "; reset() the cache first");
   }
   const int64_t columns = batch_.layer(layer).columns + tokens;
   const int64_t context_max = parts_.options.max_context;

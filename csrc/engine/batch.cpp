@@ -9,12 +9,13 @@ namespace kvswap {
 Status Batch::begin(int64_t sequences, int64_t tokens) {
   const EngineOptions& options = parts_.options;
   if (sequences < 1) {
-    return Status::invalid("session: batch must be at least 1, got " + std::to_string(sequences));
+    return Status::invalid("session: batch must be at least 1, got " +
+                           std::to_string(sequences / options.heads_apart));
   }
   if (options.max_batch > 0 && sequences > options.max_batch) {
     return Status::invalid("session: batch must be at most max_batch (" +
-                           std::to_string(options.max_batch) + "), got " +
-                           std::to_string(sequences));
+                           std::to_string(options.max_batch / options.heads_apart) + "), got " +
+                           std::to_string(sequences / options.heads_apart));
   }
   const int64_t context = std::max(tokens, options.max_context);
   KVSWAP_RETURN_IF_ERROR(account_.check_room(sequences, context));
@@ -37,7 +38,7 @@ void Batch::declare(int64_t tokens, const bool* valid) {
   for (int64_t sequence = 0; sequence < size(); ++sequence) {
     TokenValidity& validity = validity_[sequence];
     if (validity.columns() > columns) validity.truncate(columns);
-    validity.append(tokens, valid + sequence * tokens);
+    validity.append(tokens, valid + sequence / parts_.options.heads_apart * tokens);
   }
 }
 

@@ -12,8 +12,8 @@
 
 namespace kvswap {
 
-/// The sequences of a session: their pages, which of their columns count, and how far each layer
-/// has come.
+/// The sequences of a session (KV heads of them, with heads=each): their pages, which of their
+/// columns count, and how far each layer has come.
 ///
 /// A sequence that leaves the batch leaves its pages as a spare for the next one that comes; what
 /// both take is charged by Account. Not thread-safe.
@@ -36,7 +36,7 @@ class Batch {
 
   /// `sequences` empty ones, whose context will be `tokens` long at least.
   Status begin(int64_t sequences, int64_t tokens);
-  /// Validity of the next columns: [size(), tokens].
+  /// Validity of the next columns: [size(), tokens], a row for all heads that are apart.
   void declare(int64_t tokens, const bool* valid);
   /// Columns that nobody declared are valid.
   void declare_valid(int64_t columns);

@@ -11,11 +11,12 @@ int64_t padded(int64_t count, int64_t size) { return TableRing::padded(count * s
 
 int64_t attention_scratch_bytes(const EngineOptions& options, int64_t batch_max) {
   int64_t most = 0;
-  for (int64_t batch = 1; batch <= batch_max; ++batch) {
+  for (int64_t batch = 1; batch <= batch_max / options.heads_apart; ++batch) {
     for (int64_t queries = 1; queries <= options.select_queries_max; ++queries) {
       PagedAttentionArgs args;
       args.batch = batch;
-      args.heads = options.heads;
+      args.table_heads = options.heads_apart;
+      args.heads = options.heads_apart * options.query_heads;
       args.queries = queries;
       args.pages_max = options.pages_per_layer();
       args.shape = options.record_shape();

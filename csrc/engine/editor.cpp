@@ -51,17 +51,19 @@ Status Editor::read_to_tail(int64_t layer, int64_t first_group, int64_t groups) 
 }
 
 Status Editor::select_sequences(std::span<const int64_t> indices) {
+  const int64_t apart = parts_.options.heads_apart;
   for (const int64_t index : indices) {
     if (index < 0 || index >= batch_.size()) {
       return Status::invalid("select_sequences: indices must be 0.." +
-                             std::to_string(batch_.size() - 1) + ", got " + std::to_string(index));
+                             std::to_string(batch_.size() / apart - 1) + ", got " +
+                             std::to_string(index / apart));
     }
   }
   const auto count = static_cast<int64_t>(indices.size());
   if (parts_.options.max_batch > 0 && count > parts_.options.max_batch) {
     return Status::invalid("select_sequences: the batch must be at most max_batch (" +
-                           std::to_string(parts_.options.max_batch) + "), got " +
-                           std::to_string(count));
+                           std::to_string(parts_.options.max_batch / apart) + "), got " +
+                           std::to_string(count / apart));
   }
   steps_.drop_all();
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -22,8 +23,9 @@ Status handed_back(EngineParts& parts, Status status) {
 
 }  // namespace
 
-Engine::Engine(std::unique_ptr<EngineParts> parts)
+Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
     : owner_pid_(getpid()),
+      options_(options),
       parts_(std::move(parts)),
       account_(*parts_),
       batch_(std::make_unique<Batch>(*parts_, account_)),
@@ -51,11 +53,12 @@ Engine::~Engine() {
 
 Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, ParallelFor parallel) {
   KVSWAP_RETURN_IF_ERROR(options.validate());
-  auto parts = EngineParts::open(options, std::move(parallel));
+  const EngineOptions apart = options.apart();
+  auto parts = EngineParts::open(apart, std::move(parallel));
   if (!parts.is_ok()) return parts.status();
-  std::unique_ptr<Engine> engine(new Engine(std::move(parts.value())));
-  if (options.max_context > 0 && options.max_batch > 0) {
-    KVSWAP_RETURN_IF_ERROR(engine->account_.check_room(options.max_batch, options.max_context));
+  std::unique_ptr<Engine> engine(new Engine(options, std::move(parts.value())));
+  if (apart.max_context > 0 && apart.max_batch > 0) {
+    KVSWAP_RETURN_IF_ERROR(engine->account_.check_room(apart.max_batch, apart.max_context));
   }
   return engine;
 }
@@ -77,10 +80,12 @@ Status Engine::enter(int64_t layer) {
 
 Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  if (batch_->size() == 0) KVSWAP_RETURN_IF_ERROR(batch_->begin(batch, tokens));
-  if (batch != batch_->size()) {
+  if (batch_->size() == 0) {
+    KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * heads_apart(), tokens));
+  }
+  if (batch != this->batch()) {
     return Status::invalid("declare: the mask must be for the session's batch of " +
-                           std::to_string(batch_->size()) + ", got " + std::to_string(batch));
+                           std::to_string(this->batch()) + ", got " + std::to_string(batch));
   }
   batch_->declare(tokens, valid);
   return Status::ok();
@@ -88,14 +93,17 @@ Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
 
 Status Engine::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
-  return appender_.prepare(layer, batch, tokens);
+  return appender_.prepare(layer, batch * heads_apart(), tokens);
 }
 
 Status Engine::append(int64_t layer, const KeyValueView& tokens) {
   const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
                         &parts_->counters.append_seconds);
   KVSWAP_RETURN_IF_ERROR(enter(layer));
-  return handed_back(*parts_, appender_.append(layer, tokens));
+  KeyValueView parts = tokens;
+  parts.batch = tokens.batch * heads_apart();
+  parts.heads_apart = heads_apart();
+  return handed_back(*parts_, appender_.append(layer, parts));
 }
 
 bool Engine::needs_projection(int64_t layer) const {
@@ -145,9 +153,15 @@ Status Engine::attend(const AttendArgs& args) {
   return handed_back(*parts_, sealer_.seal_overflow(args.layer));
 }
 
+QueryView Engine::parts_of(QueryView query) const {
+  query.heads /= heads_apart();
+  query.heads_apart = heads_apart();
+  return query;
+}
+
 /// column: of the first query.
 Question Engine::question_of(const AttendArgs& args, int64_t column) {
-  return {.query = args.query, .scale = args.scale, .kept = [this, args, column] {
+  return {.query = parts_of(args.query), .scale = args.scale, .kept = [this, args, column] {
             return attention_args(args, column, nullptr);
           }};
 }
@@ -156,7 +170,10 @@ Question Engine::question_of(const AttendArgs& args, int64_t column) {
 /// the next call.
 PagedAttentionArgs Engine::attention_args(const AttendArgs& args, int64_t column,
                                           const LayerStep* step) {
-  table_.build({.layer = args.layer, .pages_max = options().pages_per_layer(), .column = column},
+  table_.build({.layer = args.layer,
+                .pages_max = options().pages_per_layer(),
+                .column = column,
+                .heads_apart = heads_apart()},
                *batch_, tail_, step);
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;
@@ -165,7 +182,7 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args, int64_t column
   kernel.query_token_stride = args.query.query_stride;
   kernel.output = args.output;
   table_.describe(kernel);
-  kernel.heads = options().heads;
+  kernel.heads = options().query_heads;
   kernel.queries = args.query.queries;
   kernel.scale = args.scale;
   kernel.shape = options().record_shape();
@@ -175,8 +192,20 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args, int64_t column
 
 Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                          void* values) {
+  const int64_t bytes =
+      std::max<int64_t>(0, end - begin) * options().head_dim * dtype_bytes(options().dtype);
+  for (int64_t head = 0; head < heads_apart(); ++head) {
+    KVSWAP_RETURN_IF_ERROR(read_part(layer, sequence * heads_apart() + head, begin, end,
+                                     static_cast<std::byte*>(keys) + head * bytes,
+                                     static_cast<std::byte*>(values) + head * bytes));
+  }
+  return Status::ok();
+}
+
+Status Engine::read_part(int64_t layer, int64_t part, int64_t begin, int64_t end, void* keys,
+                         void* values) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
-  return past_->read({layer, sequence, begin, end}, keys, values);
+  return past_->read({layer, part, begin, end}, keys, values);
 }
 
 Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
@@ -189,7 +218,13 @@ Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
 Status Engine::select_sequences(std::span<const int64_t> indices) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
   appender_.forget();
-  return editor_.select_sequences(indices);
+  std::vector<int64_t> parts;
+  for (const int64_t index : indices) {
+    for (int64_t head = 0; head < heads_apart(); ++head) {
+      parts.push_back(index * heads_apart() + head);
+    }
+  }
+  return editor_.select_sequences(parts);
 }
 
 Status Engine::crop(int64_t columns) {

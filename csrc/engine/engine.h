@@ -32,6 +32,10 @@ struct AttendArgs {
 /// csrc/torch/session.h is its public face and documents the order of calls. Everything is
 /// allocated when the batch is known and charged to the ledger before.
 ///
+/// Callers' sequences and the parts' are the same, but where KV heads choose apart (heads=each):
+/// then each KV head of a sequence is one of the parts' sequences, `heads_apart` of them a
+/// caller's. Here the two meet: what is named `part` below counts the parts' sequences.
+///
 /// Thread rules: one thread at a time; kernels use the given ParallelFor.
 class Engine {
  public:
@@ -50,8 +54,8 @@ class Engine {
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
   /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
   Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
-  /// Overrides the layer's next selection. The selector still runs, so that its cost is measured;
-  /// see Session::override_selection().
+  /// Overrides the layer's next selection, [parts][groups]. The selector still runs, so that its
+  /// cost is measured; see Session::override_selection().
   Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
   /// what has left the tail. queries <= select_queries_max.
@@ -61,6 +65,9 @@ class Engine {
   /// host.
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                    void* values);
+  /// The same of one part, [parts().options.kv_heads, end - begin, head_dim].
+  Status read_part(int64_t layer, int64_t part, int64_t begin, int64_t end, void* keys,
+                   void* values);
   bool needs_projection(int64_t layer) const;
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
@@ -68,22 +75,26 @@ class Engine {
   void reset();
 
   const EngineParts& parts() const { return *parts_; }
-  const EngineOptions& options() const { return parts_->options; }
+  const EngineOptions& options() const { return options_; }  // as they were given
   PastReader& past() { return *past_; }
-  int64_t batch() const { return batch_->size(); }
+  int64_t batch() const { return batch_->size() / heads_apart(); }
+  int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }
   int64_t sealed_groups(int64_t layer) const { return batch_->layer(layer).sealed_groups; }
-  const TokenValidity& validity(int64_t sequence) const { return batch_->validity(sequence); }
-  /// [batch][groups]
+  const TokenValidity& validity(int64_t part) const { return batch_->validity(part); }
+  /// The same array, of which each part has its heads.
+  QueryView parts_of(QueryView query) const;
+  /// [parts][groups]
   const std::vector<std::vector<int32_t>>& last_selection(int64_t layer);
 
  private:
-  explicit Engine(std::unique_ptr<EngineParts> parts);
+  Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer);
   Question question_of(const AttendArgs& args, int64_t column);
   PagedAttentionArgs attention_args(const AttendArgs& args, int64_t column, const LayerStep* step);
 
   int owner_pid_;
+  const EngineOptions options_;
   std::unique_ptr<EngineParts> parts_;
   Account account_;
   std::unique_ptr<Batch> batch_;

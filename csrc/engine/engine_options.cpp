@@ -31,11 +31,11 @@ Status EngineOptions::validate() const {
     const char* name;
     int64_t low, high, value;
   };
-  const int64_t width = kv_heads * head_dim;
+  const int64_t width = (heads == "each" ? 1 : kv_heads) * head_dim;
   const Range ranges[] = {
       {"layers", 1, 4096, layers},
       {"kv_heads", 1, 1024, kv_heads},
-      {"heads", 1, 4096, heads},
+      {"query_heads", 1, 4096, query_heads},
       {"head_dim", 1, 1024, head_dim},
       {"timeline_spans", 0, 1 << 24, timeline_spans},
   };
@@ -57,9 +57,9 @@ Status EngineOptions::validate() const {
   if (dtype == DType::kInt8) {
     return Status::invalid("session: dtype must be float32, bfloat16 or float16, got int8");
   }
-  if (heads % kv_heads != 0) {
-    return Status::invalid("session: heads must be a multiple of kv_heads, got " +
-                           std::to_string(heads) + " and " + std::to_string(kv_heads));
+  if (query_heads % kv_heads != 0) {
+    return Status::invalid("session: query_heads must be a multiple of kv_heads, got " +
+                           std::to_string(query_heads) + " and " + std::to_string(kv_heads));
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
@@ -79,6 +79,21 @@ Status EngineOptions::validate() const {
   return Status::ok();
 }
 
+EngineOptions EngineOptions::apart() const {
+  EngineOptions options = *this;
+  if (heads != "each" || heads_apart > 1) return options;
+  options.heads_apart = kv_heads;
+  options.query_heads = query_heads / kv_heads;
+  options.kv_heads = 1;
+  if (max_batch > 0) options.max_batch = max_batch * kv_heads;
+  return options;
+}
+
+int64_t EngineOptions::group_tokens_min(int64_t alignment_bytes) const {
+  const int64_t token_bytes = payload_bytes() / group_tokens;
+  return ((alignment_bytes + 1) / 2 + token_bytes - 1) / token_bytes;
+}
+
 DataFileOptions EngineOptions::file_options() const {
   return {.directory = directory,
           .mode = *parse_io_mode(io_mode),
@@ -93,9 +108,10 @@ ReaderOptions EngineOptions::reader_options() const {
 MethodOptions EngineOptions::method() const {
   return {.rows = rows,
           .layers = layers,
-          .heads = heads,
+          .heads = query_heads,
           .kv_heads = kv_heads,
           .head_dim = head_dim,
+          .heads_apart = heads_apart,
           .group_tokens = group_tokens,
           .ranks = ranks,
           .summary_dtype = summary_type(),
@@ -103,7 +119,7 @@ MethodOptions EngineOptions::method() const {
 }
 
 RecordShape EngineOptions::record_shape() const {
-  return {kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
+  return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
 }
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
@@ -116,9 +132,9 @@ int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
   }
   if (score_kind() == Score::kSum) return scores;
   const int64_t rank = *std::max_element(ranks.begin(), ranks.end());
-  const int64_t projected = batch * select_queries_max * heads * (rank + 1);
+  const int64_t projected = batch * select_queries_max * query_heads * (rank + 1);
   return scores + projected * int64_t{sizeof(float)} +
-         MassScorer::scratch_bytes(heads, groups, group_tokens);
+         MassScorer::scratch_bytes(query_heads, groups, group_tokens);
 }
 
 int64_t EngineOptions::sink_pages() const {
@@ -147,8 +163,12 @@ int64_t EngineOptions::past_block_groups(int64_t record_bytes) const {
 
 MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
                        int64_t context) {
+  const EngineOptions inner = options.apart();
+  if (inner.heads_apart != options.heads_apart) {
+    return memory_need(inner, record_bytes, batch * inner.heads_apart, context);
+  }
   const int64_t groups = (context + options.group_tokens - 1) / options.group_tokens;
-  const int64_t width = options.kv_heads * options.head_dim;
+  const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
   const int64_t partitions = options.layers * batch;
   MemoryNeed need;
   need.pages = partitions * options.pages_per_layer() * record_bytes;

@@ -21,10 +21,14 @@
 namespace kvswap {
 
 /// What an engine is made of: the settings, and what the model, the place and the promises add.
+///
+/// Its parts see apart(): with heads=each every KV head of a sequence is a sequence of its own, of
+/// a model with one KV head. Only the Engine's face, what reads its callers' tensors, and rows with
+/// projections know that `heads_apart` of them belong together.
 struct EngineOptions : Settings {
   // The model: layers that live on disk, and the shape of one token entry.
   int64_t layers = 0;
-  int64_t heads = 0;
+  int64_t query_heads = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   DType dtype = DType::kFloat32;
@@ -44,6 +48,14 @@ struct EngineOptions : Settings {
   int64_t max_batch = -1;
 
   int64_t timeline_spans = 0;  // how many of the newest are kept; 0: nothing is recorded
+
+  /// KV heads of a sequence that choose, and stand, apart: 1, or all of them with heads=each. In
+  /// options that are apart(): sequence s is head s % heads_apart of the caller's s / heads_apart.
+  int64_t heads_apart = 1;
+  /// What the parts of an engine see of these options. The same where heads choose together.
+  EngineOptions apart() const;
+  /// The least group_tokens whose record fills at least half of what the disk reads at once.
+  int64_t group_tokens_min(int64_t alignment_bytes) const;
 
   /// The first thing that is wrong with them: a setting that breaks its rule, a model's shape.
   Status validate() const;
@@ -77,7 +89,7 @@ struct EngineOptions : Settings {
 inline constexpr int64_t kWriteBuffers = 3;
 
 /// Bytes by use at a given batch and context: the sum is what kv_memory_bytes must cover, host and
-/// device memory alike.
+/// device memory alike. The batch is of the options' own sequences: KV heads where they are apart.
 struct MemoryNeed {
   int64_t pages = 0;
   int64_t summary = 0;

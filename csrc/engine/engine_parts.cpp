@@ -59,6 +59,15 @@ Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
 }
 
 Status EngineParts::open_store() {
+  const int64_t tokens_min = options.group_tokens_min(file->alignment_bytes());
+  if (options.heads == "each" && options.group_tokens < tokens_min) {
+    return Status::invalid(
+        "session: with heads=each group_tokens must be at least " + std::to_string(tokens_min) +
+        ", so that a group of one KV head fills at least half of the " +
+        std::to_string(file->alignment_bytes()) + " bytes that the disk reads at once, got " +
+        std::to_string(options.group_tokens) + " (" + std::to_string(options.payload_bytes()) +
+        " bytes); raise it, or let all heads choose together (heads=all)");
+  }
   auto layout =
       SequenceLayout::create(options.payload_bytes(), file->alignment_bytes(), options.layers);
   if (!layout.is_ok()) return layout.status();

@@ -17,8 +17,8 @@ namespace kvswap {
 
 struct EngineCounters {
   uint64_t steps = 0;            // attend() calls that selected
-  uint64_t sequences = 0;        // summed over steps
-  uint64_t groups_attended = 0;  // selected groups, sinks and tail not counted
+  uint64_t sequences = 0;        // of the caller's, summed over steps
+  uint64_t groups_attended = 0;  // selected groups (a head's own where it chooses), no sinks, tail
   uint64_t groups_loaded = 0;
   uint64_t records_sealed = 0;
   double select_seconds = 0;  // project, score, choose

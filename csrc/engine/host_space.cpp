@@ -70,9 +70,8 @@ class HostCompute final : public Compute {
                             int64_t count) {
     const int64_t bytes = args.shape.element_bytes;
     TokenView tokens = args.tokens;
-    tokens.keys = static_cast<std::byte*>(tokens.keys) + sequence * args.key_batch_stride * bytes;
-    tokens.values =
-        static_cast<std::byte*>(tokens.values) + sequence * args.value_batch_stride * bytes;
+    tokens.keys = static_cast<std::byte*>(tokens.keys) + args.key_offset(sequence) * bytes;
+    tokens.values = static_cast<std::byte*>(tokens.values) + args.value_offset(sequence) * bytes;
     pack_records({.shape = args.shape,
                   .tokens = tokens,
                   .records = args.records + first,

@@ -25,10 +25,12 @@ Status LayerStep::ask(const Question& question) {
     const QueryView& query = question.query;
     const bool is_by_mass = options.score_kind() != Score::kSum;
     const bool needs_all_heads = is_by_mass || RowsKind::find(options.rows)->needs_all_heads;
-    if (needs_all_heads && query.heads != options.heads) {
-      return Status::invalid("look_ahead: query must have all " + std::to_string(options.heads) +
-                             " heads to score " + (is_by_mass ? "by mass" : options.rows) +
-                             ", got " + std::to_string(query.heads) + "; do not sum them");
+    if (needs_all_heads && query.heads != options.query_heads) {
+      const int64_t apart = options.heads_apart;
+      return Status::invalid("look_ahead: query must have all " +
+                             std::to_string(apart * options.query_heads) + " heads to score " +
+                             (is_by_mass ? "by mass" : options.rows) + ", got " +
+                             std::to_string(apart * query.heads) + "; do not sum them");
     }
     const PagedAttentionArgs kept = is_by_mass ? question.kept() : PagedAttentionArgs{};
     std::vector<Candidates> candidates(batch_.size());
@@ -86,7 +88,7 @@ void LayerStep::plan() {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) plan_sequence(sequence);
   parts_.counters.groups_attended += groups;
   parts_.counters.groups_loaded += fetch_.loads.size();
-  parts_.counters.sequences += batch_.size();
+  parts_.counters.sequences += batch_.size() / parts_.options.heads_apart;
   ++parts_.counters.steps;
   state_ = State::kReading;
 }

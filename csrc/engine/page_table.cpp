@@ -3,11 +3,12 @@
 namespace kvswap {
 
 void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep* step) {
-  const auto [layer, pages_max, column] = of;
+  const auto [layer, pages_max, column, heads_apart] = of;
   const Batch::Layer& state = batch.layer(layer);
   const int64_t group_tokens = tail.group_tokens();
   const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
   pages_max_ = pages_max;
+  heads_apart_ = heads_apart;
   pages_.resize(batch.size() * pages_max);
   masks_.resize(batch.size() * pages_max);
   columns_.resize(batch.size() * pages_max);
@@ -45,7 +46,8 @@ void PageTable::describe(PagedAttentionArgs& args) const {
   args.page_counts = counts_.data();
   args.query_columns = query_columns_.data();
   args.pages_max = pages_max_;
-  args.batch = static_cast<int64_t>(counts_.size());
+  args.table_heads = heads_apart_;
+  args.batch = static_cast<int64_t>(counts_.size()) / heads_apart_;
 }
 
 }  // namespace kvswap

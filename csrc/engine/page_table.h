@@ -18,6 +18,7 @@ class PageTable {
     int64_t layer = 0;
     int64_t pages_max = 0;  // of a sequence
     int64_t column = 0;     // of the first query
+    int64_t heads_apart = 1;
   };
   /// Sinks, the step's groups and the tail; without a step what is in memory whatever is chosen.
   void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep* step);
@@ -26,6 +27,8 @@ class PageTable {
 
  private:
   int64_t pages_max_ = 0;
+  int64_t heads_apart_ = 1;
+  // Of sequences, which are KV heads where those are apart.
   std::vector<const void*> pages_;      // [batch, pages_max]
   std::vector<uint64_t> masks_;         // [batch, pages_max]
   std::vector<int32_t> columns_;        // [batch, pages_max]

@@ -37,12 +37,14 @@ Result<std::shared_ptr<std::byte>> PastReader::blocks() {
 
 Status PastReader::read(const Columns& columns, void* keys, void* values) {
   const int64_t held = batch_.layer(columns.layer).columns;
+  const int64_t apart = parts_.options.heads_apart;
   if (columns.sequence < 0 || columns.sequence >= batch_.size() || columns.begin < 0 ||
       columns.begin > columns.end || columns.end > held) {
     return Status::invalid("read_back: columns must lie in 0.." + std::to_string(held) +
-                           " of one of " + std::to_string(batch_.size()) + " sequences, got " +
-                           std::to_string(columns.begin) + ".." + std::to_string(columns.end) +
-                           " of sequence " + std::to_string(columns.sequence));
+                           " of one of " + std::to_string(batch_.size() / apart) +
+                           " sequences, got " + std::to_string(columns.begin) + ".." +
+                           std::to_string(columns.end) + " of sequence " +
+                           std::to_string(columns.sequence / apart));
   }
   if (columns.begin == columns.end) return Status::ok();
   const int64_t head_dim = parts_.options.head_dim;

@@ -8,7 +8,7 @@ namespace {
 
 Status walk_sealed(Engine& engine, const PastWalk& walk, int64_t first_group, int64_t end_group,
                    PastVisitor& visitor) {
-  auto stream = PastStream::open(engine, walk.layer, walk.sequence, first_group, end_group);
+  auto stream = PastStream::open(engine, walk.layer, walk.part, first_group, end_group);
   if (!stream.is_ok()) return stream.status();
   while (true) {
     auto block = stream.value()->next();
@@ -21,10 +21,10 @@ Status walk_sealed(Engine& engine, const PastWalk& walk, int64_t first_group, in
 }  // namespace
 
 Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor) {
-  const EngineOptions& options = engine.options();
+  const EngineOptions& options = engine.parts().options;
   const int64_t group_tokens = options.group_tokens;
   const int64_t first_group =
-      std::min(walk.past, engine.validity(walk.sequence).first_valid()) / group_tokens;
+      std::min(walk.past, engine.validity(walk.part).first_valid()) / group_tokens;
   // append() may have sealed a group that the chunk's own first tokens fill up.
   const int64_t end_group =
       std::max(first_group, std::min(walk.past / group_tokens, engine.sealed_groups(walk.layer)));
@@ -36,7 +36,7 @@ Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor) {
   std::vector<std::byte> keys(bytes);
   std::vector<std::byte> values(bytes);
   KVSWAP_RETURN_IF_ERROR(
-      engine.read_back(walk.layer, walk.sequence, begin, walk.end, keys.data(), values.data()));
+      engine.read_part(walk.layer, walk.part, begin, walk.end, keys.data(), values.data()));
   return visitor.visit_newest(begin, walk.end, keys.data(), values.data());
 }
 

@@ -8,7 +8,8 @@
 
 namespace kvswap {
 
-/// What attends, a part at a time, over the past of one sequence's long chunk.
+/// What attends, block by block, over the past of a long chunk: of one sequence, or of one KV head
+/// of it where those are apart.
 class PastVisitor {
  public:
   virtual ~PastVisitor() = default;
@@ -22,7 +23,7 @@ class PastVisitor {
 
 struct PastWalk {
   int64_t layer = 0;
-  int64_t sequence = 0;
+  int64_t part = 0;  // the engine's: see Engine
   int64_t past = 0;  // columns before the chunk
   int64_t end = 0;   // past, or all columns where the chunk is appended and attended from here
 };

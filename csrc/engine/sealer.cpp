@@ -72,8 +72,7 @@ Status Sealer::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t 
                                                first_token + done * options.group_tokens));
     }
     if (parts_.selector->is_ready(layer)) {
-      const int64_t first_key =
-          sequence * tokens.key_batch_stride + first_token * tokens.key_token_stride;
+      const int64_t first_key = tokens.first_key(sequence) + first_token * tokens.key_token_stride;
       const KeyView keys = {
           static_cast<const std::byte*>(tokens.keys) + first_key * dtype_bytes(options.dtype),
           tokens.key_head_stride, tokens.key_token_stride, options.dtype};

@@ -61,6 +61,7 @@ cuda::BatchTransferArgs transfer_of(const EngineOptions& options, const KeyValue
                      .value_token_stride = tokens.value_token_stride};
   transfer.key_batch_stride = tokens.key_batch_stride;
   transfer.value_batch_stride = tokens.value_batch_stride;
+  transfer.heads_apart = tokens.heads_apart;
   return transfer;
 }
 

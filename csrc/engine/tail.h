@@ -8,7 +8,8 @@
 
 namespace kvswap {
 
-/// New K and V of a layer: [batch, kv_heads, tokens, head_dim], head_dim contiguous.
+/// New K and V of a layer: [batch, kv_heads, tokens, head_dim], head_dim contiguous. Where KV heads
+/// are sequences of their own, sequence s is head s % heads_apart of the arrays' s / heads_apart.
 struct KeyValueView {
   const void* keys = nullptr;
   const void* values = nullptr;
@@ -18,8 +19,14 @@ struct KeyValueView {
   int64_t value_batch_stride = 0;
   int64_t value_head_stride = 0;
   int64_t value_token_stride = 0;
-  int64_t batch = 0;
+  int64_t batch = 0;  // sequences
   int64_t tokens = 0;
+  int64_t heads_apart = 1;
+
+  /// The element where a sequence's keys begin.
+  int64_t first_key(int64_t sequence) const {
+    return sequence / heads_apart * key_batch_stride + sequence % heads_apart * key_head_stride;
+  }
 };
 
 /// The newest tokens of each layer, in pages of the sequences' rings: filled token by token, and

@@ -47,9 +47,10 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
   };
   Settings chosen = settings;
   if (RowsKind::find(settings.rows)->takes_projections) {
-    const int64_t rank_min = std::min(kRankMin, shape.width());
+    const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
+    const int64_t rank_min = std::min(kRankMin, width);
     std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
-    for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, shape.width()));
+    for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, width));
     if (std::holds_alternative<int64_t>(settings.rank)) {
       chosen.rank = ranks[0];
     } else {
@@ -159,9 +160,10 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
   const auto fits = [&](const Settings& candidate) {
     return need_of(candidate).at("total") <= request.kv_memory_bytes;
   };
+  const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
   const auto at = [&](int64_t columns, int64_t groups) {
     Settings chosen = settings;
-    chosen.rank = std::max<int64_t>(1, std::min(columns, shape.width()) / 2);
+    chosen.rank = std::max<int64_t>(1, std::min(columns, width) / 2);
     chosen.groups_max = groups;
     chosen.pages_max = std::max(groups, settings.select_queries_max);
     return chosen;
@@ -211,7 +213,8 @@ std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape&
                                      bool calibrated) {
   if (!RowsKind::find(settings.rows)->takes_projections) return {};
   std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
-  for (int64_t& rank : ranks) rank = std::min(shape.width(), calibrated ? rank : 2 * rank);
+  const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
+  for (int64_t& rank : ranks) rank = std::min(width, calibrated ? rank : 2 * rank);
   return ranks;
 }
 

@@ -34,10 +34,11 @@ class CoreSession::Impl {
   void check_query(const char* where, const Queries& query, bool may_be_summed) const {
     const EngineOptions& options = engine().options();
     const bool is_summed = may_be_summed && query.heads == options.kv_heads;
-    if (query.heads != options.heads && !is_summed) {
-      throw std::invalid_argument(
-          std::string(where) + ": query must have " + std::to_string(options.heads) + " heads" +
-          (may_be_summed ? ", or kv_heads summed" : "") + ", got " + std::to_string(query.heads));
+    if (query.heads != options.query_heads && !is_summed) {
+      throw std::invalid_argument(std::string(where) + ": query must have " +
+                                  std::to_string(options.query_heads) + " heads" +
+                                  (may_be_summed ? ", or kv_heads summed" : "") + ", got " +
+                                  std::to_string(query.heads));
     }
     if (!query.data || query.tokens < 1) {
       throw std::invalid_argument(std::string(where) + ": query must have data and tokens, got " +

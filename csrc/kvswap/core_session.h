@@ -112,7 +112,8 @@ class CoreSession {
   /// chunk takes memory in the order of its own K, V and output on top of the ledger's.
   void attend(int64_t layer, const Queries& query, float scale, void* output);
 
-  /// The pair of projections of a layer; groups that are sealed already are read back for it.
+  /// The pair of projections of a layer; groups that are sealed already are read back for it. With
+  /// heads=each every KV head has its own rows of it.
   void set_projection(int64_t layer, const Projection& projection);
   /// True when this layer must choose among more groups than it may attend and has no projection.
   bool needs_projection(int64_t layer) const;
@@ -122,7 +123,8 @@ class CoreSession {
   void read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                  void* values);
 
-  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order.
+  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order; with
+  /// heads=each [batch * kv_heads][...].
   std::vector<std::vector<int64_t>> last_selection(int64_t layer) const;
 
   /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat.

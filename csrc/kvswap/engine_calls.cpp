@@ -39,7 +39,7 @@ EngineOptions engine_options(const CoreOptions& from) {
   EngineOptions to;
   static_cast<Settings&>(to) = from.settings;
   to.layers = from.shape.layers;
-  to.heads = from.shape.heads;
+  to.query_heads = from.shape.heads;
   to.kv_heads = from.shape.kv_heads;
   to.head_dim = from.shape.head_dim;
   to.dtype = engine_dtype(from.shape.dtype);

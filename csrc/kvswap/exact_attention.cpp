@@ -23,17 +23,18 @@ void with_element(DType dtype, const Body& body) {
   }
 }
 
-/// One sequence's long chunk: what it has attended so far, and a table of pages to attend next.
+/// A part's long chunk (a sequence's, or that of a KV head that is apart): what it has attended so
+/// far, and a table of pages to attend next.
 class Chunk final : public PastVisitor {
  public:
-  Chunk(const Engine& engine, int64_t sequence, const QueryView& query, int64_t past, float scale,
+  /// query: of parts.
+  Chunk(const Engine& engine, int64_t part, const QueryView& query, int64_t past, float scale,
         const ParallelFor& parallel)
-      : options_(engine.options()),
+      : options_(engine.parts().options),
         record_bytes_(engine.parts().record_bytes()),
-        validity_(engine.validity(sequence)),
+        validity_(engine.validity(part)),
         query_(query),
-        first_(static_cast<const std::byte*>(query.data) +
-               sequence * query.batch_stride * dtype_bytes(query.dtype)),
+        first_(static_cast<const std::byte*>(query.at(part, 0, 0))),
         past_(past),
         scale_(scale),
         execution_{.parallel = parallel ? &parallel : nullptr},
@@ -83,12 +84,14 @@ class Chunk final : public PastVisitor {
     return Status::ok();
   }
 
-  /// [tokens, heads, head_dim] of the session's dtype.
-  void write(std::byte* target) const {
+  /// [tokens, heads, head_dim] of the session's dtype, tokens `stride` elements apart.
+  void write(std::byte* target, int64_t stride) const {
+    const int64_t width = query_.heads * options_.head_dim;
     with_element(options_.dtype, [&](auto element) {
       using T = decltype(element);
-      auto* to = reinterpret_cast<T*>(target);
-      for (const float value : output_) *to++ = from_float<T>(value);
+      for (int64_t i = 0; i < rows_ * options_.head_dim; ++i) {
+        reinterpret_cast<T*>(target)[i / width * stride + i % width] = from_float<T>(output_[i]);
+      }
     });
   }
 
@@ -188,11 +191,13 @@ Status attend_exactly(Engine& engine, int64_t layer, const QueryView& query, flo
   const EngineOptions& options = engine.options();
   const int64_t columns = engine.columns(layer);
   const int64_t past = columns - query.queries;
-  const int64_t row_bytes = query.heads * options.head_dim * dtype_bytes(options.dtype);
-  for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    Chunk chunk(engine, sequence, query, past, scale, parallel);
-    KVSWAP_RETURN_IF_ERROR(walk_past(engine, {layer, sequence, past, columns}, chunk));
-    chunk.write(static_cast<std::byte*>(output) + sequence * query.queries * row_bytes);
+  const int64_t row = query.heads * options.head_dim;
+  const int64_t apart = engine.heads_apart();
+  for (int64_t part = 0; part < engine.batch() * apart; ++part) {
+    Chunk chunk(engine, part, engine.parts_of(query), past, scale, parallel);
+    KVSWAP_RETURN_IF_ERROR(walk_past(engine, {layer, part, past, columns}, chunk));
+    const int64_t first = part / apart * query.queries * row + part % apart * row / apart;
+    chunk.write(static_cast<std::byte*>(output) + first * dtype_bytes(options.dtype), row);
   }
   return Status::ok();
 }

@@ -60,7 +60,7 @@ Opening prepare(const OpenArgs& args) {
     if (config->settings.projection_file) {
       opening.projections =
           load_projections(config->projection_path(), widest_ranks(*config, args.shape.layers),
-                           args.shape.width(), identity);
+                           args.shape.width(), identity, config->settings.heads);
     }
   }
   const bool calibrated = !opening.projections.empty();

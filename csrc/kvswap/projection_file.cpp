@@ -24,12 +24,18 @@ std::vector<float> first_columns(const std::vector<float>& matrix, int64_t rows,
 }
 
 void check_metadata(const std::string& where, const std::map<std::string, std::string>& metadata,
-                    const ModelIdentity& model) {
+                    const ModelIdentity& model, const std::string& heads) {
   const auto version = metadata.find("kvswap_projection");
   if (version == metadata.end() || version->second != kFormatVersion) {
     throw ConfigError(where + ": metadata kvswap_projection must be " + kFormatVersion + ", got " +
                       (version == metadata.end() ? "none" : version->second) +
                       "; calibrate again with this kvswap_torch");
+  }
+  const auto found = metadata.find("heads");
+  const std::string calibrated_for = found == metadata.end() ? "all" : found->second;
+  if (calibrated_for != heads) {
+    throw ConfigError(where + ": must be calibrated for heads=" + heads + ", was for heads=" +
+                      calibrated_for + "; calibrate for it, or leave projection_file out");
   }
   const auto text = metadata.find("model");
   ModelIdentity written_for;
@@ -81,7 +87,8 @@ Projection Projection::cut(int64_t columns) const {
 }
 
 std::vector<Projection> load_projections(const std::string& path, std::span<const int64_t> ranks,
-                                         int64_t width, const ModelIdentity& model) {
+                                         int64_t width, const ModelIdentity& model,
+                                         const std::string& heads) {
   const std::string where = "projection " + path;
   std::unique_ptr<SafetensorsFile> file;
   try {
@@ -89,7 +96,7 @@ std::vector<Projection> load_projections(const std::string& path, std::span<cons
   } catch (const ConfigError& error) {
     throw ConfigError(where + ": must be a readable safetensors file: " + error.what());
   }
-  check_metadata(where, file->metadata(), model);
+  check_metadata(where, file->metadata(), model, heads);
   std::vector<Projection> projections;
   for (const int64_t rank : ranks) {
     const std::string layer = "layers." + std::to_string(projections.size());

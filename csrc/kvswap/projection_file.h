@@ -24,9 +24,12 @@ struct Projection {
 /// that calibration writes (tensors layers.{i}.key and layers.{i}.query, [width, columns]).
 ///
 /// `width` is kv_heads * head_dim; `model`, the model it will be used with, is compared with the
-/// one in the file. Throws ConfigError where Python's load_projections() does: a missing or
-/// broken file, another model's, a missing layer, a wrong shape, numbers that are not finite.
+/// one in the file; `heads`, all or each, with what it was calibrated for: one projection of all KV
+/// heads, or one for each, one after the other. Throws ConfigError where Python's
+/// load_projections() does: a missing or broken file, another model's, a missing layer, a wrong
+/// shape, numbers that are not finite.
 std::vector<Projection> load_projections(const std::string& path, std::span<const int64_t> ranks,
-                                         int64_t width, const ModelIdentity& model);
+                                         int64_t width, const ModelIdentity& model,
+                                         const std::string& heads = "all");
 
 }  // namespace kvswap

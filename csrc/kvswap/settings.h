@@ -17,6 +17,9 @@ using Rank = std::variant<int64_t, std::vector<int64_t>>;
 struct Settings {
   /// tokens of one layer and sequence that are selected and read together (G)
   int64_t group_tokens = 4;
+  /// who chooses groups: all KV heads of a sequence together, or each for itself, with records
+  /// and pages of its own; rank, groups_max and pages_max then count for each KV head
+  std::string heads = "all";
   /// what stays in memory of the keys, to score groups by: low-rank rows of each token
   /// (KVSwap), or the box around the keys of a group (Quest), which needs no projection
   std::string rows = "low_rank";

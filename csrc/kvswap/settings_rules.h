@@ -11,6 +11,7 @@ inline constexpr int64_t kConfigVersion = 1;
 
 /// Every field that a config file may have, in the order that messages name them.
 inline constexpr const char* kConfigFields[] = {"group_tokens",
+                                                "heads",
                                                 "rows",
                                                 "rank",
                                                 "summary_dtype",
@@ -67,6 +68,7 @@ inline constexpr const char* kSolvable[] = {"group_tokens",
 template <typename Visit>
 void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
+  visit("heads", &Settings::heads, OneOf{{"all", "each"}});
   visit("rows", &Settings::rows, OneOf{{"low_rank", "box"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});

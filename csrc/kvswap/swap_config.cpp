@@ -11,6 +11,7 @@
 #include "kvswap/config_json.h"
 #include "kvswap/errors.h"
 #include "kvswap/settings_rules.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 namespace {
@@ -29,9 +30,10 @@ std::string read_file(const std::string& path, const std::string& where) {
   return text.str();
 }
 
-void check_ranks(const Rank& rank, int64_t width) {
+/// Of rows that have one.
+void check_ranks(const Settings& settings, int64_t width) {
   const RankRange range = {width};
-  if (!range.holds(rank)) {
+  if (RowsKind::find(settings.rows)->takes_projections && !range.holds(settings.rank)) {
     throw ConfigError("rank: must be " + range.words() + ", since the keys are no wider");
   }
 }
@@ -85,10 +87,14 @@ void SwapConfig::check_model(const ModelIdentity& identity) const {
     }
   }
   if (identity.kv_heads && identity.head_dim) {
-    const int64_t width = *identity.kv_heads * *identity.head_dim;
-    check_ranks(settings.rank, width);
-    for (const Solution& row : table) check_ranks(row.settings.rank, width);
+    const int64_t width = row_width(settings, *identity.kv_heads, *identity.head_dim);
+    check_ranks(settings, width);
+    for (const Solution& row : table) check_ranks(row.settings, width);
   }
+}
+
+int64_t row_width(const Settings& settings, int64_t kv_heads, int64_t head_dim) {
+  return (settings.heads == "each" ? 1 : kv_heads) * head_dim;
 }
 
 std::string SwapConfig::projection_path() const {

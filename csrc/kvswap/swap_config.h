@@ -52,6 +52,10 @@ struct SwapConfig {
 /// number of layers.
 std::vector<int64_t> ranks_of(const Settings& settings, int64_t layers);
 
+/// Elements of one token's K that make one row of a summary, the most columns it can have: of all
+/// KV heads, or of one where each chooses for itself.
+int64_t row_width(const Settings& settings, int64_t kv_heads, int64_t head_dim);
+
 /// A model's identity from its shape; `model_type` may be empty: not compared.
 ModelIdentity identity_of(const ModelShape& shape, const std::string& model_type);
 

@@ -119,7 +119,7 @@ void DeviceSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
   args.count = static_cast<int64_t>(pieces.size());
   args.head_stride = keys.head_stride;
   args.token_stride = keys.token_stride;
-  args.projection = low_rank().key_projection(layer);
+  args.projection = low_rank().key_projection(layer, pieces.front().sequence);
   args.kv_heads = options().kv_heads;
   args.head_dim = options().head_dim;
   args.rank = low_rank().shape(layer).width;
@@ -152,7 +152,7 @@ Status DeviceSelector::start_choice(const ChooseArgs& args) {
                            .batch_stride = args.query.batch_stride,
                            .head_stride = args.query.head_stride,
                            .query_stride = args.query.query_stride,
-                           .projection = low_rank().query_projection(args.layer),
+                           .projection = low_rank().query_projection(args.layer, 0),
                            .projected = reinterpret_cast<float*>(projected_.data()),
                            .batch = batch,
                            .queries = queries_,
@@ -160,7 +160,8 @@ Status DeviceSelector::start_choice(const ChooseArgs& args) {
                            .kv_heads = options().kv_heads,
                            .head_dim = options().head_dim,
                            .rank = low_rank().shape(args.layer).width,
-                           .dtype = args.query.dtype});
+                           .dtype = args.query.dtype,
+                           .heads_apart = args.query.heads_apart});
     device_.record(asked_);
   }
   const Device::On scoring(device_, Stream::kScore);

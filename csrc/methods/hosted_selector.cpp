@@ -73,6 +73,7 @@ Status HostedSelector::start_choice(const ChooseArgs& args) {
   on_host.query.data = copy_.data();
   on_host.query.query_stride = options().head_dim;
   on_host.query.head_stride = query.queries * options().head_dim;
+  on_host.query.heads_apart = 1;
   on_host.query.batch_stride = query.heads * on_host.query.head_stride;
   {
     // The caller's stream: the query is its tensor.

@@ -8,7 +8,8 @@ namespace kvswap {
 
 Status LowRankRows::set_projection(int64_t layer, int64_t rank, const float* keys,
                                    const float* queries) {
-  const int64_t bytes = options_.kv_heads * options_.head_dim * rank * int64_t{sizeof(float)};
+  const int64_t width = options_.heads_apart * options_.kv_heads * options_.head_dim;
+  const int64_t bytes = width * rank * int64_t{sizeof(float)};
   Layer& target = layers_.at(layer);
   target = {};
   auto memory = memory_->allocate(2 * bytes);
@@ -26,7 +27,7 @@ Status LowRankRows::set_projection(int64_t layer, int64_t rank, const float* key
 int64_t LowRankRows::projection_bytes() const {
   int64_t floats = 0;
   for (const Layer& layer : layers_) {
-    floats += 2 * options_.kv_heads * options_.head_dim * layer.rank;
+    floats += 2 * options_.heads_apart * options_.kv_heads * options_.head_dim * layer.rank;
   }
   return floats * int64_t{sizeof(float)};
 }
@@ -35,7 +36,7 @@ void LowRankRows::write(int64_t layer, const RowPiece& piece) const {
   project_keys({.keys = piece.keys.data,
                 .head_stride = piece.keys.head_stride,
                 .token_stride = piece.keys.token_stride,
-                .projection = key_projection(layer),
+                .projection = key_projection(layer, piece.sequence),
                 .summary = piece.rows,
                 .token_scale = piece.row_scale,
                 .first_row = piece.first_row,
@@ -52,7 +53,7 @@ void LowRankRows::ask(int64_t layer, const QueryView& query, int64_t batch, floa
   for (int64_t row = 0; row < batch * query.queries; ++row) {
     project_query({.query = query.at(row / query.queries, 0, row % query.queries),
                    .head_stride = query.head_stride,
-                   .projection = query_projection(layer),
+                   .projection = query_projection(layer, row / query.queries),
                    .projected = asked + row * rank,
                    .heads = query.heads,
                    .kv_heads = options_.kv_heads,
@@ -67,25 +68,25 @@ void LowRankRows::ask_each_head(int64_t layer, const QueryView& query, int64_t b
                                 float* asked) const {
   const int64_t rank = layers_[layer].rank;
   const int64_t heads = query.heads;
-  run_parallel(
-      {.parallel = options_.parallel}, batch * query.queries * heads, 1,
-      [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t row = i / heads;
-          const int64_t head = i % heads;
-          const int64_t kv_head = head / (heads / options_.kv_heads);
-          float* target = asked + i * rank;
-          project_query({.query = query.at(row / query.queries, head, row % query.queries),
-                         .projection = query_projection(layer) + kv_head * options_.head_dim * rank,
-                         .projected = target,
-                         .heads = 1,
-                         .kv_heads = 1,
-                         .head_dim = options_.head_dim,
-                         .rank = rank,
-                         .dtype = query.dtype});
-          for (int64_t r = 0; r < rank; ++r) target[r] *= scale;
-        }
-      });
+  run_parallel({.parallel = options_.parallel}, batch * query.queries * heads, 1,
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   const int64_t row = i / heads;
+                   const int64_t head = i % heads;
+                   const int64_t kv_head = head / (heads / options_.kv_heads);
+                   const float* projection = query_projection(layer, row / query.queries);
+                   float* target = asked + i * rank;
+                   project_query({.query = query.at(row / query.queries, head, row % query.queries),
+                                  .projection = projection + kv_head * options_.head_dim * rank,
+                                  .projected = target,
+                                  .heads = 1,
+                                  .kv_heads = 1,
+                                  .head_dim = options_.head_dim,
+                                  .rank = rank,
+                                  .dtype = query.dtype});
+                   for (int64_t r = 0; r < rank; ++r) target[r] *= scale;
+                 }
+               });
 }
 
 }  // namespace kvswap

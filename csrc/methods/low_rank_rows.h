@@ -12,6 +12,9 @@ namespace kvswap {
 /// KVSwap's rows (3.2, 3.3): K A_k of each token, all heads together; asked with the sum of the
 /// heads' A_q^T q. Any linear map of keys and queries is of this kind.
 ///
+/// Where KV heads are sequences of their own, each has its own part of the projections: the rows of
+/// its own channels.
+///
 /// A layer is ready once it has its pair of projections; the paper's method is the case where both
 /// are the same.
 class LowRankRows final : public Rows {
@@ -34,23 +37,29 @@ class LowRankRows final : public Rows {
   void ask_each_head(int64_t layer, const QueryView& query, int64_t batch, float scale,
                      float* asked) const override;
 
-  /// Both [kv_heads * head_dim, rank], copied.
+  /// Both [heads_apart * kv_heads * head_dim, rank], copied.
   Status set_projection(int64_t layer, int64_t rank, const float* keys,
                         const float* queries) override;
   void drop_projection(int64_t layer) override { layers_.at(layer) = {}; }
   int64_t projection_bytes() const override;
 
-  const float* key_projection(int64_t layer) const {
-    return reinterpret_cast<const float*>(layers_[layer].projections.get());
+  /// [kv_heads * head_dim, rank]; of sequence 0 those of all heads apart, one after the other.
+  const float* key_projection(int64_t layer, int64_t sequence) const {
+    return reinterpret_cast<const float*>(layers_[layer].projections.get()) +
+           sequence % options_.heads_apart * part_size(layer);
   }
-  const float* query_projection(int64_t layer) const {
-    return key_projection(layer) + options_.kv_heads * options_.head_dim * layers_[layer].rank;
+  const float* query_projection(int64_t layer, int64_t sequence) const {
+    return key_projection(layer, sequence) + options_.heads_apart * part_size(layer);
   }
 
  private:
+  int64_t part_size(int64_t layer) const {
+    return options_.kv_heads * options_.head_dim * layers_[layer].rank;
+  }
+
   struct Layer {
     int64_t rank = 0;
-    std::shared_ptr<std::byte> projections;  // both, [kv_heads * head_dim, rank] each
+    std::shared_ptr<std::byte> projections;  // both, [heads_apart * kv_heads * head_dim, rank]
   };
 
   MethodOptions options_;

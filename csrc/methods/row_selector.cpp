@@ -67,6 +67,7 @@ Status RowSelector::append(const SealedKeys& sealed) {
       [&](Summary::Chunk& chunk, int64_t first_row, int64_t first_new_row, int64_t count) {
         const int64_t first = first_new_row * each;
         RowPiece piece;
+        piece.sequence = sealed.sequence;
         piece.keys = sealed.keys;
         piece.keys.data = static_cast<const std::byte*>(sealed.keys.data) +
                           first * sealed.keys.token_stride * dtype_bytes(sealed.keys.dtype);
@@ -125,8 +126,8 @@ void RowSelector::score_by_sum(const ChooseArgs& args) {
 }
 
 void RowSelector::score_by_mass(const ChooseArgs& args) {
-  KVSWAP_ASSERT(args.kept != nullptr && args.kept->heads == args.query.heads);
   const int64_t heads = args.query.heads;
+  KVSWAP_ASSERT(args.kept != nullptr && args.kept->batch * args.kept->heads == sequences_ * heads);
   const int64_t rank = rows_->shape(args.layer).width;
   asked_.resize(sequences_ * queries_ * heads * rank);
   rows_->ask_each_head(args.layer, args.query, sequences_, args.scale, asked_.data());

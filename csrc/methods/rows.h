@@ -20,6 +20,7 @@ struct MethodOptions {
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
+  int64_t heads_apart = 1;  // sequence s is head s % heads_apart of the model's: see QueryView
   int64_t group_tokens = 0;
   std::vector<int64_t> ranks = {};  // [layers]: low_rank only, else empty
   DType summary_dtype = DType::kFloat32;
@@ -35,6 +36,7 @@ struct RowShape {
 
 /// Sealed tokens that become rows of one chunk of a summary.
 struct RowPiece {
+  int64_t sequence = 0;
   KeyView keys;        // of the piece's first token
   int64_t tokens = 0;  // whole groups where a row stands for a group
   const TokenValidity* valid = nullptr;

@@ -32,7 +32,9 @@ struct SealedKeys {
   const TokenValidity* valid = nullptr;  // of the sequence's columns; null: all count
 };
 
-/// Queries of a layer: [batch, heads, queries, head_dim], head_dim contiguous.
+/// Queries of a layer: [batch, heads, queries, head_dim], head_dim contiguous. Where KV heads are
+/// sequences of their own, each has `heads` of the array's heads: sequence s those from
+/// s % heads_apart * heads on, of the array's s / heads_apart.
 struct QueryView {
   const void* data = nullptr;
   int64_t batch_stride = 0;
@@ -41,10 +43,13 @@ struct QueryView {
   int64_t heads = 0;  // all heads, or kv_heads: already summed over each GQA group
   int64_t queries = 0;
   DType dtype = DType::kFloat32;
+  int64_t heads_apart = 1;
 
   /// The first number of one row of head_dim.
   const void* at(int64_t sequence, int64_t head, int64_t query) const {
-    const int64_t element = sequence * batch_stride + head * head_stride + query * query_stride;
+    const int64_t element = sequence / heads_apart * batch_stride +
+                            (sequence % heads_apart * heads + head) * head_stride +
+                            query * query_stride;
     return static_cast<const std::byte*>(data) + element * dtype_bytes(dtype);
   }
 };

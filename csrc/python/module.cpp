@@ -51,7 +51,7 @@ void bind_options(py::module_& module) {
           "dtype", [](const CoreOptions& self) { return scalar_type(self.shape.dtype); },
           [](CoreOptions& self, at::ScalarType type) { self.shape.dtype = element_type(type); });
   bind_inner(options, "layers", &CoreOptions::shape, &ModelShape::layers);
-  bind_inner(options, "heads", &CoreOptions::shape, &ModelShape::heads);
+  bind_inner(options, "query_heads", &CoreOptions::shape, &ModelShape::heads);
   bind_inner(options, "kv_heads", &CoreOptions::shape, &ModelShape::kv_heads);
   bind_inner(options, "head_dim", &CoreOptions::shape, &ModelShape::head_dim);
   bind_inner(options, "kv_memory_bytes", &CoreOptions::budget, &Budget::kv_memory_bytes);

@@ -99,14 +99,14 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
   return {keys, values};
 }
 
-/// One sequence's chunk and what it has attended so far.
+/// One part's chunk (a sequence's, or that of a KV head that is apart) and what it has attended so
+/// far.
 class Chunk final : public PastVisitor {
  public:
   /// query: [heads, tokens, head_dim]; own: what the chunk saw of itself.
-  Chunk(const Engine& engine, int64_t sequence, at::Tensor query, PartialAttention own,
-        double scale)
+  Chunk(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own, double scale)
       : engine_(engine),
-        validity_(engine.validity(sequence)),
+        validity_(engine.validity(part)),
         query_(std::move(query)),
         partial_(std::move(own)),
         scale_(scale) {}
@@ -114,7 +114,7 @@ class Chunk final : public PastVisitor {
   const at::Tensor& output() const { return partial_.output; }
 
   Status visit_sealed(const PastStream::Block& block) override {
-    const EngineOptions& options = engine_.options();
+    const EngineOptions& options = engine_.parts().options;
     const auto [keys, values] = (query_.is_cpu() ? unpack : unpack_there)(
         options, block, engine_.parts().record_bytes(), query_.options());
     attend(keys, values, block.first_group * options.group_tokens);
@@ -123,7 +123,7 @@ class Chunk final : public PastVisitor {
 
   Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                       const std::byte* values) override {
-    const EngineOptions& options = engine_.options();
+    const EngineOptions& options = engine_.parts().options;
     const auto there = [&](const std::byte* data) {
       return at::from_blob(const_cast<std::byte*>(data),
                            {options.kv_heads, end - begin, options.head_dim},
@@ -162,8 +162,9 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
   const int64_t tokens = query.size(2);
   const int64_t past = args.past;
   bool is_plain = past == 0;
+  const int64_t apart = engine.heads_apart();
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    is_plain = is_plain && engine.validity(sequence).all_valid_from() == 0;
+    is_plain = is_plain && engine.validity(sequence * apart).all_valid_from() == 0;
   }
   if (is_plain) {
     return at::scaled_dot_product_attention(query, args.keys, args.values, {}, 0.0, true,
@@ -173,12 +174,15 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
   }
   at::Tensor output =
       at::zeros({query.size(0), tokens, query.size(1), query.size(3)}, query.options());
-  for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    const TokenValidity& validity = engine.validity(sequence);
+  for (int64_t part = 0; part < engine.batch() * apart; ++part) {
+    const TokenValidity& validity = engine.validity(part);
     const int64_t begin = std::clamp<int64_t>(validity.first_valid() - past, 0, tokens);
     if (begin == tokens) continue;
     const auto slice = [&](const at::Tensor& tensor) {
-      return tensor[sequence].narrow(1, begin, tokens - begin);
+      const int64_t heads = tensor.size(1) / apart;
+      return tensor[part / apart]
+          .narrow(0, part % apart * heads, heads)
+          .narrow(1, begin, tokens - begin);
     };
     const at::Tensor own_query = slice(query);
     const at::Tensor keys = slice(args.keys);
@@ -191,9 +195,9 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
           valid_columns(validity, past + begin, tokens - begin, query.device());
       own = attend_masked(own_query, keys, values, valid, args.scale);
     }
-    Chunk chunk(engine, sequence, own_query, std::move(own), args.scale);
-    throw_if_error(walk_past(engine, {args.layer, sequence, past, past}, chunk));
-    output[sequence].narrow(0, begin, tokens - begin).copy_(chunk.output().transpose(0, 1));
+    Chunk chunk(engine, part, own_query, std::move(own), args.scale);
+    throw_if_error(walk_past(engine, {args.layer, part, past, past}, chunk));
+    slice(output.transpose(1, 2)).copy_(chunk.output());
   }
   return output;
 }

@@ -93,7 +93,19 @@ Pair query_aware(const at::Tensor& key_samples, const at::Tensor& queries, int64
 
 Pair estimate_projection(const std::string& kind, const at::Tensor& keys,
                          const std::optional<at::Tensor>& query, int64_t rank,
-                         const std::string& score) {
+                         const std::string& score, const std::string& heads) {
+  if (heads == "each" && keys.size(1) > 1) {
+    std::vector<at::Tensor> key_sides;
+    std::vector<at::Tensor> query_sides;
+    for (int64_t head = 0; head < keys.size(1); ++head) {
+      std::optional<at::Tensor> own;
+      if (query) own = query->tensor_split(keys.size(1), 1)[head];
+      auto [key, other] = estimate_projection(kind, keys.narrow(1, head, 1), own, rank, score);
+      key_sides.push_back(key);
+      query_sides.push_back(other);
+    }
+    return {at::cat(key_sides), at::cat(query_sides)};
+  }
   const int64_t batch = keys.size(0);
   const int64_t kv_heads = keys.size(1);
   const int64_t tokens = keys.size(2);

@@ -14,12 +14,11 @@ namespace kvswap {
 ///
 /// kind: query_aware or svd_keys; keys: [batch, kv_heads, tokens, head_dim] after RoPE, all valid;
 /// query: [batch, heads, tokens, head_dim] of the same tokens, or none; rank: at most kv_heads *
-/// head_dim; score: sum, or another one, for which each head counts for itself. Returns the key and
+/// head_dim; score: sum, or another one, for which each head counts for itself; heads: each for a
+/// projection of every KV head's own keys, then rank is at most head_dim. Returns the key and
 /// the query matrix, [kv_heads * head_dim, rank] fp32.
-std::pair<at::Tensor, at::Tensor> estimate_projection(const std::string& kind,
-                                                      const at::Tensor& keys,
-                                                      const std::optional<at::Tensor>& query,
-                                                      int64_t rank,
-                                                      const std::string& score = "sum");
+std::pair<at::Tensor, at::Tensor> estimate_projection(
+    const std::string& kind, const at::Tensor& keys, const std::optional<at::Tensor>& query,
+    int64_t rank, const std::string& score = "sum", const std::string& heads = "all");
 
 }  // namespace kvswap

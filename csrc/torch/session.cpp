@@ -114,7 +114,7 @@ class Session::Impl {
   }
 
   void check_query(const char* where, const at::Tensor& query) {
-    check(where, "query", query, engine().options().heads, engine().options().heads);
+    check(where, "query", query, engine().options().query_heads, engine().options().query_heads);
   }
   void check_tokens(const char* where, const at::Tensor& keys, const at::Tensor& values) {
     const int64_t kv_heads = engine().options().kv_heads;
@@ -171,7 +171,7 @@ void Session::declare(const at::Tensor& valid) {
 
 void Session::look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale) {
   const EngineOptions& options = impl_->engine().options();
-  impl_->check("look_ahead", "query", query, options.heads, options.kv_heads);
+  impl_->check("look_ahead", "query", query, options.query_heads, options.kv_heads);
   const at::Tensor packed = plain(query);
   std::optional<float> narrow;
   if (scale) narrow = static_cast<float>(*scale);

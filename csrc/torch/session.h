@@ -55,7 +55,8 @@ class Session {
 
   /// Replaces the next choice of `layer` by these groups, [batch][...]: for oracles, recorded
   /// choices and measurements. The choice is made all the same, so that its cost stays; groups that
-  /// are not sealed or attended anyway (sinks) are left out. At most pages_max a sequence.
+  /// are not sealed or attended anyway (sinks) are left out. At most pages_max a sequence. With
+  /// heads=each a KV head has its own, [batch * kv_heads][...].
   void override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups);
 
   /// keys, values: [batch, kv_heads, tokens, head_dim], last dimension contiguous. The first call
@@ -72,8 +73,8 @@ class Session {
   at::Tensor extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                     const at::Tensor& values, double scale);
 
-  /// The pair of projections of a layer, [kv_heads * head_dim, rank] fp32; groups sealed before are
-  /// read back and summarised.
+  /// The pair of projections of a layer, [kv_heads * head_dim, rank] fp32 (with heads=each every KV
+  /// head's own, one below the other); groups sealed before are read back and summarised.
   void set_projection(int64_t layer, const at::Tensor& key_projection,
                       const at::Tensor& query_projection);
   /// True when this layer must choose among more groups than it may attend and has no projection.
@@ -82,7 +83,8 @@ class Session {
   /// K and V of columns [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
   std::pair<at::Tensor, at::Tensor> read_back(int64_t layer, int64_t begin, int64_t end);
 
-  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order.
+  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order; with
+  /// heads=each [batch * kv_heads][...].
   std::vector<std::vector<int64_t>> last_selection(int64_t layer) const;
 
   /// Sequence i of the new batch continues as sequence indices[i] of the old one: beam reorder,

@@ -81,6 +81,12 @@ def generate(
             help="What groups are scored by, in the config's place: low_rank, or box (Quest)."
         ),
     ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            help="Who chooses groups, in the config's place: all KV heads together, or each."
+        ),
+    ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(help="Most memory the KV cache may take.", metavar="512MiB"),
@@ -138,6 +144,7 @@ def generate(
             questions=tuple(question),
             config=config,
             rows=rows,
+            heads=heads,
             kv_memory=kv_memory,
             path=path,
             compare=compare,

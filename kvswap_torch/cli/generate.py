@@ -36,6 +36,7 @@ class GenerateOptions:
     questions: tuple[str, ...]
     config: Path | None = None
     rows: str | None = None
+    heads: str | None = None
     kv_memory: str | None = None
     path: Path = Path(".")
     compare: bool = False
@@ -66,7 +67,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     distributed = distributed_config(options.tensor_parallel, options.pipeline)
     console = quiet_console(console)
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
-    config = _load_config(options.config, options.rows)
+    config = _load_config(options)
     _check_outputs(options)
     material = _load(options, distributed, console)
     context = _context(options, material)
@@ -189,11 +190,13 @@ def _scales_positions(config: Any) -> bool:
     return any(part.get("rope_type", "default") != "default" for part in kinds)
 
 
-def _load_config(path: Path | None, rows: str | None) -> Any:
+def _load_config(options: GenerateOptions) -> Any:
     from kvswap_torch.config import SwapConfig
 
-    config = None if path is None else SwapConfig.load(path)
-    return config if rows is None else dataclasses.replace(config or SwapConfig(), rows=rows)
+    config = None if options.config is None else SwapConfig.load(options.config)
+    said = {"rows": options.rows, "heads": options.heads}
+    said = {name: word for name, word in said.items() if word is not None}
+    return dataclasses.replace(config or SwapConfig(), **said) if said else config
 
 
 def _check_outputs(options: GenerateOptions) -> None:

@@ -289,7 +289,7 @@ class SessionDriver:
         began = time.perf_counter()
         kind = self.config.projection_kind
         valid = self.padding.newest if query is not None else None
-        pair = from_chunk(kind, keys, query, self.ranks[layer], valid)
+        pair = from_chunk(kind, keys, query, self.ranks[layer], valid, heads=self.config.heads)
         self.session.set_projection(layer, *pair)
         self._estimated[layer] = kind if query is not None else "svd_keys"
         seconds = time.perf_counter() - began

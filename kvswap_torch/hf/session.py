@@ -28,7 +28,7 @@ def session_options(
     return options | {
         **dataclasses.asdict(budget),
         "layers": parts.shape.layers,
-        "heads": parts.shape.heads,
+        "query_heads": parts.shape.heads,
         "kv_heads": parts.shape.kv_heads,
         "head_dim": parts.shape.head_dim,
         "dtype": parts.dtype,
@@ -51,7 +51,7 @@ def projections_of(config: SwapConfig | None, parts: ModelParts) -> list[Pair] |
     rows = (config.for_batch_and_context(row.batch, row.context) for row in config.table)
     solutions = [each.ranks(layers) for each in (config, *rows)]
     widest = [max(ranks) for ranks in zip(*solutions, strict=True)]
-    pairs = load_projections(config.projection_path, widest, width, identity)
+    pairs = load_projections(config.projection_path, widest, width, identity, config.heads)
     return local_projections(pairs, parts.disk_everywhere, parts.placement)
 
 

@@ -33,7 +33,7 @@ class CacheStats:
     hit_rate
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
-        Groups selected per layer, sequence and step.
+        Groups selected per layer, sequence and step; with ``heads="each"`` those of all KV heads.
     wait_seconds, hidden_seconds
         Read time that layers waited for, and read time overlapped with computing.
     resident_bytes, resident_bytes_peak, ledger

@@ -16,7 +16,7 @@ from tests.golden.record import counted
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 2, 4, 2, 32, 8
 OPTIONS: dict[str, Any] = {
     "layers": LAYERS,
-    "heads": HEADS,
+    "query_heads": HEADS,
     "kv_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
     "ranks": [RANK],

@@ -30,6 +30,8 @@ GOOD: list[dict[str, Any]] = [
     {"projection_file": "deep/..er/p.safetensors", "projection_kind": "svd_keys"},
     {"model": {"layers": 5, "dtype": None, "model_type": "qwen3"}, "provenance": {"é": [1, None]}},
     {"merge_gap_bytes": 4096, "merge_bytes_max": 4096, "select_queries_max": 16},
+    {"heads": "each", "rank": 64, "group_tokens": 16},
+    {"heads": "each", "rows": "box", "group_tokens": 32},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,
@@ -57,6 +59,11 @@ BAD: list[tuple[str, str]] = [
     (_file(rnak=32, zeta=1, Alpha=2), "got Alpha, rnak, zeta"),
     (_file(source="x"), "got source"),
     *((_file(rank=rank), "rank: must be") for rank in (0, 65537, -1, "32", [], [8, 0], [True])),
+    *((_file(heads=heads), "heads: must be") for heads in ("both", "", None, 4, ["each"])),
+    (
+        _file(table=[{"batch": 1, "context": 8, "settings": {"heads": "each"}}]),
+        "table: a solution must set only",
+    ),
     *((_file(rows=rows), "rows: must be") for rows in ("pq", "", None, 1, ["box"])),
     *(
         (_file(rows="box", **{name: value}), f"{name}: must be left out where rows is box")

@@ -9,6 +9,7 @@ attends: the tail, the sink groups, and the chosen ones of the other sealed grou
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ Options = make_dataclass(
     "Options",
     [
         ("layers", int, 0),
-        ("heads", int, 0),
+        ("query_heads", int, 0),
         ("kv_heads", int, 0),
         ("head_dim", int, 0),
         ("dtype", torch.dtype, torch.float32),
@@ -279,7 +280,7 @@ class ReferenceSession:
         key_projection, query_projection = self._projections[layer]
         keys, valid = state.keys[sequence].float(), state.valid[sequence]
         rows = keys[:, : state.sealed].transpose(0, 1).flatten(1) @ key_projection
-        ratio = options.heads // options.kv_heads
+        ratio = options.query_heads // options.kv_heads
         of_head = query_projection.unflatten(0, (options.kv_heads, -1)).repeat_interleave(ratio, 0)
         approximate = query.float() @ of_head @ rows.T * scale  # [heads, queries, sealed]
         exact = query.float() @ keys.repeat_interleave(ratio, 0).mT * scale
@@ -323,3 +324,63 @@ class ReferenceSession:
             ("groups_attended", sum(map(len, chosen))),
         ):
             self._counters[name] += value
+
+
+class ReferenceHeads:
+    """``heads="each"``: each KV head, with the query heads that share it, has a session of its own.
+
+    What is chosen is of heads: ``[batch * kv_heads][groups]``, a sequence's heads side by side.
+    """
+
+    def __init__(self, options: Options):
+        own = copy.copy(options)
+        own.heads, own.kv_heads = "all", 1
+        own.query_heads = options.query_heads // options.kv_heads
+        self._of_heads = [ReferenceSession(own) for _ in range(options.kv_heads)]
+
+    def __getattr__(self, name: str) -> Any:
+        """What has one answer for all heads, and what comes in without tensors of heads."""
+
+        def call(*arguments: Any) -> Any:
+            return [getattr(one, name)(*arguments) for one in self._of_heads][0]  # noqa: RUF015
+
+        return call
+
+    def _split(self, *tensors: torch.Tensor, dim: int = 1) -> Any:
+        """(session, its part of each tensor)"""
+        parts = zip(*(tensor.chunk(len(self._of_heads), dim) for tensor in tensors), strict=True)
+        return zip(self._of_heads, parts, strict=True)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for session, own in self._split(keys, values):
+            session.append(layer, *own)
+
+    def set_projection(self, layer: int, key_projection, query_projection) -> None:
+        for session, own in self._split(key_projection, query_projection, dim=0):
+            session.set_projection(layer, *own)
+
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+        for session, own in self._split(query):
+            session.look_ahead(layer, *own, scale)
+
+    def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
+        outputs = [s.attend(layer, *own, scale) for s, own in self._split(query, keys, values)]
+        return torch.cat(outputs, 2)
+
+    def extend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
+        self.append(layer, keys, values)
+        return self.attend(layer, query, keys, values, scale)
+
+    def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sides = zip(*(one.read_back(layer, begin, end) for one in self._of_heads), strict=True)
+        keys, values = (torch.cat(side, 1) for side in sides)
+        return keys, values
+
+    def last_selection(self, layer: int) -> list[list[int]]:
+        of_heads = [one.last_selection(layer) for one in self._of_heads]
+        return [groups for sequence in zip(*of_heads, strict=True) for groups in sequence]
+
+
+def reference(options: Options) -> Any:
+    """The session that these options specify."""
+    return ReferenceHeads(options) if options.heads == "each" else ReferenceSession(options)

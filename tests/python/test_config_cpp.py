@@ -177,7 +177,8 @@ def settled(request: dict[str, Any], config: SwapConfig | None, folder: Path) ->
         if budget.kv_memory_bytes is not None:
             inner["kv_memory_bytes"] = max(1, budget.kv_memory_bytes - beside)
         options = {name: getattr(candidate, name) for name in SETTINGS} | inner
-        options |= {n: request[n] for n in ("layers", "heads", "kv_heads", "head_dim")}
+        options |= {n: request[n] for n in ("layers", "kv_heads", "head_dim")}
+        options["query_heads"] = request["heads"]
         options |= {"dtype": DTYPES[request["dtype"]], "directory": str(folder)}
         options["ranks"] = list(effective_ranks(candidate, shape, False))
         uses = memory_need(options, batch, context, alignment)

@@ -10,7 +10,7 @@ import torch
 from kvswap_torch import _C, SwapConfig
 from kvswap_torch.errors import BudgetError, ClosedError, StorageError
 from kvswap_torch.methods import METHODS
-from tests.python.reference_session import Options, ReferenceSession
+from tests.python.reference_session import Options, reference
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
 BACK_ENDS = [
@@ -26,7 +26,7 @@ BACK_ENDS = [
 def options(directory, **changes) -> Options:
     made = Options(
         layers=LAYERS,
-        heads=HEADS,
+        query_heads=HEADS,
         kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         directory=str(directory),
@@ -62,7 +62,7 @@ class Twins:
     """The same calls to both sessions; everything they answer is compared."""
 
     def __init__(self, made: Options, seed: int = 0):
-        self.sessions = (native(made), ReferenceSession(made))
+        self.sessions = (native(made), reference(made))
         self.options = made
         self.extends = seed % 2 == 1
         self.generator = torch.Generator().manual_seed(seed)
@@ -126,9 +126,10 @@ def test_every_method_is_a_setting() -> None:
 
 
 @pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("back_end", BACK_ENDS, ids=lambda b: "-".join(map(str, b.values())))
-def test_every_method_chooses_as_its_reference(tmp_path, rows, back_end):
-    twins = Twins(options(tmp_path, rows=rows, **back_end), seed=1)
+def test_every_method_chooses_as_its_reference(tmp_path, rows, heads, back_end):
+    twins = Twins(options(tmp_path, rows=rows, heads=heads, **back_end), seed=1)
     valid = torch.ones(2, 150, dtype=torch.bool)
     valid[0, :37] = False
     twins.forward(2, 150, valid=valid)
@@ -142,12 +143,14 @@ def test_every_method_chooses_as_its_reference(tmp_path, rows, back_end):
 
 
 @pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_operations(tmp_path, seed, rows):
+def test_random_operations(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     made = options(
         tmp_path,
         rows=rows,
+        heads=heads,
         group_tokens=rng.choice([1, 2, 3, 4, 7, 16]),
         groups_max=rng.choice([1, 3, 8]),
         tail_tokens=rng.choice([0, 3, 8, 32]),
@@ -160,12 +163,14 @@ def test_random_operations(tmp_path, seed, rows):
 
 
 @pytest.mark.parametrize("score", ["mass", "max_mass"])
+@pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_operations_by_mass(tmp_path, seed, score):
+def test_random_operations_by_mass(tmp_path, seed, score, heads):
     rng = random.Random(seed)
     made = options(
         tmp_path,
         score=score,
+        heads=heads,
         group_tokens=rng.choice([1, 3, 4, 16]),
         groups_max=rng.choice([1, 3, 8]),
         tail_tokens=rng.choice([0, 3, 32]),

@@ -39,8 +39,9 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
 def native_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) -> dict[str, int]:
     core = pytest.importorskip("kvswap_torch._C")
     options = core.SessionOptions()
-    for item in ("layers", "heads", "kv_heads", "head_dim"):
+    for item in ("layers", "kv_heads", "head_dim"):
         setattr(options, item, getattr(shape, item))
+    options.query_heads = shape.heads
     for item in ("group_tokens", "groups_max", "pages_max", "sink_tokens", "tail_tokens"):
         setattr(options, item, getattr(config, item))
     options.summary_dtype = config.summary_dtype

@@ -73,7 +73,7 @@ def test_loads_are_the_engines(policy, tmp_path):
     session = open_session(
         {
             "layers": 1,
-            "heads": 1,
+            "query_heads": 1,
             "kv_heads": 1,
             "head_dim": 64,
             "directory": str(tmp_path),

@@ -13,7 +13,7 @@ import transformers
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.hf import session as session_module
-from tests.python.reference_session import Options, ReferenceSession
+from tests.python.reference_session import Options, reference
 
 VOCABULARY = 97
 PAD, EOS = 0, 1
@@ -93,8 +93,8 @@ def prompt(batch: int, tokens: int, seed: int = 1, padding: tuple[int, ...] = ()
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def reference_session(options: dict[str, Any]) -> ReferenceSession:
-    return ReferenceSession(Options(**options))
+def reference_session(options: dict[str, Any]) -> Any:
+    return reference(Options(**options))
 
 
 def native_session(options: dict[str, Any]) -> Any:

@@ -143,6 +143,10 @@ struct BatchProjectQueryArgs {
   int64_t head_dim = 0;
   int64_t rank = 0;
   DType dtype = DType::kFloat32;
+  /// Above 1: row b of the batch has `heads` heads of the tensor's b / heads_apart, from
+  /// b % heads_apart * heads on, and the part of that number of a projection
+  /// [heads_apart * kv_heads * head_dim, rank].
+  int64_t heads_apart = 1;
 };
 
 /// project_query() of each query of a batch.
@@ -172,7 +176,8 @@ struct CopyRecordsArgs {
 Status copy_records(const CopyRecordsArgs& args, void* stream);
 
 /// TransferArgs for tokens of many sequences: record i belongs to sequence sequences[i], whose K
-/// and V begin at tokens.keys + sequences[i] * key_batch_stride (elements), V alike.
+/// and V begin at tokens.keys + key_offset(sequences[i]) (elements), V alike. Where KV heads are
+/// sequences of their own, sequence s is head s % heads_apart of the tensors' s / heads_apart.
 struct BatchTransferArgs {
   RecordShape shape = {};
   TokenView tokens = {};
@@ -184,6 +189,16 @@ struct BatchTransferArgs {
   const int32_t* slots = nullptr;         // [count]; null: 0
   const int32_t* lengths = nullptr;       // [count]; null: group_tokens
   int64_t count = 0;
+  int64_t heads_apart = 1;  // above 1 shape.kv_heads is 1
+
+  int64_t key_offset(int64_t sequence) const {
+    return sequence / heads_apart * key_batch_stride +
+           sequence % heads_apart * tokens.key_head_stride;
+  }
+  int64_t value_offset(int64_t sequence) const {
+    return sequence / heads_apart * value_batch_stride +
+           sequence % heads_apart * tokens.value_head_stride;
+  }
 };
 
 /// NHD or HND tokens -> records, and back.

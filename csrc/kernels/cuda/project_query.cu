@@ -22,8 +22,10 @@ __global__ void __launch_bounds__(kThreads) project_queries(BatchProjectQueryArg
   const int slice = static_cast<int>(threadIdx.x) / kColumns;
   const int64_t out = static_cast<int64_t>(blockIdx.x) * kColumns + column;
   const int64_t sequence = blockIdx.z;
-  const T* query = static_cast<const T*>(args.query) + sequence * args.batch_stride +
-                   blockIdx.y * args.query_stride;
+  const int64_t part = sequence % args.heads_apart;
+  const T* query = static_cast<const T*>(args.query) +
+                   sequence / args.heads_apart * args.batch_stride +
+                   part * args.heads * args.head_stride + blockIdx.y * args.query_stride;
   const int ratio = static_cast<int>(args.heads) / static_cast<int>(args.kv_heads);
   const int head_dim = static_cast<int>(args.head_dim);
   const int64_t dims = args.kv_heads * args.head_dim;
@@ -40,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) project_queries(BatchProjectQueryArg
     }
     __syncthreads();
     if (out >= args.rank) continue;
-    const float* factors = args.projection + first * args.rank + out;
+    const float* factors = args.projection + (part * dims + first) * args.rank + out;
 #pragma unroll 8
     for (int i = slice; i < count; i += kSlices) {
       sum = fmaf(grouped[i], factors[i * args.rank], sum);

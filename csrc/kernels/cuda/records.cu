@@ -24,6 +24,7 @@ struct TransferJob {
   const int32_t* lengths = nullptr;
   uint32_t units = 0;  // count * kv_heads * 2
   uint32_t kv_heads = 0;
+  uint32_t heads_apart = 1;
   int group_tokens = 0;
   int row = 0;  // vectors of one token and head
 };
@@ -65,14 +66,16 @@ __global__ void __launch_bounds__(kMoveThreads) transfer_records(TransferJob<Vec
   const bool is_value = unit % 2 != 0;
   const uint32_t head = unit / 2 % job.kv_heads;
   const uint32_t i = unit / 2 / job.kv_heads;
-  const int64_t sequence = job.sequences ? job.sequences[i] : 0;
+  const uint32_t sequence = job.sequences ? static_cast<uint32_t>(job.sequences[i]) : 0;
+  const int64_t row = sequence / job.heads_apart;
+  const int64_t first_head = sequence % job.heads_apart;
   const int length = job.lengths ? job.lengths[i] : job.group_tokens;
   const int64_t slot = job.slots ? job.slots[i] : 0;
   const int64_t batch_stride = is_value ? job.value_batch_stride : job.key_batch_stride;
   const int64_t head_stride = is_value ? job.value_head_stride : job.key_head_stride;
   const int64_t token_stride = is_value ? job.value_token_stride : job.key_token_stride;
-  Vector* rows = (is_value ? job.values : job.keys) + sequence * batch_stride + head * head_stride +
-                 job.first_tokens[i] * token_stride;
+  Vector* rows = (is_value ? job.values : job.keys) + row * batch_stride +
+                 (first_head + head) * head_stride + job.first_tokens[i] * token_stride;
   Vector* record = static_cast<Vector*>(job.records[i]) +
                    (int64_t{2 * head + is_value} * job.group_tokens + slot) * job.row;
   move_rows<kDirection>(rows, token_stride, record, length, job.row,
@@ -102,6 +105,7 @@ Status transfer_by(const char* where, const BatchTransferArgs& args, void* strea
   KVSWAP_RETURN_IF_ERROR(check_units(where, units));
   job.units = static_cast<uint32_t>(units);
   job.kv_heads = static_cast<uint32_t>(args.shape.kv_heads);
+  job.heads_apart = static_cast<uint32_t>(args.heads_apart);
   job.group_tokens = static_cast<int>(args.shape.group_tokens);
   job.row = static_cast<int>(vectors(args.shape.head_dim));
   return launch(where, stream, {.x = ceil_div(units, kMoveThreads / 32)}, kMoveThreads,

@@ -36,7 +36,7 @@ class TestDirectory {
 inline EngineOptions small_options(const std::string& directory, int64_t group_tokens = 4) {
   EngineOptions options;
   options.layers = 2;
-  options.heads = 4;
+  options.query_heads = 4;
   options.kv_heads = 2;
   options.head_dim = std::max<int64_t>(8, 128 / group_tokens);
   options.directory = directory;
@@ -78,7 +78,7 @@ class EngineRun {
     return {tokens, numbers(count, 3), numbers(count, 64, 1.0f / 16)};
   }
   std::vector<float> draw_query(int64_t batch, int64_t queries) {
-    return numbers(batch * options_.heads * queries * options_.head_dim, 2);
+    return numbers(batch * options_.query_heads * queries * options_.head_dim, 2);
   }
 
   /// `values` in the engine's element type; kept until the next call with the same `slot`.
@@ -96,10 +96,10 @@ class EngineRun {
   QueryView view(const std::vector<float>& query, int64_t queries) {
     const int64_t dim = options_.head_dim;
     return {.data = raw(query, 2),
-            .batch_stride = options_.heads * queries * dim,
+            .batch_stride = options_.query_heads * queries * dim,
             .head_stride = queries * dim,
             .query_stride = dim,
-            .heads = options_.heads,
+            .heads = options_.query_heads,
             .queries = queries,
             .dtype = options_.dtype};
   }

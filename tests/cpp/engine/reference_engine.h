@@ -20,6 +20,8 @@ struct Tokens {
 /// The engine as it would be with all K and V in memory and no thought of speed: the same rules of
 /// sealing, sinks and selection, attention in double. Keys, queries and projections should be small
 /// whole numbers, so that scores are exact and equal scores really are.
+///
+/// Choices are of parts: sequences, or with heads=each the KV heads of them, in order.
 class ReferenceEngine {
  public:
   explicit ReferenceEngine(const EngineOptions& options)
@@ -38,7 +40,7 @@ class ReferenceEngine {
     bool is_planned = false;
     int64_t planned_columns = 0;
     int64_t planned_sealed = 0;
-    std::vector<std::vector<int32_t>> chosen;
+    std::vector<std::vector<int32_t>> chosen;  // [parts][groups]
   };
 
   Layer& layer(int64_t index) { return layers_[index]; }
@@ -96,10 +98,10 @@ class ReferenceEngine {
     std::vector<double> output;
     for (int64_t b = 0; b < batch(); ++b) {
       for (int64_t q = 0; q < queries; ++q) {
-        for (int64_t h = 0; h < options_.heads; ++h) {
+        for (int64_t h = 0; h < options_.query_heads; ++h) {
           attend_one(layer, b, h, layer.columns - queries + q,
-                     &query[((b * options_.heads + h) * queries + q) * options_.head_dim], scale,
-                     output);
+                     &query[((b * options_.query_heads + h) * queries + q) * options_.head_dim],
+                     scale, output);
         }
       }
     }
@@ -149,6 +151,11 @@ class ReferenceEngine {
 
  private:
   int64_t width() const { return options_.kv_heads * options_.head_dim; }
+  int64_t heads_apart() const { return options_.heads == "each" ? options_.kv_heads : 1; }
+  /// Does a KV head belong to the part?
+  bool is_of(int64_t part, int64_t kv_head) const {
+    return heads_apart() == 1 || part % heads_apart() == kv_head;
+  }
 
   void start(int64_t batch) {
     valid_.assign(batch, {});
@@ -194,9 +201,10 @@ class ReferenceEngine {
     layer.is_planned = true;
     layer.planned_columns = layer.columns;
     layer.planned_sealed = layer.sealed;
-    layer.chosen.assign(batch(), {});
+    layer.chosen.assign(batch() * heads_apart(), {});
     const int64_t k = std::min(options_.groups_max, options_.pages_max / queries);
-    for (int64_t b = 0; b < batch(); ++b) {
+    for (int64_t part = 0; part < batch() * heads_apart(); ++part) {
+      const int64_t b = part / heads_apart();
       std::set<int32_t> chosen;
       if (fits(layer, b)) {
         for (int64_t g = 0; g < layer.sealed; ++g) {
@@ -204,24 +212,25 @@ class ReferenceEngine {
         }
       } else {
         for (int64_t q = 0; q < queries; ++q) {
-          for (const int32_t g : best(layer, index, b, query, queries, q, k)) chosen.insert(g);
+          for (const int32_t g : best(layer, index, part, query, queries, q, k)) chosen.insert(g);
         }
       }
-      layer.chosen[b].assign(chosen.begin(), chosen.end());
+      layer.chosen[part].assign(chosen.begin(), chosen.end());
     }
   }
 
   /// The k groups whose best valid token has the highest low-rank score; ties to the lower group.
-  std::vector<int32_t> best(const Layer& layer, int64_t index, int64_t b,
+  std::vector<int32_t> best(const Layer& layer, int64_t index, int64_t part,
                             const std::vector<float>& query, int64_t queries, int64_t q,
                             int64_t k) const {
+    const int64_t b = part / heads_apart();
     const int64_t rank = options_.ranks[index];
-    const int64_t ratio = options_.heads / options_.kv_heads;
+    const int64_t ratio = options_.query_heads / options_.kv_heads;
     std::vector<double> projected(rank);
-    for (int64_t h = 0; h < options_.heads; ++h) {
-      for (int64_t d = 0; d < options_.head_dim; ++d) {
+    for (int64_t h = 0; h < options_.query_heads; ++h) {
+      for (int64_t d = 0; is_of(part, h / ratio) && d < options_.head_dim; ++d) {
         const double value =
-            query[((b * options_.heads + h) * queries + q) * options_.head_dim + d];
+            query[((b * options_.query_heads + h) * queries + q) * options_.head_dim + d];
         const int64_t row = h / ratio * options_.head_dim + d;
         for (int64_t r = 0; r < rank; ++r) {
           projected[r] += value * layer.query_projection[row * rank + r];
@@ -232,7 +241,7 @@ class ReferenceEngine {
     for (int64_t g = 0; g < layer.sealed; ++g) {
       double score = -INFINITY;
       for (int64_t t = g * options_.group_tokens; t < (g + 1) * options_.group_tokens; ++t) {
-        if (valid_[b][t]) score = std::max(score, token_score(layer, b, t, rank, projected));
+        if (valid_[b][t]) score = std::max(score, token_score(layer, part, t, rank, projected));
       }
       if (score > -INFINITY && !is_sink(b, g)) scored.push_back({-score, static_cast<int32_t>(g)});
     }
@@ -244,13 +253,15 @@ class ReferenceEngine {
     return groups;
   }
 
-  double token_score(const Layer& layer, int64_t b, int64_t token, int64_t rank,
+  double token_score(const Layer& layer, int64_t part, int64_t token, int64_t rank,
                      const std::vector<double>& projected) const {
+    const Sequence& sequence = layer.sequences[part / heads_apart()];
     double score = 0;
     for (int64_t r = 0; r < rank; ++r) {
       double key = 0;
       for (int64_t w = 0; w < width(); ++w) {
-        key += layer.sequences[b].keys[token * width() + w] * layer.key_projection[w * rank + r];
+        if (!is_of(part, w / options_.head_dim)) continue;
+        key += sequence.keys[token * width() + w] * layer.key_projection[w * rank + r];
       }
       score += key * projected[r];
     }
@@ -260,8 +271,10 @@ class ReferenceEngine {
   void attend_one(const Layer& layer, int64_t b, int64_t head, int64_t column, const float* query,
                   double scale, std::vector<double>& output) const {
     const int64_t dim = options_.head_dim;
-    const int64_t offset = head / (options_.heads / options_.kv_heads) * dim;
-    const std::set<int64_t> chosen(layer.chosen[b].begin(), layer.chosen[b].end());
+    const int64_t kv_head = head / (options_.query_heads / options_.kv_heads);
+    const int64_t offset = kv_head * dim;
+    const auto& of_part = layer.chosen[b * heads_apart() + kv_head % heads_apart()];
+    const std::set<int64_t> chosen(of_part.begin(), of_part.end());
     std::vector<double> sum(dim);
     double total = 0;
     double largest = -INFINITY;

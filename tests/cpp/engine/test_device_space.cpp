@@ -30,7 +30,7 @@ class DeviceSpaceTest : public testing::Test {
   void open(Stream slow) {
     EngineOptions options = small_options(".");
     options.layers = 1;
-    options.heads = options.kv_heads = 1;
+    options.query_heads = options.kv_heads = 1;
     options.head_dim = kHeadDim;
     options.ranks = {8};
     options.device = host_device({.slow = slow, .slow_us = 20000});

@@ -14,10 +14,19 @@ int64_t need(EngineOptions options, int64_t batch, int64_t context) {
   return memory_need(options, probe.engine().parts().record_bytes(), batch, context).total();
 }
 
+struct Appends {
+  const char* heads;
+  int64_t tokens;
+};
+
 TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
   const TestDirectory directory;
-  for (const int64_t tokens : {1, 4, 13, 37}) {
+  for (const auto& [heads, tokens] :
+       {Appends{"all", 1}, {"all", 4}, {"all", 13}, {"all", 37}, {"each", 4}, {"each", 37}}) {
+    SCOPED_TRACE(std::string(heads) + " " + std::to_string(tokens));
     EngineOptions options = small_options(directory.path());
+    options.heads = heads;
+    if (options.heads == "each") options.head_dim *= 2;
     options.kv_memory_bytes = need(options, 2, 2500);
     EngineRun run(options, 7);
     for (const int64_t layer : {0, 1}) ASSERT_TRUE(run.set_projection(layer).is_ok());
@@ -193,19 +202,50 @@ TEST(Calls, ALayerThatMustChooseWithoutAProjectionSaysSo) {
   EXPECT_TRUE(run.attend(0, query, 1, output).is_ok());
 }
 
+TEST(Calls, OfHeadsThatChooseApartAreCountedInSequences) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path(), 8);
+  options.heads = "each";
+  options.head_dim = 32;
+  options.max_batch = 2;
+  options.max_context = 400;
+  EngineRun run(options, 7);
+  run.forward(2, 100);
+  EXPECT_EQ(run.engine().batch(), 2);
+  const auto said = [](const Status& refused, const std::string& words) {
+    EXPECT_EQ(refused.code(), StatusCode::kInvalid);
+    EXPECT_NE(refused.message().find(words), std::string::npos) << refused.message();
+  };
+  const Tokens one = run.draw_tokens(1, 2);
+  said(run.engine().append(0, run.view(one, 1)), "batch must stay 2");
+  const std::vector<int64_t> beyond = {0, 2}, wide = {0, 1, 1};
+  said(run.engine().select_sequences(beyond), "indices must be 0..1, got 2");
+  said(run.engine().select_sequences(wide), "max_batch (2), got 3");
+  const bool valid[3] = {true, true, true};
+  said(run.engine().declare(3, 1, valid), "batch of 2, got 3");
+  std::vector<std::byte> bytes(1 << 16);
+  said(run.engine().read_back(0, 2, 0, 1, bytes.data(), bytes.data()), "of one of 2 sequences");
+  run.select({1});
+  run.compare_contents();
+}
+
 TEST(Options, ThatCannotWorkAreRefused) {
   const TestDirectory directory;
   const EngineOptions good = small_options(directory.path());
-  std::vector<EngineOptions> wrong(9, good);
+  std::vector<EngineOptions> wrong(11, good);
   wrong[0].groups_max = 0;
   wrong[1].pages_max = 3;
   wrong[2].group_tokens = 65;
-  wrong[3].heads = 3;
+  wrong[3].query_heads = 3;
   wrong[4].ranks = {5};
   wrong[5].ranks = {5, 10000};
   wrong[6].dtype = DType::kInt8;
   wrong[7].device_model = "floppy";
   wrong[8].head_dim = 1;  // a record of 64 bytes would be mostly padding
+  wrong[9].heads = wrong[10].heads = "each";
+  wrong[9].head_dim = 4;      // 128 bytes of one head
+  wrong[10].ranks = {5, 40};  // wider than one head's keys
+  wrong[10].group_tokens = 16;
   for (const EngineOptions& options : wrong) {
     const auto engine = Engine::create(options, nullptr);
     ASSERT_FALSE(engine.is_ok());

@@ -11,6 +11,7 @@ struct Shape {
   int64_t group_tokens, tail_tokens, sink_tokens, groups_max, pages_max, queries_max, batch_max;
   const char* replacement = "fifo";
   DType dtype = DType::kFloat32;
+  const char* heads = "all";
 };
 
 void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
@@ -30,7 +31,9 @@ TEST_P(RandomLife, EqualsTheReference) {
   options.select_queries_max = shape.queries_max;
   options.replacement = shape.replacement;
   options.dtype = shape.dtype;
+  options.heads = shape.heads;
   if (shape.dtype == DType::kBFloat16) options.head_dim *= 2;
+  if (options.heads == "each") options.head_dim *= 2;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(seed);
     if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100, .seed = seed});
@@ -63,18 +66,20 @@ INSTANTIATE_TEST_SUITE_P(Places, LongLife, testing::Values(Place::kHost, Place::
 INSTANTIATE_TEST_SUITE_P(
     Shapes, RandomLife,
     testing::Combine(
-        testing::Values(Shape{"usual", 4, 8, 4, 4, 8, 4, 3}, Shape{"no_tail", 4, 0, 4, 4, 8, 4, 2},
-                        Shape{"tail_below_a_group", 8, 5, 3, 2, 3, 3, 2},
-                        Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3},
-                        Shape{"one_page", 4, 4, 2, 1, 1, 1, 3},
-                        Shape{"no_reuse", 3, 7, 5, 6, 6, 4, 2, "lru"},
-                        Shape{"groups_of_one", 1, 3, 2, 7, 9, 3, 2, "unused"},
-                        Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru"},
-                        Shape{"groups_of_64", 64, 32, 4, 1, 2, 2, 2},
-                        Shape{"one_query", 4, 6, 1, 3, 4, 1, 2, "unused"},
-                        Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2},
-                        Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2},
-                        Shape{"bfloat16", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kBFloat16}),
+        testing::Values(
+            Shape{"usual", 4, 8, 4, 4, 8, 4, 3}, Shape{"no_tail", 4, 0, 4, 4, 8, 4, 2},
+            Shape{"tail_below_a_group", 8, 5, 3, 2, 3, 3, 2},
+            Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3}, Shape{"one_page", 4, 4, 2, 1, 1, 1, 3},
+            Shape{"no_reuse", 3, 7, 5, 6, 6, 4, 2, "lru"},
+            Shape{"groups_of_one", 1, 3, 2, 7, 9, 3, 2, "unused"},
+            Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru"},
+            Shape{"groups_of_64", 64, 32, 4, 1, 2, 2, 2},
+            Shape{"one_query", 4, 6, 1, 3, 4, 1, 2, "unused"},
+            Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2},
+            Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2},
+            Shape{"bfloat16", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kBFloat16},
+            Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each"},
+            Shape{"each_head_no_tail", 7, 0, 9, 2, 5, 4, 3, "fifo", DType::kBFloat16, "each"}),
         testing::Values(Place::kHost, Place::kDevice)),
     [](const auto& info) {
       return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));

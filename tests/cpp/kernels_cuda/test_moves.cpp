@@ -171,6 +171,54 @@ void expect_copies(int64_t count, int64_t bytes, bool has_offsets) {
   });
 }
 
+/// Where KV heads are sequences of their own, record i is of head i % 3 of tensor i / 3.
+TEST(CudaTransfer, OfHeadsApartIsThatOfATensorEach) {
+  const int64_t batch = 2, heads = 3, tokens = 8, dim = 64;
+  const RecordShape shape{1, 4, dim, 2};
+  const int64_t record = shape.payload_bytes() / 2;
+  for (const bool is_nhd : {false, true}) {
+    const int64_t head_stride = is_nhd ? dim : tokens * dim;
+    const int64_t token_stride = is_nhd ? heads * dim : dim;
+    const int64_t batch_stride = heads * tokens * dim;
+    GuardedBuffer<uint16_t> keys(counted(batch * batch_stride, 1));
+    GuardedBuffer<uint16_t> values(counted(batch * batch_stride, 2));
+    GuardedBuffer<int32_t> sequences(batch * heads);
+    GuardedBuffer<int64_t> first_tokens(batch * heads);
+    GuardedBuffer<void*> targets(batch * heads);
+    std::vector<uint16_t> expected(batch * heads * record);
+    for (int64_t i = 0; i < batch * heads; ++i) {
+      sequences[i] = static_cast<int32_t>(i);
+      first_tokens[i] = i % 5;
+      for (int64_t at = 0; at < 4 * dim; ++at) {
+        const int64_t from = i / heads * batch_stride + i % heads * head_stride +
+                             (first_tokens[i] + at / dim) * token_stride + at % dim;
+        expected[i * record + at] = keys[from];
+        expected[i * record + 4 * dim + at] = values[from];
+      }
+    }
+    in_every_order([&] {
+      GuardedBuffer<uint16_t> records(std::vector<uint16_t>(expected.size(), 9));
+      for (int64_t i = 0; i < batch * heads; ++i) targets[i] = records.data() + i * record;
+      expect_ok(cuda::pack_records({.shape = shape,
+                                    .tokens = {.keys = keys.data(),
+                                               .values = values.data(),
+                                               .key_head_stride = head_stride,
+                                               .key_token_stride = token_stride,
+                                               .value_head_stride = head_stride,
+                                               .value_token_stride = token_stride},
+                                    .key_batch_stride = batch_stride,
+                                    .value_batch_stride = batch_stride,
+                                    .records = targets.data(),
+                                    .sequences = sequences.data(),
+                                    .first_tokens = first_tokens.data(),
+                                    .count = batch * heads,
+                                    .heads_apart = heads},
+                                   nullptr));
+      ASSERT_EQ(records.copy(), expected);
+    });
+  }
+}
+
 TEST(CudaCopyRecords, AnySize) {
   for (const int64_t bytes : {16, 1024, 4096, 4112, 12288, 20480, 3}) {
     expect_copies(1, bytes, false);

@@ -134,5 +134,46 @@ TEST(CudaProjectQuery, AsOnCpu) {
   expect_query_as_on_cpu<BFloat16>(0, 1, 2, 1, 64, 8);
 }
 
+/// Row b of the batch is of head b % 2 of query b / 2, with that head's part of the projection.
+TEST(CudaProjectQuery, OfHeadsApartTakesEachOnesPart) {
+  const int64_t batch = 4, apart = 2, queries = 3, ratio = 3, dim = 64, rank = 12;
+  const int64_t heads = apart * ratio;
+  GuardedBuffer<float> query(random_elements<float>(batch / apart * queries * heads * dim, 1));
+  GuardedBuffer<float> projection(random_elements<float>(apart * dim * rank, 2));
+  in_every_order([&] {
+    GuardedBuffer<float> projected(batch * queries * rank);
+    expect_ok(cuda::project_query({.query = query.data(),
+                                   .batch_stride = queries * heads * dim,
+                                   .head_stride = dim,
+                                   .query_stride = heads * dim,
+                                   .projection = projection.data(),
+                                   .projected = projected.data(),
+                                   .batch = batch,
+                                   .queries = queries,
+                                   .heads = ratio,
+                                   .kv_heads = 1,
+                                   .head_dim = dim,
+                                   .rank = rank,
+                                   .heads_apart = apart},
+                                  nullptr));
+    for (int64_t row = 0; row < batch * queries; ++row) {
+      const int64_t head = row / queries % apart;
+      std::vector<float> expected(rank);
+      project_query({.query = query.data() + row / queries / apart * queries * heads * dim +
+                              row % queries * heads * dim + head * ratio * dim,
+                     .head_stride = dim,
+                     .projection = projection.data() + head * dim * rank,
+                     .projected = expected.data(),
+                     .heads = ratio,
+                     .kv_heads = 1,
+                     .head_dim = dim,
+                     .rank = rank});
+      for (int64_t r = 0; r < rank; ++r) {
+        ASSERT_NEAR(projected[row * rank + r], expected[r], 2e-5 * (dim + std::abs(expected[r])));
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace kvswap
