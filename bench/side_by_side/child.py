@@ -180,24 +180,20 @@ def open_contender(runner: Runner) -> Any:
 
 def open_session_contender(runner: Runner) -> Any:
     from bench import contenders as known
-    from bench.side_by_side.per_head import open_per_head
     from bench.side_by_side.settings import fit_kvswap, fit_per_head
 
     model, cell, key = runner.model, runner.cell, runner.order.key
-    folder, context = Path(runner.order.folder), cell.context + known.ROOM_TOKENS
+    folder = Path(runner.order.folder)
     runner.fitted = fit_kvswap(model, cell, folder)
-    if key == "kvswap":
-        fitted = runner.fitted
-        return known.open_kvswap(
-            model, cell.shape, cell.batch, cell.context, folder, fitted.config, fitted.budget_bytes
-        )
-    reuse = key == "tokens"
-    runner.fitted = fit_per_head(model, cell, folder, runner.fitted.budget_bytes, reuse)
-    cache = open_per_head(model, runner.fitted.config, folder, context, cell.batch)
-    width, rank = cell.shape.head_dim, cache.driver.ranks[0]
-    known.set_random_projections(cache.driver.session, cell.shape.layers, width, rank)
-    known.fill(cell.shape, cell.batch, cell.context, cache.driver.session.append)
-    return known.Contender(key, model, cache, cell.batch, cell.context)
+    budget_bytes = runner.fitted.budget_bytes
+    if key != "kvswap":
+        runner.fitted = fit_per_head(model, cell, folder, budget_bytes, reuse=key == "tokens")
+        budget_bytes = None  # fitted already, with its predictor beside it
+    contender = known.open_kvswap(
+        model, cell.shape, cell.batch, cell.context, folder, runner.fitted.config, budget_bytes
+    )
+    contender.name = key
+    return contender
 
 
 def open_file(name: str, cell: Cell) -> Any:

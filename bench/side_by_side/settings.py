@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.contenders import ROOM_TOKENS, SELECTED_TOKENS
-from bench.side_by_side.per_head import one_head
-from bench.side_by_side.per_head import session_options as head_options
 from bench.side_by_side.plan import Cell
 from kvswap_torch import SwapConfig
 from kvswap_torch.hf import session as session_module
@@ -61,22 +59,23 @@ def fit_per_head(model: Any, cell: Cell, path: Path, budget_bytes: int, reuse: b
     parts = model_parts(model)
     alignment = session_module.alignment_bytes(path)
     context, batch = cell.context + ROOM_TOKENS, cell.batch
-    heads = batch * parts.shape.kv_heads
     left = budget_bytes - LookAhead(parts).nbytes
 
     def need(config: SwapConfig) -> Mapping[str, int]:
-        options = head_options(parts, config, path, context, batch)
-        return session_module.memory_need(options, heads, context, alignment)
+        options = session_module.session_options(
+            config, parts, path, Budget(None, context, batch), False
+        )
+        return session_module.memory_need(options, batch, context, alignment)
 
     head_dim = parts.shape.head_dim
-    base = replace(_base(cell, 1), summary_dtype="int8", rank=max(1, head_dim // 8))
+    base = replace(_base(cell, 1), heads="each", summary_dtype="int8", rank=max(1, head_dim // 8))
     if not reuse:
         base = replace(_least_pages(base), replacement="none")
     candidates = [base, replace(base, rank=max(1, head_dim // 16))]
     for config in candidates:
         if need(_least_pages(config))["total"] <= left:
-            pages = _most_pages(config, need, left, one_head(parts.shape), context, heads)
-            return Fitted(pages, budget_bytes)
+            request = Request(left, context, batch)
+            return Fitted(fit_budget(request, parts.shape, config, need), budget_bytes)
     least = _least_pages(candidates[-1])
     return Fitted(least, need(least)["total"] + LookAhead(parts).nbytes)
 
@@ -103,14 +102,3 @@ def _with_predictor(need: int, parts: ModelParts) -> int:
     summed = LookAhead(parts).nbytes
     whole = need + summed
     return whole if summed <= whole // SUMMED_BUDGET_SHARE else need
-
-
-def _most_pages(
-    config: SwapConfig,
-    need: Callable[[SwapConfig], Mapping[str, int]],
-    left: int,
-    shape: Any,
-    context: int,
-    heads: int,
-) -> SwapConfig:
-    return fit_budget(Request(left, context, heads), shape, config, need)

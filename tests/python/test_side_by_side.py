@@ -18,14 +18,12 @@ from bench.side_by_side import figure, memory_cap, report
 from bench.side_by_side.child import Order
 from bench.side_by_side.mapped import MappedCache
 from bench.side_by_side.measure import Measurement, Run
-from bench.side_by_side.per_head import PerHeadSession, open_per_head
 from bench.side_by_side.plan import LABELS, MEMORY_PART, Cell, Room, cells, memory_need
 from bench.side_by_side.roofline import Floor, describe
 from bench.side_by_side.settings import fit_kvswap, fit_per_head
 from bench.side_by_side.steering import Child, ChildError
 from bench.side_by_side.weights import load_model, touched_bytes, weights_file
 from kvswap_torch import KVSwapCache, SwapConfig
-from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, prompt, tiny_model
 
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -84,45 +82,6 @@ def test_a_mapped_file_refuses_what_it_has_no_room_for(tmp_path):
     with pytest.raises(ValueError, match=f"room for {ROOM_TOKENS + 4} columns"):
         cache.update(new, new, 0)
     cache.close()
-
-
-def single_tokens(**settings) -> SwapConfig:
-    return SwapConfig(group_tokens=1, io_mode="buffered", **settings)
-
-
-@needs_native
-def test_heads_as_sequences_give_what_a_full_cache_gives_when_all_is_chosen(tmp_path):
-    model, ids = tiny_model("llama", head_dim=64), prompt(2, 40)["input_ids"]
-    config = single_tokens(rank=8, groups_max=64, pages_max=64, tail_tokens=4, sink_tokens=2)
-    with open_per_head(model, config, tmp_path, 64, 2) as cache:
-        with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache)
-        got = decoded(model, cache, tokens_after(ids), 6)
-        assert cache.driver.session.counters()["groups_loaded"] > 0
-        assert cache.batch_size == 2
-    expected = decoded(model, prefilled(model, ids), tokens_after(ids), 6)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@needs_native
-def test_each_head_chooses_for_itself(tmp_path):
-    model = tiny_model("llama", head_dim=64)
-    shape = model_parts(model).shape
-    config = single_tokens(
-        rank=32, groups_max=1, pages_max=1, tail_tokens=2, sink_tokens=0, select_queries_max=1
-    )
-    with open_per_head(model, config, tmp_path, 64, 1) as cache:
-        session = cache.driver.session
-        assert isinstance(session, PerHeadSession)
-        keys = 0.01 * torch.randn(1, shape.kv_heads, 20, shape.head_dim)
-        for head, token in enumerate((3, 11)):
-            keys[0, head, token, 0] = 10.0
-        session.set_projection(0, torch.eye(shape.head_dim), torch.eye(shape.head_dim))
-        session.append(0, keys, keys)
-        query = torch.zeros(1, shape.heads, 1, shape.head_dim)
-        query[..., 0] = 1.0
-        session.look_ahead(0, query)
-        assert session.last_selection(0) == [[3], [11]]
 
 
 @needs_native
