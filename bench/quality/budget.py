@@ -44,6 +44,11 @@ class Bytes:
             budget = need["total"]
         return need
 
+    def group_bytes(self, config: SwapConfig) -> int:
+        """Read for a group that is not in memory, of every KV head where each has its own."""
+        heads = self.shape.kv_heads // config.row_heads(self.shape.kv_heads)
+        return heads * self.need(config)["record_bytes"]
+
     def _under(self, budget_bytes: int) -> Need:
         return engine_need(self._model, Demand(self.context, 1, budget_bytes))
 
@@ -60,7 +65,7 @@ class Bytes:
 
     def widest(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """The config with the largest rank, one for all layers, that fits; at least 1."""
-        ranks = range(1, self.shape.width + 1)
+        ranks = range(1, self.shape.row_width(config) + 1)
         fitting = [
             rank
             for rank in ranks

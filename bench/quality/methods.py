@@ -27,6 +27,7 @@ SETTINGS = {
     "projection": "file, estimated (from the prompt), svd (the paper's), query-aware, corrected",
     "dtype": "of the summary: model or int8",
     "score": f"one of {', '.join(SCORES)}",
+    "heads": "who chooses: all KV heads together, or each for itself",
     "query": "config, true (no look-ahead) or predicted (in every layer)",
     "sinks": "first tokens attended anyway",
     "tail": "newest tokens attended anyway",
@@ -170,7 +171,7 @@ class Resolver:
 
     def _reading(self, name: str, method: Method, config: SwapConfig) -> Resolved:
         """A method that reads as KVSwap does, but whose choice needs what is not in memory."""
-        record_bytes = self.size.need(config)["record_bytes"]
+        record_bytes = self.size.group_bytes(config)
         return Resolved(
             name,
             method,
@@ -196,7 +197,11 @@ class Resolver:
     def _swap(self, name: str, settings: dict[str, str]) -> Resolved:
         layers = self.size.shape.layers
         config = _sized(self.config, settings)
-        config = dataclasses.replace(config, summary_dtype=settings.get("dtype", _dtype(config)))
+        config = dataclasses.replace(
+            config,
+            summary_dtype=settings.get("dtype", _dtype(config)),
+            heads=settings.get("heads", config.heads),
+        )
         config = self._ranked(config, settings, layers)
         if "memory" in settings:
             config = self.size.fitted(config, self.size.share(settings["memory"]))
@@ -205,13 +210,14 @@ class Resolver:
         true_query = _true_query(config, settings.get("query", "config"), layers)
         method = Swap(
             _frame(config),
-            self._pairs(settings.get("projection", file), ranks, true_query),
+            self._pairs(settings.get("projection", file), ranks, true_query, config.heads),
             ranks,
             config.summary_dtype,
             true_query,
             settings.get("score", config.score),
             _layers(settings.get("exact", "")),
             config.projection_kind,
+            config.heads,
         )
         need = self.size.need(config)
         if settings.get("question", "decoded") not in ("decoded", "exact"):
@@ -222,15 +228,20 @@ class Resolver:
             _frame(config),
             need["total"],
             need["summary"],
-            need["record_bytes"],
+            self.size.group_bytes(config),
             config.pages_max,
             settings.get("question") == "exact",
             config,
         )
 
     def _pairs(
-        self, kind: str, ranks: tuple[int, ...], true_query: frozenset[int]
+        self, kind: str, ranks: tuple[int, ...], true_query: frozenset[int], heads: str
     ) -> list[Pair] | None:
+        if heads == "each" and kind not in ("estimated", "file"):
+            raise ValueError(
+                f"projection: must be estimated or file with heads=each, got {kind!r}; the others "
+                "are fitted to all heads together"
+            )
         pairs = self.projections.pairs(kind, ranks)
         if kind != "corrected":
             return pairs
@@ -239,7 +250,7 @@ class Resolver:
         return [exact[layer] if layer in true_query else pair for layer, pair in enumerate(pairs)]
 
     def _ranked(self, config: SwapConfig, settings: dict[str, str], layers: int) -> SwapConfig:
-        text, width = settings.get("rank", "x1"), self.size.shape.width
+        text, width = settings.get("rank", "x1"), self.size.shape.row_width(config)
         if text == "fit":
             return self.size.widest(config, self.budget)
         if not text.startswith("x"):

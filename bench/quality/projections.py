@@ -70,7 +70,8 @@ class Projections:
                     "model for projection=file; use projection=estimated"
                 )
             width = self._parts.shape.width
-            return load_projections(self._config.projection_path, ranks, width)
+            heads = self._config.heads
+            return load_projections(self._config.projection_path, ranks, width, heads=heads)
         if kind not in FITTED:
             raise ValueError(f"projection: must be one of {', '.join(KINDS)}, got {kind!r}")
         if max(ranks) > self.rank_max:

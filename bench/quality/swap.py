@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_head
 from kvswap_torch.tuning.recall import int8_rows
 
 MASSES = ("mass", "max_mass", "share", "max_share")
-SCORES = ("sum", *MASSES, "softmax", "max", "per-head")
+SCORES = ("sum", *MASSES, "softmax", "max")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Swap:
         the denominator with their exact products. ``share`` and ``max_share``: the same of the
         softmax over what may be chosen alone; ``softmax``: as share, but a group counts as its best
         token. ``max``: the largest product of any head.
-        ``per-head``: each KV head chooses for itself.
+    heads
+        ``all`` KV heads choose together, or ``each`` for itself: as a model with that head alone.
     exact_layers
         Layers that attend to everything: shows which of them a gap comes from.
     """
@@ -50,6 +52,7 @@ class Swap:
     score: str = "sum"
     exact_layers: frozenset[int] = frozenset()
     projection_kind: str = "query_aware"
+    heads: str = "all"
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -59,8 +62,20 @@ class Swap:
         """``[batch, 1 or kv_heads, n, columns]`` bool; None in layers that attend everything."""
         if view.layer in self.exact_layers:
             return None
+        if self.heads == "each" and view.kv_heads > 1:
+            heads = range(view.kv_heads)
+            return torch.cat([self._of_head(view, h).choose(view.of_head(h)) for h in heads], 1)
         groups = self._group_masses(view) if self.score in MASSES else self._group_products(view)
         return self.frame.columns(self.frame.best(groups, view), view)
+
+    def _of_head(self, view: View, kv_head: int) -> Swap:
+        """Its rows of a projection are the head's own."""
+        if self.pairs is None:
+            return dataclasses.replace(self, heads="all")
+        width = view.keys.shape[3]
+        rows = slice(kv_head * width, (kv_head + 1) * width)
+        pairs = [(key[rows], query[rows]) for key, query in self.pairs]
+        return dataclasses.replace(self, pairs=pairs, heads="all")
 
     def _group_products(self, view: View) -> torch.Tensor:
         return self.frame.group(self.token_scores(view))
@@ -103,7 +118,7 @@ class Swap:
         return view.query
 
     def token_scores(self, view: View) -> torch.Tensor:
-        """``[batch, 1 or kv_heads, n, columns]`` fp32."""
+        """``[batch, 1, n, columns]`` fp32."""
         key, query = self._pair(view)
         document, own = self._summaries(view, key)
         look = self._look(view)
@@ -117,22 +132,18 @@ class Swap:
         # A head's query meets the rows of the matrix that belong to its KV head.
         parts = query.unflatten(0, (view.kv_heads, -1))
         hidden = ~self._choosable_columns(view)
-        total: list[torch.Tensor | None] = [None] * view.kv_heads
+        total: torch.Tensor | None = None
         for head in range(look.shape[1]):
             kv_head = head // view.repeats
-            place = kv_head if self.score == "per-head" else 0
             low = look[:, head].float() @ parts[kv_head] * view.scale
             scores = view.products(low, document, own)
             if self.score == "softmax":
                 scores = scores.masked_fill_(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0)
-            before = total[place]
-            if before is None:
-                total[place] = scores
-            elif self.score == "max":
-                total[place] = torch.maximum(before, scores)
+            if total is None:
+                total = scores
             else:
-                total[place] = before.add_(scores)
-        return torch.stack([scores for scores in total if scores is not None], 1)
+                total = torch.maximum(total, scores) if self.score == "max" else total.add_(scores)
+        return total[:, None]
 
     def _choosable_columns(self, view: View) -> torch.Tensor:
         spread = self.frame.choosable(view).repeat_interleave(self.frame.group_tokens, 1)

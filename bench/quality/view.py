@@ -31,6 +31,7 @@ class LayerPast:
     first_query: torch.Tensor
     last_query: torch.Tensor
     _made: dict[str, torch.Tensor] = field(default_factory=dict)
+    _of_heads: dict[int, LayerPast] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -44,6 +45,21 @@ class LayerPast:
 
     def forget(self) -> None:
         self._made.clear()
+        self._of_heads.clear()
+
+    def of_head(self, kv_head: int) -> LayerPast:
+        """As a model with this KV head alone would have it."""
+        if kv_head not in self._of_heads:
+            repeats = self.first_query.shape[1] // self.keys.shape[1]
+            queries = slice(kv_head * repeats, (kv_head + 1) * repeats)
+            own = slice(kv_head, kv_head + 1)
+            self._of_heads[kv_head] = LayerPast(
+                self.keys[:, own],
+                self.values[:, own],
+                self.first_query[:, queries],
+                self.last_query[:, queries],
+            )
+        return self._of_heads[kv_head]
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,20 @@ class View:
     def columns(self) -> int:
         """Of the document and a sample together."""
         return self.past.tokens + self.rows
+
+    def of_head(self, kv_head: int) -> View:
+        """As a model with this KV head, and the query heads that share it, would have it."""
+        queries = slice(kv_head * self.repeats, (kv_head + 1) * self.repeats)
+        own = slice(kv_head, kv_head + 1)
+        return View(
+            self.layer,
+            self.query[:, queries],
+            None if self.predicted is None else self.predicted[:, queries],
+            self.keys[:, own],
+            self.values[:, own],
+            self.past.of_head(kv_head),
+            self.scale,
+        )
 
     def positions(self) -> torch.Tensor:
         """``[n]``: the column of each row's own token."""

@@ -135,7 +135,6 @@ def test_every_score_at_full_rank_is_the_plain_one(score):
     expected = {
         "sum": products.sum(0)[None],
         "max": products.amax(0)[None] * view.scale,
-        "per-head": products.unflatten(0, (KV_HEADS, 2)).sum(1) * view.scale,
     }
     if score == "softmax":
         choosable = slice(8, (TOKENS + row - 10) // 4 * 4)
@@ -143,6 +142,35 @@ def test_every_score_at_full_rank_is_the_plain_one(score):
         torch.testing.assert_close(actual[sample, 0, row, choosable], part)
     else:
         torch.testing.assert_close(actual[sample, :, row], expected[score])
+
+
+@pytest.mark.parametrize("score", ["sum", "mass"])
+def test_each_head_chooses_as_a_model_with_that_head_alone(score):
+    view = make_view()
+    width = KV_HEADS * HEAD_DIM
+    pairs = [(torch.randn(width, 5), torch.randn(width, 5))]
+    each = Swap(FRAME, pairs, (5,), score=score, heads="each").choose(view)
+    assert each.shape[1] == KV_HEADS
+    for head in range(KV_HEADS):
+        rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        own = [tuple(side[rows] for side in pairs[0])]
+        alone = View(
+            view.layer,
+            view.query[:, 2 * head : 2 * head + 2],
+            None if view.predicted is None else view.predicted[:, 2 * head : 2 * head + 2],
+            view.keys[:, head : head + 1],
+            view.values[:, head : head + 1],
+            LayerPast(
+                *(t[:, head : head + 1] for t in (view.past.keys, view.past.values)),
+                *(
+                    t[:, 2 * head : 2 * head + 2]
+                    for t in (view.past.first_query, view.past.last_query)
+                ),
+            ),
+            view.scale,
+        )
+        assert torch.equal(each[:, head], Swap(FRAME, own, (5,), score=score).choose(alone)[:, 0])
+    assert not torch.equal(each[:, 0], each[:, 1])
 
 
 @pytest.mark.parametrize("score", MASSES)
