@@ -91,7 +91,9 @@ def _fp8_dequantize(quantized, scales, dtype):
 
 
 @torch.library.register_fake("kvswap_torch::paged_attention")
-def _paged_attention(query, pages, table, masks, columns, query_columns, scale):
+def _paged_attention(
+    query, pages, table, masks, columns, query_columns, scale, softcap=0.0, sinks=None
+):
     batch, heads, queries, head_dim = query.shape
     output = query.new_empty((batch, queries, heads, head_dim))
     return output, query.new_empty((batch, heads, queries), dtype=torch.float32)

@@ -246,6 +246,8 @@ def paged_attention(
     columns: Tensor,
     query_columns: Tensor,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the tokens of page tables: KVSwap section 3.4.
 
@@ -271,15 +273,22 @@ def paged_attention(
         ``[batch]`` int32: the column of query 0.
     scale
         Factor of the scores.
+    softcap
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, section 2); 0: they stay.
+    sinks
+        ``[heads]`` fp32: a score beside the tokens' that takes weight and adds nothing (gpt-oss).
+        Of attentions that are merged, one may have them.
 
     Returns
     -------
     output
         ``[batch, queries, heads, head_dim]``.
     log_sum_exp
-        ``[batch, heads, queries]`` fp32.
+        ``[batch, heads, queries]`` fp32, sinks included.
     """
-    return _ops.paged_attention(query, pages, table, masks, columns, query_columns, scale)
+    return _ops.paged_attention(
+        query, pages, table, masks, columns, query_columns, scale, softcap, sinks
+    )
 
 
 def merge_attention(

@@ -99,6 +99,8 @@ def paged_attention(
     columns: Tensor,
     query_columns: Tensor,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     keys, values = (side.double() for side in paged_gather(pages, table))
     slots = torch.arange(pages.shape[3])
@@ -108,7 +110,14 @@ def paged_attention(
     visible = (valid.flatten(2)[:, :, None] & (seen_from <= at)).expand(-1, keys.shape[1], -1, -1)
     ratio = query.shape[1] // keys.shape[1]
     keys, values, visible = (x.repeat_interleave(ratio, 1) for x in (keys, values, visible))
-    scores = (query.double() @ keys.mT * scale).masked_fill(~visible, NEVER)
+    scores = query.double() @ keys.mT * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible, NEVER)
+    if sinks is not None:
+        column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
     output = torch.nan_to_num(scores.softmax(-1)) @ values
     return output.transpose(1, 2).to(query.dtype), scores.logsumexp(-1).float()
 

@@ -185,6 +185,8 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args, int64_t column
   kernel.heads = options().query_heads;
   kernel.queries = args.query.queries;
   kernel.scale = args.scale;
+  kernel.softcap = args.softcap;
+  kernel.sinks = args.sinks;
   kernel.shape = options().record_shape();
   kernel.dtype = options().dtype;
   return kernel;

@@ -24,6 +24,8 @@ struct AttendArgs {
   QueryView query;         // all heads
   void* output = nullptr;  // [batch, queries, heads, head_dim] contiguous
   float scale = 1.0f;
+  float softcap = 0.0f;          // as PagedAttentionArgs
+  const float* sinks = nullptr;  // [heads], where the pages are
 };
 
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.

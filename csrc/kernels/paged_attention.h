@@ -31,7 +31,9 @@ struct PagedAttentionArgs {
   int64_t heads = 0;    // a multiple of kv_heads()
   int64_t queries = 0;  // 1..kChunkQueriesMax
   float scale = 1.0f;
-  RecordShape shape = {};  // shape.kv_heads: heads in a page, all of them or one
+  float softcap = 0.0f;          // scores become softcap * tanh(score / softcap); 0: they stay
+  const float* sinks = nullptr;  // [heads]: a score beside the tokens', without a value; or null
+  RecordShape shape = {};        // shape.kv_heads: heads in a page, all of them or one
   DType dtype = DType::kFloat32;
 
   /// The model's KV heads. A page holds all of them, at their places in the record, or one alone,
@@ -39,13 +41,14 @@ struct PagedAttentionArgs {
   int64_t kv_heads() const { return std::max(shape.kv_heads, table_heads); }
 };
 
-/// softmax(scale * Q K^T) V over the valid tokens of the pages, exactly, in fp32 inside.
+/// softmax(scale * Q K^T) V over the valid tokens of the pages, exactly, in fp32 inside. Gemma 2
+/// caps the scores, gpt-oss learns a sink for each head, which takes weight and adds nothing.
 ///
 /// Token t of page p is seen by query i iff its mask bit is set and columns[p] + t <=
 /// query_columns[b] + i: causal within the chunk. A query that sees nothing gets zeros and a
-/// log-sum-exp of -inf; a page whose mask is 0 may be null. Work is split over batch x KV heads,
-/// and over pages where that is too little for the threads, merged by log-sum-exp in a fixed order,
-/// so that the result does not depend on the number of threads.
+/// log-sum-exp of -inf, or of its sink; a page whose mask is 0 may be null. Work is split over
+/// batch x KV heads, and over pages where that is too little for the threads, merged by log-sum-exp
+/// in a fixed order, so that the result does not depend on the number of threads.
 void paged_attention(const PagedAttentionArgs& args, const Execution& execution);
 
 }  // namespace kvswap

@@ -62,6 +62,14 @@ void bind_options(py::module_& module) {
   });
 }
 
+/// attend() or extend() with the fields of ScoreTerms as arguments.
+template <auto kMethod>
+at::Tensor with_terms(Session& session, int64_t layer, const at::Tensor& query,
+                      const at::Tensor& keys, const at::Tensor& values, double scale,
+                      double softcap, const std::optional<at::Tensor>& sinks) {
+  return (session.*kMethod)(layer, query, keys, values, scale, {softcap, sinks});
+}
+
 void bind_session(py::module_& module) {
   // Reads, packing and attention need no interpreter.
   using Released = py::call_guard<py::gil_scoped_release>;
@@ -75,10 +83,12 @@ void bind_session(py::module_& module) {
       .def("override_selection", &Session::override_selection, py::arg("layer"), py::arg("groups"))
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
-      .def("attend", &Session::attend, py::arg("layer"), py::arg("query"), py::arg("keys"),
-           py::arg("values"), py::arg("scale"), Released())
-      .def("extend", &Session::extend, py::arg("layer"), py::arg("query"), py::arg("keys"),
-           py::arg("values"), py::arg("scale"), Released())
+      .def("attend", with_terms<&Session::attend>, py::arg("layer"), py::arg("query"),
+           py::arg("keys"), py::arg("values"), py::arg("scale"), py::arg("softcap") = 0.0,
+           py::arg("sinks") = py::none(), Released())
+      .def("extend", with_terms<&Session::extend>, py::arg("layer"), py::arg("query"),
+           py::arg("keys"), py::arg("values"), py::arg("scale"), py::arg("softcap") = 0.0,
+           py::arg("sinks") = py::none(), Released())
       .def("set_projection", &Session::set_projection, py::arg("layer"), py::arg("key_projection"),
            py::arg("query_projection"), Released())
       .def("needs_projection", &Session::needs_projection, py::arg("layer"))

@@ -25,10 +25,13 @@ struct ExactArgs {
   at::Tensor keys;    // [batch, kv_heads, tokens, head_dim]: of the chunk itself
   at::Tensor values;  // as keys
   double scale = 1;
+  double softcap = 0;  // as PagedAttentionArgs
+  at::Tensor sinks;    // [heads] fp32, or undefined
 };
 
 /// Exact attention of a long chunk over everything before it: the past streams through in blocks,
-/// each with torch's own flash attention, merged by log-sum-exp in fp32.
+/// each with torch's own flash attention, merged by log-sum-exp in fp32. Scores that are capped
+/// take plain torch instead.
 ///
 /// Returns [batch, tokens, heads, head_dim]; rows of padding are 0.
 at::Tensor attend_exactly(Engine& engine, const ExactArgs& args);

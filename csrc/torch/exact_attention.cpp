@@ -30,7 +30,8 @@ at::Tensor valid_columns(const TokenValidity& validity, int64_t first, int64_t c
 
 /// A chunk with padding in its middle: causal, valid keys only; each row sees at least itself.
 PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
-                               const at::Tensor& values, const at::Tensor& valid, double scale) {
+                               const at::Tensor& values, const at::Tensor& valid,
+                               const ScoreRule& rule) {
   const int64_t tokens = query.size(1);
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> log_sum_exps;
@@ -42,7 +43,7 @@ PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
     const at::Tensor allowed =
         columns.le(rows).logical_and(valid).logical_or(columns.eq(rows)).narrow(1, 0, end);
     PartialAttention part = attend_part(query.narrow(1, row, end - row), keys.narrow(1, 0, end),
-                                        values.narrow(1, 0, end), Causal::kNo, allowed, scale);
+                                        values.narrow(1, 0, end), Causal::kNo, allowed, rule);
     outputs.push_back(part.output);
     log_sum_exps.push_back(part.log_sum_exp);
   }
@@ -104,14 +105,17 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
 class Chunk final : public PastVisitor {
  public:
   /// query: [heads, tokens, head_dim]; own: what the chunk saw of itself.
-  Chunk(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own, double scale)
+  Chunk(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own,
+        const ScoreRule& rule)
       : engine_(engine),
         validity_(engine.validity(part)),
         query_(std::move(query)),
         partial_(std::move(own)),
-        scale_(scale) {}
+        rule_(rule) {}
 
   const at::Tensor& output() const { return partial_.output; }
+  /// When everything else has been attended.
+  void add_sinks(const at::Tensor& sinks) { kvswap::add_sinks(partial_, sinks); }
 
   Status visit_sealed(const PastStream::Block& block) override {
     const EngineOptions& options = engine_.parts().options;
@@ -143,14 +147,14 @@ class Chunk final : public PastVisitor {
       if (!valid.any().item<bool>()) return;
       allowed = valid.to(query_.device());
     }
-    merge_part(partial_, attend_part(query_, keys, values, Causal::kNo, allowed, scale_));
+    merge_part(partial_, attend_part(query_, keys, values, Causal::kNo, allowed, rule_));
   }
 
   const Engine& engine_;
   const TokenValidity& validity_;
   at::Tensor query_;
   PartialAttention partial_;
-  double scale_;
+  ScoreRule rule_;
 };
 
 }  // namespace
@@ -161,7 +165,8 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
   const at::Tensor& query = args.query;
   const int64_t tokens = query.size(2);
   const int64_t past = args.past;
-  bool is_plain = past == 0;
+  const ScoreRule rule = {.scale = args.scale, .softcap = args.softcap};
+  bool is_plain = past == 0 && rule.softcap == 0 && !args.sinks.defined();
   const int64_t apart = engine.heads_apart();
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
     is_plain = is_plain && engine.validity(sequence * apart).all_valid_from() == 0;
@@ -189,14 +194,18 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
     const at::Tensor values = slice(args.values);
     PartialAttention own;
     if (validity.all_valid_from() <= past + begin) {
-      own = attend_part(own_query, keys, values, Causal::kYes, std::nullopt, args.scale);
+      own = attend_part(own_query, keys, values, Causal::kYes, std::nullopt, rule);
     } else {
       const at::Tensor valid =
           valid_columns(validity, past + begin, tokens - begin, query.device());
-      own = attend_masked(own_query, keys, values, valid, args.scale);
+      own = attend_masked(own_query, keys, values, valid, rule);
     }
-    Chunk chunk(engine, part, own_query, std::move(own), args.scale);
+    Chunk chunk(engine, part, own_query, std::move(own), rule);
     throw_if_error(walk_past(engine, {args.layer, part, past, past}, chunk));
+    if (args.sinks.defined()) {
+      const int64_t heads = own_query.size(0);
+      chunk.add_sinks(args.sinks.narrow(0, part % apart * heads, heads));
+    }
     slice(output.transpose(1, 2)).copy_(chunk.output());
   }
   return output;

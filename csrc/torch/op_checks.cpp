@@ -41,6 +41,16 @@ void check_attention(const AttentionInputs& inputs, const RecordShape& shape) {
   check_dtype(kWhere, "query_columns", query_columns, at::kInt);
 }
 
+at::Tensor contiguous_sinks(const char* where, const std::optional<at::Tensor>& sinks,
+                            const at::Tensor& query) {
+  if (!sinks) return {};
+  check_shape(where, "sinks", *sinks, "[heads]", {query.size(1)});
+  check_dtype(where, "sinks", *sinks, at::kFloat);
+  TORCH_CHECK_VALUE(sinks->device() == query.device(), where, ": sinks must be on ", query.device(),
+                    ", got ", sinks->device());
+  return sinks->contiguous();
+}
+
 void check_merge(const at::Tensor& output, const at::Tensor& log_sum_exp,
                  const at::Tensor& other_output, const at::Tensor& other_log_sum_exp) {
   constexpr const char* kWhere = "merge_attention";

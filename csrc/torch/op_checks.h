@@ -75,6 +75,10 @@ struct AttentionInputs {
 /// Pages and table are checked.
 void check_attention(const AttentionInputs& inputs, const RecordShape& shape);
 
+/// `sinks` [heads] fp32 of an attention over `query`, checked; undefined when there are none.
+at::Tensor contiguous_sinks(const char* where, const std::optional<at::Tensor>& sinks,
+                            const at::Tensor& query);
+
 void check_merge(const at::Tensor& output, const at::Tensor& log_sum_exp,
                  const at::Tensor& other_output, const at::Tensor& other_log_sum_exp);
 

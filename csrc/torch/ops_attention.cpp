@@ -53,7 +53,8 @@ TensorPair paged_gather_cpu(const at::Tensor& pages, const at::Tensor& table) {
 TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
                                const at::Tensor& table, const at::Tensor& masks,
                                const at::Tensor& columns, const at::Tensor& query_columns,
-                               double scale) {
+                               double scale, double softcap,
+                               const std::optional<at::Tensor>& sinks) {
   const PageTable source("paged_attention", pages, table);
   check_attention({query, source.pages, table, masks, columns, query_columns}, source.shape);
   const at::Tensor rows = with_contiguous_rows(query);
@@ -83,6 +84,9 @@ TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
   args.heads = query.size(1);
   args.queries = query.size(2);
   args.scale = static_cast<float>(scale);
+  args.softcap = static_cast<float>(softcap);
+  const at::Tensor sink_scores = contiguous_sinks("paged_attention", sinks, query);
+  args.sinks = sinks ? sink_scores.const_data_ptr<float>() : nullptr;
   args.shape = source.shape;
   args.dtype = to_dtype(query.scalar_type());
   paged_attention(args, torch_execution());

@@ -42,15 +42,16 @@ PartialAttention flash_on_cuda(const at::Tensor& query, const at::Tensor& keys,
 /// Rows [first, first + count) of attend_part_in_rows().
 PartialAttention attend_rows(const at::Tensor& query, const at::Tensor& keys,
                              const at::Tensor& values, int64_t first,
-                             const std::optional<at::Tensor>& allowed, double scale) {
+                             const std::optional<at::Tensor>& allowed, const ScoreRule& rule) {
   const int64_t heads = query.size(0);
   const int64_t rows = query.size(1);
   const int64_t kv_heads = keys.size(0);
   const at::Tensor grouped =
       query.to(at::kFloat).reshape({kv_heads, heads / kv_heads * rows, query.size(2)});
   at::Tensor scores = at::bmm(grouped, keys.to(at::kFloat).transpose(1, 2))
-                          .mul_(scale)
+                          .mul_(rule.scale)
                           .view({heads, rows, keys.size(1)});
+  if (rule.softcap > 0) scores.div_(rule.softcap).tanh_().mul_(rule.softcap);
   if (allowed) {
     const at::Tensor mask = allowed->dim() == 1 ? *allowed : allowed->narrow(0, first, rows);
     scores.masked_fill_(mask.logical_not(), kNever);
@@ -69,18 +70,20 @@ PartialAttention attend_rows(const at::Tensor& query, const at::Tensor& keys,
 
 PartialAttention attend_part(const at::Tensor& query, const at::Tensor& keys,
                              const at::Tensor& values, Causal causal,
-                             const std::optional<at::Tensor>& allowed, double scale) {
-  if (query.is_cpu()) return flash_on_cpu(query, keys, values, causal, allowed, scale);
+                             const std::optional<at::Tensor>& allowed, const ScoreRule& rule) {
+  if (rule.softcap > 0) return attend_part_in_rows(query, keys, values, causal, allowed, rule);
+  if (query.is_cpu()) return flash_on_cpu(query, keys, values, causal, allowed, rule.scale);
   const bool is_half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
   if (query.is_cuda() && is_half && !allowed && query.size(2) % 8 == 0) {
-    return flash_on_cuda(query, keys, values, causal, scale);
+    return flash_on_cuda(query, keys, values, causal, rule.scale);
   }
-  return attend_part_in_rows(query, keys, values, causal, allowed, scale);
+  return attend_part_in_rows(query, keys, values, causal, allowed, rule);
 }
 
 PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& keys,
                                      const at::Tensor& values, Causal causal,
-                                     const std::optional<at::Tensor>& allowed, double scale) {
+                                     const std::optional<at::Tensor>& allowed,
+                                     const ScoreRule& rule) {
   const int64_t rows = query.size(1);
   const int64_t at_once =
       std::max<int64_t>(1, kScoresMax / std::max<int64_t>(1, query.size(0) * keys.size(1)));
@@ -96,11 +99,18 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
       mask = at::arange(seen, like).le(at::arange(rows, like).unsqueeze(1));
     }
     PartialAttention part = attend_rows(query.narrow(1, first, count), keys.narrow(1, 0, seen),
-                                        values.narrow(1, 0, seen), first, mask, scale);
+                                        values.narrow(1, 0, seen), first, mask, rule);
     outputs.push_back(part.output);
     log_sum_exps.push_back(part.log_sum_exp);
   }
   return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
+}
+
+void add_sinks(PartialAttention& partial, const at::Tensor& sinks) {
+  const at::Tensor scores = sinks.unsqueeze(1);
+  const at::Tensor share = at::sigmoid(partial.log_sum_exp - scores).unsqueeze(-1);
+  partial.output = partial.output * share;
+  partial.log_sum_exp = at::logaddexp(partial.log_sum_exp, scores);
 }
 
 void merge_part(PartialAttention& into, const PartialAttention& other) {

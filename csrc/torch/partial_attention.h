@@ -14,20 +14,31 @@ struct PartialAttention {
 
 enum class Causal { kNo, kYes };
 
+/// How products become scores: scale * product, then softcap * tanh(score / softcap) if that is not
+/// 0.
+struct ScoreRule {
+  double scale = 1;
+  double softcap = 0;
+};
+
 /// softmax(scale * Q K^T) V with its log-sum-exp, by torch's own flash attention: the CPU's, or
-/// CUDA's for 16-bit types and no mask. query [heads, rows, head_dim]; keys, values [kv_heads,
-/// count, head_dim]; allowed [rows, count] bool, or [count] for all rows; with Causal::kYes rows ==
-/// count and there is no mask. A row that sees nothing gets zeros and -inf, except on the CPU's
-/// flash attention, which must not be asked for one.
+/// CUDA's for 16-bit types and no mask, where scores are not capped. query [heads, rows, head_dim];
+/// keys, values [kv_heads, count, head_dim]; allowed [rows, count] bool, or [count] for all rows;
+/// with Causal::kYes rows == count and there is no mask. A row that sees nothing gets zeros and
+/// -inf, except on the CPU's flash attention, which must not be asked for one.
 PartialAttention attend_part(const at::Tensor& query, const at::Tensor& keys,
                              const at::Tensor& values, Causal causal,
-                             const std::optional<at::Tensor>& allowed, double scale);
+                             const std::optional<at::Tensor>& allowed, const ScoreRule& rule);
 
 /// The same in plain torch in fp32, some rows at a time, on any device: for what no flash attention
 /// takes, and its reference.
 PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& keys,
                                      const at::Tensor& values, Causal causal,
-                                     const std::optional<at::Tensor>& allowed, double scale);
+                                     const std::optional<at::Tensor>& allowed,
+                                     const ScoreRule& rule);
+
+/// Weighs each head's sink in: a score without a value. sinks [heads] fp32.
+void add_sinks(PartialAttention& partial, const at::Tensor& sinks);
 
 /// Merges attentions over disjoint keys, in place.
 void merge_part(PartialAttention& into, const PartialAttention& other);

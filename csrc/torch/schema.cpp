@@ -26,7 +26,8 @@ TORCH_LIBRARY(kvswap_torch, library) {
   define("fp8_dequantize(Tensor quantized, Tensor scales, ScalarType dtype) -> Tensor");
   define(
       "paged_attention(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor columns, "
-      "Tensor query_columns, float scale) -> (Tensor output, Tensor log_sum_exp)");
+      "Tensor query_columns, float scale, float softcap=0, Tensor? sinks=None) "
+      "-> (Tensor output, Tensor log_sum_exp)");
   define(
       "merge_attention(Tensor output, Tensor log_sum_exp, Tensor other_output, "
       "Tensor other_log_sum_exp) -> (Tensor output, Tensor log_sum_exp)");

@@ -8,6 +8,7 @@
 #include "engine/engine_report.h"
 #include "kvswap/engine_calls.h"
 #include "torch/engine_calls.h"
+#include "torch/op_checks.h"
 #include "torch/parallel.h"
 #include "torch/session_error.h"
 #include "torch/torch_device.h"
@@ -193,9 +194,10 @@ void Session::append(int64_t layer, const at::Tensor& keys, const at::Tensor& va
 }
 
 at::Tensor Session::attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
-                           const at::Tensor& values, double scale) {
+                           const at::Tensor& values, double scale, const ScoreTerms& terms) {
   Engine& engine = impl_->engine();
   impl_->check_query("attend", query);
+  const at::Tensor sinks = contiguous_sinks("attend", terms.sinks, query);
   TORCH_CHECK_VALUE(query.size(0) == engine.batch(), "attend: batch must be ", engine.batch(),
                     ", got ", query.size(0));
   if (query.size(2) > engine.options().select_queries_max) {
@@ -203,7 +205,7 @@ at::Tensor Session::attend(int64_t layer, const at::Tensor& query, const at::Ten
                       "attend: a long chunk must come with its own keys and values, got ",
                       keys.sizes(), " for a query of ", query.sizes());
     const int64_t past = engine.columns(layer) - query.size(2);
-    return attend_exactly(engine, {layer, past, query, keys, values, scale});
+    return attend_exactly(engine, {layer, past, query, keys, values, scale, terms.softcap, sinks});
   }
   const at::Tensor packed = plain(query);
   at::Tensor output =
@@ -211,15 +213,18 @@ at::Tensor Session::attend(int64_t layer, const at::Tensor& query, const at::Ten
   throw_if_error(engine.attend({.layer = layer,
                                 .query = query_view(packed),
                                 .output = output.data_ptr(),
-                                .scale = static_cast<float>(scale)}));
+                                .scale = static_cast<float>(scale),
+                                .softcap = static_cast<float>(terms.softcap),
+                                .sinks = sinks.defined() ? sinks.data_ptr<float>() : nullptr}));
   return output;
 }
 
 at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
-                           const at::Tensor& values, double scale) {
+                           const at::Tensor& values, double scale, const ScoreTerms& terms) {
   Engine& engine = impl_->engine();
   impl_->check_tokens("extend", keys, values);
   impl_->check_query("extend", query);
+  const at::Tensor sinks = contiguous_sinks("extend", terms.sinks, query);
   TORCH_CHECK_VALUE(query.size(0) == keys.size(0) && query.size(2) == keys.size(2),
                     "extend: query, keys and values must have one batch and length, got ",
                     query.sizes(), " and ", keys.sizes());
@@ -227,10 +232,11 @@ at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Ten
   const at::Tensor v = plain(values);
   if (query.size(2) <= engine.options().select_queries_max) {
     throw_if_error(engine.append(layer, token_view(k, v)));
-    return attend(layer, query, k, v, scale);
+    return attend(layer, query, k, v, scale, terms);
   }
   throw_if_error(engine.prepare(layer, k.size(0), k.size(2)));
-  at::Tensor output = attend_exactly(engine, {layer, engine.columns(layer), query, k, v, scale});
+  at::Tensor output = attend_exactly(
+      engine, {layer, engine.columns(layer), query, k, v, scale, terms.softcap, sinks});
   throw_if_error(engine.append(layer, token_view(k, v)));
   return output;
 }

@@ -14,6 +14,12 @@
 
 namespace kvswap {
 
+/// What attention does to its scores beside scaling them: Gemma 2 caps them, gpt-oss has sinks.
+struct ScoreTerms {
+  double softcap = 0;               // score = softcap * tanh(score / softcap); 0: not capped
+  std::optional<at::Tensor> sinks;  // [heads] fp32 on the session's device, kept by the caller
+};
+
 /// One generation's KV cache on disk: the public C++ class, and what Python's cache drives.
 ///
 /// Order of calls in one forward pass of `n` new tokens, for each layer i in turn:
@@ -66,12 +72,12 @@ class Session {
   /// query: [batch, heads, tokens, head_dim]; keys, values: what the last append() of this layer
   /// was given (used by exact chunks). Returns [batch, tokens, heads, head_dim].
   at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
-                    const at::Tensor& values, double scale);
+                    const at::Tensor& values, double scale, const ScoreTerms& terms = {});
 
   /// append() and attend() in one call; on a device a long chunk is written while its attention is
   /// computed. When it throws, nothing of the chunk is kept.
   at::Tensor extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
-                    const at::Tensor& values, double scale);
+                    const at::Tensor& values, double scale, const ScoreTerms& terms = {});
 
   /// The pair of projections of a layer, [kv_heads * head_dim, rank] fp32 (with heads=each every KV
   /// head's own, one below the other); groups sealed before are read back and summarised.

@@ -222,12 +222,12 @@ class SessionDriver:
         nothing = torch.zeros(size, dtype=self.parts.dtype, device=self.parts.device)
         self.session.look_ahead(layer, nothing)
 
-    def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
-        """Stores the new K and V and attends; ``[batch, tokens, heads, head_dim]``."""
+    def attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
+        """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``."""
         type_before = query.dtype
         query_, keys, values = self._own_types(query, keys, values)
         with torch.no_grad():
-            output = self._attend(layer, query_, keys, values, scale).to(type_before)
+            output = self._attend(layer, query_, keys, values, terms).to(type_before)
         return _NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 
     def _own_types(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -244,19 +244,19 @@ class SessionDriver:
                 )
         return [_plain(tensor.to(dtype)) for tensor in tensors]
 
-    def _attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
+    def _attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
         if self._will_choose(layer, keys.shape[2]):
             self._estimate(layer, keys, query)
         can_select = self._projections is not None or layer in self._estimated
         if can_select or keys.shape[2] > self.config.select_queries_max:
-            output = self.session.extend(layer, query, keys, values, scale)
+            output = self.session.extend(layer, query, keys, values, *terms)
             self._stored(layer)
             return output
         self.session.append(layer, keys, values)
         self._stored(layer)
         if self.session.needs_projection(layer):
             self._estimate_from_disk(layer)
-        return self.session.attend(layer, query, keys, values, scale)
+        return self.session.attend(layer, query, keys, values, *terms)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores K and V ``[batch, kv_heads, tokens, head_dim]`` that nobody attends over now."""

@@ -224,10 +224,6 @@ def _check_attention(name: str, decoder: PreTrainedModel, attentions: list) -> N
             "has multi-head latent attention (kv_lora_rank): it caches a compressed latent, not "
             "keys and values per head",
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise unsupported(name, "caps attention logits (attn_logit_softcapping)")
-    if any(isinstance(getattr(a, "sinks", None), torch.Tensor) for a in attentions):
-        raise unsupported(name, "has learned attention sinks (s_aux)")
     if getattr(config, "use_bidirectional_attention", False) or not all(
         getattr(a, "is_causal", True) for a in attentions
     ):

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.layer_view import LayerView
+from kvswap_torch.hf.session import ScoreTerms
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.driver import SessionDriver
@@ -34,6 +35,7 @@ class DiskLayer(CacheLayerMixin):
         self.driver = driver
         self._armed = False
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sinks: tuple[Any, torch.Tensor] | None = None
 
     @property
     def keys(self) -> LayerView | None:
@@ -112,6 +114,8 @@ class DiskLayer(CacheLayerMixin):
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attends over this layer's cache; ``[batch, tokens, heads, head_dim]``."""
@@ -132,7 +136,17 @@ class DiskLayer(CacheLayerMixin):
         if sliding_window is not None:
             _refuse_window(module, sliding_window, self.get_seq_length() + keys.shape[2])
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return self.driver.attend(self.disk_index, query, keys, values, scale)
+        terms = ScoreTerms(scale, softcap or 0.0, self._plain_sinks(s_aux))
+        return self.driver.attend(self.disk_index, query, keys, values, terms)
+
+    def _plain_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """In fp32, made anew where they changed: a device may read them after the step returned."""
+        if sinks is None:
+            return None
+        state = sinks.data_ptr(), None if sinks.is_inference() else sinks._version
+        if self._sinks is None or self._sinks[0] != state:
+            self._sinks = state, sinks.detach().float().contiguous()
+        return self._sinks[1]
 
     def get_seq_length(self) -> int:
         return self.driver.columns(self.disk_index)
@@ -172,11 +186,10 @@ def refuse_options(module, attention_mask, dropout: float, kwargs: dict[str, Any
             f"KVSwapCache: {name} must attend causally with padding at most, got a mask of shape "
             f"{tuple(attention_mask.shape)}; pass a mask [batch, tokens] or none"
         )
-    for option in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(option) is not None:
-            raise UnsupportedModelError(
-                f"KVSwapCache: {name} uses {option}, which attention from disk has not"
-            )
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"KVSwapCache: {name} uses position_bias, which attention from disk has not"
+        )
     if dropout:
         raise UnsupportedModelError(
             f"KVSwapCache: dropout must be 0, got {dropout}; call model.eval() first"

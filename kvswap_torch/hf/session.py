@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.hf.families import ModelParts
@@ -13,6 +15,14 @@ from kvswap_torch.hf.settings import Budget
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
 from kvswap_torch.sizing import effective_ranks
+
+
+class ScoreTerms(NamedTuple):
+    """How attention makes scores of products."""
+
+    scale: float
+    softcap: float = 0.0  # score = softcap * tanh(score / softcap); 0: not capped
+    sinks: torch.Tensor | None = None  # [heads] fp32: a score without a value
 
 
 def session_options(

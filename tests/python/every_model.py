@@ -206,6 +206,8 @@ def build(family: str) -> Any:
     config = config_class(**settings)
     if {FULL, SLIDING} <= set(getattr(config, "layer_types", None) or ()):
         config = config_class(**settings, sliding_window=8)
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # torch's own attention would leave the cap out
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():

@@ -137,27 +137,29 @@ class ReferenceSession:
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale, state.columns)
 
-    def attend(self, layer, query, keys, values, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer, query, keys, values, scale: float, softcap: float = 0.0, sinks=None
+    ) -> torch.Tensor:
         """query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim]."""
         self._open()
         state = self._layers[layer]
         tokens = query.shape[2]
         if tokens > self._options.select_queries_max:
             state.selection = [list(range(state.sealed // self._options.group_tokens))] * len(query)
-            return self._attention(state, query, state.valid, scale)
+            return self._attention(state, query, state.valid, (scale, softcap, sinks))
         chosen = state.predicted
         if chosen is None:
             chosen = self._choose(layer, query, scale, state.columns - tokens)
         state.predicted, state.selection = None, chosen
         visible = state.valid & self._attended_columns(state, chosen)
-        output = self._attention(state, query, visible, scale)
+        output = self._attention(state, query, visible, (scale, softcap, sinks))
         self._count(chosen)
         self._seal(state)
         return output
 
-    def extend(self, layer, query, keys, values, scale: float) -> torch.Tensor:
+    def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
         self.append(layer, keys, values)
-        return self.attend(layer, query, keys, values, scale)
+        return self.attend(layer, query, keys, values, scale, *terms)
 
     def needs_projection(self, layer: int) -> bool:
         state = self._layers.get(layer)
@@ -305,15 +307,23 @@ class ReferenceSession:
                 attended[sequence, g * group : (g + 1) * group] = True
         return attended
 
-    def _attention(self, state, query, visible, scale) -> torch.Tensor:
+    def _attention(self, state, query, visible, terms) -> torch.Tensor:
         """visible: [batch, columns]. A query that sees nothing gives zeros."""
+        scale, softcap, sinks = terms
         tokens, columns = query.shape[2], state.columns
         repeats = query.shape[1] // state.keys.shape[1]
         keys = state.keys.float().repeat_interleave(repeats, 1)
         values = state.values.float().repeat_interleave(repeats, 1)
         causal = torch.ones(tokens, columns, dtype=torch.bool).tril(columns - tokens)
         mask = causal & visible[:, None, None, :]
-        scores = (query.float() @ keys.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
+        scores = query.float() @ keys.transpose(2, 3) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column], -1)
+            values = torch.nn.functional.pad(values, (0, 0, 0, 1))
         weights = scores.softmax(-1).nan_to_num(0.0)
         return (weights @ values).to(query.dtype).transpose(1, 2)
 

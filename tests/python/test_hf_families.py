@@ -89,8 +89,6 @@ def build(name: str, **settings):
 
 
 def test_what_is_refused_by_name():
-    refused(build("Gemma2"), "caps attention logits")
-    refused(build("GptOss", num_local_experts=2, num_experts_per_tok=1), "attention sinks")
     refused(build("Mistral", sliding_window=16), "no full-attention layer .windows of 16 tokens")
     refused(build("Bloom", n_head=2, n_layer=2), "keeps its layers in h")
     encoder_decoder = transformers.T5ForConditionalGeneration(
@@ -111,13 +109,30 @@ def test_attention_outside_the_interface_is_refused(monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias"])
-def test_options_of_attention_are_never_ignored(option, open_cache, monkeypatch):
+def test_options_of_attention_are_never_ignored(open_cache):
     """A model that passes what the kernel cannot do is stopped, not answered wrongly."""
-    model = tiny_model("llama")
+    model, bias = tiny_model("llama"), torch.ones(4)
     cache = open_cache(model)
-    with pytest.raises(UnsupportedModelError, match=option), torch.no_grad():
-        model(prompt(1, 8)["input_ids"], past_key_values=cache, **{option: torch.ones(4)})
+    with pytest.raises(UnsupportedModelError, match="position_bias"), torch.no_grad():
+        model(prompt(1, 8)["input_ids"], past_key_values=cache, position_bias=bias)
+
+
+@pytest.mark.parametrize("padding", [(), (0, 5)], ids=["even", "left-padded"])
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_capped_scores_and_sinks(name, padding, open_cache):
+    """By short chunks, long ones and tokens, beside the eager attention, which has both."""
+    own = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "GptOss" else {}
+    own |= {"num_hidden_layers": 4, "sliding_window": 8, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    model = build(name, **own).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3 if parameter.dim() > 1 else 1)
+    inputs = prompt(2, 21, padding=padding)
+    expected = greedy(model, inputs)
+    assert torch.equal(greedy(model, inputs, open_cache(model)), expected)
+    chunked = greedy(model, inputs, open_cache(model), prefill_chunk_size=3)
+    assert torch.equal(chunked, expected)
 
 
 def test_training_dropout_is_refused(open_cache):

@@ -42,6 +42,19 @@ def test_several_queries_are_causal(dtype, queries):
     check(case)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("pages", [3, 1100])
+def test_capped_scores_and_sinks(dtype, queries, pages):
+    case = make_case(dtype, queries=queries, pages=pages, ratio=4)
+    sinks = torch.linspace(-3, 6, case[0].shape[1])
+    check((*case, 2.0))
+    check((*case, 0.0, sinks))
+    check((*case, 0.5, sinks))
+    case[2][0] = -1  # all weight is the sinks'
+    check((*case, 0.5, sinks))
+
+
 @pytest.mark.parametrize("group_tokens", [1, 4, 7, 16, 32, 64])
 def test_group_sizes(group_tokens):
     check(make_case(group_tokens=group_tokens, pages=9))
@@ -150,6 +163,7 @@ def test_merged_halves_are_the_whole():
 
 def test_opcheck():
     opcheck(ops_of.paged_attention, make_case(torch.bfloat16, queries=3))
+    opcheck(ops_of.paged_attention, (*make_case(), 2.0, torch.ones(4)))
     opcheck(ops_of.paged_attention, make_case(kv_heads=3, page_heads=1, table_heads=3))
     sides = torch.randn(5, 64), torch.randn(5)
     opcheck(ops_of.merge_attention, (*sides, *sides))

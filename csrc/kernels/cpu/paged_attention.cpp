@@ -52,6 +52,7 @@ class AttentionRun {
   void attend() {
     make_state();
     for (int64_t unit = 0; unit < units_; ++unit) load_query(unit);
+    if (args_.sinks && part_ == 0) begin_with_sinks();
     const int64_t table =
         sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : first_kv_head_);
     TokenWalk walk(args_, table, part_ * cut_.pages_per_part, cut_.pages_per_part,
@@ -123,6 +124,17 @@ class AttentionRun {
     }
   }
 
+  /// A sink is as a token seen first, whose value is zero. One part of a row has it.
+  void begin_with_sinks() {
+    for (int64_t unit = 0; unit < units_; ++unit) {
+      const AttentionState state = state_of(unit);
+      for (int64_t row = 0; row < state.rows; ++row) {
+        state.largest[row] = args_.sinks[head_of(unit, row)];
+        state.sum[row] = 1.0f;
+      }
+    }
+  }
+
   void attend_block(TokenBlock& block, const TokenBlock& next) {
     const int64_t whole = (block.count + kTileTokens - 1) / kTileTokens * kTileTokens;
     std::fill(block.slots + block.count, block.slots + whole, block.slots[block.count - 1]);
@@ -138,9 +150,16 @@ class AttentionRun {
                            .side_bytes = side_bytes(),
                            .head_dim = args_.shape.head_dim};
       score_block<T>(state, head);
+      float scale = args_.scale;
+      if (args_.softcap > 0.0f) {
+        for (int64_t row = 0; row < state.rows; ++row) {
+          cap_scores(state, row, scale, args_.softcap, block.count);
+        }
+        scale = 1.0f;
+      }
       if (args_.queries > 1) hide_later_tokens(state, block);
       for (int64_t row = 0; row < state.rows; ++row) {
-        weigh_scores(state, row, args_.scale, block.count);
+        weigh_scores(state, row, scale, block.count);
       }
       if (args_.output != nullptr) weigh_block<T>(state, head);
     }

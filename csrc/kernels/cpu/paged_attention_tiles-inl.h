@@ -172,6 +172,20 @@ void weigh_rows(const AttentionState& state, int64_t first_row, const HeadBlock&
   if (d < block.head_dim) weigh_tile<Extent::kTail, T, kRows, 1>(state, first_row, block, d);
 }
 
+/// score = softcap * tanh(scale * score / softcap); beyond 10, tanh is 1 in fp32.
+inline void cap_scores(const AttentionState& state, int64_t row, float scale, float softcap,
+                       int64_t tokens) {
+  float* scores = state.scores + row * kBlockTokens;
+  const Floats one = fill(1.0f);
+  for (int64_t t = 0; t < round_up_to_lanes(tokens); t += kLanes) {
+    const Floats share = multiply(load(scores + t), fill(scale / softcap));
+    const Floats below = multiply(maximum(multiply(share, fill(-1.0f)), fill(-10.0f)), fill(-1.0f));
+    const Floats grown = exponential(multiply(maximum(below, fill(-10.0f)), fill(2.0f)));
+    const Floats tanh = add(one, divide(fill(-2.0f), add(grown, one)));
+    store(multiply(tanh, fill(softcap)), scores + t);
+  }
+}
+
 /// Turns a row's scores into weights relative to the largest so far.
 inline void weigh_scores(const AttentionState& state, int64_t row, float scale, int64_t tokens) {
   float* scores = state.scores + row * kBlockTokens;

@@ -34,6 +34,17 @@ struct AttentionJob {
   int group_tokens = 1;
   int head_dim = 0;
   float scale = 1.0f;
+  float softcap = 0.0f;
+  const float* sinks = nullptr;
+
+  /// A score as a power of 2, from the sum of products.
+  __device__ float power_of_2(float sum_of_products) const {
+    constexpr float kLog2E = 1.4426950408889634f;
+    const float score = sum_of_products * scale;
+    return (softcap > 0.0f ? softcap * tanhf(score / softcap) : score) * kLog2E;
+  }
+  /// The sink of a head, likewise.
+  __device__ float sink_power_of_2(int head) const { return sinks[head] * 1.4426950408889634f; }
 };
 
 inline constexpr int32_t kUnseen = 0x7fffffff;  // no query stands at this column or after it

@@ -37,6 +37,10 @@ struct ScalarAttention {
         own(lane_of(lane)) {
     const int row = own / kTokens;
     last_column = row < place.rows ? place.column_of(job, row) : -1;
+    if (job.sinks != nullptr && place.split == 0 && warp == 0 && row < place.rows) {
+      largest = job.sink_power_of_2(place.head_of(job, row));
+      sum = own % kTokens == 0 ? 1.0f : 0.0f;  // the lanes of a row are summed
+    }
   }
 
   /// Which of the 32 sums (row * 8 + token) a lane is left with, and the way back: reversed bits.
@@ -94,9 +98,8 @@ struct ScalarAttention {
   __device__ void attend(int slot) {
     const int32_t column = shared.stage.columns[slot + own % kTokens];
     if (!__any_sync(kWholeWarp, column != kUnseen)) return;
-    const float to_power_of_2 = job.scale * 1.4426950408889634f;
     const float sum_of_products = score(slot);
-    const float own_score = column <= last_column ? sum_of_products * to_power_of_2 : never();
+    const float own_score = column <= last_column ? job.power_of_2(sum_of_products) : never();
     // The lanes of one row differ in the bits 16, 8 and 4.
     float largest_now = own_score;
 #pragma unroll

@@ -53,6 +53,10 @@ struct TensorAttention {
     for (int half = 0; half < 2; ++half) {
       const int row = g + half * 8;
       last_column[half] = row < place.rows ? place.column_of(job, row) : -1;
+      if (job.sinks != nullptr && place.split == 0 && token_warp == 0 && row < place.rows) {
+        largest[half] = job.sink_power_of_2(place.head_of(job, row));
+        sum[half] = c == 0 ? 1.0f : 0.0f;  // the lanes of a row are summed
+      }
     }
   }
 
@@ -119,7 +123,6 @@ struct TensorAttention {
 
   /// Scores to weights, as operand a of the second product; what was summed so far decays.
   __device__ void weigh(int slot, float (&scores)[2][4], uint32_t (&weights)[4]) {
-    const float to_power_of_2 = job.scale * 1.4426950408889634f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float tile_largest = never();
@@ -127,7 +130,7 @@ struct TensorAttention {
       for (int i = 0; i < 4; ++i) {
         const int column = shared.stage.columns[slot + i / 2 * 8 + 2 * c + i % 2];
         float& score = scores[i / 2][half * 2 + i % 2];
-        score = column <= last_column[half] ? score * to_power_of_2 : never();
+        score = column <= last_column[half] ? job.power_of_2(score) : never();
         tile_largest = fmaxf(tile_largest, score);
       }
       tile_largest = fmaxf(tile_largest, __shfl_xor_sync(kWholeWarp, tile_largest, 1));

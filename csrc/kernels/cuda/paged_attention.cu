@@ -135,6 +135,8 @@ AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan,
   job.group_tokens = static_cast<int>(args.shape.group_tokens);
   job.head_dim = static_cast<int>(args.shape.head_dim);
   job.scale = args.scale;
+  job.softcap = args.softcap;
+  job.sinks = args.sinks;
   return job;
 }
 

@@ -50,7 +50,8 @@ TensorPair paged_gather_cuda(const at::Tensor& pages, const at::Tensor& table) {
 TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages,
                                 const at::Tensor& table, const at::Tensor& masks,
                                 const at::Tensor& columns, const at::Tensor& query_columns,
-                                double scale) {
+                                double scale, double softcap,
+                                const std::optional<at::Tensor>& sinks) {
   const DeviceCall call("paged_attention", query,
                         {{"pages", &pages},
                          {"table", &table},
@@ -87,6 +88,9 @@ TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages
   args.heads = query.size(1);
   args.queries = query.size(2);
   args.scale = static_cast<float>(scale);
+  args.softcap = static_cast<float>(softcap);
+  const at::Tensor sink_scores = contiguous_sinks("paged_attention", sinks, query);
+  args.sinks = sinks ? sink_scores.const_data_ptr<float>() : nullptr;
   args.shape = source.shape;
   args.dtype = to_dtype(query.scalar_type());
   const at::Tensor scratch = make_scratch(cuda::paged_attention_scratch_bytes(args), query);

@@ -13,6 +13,8 @@ struct AttentionShape {
   int64_t batch = 1, kv_heads = 1, ratio = 1, queries = 1;
   int64_t group_tokens = 4, head_dim = 64, pages = 3;
   bool table_per_head = false;
+  float softcap = 0.0f;
+  bool has_sinks = false;
 };
 
 /// Random pages, tables with holes, and the softmax over them in double.
@@ -40,6 +42,9 @@ struct AttentionCase {
     for (int64_t b = 0; b < s.batch; ++b) {
       query_columns.push_back(static_cast<int32_t>(last_column - s.queries / 2));
     }
+    for (int64_t head = 0; s.has_sinks && head < heads; ++head) {
+      sinks.push_back(static_cast<float>(head % 3) * 2.0f - 1.0f);
+    }
     output.resize(s.batch * s.queries * heads * s.head_dim, from_float<T>(-7.0f));
     log_sum_exp.resize(s.batch * heads * s.queries, -7.0f);
   }
@@ -64,6 +69,8 @@ struct AttentionCase {
     a.heads = heads;
     a.queries = shape.queries;
     a.scale = 0.2f;
+    a.softcap = shape.softcap;
+    a.sinks = sinks.empty() ? nullptr : sinks.data();
     a.shape = record;
     a.dtype = dtype_of<T>();
     return a;
@@ -84,7 +91,9 @@ struct AttentionCase {
                        (shape.table_per_head ? 0 : kv_head) * 2 * side + t * shape.head_dim;
         double score = 0;
         for (int64_t d = 0; d < shape.head_dim; ++d) score += to_float(row[d]) * to_float(key[d]);
-        visit(score * double{0.2f}, key + side);
+        score *= double{0.2f};
+        const double cap = shape.softcap;
+        visit(cap > 0 ? cap * std::tanh(score / cap) : score, key + side);
       }
     }
   }
@@ -94,7 +103,7 @@ struct AttentionCase {
       const int64_t q = i % shape.queries;
       const int64_t head = i / shape.queries % heads;
       const int64_t b = i / shape.queries / heads;
-      double total = 0;
+      double total = sinks.empty() ? 0 : std::exp(double{sinks[head]});
       std::vector<double> sums(shape.head_dim);
       for_each_seen(b, head, q, [&](double score, const T* value) {
         total += std::exp(score);
@@ -121,7 +130,7 @@ struct AttentionCase {
   std::vector<const void*> pages;
   std::vector<uint64_t> masks;
   std::vector<int32_t> columns, page_counts, query_columns;
-  std::vector<float> log_sum_exp;
+  std::vector<float> log_sum_exp, sinks;
 };
 
 }  // namespace kvswap

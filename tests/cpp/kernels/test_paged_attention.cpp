@@ -79,6 +79,28 @@ TEST_P(PagedAttention, SplitPagesAreMerged) {
   expect_all_types({.batch = 1, .kv_heads = 2, .ratio = 2, .queries = 2, .pages = 1500});
 }
 
+TEST_P(PagedAttention, CappedScoresAndSinks) {
+  for (const int64_t pages : {3, 520}) {
+    for (const float softcap : {0.0f, 0.7f}) {
+      expect_all_types({.batch = 2,
+                        .kv_heads = 2,
+                        .ratio = 4,
+                        .queries = 3,
+                        .pages = pages,
+                        .softcap = softcap,
+                        .has_sinks = true});
+    }
+  }
+  expect_all_types({.kv_heads = 2, .ratio = 4, .pages = 20, .softcap = 2.0f});
+}
+
+TEST_P(PagedAttention, SinksTakeAllWeightWhereNothingIsSeen) {
+  AttentionCase<float> attention({.batch = 2, .kv_heads = 2, .ratio = 4, .has_sinks = true});
+  std::fill(attention.masks.begin(), attention.masks.end(), 0);
+  paged_attention(attention.args(), {});
+  attention.expect_matches_reference();
+}
+
 /// The pieces in falling order on other threads: nothing may depend on who does what when.
 void contrary_for(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) {
   for (int64_t i = count - 1; i >= 0; --i) std::thread(body, i, i + 1).join();

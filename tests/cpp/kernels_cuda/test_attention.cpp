@@ -10,7 +10,10 @@ template <typename T>
 class DeviceAttention {
  public:
   explicit DeviceAttention(const AttentionShape& shape)
-      : attention(shape), elements(attention.elements), query(attention.query) {
+      : attention(shape),
+        elements(attention.elements),
+        query(attention.query),
+        sinks(attention.sinks) {
     for (const void*& page : attention.pages) {
       if (page == nullptr) continue;
       page = elements.data() + (static_cast<const T*>(page) - attention.elements.data());
@@ -20,6 +23,7 @@ class DeviceAttention {
   void run() {
     PagedAttentionArgs args = attention.args();
     args.query = query.data();
+    args.sinks = attention.sinks.empty() ? nullptr : sinks.data();
     GuardedBuffer<T> output(static_cast<int64_t>(attention.output.size()));
     GuardedBuffer<float> sums(static_cast<int64_t>(attention.log_sum_exp.size()));
     GuardedBuffer<char> scratch(cuda::paged_attention_scratch_bytes(args));
@@ -34,6 +38,7 @@ class DeviceAttention {
 
  private:
   GuardedBuffer<T> elements, query;
+  GuardedBuffer<float> sinks;
 };
 
 template <typename T>
@@ -72,6 +77,20 @@ TEST(CudaAttention, RatiosAndQueries) {
                                      .pages = 9});
     }
   }
+}
+
+TEST(CudaAttention, CappedScoresAndSinks) {
+  for (const int64_t head_dim : {64, 256}) {  // beyond 128 two warps share a row's sums
+    for (const float softcap : {0.0f, 0.7f}) {
+      expect_attention_of_all_types({.ratio = 3,
+                                     .queries = 2,
+                                     .head_dim = head_dim,
+                                     .pages = 20,  // two splits
+                                     .softcap = softcap,
+                                     .has_sinks = true});
+    }
+  }
+  expect_attention_of_all_types({.kv_heads = 2, .ratio = 2, .pages = 2, .softcap = 2.0f});
 }
 
 TEST(CudaAttention, GroupSizesAndTables) {

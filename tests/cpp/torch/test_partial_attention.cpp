@@ -32,8 +32,8 @@ TEST(PartialAttention, InRowsIsWhatFlashAttentionGives) {
   for (const Case& each : {Case{4, 2, 37, 50, 16}, {6, 6, 1, 9, 8}, {8, 1, 20, 20, 64}}) {
     const Tensors t(each);
     const auto both = [&](Causal causal, const std::optional<at::Tensor>& allowed) {
-      expect_close(attend_part_in_rows(t.query, t.keys, t.values, causal, allowed, 0.3),
-                   attend_part(t.query, t.keys, t.values, causal, allowed, 0.3));
+      expect_close(attend_part_in_rows(t.query, t.keys, t.values, causal, allowed, {.scale = 0.3}),
+                   attend_part(t.query, t.keys, t.values, causal, allowed, {.scale = 0.3}));
     };
     both(Causal::kNo, std::nullopt);
     both(Causal::kNo, at::arange(each.count).remainder(3).ne(1));
@@ -45,18 +45,21 @@ TEST(PartialAttention, InRowsIsWhatFlashAttentionGives) {
 TEST(PartialAttention, ManyRowsAreComputedInPieces) {
   const Tensors t({16, 2, 700, 700, 8});
   const Tensors wide({64, 2, 40, 9000, 8});
-  expect_close(attend_part_in_rows(t.query, t.keys, t.values, Causal::kYes, std::nullopt, 0.3),
-               attend_part(t.query, t.keys, t.values, Causal::kYes, std::nullopt, 0.3));
   expect_close(
-      attend_part_in_rows(wide.query, wide.keys, wide.values, Causal::kNo, std::nullopt, 0.3),
-      attend_part(wide.query, wide.keys, wide.values, Causal::kNo, std::nullopt, 0.3));
+      attend_part_in_rows(t.query, t.keys, t.values, Causal::kYes, std::nullopt, {.scale = 0.3}),
+      attend_part(t.query, t.keys, t.values, Causal::kYes, std::nullopt, {.scale = 0.3}));
+  expect_close(
+      attend_part_in_rows(wide.query, wide.keys, wide.values, Causal::kNo, std::nullopt,
+                          {.scale = 0.3}),
+      attend_part(wide.query, wide.keys, wide.values, Causal::kNo, std::nullopt, {.scale = 0.3}));
 }
 
 TEST(PartialAttention, ARowThatSeesNothingCountsForNothing) {
   const Tensors t({4, 2, 5, 12, 8});
   at::Tensor allowed = at::ones({5, 12}, at::kBool);
   allowed[3].zero_();
-  PartialAttention part = attend_part_in_rows(t.query, t.keys, t.values, Causal::kNo, allowed, 0.3);
+  PartialAttention part =
+      attend_part_in_rows(t.query, t.keys, t.values, Causal::kNo, allowed, {.scale = 0.3});
   EXPECT_TRUE(part.output.select(1, 3).eq(0).all().item<bool>());
   EXPECT_TRUE(part.log_sum_exp.select(1, 3).isneginf().all().item<bool>());
   EXPECT_TRUE(part.output.isfinite().all().item<bool>());
@@ -69,7 +72,7 @@ TEST(PartialAttention, TwoSidesThatSeeNothingGiveNothing) {
   };
   const Tensors t({2, 1, 3, 12, 8});
   const PartialAttention some =
-      attend_part(t.query, t.keys, t.values, Causal::kNo, std::nullopt, 0.3);
+      attend_part(t.query, t.keys, t.values, Causal::kNo, std::nullopt, {.scale = 0.3});
   for (auto* merge : {merge_part, merge_part_in_torch}) {
     PartialAttention merged = nothing();
     merge(merged, nothing());
@@ -85,7 +88,8 @@ TEST(PartialAttention, MergedPartsAreTheWhole) {
   const Tensors t({4, 2, 21, 60, 16});
   const auto part = [&](int64_t first, int64_t count) {
     return attend_part_in_rows(t.query, t.keys.narrow(1, first, count),
-                               t.values.narrow(1, first, count), Causal::kNo, std::nullopt, 0.3);
+                               t.values.narrow(1, first, count), Causal::kNo, std::nullopt,
+                               {.scale = 0.3});
   };
   PartialAttention merged = part(0, 17);
   merge_part(merged, part(17, 43));
