@@ -120,10 +120,7 @@ class DiskLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Attends over this layer's cache; ``[batch, tokens, heads, head_dim]``."""
         if self._pending is None:
-            raise UnsupportedModelError(
-                f"KVSwapCache: {type(module).__name__} must update the cache before it attends, "
-                "and did not"
-            )
+            raise UnsupportedModelError(_why_no_update(module, self.driver.parts.outermost))
         keys, values = self._pending
         self._pending = None
         if key.shape != keys.shape or value.shape != values.shape:
@@ -168,6 +165,24 @@ class DiskLayer(CacheLayerMixin):
 
     crop = reset = reorder_cache = _whole_cache_only
     batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+
+def _why_no_update(attention: nn.Module, model: nn.Module) -> str:
+    compiled = next((part for part in model.modules() if _is_compiled(part)), None)
+    if compiled is None:
+        name = type(attention).__name__
+        return f"KVSwapCache: {name} must update the cache before it attends, and did not"
+    return (
+        "KVSwapCache: forward must not be compiled while a cache is open, but torch.compile() was "
+        f"applied to {type(compiled).__name__}; use the model as it was loaded, or "
+        "torch.compile(model), whose generate() leaves forward as it is"
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()`, or because its forward was replaced by a compiled one."""
+    own = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(own, "_torchdynamo_orig_callable")
 
 
 def _refuse_window(module: nn.Module, window: int, columns: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvswap_torch import KVSwapCache, KVSwapError
+from kvswap_torch import KVSwapCache, KVSwapError, UnsupportedModelError
 from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, prompt, tiny_model
 
 # Into memory and out of it.
@@ -153,3 +155,77 @@ def test_a_compiled_model_is_looked_through(open_cache):
     cache = open_cache(compiled)
     assert cache.parts.outermost is model
     assert torch.equal(greedy(compiled, inputs, cache), greedy(model, inputs))
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+
+
+def compiled_decoder(model):
+    model.model.forward = torch.compile(model.model.forward, backend="eager")
+
+
+def compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, on what it cannot trace
+@pytest.mark.parametrize("sessions", ["native"], indirect=True)
+@pytest.mark.parametrize("compile_part", [compiled_in_place, compiled_decoder, compiled_layers])
+def test_a_compiled_forward_is_refused_by_name(compile_part, open_cache):
+    model, inputs = tiny_model("llama"), prompt(2, 12)
+    expected = greedy(model, inputs)
+    compile_part(model)
+    cache = open_cache(model)
+    with pytest.raises(UnsupportedModelError, match=r"torch.compile\(\) was applied to Llama"):
+        greedy(model, inputs, cache)
+    cache.close()
+    torch.compiler.reset()
+    assert torch.equal(greedy(model, inputs), expected)
+
+
+# Weights that are kept elsewhere or otherwise.
+
+
+@pytest.mark.parametrize("sessions", ["native"], indirect=True)
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_attention_is_refused_and_an_offloaded_head_is_not(where, open_cache, tmp_path):
+    from accelerate import dispatch_model
+
+    def offloaded(part: str):
+        model = tiny_model("llama")
+        parts = ("embed_tokens", "rotary_emb", "norm", *(f"layers.{i}" for i in range(3)))
+        places = {f"model.{each}": "cpu" for each in parts} | {"lm_head": "cpu"}
+        folder = tmp_path / f"{part}-{where}"
+        arguments = {"main_device": "cpu", "offload_dir": folder, "force_hooks": True}
+        return dispatch_model(model, places | {part: where}, **arguments)
+
+    if where == "disk":  # on the CPU itself nothing is away
+        with pytest.raises(UnsupportedModelError, match="is offloaded by accelerate"):
+            open_cache(offloaded("model.layers.1"))
+    model, inputs = offloaded("lm_head"), prompt(2, 20, padding=(0, 5))
+    expected = greedy(tiny_model("llama"), inputs)
+    assert torch.equal(greedy(model, inputs, open_cache(model)), expected)
+
+
+@pytest.mark.parametrize("sessions", ["native"], indirect=True)
+def test_weights_offloaded_to_the_cpu_are_refused(open_cache):
+    from accelerate import cpu_offload
+
+    model = cpu_offload(tiny_model("llama"), execution_device="cpu")
+    with pytest.raises(UnsupportedModelError, match="is offloaded by accelerate"):
+        open_cache(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:UserWarning")
+@pytest.mark.parametrize("sessions", ["native"], indirect=True)
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_dynamically_quantised_weights(look_ahead, open_cache):
+    """Their modules have no parameters at all."""
+    quantize = torch.ao.quantization.quantize_dynamic
+    model = quantize(tiny_model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    assert not list(model.model.layers[0].self_attn.parameters())
+    inputs = prompt(2, 20, padding=(0, 5))
+    cache = open_cache(model, dataclasses.replace(COVERING, look_ahead=look_ahead))
+    assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
