@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def tune(
     work: str | Path | None = None,
     evaluate: bool = False,
     progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> TuneResult:
     """Finds the best settings for a model on a disk within a memory limit.
 
@@ -74,6 +75,10 @@ def tune(
         Folder that measurements are kept in; None: they are not kept.
     evaluate
         Also decode held-out questions with the result, next to a full cache.
+    progress
+        Called with what is being done, how much is done, and of how much.
+    tell
+        Called with a sentence on how long measuring will take at least, before it starts.
 
     Raises
     ------
@@ -117,6 +122,7 @@ def tune(
             options,
             _text_key(calibration, samples),
             progress,
+            tell,
         )
         config, solved, levels = find_settings(
             measured, max_context_len, max_batch_size, budget, options

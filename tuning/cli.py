@@ -57,7 +57,7 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         with Progress(*columns, console=console) as progress:
             yield Bars(progress)
     else:
-        with Lines(lambda line: print(line, flush=True)) as lines:
+        with Lines(lambda line: print(line, file=console.file, flush=True)) as lines:
             yield lines
 
 
@@ -154,6 +154,7 @@ def main(
                 work=work or out.with_suffix(".tuning"),
                 evaluate=evaluate,
                 progress=progress,
+                tell=lambda sentence: console.print(sentence, soft_wrap=True, highlight=False),
             )
         config = result.save(out)
         print_result(result, console)

@@ -29,6 +29,7 @@ from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
 from kvswap_torch.tuning.choices import GROUPS, Recorder, record_choices
 from kvswap_torch.tuning.costs import Levels, SettingCosts, make_work
 from kvswap_torch.tuning.disk_model import DiskModel
+from kvswap_torch.tuning.duration import Duration, least_duration
 from kvswap_torch.tuning.levels import make_levels
 from kvswap_torch.tuning.loading_model import LoadingModel, fit_loading
 from kvswap_torch.tuning.minimum import usable_sizes
@@ -62,6 +63,7 @@ CAPACITY_SHARES = (
 MODELLED = ("nvme", "ufs", "emmc")  # what a session can be slowed down to
 REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
 PROJECTION_NAME = "projection.safetensors"
+CALIBRATION_NAME = "calibration.safetensors"
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def measure_all(
     options: TuneOptions,
     text_key: str = "",
     progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Measured:
     """Probes, calibrates and times, or takes from `folder` what was measured before.
 
@@ -158,11 +161,15 @@ def measure_all(
         Gives the samples to fit and to measure; called only when the model must be calibrated.
     text_key
         What tells one text from another.
+    tell
+        Given a sentence about how long it will take, before it starts.
     """
     calibrator = Calibrator(model)
     shape = calibrator.parts.shape
     if not path.is_dir():
         raise StorageError(errno.ENOENT, "path must be a folder that exists", str(path))
+    if tell is not None:
+        tell(str(_least(calibrator, samples, folder, options, batch_max, context_max)))
     machine = kept.machine_key(path)
     figures = _probe(path, folder, options, machine, progress)
     identity = kept.fingerprint(model)
@@ -228,11 +235,27 @@ def projection_beside(base: SwapConfig, calibrated: Calibrated) -> Iterator[Swap
         yield dataclasses.replace(base, source=Path(folder) / "config.json")
 
 
+def _least(calibrator, samples, folder, options: TuneOptions, batch_max, context_max) -> Duration:
+    """What `folder` has a file of counts as measured."""
+    names = (f"{_disk_name(options)}.json", CALIBRATION_NAME, f"{_timings_name(options)}.json")
+    missing = [not (folder.folder / name).exists() for name in names]
+    sizes, choice = options.sizes, options.calibration.choice
+    ranks = (1, options.calibration.rank_max or RANK_MAX)
+    token_bytes = calibrator.parts.shape.kv_bytes(1)
+    tokens = choice.group_tokens * choice.groups_max
+    plan = TimingPlan(batch_max, context_max, token_bytes, ranks, (sizes[0], sizes[-1]), tokens)
+    return least_duration(calibrator.parts, missing, options.probe_seconds, samples, plan)
+
+
+def _disk_name(options: TuneOptions) -> str:
+    return f"disk-{options.device or 'local'}"
+
+
 def _probe(
     path: Path, folder: kept.WorkFolder, options: TuneOptions, machine: list[Any], progress
 ) -> DiskFigures:
     key = kept.make_key(machine, options.device, str(path))
-    name = f"disk-{options.device or 'local'}"
+    name = _disk_name(options)
     found = folder.load(name, key)
     if found is not None:
         return DiskFigures.from_json(found)
@@ -247,7 +270,7 @@ def _calibrate(
     model: Any, calibrator: Calibrator, samples, folder, options, parts: list[str], progress
 ) -> Calibrated:
     key = kept.make_key(*parts, dataclasses.asdict(options.calibration), options.sizes)
-    path = folder.folder / "calibration.safetensors"
+    path = folder.folder / CALIBRATION_NAME
     found = load_calibrated(path, key)
     if found is not None:
         return found

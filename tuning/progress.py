@@ -59,7 +59,7 @@ class Lines:
             ended = done == total and self._done < total
             self._done, self._total = done, total
             if ended:
-                self._write(f"{what}: done, {_shown(now - self._began)}")
+                self._write(f"{what}: done, {shown(now - self._began)}")
 
     def _repeat(self) -> None:
         while not self._ended.wait(min(1.0, self._every_s)):
@@ -72,10 +72,11 @@ class Lines:
     def _state(self, now: float) -> str:
         state = f"{self._what}: {self._done} of {self._total}"
         if self._done == 0:
-            return f"{state}, {_shown(now - self._began)} so far"
+            return f"{state}, {shown(now - self._began)} so far"
         left = (now - self._began) / self._done * (self._total - self._done)
-        return f"{state}, about {_shown(left)} left"
+        return f"{state}, about {shown(left)} left"
 
 
-def _shown(seconds: float) -> str:
+def shown(seconds: float) -> str:
+    """Like ``40 s`` or ``12 min``."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -22,6 +22,7 @@ STEPS = 10
 ROUNDS = 2  # over the choices of one session, so that a slow spell falls on all of them
 FILL_BYTES_MAX = 3 << 29  # of a session's keys and values; contexts beyond are extrapolated
 LOAD_SHARES = (0.0, 1.0)  # of the attended groups, beside what was recorded
+CHOICES_TIMED = 2 * (1 + len(LOAD_SHARES))  # in each session, at two contexts
 
 
 @dataclass(frozen=True, order=True)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +22,15 @@ from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, Sw
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.tuning.api import tune
 from kvswap_torch.tuning.calibration import CalibrationOptions
+from kvswap_torch.tuning.duration import Duration, Pace, calibrating_seconds, timing_seconds
 from kvswap_torch.tuning.pipeline import TuneOptions
 from kvswap_torch.tuning.progress import Lines
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample
+from kvswap_torch.tuning.timing import TimingPlan
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="times sessions of the extension")
+ROOT = Path(__file__).resolve().parents[2]
 CHOICE = Choice(group_tokens=4, groups_max=16, sink_tokens=2, tail_tokens=8)
 OPTIONS = TuneOptions(
     probe_seconds=1.5,
@@ -270,6 +277,69 @@ def test_progress_in_a_log_is_a_line_a_stage_and_one_now_and_then():
     assert re.fullmatch(r"reading: 1 of 3, about \d+ s left", told[1])
     assert "reading: done, 0 s" in told and "timing ..." in told
     assert re.fullmatch(r"timing: 0 of 9, \d+ s so far", told[-1])
+
+
+def test_how_long_it_takes_at_least_is_said_before_anything_is_measured(
+    model, tmp_path, monkeypatch
+):
+    told = []
+    probe = "kvswap_torch.tuning.pipeline.probe_disk"
+    monkeypatch.setattr(probe, lambda *a, **k: pytest.fail(f"told {told}"))
+    with pytest.raises(pytest.fail.Exception, match=r"at least \d+ (s|min): disk 2 s, calibration"):
+        run(model, tmp_path, tell=told.append)
+
+
+def test_what_is_kept_takes_no_time(tuned, model):
+    _, folder = tuned
+    told = []
+    run(model, folder, tell=told.append)
+    assert told == ["all measurements are kept from an earlier run"]
+
+
+def test_the_least_duration_counts_passes_and_steps():
+    pace = Pace(token=0.01, linear=0.001, square=1e-6)
+    assert pace.reading(1000) == pytest.approx(2.0)
+    assert calibrating_seconds(pace, [1000, 1000], [1000]) == pytest.approx(12.0)
+    plan = TimingPlan(1, 4096, 1 << 18, (8, 32), (4, 8), 256)
+    steps = 3 * 6 * 2 * (10 + 4) * 0.01  # three sessions, six choices, two rounds
+    assert timing_seconds(pace, plan) == pytest.approx(steps + 3 * 1.0)
+    assert (
+        str(Duration(40, 300, 0)) == "measuring takes at least 6 min: disk 40 s, calibration 5 min"
+    )
+
+
+def test_the_command_line_in_a_pipe_tells_each_stage(model, tmp_path, monkeypatch):
+    """In a process of its own, so that nothing but its standard output is seen."""
+    model.save_pretrained(tmp_path / "model")
+    program = """
+import sys
+from kvswap_torch.tuning import api, cli
+from tests.python.test_tuning_tune import OPTIONS, samples
+real = api.tune
+api.tune = lambda *a, **k: real(*a, **k | {"options": OPTIONS, "samples": samples()})
+cli.app(sys.argv[1:], standalone_mode=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--model", str(tmp_path / "model"), "--no-report"]
+        + ["--path", str(tmp_path), "--kv-memory", BUDGET, "--max-context", str(CONTEXT)]
+        + ["--out", str(tmp_path / "config.json")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("measuring takes at least ")
+    for stage in (
+        "writing the scratch file",
+        "reading",
+        "fitting to predicted queries",
+        "fitting to true queries",
+        "measuring recall",
+        "recording choices",
+        "timing steps",
+    ):
+        assert f"{stage} ..." in lines
+    assert any(line.startswith("wrote ") for line in lines)
 
 
 def test_the_report_shows_the_chosen_setting(tuned, tmp_path):
