@@ -39,6 +39,7 @@ class Calibrator:
         from kvswap_torch.hf.families import model_parts
 
         self.parts = model_parts(model)
+        _refuse_terms(self.parts)
 
     def read(self, sample: Sample, observer: Observer) -> None:
         """Lets the model read a sample; the observer is called once a layer.
@@ -66,6 +67,20 @@ class Calibrator:
         finally:
             switch.release()
             decoder.set_attn_implementation(previous)
+
+
+def _refuse_terms(parts: Any) -> None:
+    """What is calibrated on is a softmax over products alone."""
+    from kvswap_torch.hf.families import unsupported
+
+    if getattr(parts.config, "attn_logit_softcapping", None):
+        why = "caps attention scores (attn_logit_softcapping)"
+    elif any(isinstance(getattr(parts.mixers[i], "sinks", None), torch.Tensor) for i in parts.disk):
+        why = "has learned attention sinks"
+    else:
+        return
+    why += ", which calibration does not know; use the model without a config"
+    raise unsupported(parts.name, why)
 
 
 class _Watch:

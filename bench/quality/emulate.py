@@ -221,6 +221,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface; masks are made here, since columns are not the keys'."""
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("quality: scores must be products alone, got a cap or sinks")
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return _emulating[module].attention(module, query, key, value, scale), None

@@ -373,13 +373,14 @@ class ReferenceHeads:
         for session, own in self._split(query):
             session.look_ahead(layer, *own, scale)
 
-    def attend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
-        outputs = [s.attend(layer, *own, scale) for s, own in self._split(query, keys, values)]
+    def attend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
+        parts, count = self._split(query, keys, values), len(self._of_heads)
+        sinks_of = [None] * count if sinks is None else sinks.chunk(count)
+        all_parts = zip(parts, sinks_of, strict=True)
+        outputs = [s.attend(layer, *own, scale, softcap, sink) for (s, own), sink in all_parts]
         return torch.cat(outputs, 2)
 
-    def extend(self, layer: int, query, keys, values, scale: float) -> torch.Tensor:
-        self.append(layer, keys, values)
-        return self.attend(layer, query, keys, values, scale)
+    extend = ReferenceSession.extend
 
     def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         sides = zip(*(one.read_back(layer, begin, end) for one in self._of_heads), strict=True)

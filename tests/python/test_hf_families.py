@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -118,8 +120,9 @@ def test_options_of_attention_are_never_ignored(open_cache):
 
 
 @pytest.mark.parametrize("padding", [(), (0, 5)], ids=["even", "left-padded"])
+@pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
-def test_capped_scores_and_sinks(name, padding, open_cache):
+def test_capped_scores_and_sinks(name, heads, padding, open_cache):
     """By short chunks, long ones and tokens, beside the eager attention, which has both."""
     own = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "GptOss" else {}
     own |= {"num_hidden_layers": 4, "sliding_window": 8, "attn_implementation": "eager"}
@@ -130,8 +133,9 @@ def test_capped_scores_and_sinks(name, padding, open_cache):
             parameter.normal_(0, 0.3 if parameter.dim() > 1 else 1)
     inputs = prompt(2, 21, padding=padding)
     expected = greedy(model, inputs)
-    assert torch.equal(greedy(model, inputs, open_cache(model)), expected)
-    chunked = greedy(model, inputs, open_cache(model), prefill_chunk_size=3)
+    config = dataclasses.replace(COVERING, heads=heads)
+    assert torch.equal(greedy(model, inputs, open_cache(model, config)), expected)
+    chunked = greedy(model, inputs, open_cache(model, config), prefill_chunk_size=3)
     assert torch.equal(chunked, expected)
 
 
