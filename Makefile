@@ -21,7 +21,8 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
   wheel wheel-check golden clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check locked-cuda \
-  sanitize-address sanitize-undefined sanitize-thread
+  sanitize-address sanitize-undefined sanitize-thread \
+  sanitize-short fuzz fuzz-short locked-fuzz faults soak
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -34,7 +35,7 @@ build: $(STAMP)  ## incremental build of the libraries into kvswap_torch/
 	@$(call LOCK,dev) $(SUB) locked-build
 
 locked-build: build/dev/build.ninja
-	@$(NINJA) -C build/dev libraries config_probe
+	@$(NINJA) -C build/dev libraries config_probe faulty_kernel
 	@$(SUB) $(EDITABLE)
 
 # So that `.venv/bin/kvswap-tune` and `import kvswap_torch` work from any folder. Only into an
@@ -69,6 +70,47 @@ sanitize-undefined: $(STAMP)  ## torch-free tests under UndefinedBehaviorSanitiz
 sanitize-thread: $(STAMP)  ## torch-free tests under ThreadSanitizer
 sanitize-address sanitize-undefined sanitize-thread:
 	@$(call LOCK,$@) $(SUB) locked-core DIR=build/$@ FLAGS="$(FLAGS)" UNDER="$(UNDER)"
+
+# What finds most for its time, in one instrumented build.
+SANITIZED_ROOMS := io store memory public
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 1
+CLANG := $(shell command -v clang++ || true)
+FUZZ_FLAGS := -DKVSWAP_SANITIZE=address,undefined
+ifneq ($(CLANG),)
+FUZZ_FLAGS += -DCMAKE_CXX_COMPILER=$(CLANG) -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link
+endif
+
+sanitize-short: $(STAMP)  ## rooms below the engine and short fuzzing under ASan and UBSan; 5 minutes
+	@$(call LOCK,sanitize) $(SUB) locked-core DIR=build/sanitize ROOMS="$(SANITIZED_ROOMS)" \
+	  FLAGS=-DKVSWAP_SANITIZE=address,undefined ARGS="-L '$(subst $() ,|,$(SANITIZED_ROOMS))'"
+	@$(call LOCK,sanitize) $(SUB) locked-fuzz DIR=build/sanitize FUZZ_SECONDS=5
+
+fuzz-short: $(STAMP)  ## fuzz targets for seconds, in the build of the tests
+	@$(call LOCK,core) $(SUB) locked-fuzz DIR=build/core FUZZ_SECONDS=3
+
+fuzz: $(STAMP)  ## fuzz targets, FUZZ_SECONDS=60 each; libFuzzer where there is clang
+	@$(call LOCK,fuzz) $(SUB) locked-fuzz DIR=build/fuzz FLAGS="$(FUZZ_FLAGS)"
+
+# A finding is left in the build folder, as ./fuzz-finding or libFuzzer's crash-*.
+locked-fuzz:
+	@test -f $(DIR)/build.ninja || cmake -S . -B $(DIR) -GNinja -DKVSWAP_BUILD_TORCH=OFF $(FLAGS)
+	@$(NINJA) -C $(DIR) fuzz_targets
+	@cd $(DIR) && for target in tests/cpp/fuzz/fuzz_*; do \
+	  if [[ -x $$target && -f $$target ]]; then \
+	    mkdir -p corpus/$${target##*/fuzz_} && \
+	    ./$$target -max_total_time=$(FUZZ_SECONDS) -seed=$(FUZZ_SEED) corpus/$${target##*/fuzz_} \
+	      $(CURDIR)/tests/cpp/fuzz/corpus/$${target##*/fuzz_} || exit 1; fi; done
+
+faults: $(STAMP)  ## the fault matrix in full; writes docs/faults.md
+	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ROOM=engine ARGS="-E ."
+	@rm -f build/fault_table && KVSWAP_FAULT_TABLE=$(CURDIR)/build/fault_table \
+	  build/core/tests/cpp/test_engine --gtest_filter='*FaultMatrix*' --gtest_brief=1
+	@$(PY) -m tests.fault_table build/fault_table docs/faults.md
+
+SOAK_SECONDS ?= 3600
+soak: build  ## random caches, lengths and faults in one process, SOAK_SECONDS=3600
+	$(PY) -m tests.soak --seconds $(SOAK_SECONDS)
 
 # Not in `make test`: an emulator takes minutes.
 test-aarch64: FLAGS := --toolchain cmake/aarch64.cmake
@@ -124,6 +166,7 @@ py-test: build  ## build, then pytest; ARGS="tests/python/test_config.py -k save
 test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) lint
 	@$(SUB) cpp-test
+	@$(SUB) fuzz-short
 	@$(SUB) cuda-compile
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example

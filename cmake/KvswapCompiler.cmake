@@ -24,9 +24,9 @@ if(KVSWAP_SANITIZE)
   if(KVSWAP_BUILD_TORCH)
     message(FATAL_ERROR "KVSWAP_SANITIZE: needs -DKVSWAP_BUILD_TORCH=OFF, torch is not instrumented")
   endif()
-  if(NOT KVSWAP_SANITIZE MATCHES "^(address|undefined|thread)$")
-    message(FATAL_ERROR
-      "KVSWAP_SANITIZE: must be address, undefined or thread, got '${KVSWAP_SANITIZE}'")
+  if(NOT KVSWAP_SANITIZE MATCHES "^(address|undefined|address,undefined|thread)$")
+    message(FATAL_ERROR "KVSWAP_SANITIZE: must be address, undefined, both with a comma, or thread, "
+      "got '${KVSWAP_SANITIZE}'")
   endif()
   target_compile_options(kvswap_options INTERFACE
     -fsanitize=${KVSWAP_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvswap_torch.config_parts import ModelIdentity, Solution
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.outside_file import CONFIG_BYTES_MAX, read_start
 
 if TYPE_CHECKING:
     from kvswap_torch.config import SwapConfig
@@ -23,8 +24,11 @@ def load(path: Path) -> SwapConfig:
     from kvswap_torch.config import CONFIG_VERSION, SwapConfig
 
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        read = read_start(path, CONFIG_BYTES_MAX + 1)
+        if len(read) > CONFIG_BYTES_MAX:
+            raise ValueError(f"it is longer than {CONFIG_BYTES_MAX} bytes")
+        text = read.decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config {path}: must be a readable JSON file: {error}") from error
     try:
         fields = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)

@@ -20,6 +20,7 @@ from safetensors.torch import save
 
 from kvswap_torch.config_parts import ModelIdentity, identity_from
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.outside_file import check_safetensors, strict_json
 from kvswap_torch.projection import Pair
 
 FORMAT_VERSION = "1"
@@ -99,13 +100,16 @@ def load_projections(
     """
     where = f"projection {path}"
     try:
+        check_safetensors(path)
         with safe_open(str(path), framework="pt") as file:
             _check_metadata(where, file.metadata() or {}, model, heads)
             names = set(file.keys())
             return [
                 _pair(where, file, names, layer, rank, width) for layer, rank in enumerate(ranks)
             ]
-    except (OSError, SafetensorError) as error:
+    except ConfigError:
+        raise
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{where}: must be a readable safetensors file: {error}") from error
 
 
@@ -125,7 +129,7 @@ def _check_metadata(
             "calibrate for it, or leave projection_file out"
         )
     try:
-        written_for = identity_from(json.loads(metadata.get("model", "{}")))
+        written_for = identity_from(strict_json(metadata.get("model", "{}")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: metadata model must describe a model: {error}") from error
     differences = written_for.differences(model) if model else {}

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <string>
 
 #include "engine/batch.h"
@@ -48,8 +49,11 @@ Status Account::check_room(int64_t batch, int64_t context) const {
                           std::to_string(options.kv_memory_bytes) +
                           "; raise it, or lower pages_max, rank, the context or the batch");
   }
-  const int64_t disk_bytes =
-      options.layers * batch * options.sealed_groups(context) * parts_.record_bytes();
+  const int64_t records = options.layers * batch * options.sealed_groups(context);
+  int64_t disk_bytes = 0;
+  if (__builtin_mul_overflow(records, parts_.record_bytes(), &disk_bytes)) {
+    disk_bytes = std::numeric_limits<int64_t>::max();
+  }
   if (options.disk_quota_bytes && disk_bytes > *options.disk_quota_bytes) {
     return Status::budget("session: disk_quota_bytes must be at least " +
                           std::to_string(disk_bytes) + of + ", got " +
@@ -63,7 +67,7 @@ Status Account::check_room(int64_t batch, int64_t context) const {
         "session: " + options.directory + " must have " + std::to_string(disk_bytes) +
             " bytes free for a context of " + std::to_string(context) + " tokens, got " +
             std::to_string(available) + "; free some, choose another path, or lower max_context",
-        ENOSPC);
+        ENOSPC, options.directory);
   }
   return Status::ok();
 }

@@ -30,12 +30,12 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   prepared_ = -1;
   KVSWAP_RETURN_IF_ERROR(check(layer, batch, tokens));
   if (is_long(tokens)) {
-    steps_.drop(layer);
+    KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   } else {
     // Left over when nobody attended after the last append().
     const int64_t sealed = batch_.layer(layer).sealed_groups;
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
-    if (batch_.layer(layer).sealed_groups != sealed) steps_.drop(layer);
+    if (batch_.layer(layer).sealed_groups != sealed) KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   }
   const int64_t columns = batch_.layer(layer).columns + tokens;
   KVSWAP_RETURN_IF_ERROR(account_.charge_growth(batch_, layer, columns));

@@ -24,17 +24,23 @@ std::byte* DeviceOutbox::at(const RecordStore::StagedRun& run) {
   return memory_.data() + (run.data() - staging_.data());
 }
 
+/// A run without a buffer would record an event that is none.
+Event DeviceOutbox::sent_of(const RecordStore::StagedRun& run) const {
+  KVSWAP_ASSERT(run.buffer.index >= 0 && run.buffer.index < static_cast<int>(std::size(sent_)));
+  return sent_[run.buffer.index];
+}
+
 Outbox::Sent DeviceOutbox::send(const RecordStore::StagedRun& run, int64_t bytes) {
   device_.record(sealed_);
   const Device::On write(device_, Stream::kWrite);
   device_.wait(sealed_);
   device_.copy_out(run.data(), at(run), bytes);
-  device_.record(sent_[run.buffer.index]);
+  device_.record(sent_of(run));
   return Sent::kOnItsWay;
 }
 
 Status DeviceOutbox::arrive(const RecordStore::StagedRun& run) {
-  return device_.synchronize(sent_[run.buffer.index]);
+  return device_.synchronize(sent_of(run));
 }
 
 }  // namespace kvswap

@@ -24,6 +24,8 @@ class DeviceOutbox final : public Outbox {
   Status arrive(const RecordStore::StagedRun& run) override;
 
  private:
+  Event sent_of(const RecordStore::StagedRun& run) const;
+
   Device& device_;
   std::span<std::byte> staging_;
   bool is_pinned_ = false;

@@ -1,7 +1,9 @@
 #include "engine/editor.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <utility>
 
 namespace kvswap {
 
@@ -9,7 +11,7 @@ Status Editor::crop(int64_t columns) {
   if (columns < 0) {
     return Status::invalid("crop: columns must be at least 0, got " + std::to_string(columns));
   }
-  steps_.drop_all();
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     if (batch_.layer(layer).columns > columns) {
       KVSWAP_RETURN_IF_ERROR(crop_layer(layer, columns));
@@ -36,12 +38,13 @@ Status Editor::crop_layer(int64_t layer, int64_t columns) {
 /// Reads everything first: if the disk fails, nothing has changed.
 Status Editor::read_to_tail(int64_t layer, int64_t first_group, int64_t groups) {
   const int64_t bytes = groups * parts_.record_bytes();
-  auto buffer = AlignedBytes::allocate(batch_.size() * bytes);
-  if (!buffer.is_ok()) return buffer.status();
-  std::byte* records = buffer.value().data();
+  auto allocated = AlignedBytes::allocate(batch_.size() * bytes);
+  if (!allocated.is_ok()) return allocated.status();
+  const auto memory = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  std::byte* records = memory->data();
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     KVSWAP_RETURN_IF_ERROR(
-        past_.load({layer, sequence, first_group, groups}, records + sequence * bytes));
+        past_.load({layer, sequence, first_group, groups}, memory, sequence * bytes));
   }
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     KVSWAP_RETURN_IF_ERROR(
@@ -65,7 +68,7 @@ Status Editor::select_sequences(std::span<const int64_t> indices) {
                            std::to_string(parts_.options.max_batch / apart) + "), got " +
                            std::to_string(count / apart));
   }
-  steps_.drop_all();
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
   }
@@ -89,7 +92,7 @@ Status Editor::set_projection(int64_t layer, int64_t rank, const float* keys,
                            std::to_string(parts_.options.ranks[layer]) + ", got " +
                            std::to_string(rank));
   }
-  steps_.drop(layer);
+  KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   parts_.selector->drop_projection(layer);
   account_.settle(batch_);
   Status summarised = account_.charge_projection(rank);
@@ -112,17 +115,18 @@ Status Editor::summarise(int64_t layer) {
   if (sealed == 0) return Status::ok();
   const int64_t record_bytes = parts_.record_bytes();
   const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
-  auto buffer = AlignedBytes::allocate(block * record_bytes);
-  if (!buffer.is_ok()) return buffer.status();
+  auto allocated = AlignedBytes::allocate(block * record_bytes);
+  if (!allocated.is_ok()) return allocated.status();
+  const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
   auto pool = parts_.space->make_pool(block, record_bytes);
   if (!pool.is_ok()) return pool.status();
   std::byte* records = pool.value().page(0);
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t group = 0; group < sealed; group += block) {
       const int64_t count = std::min(block, sealed - group);
-      KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, group, count}, buffer.value().data()));
+      KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, group, count}, buffer, 0));
       KVSWAP_RETURN_IF_ERROR(
-          parts_.space->compute().upload(records, buffer.value().data(), count * record_bytes));
+          parts_.space->compute().upload(records, buffer->data(), count * record_bytes));
       for (int64_t i = 0; i < count; ++i) {
         KVSWAP_RETURN_IF_ERROR(
             parts_.selector->append({.layer = layer,

@@ -38,9 +38,12 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
 
 Engine::~Engine() {
   if (getpid() == owner_pid_) {
+    // Pages go only when nothing lands there any more.
+    parts_->patience.wait_for_all();
+    parts_->store->forget_writes();
     steps_.settle();
-    steps_.drop_all();
     // Errors were reported by the calls before this one.
+    (void)steps_.drop_all().is_ok();
     (void)sealer_.settle().is_ok();
     return;
   }
@@ -112,7 +115,7 @@ bool Engine::needs_projection(int64_t layer) const {
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
-  steps_.drop(layer);
+  KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   if (sealed_groups(layer) == 0 || query.queries < 1 ||
       query.queries > options().select_queries_max || needs_projection(layer)) {
     return Status::ok();
@@ -235,16 +238,17 @@ Status Engine::crop(int64_t columns) {
   return editor_.crop(columns);
 }
 
-void Engine::reset() {
-  steps_.settle();
-  steps_.drop_all();
-  // The writer keeps an error: the next call that writes reports it.
+Status Engine::reset() {
+  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  // Errors of it are forgotten with all the rest.
   (void)sealer_.settle().is_ok();
   appender_.forget();
   batch_->clear();
   steps_.forget_choices();
   account_.release_scores();
   account_.settle(*batch_);
+  return Status::ok();
 }
 
 }  // namespace kvswap

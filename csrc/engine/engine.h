@@ -38,6 +38,10 @@ struct AttendArgs {
 /// then each KV head of a sequence is one of the parts' sequences, `heads_apart` of them a
 /// caller's. Here the two meet: what is named `part` below counts the parts' sequences.
 ///
+/// A Status that is_pending() (the disk hangs, or the call was asked to end) leaves everything as
+/// it was, reads in flight included: the same call may be made again. The destructor waits for
+/// them.
+///
 /// Thread rules: one thread at a time; kernels use the given ParallelFor.
 class Engine {
  public:
@@ -49,8 +53,8 @@ class Engine {
   /// Reserves memory for the next append(), so that the caller can attend first and the write
   /// overlaps with it. Only for chunks longer than select_queries_max.
   Status prepare(int64_t layer, int64_t batch, int64_t tokens);
-  /// append() is all or nothing. A failed background write is permanent: every later call returns
-  /// it.
+  /// append() is all or nothing. A background write that failed is kept and tried again by the
+  /// calls that need it; crop() and reset() drop what nobody will read.
   Status append(int64_t layer, const KeyValueView& tokens);
   /// Chooses, plans and submits what `layer` will need; see Session::look_ahead(). On a device
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
@@ -74,7 +78,8 @@ class Engine {
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
   Status crop(int64_t columns);
-  void reset();
+  Status reset();
+  Patience& patience() { return parts_->patience; }
 
   const EngineParts& parts() const { return *parts_; }
   const EngineOptions& options() const { return options_; }  // as they were given

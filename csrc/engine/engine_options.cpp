@@ -1,6 +1,8 @@
 #include "engine/engine_options.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <limits>
 
 #include "engine/check_settings.h"
 #include "engine/device_space.h"
@@ -17,9 +19,24 @@ namespace kvswap {
 
 namespace {
 
+constexpr int64_t kContextMax = std::numeric_limits<int32_t>::max();  // columns are of 32 bits
+constexpr int64_t kBatchMax = 65536;
+
 Status out_of_range(const char* name, int64_t low, int64_t high, int64_t value) {
   return Status::invalid("session: " + std::string(name) + " must be " + std::to_string(low) +
                          ".." + std::to_string(high) + ", got " + std::to_string(value));
+}
+
+/// What overflows is this, which no budget and no disk holds; sums of some of it do not overflow.
+constexpr int64_t kTooManyBytes = std::numeric_limits<int64_t>::max() / 64;
+
+/// Of sizes that users choose.
+int64_t product(std::initializer_list<int64_t> factors) {
+  int64_t result = 1;
+  for (const int64_t factor : factors) {
+    if (__builtin_mul_overflow(result, factor, &result)) return kTooManyBytes;
+  }
+  return std::min(result, kTooManyBytes);
 }
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -38,6 +55,8 @@ Status EngineOptions::validate() const {
       {"query_heads", 1, 4096, query_heads},
       {"head_dim", 1, 1024, head_dim},
       {"timeline_spans", 0, 1 << 24, timeline_spans},
+      {"max_context", -1, kContextMax, max_context},
+      {"max_batch", -1, kBatchMax, max_batch},
   };
   const Status checked = check_settings(*this);
   if (!checked.is_ok()) return Status::invalid("session: " + checked.message());
@@ -124,17 +143,18 @@ RecordShape EngineOptions::record_shape() const {
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
   if (device && RowsKind::find(rows)->has_device_kernels) return 0;
-  const int64_t scores = batch * select_queries_max * groups * int64_t{sizeof(float)};
+  const int64_t scores = product({batch, select_queries_max, groups, int64_t{sizeof(float)}});
   if (groups == 0) return scores;
   if (!RowsKind::find(rows)->takes_projections) {
     const int64_t width = RowsKind::find(rows)->shape(method(), 0).width;
-    return scores + batch * select_queries_max * width * int64_t{sizeof(float)};
+    return scores + product({batch, select_queries_max, width, int64_t{sizeof(float)}});
   }
   if (score_kind() == Score::kSum) return scores;
   const int64_t rank = *std::max_element(ranks.begin(), ranks.end());
-  const int64_t projected = batch * select_queries_max * query_heads * (rank + 1);
-  return scores + projected * int64_t{sizeof(float)} +
-         MassScorer::scratch_bytes(query_heads, groups, group_tokens);
+  const int64_t projected =
+      product({batch, select_queries_max, query_heads, rank + 1, int64_t{sizeof(float)}});
+  return scores + projected +
+         MassScorer::scratch_bytes(query_heads, std::min(groups, kContextMax), group_tokens);
 }
 
 int64_t EngineOptions::sink_pages() const {
@@ -163,15 +183,19 @@ int64_t EngineOptions::past_block_groups(int64_t record_bytes) const {
 
 MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
                        int64_t context) {
+  batch = std::min(batch, kTooManyBytes);
+  context = std::min(context, kTooManyBytes);
   const EngineOptions inner = options.apart();
   if (inner.heads_apart != options.heads_apart) {
-    return memory_need(inner, record_bytes, batch * inner.heads_apart, context);
+    return memory_need(inner, record_bytes, product({batch, inner.heads_apart}), context);
   }
   const int64_t groups = (context + options.group_tokens - 1) / options.group_tokens;
   const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
-  const int64_t partitions = options.layers * batch;
+  const int64_t partitions = product({options.layers, batch});
   MemoryNeed need;
-  need.pages = partitions * options.pages_per_layer() * record_bytes;
+  need.pages = product({partitions, options.pages_per_layer(), record_bytes});
+  const int64_t summarised =
+      options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
   const MethodOptions method = options.method();
   const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
@@ -179,22 +203,24 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
     const RowShape rows = kind.shape(method, layer);
     const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
                                   options.summary_type()};
-    need.summary += batch * shape.bytes(options.sealed_groups(context) * options.group_tokens /
-                                        rows.tokens_per_row);
+    const int64_t bytes = product({batch, shape.bytes(summarised / rows.tokens_per_row)});
+    need.summary = std::min(need.summary + bytes, kTooManyBytes);
     moving = std::max(moving, shape.moving_bytes());
     if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
   }
-  need.tables =
-      partitions * (groups * RecordStore::table_bytes_per_group() +
-                    options.pages_max * (PageMap::bytes_per_page() + Fetch::bytes_per_load())) +
-      batch * ((context + 63) / 64) * 8;
+  need.tables = product({partitions, groups, RecordStore::table_bytes_per_group()}) +
+                product({partitions, options.pages_max,
+                         PageMap::bytes_per_page() + Fetch::bytes_per_load()}) +
+                product({batch, (context + 63) / 64, 8});
   const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
                  options.merge_gap_bytes + 2 * block + 2 * block + moving;
-  need.scratch = options.score_bytes(batch, groups) + batch * options.pages_per_layer() * 20 +
-                 batch * options.tail_pages() * record_bytes;  // crop() into sealed groups
+  need.scratch = options.score_bytes(batch, groups) +
+                 product({batch, options.pages_per_layer(), 20}) +
+                 product({batch, options.tail_pages(), record_bytes});  // crop() into sealed groups
   need.timeline = Timeline::bytes(options.timeline_spans);
-  if (options.device) {
+  // What a device needs beside is a small part of such sizes, and would not change the answer.
+  if (options.device && need.total() < kTooManyBytes) {
     const DeviceNeed beside =
         device_need(options, record_bytes, batch, round_up(groups, groups_unit(options)));
     need.device = beside.device;

@@ -39,6 +39,9 @@ Status EngineParts::open_file() {
   file = std::move(opened.value());
   if (options.wrap_file) file = options.wrap_file(std::move(file));
   fallbacks = file->fallbacks();
+  if (!options.checksum) {
+    fallbacks.push_back("Checksums are off: bytes that a disk returns wrongly are used.");
+  }
   return Status::ok();
 }
 
@@ -46,6 +49,7 @@ Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
   // A modelled device reports when its reads are through, not the disk's.
   ReaderOptions reader_options = options.reader_options();
   if (!options.device_model) reader_options.timeline = timeline.get();
+  reader_options.patience = &patience;
   auto opened = open_reader(*file, reader_options);
   if (!opened.is_ok()) return opened.status();
   if (!opened.value().reason.empty()) fallbacks.push_back(opened.value().reason);
@@ -80,7 +84,8 @@ Status EngineParts::open_store() {
   auto opened = RecordStore::create(file.get(), std::move(layout.value()), store_options,
                                     {.buffer_bytes = options.write_buffer_bytes(record_bytes),
                                      .buffers = kWriteBuffers,
-                                     .timeline = timeline.get()});
+                                     .timeline = timeline.get(),
+                                     .patience = &patience});
   if (!opened.is_ok()) return opened.status();
   store = std::move(opened.value());
   return Status::ok();

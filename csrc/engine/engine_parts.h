@@ -8,6 +8,7 @@
 #include "engine/engine_options.h"
 #include "engine/fetcher.h"
 #include "engine/page_space.h"
+#include "io/patience.h"
 #include "io/timeline.h"
 #include "memory/ledger.h"
 #include "methods/selector.h"
@@ -33,7 +34,10 @@ struct EngineCounters {
 /// and own nothing of it.
 struct EngineParts {
   EngineParts(const EngineOptions& options, ParallelFor parallel)
-      : options(options), parallel(std::move(parallel)), ledger(options.kv_memory_bytes) {}
+      : options(options),
+        parallel(std::move(parallel)),
+        ledger(options.kv_memory_bytes),
+        patience(options.io_timeout_seconds) {}
   /// Opens file, reader, store and space; charges what has a size from the start.
   static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& options,
                                                    ParallelFor parallel);
@@ -46,6 +50,7 @@ struct EngineParts {
   Ledger ledger;
   EngineCounters counters;
   std::vector<std::string> fallbacks;
+  Patience patience;                   // how long calls wait for the disk, and who may end that
   std::unique_ptr<Timeline> timeline;  // null: nothing is recorded
   std::unique_ptr<DataFile> file;
   std::unique_ptr<RecordStore> store;

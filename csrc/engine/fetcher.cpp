@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "io/stopwatch.h"
 
@@ -19,11 +20,26 @@ Result<std::unique_ptr<Fetcher>> Fetcher::create(std::unique_ptr<BlockReader> re
 
 Fetcher::Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const Options& options,
                  AlignedBytes scrap)
-    : reader_(std::move(reader)), store_(store), options_(options), scrap_(std::move(scrap)) {}
+    : scrap_(std::move(scrap)), reader_(std::move(reader)), store_(store), options_(options) {}
+
+void Fetcher::abandon(Fetch& fetch, std::shared_ptr<void> memory) {
+  if (fetch.ticket == 0) return;
+  abandoned_.push_back({std::exchange(fetch.ticket, 0), std::move(memory)});
+}
+
+Status Fetcher::settle_abandoned() {
+  while (!abandoned_.empty()) {
+    Status landed = reader_->wait(abandoned_.back().ticket);
+    if (landed.is_pending()) return landed;
+    abandoned_.pop_back();
+  }
+  return Status::ok();
+}
 
 Status Fetcher::submit(Fetch& fetch) {
   KVSWAP_ASSERT(fetch.ticket == 0);
   if (fetch.loads.empty()) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(settle_abandoned());
   const int64_t began_ns = options_.timeline != nullptr ? Timeline::now_ns() : 0;
   fetch.placements.clear();
   for (const Load& load : fetch.loads) {
@@ -77,6 +93,7 @@ Status Fetcher::finish(Fetch& fetch) {
   Status arrived = reader_->wait(fetch.ticket);
   const int64_t waits_to_ns = Timeline::now_ns();
   record(SpanKind::kWait, fetch, waits_from_ns, waits_to_ns);
+  if (arrived.is_pending()) return arrived;
   fetch.ticket = 0;
   KVSWAP_RETURN_IF_ERROR(arrived);
   counters_.hidden_seconds += 1e-9 * static_cast<double>(waits_from_ns - fetch.submitted_ns);
@@ -91,7 +108,7 @@ Status Fetcher::finish(Fetch& fetch) {
   return verify(fetch);
 }
 
-Status Fetcher::verify(const Fetch& fetch) {
+Status Fetcher::verify(Fetch& fetch) {
   const auto count = static_cast<int64_t>(fetch.loads.size());
   std::atomic<int64_t> failed = 0;
   const auto check = [&](int64_t begin, int64_t end) {
@@ -111,21 +128,29 @@ Status Fetcher::verify(const Fetch& fetch) {
   return Status::ok();
 }
 
-Status Fetcher::reread(const Fetch& fetch, const Load& load) {
+Status Fetcher::reread(Fetch& fetch, const Load& load) {
   ++counters_.reread_records;
   const int64_t offset = store_->offset_bytes(fetch.layer, load.sequence, load.group);
   const iovec target = {load.target, static_cast<size_t>(store_->record_bytes())};
   const BlockRead again = {offset, {&target, 1}};
   auto ticket = reader_->submit({&again, 1});
   if (!ticket.is_ok()) return ticket.status();
-  KVSWAP_RETURN_IF_ERROR(reader_->wait(ticket.value()));
+  Status arrived = reader_->wait(ticket.value());
+  if (arrived.is_pending()) {
+    // It lands in memory that is about to be given up.
+    fetch.ticket = ticket.value();
+    return arrived;
+  }
+  KVSWAP_RETURN_IF_ERROR(arrived);
   if (store_->verify(fetch.layer, load.sequence, load.group, load.target)) return Status::ok();
-  return Status::corrupt(
-      "read of layer " + std::to_string(fetch.layer) + ", group " + std::to_string(load.group) +
-      ", sequence " + std::to_string(load.sequence) + " from the file in " + options_.path +
-      " at offset " + std::to_string(offset) +
-      ": the checksum must hold, and did not in two reads; the disk or its memory returns wrong "
-      "bytes, nothing of it was used");
+  return Status::corrupt("read of layer " + std::to_string(fetch.layer) + ", group " +
+                             std::to_string(load.group) + ", sequence " +
+                             std::to_string(load.sequence) + " from the file in " + options_.path +
+                             " at offset " + std::to_string(offset) +
+                             ": the checksum must hold, and did not in two reads; the disk or its "
+                             "memory returns wrong "
+                             "bytes, nothing of it was used",
+                         options_.path);
 }
 
 }  // namespace kvswap

@@ -58,7 +58,8 @@ struct FetchCounters {
 ///
 /// finish() serves only records whose checksum holds: a record that fails is read once more, then
 /// reported as corrupt with layer, group and offset. On any error the targets hold nothing that
-/// may be used. Not thread-safe; several fetches may be in flight.
+/// may be used; one that is_pending() leaves the fetch in flight, to be finished or abandoned.
+/// Not thread-safe; several fetches may be in flight.
 class Fetcher {
  public:
   struct Options {
@@ -76,6 +77,11 @@ class Fetcher {
   Status submit(Fetch& fetch);
   /// Waits for and verifies what submit() started; afterwards the fetch is idle.
   Status finish(Fetch& fetch);
+  /// Nobody will finish it: what is in flight keeps `memory` until it has landed, and no other
+  /// fetch begins before. Idle afterwards.
+  void abandon(Fetch& fetch, std::shared_ptr<void> memory);
+  /// Waits for all that was abandoned.
+  Status settle_abandoned();
 
   const FetchCounters& counters() const { return counters_; }
   const BlockReader& reader() const { return *reader_; }
@@ -86,13 +92,20 @@ class Fetcher {
           AlignedBytes scrap);
   void record(SpanKind kind, const Fetch& fetch, int64_t begin_ns, int64_t end_ns);
   void drop_repeats(Fetch& fetch);
-  Status verify(const Fetch& fetch);
-  Status reread(const Fetch& fetch, const Load& load);
+  Status verify(Fetch& fetch);
+  Status reread(Fetch& fetch, const Load& load);
 
+  struct Abandoned {
+    Ticket ticket = 0;
+    std::shared_ptr<void> memory;
+  };
+
+  // Before the reader, which waits for what lands there.
+  AlignedBytes scrap_;
+  std::vector<Abandoned> abandoned_;
   std::unique_ptr<BlockReader> reader_;
   RecordStore* store_;
   Options options_;
-  AlignedBytes scrap_;
   FetchCounters counters_;
 };
 

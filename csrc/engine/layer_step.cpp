@@ -69,13 +69,15 @@ Status LayerStep::choose() {
   return Status::ok();
 }
 
-Status LayerStep::answer(const std::function<void(int64_t loads)>& make_room) {
+Status LayerStep::answer(const std::function<Status(int64_t loads)>& make_room) {
   KVSWAP_RETURN_IF_ERROR(choose());
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
   plan();
-  make_room(static_cast<int64_t>(fetch_.loads.size()));
-  return submit();
+  Status submitted = make_room(static_cast<int64_t>(fetch_.loads.size()));
+  if (submitted.is_ok()) submitted = submit();
+  if (!submitted.is_ok()) forget_loads();
+  return submitted;
 }
 
 void LayerStep::plan() {
@@ -117,13 +119,13 @@ Status LayerStep::submit() {
   Status submitted = sealer_.settle_layer(layer_);
   if (submitted.is_ok()) submitted = parts_.space->landing().lend(fetch_);
   if (submitted.is_ok()) submitted = parts_.fetcher->submit(fetch_);
-  if (!submitted.is_ok()) forget_loads();
   return submitted;
 }
 
 Status LayerStep::land() {
   if (state_ != State::kReading) return Status::ok();
   Status arrived = parts_.fetcher->finish(fetch_);
+  if (arrived.is_pending()) return arrived;
   if (arrived.is_ok()) arrived = parts_.space->landing().publish(fetch_);
   if (arrived.is_ok()) {
     state_ = State::kReady;
@@ -143,10 +145,11 @@ Status LayerStep::take() {
   return Status::ok();
 }
 
-void LayerStep::drop() {
+Status LayerStep::drop() {
   KVSWAP_ASSERT(state_ != State::kAsked);
   // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
-  (void)take().is_ok();
+  Status taken = take();
+  return state_ == State::kReading ? taken : Status::ok();
 }
 
 void LayerStep::fail(Status error) {

@@ -25,7 +25,8 @@ struct Question {
 ///
 /// take() ends a step that is reading or ready: its pages may be attended. drop() makes it idle
 /// from any state. An error that nobody waited for makes it failed; take() reports it once. An
-/// error that is returned leaves it idle. What was chosen last stays readable.
+/// error that is returned leaves it idle, but for one that is_pending(): what is being read is
+/// still in flight, and is waited for again. What was chosen last stays readable.
 ///
 /// Of all layers one at most is asked: the selector answers one question at a time. Not
 /// thread-safe.
@@ -41,13 +42,14 @@ class LayerStep {
   Status ask(const Question& question);
   /// The choice becomes a plan, and its reads are submitted. make_room(loads) is called between:
   /// it lands the loads of others, where these have no place to land.
-  Status answer(const std::function<void(int64_t loads)>& make_room);
+  Status answer(const std::function<Status(int64_t loads)>& make_room);
   /// Would answer() wait for the selector?
   bool is_choosing() const { return is_asking_selector_ && parts_.selector->is_choosing(); }
   /// The loads are in their pages.
   Status land();
   Status take();
-  void drop();
+  /// Fails only when what is being read cannot be waited for: it stays reading.
+  Status drop();
   /// Nobody waits for what went wrong: the next take() reports it.
   void fail(Status error);
 

@@ -19,7 +19,7 @@ Status LayerSteps::look_ahead(int64_t layer, const Question& question) {
 Status LayerSteps::take(int64_t layer, const Question& question) {
   LayerStep& step = steps_[layer];
   if (step.state() != LayerStep::State::kFailed && !step.is_for(question.query.queries)) {
-    step.drop();
+    KVSWAP_RETURN_IF_ERROR(step.drop());
     KVSWAP_RETURN_IF_ERROR(step.ask(question));
     KVSWAP_RETURN_IF_ERROR(answer(layer));
   }
@@ -32,19 +32,24 @@ void LayerSteps::settle() {
 
 Status LayerSteps::answer(int64_t layer) {
   asked_ = -1;
-  return steps_[layer].answer([&](int64_t loads) { make_landing_room(layer, loads); });
+  return steps_[layer].answer([&](int64_t loads) { return make_landing_room(layer, loads); });
 }
 
 /// Lands other layers' loads until this one's have a place; their errors are theirs to report.
-void LayerSteps::make_landing_room(int64_t layer, int64_t loads) {
+Status LayerSteps::make_landing_room(int64_t layer, int64_t loads) {
   for (int64_t other = 0; !parts_.space->landing().can_lend(loads); ++other) {
-    if (other == parts_.options.layers) return;
-    if (other != layer) steps_[other].fail(steps_[other].land());
+    if (other == parts_.options.layers) break;
+    if (other == layer) continue;
+    Status landed = steps_[other].land();
+    if (landed.is_pending()) return landed;
+    steps_[other].fail(std::move(landed));
   }
+  return Status::ok();
 }
 
-void LayerSteps::drop_all() {
-  for (LayerStep& step : steps_) step.drop();
+Status LayerSteps::drop_all() {
+  for (LayerStep& step : steps_) KVSWAP_RETURN_IF_ERROR(step.drop());
+  return Status::ok();
 }
 
 void LayerSteps::forget_choices() {

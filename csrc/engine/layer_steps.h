@@ -22,14 +22,14 @@ class LayerSteps {
   /// that is made now.
   Status take(int64_t layer, const Question& question);
   void settle();
-  void drop(int64_t layer) { steps_[layer].drop(); }
-  void drop_all();
+  Status drop(int64_t layer) { return steps_[layer].drop(); }
+  Status drop_all();
   void forget_choices();
   LayerStep& of(int64_t layer) { return steps_[layer]; }
 
  private:
   Status answer(int64_t layer);
-  void make_landing_room(int64_t layer, int64_t loads);
+  Status make_landing_room(int64_t layer, int64_t loads);
 
   EngineParts& parts_;
   std::deque<LayerStep> steps_;  // [layers]

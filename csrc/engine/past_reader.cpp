@@ -17,13 +17,20 @@ Status PastReader::start(const Groups& groups, std::byte* target, Fetch& fetch) 
   return parts_.fetcher->submit(fetch);
 }
 
-Status PastReader::load(const Groups& groups, std::byte* target) {
+Status PastReader::load(const Groups& groups, const std::shared_ptr<AlignedBytes>& memory,
+                        int64_t offset_bytes) {
   Fetch fetch;
-  KVSWAP_RETURN_IF_ERROR(start(groups, target, fetch));
-  return finish(fetch);
+  KVSWAP_RETURN_IF_ERROR(start(groups, memory->data() + offset_bytes, fetch));
+  Status finished = finish(fetch);
+  if (finished.is_pending()) abandon(fetch, memory);
+  return finished;
 }
 
 Result<std::shared_ptr<std::byte>> PastReader::blocks() {
+  // What was abandoned still lands in the old ones.
+  if (blocks_ != nullptr && blocks_.use_count() > 1) {
+    KVSWAP_RETURN_IF_ERROR(parts_.fetcher->settle_abandoned());
+  }
   KVSWAP_ASSERT(blocks_ == nullptr || blocks_.use_count() == 1);
   if (blocks_ == nullptr) {
     const int64_t record_bytes = parts_.record_bytes();
@@ -67,14 +74,14 @@ Status PastReader::read_sealed(const Columns& columns, const TokenView& target) 
   int64_t group = columns.begin / group_tokens;
   if (group >= end) return Status::ok();
   const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), end - group);
-  auto buffer = AlignedBytes::allocate(block * record_bytes);
-  if (!buffer.is_ok()) return buffer.status();
+  auto allocated = AlignedBytes::allocate(block * record_bytes);
+  if (!allocated.is_ok()) return allocated.status();
+  const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
   for (; group < end; group += block) {
     const int64_t count = std::min(block, end - group);
-    KVSWAP_RETURN_IF_ERROR(
-        load({columns.layer, columns.sequence, group, count}, buffer.value().data()));
+    KVSWAP_RETURN_IF_ERROR(load({columns.layer, columns.sequence, group, count}, buffer, 0));
     for (int64_t i = 0; i < count; ++i) {
-      unpack(buffer.value().data() + i * record_bytes, group + i, columns, target);
+      unpack(buffer->data() + i * record_bytes, group + i, columns, target);
     }
   }
   return Status::ok();

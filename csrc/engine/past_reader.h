@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "engine/batch.h"
 #include "engine/engine_parts.h"
@@ -27,7 +28,13 @@ class PastReader {
   /// waits for them and verifies. `fetch` stays where it is.
   Status start(const Groups& groups, std::byte* target, Fetch& fetch);
   Status finish(Fetch& fetch) { return parts_.fetcher->finish(fetch); }
-  Status load(const Groups& groups, std::byte* target);
+  /// Nobody will finish it; `memory` is kept as long as something may land there.
+  void abandon(Fetch& fetch, std::shared_ptr<void> memory) {
+    parts_.fetcher->abandon(fetch, std::move(memory));
+  }
+  /// To memory + offset_bytes, which outlives the call where the disk hangs.
+  Status load(const Groups& groups, const std::shared_ptr<AlignedBytes>& memory,
+              int64_t offset_bytes);
 
   /// Room for two blocks of past_block_groups(), kept from call to call; one PastStream at a time.
   Result<std::shared_ptr<std::byte>> blocks();

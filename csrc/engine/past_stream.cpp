@@ -22,8 +22,11 @@ Result<std::unique_ptr<PastStream>> PastStream::open(Engine& engine, int64_t lay
 }
 
 PastStream::~PastStream() {
-  // Nothing may land in memory that is gone; what went wrong is of no interest any more.
-  for (Slot& slot : slots_) (void)engine_.past().finish(slot.fetch).is_ok();
+  // Nothing may land in memory that is used otherwise; what went wrong is of no interest any more.
+  PastReader& past = engine_.past();
+  for (Slot& slot : slots_) {
+    if (past.finish(slot.fetch).is_pending()) past.abandon(slot.fetch, memory_);
+  }
 }
 
 Status PastStream::start(int index, int64_t first_group) {

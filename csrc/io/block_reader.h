@@ -40,7 +40,8 @@ struct ReaderCounters {
 ///   - done: every target is full, or the Status says which read failed (path, offset, errno).
 /// A short read is resubmitted by the reader; a read past the end of the file is an error.
 /// Transient errors (EINTR, EAGAIN) are retried, EIO once. The destructor waits for what is in
-/// flight.
+/// flight, and leaves out what was not begun. A Status of wait() that is_pending() leaves the batch
+/// in flight: its targets stay the reader's, and its ticket is waited for again.
 ///
 /// Thread rules: submit() and wait() are called by one thread at a time. Two readers may share one
 /// file. Not valid in a forked child.

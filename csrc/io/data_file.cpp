@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,8 @@
 #include <mutex>
 
 #include "io/error_text.h"
+#include "io/io_thread.h"
+#include "io/kernel.h"
 #include "io/unnamed_file.h"
 
 namespace kvswap {
@@ -21,6 +24,8 @@ namespace {
 
 constexpr int64_t kSmallestAlignment = 512;
 constexpr int64_t kUnknownAlignment = 4096;  // every device and file system in use takes this
+constexpr int kTransientErrorsMax = 300;     // in a row, a millisecond apart
+constexpr int kPauseMicroseconds = 1000;
 constexpr int64_t kDirtyBytesMax = 8 << 20;  // buffered only: what may wait in the page cache
 
 int64_t round_up(int64_t value, int64_t multiple) {
@@ -32,20 +37,54 @@ Status check_options(const DataFileOptions& options) {
     return Status::invalid("DataFile::open: extend_bytes must be at least 1, got " +
                            std::to_string(options.extend_bytes));
   }
+  if (options.directory.find('\0') != std::string::npos) {
+    return Status::invalid("DataFile::open: directory must be a path without a NUL byte, got one");
+  }
   struct stat facts{};
   if (::stat(options.directory.c_str(), &facts) != 0) {
-    return {StatusCode::kInvalid,
-            "DataFile::open: directory must exist, got '" + options.directory + "' where " +
-                errno_text(errno) + "; create it or choose another path",
-            errno};
+    const int error = errno;
+    return Status(StatusCode::kInvalid,
+                  "DataFile::open: directory must exist, got '" + options.directory + "' where " +
+                      errno_text(error) + "; create it or choose another path",
+                  error)
+        .with_path(options.directory);
   }
   if (!S_ISDIR(facts.st_mode)) {
-    return {StatusCode::kInvalid,
-            "DataFile::open: path must be a directory, got '" + options.directory +
-                "', which is not one; choose another path",
-            ENOTDIR};
+    return Status(StatusCode::kInvalid,
+                  "DataFile::open: path must be a directory, got '" + options.directory +
+                      "', which is not one; choose another path",
+                  ENOTDIR)
+        .with_path(options.directory);
   }
   return Status::ok();
+}
+
+/// Sentences about a folder whose disk is none, or whose files others can reach.
+std::vector<std::string> doubts_about(const std::string& directory) {
+  constexpr uint32_t kInMemory[] = {0x01021994, 0x858458f6};  // tmpfs, ramfs
+  // nfs, smb, cifs, smb2, 9p, ceph, afs, lustre, fuse (sshfs and many more)
+  constexpr uint32_t kOnNetwork[] = {0x6969,     0x517b,     0xff534d42, 0xfe534d42, 0x01021997,
+                                     0x00c36400, 0x5346414f, 0x0bd00bd0, 0x65735546};
+  std::vector<std::string> doubts;
+  struct statfs system{};
+  if (::statfs(directory.c_str(), &system) == 0) {
+    const auto type = static_cast<uint32_t>(system.f_type);
+    if (std::ranges::find(kInMemory, type) != std::end(kInMemory)) {
+      doubts.push_back("'" + directory + "' lies in memory: nothing is saved by keeping KV there.");
+    }
+    if (std::ranges::find(kOnNetwork, type) != std::end(kOnNetwork)) {
+      doubts.push_back("'" + directory +
+                       "' may lie on another machine: the text's KV leaves this one.");
+    }
+  }
+  struct stat facts{};
+  if (::stat(directory.c_str(), &facts) == 0 && (facts.st_mode & S_IWOTH) != 0 &&
+      (facts.st_mode & S_ISVTX) == 0) {
+    doubts.push_back("'" + directory +
+                     "' is writable by everybody and has no sticky bit: others may remove or "
+                     "replace it.");
+  }
+  return doubts;
 }
 
 /// What O_DIRECT asks of this file: 0 where the file system says that it has none.
@@ -76,10 +115,11 @@ int prove_block(int fd, int64_t alignment) {
   if (!written || !read) return ENOMEM;
   std::memset(written.get(), 0x5a, size);
   std::memset(read.get(), 0, size);
-  ssize_t count = ::pwrite(fd, written.get(), size, 0);
-  if (count >= 0) count = ::pread(fd, read.get(), size, 0);
-  if (count < 0) return errno;
-  if (count != static_cast<ssize_t>(size)) return EIO;
+  const iovec target = {read.get(), size};
+  int64_t count = kernel().pwrite(fd, written.get(), size, 0);
+  if (count >= 0) count = kernel().preadv(fd, &target, 1, 0);
+  if (count < 0) return static_cast<int>(-count);
+  if (count != alignment) return EIO;
   return std::memcmp(written.get(), read.get(), size) == 0 ? 0 : EIO;
 }
 
@@ -87,9 +127,13 @@ class UnnamedDataFile final : public DataFile {
  public:
   UnnamedDataFile(OwnedFd fd, const DataFileOptions& options)
       : fd_(std::move(fd)), options_(options) {}
+  ~UnnamedDataFile() override {
+    // Another holder of the file, for a moment, keeps no space.
+    if (owner_.is_here()) (void)kernel().ftruncate(fd_.get(), 0);
+  }
 
   void choose_preallocation() {
-    if (::fallocate(fd_.get(), 0, 0, kSmallestAlignment) == 0 || errno != EOPNOTSUPP) return;
+    if (kernel().fallocate(fd_.get(), 0, 0, kSmallestAlignment) != -EOPNOTSUPP) return;
     preallocates_ = false;
     add_fallback("Preallocation is refused in '" + options_.directory +
                  "': a full disk is noticed only when a write fails.");
@@ -116,6 +160,7 @@ class UnnamedDataFile final : public DataFile {
   Status no_space(const std::string& where, int64_t needed_bytes, int error_number) const;
 
   OwnedFd fd_;
+  OwnerProcess owner_;
   DataFileOptions options_;
   bool direct_ = false;
   int64_t alignment_ = kSmallestAlignment;
@@ -137,7 +182,7 @@ Status UnnamedDataFile::choose_mode() {
           "DataFile::open: the file system must take O_DIRECT because the mode "
           "is direct, but " +
               sentence + "; use mode auto or buffered, or choose another path",
-          error);
+          error, options_.directory);
     }
     add_fallback(sentence + ": buffered I/O is used, which costs more CPU.");
   }
@@ -169,23 +214,23 @@ Status UnnamedDataFile::no_space(const std::string& where, int64_t needed_bytes,
                              std::to_string(needed_bytes) + " bytes more, but " + left +
                              " bytes are free: " + errno_text(error_number) +
                              "; free space, choose another path or lower the context",
-                         error_number);
+                         error_number, options_.directory);
 }
 
 int UnnamedDataFile::allocate_up_to(int64_t size_bytes) {
   const int64_t allocated = allocated_.load(std::memory_order_relaxed);
   int result = 0;
+  int attempts = 0;
   do {
-    result = preallocates_ ? ::fallocate(fd_.get(), 0, allocated, size_bytes - allocated)
-                           : ::ftruncate(fd_.get(), size_bytes);
-  } while (result != 0 && errno == EINTR);
+    result = preallocates_ ? kernel().fallocate(fd_.get(), 0, allocated, size_bytes - allocated)
+                           : kernel().ftruncate(fd_.get(), size_bytes);
+  } while (result == -EINTR && ++attempts < kTransientErrorsMax);
   if (result == 0) {
     allocated_.store(size_bytes, std::memory_order_release);
     return 0;
   }
-  const int error = errno;
-  (void)!::ftruncate(fd_.get(), allocated);  // a failed fallocate may have taken a part
-  return error;
+  (void)kernel().ftruncate(fd_.get(), allocated);  // a failed fallocate may have taken a part
+  return -result;
 }
 
 Status UnnamedDataFile::reserve(int64_t size_bytes) {
@@ -207,22 +252,27 @@ Status UnnamedDataFile::reserve(int64_t size_bytes) {
   return Status::storage("DataFile::reserve: the session file in '" + options_.directory +
                              "' must grow to " + std::to_string(size_bytes) + " bytes, got " +
                              errno_text(error) + storage_hint(error),
-                         error);
+                         error, options_.directory);
 }
 
 Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> bytes) {
   const int64_t end = offset_bytes + static_cast<int64_t>(bytes.size());
   KVSWAP_RETURN_IF_ERROR(reserve(end));
   size_t done = 0;
+  int attempts = 0;
   while (done < bytes.size()) {
     const int64_t at = offset_bytes + static_cast<int64_t>(done);
-    const ssize_t count = ::pwrite(fd_.get(), bytes.data() + done, bytes.size() - done, at);
+    const int64_t count = kernel().pwrite(fd_.get(), bytes.data() + done, bytes.size() - done, at);
     if (count > 0) {
       done += static_cast<size_t>(count);
+      attempts = 0;
       continue;
     }
-    const int error = count == 0 ? EIO : errno;
-    if (error == EINTR) continue;
+    const int error = count == 0 ? EIO : static_cast<int>(-count);
+    if ((error == EINTR || error == EAGAIN) && ++attempts < kTransientErrorsMax) {
+      ::usleep(kPauseMicroseconds);
+      continue;
+    }
     if (error == ENOSPC) {
       return no_space("DataFile::write", static_cast<int64_t>(bytes.size() - done), error);
     }
@@ -230,7 +280,7 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
                                " bytes at offset " + std::to_string(at) +
                                " of the session file in '" + options_.directory +
                                "' must be written, got " + errno_text(error) + storage_hint(error),
-                           error);
+                           error, options_.directory);
   }
   dirty_bytes_ += static_cast<int64_t>(bytes.size());
   if (!direct_ && dirty_bytes_ >= kDirtyBytesMax) {
@@ -271,6 +321,7 @@ Result<std::unique_ptr<DataFile>> DataFile::open(const DataFileOptions& options)
   if (!fd.is_ok()) return fd.status();
   auto file = std::make_unique<UnnamedDataFile>(std::move(fd.value()), options);
   if (!fallback.empty()) file->add_fallback(std::move(fallback));
+  for (std::string& doubt : doubts_about(options.directory)) file->add_fallback(std::move(doubt));
   file->choose_preallocation();
   KVSWAP_RETURN_IF_ERROR(file->choose_mode());
   return std::unique_ptr<DataFile>(std::move(file));
@@ -279,9 +330,10 @@ Result<std::unique_ptr<DataFile>> DataFile::open(const DataFileOptions& options)
 Result<int64_t> free_bytes(const std::string& directory) {
   struct statvfs facts{};
   if (::statvfs(directory.c_str(), &facts) != 0) {
+    const int error = errno;
     return Status::storage("free_bytes: '" + directory +
-                               "' must be on a mounted file system, got " + errno_text(errno),
-                           errno);
+                               "' must be on a mounted file system, got " + errno_text(error),
+                           error, directory);
   }
   return static_cast<int64_t>(facts.f_bavail) * static_cast<int64_t>(facts.f_frsize);
 }

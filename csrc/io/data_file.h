@@ -30,7 +30,10 @@ struct DataFileOptions {
 /// once. Space is preallocated in steps, since extending a file while reading it makes O_DIRECT
 /// reads slow. O_DIRECT is proven by writing and reading back one block, because some file systems
 /// refuse it only then; with kAuto the fall-back is buffered I/O whose pages are dropped from the
-/// page cache, and `fallbacks()` says so in a sentence.
+/// page cache, and `fallbacks()` says so in a sentence. So it does of a folder that keeps no secret
+/// or is no disk: in memory, on the network, or writable by everybody without a sticky bit.
+///
+/// The space is free again when the destructor returns, unless it runs in a forked child.
 ///
 /// Thread rules: write() by one thread at a time; reserve() by any thread, also during write();
 /// readers use fd() from any thread.

@@ -23,6 +23,11 @@ std::string storage_hint(int error_number) {
       return "; the user's disk quota is used up: free space or choose another path";
     case EROFS:
       return "; the file system has become read-only: see the kernel log";
+    case EMFILE:
+    case ENFILE:
+      return "; raise the limit on open files (ulimit -n)";
+    case EAGAIN:
+      return "; the system was short of something for a second: try again";
     case EINVAL:
       return "; the file system may refuse this alignment under O_DIRECT: try buffered I/O";
     default:

@@ -4,11 +4,24 @@
 #include <string>
 #include <utility>
 
+#include "io/patience.h"
+
 namespace kvswap {
 
 void ReadBatch::fail(Status failure) {
   if (status.is_ok()) status = std::move(failure);
   next = reads.size();
+}
+
+void ReadBatch::ended() {
+  --started;
+  progressed_ns = Patience::now_ns();
+}
+
+std::string ReadBatch::describe(const std::string& directory) const {
+  return "read of " + std::to_string(bytes) + " bytes in " + std::to_string(reads_asked) +
+         " places from offset " + std::to_string(first_offset_bytes) +
+         " on of the session file in '" + directory + "'";
 }
 
 ReadBatch& ReadBatchTable::add(std::span<const BlockRead> reads) {
@@ -24,12 +37,17 @@ ReadBatch& ReadBatchTable::add(std::span<const BlockRead> reads) {
   batch.started = 0;
   batch.status = Status::ok();
   batch.is_done = reads.empty();
+  batch.progressed_ns = Patience::now_ns();
+  batch.reads_asked = reads.size();
+  batch.bytes = 0;
+  batch.first_offset_bytes = reads.empty() ? 0 : reads.front().offset_bytes;
   for (const BlockRead& read : reads) {
     batch.targets.insert(batch.targets.end(), read.targets.begin(), read.targets.end());
   }
   std::span<iovec> rest(batch.targets);
   for (const BlockRead& read : reads) {
     batch.reads.emplace_back(read.offset_bytes, rest.first(read.targets.size()));
+    batch.bytes += batch.reads.back().missing_bytes();
     rest = rest.subspan(read.targets.size());
   }
   return batch;
@@ -50,6 +68,16 @@ Status ReadBatchTable::take(Ticket ticket) {
   free_.push_back(std::move(*place));
   live_.erase(place);
   return status;
+}
+
+Status wait_for_batch(const DataFile& file, const Patience* patience,
+                      std::unique_lock<std::mutex>& lock, std::condition_variable& done,
+                      const ReadBatch& batch) {
+  static const Patience usual;
+  return (patience == nullptr ? usual : *patience)
+      .wait(
+          lock, done, [&] { return batch.is_done; }, [&] { return batch.progressed_ns.load(); },
+          [&] { return batch.describe(file.directory()); });
 }
 
 Status unknown_ticket(Ticket ticket) {

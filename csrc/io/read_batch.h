@@ -1,12 +1,15 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "io/block_reader.h"
 #include "io/data_file.h"
+#include "io/patience.h"
 #include "io/read_progress.h"
 #include "io/timeline.h"
 
@@ -21,10 +24,18 @@ struct ReadBatch {
   size_t started = 0;  // started and not finished
   Status status;
   bool is_done = false;  // what wait() looks at
+  // For a wait that takes too long: when the last read of it ended, and what it is about.
+  std::atomic<int64_t> progressed_ns = 0;
+  size_t reads_asked = 0;
+  int64_t bytes = 0;
+  int64_t first_offset_bytes = 0;
 
   /// Keeps the first failure; reads that were not started are left out.
   void fail(Status failure);
+  /// One read of it has ended, well or not.
+  void ended();
   bool has_unstarted() const { return next < reads.size(); }
+  std::string describe(const std::string& directory) const;
   bool is_finished() const { return started == 0 && !has_unstarted(); }
 };
 
@@ -48,6 +59,11 @@ class ReadBatchTable {
 inline Span span_of_read(Ticket ticket, const ReadProgress& read) {
   return {.kind = SpanKind::kRead, .ticket = ticket, .bytes = read.missing_bytes()};
 }
+
+/// Ok when the batch is done; else why the wait ended before: the batch is still in flight.
+Status wait_for_batch(const DataFile& file, const Patience* patience,
+                      std::unique_lock<std::mutex>& lock, std::condition_variable& done,
+                      const ReadBatch& batch);
 
 /// What wait() says to a ticket that names no batch.
 Status unknown_ticket(Ticket ticket);

@@ -1,5 +1,7 @@
 #include "io/read_progress.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 
@@ -8,7 +10,10 @@
 namespace kvswap {
 namespace {
 
-constexpr int kTransientErrorsMax = 1000;  // in a row; EAGAIN for ever must not become a hang
+// In a row, with pauses that add up to a second: EAGAIN for ever must not become a hang.
+constexpr int kTransientErrorsMax = 1000;
+constexpr int kErrorsWithoutPause = 10;
+constexpr int kPauseMicroseconds = 1000;
 constexpr int kIoErrorsMax = 1;
 
 }  // namespace
@@ -34,6 +39,10 @@ ReadProgress::Call ReadProgress::next_call(int64_t call_bytes_max) {
   return {offset_bytes_, targets_.data(), static_cast<int>(count)};
 }
 
+bool ReadProgress::needs_pause() const { return transient_errors_ > kErrorsWithoutPause; }
+
+void ReadProgress::pause() { ::usleep(kPauseMicroseconds); }
+
 void ReadProgress::advance(int64_t bytes) {
   offset_bytes_ += bytes;
   missing_bytes_ -= bytes;
@@ -49,8 +58,9 @@ void ReadProgress::advance(int64_t bytes) {
 }
 
 ReadProgress::Next ReadProgress::apply(int64_t result, int64_t alignment_bytes) {
+  // More than was asked for is no answer that a kernel gives.
+  if (result > missing_bytes_) result = -EIO;
   if (result > 0) {
-    KVSWAP_ASSERT(result <= missing_bytes_);
     advance(result);
     transient_errors_ = 0;
     if (missing_bytes_ == 0) return Next::kDone;
@@ -72,11 +82,11 @@ Status ReadProgress::failure(const std::string& directory) const {
   if (error_number_ == 0) {
     return Status::storage("read: " + what + " must lie within the file, but it ends before them" +
                                "; it was truncated, or they were never written",
-                           ENODATA);
+                           ENODATA, directory);
   }
   return Status::storage("read: " + what + " must be readable, got " + errno_text(error_number_) +
                              storage_hint(error_number_),
-                         error_number_);
+                         error_number_, directory);
 }
 
 }  // namespace kvswap

@@ -37,6 +37,10 @@ class ReadProgress {
 
   int64_t missing_bytes() const { return missing_bytes_; }
 
+  /// After kCallAgain: errors come in a row, and some time should pass before the next call.
+  bool needs_pause() const;
+  static void pause();
+
   /// Why it failed, for a person; only after kFailed.
   Status failure(const std::string& directory) const;
 

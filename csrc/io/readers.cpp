@@ -2,6 +2,11 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "io/io_thread.h"
@@ -76,6 +81,59 @@ Result<std::unique_ptr<BlockReader>> make_reader(const DataFile& file,
   return make_uring_reader(file, options);
 }
 
+/// A way to read, and what its warning calls it.
+struct Rung {
+  const char* name;
+  ReaderKind kind;
+  int depth;  // of a ring
+  const char* what;
+};
+
+constexpr Rung kRungs[] = {
+    {"uring", ReaderKind::kUring, 1024, "a ring"},
+    {"uring64", ReaderKind::kUring, 64, "a ring of 64 reads"},
+    {"uring16", ReaderKind::kUring, 16, "a ring of 16 reads"},
+    {"threads", ReaderKind::kThreads, 0, "threads"},
+    {"sync", ReaderKind::kSync, 0, "one read after the other"},
+};
+
+/// Where KVSWAP_IO says to begin; the first rung for none, nothing for an unknown name.
+std::optional<size_t> first_rung() {
+  const char* name = std::getenv("KVSWAP_IO");
+  if (name == nullptr || *name == '\0') return 0;
+  for (size_t i = 0; i < std::size(kRungs); ++i) {
+    if (std::string(kRungs[i].name) == name) return i;
+  }
+  return std::nullopt;
+}
+
+Result<std::unique_ptr<BlockReader>> open_best_reader(const DataFile& file, ReaderOptions options,
+                                                      std::string& reason) {
+  const std::optional<size_t> first = first_rung();
+  if (!first) {
+    return Status::invalid(
+        "KVSWAP_IO: must be uring, uring64, uring16, threads or sync, got another word");
+  }
+  const int depth = options.depth;
+  Status refused;
+  for (size_t i = *first; i < std::size(kRungs); ++i) {
+    const Rung& rung = kRungs[i];
+    // A smaller ring helps against a limit on memory alone.
+    const bool is_smaller_ring = i > *first && rung.kind == ReaderKind::kUring;
+    if (is_smaller_ring && (refused.error_number() != ENOMEM || depth <= rung.depth)) continue;
+    options.kind = rung.kind;
+    options.depth = rung.kind == ReaderKind::kUring ? std::min(depth, rung.depth) : depth;
+    auto reader = make_reader(file, options);
+    if (reader.is_ok()) {
+      if (!refused.is_ok())
+        reason = refused.message() + ". Reads go through " + rung.what + " instead.";
+      return reader;
+    }
+    if (refused.is_ok()) refused = reader.status();
+  }
+  return refused;
+}
+
 }  // namespace
 
 std::optional<ReaderKind> parse_reader_kind(std::string_view word) {
@@ -97,12 +155,8 @@ Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& opti
                            std::to_string(options.call_bytes_max));
   }
   OpenedReader opened;
-  Result<std::unique_ptr<BlockReader>> reader = make_reader(file, options);
-  if (!reader.is_ok() && options.kind == ReaderKind::kAuto) {
-    opened.reason = reader.status().message() + ". Reads go through " +
-                    std::to_string(options.threads) + " threads instead.";
-    reader = make_thread_reader(file, options);
-  }
+  auto reader = options.kind == ReaderKind::kAuto ? open_best_reader(file, options, opened.reason)
+                                                  : make_reader(file, options);
   if (!reader.is_ok()) return reader.status();
   opened.reader = std::make_unique<GuardedReader>(std::move(reader.value()), file);
   return opened;

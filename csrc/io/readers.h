@@ -8,6 +8,7 @@
 
 #include "io/block_reader.h"
 #include "io/data_file.h"
+#include "io/patience.h"
 #include "io/timeline.h"
 
 namespace kvswap {
@@ -20,9 +21,10 @@ std::optional<ReaderKind> parse_reader_kind(std::string_view word);
 struct ReaderOptions {
   ReaderKind kind = ReaderKind::kAuto;  // kAuto: io_uring where it works, else threads
   int depth = 64;                       // reads in flight at most, 1..1024
-  int threads = 8;                      // for kThreads, 1..256
+  int threads = 8;                      // for kThreads, 1..256; as many as the system grants
   int64_t call_bytes_max = 1 << 30;     // longer reads take several system calls; aligned
   Timeline* timeline = nullptr;  // is notified of each read; outlives the reader; null: nobody
+  const Patience* patience = nullptr;  // outlives the reader; null: its defaults
 };
 
 struct OpenedReader {
@@ -30,7 +32,11 @@ struct OpenedReader {
   std::string reason;  // why this one, in a sentence; empty when it is what was asked
 };
 
-/// Opens the reader that `options` asks for; the file must outlive it. Only kAuto falls back.
+/// Opens the reader that `options` asks for; the file must outlive it.
+///
+/// Only kAuto falls back, one rung at a time: a ring of `depth`, 64 or 16 reads, as many threads as
+/// the system grants, reads within the calls. KVSWAP_IO in the environment names the rung that
+/// kAuto begins at: uring, uring64, uring16, threads or sync.
 Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options);
 
 /// A modelled device: what a read costs there, whatever the disk underneath.

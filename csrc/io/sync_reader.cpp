@@ -1,5 +1,5 @@
+#include "io/kernel.h"
 #include "io/read_batch.h"
-#include "io/read_call.h"
 #include "io/reader_backends.h"
 #include "io/stopwatch.h"
 
@@ -13,13 +13,23 @@ class SyncReader final : public BlockReader {
       : file_(file),
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
         call_bytes_max_(options.call_bytes_max),
-        timeline_(options.timeline) {}
+        timeline_(options.timeline),
+        patience_(options.patience) {}
 
   Result<Ticket> submit(std::span<const BlockRead> reads) override {
     KVSWAP_RETURN_IF_ERROR(check_reads(file_, reads));
     ReadBatch& batch = batches_.add(reads);
     ++counters_.batches;
-    while (batch.has_unstarted()) read_one(batch, batch.reads[batch.next++]);
+    while (batch.has_unstarted()) {
+      const Status wanted = patience_ == nullptr ? Status::ok() : patience_->check();
+      if (!wanted.is_ok()) {
+        // Nothing is in flight: the batch is gone with the call.
+        batch.is_done = true;
+        (void)batches_.take(batch.ticket).is_ok();
+        return wanted;
+      }
+      read_one(batch, batch.reads[batch.next++]);
+    }
     batch.is_done = true;
     return batch.ticket;
   }
@@ -38,8 +48,11 @@ class SyncReader final : public BlockReader {
     const Stopwatch watch(timeline_, span_of_read(batch.ticket, read));
     ReadProgress::Next next;
     do {
-      const int64_t result = call_preadv(file_.fd(), read.next_call(call_bytes_max_));
+      const ReadProgress::Call call = read.next_call(call_bytes_max_);
+      const int64_t result =
+          kernel().preadv(file_.fd(), call.targets, call.targets_count, call.offset_bytes);
       next = read.apply(result, alignment_bytes_);
+      if (next == ReadProgress::Next::kCallAgain && read.needs_pause()) read.pause();
       ++counters_.reads;
       counters_.bytes += result > 0 ? static_cast<uint64_t>(result) : 0;
       counters_.retries += next == ReadProgress::Next::kCallAgain;
@@ -51,6 +64,7 @@ class SyncReader final : public BlockReader {
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
   Timeline* const timeline_;
+  const Patience* const patience_;
   ReadBatchTable batches_;
   ReaderCounters counters_;
 };

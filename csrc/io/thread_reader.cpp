@@ -4,8 +4,8 @@
 #include <thread>
 
 #include "io/io_thread.h"
+#include "io/kernel.h"
 #include "io/read_batch.h"
-#include "io/read_call.h"
 #include "io/reader_backends.h"
 #include "io/stopwatch.h"
 
@@ -19,7 +19,8 @@ class ThreadReader final : public BlockReader {
       : file_(file),
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
         call_bytes_max_(options.call_bytes_max),
-        timeline_(options.timeline) {}
+        timeline_(options.timeline),
+        patience_(options.patience) {}
 
   ~ThreadReader() override {
     {
@@ -31,11 +32,12 @@ class ThreadReader final : public BlockReader {
     for (std::thread& thread : threads_) thread.join();
   }
 
+  /// One thread is enough; the system may refuse the others.
   Status start(int threads) {
     for (int index = 0; index < threads; ++index) {
       const std::string name = "kvswap-read-" + std::to_string(index);
       Result<std::thread> thread = start_io_thread(name, [this] { run(); });
-      if (!thread.is_ok()) return thread.status();
+      if (!thread.is_ok()) return index == 0 ? thread.status() : Status::ok();
       threads_.push_back(std::move(thread.value()));
     }
     return Status::ok();
@@ -58,7 +60,7 @@ class ThreadReader final : public BlockReader {
     std::unique_lock lock(mutex_);
     const ReadBatch* batch = batches_.find(ticket);
     if (batch == nullptr) return unknown_ticket(ticket);
-    done_.wait(lock, [&] { return batch->is_done; });
+    KVSWAP_RETURN_IF_ERROR(wait_for_batch(file_, patience_, lock, done_, *batch));
     return batches_.take(ticket);
   }
 
@@ -98,7 +100,7 @@ class ThreadReader final : public BlockReader {
       counters_.reads += counted.reads;
       counters_.bytes += counted.bytes;
       counters_.retries += counted.retries;
-      --batch->started;
+      batch->ended();
       if (next == ReadProgress::Next::kFailed) batch->fail(read.failure(file_.directory()));
       if (batch->is_finished()) {
         batch->is_done = true;
@@ -111,8 +113,11 @@ class ThreadReader final : public BlockReader {
     const Stopwatch watch(timeline_, span_of_read(ticket, read));
     ReadProgress::Next next;
     do {
-      const int64_t result = call_preadv(file_.fd(), read.next_call(call_bytes_max_));
+      const ReadProgress::Call call = read.next_call(call_bytes_max_);
+      const int64_t result =
+          kernel().preadv(file_.fd(), call.targets, call.targets_count, call.offset_bytes);
       next = read.apply(result, alignment_bytes_);
+      if (next == ReadProgress::Next::kCallAgain && read.needs_pause()) read.pause();
       ++counted->reads;
       counted->bytes += result > 0 ? static_cast<uint64_t>(result) : 0;
       counted->retries += next == ReadProgress::Next::kCallAgain;
@@ -124,6 +129,7 @@ class ThreadReader final : public BlockReader {
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
   Timeline* const timeline_;
+  const Patience* const patience_;
   mutable std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;

@@ -21,10 +21,12 @@ class OwnedFd {
   int fd_;
 };
 
-/// A new file (read and write, 0600, close-on-exec) that never has a name in `directory`.
+/// A new file (read and write, 0600, close-on-exec) that never has a name in `directory`, and can
+/// get none.
 Result<OwnedFd> create_unnamed_file(const std::string& directory);
 
 /// The same where the file system has no O_TMPFILE: created with a name that is removed at once.
+/// Files of this kind that a process left there when it was killed in between are removed, too.
 Result<OwnedFd> create_and_unlink_file(const std::string& directory);
 
 }  // namespace kvswap

@@ -2,6 +2,8 @@
 
 #if KVSWAP_HAS_URING
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
@@ -10,17 +12,23 @@
 #include <utility>
 
 #include "io/io_thread.h"
+#include "io/kernel.h"
 #include "io/read_batch.h"
 #include "io/uring_ring.h"
 
 namespace kvswap {
 namespace {
 
+constexpr int kPauseMicroseconds = 200;
+
 /// Reads through io_uring: one thread of ours owns the ring and keeps up to `depth` reads in
 /// flight, so that a batch larger than the depth makes progress while its owner computes.
 ///
 /// Who owns what: between submit() and `is_done` a batch belongs to the ring's thread, except for
 /// `is_done`, which `mutex_` guards like the table and the inbox.
+///
+/// A ring that fails for good, as in a sandbox entered after it was opened, is left: the thread
+/// waits for what the kernel has, and reads the rest and all that follows itself, one by one.
 class UringReader final : public BlockReader {
  public:
   UringReader(const DataFile& file, const ReaderOptions& options)
@@ -28,6 +36,7 @@ class UringReader final : public BlockReader {
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
         call_bytes_max_(options.call_bytes_max),
         timeline_(options.timeline),
+        patience_(options.patience),
         slots_(static_cast<size_t>(options.depth)) {
     free_slots_.reserve(slots_.size());
     for (size_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
@@ -39,7 +48,7 @@ class UringReader final : public BlockReader {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
     }
-    ring_.wake();
+    wake();
     thread_.join();
   }
 
@@ -68,7 +77,7 @@ class UringReader final : public BlockReader {
       inbox_.push_back(&batch);
       must_wake = std::exchange(asleep_, false);
     }
-    if (must_wake) ring_.wake();
+    if (must_wake) wake();
     return ticket;
   }
 
@@ -76,7 +85,7 @@ class UringReader final : public BlockReader {
     std::unique_lock lock(mutex_);
     const ReadBatch* batch = batches_.find(ticket);
     if (batch == nullptr) return unknown_ticket(ticket);
-    done_.wait(lock, [&] { return batch->is_done; });
+    KVSWAP_RETURN_IF_ERROR(wait_for_batch(file_, patience_, lock, done_, *batch));
     return batches_.take(ticket);
   }
 
@@ -109,10 +118,56 @@ class UringReader final : public BlockReader {
     }
     done_.notify_all();
     if (!works) return;
-    while (take_work()) {
+    Status ring = Status::ok();
+    while (ring.is_ok() && take_work()) {
       start_reads();
-      if (may_sleep()) ring_.submit_and_wait();
-      ring_.reap([this](uint64_t slot, int result) { complete(slot, result); });
+      if (may_sleep()) ring = ring_.submit_and_wait();
+      reap();
+    }
+    if (!ring.is_ok()) run_without_ring(ring);
+    ring_.close();
+  }
+
+  /// Both: the thread may have left the ring since it fell asleep.
+  void wake() {
+    ring_.wake();
+    work_.notify_one();
+  }
+
+  size_t reap() {
+    size_t count = 0;
+    ring_.reap([&](uint64_t slot, int result) {
+      ++count;
+      complete(slot, result);
+    });
+    pause();
+    return count;
+  }
+
+  /// Once for all that need it: this thread serves every read.
+  void pause() {
+    if (std::exchange(needs_pause_, false)) ReadProgress::pause();
+  }
+
+  void run_without_ring(const Status& reason) {
+    log_line("kvswap: " + reason.message() + ". Reads go on without io_uring, one at a time.");
+    has_ring_ = false;
+    const std::vector<uint64_t> untaken = ring_.untaken();
+    size_t in_kernel = slots_.size() - free_slots_.size() - untaken.size();
+    while (in_kernel > 0) {
+      const size_t completed = reap();
+      in_kernel -= completed;
+      if (completed == 0) ::usleep(kPauseMicroseconds);
+    }
+    for (const uint64_t slot : untaken) read_now(slot);
+    while (take_work()) {
+      if (active_.empty()) {
+        std::unique_lock lock(mutex_);
+        asleep_ = true;
+        work_.wait(lock, [&] { return !inbox_.empty() || stopping_; });
+      } else {
+        start_reads();
+      }
     }
   }
 
@@ -155,8 +210,23 @@ class UringReader final : public BlockReader {
   }
 
   void prepare(size_t slot) {
+    if (!has_ring_) return read_now(slot);
     ring_.prepare_read(slots_[slot].read->next_call(call_bytes_max_), slot);
     ++counted_.reads;
+  }
+
+  void read_now(size_t slot) {
+    ReadProgress& read = *slots_[slot].read;
+    ReadProgress::Next next;
+    do {
+      const ReadProgress::Call call = read.next_call(call_bytes_max_);
+      const int64_t result =
+          kernel().preadv(file_.fd(), call.targets, call.targets_count, call.offset_bytes);
+      next = take(read, result);
+      ++counted_.reads;
+      pause();
+    } while (next == ReadProgress::Next::kCallAgain);
+    end(slot, next);
   }
 
   /// A batch that came since the last look is taken before waiting.
@@ -167,20 +237,29 @@ class UringReader final : public BlockReader {
   }
 
   void complete(size_t slot, int result) {
-    auto& [batch, read, span] = slots_[slot];
+    const ReadProgress::Next next = take(*slots_[slot].read, result);
+    if (next == ReadProgress::Next::kCallAgain) return prepare(slot);
+    end(slot, next);
+  }
+
+  ReadProgress::Next take(ReadProgress& read, int64_t result) {
     if (result > 0) counted_.bytes += static_cast<uint64_t>(result);
-    const ReadProgress::Next next = read->apply(result, alignment_bytes_);
+    const ReadProgress::Next next = read.apply(result, alignment_bytes_);
     if (next == ReadProgress::Next::kCallAgain) {
       ++counted_.retries;
-      prepare(slot);
-      return;
+      needs_pause_ |= read.needs_pause();
     }
+    return next;
+  }
+
+  void end(size_t slot, ReadProgress::Next next) {
+    auto& [batch, read, span] = slots_[slot];
     if (timeline_ != nullptr) {
       span.end_ns = Timeline::now_ns();
       timeline_->record(span);
     }
     if (next == ReadProgress::Next::kFailed) batch->fail(read->failure(file_.directory()));
-    --batch->started;
+    batch->ended();
     free_slots_.push_back(slot);
   }
 
@@ -188,9 +267,12 @@ class UringReader final : public BlockReader {
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
   Timeline* const timeline_;
+  const Patience* const patience_;
 
   // Of the ring's thread alone.
   UringRing ring_;
+  bool has_ring_ = true;
+  bool needs_pause_ = false;
   std::vector<Slot> slots_;
   std::vector<size_t> free_slots_;
   std::vector<ReadBatch*> active_;
@@ -198,6 +280,7 @@ class UringReader final : public BlockReader {
 
   mutable std::mutex mutex_;
   std::condition_variable done_;
+  std::condition_variable work_;  // for a thread that has left its ring
   ReadBatchTable batches_;
   std::vector<ReadBatch*> inbox_;
   ReaderCounters counters_;

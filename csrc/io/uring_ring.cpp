@@ -37,11 +37,30 @@ constexpr unsigned kFlagSets[] = {
 /// second, and a batch of 100 done 0.13 ms earlier.
 constexpr int kReadsHandedOver = 8;
 
+/// As many in a row, a millisecond apart, mean that the kernel will not take what is queued.
+constexpr int kRefusalsMax = 1000;
+constexpr int kPauseMicroseconds = 1000;
+
+const char* setup_cure(int error_number) {
+  switch (error_number) {
+    case ENOMEM:
+      return "; raise the limit on locked memory (ulimit -l)";
+    case EMFILE:
+    case ENFILE:
+      return "; raise the limit on open files (ulimit -n)";
+    case EPERM:
+    case EACCES:
+      return "; allow io_uring (kernel.io_uring_disabled, the container's seccomp profile)";
+    case ENOSYS:
+      return "; the kernel has no io_uring (Linux 5.6), or its seccomp profile hides it";
+    default:
+      return "";
+  }
+}
+
 Status setup_error(const char* what, int error_number) {
   return Status::storage(std::string("io_uring: ") + what + " must work, got " +
-                             errno_text(error_number) +
-                             "; use the thread reader, or allow io_uring "
-                             "(kernel.io_uring_disabled, the container's seccomp profile)",
+                             errno_text(error_number) + setup_cure(error_number),
                          error_number);
 }
 
@@ -56,15 +75,21 @@ bool takes_reads(io_uring& ring) {
 }  // namespace
 
 UringRing::~UringRing() {
+  close();
   if (is_open_) io_uring_queue_exit(&ring_);
   if (wake_fd_ >= 0) ::close(wake_fd_);
+}
+
+void UringRing::close() {
+  if (file_is_registered_) (void)io_uring_unregister_files(&ring_);
+  file_is_registered_ = false;
 }
 
 Status UringRing::open(int fd, int depth) {
   int result = -EINVAL;
   for (const unsigned flags : kFlagSets) {
     // One entry more than the depth for the read of the eventfd.
-    result = io_uring_queue_init(static_cast<unsigned>(depth) + 1, &ring_, flags);
+    result = kernel().ring_setup(static_cast<unsigned>(depth) + 1, &ring_, flags);
     if (result != -EINVAL) break;
   }
   if (result != 0) return setup_error("io_uring_queue_init", -result);
@@ -80,7 +105,7 @@ Status UringRing::open(int fd, int depth) {
 
 io_uring_sqe* UringRing::next_entry() {
   io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  // The reader keeps at most `depth` reads in flight, and the ring has room for one more.
+  // Ours: the reader keeps at most `depth` reads in flight, and the ring has room for one more.
   KVSWAP_ASSERT(entry != nullptr);
   return entry;
 }
@@ -98,7 +123,7 @@ void UringRing::prepare_read(const ReadProgress::Call& call, uint64_t tag) {
   if (file_is_registered_) entry->flags |= IOSQE_FIXED_FILE;
   entry->user_data = tag;
   // What cannot be handed over now is handed over by submit_and_wait(), which sees the error.
-  if (++prepared_ % kReadsHandedOver == 0) (void)io_uring_submit(&ring_);
+  if (++prepared_ % kReadsHandedOver == 0) (void)kernel().ring_submit(&ring_, 0);
 }
 
 void UringRing::arm_wake() {
@@ -108,13 +133,31 @@ void UringRing::arm_wake() {
   wake_is_armed_ = true;
 }
 
-void UringRing::submit_and_wait() {
+Status UringRing::submit_and_wait() {
   if (!wake_is_armed_) arm_wake();
-  const int result = io_uring_submit_and_wait(&ring_, 1);
-  if (result >= 0 || result == -EINTR) return;
+  const int result = kernel().ring_submit(&ring_, 1);
+  if (result >= 0 || result == -EINTR) {
+    refusals_ = 0;
+    return Status::ok();
+  }
   // The kernel is short of something for a moment. What is in flight still completes.
-  KVSWAP_ASSERT(result == -EAGAIN || result == -EBUSY || result == -ENOMEM);
-  ::usleep(100);
+  const bool is_for_a_moment = result == -EAGAIN || result == -EBUSY || result == -ENOMEM;
+  if (!is_for_a_moment || ++refusals_ > kRefusalsMax) {
+    return setup_error("io_uring_enter", -result);
+  }
+  ::usleep(kPauseMicroseconds);
+  return Status::ok();
+}
+
+std::vector<uint64_t> UringRing::untaken() const {
+  std::vector<uint64_t> tags;
+  const unsigned count = io_uring_sq_ready(&ring_);
+  for (unsigned i = 0; i < count; ++i) {
+    const unsigned entry = ring_.sq.sqe_tail - count + i;
+    const uint64_t tag = ring_.sq.sqes[entry & *ring_.sq.kring_mask].user_data;
+    if (tag != kWakeTag) tags.push_back(tag);
+  }
+  return tags;
 }
 
 void UringRing::wake() const {

@@ -2,8 +2,11 @@
 
 #include <liburing.h>
 
+#include <array>
 #include <cstdint>
+#include <vector>
 
+#include "io/kernel.h"
 #include "io/read_progress.h"
 #include "io/status.h"
 
@@ -23,28 +26,36 @@ class UringRing {
 
   /// Room for `depth` reads in flight.
   Status open(int fd, int depth);
+  /// Releases the file, now and not some time after the ring is gone. Nothing is in flight.
+  void close();
 
   /// Queues a read; the kernel sees it at the next submit_and_wait() at the latest.
   void prepare_read(const ReadProgress::Call& call, uint64_t tag);
 
   /// Hands over what is queued and waits until something completed or wake() was called.
-  void submit_and_wait();
+  ///
+  /// An error is for good: the ring is of no use any more, but for what it was handed before, which
+  /// still completes.
+  Status submit_and_wait();
+
+  /// Tags of queued reads that the kernel has not taken.
+  std::vector<uint64_t> untaken() const;
 
   /// Calls `handle(tag, result)` for every completed read.
   template <typename Handle>
   void reap(Handle handle) {
-    io_uring_cqe* completion = nullptr;
-    unsigned head = 0;
-    unsigned count = 0;
-    io_uring_for_each_cqe(&ring_, head, completion) {
-      ++count;
-      if (completion->user_data == kWakeTag) {
-        wake_is_armed_ = false;
-      } else {
-        handle(completion->user_data, completion->res);
+    std::array<RingCompletion, 64> completed;
+    size_t count = 0;
+    do {
+      count = static_cast<size_t>(kernel().ring_reap(&ring_, completed));
+      for (size_t i = 0; i < count; ++i) {
+        if (completed[i].tag == kWakeTag) {
+          wake_is_armed_ = false;
+        } else {
+          handle(completed[i].tag, completed[i].result);
+        }
       }
-    }
-    io_uring_cq_advance(&ring_, count);
+    } while (count == completed.size());
   }
 
   /// From any thread.
@@ -62,6 +73,7 @@ class UringRing {
   uint64_t wake_count_ = 0;  // where the kernel puts the eventfd's count
   bool wake_is_armed_ = false;
   unsigned prepared_ = 0;
+  int refusals_ = 0;  // in a row
 };
 
 }  // namespace kvswap

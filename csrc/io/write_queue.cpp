@@ -1,7 +1,10 @@
 #include "io/write_queue.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -16,8 +19,9 @@ namespace kvswap {
 namespace {
 
 constexpr int64_t kBufferAlignment = 4096;
+constexpr int kPauseMicroseconds = 1000;  // before a write is tried once more
 
-/// Staging memory: whole pages that a forked child does not get.
+/// Staging memory: whole pages that neither a forked child nor a core dump gets.
 class StagingMemory {
  public:
   explicit StagingMemory(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
@@ -26,6 +30,7 @@ class StagingMemory {
     if (base == MAP_FAILED) return;
     base_ = static_cast<std::byte*>(base);
     (void)::madvise(base_, bytes_, MADV_DONTFORK);
+    (void)::madvise(base_, bytes_, MADV_DONTDUMP);
   }
   ~StagingMemory() {
     if (base_ != nullptr) ::munmap(base_, bytes_);
@@ -55,6 +60,7 @@ class QueueState {
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
+      while (!jobs_.empty() && !(is_writing_ && jobs_.size() == 1)) jobs_.pop_back();
     }
     work_.notify_one();
     if (thread_.joinable()) thread_.join();
@@ -67,8 +73,11 @@ class QueueState {
                             "them; lower buffer_bytes or buffers");
     }
     Result<std::thread> thread = start_io_thread("kvswap-write", [this] { run(); });
-    if (!thread.is_ok()) return thread.status();
-    thread_ = std::move(thread.value());
+    if (thread.is_ok()) {
+      thread_ = std::move(thread.value());
+    } else {
+      log_line("kvswap: " + thread.status().message() + ". Writes are done by the caller instead.");
+    }
     return Status::ok();
   }
 
@@ -77,10 +86,12 @@ class QueueState {
   Result<uint64_t> submit(const WriteQueue::Buffer& buffer, int64_t offset_bytes,
                           int64_t length_bytes);
   Status wait(uint64_t number);
+  void drop(uint64_t number);
+  void forget();
 
   uint64_t written() const {
     const std::lock_guard lock(mutex_);
-    return written_;
+    return finished();
   }
   uint64_t bytes_written() const {
     const std::lock_guard lock(mutex_);
@@ -97,14 +108,23 @@ class QueueState {
 
  private:
   struct Job {
+    uint64_t number = 0;
     int index = -1;
     int64_t offset_bytes = 0;
     int64_t length_bytes = 0;
+    bool is_unwanted = false;  // an error of it is nobody's
   };
 
   std::byte* address(int index) const { return memory_.base() + options_.buffer_bytes * index; }
+  uint64_t finished() const { return jobs_.empty() ? submitted_ : jobs_.front().number - 1; }
+  bool has_work() const { return !jobs_.empty() && error_.is_ok(); }
+  std::string describe() const;
+  const Patience& patience() const;
   Status write(const Job& job) const;
+  void write_oldest(std::unique_lock<std::mutex>& lock);
   void run();
+  template <typename Ready>
+  Status wait_until(std::unique_lock<std::mutex>& lock, const Ready& ready);
 
   DataFile* const file_;
   const WriteQueueOptions options_;
@@ -113,25 +133,54 @@ class QueueState {
   std::condition_variable work_;      // for our thread
   std::condition_variable progress_;  // for the producer
   std::vector<int> free_;
-  std::vector<Job> jobs_;  // oldest first; never more than there are buffers
+  std::vector<Job> jobs_;  // oldest first, the one being written too; never more than buffers
   uint64_t submitted_ = 0;
-  uint64_t written_ = 0;
   uint64_t bytes_written_ = 0;
   double blocked_seconds_ = 0;
-  Status error_;
+  Status error_;             // of the oldest job, which is kept
+  bool is_writing_ = false;  // the oldest job, without the lock
+  int64_t began_ns_ = 0;     // to write it
   bool stopping_ = false;
   std::thread thread_;
 };
 
+const Patience& QueueState::patience() const {
+  static const Patience usual;
+  return options_.patience == nullptr ? usual : *options_.patience;
+}
+
+std::string QueueState::describe() const {
+  if (jobs_.empty()) return "write";
+  return "write of " + std::to_string(jobs_.front().length_bytes) + " bytes at offset " +
+         std::to_string(jobs_.front().offset_bytes) + " of the session file in '" +
+         file_->directory() + "'";
+}
+
+/// Waits for `ready`; a queue that stands still is made to try again, once.
+template <typename Ready>
+Status QueueState::wait_until(std::unique_lock<std::mutex>& lock, const Ready& ready) {
+  if (ready()) return Status::ok();
+  if (!is_writing_) began_ns_ = Patience::now_ns();
+  const auto start = std::chrono::steady_clock::now();
+  error_ = Status::ok();
+  work_.notify_one();
+  while (!thread_.joinable() && has_work() && !ready()) write_oldest(lock);
+  Status waited = patience().wait(
+      lock, progress_, [&] { return ready() || !error_.is_ok(); }, [&] { return began_ns_; },
+      [&] { return describe(); });
+  blocked_seconds_ +=
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (!waited.is_ok()) return waited;
+  return ready() ? Status::ok() : error_;
+}
+
 Result<WriteQueue::Buffer> QueueState::acquire() {
   std::unique_lock lock(mutex_);
-  if (free_.empty() && error_.is_ok()) {
-    const auto start = std::chrono::steady_clock::now();
-    progress_.wait(lock, [&] { return !free_.empty() || !error_.is_ok(); });
-    blocked_seconds_ +=
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (!error_.is_ok()) {
+    const uint64_t failed = jobs_.front().number;
+    KVSWAP_RETURN_IF_ERROR(wait_until(lock, [&] { return finished() >= failed; }));
   }
-  if (!error_.is_ok()) return error_;
+  KVSWAP_RETURN_IF_ERROR(wait_until(lock, [&] { return !free_.empty(); }));
   const int index = free_.back();
   free_.pop_back();
   return WriteQueue::Buffer{address(index), options_.buffer_bytes, index};
@@ -139,6 +188,7 @@ Result<WriteQueue::Buffer> QueueState::acquire() {
 
 void QueueState::give_back(const WriteQueue::Buffer& buffer) {
   const std::lock_guard lock(mutex_);
+  // Ours: a buffer comes from acquire().
   KVSWAP_ASSERT(buffer.index >= 0 && buffer.index < options_.buffers);
   free_.push_back(buffer.index);
 }
@@ -154,15 +204,17 @@ Result<uint64_t> QueueState::submit(const WriteQueue::Buffer& buffer, int64_t of
         " and the length within " + std::to_string(options_.buffer_bytes) + ", got offset " +
         std::to_string(offset_bytes) + " and length " + std::to_string(length_bytes));
   }
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  // Ours: a buffer comes from acquire().
   KVSWAP_ASSERT(buffer.index >= 0 && buffer.index < options_.buffers);
-  if (!error_.is_ok()) {
-    free_.push_back(buffer.index);
-    return error_;
+  jobs_.push_back({++submitted_, buffer.index, offset_bytes, length_bytes});
+  const uint64_t number = submitted_;
+  if (thread_.joinable()) {
+    work_.notify_one();
+  } else if (has_work()) {
+    write_oldest(lock);
   }
-  jobs_.push_back({buffer.index, offset_bytes, length_bytes});
-  work_.notify_one();
-  return ++submitted_;
+  return number;
 }
 
 Status QueueState::wait(uint64_t number) {
@@ -171,37 +223,72 @@ Status QueueState::wait(uint64_t number) {
     return Status::invalid("WriteQueue::wait: the number must have been submitted, got " +
                            std::to_string(number) + " of " + std::to_string(submitted_));
   }
-  progress_.wait(lock, [&] { return written_ >= number || !error_.is_ok(); });
-  return error_;
+  return wait_until(lock, [&] { return finished() >= number; });
+}
+
+void QueueState::drop(uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  const auto job = std::find_if(jobs_.begin(), jobs_.end(),
+                                [&](const Job& each) { return each.number == number; });
+  if (job == jobs_.end()) return;
+  if (error_.is_ok()) {
+    // Written like the others, so that what is counted does not depend on timing.
+    job->is_unwanted = true;
+    return;
+  }
+  if (job == jobs_.begin()) error_ = Status::ok();
+  free_.push_back(job->index);
+  jobs_.erase(job);
+  work_.notify_one();
+  progress_.notify_all();
+}
+
+void QueueState::forget() {
+  std::vector<uint64_t> numbers;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Job& job : jobs_) numbers.push_back(job.number);
+  }
+  // The newest first: the oldest one's error keeps the queue still.
+  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) drop(*number);
 }
 
 Status QueueState::write(const Job& job) const {
   const Stopwatch watch(options_.timeline, {.kind = SpanKind::kWrite, .bytes = job.length_bytes});
-  return file_->write(job.offset_bytes,
-                      {address(job.index), static_cast<size_t>(job.length_bytes)});
+  const std::span<const std::byte> bytes = {address(job.index),
+                                            static_cast<size_t>(job.length_bytes)};
+  Status written = file_->write(job.offset_bytes, bytes);
+  const int error = written.error_number();
+  if (error != EIO && error != EAGAIN && error != EINTR) return written;
+  ::usleep(kPauseMicroseconds);
+  return file_->write(job.offset_bytes, bytes);
+}
+
+/// Nothing may follow a hole: a write that fails stays the oldest.
+void QueueState::write_oldest(std::unique_lock<std::mutex>& lock) {
+  const Job job = jobs_.front();
+  is_writing_ = true;
+  began_ns_ = Patience::now_ns();
+  lock.unlock();
+  Status status = write(job);
+  lock.lock();
+  is_writing_ = false;
+  if (status.is_ok()) bytes_written_ += static_cast<uint64_t>(job.length_bytes);
+  if (status.is_ok() || jobs_.front().is_unwanted) {
+    free_.push_back(job.index);
+    jobs_.erase(jobs_.begin());
+  } else {
+    error_ = std::move(status);
+  }
+  progress_.notify_all();
 }
 
 void QueueState::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [&] { return !jobs_.empty() || stopping_; });
-    if (jobs_.empty()) return;
-    const Job job = jobs_.front();
-    jobs_.erase(jobs_.begin());
-    lock.unlock();
-    Status status = write(job);
-    lock.lock();
-    free_.push_back(job.index);
-    if (status.is_ok()) {
-      ++written_;
-      bytes_written_ += static_cast<uint64_t>(job.length_bytes);
-    } else {
-      // Nothing may follow a hole: what else was handed in is given up.
-      error_ = std::move(status);
-      for (const Job& left : jobs_) free_.push_back(left.index);
-      jobs_.clear();
-    }
-    progress_.notify_all();
+    work_.wait(lock, [&] { return has_work() || stopping_; });
+    if (stopping_) return;
+    write_oldest(lock);
   }
 }
 
@@ -227,6 +314,12 @@ class ThreadedWriteQueue final : public WriteQueue {
   Status wait(uint64_t number) override {
     KVSWAP_RETURN_IF_ERROR(owner_.check("WriteQueue::wait"));
     return state_->wait(number);
+  }
+  void drop(uint64_t number) override {
+    if (owner_.is_here()) state_->drop(number);
+  }
+  void forget() override {
+    if (owner_.is_here()) state_->forget();
   }
   uint64_t written() const override { return owner_.is_here() ? state_->written() : 0; }
   int64_t resident_bytes() const override { return state_->resident_bytes(); }

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "io/data_file.h"
+#include "io/patience.h"
 #include "io/status.h"
 #include "io/timeline.h"
 
@@ -15,17 +16,24 @@ struct WriteQueueOptions {
   int64_t buffer_bytes = 4 << 20;  // size of one staging buffer
   int buffers = 3;                 // how many; the bound on what prefill keeps in flight
   Timeline* timeline = nullptr;    // is notified of each write; outlives the queue; null: nobody
+  const Patience* patience = nullptr;  // outlives the queue; null: its defaults
 };
 
 /// Writes behind: one thread writes staging buffers to the file in the order they were handed in.
 ///
 /// acquire() lends an empty aligned buffer and blocks while all are in flight, so a slow disk makes
 /// the producer wait and memory never grows. submit() hands it over and returns its number; numbers
-/// rise by one. An error is kept: every later acquire(), submit(), wait() returns it, and what was
-/// handed in after the failed write is given up.
+/// rise by one.
 ///
-/// Thread rules: one producer thread. The destructor writes what was submitted. Not valid in a
-/// forked child.
+/// States: writing -> stopped -> writing. A write that fails (EIO, EAGAIN and EINTR: twice) stops
+/// the queue, which keeps it and all that follow in their buffers: nothing is lost. The next
+/// acquire() or wait() tries it again and goes on, or says why it cannot. forget() and drop() take
+/// writes out that nobody will read.
+///
+/// Where no thread can be had, submit() writes. Waiting ends as `patience` says.
+///
+/// Thread rules: one producer thread. The destructor finishes the write under way and drops the
+/// others. Not valid in a forked child.
 class WriteQueue {
  public:
   /// A lent buffer; hand it back by submit() or give_back().
@@ -42,9 +50,14 @@ class WriteQueue {
   virtual void give_back(Buffer buffer) = 0;
   /// Offset and length are multiples of the file's alignment. Also takes the buffer when it fails.
   virtual Result<uint64_t> submit(Buffer buffer, int64_t offset_bytes, int64_t length_bytes) = 0;
-  /// The last number whose bytes are in the file.
+  /// All up to this number are in the file, or were dropped.
   virtual uint64_t written() const = 0;
   virtual Status wait(uint64_t number) = 0;
+  /// Nobody will read what this number wrote: a queue that is stopped leaves it out. The newest
+  /// come first, since without the oldest the queue goes on.
+  virtual void drop(uint64_t number) = 0;
+  /// The same for all that was submitted so far. The error is forgotten, too.
+  virtual void forget() = 0;
   virtual int64_t resident_bytes() const = 0;
   /// All buffers, one after the other by their index: for a device that must know host memory.
   virtual std::span<std::byte> memory() const = 0;

@@ -1,10 +1,12 @@
 #include "kvswap/core_session.h"
 
+#include <optional>
 #include <utility>
 
 #include "engine/engine.h"
 #include "engine/engine_report.h"
 #include "kvswap/engine_calls.h"
+#include "kvswap/one_caller.h"
 
 namespace kvswap {
 
@@ -13,13 +15,23 @@ class CoreSession::Impl {
   Impl(const CoreOptions& options, std::unique_ptr<Engine> engine)
       : options_(options), engine_(std::move(engine)) {}
 
-  Engine& engine() const {
-    if (!engine_) {
-      throw SessionError(SessionError::Kind::kClosed,
-                         "session: must be open, was closed; open another session");
+  /// One call: nobody else is in the session while it lives.
+  class Use {
+   public:
+    explicit Use(Impl& impl) : impl_(impl), call_(std::in_place, impl.caller_) {}
+    ~Use() {
+      call_.reset();
+      if (impl_.caller_.is_close_due()) impl_.close();
     }
-    return *engine_;
-  }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    Impl& impl_;
+    std::optional<OneCaller::Call> call_;
+  };
+
+  Engine& engine() const { return *engine_; }
 
   /// For what Engine answers without a Status.
   Engine& engine_with(int64_t layer) const {
@@ -47,11 +59,16 @@ class CoreSession::Impl {
   }
 
   const CoreOptions& options() const { return options_; }
-  void close() noexcept { engine_.reset(); }
+  void close() noexcept {
+    if (!caller_.close([this] { engine_->patience().stop(); })) return;
+    engine_.reset();
+    caller_.closed();
+  }
 
  private:
   CoreOptions options_;
   std::unique_ptr<Engine> engine_;
+  OneCaller caller_;
 };
 
 NewTokens NewTokens::packed(const void* keys, const void* values, const ModelShape& shape,
@@ -103,16 +120,19 @@ std::map<std::string, int64_t> CoreSession::memory_need(const CoreOptions& optio
 }
 
 void CoreSession::declare(int64_t batch, int64_t tokens, const bool* valid) {
+  const Impl::Use use(*impl_);
   throw_status(impl_->engine().declare(batch, tokens, valid));
 }
 
 void CoreSession::look_ahead(int64_t layer, const Queries& query, std::optional<float> scale) {
+  const Impl::Use use(*impl_);
   impl_->check_query("look_ahead", query, true);
   Engine& engine = impl_->engine();
   throw_status(engine.look_ahead(layer, query_view(query, engine.options().dtype), scale));
 }
 
 void CoreSession::append(int64_t layer, const NewTokens& tokens) {
+  const Impl::Use use(*impl_);
   Engine& engine = impl_->engine();
   if (!tokens.keys || !tokens.values || tokens.batch < 1 || tokens.tokens < 1) {
     throw std::invalid_argument("append: must have keys and values of a batch of tokens, got " +
@@ -123,6 +143,7 @@ void CoreSession::append(int64_t layer, const NewTokens& tokens) {
 }
 
 void CoreSession::attend(int64_t layer, const Queries& query, float scale, void* output) {
+  const Impl::Use use(*impl_);
   impl_->check_query("attend", query, false);
   Engine& engine = impl_->engine_with(layer);
   const QueryView view = query_view(query, engine.options().dtype);
@@ -139,6 +160,7 @@ void CoreSession::attend(int64_t layer, const Queries& query, float scale, void*
 }
 
 void CoreSession::set_projection(int64_t layer, const Projection& projection) {
+  const Impl::Use use(*impl_);
   Engine& engine = impl_->engine_with(layer);
   const EngineOptions& options = engine.options();
   const int64_t width = options.kv_heads * options.head_dim;
@@ -154,15 +176,18 @@ void CoreSession::set_projection(int64_t layer, const Projection& projection) {
 }
 
 bool CoreSession::needs_projection(int64_t layer) const {
+  const Impl::Use use(*impl_);
   return impl_->engine_with(layer).needs_projection(layer);
 }
 
 void CoreSession::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                             void* values) {
+  const Impl::Use use(*impl_);
   throw_status(impl_->engine().read_back(layer, sequence, begin, end, keys, values));
 }
 
 std::vector<std::vector<int64_t>> CoreSession::last_selection(int64_t layer) const {
+  const Impl::Use use(*impl_);
   std::vector<std::vector<int64_t>> selection;
   for (const auto& groups : impl_->engine_with(layer).last_selection(layer)) {
     selection.emplace_back(groups.begin(), groups.end());
@@ -171,36 +196,51 @@ std::vector<std::vector<int64_t>> CoreSession::last_selection(int64_t layer) con
 }
 
 void CoreSession::select_sequences(std::span<const int64_t> indices) {
+  const Impl::Use use(*impl_);
   throw_status(impl_->engine().select_sequences(indices));
 }
 
-void CoreSession::crop(int64_t columns) { throw_status(impl_->engine().crop(columns)); }
+void CoreSession::crop(int64_t columns) {
+  const Impl::Use use(*impl_);
+  throw_status(impl_->engine().crop(columns));
+}
 
-void CoreSession::reset() { impl_->engine().reset(); }
+void CoreSession::reset() {
+  const Impl::Use use(*impl_);
+  throw_status(impl_->engine().reset());
+}
 
 void CoreSession::close() noexcept { impl_->close(); }
 
 int64_t CoreSession::columns(int64_t layer) const {
+  const Impl::Use use(*impl_);
   return impl_->engine_with(layer).columns(layer);
 }
 
-int64_t CoreSession::batch() const { return impl_->engine().batch(); }
+int64_t CoreSession::batch() const {
+  const Impl::Use use(*impl_);
+  return impl_->engine().batch();
+}
 
 const CoreOptions& CoreSession::options() const { return impl_->options(); }
 
 std::map<std::string, double> CoreSession::counters() const {
+  const Impl::Use use(*impl_);
   return engine_counters(impl_->engine());
 }
 
 std::map<std::string, std::string> CoreSession::facts() const {
+  const Impl::Use use(*impl_);
   return engine_facts(impl_->engine());
 }
 
 std::map<std::string, int64_t> CoreSession::ledger() const {
+  const Impl::Use use(*impl_);
   return engine_ledger(impl_->engine());
 }
 
 std::string CoreSession::timeline() const {
+  const Impl::Use use(*impl_);
   std::string trace;
   throw_status(engine_timeline(impl_->engine(), trace));
   return trace;

@@ -79,7 +79,9 @@ struct Queries {
 ///
 /// A layer that must choose among more groups than groups_max needs a projection first.
 ///
-/// Thread rules: one thread at a time. Not valid in a forked child. Every method but close() throws
+/// Thread rules: one thread at a time; a call while another one runs throws SessionError (kBusy).
+/// close() is called by any thread: it makes the running call end at its next wait for the disk,
+/// and waits for it. Not valid in a forked child. Every method but close() throws
 /// std::invalid_argument for a wrong call and SessionError for what the world or a limit refuses.
 /// After a call that threw SessionError with kStorage every later one throws it again.
 class CoreSession {

@@ -1,5 +1,6 @@
 #include "kvswap/engine_calls.h"
 
+#include <cerrno>
 #include <stdexcept>
 
 #include "device/find_device.h"
@@ -25,13 +26,17 @@ void throw_status(const Status& status) {
     case StatusCode::kInvalid:
       // A path that is not there is the caller's mistake and the world's: its errno says which.
       if (status.error_number() == 0) throw std::invalid_argument(status.message());
-      throw SessionError(Kind::kStorage, status.message(), status.error_number());
+      throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
     case StatusCode::kBudget:
       throw SessionError(Kind::kBudget, status.message());
     case StatusCode::kStorage:
-      throw SessionError(Kind::kStorage, status.message(), status.error_number());
+    case StatusCode::kLate:
+      throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
     case StatusCode::kCorrupt:
-      throw SessionError(Kind::kCorrupt, status.message());
+      throw SessionError(Kind::kCorrupt, status.message(), status.error_number(), status.path());
+    case StatusCode::kInterrupted:
+      throw SessionError(status.error_number() == ECANCELED ? Kind::kClosed : Kind::kInterrupted,
+                         status.message());
   }
 }
 

@@ -18,21 +18,27 @@ class ConfigError : public std::invalid_argument {
 class SessionError : public std::runtime_error {
  public:
   enum class Kind {
-    kBudget,   ///< kv_memory_bytes or disk_quota_bytes cannot hold it
-    kStorage,  ///< a system call failed; error_number() is its errno
-    kCorrupt,  ///< bytes came back that were not the ones written
-    kClosed,   ///< the session was closed
+    kBudget,       ///< kv_memory_bytes or disk_quota_bytes cannot hold it
+    kStorage,      ///< a system call failed; error_number() is its errno
+    kCorrupt,      ///< bytes came back that were not the ones written
+    kClosed,       ///< the session was closed
+    kBusy,         ///< another thread is in a call
+    kInterrupted,  ///< the call was asked to end while it waited for the disk
   };
 
-  SessionError(Kind kind, const std::string& message, int error_number = 0)
-      : std::runtime_error(message), kind_(kind), error_number_(error_number) {}
+  SessionError(Kind kind, const std::string& message, int error_number = 0,
+               const std::string& path = "")
+      : std::runtime_error(message), kind_(kind), error_number_(error_number), path_(path) {}
 
   Kind kind() const { return kind_; }
   int error_number() const { return error_number_; }
+  /// The folder or file that it is about; empty where it is about none.
+  const std::string& path() const { return path_; }
 
  private:
   Kind kind_;
   int error_number_;
+  std::string path_;
 };
 
 }  // namespace kvswap

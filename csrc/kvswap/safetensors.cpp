@@ -22,19 +22,21 @@ static_assert(std::endian::native == std::endian::little, "the format's numbers 
 class SafetensorsFile::Mapping {
  public:
   explicit Mapping(const std::string& path) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    // Not to wait for the writer of a pipe of that name.
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) fail(path);
     struct stat facts;
     const bool is_known = ::fstat(fd, &facts) == 0;
-    if (is_known && S_ISDIR(facts.st_mode)) errno = EISDIR;
     if (is_known && S_ISREG(facts.st_mode) && facts.st_size > 0) {
       size_ = static_cast<size_t>(facts.st_size);
       data_ = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
     }
-    const int number = errno;
+    const int number = is_known && S_ISDIR(facts.st_mode) ? EISDIR : errno;
     ::close(fd);
     errno = number;
-    if (is_known && facts.st_size == 0) throw ConfigError("it is empty");
+    if (is_known && !S_ISREG(facts.st_mode) && number != EISDIR)
+      throw ConfigError("it is no regular file");
+    if (is_known && S_ISREG(facts.st_mode) && facts.st_size == 0) throw ConfigError("it is empty");
     if (data_ == MAP_FAILED) fail(path);
   }
   ~Mapping() {
@@ -56,7 +58,7 @@ class SafetensorsFile::Mapping {
 
 namespace {
 
-constexpr uint64_t kHeaderBytesMax = 100'000'000;  // the format's own limit
+constexpr uint64_t kHeaderBytesMax = 16 << 20;  // the format allows 100 MB; ours take kilobytes
 
 int64_t bits_of(const std::string& dtype) {
   static const std::map<std::string, int64_t> bits = {
@@ -120,6 +122,28 @@ Json read_header(std::string_view text) {
   return header;
 }
 
+/// Tensors lie one after the other, from the first byte to the last.
+void check_cover(const std::map<std::string, StoredTensor>& tensors,
+                 std::span<const std::byte> data) {
+  std::vector<std::span<const std::byte>> parts;
+  for (const auto& [name, tensor] : tensors) parts.push_back(tensor.bytes);
+  std::ranges::sort(parts, [](const auto& a, const auto& b) {
+    return a.data() != b.data() ? a.data() < b.data() : a.size() < b.size();
+  });
+  const std::byte* end = data.data();
+  for (const auto& part : parts) {
+    if (part.data() != end) {
+      throw ConfigError("its tensors must cover its bytes one after the other, and " +
+                        std::string(part.data() < end ? "two share some" : "some are of none"));
+    }
+    end = part.data() + part.size();
+  }
+  if (end != data.data() + data.size()) {
+    throw ConfigError(
+        "its tensors must cover its bytes one after the other, and the last are of none");
+  }
+}
+
 #endif
 
 template <typename Stored, typename Convert>
@@ -161,6 +185,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path)
       tensors_[name] = read_tensor(name, entry, bytes.subspan(sizeof(length) + length));
     }
   }
+  check_cover(tensors_, bytes.subspan(sizeof(length) + length));
 #else
   throw ConfigError("this kvswap_torch was built without nlohmann-json and cannot read its header");
 #endif

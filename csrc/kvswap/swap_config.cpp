@@ -4,8 +4,8 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <tuple>
 
 #include "kvswap/config_json.h"
@@ -17,17 +17,31 @@ namespace kvswap {
 namespace {
 
 /// The whole of a file; ConfigError where it cannot be read.
+constexpr size_t kFileBytesMax = 4 << 20;
+
 std::string read_file(const std::string& path, const std::string& where) {
+  const auto refuse = [&](const std::string& why) {
+    throw ConfigError(where + ": must be a readable JSON file: " + why);
+  };
+  std::error_code error;
+  const auto type = std::filesystem::status(path, error).type();
+  // A pipe or a device could wait or go on for ever.
+  if (type != std::filesystem::file_type::regular) {
+    refuse(type == std::filesystem::file_type::directory ? std::strerror(EISDIR)
+           : error                                       ? error.message()
+                                                         : "it is no regular file");
+  }
   errno = 0;
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (file) text << file.rdbuf();
-  // An empty file sets failbit on the way out and is no error of reading.
-  if (!file.is_open() || (!text && errno != 0)) {
-    throw ConfigError(where +
-                      ": must be a readable JSON file: " + std::strerror(errno != 0 ? errno : EIO));
+  if (!file.is_open()) refuse(std::strerror(errno != 0 ? errno : EIO));
+  std::string text(kFileBytesMax + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (file.bad()) refuse(std::strerror(errno != 0 ? errno : EIO));
+  text.resize(static_cast<size_t>(file.gcount()));
+  if (text.size() > kFileBytesMax) {
+    refuse("it is longer than " + std::to_string(kFileBytesMax) + " bytes");
   }
-  return text.str();
+  return text;
 }
 
 /// Of rows that have one.

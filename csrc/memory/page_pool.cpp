@@ -19,6 +19,7 @@ Result<AlignedBytes> AlignedBytes::allocate(int64_t bytes) {
                           " bytes, got: " + std::strerror(errno));
   }
   madvise(data, bytes, MADV_DONTFORK);
+  madvise(data, bytes, MADV_DONTDUMP);
   memory.data_ = static_cast<std::byte*>(data);
   memory.size_ = bytes;
   memory.owner_pid_ = getpid();

@@ -22,14 +22,25 @@ const char* class_of(SessionError::Kind kind) {
       return "CorruptionError";
     case SessionError::Kind::kClosed:
       return "ClosedError";
+    case SessionError::Kind::kBusy:
+    case SessionError::Kind::kInterrupted:
+      break;
   }
   return "KVSwapError";
 }
 
 void raise(const SessionError& error) {
+  // A signal's handler has raised already: KeyboardInterrupt, as a rule.
+  if (error.kind() == SessionError::Kind::kInterrupted && PyErr_Occurred() != nullptr) return;
   const py::object type = py::module_::import("kvswap_torch.errors").attr(class_of(error.kind()));
-  py::object raised =
-      error.error_number() != 0 ? type(error.error_number(), error.what()) : type(error.what());
+  py::object raised;
+  if (error.error_number() == 0) {
+    raised = type(error.what());
+  } else if (error.path().empty()) {
+    raised = type(error.error_number(), error.what());
+  } else {
+    raised = type(error.error_number(), error.what(), error.path());
+  }
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 

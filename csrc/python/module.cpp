@@ -70,11 +70,23 @@ at::Tensor with_terms(Session& session, int64_t layer, const at::Tensor& query,
   return (session.*kMethod)(layer, query, keys, values, scale, {softcap, sinks});
 }
 
+std::unique_ptr<Session> open_session(const CoreOptions& options) {
+  // Not as a call guard: pybind11 registers the new object inside of it.
+  const py::gil_scoped_release released;
+  auto session = std::make_unique<Session>(options);
+  // A signal's handler runs, and may raise, while a call waits for the disk.
+  session->set_question([] {
+    const py::gil_scoped_acquire held;
+    return PyErr_CheckSignals() != 0;
+  });
+  return session;
+}
+
 void bind_session(py::module_& module) {
   // Reads, packing and attention need no interpreter.
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<Session>(module, "Session")
-      .def(py::init<const CoreOptions&>(), py::arg("options"), Released())
+      .def(py::init(&open_session), py::arg("options"))
       .def_static("memory_need", &Session::memory_need, py::arg("options"), py::arg("batch"),
                   py::arg("context"), py::arg("alignment_bytes") = 512)
       .def("declare", &Session::declare, py::arg("valid"), Released())

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #define XXH_INLINE_ALL
@@ -50,7 +51,12 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count) 
 
 Result<int64_t> RecordStore::place(int64_t layer, int64_t count) {
   const int64_t offset = layout_->place(layer, count);
-  const Status reserved = file_->reserve(layout_->end_bytes());
+  const bool has_numbers =
+      layout_->end_bytes() / record_bytes() <= std::numeric_limits<uint32_t>::max();
+  const Status reserved =
+      has_numbers
+          ? file_->reserve(layout_->end_bytes())
+          : Status::budget("record store: a session's file must hold fewer than 2^32 records");
   if (reserved.is_ok()) return offset;
   for (int64_t i = 0; i < count; ++i) layout_->release(offset + i * record_bytes());
   return reserved;
@@ -89,10 +95,30 @@ Status RecordStore::hand_over(const StagedRun& run) {
   auto number = queue_->submit(run.buffer, run.offset_bytes, length);
   if (!number.is_ok()) return number.status();
   last_write_ = number.value();
-  pending_.push_back({last_write_, run.offset_bytes, run.offset_bytes + length});
+  PendingWrite write = {last_write_, run.offset_bytes, run.offset_bytes + length, {}};
+  for (const StagedRun::Entry& entry : run.entries) {
+    write.records.push_back({entry.record, records_[entry.record].serial});
+  }
+  pending_.push_back(std::move(write));
+  forget_written();
+  return Status::ok();
+}
+
+void RecordStore::forget_written() {
   const uint64_t written = queue_->written();
   while (!pending_.empty() && pending_.front().number <= written) pending_.pop_front();
-  return Status::ok();
+}
+
+void RecordStore::drop_unread_writes() {
+  forget_written();
+  // The newest first: see WriteQueue::drop().
+  for (auto write = pending_.rbegin(); write != pending_.rend(); ++write) {
+    const bool is_read = std::ranges::any_of(write->records, [this](const RecordOnce& once) {
+      const Record& record = records_[once.index];
+      return record.references > 0 && record.serial == once.serial;
+    });
+    if (!is_read) queue_->drop(write->number);
+  }
 }
 
 uint32_t RecordStore::checksum(const std::byte* bytes, int64_t layer, int64_t group,
@@ -144,8 +170,7 @@ int64_t RecordStore::offset_bytes(int64_t layer, int64_t sequence, int64_t group
 
 Status RecordStore::ensure_written(int64_t layer, int64_t sequence, int64_t group) {
   if (pending_.empty()) return Status::ok();
-  const uint64_t written = queue_->written();
-  while (!pending_.empty() && pending_.front().number <= written) pending_.pop_front();
+  forget_written();
   const int64_t offset = offset_bytes(layer, sequence, group);
   for (const PendingWrite& write : pending_) {
     if (offset >= write.begin_bytes && offset < write.end_bytes) {
@@ -169,6 +194,7 @@ void RecordStore::truncate(int64_t layer, int64_t groups) {
       table.pop_back();
     }
   }
+  drop_unread_writes();
 }
 
 void RecordStore::set_sequences(int64_t sequences) {
@@ -192,9 +218,17 @@ void RecordStore::select_sequences(std::span<const int64_t> indices) {
     }
     layer = std::move(selected);
   }
+  drop_unread_writes();
+}
+
+void RecordStore::forget_writes() {
+  queue_->forget();
+  pending_.clear();
+  last_write_ = 0;
 }
 
 void RecordStore::clear() {
+  forget_writes();
   for (auto& layer : tables_) layer.clear();
   records_.clear();
   unused_records_.clear();

@@ -77,12 +77,15 @@ class RecordStore {
   /// True when `bytes` (payload and padding) are what was committed; always, without checksums.
   bool verify(int64_t layer, int64_t sequence, int64_t group, const std::byte* bytes) const;
 
-  /// Drops the groups from `groups` on in a layer, of all sequences.
+  /// Drops the groups from `groups` on in a layer, of all sequences. Writes that are not done and
+  /// that no table holds any more are dropped, too: so is what failed of them.
   void truncate(int64_t layer, int64_t groups);
   void set_sequences(int64_t sequences);
   /// Table i of the new batch shares the records of table indices[i] of the old one.
   void select_sequences(std::span<const int64_t> indices);
   void clear();
+  /// For a store that is about to close: nobody will read what is not written yet.
+  void forget_writes();
 
   /// Bytes of tables for one more group of one sequence in one layer.
   static constexpr int64_t table_bytes_per_group() { return sizeof(Record) + sizeof(uint32_t); }
@@ -101,10 +104,16 @@ class RecordStore {
     uint32_t checksum = 0;
     uint32_t references = 0;
   };
+  /// A record in its place as long as the serial is the same.
+  struct RecordOnce {
+    uint32_t index = 0;
+    uint32_t serial = 0;
+  };
   struct PendingWrite {
     uint64_t number = 0;
     int64_t begin_bytes = 0;
     int64_t end_bytes = 0;
+    std::vector<RecordOnce> records;
   };
   // Deques: they grow without the copy (and the doubled memory) of a vector.
   using Table = std::pmr::deque<uint32_t>;  // [groups]: index into records_
@@ -117,6 +126,8 @@ class RecordStore {
   uint32_t checksum(const std::byte* bytes, int64_t layer, int64_t group, uint32_t serial) const;
   uint32_t add_record(const Record& record);
   void let_go(uint32_t index);
+  void forget_written();
+  void drop_unread_writes();
 
   DataFile* file_;
   std::unique_ptr<Layout> layout_;

@@ -2,11 +2,15 @@
 
 #include <ATen/ATen.h>
 
+#include <cerrno>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "engine/engine.h"
 #include "engine/engine_report.h"
 #include "kvswap/engine_calls.h"
+#include "kvswap/one_caller.h"
 #include "torch/engine_calls.h"
 #include "torch/op_checks.h"
 #include "torch/parallel.h"
@@ -47,15 +51,19 @@ void throw_if_error(const Status& status) {
     case StatusCode::kInvalid:
       // A path that is not there is the caller's mistake and the world's: OSError says which.
       if (status.error_number() != 0) {
-        throw SessionError(Kind::kStorage, status.message(), status.error_number());
+        throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
       }
       TORCH_CHECK_VALUE(false, status.message());
     case StatusCode::kBudget:
       throw SessionError(Kind::kBudget, status.message());
     case StatusCode::kStorage:
-      throw SessionError(Kind::kStorage, status.message(), status.error_number());
+    case StatusCode::kLate:
+      throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
     case StatusCode::kCorrupt:
-      throw SessionError(Kind::kCorrupt, status.message());
+      throw SessionError(Kind::kCorrupt, status.message(), status.error_number(), status.path());
+    case StatusCode::kInterrupted:
+      throw SessionError(status.error_number() == ECANCELED ? Kind::kClosed : Kind::kInterrupted,
+                         status.message());
   }
 }
 
@@ -87,22 +95,40 @@ class Session::Impl {
   Impl(at::Device device, std::unique_ptr<Engine> engine)
       : device(device), engine_(std::move(engine)) {}
 
-  /// The engine, for a call on the caller's current stream.
-  Engine& engine() {
-    if (engine_ == nullptr) {
-      throw SessionError(SessionError::Kind::kClosed,
-                         "session: must be open, got a call after close()");
+  /// One call: nobody else is in the session while it lives.
+  class Use {
+   public:
+    explicit Use(Impl& impl) : impl_(impl), call_(std::in_place, impl.caller_) {
+      if (impl.device.is_cuda()) {
+        engine().parts().space->compute().set_compute_stream(current_stream(impl.device));
+      }
     }
-    if (device.is_cuda())
-      engine_->parts().space->compute().set_compute_stream(current_stream(device));
-    return *engine_;
+    ~Use() {
+      call_.reset();
+      if (impl_.caller_.is_close_due()) impl_.close();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    Engine& engine() const { return *impl_.engine_; }
+
+   private:
+    Impl& impl_;
+    std::optional<OneCaller::Call> call_;
+  };
+
+  void close() {
+    if (!caller_.close([this] { engine_->patience().stop(); })) return;
+    engine_.reset();
+    caller_.closed();
   }
-  void close() { engine_.reset(); }
+  void set_question(std::function<bool()> shall_end) {
+    engine_->patience().set_question(std::move(shall_end));
+  }
 
   /// [batch, heads, tokens, head_dim] on this session's device and of its dtype.
   void check(const char* where, const char* name, const at::Tensor& tensor, int64_t heads,
              int64_t other_heads) {
-    const EngineOptions& options = engine().options();
+    const EngineOptions& options = engine_->options();
     TORCH_CHECK_VALUE(tensor.device() == device, where, ": ", name,
                       " must be on the session's device, ", device, ", got ", tensor.device());
     TORCH_CHECK_VALUE(tensor.dim() == 4 &&
@@ -115,10 +141,10 @@ class Session::Impl {
   }
 
   void check_query(const char* where, const at::Tensor& query) {
-    check(where, "query", query, engine().options().query_heads, engine().options().query_heads);
+    check(where, "query", query, engine_->options().query_heads, engine_->options().query_heads);
   }
   void check_tokens(const char* where, const at::Tensor& keys, const at::Tensor& values) {
-    const int64_t kv_heads = engine().options().kv_heads;
+    const int64_t kv_heads = engine_->options().kv_heads;
     check(where, "keys", keys, kv_heads, kv_heads);
     check(where, "values", values, kv_heads, kv_heads);
     TORCH_CHECK_VALUE(keys.sizes() == values.sizes(), where,
@@ -130,6 +156,7 @@ class Session::Impl {
 
  private:
   std::unique_ptr<Engine> engine_;
+  OneCaller caller_;
 };
 
 /// The engine's options, told apart from torch's: a wrong one is a c10::ValueError here.
@@ -163,40 +190,50 @@ std::map<std::string, int64_t> Session::memory_need(const CoreOptions& options, 
 }
 
 void Session::declare(const at::Tensor& valid) {
+  const Impl::Use use(*impl_);
   TORCH_CHECK_VALUE(valid.dim() == 2 && valid.scalar_type() == at::kBool,
                     "declare: valid must be a [batch, tokens] bool tensor, got ", valid.sizes(),
                     " of ", valid.scalar_type());
   const at::Tensor packed = valid.to(at::kCPU).contiguous();
-  throw_if_error(impl_->engine().declare(packed.size(0), packed.size(1), packed.data_ptr<bool>()));
+  throw_if_error(use.engine().declare(packed.size(0), packed.size(1), packed.data_ptr<bool>()));
 }
 
 void Session::look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale) {
-  const EngineOptions& options = impl_->engine().options();
+  const Impl::Use use(*impl_);
+  const EngineOptions& options = use.engine().options();
   impl_->check("look_ahead", "query", query, options.query_heads, options.kv_heads);
   const at::Tensor packed = plain(query);
   std::optional<float> narrow;
   if (scale) narrow = static_cast<float>(*scale);
-  throw_if_error(impl_->engine().look_ahead(layer, query_view(packed), narrow));
+  throw_if_error(use.engine().look_ahead(layer, query_view(packed), narrow));
 }
 
 void Session::override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups) {
+  const Impl::Use use(*impl_);
   std::vector<std::vector<int32_t>> narrow;
   for (const auto& of_sequence : groups)
     narrow.emplace_back(of_sequence.begin(), of_sequence.end());
-  throw_if_error(impl_->engine().override_selection(layer, std::move(narrow)));
+  throw_if_error(use.engine().override_selection(layer, std::move(narrow)));
 }
 
 void Session::append(int64_t layer, const at::Tensor& keys, const at::Tensor& values) {
+  const Impl::Use use(*impl_);
   impl_->check_tokens("append", keys, values);
   const at::Tensor k = plain(keys);
   const at::Tensor v = plain(values);
-  throw_if_error(impl_->engine().append(layer, token_view(k, v)));
+  throw_if_error(use.engine().append(layer, token_view(k, v)));
 }
 
 at::Tensor Session::attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                            const at::Tensor& values, double scale, const ScoreTerms& terms) {
-  Engine& engine = impl_->engine();
+  const Impl::Use use(*impl_);
   impl_->check_query("attend", query);
+  return attend_now(use.engine(), layer, query, keys, values, scale, terms);
+}
+
+at::Tensor Session::attend_now(Engine& engine, int64_t layer, const at::Tensor& query,
+                               const at::Tensor& keys, const at::Tensor& values, double scale,
+                               const ScoreTerms& terms) {
   const at::Tensor sinks = contiguous_sinks("attend", terms.sinks, query);
   TORCH_CHECK_VALUE(query.size(0) == engine.batch(), "attend: batch must be ", engine.batch(),
                     ", got ", query.size(0));
@@ -221,7 +258,8 @@ at::Tensor Session::attend(int64_t layer, const at::Tensor& query, const at::Ten
 
 at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                            const at::Tensor& values, double scale, const ScoreTerms& terms) {
-  Engine& engine = impl_->engine();
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine();
   impl_->check_tokens("extend", keys, values);
   impl_->check_query("extend", query);
   const at::Tensor sinks = contiguous_sinks("extend", terms.sinks, query);
@@ -232,7 +270,7 @@ at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Ten
   const at::Tensor v = plain(values);
   if (query.size(2) <= engine.options().select_queries_max) {
     throw_if_error(engine.append(layer, token_view(k, v)));
-    return attend(layer, query, k, v, scale, terms);
+    return attend_now(engine, layer, query, k, v, scale, terms);
   }
   throw_if_error(engine.prepare(layer, k.size(0), k.size(2)));
   at::Tensor output = attend_exactly(
@@ -243,7 +281,8 @@ at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Ten
 
 void Session::set_projection(int64_t layer, const at::Tensor& key_projection,
                              const at::Tensor& query_projection) {
-  Engine& engine = impl_->engine();
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine();
   const int64_t width = engine.options().kv_heads * engine.options().head_dim;
   TORCH_CHECK_VALUE(key_projection.sizes() == query_projection.sizes() &&
                         key_projection.dim() == 2 && key_projection.size(0) == width,
@@ -258,11 +297,13 @@ void Session::set_projection(int64_t layer, const at::Tensor& key_projection,
 }
 
 bool Session::needs_projection(int64_t layer) const {
-  return impl_->engine().needs_projection(layer);
+  const Impl::Use use(*impl_);
+  return use.engine().needs_projection(layer);
 }
 
 std::pair<at::Tensor, at::Tensor> Session::read_back(int64_t layer, int64_t begin, int64_t end) {
-  Engine& engine = impl_->engine();
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine();
   const EngineOptions& options = engine.options();
   TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "read_back: columns must rise, got ", begin, "..",
                     end);
@@ -280,40 +321,70 @@ std::pair<at::Tensor, at::Tensor> Session::read_back(int64_t layer, int64_t begi
 }
 
 std::vector<std::vector<int64_t>> Session::last_selection(int64_t layer) const {
-  const auto& chosen = impl_->engine().last_selection(layer);
+  const Impl::Use use(*impl_);
+  const auto& chosen = use.engine().last_selection(layer);
   std::vector<std::vector<int64_t>> selection;
   for (const auto& groups : chosen) selection.emplace_back(groups.begin(), groups.end());
   return selection;
 }
 
 void Session::select_sequences(const std::vector<int64_t>& indices) {
-  throw_if_error(impl_->engine().select_sequences(indices));
+  const Impl::Use use(*impl_);
+  throw_if_error(use.engine().select_sequences(indices));
 }
 
-void Session::crop(int64_t columns) { throw_if_error(impl_->engine().crop(columns)); }
+void Session::crop(int64_t columns) {
+  const Impl::Use use(*impl_);
+  throw_if_error(use.engine().crop(columns));
+}
 
-void Session::reset() { impl_->engine().reset(); }
+void Session::reset() {
+  const Impl::Use use(*impl_);
+  throw_if_error(use.engine().reset());
+}
 
 void Session::close() noexcept { impl_->close(); }
 
-int64_t Session::columns(int64_t layer) const { return impl_->engine().columns(layer); }
+void Session::set_question(std::function<bool()> shall_end) {
+  const Impl::Use use(*impl_);
+  impl_->set_question(std::move(shall_end));
+}
 
-int64_t Session::batch() const { return impl_->engine().batch(); }
+int64_t Session::columns(int64_t layer) const {
+  const Impl::Use use(*impl_);
+  return use.engine().columns(layer);
+}
 
-std::map<std::string, double> Session::counters() const { return engine_counters(impl_->engine()); }
+int64_t Session::batch() const {
+  const Impl::Use use(*impl_);
+  return use.engine().batch();
+}
 
-std::map<std::string, std::string> Session::facts() const { return engine_facts(impl_->engine()); }
+std::map<std::string, double> Session::counters() const {
+  const Impl::Use use(*impl_);
+  return engine_counters(use.engine());
+}
 
-std::map<std::string, int64_t> Session::ledger() const { return engine_ledger(impl_->engine()); }
+std::map<std::string, std::string> Session::facts() const {
+  const Impl::Use use(*impl_);
+  return engine_facts(use.engine());
+}
+
+std::map<std::string, int64_t> Session::ledger() const {
+  const Impl::Use use(*impl_);
+  return engine_ledger(use.engine());
+}
 
 std::string Session::timeline() const {
+  const Impl::Use use(*impl_);
   std::string trace;
-  throw_if_error(engine_timeline(impl_->engine(), trace));
+  throw_if_error(engine_timeline(use.engine(), trace));
   return trace;
 }
 
 void Session::record_predict(int64_t layer, int64_t began_ns) {
-  Timeline* timeline = impl_->engine().parts().timeline.get();
+  const Impl::Use use(*impl_);
+  Timeline* timeline = use.engine().parts().timeline.get();
   if (timeline == nullptr) return;
   timeline->record({.kind = SpanKind::kPredict,
                     .layer = layer,

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,6 +14,8 @@
 #include "kvswap/core_session.h"
 
 namespace kvswap {
+
+class Engine;
 
 /// What attention does to its scores beside scaling them: Gemma 2 caps them, gpt-oss has sinks.
 struct ScoreTerms {
@@ -34,8 +37,13 @@ struct ScoreTerms {
 /// as operations of torch do; tensors may come from and go to that stream at once. The host waits
 /// for chosen ids and for the disk.
 ///
-/// Thread rules: one thread at a time. Not valid in a forked child. Every method but close() throws
-/// c10::ValueError for a wrong call and kvswap::SessionError for what the world refuses.
+/// Thread rules: one thread at a time; a call while another one runs throws SessionError (kBusy).
+/// close() is called by any thread: it makes the running call end at its next wait for the disk,
+/// and waits for it. Not valid in a forked child. Every method but close() throws c10::ValueError
+/// for a wrong call and kvswap::SessionError for what the world refuses.
+///
+/// After an error the same call may be made again, when its cause is gone; crop() to the columns
+/// before a forward pass takes back what its layers have appended.
 class Session {
  public:
   explicit Session(const CoreOptions& options);
@@ -103,6 +111,9 @@ class Session {
   /// Gives back file and memory; further calls throw. Idempotent, never throws.
   void close() noexcept;
 
+  /// Asked about every 100 ms by a call that waits for the disk; true ends it. For Ctrl-C.
+  void set_question(std::function<bool()> shall_end);
+
   int64_t columns(int64_t layer) const;
   int64_t batch() const;  // 0 before the first append
 
@@ -123,6 +134,10 @@ class Session {
 
  private:
   class Impl;
+  static at::Tensor attend_now(Engine& engine, int64_t layer, const at::Tensor& query,
+                               const at::Tensor& keys, const at::Tensor& values, double scale,
+                               const ScoreTerms& terms);
+
   std::unique_ptr<Impl> impl_;
 };
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.errors import KVSwapError, UnsupportedModelError
 from kvswap_torch.hf import passes
 
 if TYPE_CHECKING:
@@ -93,6 +93,16 @@ class Switch:
                 decoder, self._decoder = self._decoder, None
                 if decoder is not None and decoder.config._attn_implementation == NAME:
                     decoder.set_attn_implementation(self.previous)
+
+
+def check_switched(config: Any) -> None:
+    """A pass with a cache needs the model on our attention function."""
+    if config._attn_implementation != NAME:
+        raise KVSwapError(
+            f"KVSwapCache: the model's attention must stay {NAME!r} while a cache is open, got "
+            f"{config._attn_implementation!r} from set_attn_implementation(); close the cache "
+            "first: other caches go on with what the model had"
+        )
 
 
 def register() -> None:

@@ -18,15 +18,16 @@ from transformers.cache_utils import (
 )
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ConfigError, KVSwapError
+from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf import convert, passes
-from kvswap_torch.hf.attention import NAME, Switch
+from kvswap_torch.hf.attention import Switch, check_switched
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead, attention_scale
+from kvswap_torch.hf.open_pass import OpenPass
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from kvswap_torch.hf.stats import CacheStats, collect
@@ -48,6 +49,10 @@ class KVSwapCache(Cache):
 
     Not for: training, ``torch.compile`` of the model after the cache was opened, a forked child, or
     more than one thread or generation at a time in one cache.
+
+    A forward pass that ends in an exception, a full disk or a Ctrl-C, is taken back before the next
+    use: the cache holds what it held before, and the same pass may be run again. `close` may be
+    called while another thread runs a pass, which then ends with `ClosedError`.
 
     Parameters
     ----------
@@ -112,7 +117,7 @@ class KVSwapCache(Cache):
         """Opens this process's part; returns what must be alike on all ranks, by name."""
         config, budget, projections, alike = wish.granted(self.parts)
         self._others_changed = False  # a pass has begun to change layers that are not on disk
-        self._passing: threading.Thread | None = None  # who runs a forward pass
+        self._pass: OpenPass | None = None  # under way, or ended by an exception
         self._entering = threading.Lock()
         settings = config or SwapConfig()
         # Only sums of products can do with summed queries.
@@ -179,7 +184,7 @@ class KVSwapCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache, padding included; never the number that a step attends."""
-        self.driver.check_open()
+        self._make_usable()
         if layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, DiskLayer | LayerElsewhere):
@@ -197,7 +202,7 @@ class KVSwapCache(Cache):
     @property
     def batch_size(self) -> int:
         """Sequences in the cache; -1 while it is empty."""
-        self.driver.check_open()
+        self._make_usable()
         return self.driver.session.batch() or -1
 
     @property
@@ -232,7 +237,7 @@ class KVSwapCache(Cache):
         ValueError
             For a positive number, which once meant the length to keep.
         """
-        self.driver.check_open()
+        self._make_usable()
         if tokens_to_remove > 0:
             raise ValueError(
                 "crop: must be given a negative number, of tokens to remove, got "
@@ -245,12 +250,14 @@ class KVSwapCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i goes on as sequence ``beam_idx[i]``; nothing is rewritten on disk."""
+        self._make_usable()
         for layer in self._other_layers():
             layer.reorder_cache(beam_idx)
         self.driver.select_sequences(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences `indices`: numbers, or a mask over the batch."""
+        self._make_usable()
         for layer in self._other_layers():
             layer.batch_select_indices(indices)
         chosen = torch.as_tensor(indices)
@@ -261,6 +268,7 @@ class KVSwapCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
+        self._make_usable()
         for layer in self._other_layers():
             layer.batch_repeat_interleave(repeats)
         batch = max(0, self.batch_size)
@@ -271,7 +279,7 @@ class KVSwapCache(Cache):
         for layer in self._other_layers():
             layer.reset()
         self.driver.reset()
-        self._others_changed, self._passing = False, None
+        self._others_changed, self._pass = False, None
 
     def stats(self, timeline: bool = False) -> CacheStats:
         """Counts since the cache was opened, and the memory it uses; prints as a table.
@@ -328,40 +336,36 @@ class KVSwapCache(Cache):
 
     # What its hooks call.
 
-    def begin_pass(self) -> None:
-        """The decoder is about to run with this cache."""
+    def begin_pass(self, module: nn.Module) -> None:
+        """`module`, the decoder or one around it, was called with this cache."""
         self.driver.check_open()
-        self._refuse_other_threads()
-        if self.parts.config._attn_implementation != NAME:
-            raise KVSwapError(
-                f"KVSwapCache: the model's attention must stay {NAME!r} while a cache is open, got "
-                f"{self.parts.config._attn_implementation!r} from set_attn_implementation(); close "
-                "the cache first: other caches go on with what the model had"
-            )
-        if self._others_changed:
-            # Layers on disk tell by their lengths; a state of fixed size would not.
-            self.driver.refuse_interrupted()
-
-    def end_pass(self, is_whole: bool) -> None:
-        """The decoder has run, to its end or not."""
-        if self._bar is not None:
-            self._bar.end()
-        if self._passing is threading.current_thread():
-            self._passing = None
-            if is_whole:
-                self._others_changed = False
-
-    def _refuse_other_threads(self) -> None:
-        me = threading.current_thread()
         with self._entering:
-            other = self._passing
-            if other is None or other is me or not other.is_alive():
-                self._passing = me
-                return
-        raise KVSwapError(
-            f"KVSwapCache: must be used by one thread at a time, got a forward pass in {me.name} "
-            f"while one of {other.name} is under way; open a cache for each thread"
-        )
+            opened = self._pass
+            if opened is not None and opened.is_running():
+                return opened.check_thread()
+            check_switched(self.parts.config)
+            self._make_usable()
+            self._pass = OpenPass(module, self.driver.begin_pass(), self._other_layers())
+
+    def end_pass(self, module: nn.Module, is_whole: bool) -> None:
+        """`module` has run, to its end or not."""
+        if self._bar is not None and module is self.parts.decoder:
+            self._bar.end()
+        if self._pass is not None and self._pass.is_of(module):
+            if is_whole:
+                self._pass, self._others_changed = None, False
+            else:
+                self._pass.fail()
+
+    def _make_usable(self) -> None:
+        """Before each use, since a Ctrl-C runs no hook: a failed pass leaves no trace."""
+        self.driver.check_open()
+        if self._pass is None or self._pass.is_running():
+            return
+        if self._others_changed:
+            self._pass.take_back_others()
+        self.driver.take_back(self._pass.columns)
+        self._pass, self._others_changed = None, False
 
     def before_layer(
         self, index: int, module: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]

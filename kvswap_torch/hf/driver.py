@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.settings import Budget, FirstPass, settle
 from kvswap_torch.projection import Pair, from_chunk
@@ -57,11 +58,13 @@ class SessionDriver:
         self._projections = projections
         self._estimated: dict[int, str] = {}
         self._declared = False  # the session holds a validity that not all layers have taken
+        self._estimated_before: dict[int, str] = {}  # the pass under way
         self.estimate_seconds = 0.0
         self._settled = budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = (0, 0)  # columns and sequences of every layer when the pass began
         self._owner_pid = os.getpid()
+        self._is_closed = False
         self.session: Any = None
         self._open(None)
 
@@ -114,7 +117,7 @@ class SessionDriver:
 
         Threads are not forked, and the libraries that torch computes with wait for theirs.
         """
-        if self.session is None:
+        if self._is_closed:
             raise ClosedError("KVSwapCache: must be open, was closed; open another cache")
         if os.getpid() != self._owner_pid:
             raise ValueError(
@@ -124,7 +127,7 @@ class SessionDriver:
 
     @property
     def is_open(self) -> bool:
-        return self.session is not None
+        return not self._is_closed
 
     @property
     def max_context(self) -> int:
@@ -162,7 +165,7 @@ class SessionDriver:
             )
         columns = self.columns()
         if any(self.columns(i) != columns for i in range(1, self.parts.shape.layers)):
-            self.refuse_interrupted()
+            raise KVSwapError("KVSwapCache: layers are out of step; call reset() and begin again")
         held = self.session.batch()
         if columns and batch != held:
             raise ValueError(
@@ -182,12 +185,20 @@ class SessionDriver:
             self._declared = True
             self.session.declare(valid)
 
-    def refuse_interrupted(self) -> NoReturn:
-        """Layers are out of step; nothing computed from them would be right."""
-        raise KVSwapError(
-            "KVSwapCache: all layers must hold the same columns, but an earlier forward pass was "
-            "interrupted; call reset() and begin again"
-        )
+    def begin_pass(self) -> int:
+        """Columns before a pass that is about to begin; `take_back` comes back to this."""
+        self._estimated_before = dict(self._estimated)
+        return self.columns()
+
+    def take_back(self, columns: int) -> None:
+        """A pass has failed: every layer has the first `columns` columns again, and no more."""
+        if columns == 0:
+            self.reset()
+            return
+        self.session.crop(columns)
+        self.padding.crop(columns)
+        self._declared = False
+        self._estimated = dict(self._estimated_before)
 
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float) -> None:
         """query: ``[batch, heads or kv_heads, queries, dim]``, predicted; scale: of products."""
@@ -228,7 +239,7 @@ class SessionDriver:
         query_, keys, values = self._own_types(query, keys, values)
         with torch.no_grad():
             output = self._attend(layer, query_, keys, values, terms).to(type_before)
-        return _NoGradient.apply(output, query) if torch.is_grad_enabled() else output
+        return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 
     def _own_types(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """As the cache was opened with, where autocast has made other types."""
@@ -364,9 +375,10 @@ class SessionDriver:
 
     def close(self) -> None:
         """Frees file and memory. Idempotent."""
+        # The session stays: another thread's pass gets its ClosedError, not an AttributeError.
+        self._is_closed = True
         if self.session is not None:
-            session, self.session = self.session, None
-            session.close()
+            self.session.close()
 
     def _refuse_rope_crossing(self, columns: int, tokens: int) -> None:
         """Long RoPE has other factors past the original length, which changes earlier keys."""
@@ -381,18 +393,6 @@ class SessionDriver:
                 "reset() and prefill the whole text at once (a prompt that is longer from the "
                 "start is fine)"
             )
-
-
-class _NoGradient(torch.autograd.Function):
-    """Passes an output on; says so when somebody asks for gradients through the cache."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise KVSwapError("KVSwapCache: is for inference, gradients do not pass through the disk")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

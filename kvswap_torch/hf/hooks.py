@@ -81,10 +81,8 @@ class _Enter(_Hook):
         if not _uses(cache, args, kwargs):
             passes.end(cache)
             return
-        cache.driver.check_open()
+        cache.begin_pass(module)
         passes.begin(cache)
-        if module is cache.parts.decoder:
-            cache.begin_pass()
 
 
 class _Leave(_Hook):
@@ -95,8 +93,7 @@ class _Leave(_Hook):
     def run(self, cache, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if _uses(cache, args, kwargs):
             passes.end(cache)
-            if module is cache.parts.decoder:
-                cache.end_pass(is_whole=output is not None)
+            cache.end_pass(module, is_whole=output is not None)
 
 
 class _Before(_Hook):

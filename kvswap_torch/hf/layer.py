@@ -79,6 +79,11 @@ class DiskLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: memory is allocated when the session's first tokens come."""
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether `update` took keys and values that wait for `attend`."""
+        return self._pending is not None
+
     def arm(self) -> None:
         """The model's own attention module is about to run with this cache."""
         self._armed, self._pending = True, None

@@ -64,4 +64,7 @@ def layer_of(module: nn.Module) -> DiskLayer | None:
     if here.attending is None:
         return None
     expected, found = (reference() for reference in here.attending)
-    return found if expected is module and found is not None and found.driver.is_open else None
+    if expected is not module or found is None:
+        return None
+    # A cache that was closed since this pass gave it keys must not be passed over in silence.
+    return found if found.driver.is_open or found.has_pending else None

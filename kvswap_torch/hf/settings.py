@@ -38,10 +38,14 @@ def budget_of(
     """What the user said, checked."""
     if kv_memory_bytes is not None:
         kv_memory_bytes = parse_bytes(kv_memory_bytes, "kv_memory_bytes")
-    for name, value in (("max_context", max_context), ("max_batch", max_batch)):
-        positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    # Columns are of 32 bits in the session.
+    for name, value, most in (
+        ("max_context", max_context, 2**31 - 1),
+        ("max_batch", max_batch, 65536),
+    ):
+        positive = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
         if value is not None and not positive:
-            raise ConfigError(f"{name}: must be a positive int or None, got {value!r}")
+            raise ConfigError(f"{name}: must be a positive int up to {most} or None, got {value!r}")
     return Budget(kv_memory_bytes, max_context, max_batch)
 
 

@@ -29,6 +29,7 @@ NEVER = {
     "make golden": "minutes; test_golden.py compares in CI",
     "make gpu-check": "needs a GPU",
     "make sanitize": "runs in CI beside this",
+    "make faults": "minutes each, and the soak an hour",
     "kvswap generate --model DIR": "needs a model of the reader's own",
     "torchrun": "needs a model of the reader's own",
     "python -m examples.batch": "needs a model of the reader's own",

@@ -264,7 +264,7 @@ def test_masks_that_say_more_than_padding(llama, open_cache):
 
 
 def test_an_interrupted_pass(llama, open_cache):
-    """Layers of different length are noticed; after reset() all is well."""
+    """Layers of different length are noticed and made equal; the same pass may be run again."""
     cache = open_cache(llama)
     inputs = prompt(1, 12)
 
@@ -276,9 +276,7 @@ def test_an_interrupted_pass(llama, open_cache):
         forward(llama, inputs["input_ids"], cache)
     handle.remove()
     assert torch.equal(greedy(llama, inputs), greedy(llama, inputs))
-    with pytest.raises(KVSwapError, match="interrupted"):
-        forward(llama, inputs["input_ids"], cache)
-    cache.reset()
+    assert cache.get_seq_length() == 0
     assert torch.equal(greedy(llama, inputs, cache), greedy(llama, inputs))
 
 

@@ -255,7 +255,8 @@ class EngineRun {
 
   void reset() {
     reference_.reset();
-    engine_->reset();
+    const Status status = engine_->reset();
+    ASSERT_TRUE(status.is_ok()) << status.message();
   }
 
   /// Random validity: left padding of each sequence, none for the longest.

@@ -103,6 +103,7 @@ class DeviceSpaceTest : public testing::Test {
   RecordStore::StagedRun run() {
     RecordStore::StagedRun run;
     run.buffer.data = reinterpret_cast<std::byte*>(staging_.data());
+    run.buffer.index = 0;
     run.count = 1;
     return run;
   }

@@ -158,8 +158,12 @@ TEST(Quota, OfLessThanThePromisedContextIsRefusedAtTheStart) {
   options.disk_quota_bytes = 1 << 20;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
   options.disk_quota_bytes = std::nullopt;
-  options.max_context = int64_t{1} << 40;
+  options.max_context = (int64_t{1} << 31) - 1;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kStorage);
+  for (const int64_t too_long : {int64_t{1} << 31, int64_t{1} << 62}) {
+    options.max_context = too_long;
+    EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kInvalid);
+  }
 }
 
 TEST(Calls, OutOfTurnOrRangeAreRefused) {

@@ -49,6 +49,7 @@ class FaultyReader final : public BlockReader {
 
   Status wait(Ticket ticket) override {
     Status status = inner_->wait(ticket);
+    if (status.is_pending()) return status;
     const Planned planned = std::exchange(planned_[ticket], {});
     planned_.erase(ticket);
     if (!status.is_ok()) return status;
@@ -84,6 +85,7 @@ struct WriteFaults {
   uint64_t tear_write = 0;    // this write() puts its first half down and fails
   uint64_t flip_write = 0;    // one bit of this write() goes down wrong, and nobody is told
   uint64_t fail_reserve = 0;  // this reserve() fails
+  bool lasts = false;         // fail_write is the first of many: until it is set to 0
   int error_number = ENOSPC;
 
   uint64_t writes_seen = 0;
@@ -103,7 +105,9 @@ class FaultyDataFile final : public ForwardingFile {
 
   Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
     const uint64_t number = ++faults_->writes_seen;
-    if (number == faults_->fail_write) return injected("write");
+    const uint64_t first = faults_->fail_write;
+    if (number == first || (faults_->lasts && first > 0 && number > first))
+      return injected("write");
     if (number == faults_->tear_write) {
       const auto alignment = static_cast<size_t>(alignment_bytes());
       const size_t half = bytes.size() / 2 / alignment * alignment;

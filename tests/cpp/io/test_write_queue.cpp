@@ -110,9 +110,9 @@ TEST_F(WriteQueueTest, KeepsTheOrderAndItsBound) {
   EXPECT_EQ(gated.order(), (std::vector<int64_t>{5 * kBlock, 2 * kBlock, 9 * kBlock}));
 }
 
-TEST_F(WriteQueueTest, AnErrorStays) {
+TEST_F(WriteQueueTest, AnErrorStaysUntilItIsForgotten) {
   for (uint64_t bad = 1; bad <= 6; ++bad) {
-    WriteFaults faults{.fail_write = bad};
+    WriteFaults faults{.fail_write = bad, .lasts = true};
     FaultyDataFile faulty(must(DataFile::open({.directory = directory_.path()})), &faults);
     const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 3}));
     Status first;
@@ -122,23 +122,90 @@ TEST_F(WriteQueueTest, AnErrorStays) {
         first = buffer.status();
         break;
       }
-      const Result<uint64_t> number = queue->submit(buffer.value(), index * kBlock, kBlock);
-      if (!number.is_ok()) first = number.status();
+      std::memset(buffer.value().data, index, kBlock);
+      (void)must(queue->submit(buffer.value(), index * kBlock, kBlock));
     }
     if (first.is_ok()) first = queue->wait(6);
     EXPECT_EQ(first.error_number(), ENOSPC) << bad;
     EXPECT_EQ(queue->written(), bad - 1);
     EXPECT_FALSE(queue->acquire().is_ok());
     EXPECT_FALSE(queue->wait(bad).is_ok());
+    queue->forget();
+    faults.fail_write = 0;
+    EXPECT_EQ(queue->written(), queue->written());
+    const uint64_t next = put(*queue, 0, 0x77);
+    must(queue->wait(next));
+    EXPECT_EQ(queue->written(), next);
   }
 }
 
+TEST_F(WriteQueueTest, WhatFailedIsWrittenOnceTheDiskTakesIt) {
+  WriteFaults faults{.fail_write = 2, .lasts = true};
+  FaultyDataFile faulty(std::move(file_), &faults);
+  const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 3}));
+  for (int index = 0; index < 3; ++index) put(*queue, index * kBlock, 0x30 + index);
+  EXPECT_EQ(queue->wait(3).error_number(), ENOSPC);
+  EXPECT_EQ(queue->wait(3).error_number(), ENOSPC);
+  faults.fail_write = 0;
+  must(queue->wait(3));
+  const AlignedBytes read(kBlock);
+  for (int index = 0; index < 3; ++index) {
+    ASSERT_EQ(::pread(faulty.fd(), read.data(), kBlock, index * kBlock), kBlock);
+    EXPECT_EQ(static_cast<int>(read.data()[kBlock - 1]), 0x30 + index);
+  }
+}
+
+TEST_F(WriteQueueTest, ATransientErrorIsTriedOnceMore) {
+  for (const int error : {EIO, EAGAIN, EINTR}) {
+    WriteFaults faults{.fail_write = 1, .error_number = error};
+    FaultyDataFile faulty(must(DataFile::open({.directory = directory_.path()})), &faults);
+    const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 1}));
+    must(queue->wait(put(*queue, 0, 1)));
+    EXPECT_EQ(faults.writes_seen, 2u);
+  }
+}
+
+TEST_F(WriteQueueTest, AWriteThatNobodyReadsIsDropped) {
+  WriteFaults faults{.fail_write = 1, .lasts = true};
+  FaultyDataFile faulty(std::move(file_), &faults);
+  const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 2}));
+  const uint64_t first = put(*queue, 0, 1);
+  const uint64_t second = put(*queue, kBlock, 2);
+  EXPECT_FALSE(queue->wait(second).is_ok());
+  queue->drop(first);
+  faults.fail_write = 0;
+  must(queue->wait(second));
+  EXPECT_EQ(queue->bytes_written(), static_cast<uint64_t>(kBlock));
+  must(queue->wait(put(*queue, 0, 3)));
+}
+
 TEST_F(WriteQueueTest, AnErrorFreesAProducerThatWaits) {
-  WriteFaults faults{.fail_write = 1};
+  WriteFaults faults{.fail_write = 1, .lasts = true};
   FaultyDataFile faulty(std::move(file_), &faults);
   const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 1}));
   put(*queue, 0, 1);
   EXPECT_FALSE(queue->acquire().is_ok());
+}
+
+TEST_F(WriteQueueTest, AWaitEndsWhenItIsAskedToAndWhenItTakesTooLong) {
+  GatedFile gated(std::move(file_));
+  std::vector<std::string> log;
+  Patience patience(1.2);
+  set_log([&](const std::string& line) { log.push_back(line); });
+  const auto queue = must(
+      WriteQueue::create(&gated, {.buffer_bytes = kBlock, .buffers = 1, .patience = &patience}));
+  const uint64_t number = put(*queue, 3 * kBlock, 1);
+  const Status late = queue->wait(number);
+  EXPECT_EQ(late.code(), StatusCode::kLate);
+  EXPECT_EQ(late.error_number(), ETIMEDOUT);
+  EXPECT_TRUE(contains(late.message(), "offset " + std::to_string(3 * kBlock)));
+  EXPECT_EQ(log.size(), 1u) << "logged once";
+  patience.stop();
+  EXPECT_EQ(queue->acquire().status().code(), StatusCode::kInterrupted);
+  patience.wait_for_all();
+  gated.allow(1);
+  must(queue->wait(number));
+  set_log(nullptr);
 }
 
 TEST_F(WriteQueueTest, GivingBackMakesRoom) {
@@ -147,15 +214,17 @@ TEST_F(WriteQueueTest, GivingBackMakesRoom) {
   put(*queue, 0, 1);
 }
 
-TEST_F(WriteQueueTest, ClosingWritesWhatWasHandedIn) {
-  auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 4}));
+TEST_F(WriteQueueTest, ClosingDropsWhatNobodyWillRead) {
+  GatedFile gated(std::move(file_));
+  auto queue = must(WriteQueue::create(&gated, {.buffer_bytes = kBlock, .buffers = 4}));
   for (int index = 0; index < 4; ++index) put(*queue, index * kBlock, 0x40 + index);
-  queue.reset();
-  const AlignedBytes read(kBlock);
-  for (int index = 0; index < 4; ++index) {
-    ASSERT_EQ(::pread(file_->fd(), read.data(), kBlock, index * kBlock), kBlock);
-    EXPECT_EQ(static_cast<int>(read.data()[kBlock - 1]), 0x40 + index);
-  }
+  gated.allow(1);
+  must(queue->wait(1));
+  std::thread closing([&] { queue.reset(); });
+  ::usleep(20000);
+  gated.allow(1);
+  closing.join();
+  EXPECT_LE(gated.order().size(), 2u);
 }
 
 TEST_F(WriteQueueTest, RefusesWhatItCannotWrite) {

@@ -222,8 +222,8 @@ TEST_F(RecordStoreTest, AFullQuotaRefusesTheNextRecordAndHarmsNoOther) {
   expect_content(0, 0, store_->groups(0, 0) - 1, 7);
 }
 
-TEST_F(RecordStoreTest, AFailedWriteStaysAnError) {
-  WriteFaults faults{.fail_write = 3};
+TEST_F(RecordStoreTest, AFailedWriteStaysAnErrorUntilItIsWrittenOrUnread) {
+  WriteFaults faults{.fail_write = 3, .lasts = true};
   auto inner = must(DataFile::open({.directory = directory_.path()}));
   FaultyDataFile file(std::move(inner), &faults);
   auto store = must(RecordStore::create(&file, must(SequenceLayout::create(4096, 4096, 1)),
@@ -239,6 +239,16 @@ TEST_F(RecordStoreTest, AFailedWriteStaysAnError) {
   EXPECT_TRUE(store->ensure_written(0, 0, 0).is_ok()) << "what was written may be read";
   EXPECT_EQ(store->ensure_written(0, 0, 2).code(), StatusCode::kStorage);
   EXPECT_EQ(store->flush().code(), StatusCode::kStorage);
+  faults.fail_write = 0;
+  EXPECT_TRUE(store->flush().is_ok());
+  faults.fail_write = faults.writes_seen + 1;
+  auto run = must(store->stage(0, 1));
+  ASSERT_TRUE(store->commit(run, std::vector<int64_t>{0}).is_ok());
+  EXPECT_EQ(store->flush().code(), StatusCode::kStorage);
+  const uint64_t written = store->bytes_written();
+  store->truncate(0, store->groups(0, 0) - 1);
+  EXPECT_TRUE(store->flush().is_ok()) << "nobody reads it any more";
+  EXPECT_EQ(store->bytes_written(), written);
 }
 
 }  // namespace

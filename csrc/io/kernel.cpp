@@ -1,0 +1,124 @@
+#include "io/kernel.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+
+#if KVSWAP_HAS_URING
+#include <liburing.h>
+#endif
+
+#if defined(__has_feature)
+#define KVSWAP_CLANG_TSAN __has_feature(thread_sanitizer)
+#else
+#define KVSWAP_CLANG_TSAN 0
+#endif
+
+namespace kvswap {
+namespace {
+
+/// A file that outgrows the limit of `ulimit -f` sends SIGXFSZ, which ends a program that does not
+/// expect it; with the signal blocked the call returns EFBIG alone.
+class BlockedFileSizeSignal {
+ public:
+  BlockedFileSizeSignal() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &signal_, &before_);
+  }
+  ~BlockedFileSizeSignal() {
+    if (sigismember(&before_, SIGXFSZ) == 1) return;
+    const timespec at_once{};
+    while (sigtimedwait(&signal_, nullptr, &at_once) < 0 && errno == EINTR) {
+    }
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  BlockedFileSizeSignal(const BlockedFileSizeSignal&) = delete;
+  BlockedFileSizeSignal& operator=(const BlockedFileSizeSignal&) = delete;
+
+ private:
+  sigset_t signal_;
+  sigset_t before_;
+};
+
+template <typename T>
+T or_errno(T result) {
+  return result < 0 ? -errno : result;
+}
+
+Kernel linux_itself;
+std::atomic<Kernel*> in_use = &linux_itself;
+
+}  // namespace
+
+int Kernel::open(const char* path, int flags, mode_t mode) {
+  return or_errno(::open(path, flags, mode));
+}
+
+int Kernel::fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes) {
+  const BlockedFileSizeSignal blocked;
+  return or_errno(::fallocate(fd, mode, offset_bytes, length_bytes));
+}
+
+int Kernel::ftruncate(int fd, int64_t size_bytes) {
+  const BlockedFileSizeSignal blocked;
+  return or_errno(::ftruncate(fd, size_bytes));
+}
+
+int64_t Kernel::pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) {
+  const BlockedFileSizeSignal blocked;
+  return or_errno<int64_t>(::pwrite(fd, data, bytes, offset_bytes));
+}
+
+int64_t Kernel::preadv(int fd, const iovec* targets, int count, int64_t offset_bytes) {
+#if defined(__SANITIZE_THREAD__) || KVSWAP_CLANG_TSAN
+  // Gaps of merged reads land in one scrap area from several threads at once, and nobody reads it.
+  // The interceptor of preadv() would call that a race.
+  return or_errno<int64_t>(::syscall(SYS_preadv, fd, targets, count, offset_bytes, 0));
+#else
+  return or_errno<int64_t>(::preadv(fd, targets, count, offset_bytes));
+#endif
+}
+
+#if KVSWAP_HAS_URING
+
+int Kernel::ring_setup(unsigned entries, io_uring* ring, unsigned flags) {
+  return io_uring_queue_init(entries, ring, flags);
+}
+
+int Kernel::ring_submit(io_uring* ring, unsigned completions) {
+  return completions == 0 ? io_uring_submit(ring) : io_uring_submit_and_wait(ring, completions);
+}
+
+int Kernel::ring_reap(io_uring* ring, std::span<RingCompletion> completions) {
+  io_uring_cqe* entry = nullptr;
+  unsigned head = 0;
+  unsigned count = 0;
+  io_uring_for_each_cqe(ring, head, entry) {
+    if (count == completions.size()) break;
+    completions[count++] = {entry->user_data, entry->res};
+  }
+  io_uring_cq_advance(ring, count);
+  return static_cast<int>(count);
+}
+
+#else
+
+int Kernel::ring_setup(unsigned, io_uring*, unsigned) { return -ENOSYS; }
+int Kernel::ring_submit(io_uring*, unsigned) { return -ENOSYS; }
+int Kernel::ring_reap(io_uring*, std::span<RingCompletion>) { return 0; }
+
+#endif
+
+Kernel& kernel() { return *in_use.load(std::memory_order_acquire); }
+
+void use_kernel(Kernel* kernel) {
+  in_use.store(kernel == nullptr ? &linux_itself : kernel, std::memory_order_release);
+}
+
+}  // namespace kvswap

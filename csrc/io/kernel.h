@@ -1,0 +1,45 @@
+#pragma once
+
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+struct io_uring;
+
+namespace kvswap {
+
+/// A completed entry of a ring: the tag it was queued with, and bytes or minus errno.
+struct RingCompletion {
+  uint64_t tag = 0;
+  int result = 0;
+};
+
+/// The system calls that files and readers make, one function each.
+///
+/// Every function returns what the call returns, or minus errno. The default is Linux itself; tests
+/// put errors, delays and short counts here, below all that is ours. Thread-safe.
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  virtual int open(const char* path, int flags, mode_t mode);
+  virtual int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes);
+  virtual int ftruncate(int fd, int64_t size_bytes);
+  virtual int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes);
+  virtual int64_t preadv(int fd, const iovec* targets, int count, int64_t offset_bytes);
+  virtual int ring_setup(unsigned entries, io_uring* ring, unsigned flags);
+  /// Hands queued entries over and waits for `completions` of those in flight.
+  virtual int ring_submit(io_uring* ring, unsigned completions);
+  /// Takes what has completed, in any order; returns how many.
+  virtual int ring_reap(io_uring* ring, std::span<RingCompletion> completions);
+};
+
+/// The one in use.
+Kernel& kernel();
+
+/// For tests, while no session is open: null gives Linux itself back.
+void use_kernel(Kernel* kernel);
+
+}  // namespace kvswap

@@ -1,0 +1,259 @@
+// The fault matrix: every class of trouble below every reader, mode, place and phase. A fault ends
+// in exact data or one Status, and what follows it, the disk well again, is right.
+//
+// With KVSWAP_FAULT_TABLE naming a file the cells are written there: make faults.
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <string>
+
+#include "device/host_device.h"
+#include "engine_run.h"
+#include "io/faulty_kernel.h"
+#include "io/host_info.h"
+
+namespace kvswap {
+namespace {
+
+struct FaultClass {
+  const char* name;
+  KernelFault fault;
+};
+
+/// One of each is struck at its 1st, 2nd, 3rd ... call.
+const FaultClass kClasses[] = {
+    {"read: EIO once", {.call = KernelCall::kRead, .error_number = EIO}},
+    {"read: EIO for ever", {.call = KernelCall::kRead, .is_lasting = true, .error_number = EIO}},
+    {"read: EAGAIN once", {.call = KernelCall::kRead, .error_number = EAGAIN}},
+    {"read: EINTR once", {.call = KernelCall::kRead, .error_number = EINTR}},
+    {"read: ENODEV", {.call = KernelCall::kRead, .is_lasting = true, .error_number = ENODEV}},
+    {"read: short", {.call = KernelCall::kRead, .is_lasting = true, .is_short = true}},
+    {"read: late", {.call = KernelCall::kRead, .is_lasting = true, .delay_us = 200}},
+    {"read: reordered", {.call = KernelCall::kRead, .is_lasting = true, .reorders = true}},
+    {"write: ENOSPC", {.call = KernelCall::kWrite, .is_lasting = true, .error_number = ENOSPC}},
+    {"write: EIO once", {.call = KernelCall::kWrite, .error_number = EIO}},
+    {"write: EIO for ever", {.call = KernelCall::kWrite, .is_lasting = true, .error_number = EIO}},
+    {"write: EAGAIN once", {.call = KernelCall::kWrite, .error_number = EAGAIN}},
+    {"write: EROFS", {.call = KernelCall::kWrite, .is_lasting = true, .error_number = EROFS}},
+    {"write: short", {.call = KernelCall::kWrite, .is_lasting = true, .is_short = true}},
+    {"write: late", {.call = KernelCall::kWrite, .is_lasting = true, .delay_us = 200}},
+    {"allocate: ENOSPC",
+     {.call = KernelCall::kAllocate, .is_lasting = true, .error_number = ENOSPC}},
+    {"allocate: EFBIG", {.call = KernelCall::kAllocate, .is_lasting = true, .error_number = EFBIG}},
+    {"allocate: EINTR once", {.call = KernelCall::kAllocate, .error_number = EINTR}},
+    {"ring submit: EPERM",
+     {.call = KernelCall::kRingSubmit, .is_lasting = true, .error_number = EPERM}},
+    {"ring submit: EAGAIN once", {.call = KernelCall::kRingSubmit, .error_number = EAGAIN}},
+};
+
+constexpr const char* kPhases[] = {"prefill", "decode", "crop", "reset", "close"};
+
+struct Column {
+  ReaderKind reader;
+  IoMode mode;
+  bool is_on_device;
+  std::string reader_name() const {
+    const std::string readers[] = {"auto", "uring", "threads", "sync"};
+    return readers[static_cast<int>(reader)];
+  }
+  std::string name() const {
+    return reader_name() + (mode == IoMode::kDirect ? ", direct" : ", buffered") +
+           (is_on_device ? ", device" : ", host");
+  }
+};
+
+/// What a cell has seen, over all places where its fault struck.
+struct Cell {
+  int struck = 0;   // runs in which the fault was injected
+  int healed = 0;   // of these, how many nobody noticed
+  int refused = 0;  // ended in a Status, and went on
+  std::string text() const {
+    if (struck == 0) return "-";
+    if (refused == 0) return "healed";
+    return healed == 0 ? "error" : "healed or error";
+  }
+};
+
+/// Lives through one phase. Whatever fails is made again, the disk well.
+class Life {
+ public:
+  Life(const EngineOptions& options, FaultyKernel& kernel) : run_(options, 11), kernel_(kernel) {}
+
+  bool was_refused() const { return was_refused_; }
+
+  void live(const std::string& phase, const KernelFault& fault) {
+    append(90);
+    for (const int64_t layer : {0, 1}) {
+      const Status set = run_.set_projection(layer);
+      ASSERT_TRUE(set.is_ok()) << set.message();
+    }
+    kernel_.arm(fault);
+    if (phase == "prefill") append(50);
+    if (phase == "decode") {
+      for (int i = 0; i < 4; ++i) decode();
+    }
+    if (phase == "crop") {
+      again([&] { return run_.engine().crop(41); });
+      run_.reference().crop(41);
+      again([&] { return run_.engine().select_sequences(kSwapped); });
+      run_.reference().select_sequences(kSwapped);
+    }
+    if (phase == "reset") {
+      append(30);
+      again([&] { return run_.engine().reset(); });
+      run_.reference().reset();
+      append(60);
+    }
+    if (phase == "close") {
+      append(40);
+      return;
+    }
+    kernel_.heal();
+    for (int i = 0; i < 3 && !testing::Test::HasFatalFailure(); ++i) decode();
+    run_.compare_contents();
+  }
+
+ private:
+  static constexpr int64_t kBatch = 2;
+  const std::vector<int64_t> kSwapped = {1, 0};
+
+  template <typename Call>
+  void again(const Call& call) {
+    Status status = call();
+    if (!status.is_ok()) {
+      was_refused_ = true;
+      ASSERT_EQ(status.code(), StatusCode::kStorage) << status.message();
+      ASSERT_NE(status.error_number(), 0) << status.message();
+      ASSERT_FALSE(status.path().empty()) << status.message();
+      kernel_.heal();
+      status = call();
+    }
+    ASSERT_TRUE(status.is_ok()) << status.message();
+  }
+
+  void append(int64_t tokens) {
+    for (const int64_t layer : {0, 1}) append_to(layer, tokens);
+  }
+  void append_to(int64_t layer, int64_t tokens) {
+    const Tokens drawn = run_.draw_tokens(kBatch, tokens);
+    again([&] { return run_.engine().append(layer, run_.view(drawn, kBatch)); });
+    run_.reference().append(layer, kBatch, drawn);
+  }
+
+  void decode() {
+    for (const int64_t layer : {0, 1}) {
+      const std::vector<float> ahead = run_.draw_query(kBatch, 1);
+      const Status planned = run_.engine().look_ahead(layer, run_.view(ahead, 1));
+      was_refused_ |= !planned.is_ok();
+      if (planned.is_ok()) run_.reference().look_ahead(layer, ahead, 1);
+      append_to(layer, 1);
+      const std::vector<float> query = run_.draw_query(kBatch, 1);
+      std::vector<std::byte> output;
+      again([&] {
+        const Status attended = run_.attend(layer, query, 1, output);
+        // What is made again is planned with the query itself.
+        if (!attended.is_ok()) run_.reference().layer(layer).is_planned = false;
+        return attended;
+      });
+      if (testing::Test::HasFatalFailure()) return;
+      run_.expect_close(output, run_.reference().attend(layer, query, 1, 0.125));
+    }
+  }
+
+  EngineRun run_;
+  FaultyKernel& kernel_;
+  bool was_refused_ = false;
+};
+
+EngineOptions options_of(const Column& column, const std::string& directory) {
+  EngineOptions options = small_options(directory);
+  options.tail_tokens = 4;
+  options.merge_gap_bytes = 0;
+  options.merge_bytes_max = 4096;      // one read a record
+  options.kv_memory_bytes = 16 << 20;  // small write buffers
+  options.reader = column.reader_name();
+  options.io_mode = column.mode == IoMode::kDirect ? "direct" : "buffered";
+  options.file_extend_bytes = 1;  // every run of records grows the file
+  if (column.is_on_device) options.device = host_device({});
+  return options;
+}
+
+std::vector<Column> columns(const std::string& directory) {
+  const bool has_uring = read_host_info().has_uring;
+  const auto facts = probe_directory(directory);
+  const bool has_direct = facts.is_ok() && facts.value().takes_direct;
+  std::vector<Column> all;
+  for (const ReaderKind reader : {ReaderKind::kUring, ReaderKind::kThreads, ReaderKind::kSync}) {
+    for (const IoMode mode : {IoMode::kDirect, IoMode::kBuffered}) {
+      for (const bool is_on_device : {false, true}) {
+        if (reader == ReaderKind::kUring && !has_uring) continue;
+        if (mode == IoMode::kDirect && !has_direct) continue;
+        all.push_back({reader, mode, is_on_device});
+      }
+    }
+  }
+  return all;
+}
+
+class FaultMatrix : public testing::TestWithParam<int> {};
+
+TEST_P(FaultMatrix, EndsInExactDataOrOneError) {
+  const FaultClass& fault_class = kClasses[GetParam()];
+  set_log([](const std::string&) {});
+  const TestDirectory directory;
+  const bool is_whole = std::getenv("KVSWAP_FAULT_TABLE") != nullptr;
+  int struck = 0;
+  std::map<std::string, std::map<std::string, Cell>> cells;
+  for (const Column& column : columns(directory.path())) {
+    // In every run of the tests one reader in each mode; all by `make faults`.
+    if (!is_whole && (column.is_on_device != (column.mode == IoMode::kBuffered))) continue;
+    for (const char* phase : kPhases) {
+      Cell& cell = cells[column.name()][phase];
+      for (uint64_t nth = 1; nth <= (is_whole ? 6u : 2u); ++nth) {
+        SCOPED_TRACE(column.name() + ", " + phase + ", call " + std::to_string(nth));
+        FaultyKernel kernel;
+        KernelFault fault = fault_class.fault;
+        fault.nth = nth;
+        bool was_refused = false;
+        {
+          Life life(options_of(column, directory.path()), kernel);
+          life.live(phase, fault);
+          was_refused = life.was_refused();
+        }
+        if (testing::Test::HasFatalFailure()) {
+          for (const std::string& line : kernel.log()) ADD_FAILURE() << line;
+          set_log(nullptr);
+          return;
+        }
+        if (kernel.injected() == 0) break;
+        ++struck;
+        ++cell.struck;
+        ++(was_refused ? cell.refused : cell.healed);
+      }
+    }
+  }
+  set_log(nullptr);
+  const bool needs_ring = fault_class.fault.call == KernelCall::kRingSubmit;
+  const bool can_strike = !needs_ring || read_host_info().has_uring;
+  EXPECT_TRUE(struck > 0 || !can_strike) << "an empty row";
+  EXPECT_TRUE(directory.is_empty());
+  if (!is_whole) return;
+  std::ofstream table(std::getenv("KVSWAP_FAULT_TABLE"), std::ios::app);
+  for (const auto& [column, phases] : cells) {
+    table << fault_class.name << " | " << column;
+    for (const char* phase : kPhases) table << " | " << phases.at(phase).text();
+    table << "\n";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Classes, FaultMatrix,
+                         testing::Range(0, static_cast<int>(std::size(kClasses))),
+                         [](const auto& info) {
+                           std::string name = kClasses[info.param].name;
+                           std::erase_if(name, [](char letter) { return !std::isalnum(letter); });
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace kvswap

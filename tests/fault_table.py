@@ -1,0 +1,65 @@
+"""Writes what `make faults` saw into docs/faults.md, between its marks.
+
+python -m tests.fault_table build/fault_table docs/faults.md
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+BEGIN, END = "<!-- make faults -->", "<!-- end -->"
+PHASES = ("prefill", "decode", "crop", "reset", "close")
+
+
+def rows(text: str) -> list[list[str]]:
+    """Class, reader and mode and place, and a cell a phase; by class in the order of the run."""
+    return [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line]
+
+
+def table(cells: list[list[str]]) -> str:
+    """Markdown: a row a class, since its columns mostly agree; where they differ, all of them."""
+    lines = ["| fault | where | " + " | ".join(PHASES) + " |", "|---" * (2 + len(PHASES)) + "|"]
+    classes = list(dict.fromkeys(row[0] for row in cells))
+    for name in classes:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for row in cells:
+            if row[0] == name:
+                groups.setdefault(tuple(row[2:]), []).append(row[1])
+        for answers, places in groups.items():
+            where = "everywhere" if len(groups) == 1 else "; ".join(sorted(places))
+            lines.append(f"| {name} | {where} | " + " | ".join(answers) + " |")
+    return "\n".join(lines)
+
+
+def empty_classes(cells: list[list[str]]) -> list[str]:
+    """Classes that no place and no phase was struck by."""
+    struck = {row[0] for row in cells if any(cell != "-" for cell in row[2:])}
+    return [name for name in dict.fromkeys(row[0] for row in cells) if name not in struck]
+
+
+def main() -> int:
+    cells = rows(Path(sys.argv[1]).read_text())
+    page = Path(sys.argv[2])
+    missing = empty_classes(cells)
+    if not cells or missing:
+        print(f"faults: classes without a cell: {', '.join(missing) or 'all'}", file=sys.stderr)
+        return 1
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    machine = f"Linux {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs"
+    before, _, rest = page.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    shown = (
+        f"{BEGIN}\nAt {commit}, {machine}, {len(cells)} rows of the run.\n\n{table(cells)}\n{END}"
+    )
+    page.write_text(before + shown + after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

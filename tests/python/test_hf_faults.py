@@ -1,0 +1,281 @@
+"""Faults under a model's cache: one clear error, then the same pass again and the right tokens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.errors import ClosedError, KVSwapError, StorageError
+from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
+from tests.python.tiny_models import COVERING, SMALL, has_native, tiny_model
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+
+READERS = ("uring", "threads", "sync")
+REPEATS = int(os.environ.get("KVSWAP_TEST_REPEATS", "100"))  # random moments
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def disk() -> Iterator[FaultyKernel]:
+    with faulty_kernel() as kernel:
+        yield kernel
+
+
+def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def persistently(step: Callable[[], Any], disk: FaultyKernel, failures: list[str]) -> Any:
+    """Makes a step again after a fault, the disk healed."""
+    try:
+        return step()
+    except StorageError as error:
+        assert error.errno
+        assert error.filename
+        failures.append(str(error))
+        disk.heal()
+    return step()
+
+
+def converse(model: Any, cache: KVSwapCache, batch: int, run: Callable[[Callable], Any]) -> list:
+    """Prefill, a second chunk, decoding, crop, select: the tokens that are most likely."""
+    told = []
+
+    @torch.no_grad()
+    def forward(new: torch.Tensor) -> torch.Tensor:
+        logits = model(new, past_key_values=cache).logits[:, -1]
+        return logits.argmax(-1, keepdim=True)
+
+    chunk = tokens_of(batch, 37)
+    told.append(run(lambda: forward(chunk)))
+    second = tokens_of(batch, 21, seed=6)
+    told.append(run(lambda: forward(second)))
+    for _ in range(6):
+        newest = told[-1]
+        told.append(run(lambda newest=newest: forward(newest)))
+    run(lambda: cache.crop(-9))
+    told.append(run(lambda: forward(tokens_of(batch, 2, seed=7))))
+    order = torch.arange(batch).flip(0)
+    run(lambda: cache.batch_select_indices(order))
+    told.append(run(lambda: forward(tokens_of(batch, 3, seed=8))))
+    for _ in range(3):
+        newest = told[-1]
+        told.append(run(lambda newest=newest: forward(newest)))
+    return told
+
+
+def open_small(model: Any, folder: Path, reader: str) -> KVSwapCache:
+    """Few pages: steps choose, and read what they chose before."""
+    config = SwapConfig(groups_max=12, pages_max=14, reader=reader, **SMALL)
+    return KVSwapCache(model, path=folder, config=config)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("call", ["read", "write", "allocate"])
+def test_the_nth_call_fails_and_the_pass_is_repeated(
+    reader: str, batch: int, call: str, disk: FaultyKernel, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    with open_small(model, tmp_path, reader) as cache:
+        disk.heal()
+        undisturbed = converse(model, cache, batch, lambda step: step())
+    failures: list[str] = []
+    nth, struck = 1, True
+    while struck:
+        with open_small(model, tmp_path, reader) as cache:
+            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
+            told = converse(model, cache, batch, lambda step: persistently(step, disk, failures))
+            struck = disk.injected > 0
+            disk.heal()
+        assert all(map(torch.equal, told, undisturbed)), (reader, batch, call, nth)
+        # Every one at first, then ever fewer: faults late in a long row differ little.
+        nth += 1 if nth < 8 else nth // 4
+    assert failures
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_fails_and_the_cache_goes_on(
+    family: str, disk: FaultyKernel, tmp_path: Path
+) -> None:
+    model = tiny_model(family)
+    prompt = tokens_of(1, 30)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    for extra in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}):
+        if family == "gemma3" and "prompt_lookup_num_tokens" in extra:
+            continue
+        with open_small(model, tmp_path, "uring") as cache:
+            disk.heal()
+            undisturbed = model.generate(prompt, past_key_values=cache, **options, **extra)
+        for call, nth in (("read", 1), ("read", 9), ("write", 1), ("write", 4), ("allocate", 1)):
+            with open_small(model, tmp_path, "uring") as cache:
+                disk.arm(call, nth=nth, lasts=True, error=errno.EIO)
+                try:
+                    told = model.generate(prompt, past_key_values=cache, **options, **extra)
+                except StorageError:
+                    disk.heal()
+                    cache.reset()
+                    told = model.generate(prompt, past_key_values=cache, **options, **extra)
+                disk.heal()
+                assert torch.equal(told, undisturbed), (family, extra, call, nth)
+
+
+def test_a_window_that_has_moved_on_says_so(disk: FaultyKernel, tmp_path: Path) -> None:
+    model = tiny_model("gemma3")
+    with open_small(model, tmp_path, "sync") as cache, torch.no_grad():
+        prompt = tokens_of(1, 40)
+        disk.heal()
+        model(prompt, past_key_values=cache)
+        disk.arm("read", lasts=True)
+        with pytest.raises(StorageError):
+            model(tokens_of(1, 20), past_key_values=cache)
+        disk.heal()
+        with pytest.raises(KVSwapError, match=r"reset\(\)"):
+            cache.get_seq_length()
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        model(prompt, past_key_values=cache)
+        assert cache.get_seq_length() == 40
+
+
+def test_a_pass_that_fails_outside_of_the_cache_is_taken_back(tmp_path: Path) -> None:
+    """After the last layer, too: the tokens were never told."""
+    model = tiny_model("llama")
+    with open_small(model, tmp_path, "auto") as cache, torch.no_grad():
+        model(tokens_of(1, 25), past_key_values=cache)
+        for module in (model.model.layers[1], model.model.layers[2].mlp, model.lm_head):
+
+            def fail(*_: Any) -> None:
+                raise MemoryError("elsewhere")
+
+            handle = module.register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                model(tokens_of(1, 7), past_key_values=cache)
+            handle.remove()
+            assert cache.get_seq_length() == 25
+            assert {cache.get_seq_length(i) for i in range(3)} == {25}
+
+
+def test_ctrl_c_at_random_moments(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    chooser = random.Random(3)
+    with open_small(model, tmp_path, "uring") as cache:
+        undisturbed = converse(model, cache, 1, lambda step: step())
+    began = time.perf_counter()
+    with open_small(model, tmp_path, "uring") as cache:
+        converse(model, cache, 1, lambda step: step())
+    whole = time.perf_counter() - began
+    interrupted = 0
+
+    def again(step: Callable[[], Any]) -> Any:
+        nonlocal interrupted
+        before = cache.get_seq_length()
+        try:
+            return step()
+        except KeyboardInterrupt:
+            interrupted += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        # It may have come when the cache was through and the caller was not.
+        after = cache.get_seq_length()
+        if after < before:
+            return None  # cropped
+        if after > before:
+            cache.crop(before - after)
+        return step()
+
+    def raise_it(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    try:
+        for _ in range(REPEATS):
+            with open_small(model, tmp_path, "uring") as cache:
+                signal.setitimer(signal.ITIMER_REAL, chooser.uniform(1e-4, whole))
+                try:
+                    told = converse(model, cache, 1, again)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                assert all(map(torch.equal, told, undisturbed))
+    except KeyboardInterrupt:
+        pass  # between two steps
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 0
+
+
+def test_closing_while_another_thread_generates(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    chooser = random.Random(4)
+    prompt = tokens_of(1, 30)
+    ends: set[str] = set()
+    for _ in range(2 * REPEATS):
+        with KVSwapCache(model, path=tmp_path, config=COVERING) as cache:
+
+            def generate(cache: KVSwapCache = cache) -> None:
+                try:
+                    model.generate(
+                        prompt, past_key_values=cache, max_new_tokens=40, do_sample=False
+                    )
+                    ends.add("whole")
+                except ClosedError:
+                    ends.add("closed")
+                except BaseException as error:
+                    ends.add(f"{type(error).__name__}: {error}")
+
+            thread = threading.Thread(target=generate)
+            thread.start()
+            time.sleep(chooser.uniform(0, 0.05))
+        thread.join()
+    assert ends <= {"closed", "whole"}
+    assert "closed" in ends
+
+
+def test_four_threads_in_one_session(tmp_path: Path) -> None:
+    cache = KVSwapCache(tiny_model("llama"), path=tmp_path, config=COVERING)
+    session = cache.driver.session
+    raised: list[BaseException] = []
+    keys = torch.randn(1, 2, 24, 16)
+
+    def work(seed: int) -> None:
+        chooser = random.Random(seed)
+        for _ in range(REPEATS):
+            try:
+                chooser.choice(
+                    [
+                        lambda: session.append(0, keys, keys),
+                        lambda: session.crop(3),
+                        session.reset,
+                        session.counters,
+                    ]
+                )()
+            except BaseException as error:
+                raised.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(type(error) is KVSwapError for error in raised), set(map(repr, raised))
+    cache.close()
+    with pytest.raises(ClosedError):
+        session.batch()
