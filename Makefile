@@ -74,6 +74,7 @@ sanitize-address sanitize-undefined sanitize-thread:
 # What finds most for its time, in one instrumented build.
 SANITIZED_ROOMS := io store memory public
 FUZZ_SECONDS ?= 60
+FUZZ_FILES ?= 20000
 FUZZ_SEED ?= 1
 CLANG := $(shell command -v clang++ || true)
 FUZZ_FLAGS := -DKVSWAP_SANITIZE=address,undefined
@@ -89,8 +90,11 @@ sanitize-short: $(STAMP)  ## rooms below the engine and short fuzzing under ASan
 fuzz-short: $(STAMP)  ## fuzz targets for seconds, in the build of the tests
 	@$(call LOCK,core) $(SUB) locked-fuzz DIR=build/core FUZZ_SECONDS=3
 
-fuzz: $(STAMP)  ## fuzz targets, FUZZ_SECONDS=60 each; libFuzzer where there is clang
+fuzz: $(STAMP)  ## fuzz targets, FUZZ_SECONDS=60 each; files that Python and C++ must judge alike
 	@$(call LOCK,fuzz) $(SUB) locked-fuzz DIR=build/fuzz FLAGS="$(FUZZ_FLAGS)"
+	@$(SUB) build
+	KVSWAP_TEST_MUTATIONS=$(FUZZ_FILES) KVSWAP_TEST_SEED=$(FUZZ_SEED) \
+	  $(PY) -m pytest -q tests/python/test_files_differ.py
 
 # A finding is left in the build folder, as ./fuzz-finding or libFuzzer's crash-*.
 locked-fuzz:
@@ -102,11 +106,13 @@ locked-fuzz:
 	    ./$$target -max_total_time=$(FUZZ_SECONDS) -seed=$(FUZZ_SEED) corpus/$${target##*/fuzz_} \
 	      $(CURDIR)/tests/cpp/fuzz/corpus/$${target##*/fuzz_} || exit 1; fi; done
 
-faults: $(STAMP)  ## the fault matrix in full; writes docs/faults.md
+faults: $(STAMP)  ## the fault matrix in full, into docs/faults.md; real disks that fill up (root)
 	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ROOM=engine ARGS="-E ."
 	@rm -f build/fault_table && KVSWAP_FAULT_TABLE=$(CURDIR)/build/fault_table \
 	  build/core/tests/cpp/test_engine --gtest_filter='*FaultMatrix*' --gtest_brief=1
 	@$(PY) -m tests.fault_table build/fault_table docs/faults.md
+	@$(SUB) build
+	KVSWAP_TEST_ALL_DISKS=1 $(PY) -m pytest -q tests/python/test_real_disks.py
 
 SOAK_SECONDS ?= 3600
 soak: build  ## random caches, lengths and faults in one process, SOAK_SECONDS=3600

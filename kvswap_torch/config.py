@@ -135,6 +135,9 @@ class SwapConfig:
     )
     merge_bytes_max: int = number(256 << 10, 4096, 1 << 28, "longest merged read")
     checksum: bool = boolean(True, "verify every record that is read")
+    io_timeout_seconds: int = number(
+        60, 0, 1 << 24, "a read or write without progress for longer is an error; 0: never"
+    )
     device_model: str | None = one_of(
         None,
         (None, "nvme", "ufs", "emmc"),
@@ -357,4 +360,5 @@ class SwapConfig:
 
 SETTINGS = tuple(item.name for item in dataclasses.fields(SwapConfig) if item.name not in APART)
 # What a row of the table may set.
-SOLVABLE = tuple(name for name in SETTINGS if name not in ("heads", "disk_quota_bytes", "checksum"))
+NOT_SOLVABLE = ("heads", "disk_quota_bytes", "checksum", "io_timeout_seconds")
+SOLVABLE = tuple(name for name in SETTINGS if name not in NOT_SOLVABLE)

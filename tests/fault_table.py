@@ -41,6 +41,14 @@ def empty_classes(cells: list[list[str]]) -> list[str]:
     return [name for name in dict.fromkeys(row[0] for row in cells) if name not in struck]
 
 
+def cpu_model() -> str:
+    """As the kernel names it; the architecture where it does not."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def main() -> int:
     cells = rows(Path(sys.argv[1]).read_text())
     page = Path(sys.argv[2])
@@ -51,7 +59,7 @@ def main() -> int:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    machine = f"Linux {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs"
+    machine = f"{cpu_model()}, {os.cpu_count()} CPUs, Linux {platform.release()}"
     before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     shown = (

@@ -49,10 +49,12 @@ Status Account::check_room(int64_t batch, int64_t context) const {
                           std::to_string(options.kv_memory_bytes) +
                           "; raise it, or lower pages_max, rank, the context or the batch");
   }
-  const int64_t records = options.layers * batch * options.sealed_groups(context);
-  int64_t disk_bytes = 0;
-  if (__builtin_mul_overflow(records, parts_.record_bytes(), &disk_bytes)) {
-    disk_bytes = std::numeric_limits<int64_t>::max();
+  int64_t disk_bytes = options.layers;
+  for (const int64_t factor : {batch, options.sealed_groups(context), parts_.record_bytes()}) {
+    if (__builtin_mul_overflow(disk_bytes, factor, &disk_bytes)) {
+      disk_bytes = std::numeric_limits<int64_t>::max();
+      break;
+    }
   }
   if (options.disk_quota_bytes && disk_bytes > *options.disk_quota_bytes) {
     return Status::budget("session: disk_quota_bytes must be at least " +

@@ -75,6 +75,7 @@ class Engine {
   Status read_part(int64_t layer, int64_t part, int64_t begin, int64_t end, void* keys,
                    void* values);
   bool needs_projection(int64_t layer) const;
+  bool attends_all(int64_t layer) const { return batch_->all_fit(layer); }
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
   Status crop(int64_t columns);

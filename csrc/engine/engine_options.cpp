@@ -104,7 +104,7 @@ EngineOptions EngineOptions::apart() const {
   options.heads_apart = kv_heads;
   options.query_heads = query_heads / kv_heads;
   options.kv_heads = 1;
-  if (max_batch > 0) options.max_batch = max_batch * kv_heads;
+  if (max_batch > 0) options.max_batch = product({max_batch, kv_heads});
   return options;
 }
 

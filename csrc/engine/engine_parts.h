@@ -37,7 +37,7 @@ struct EngineParts {
       : options(options),
         parallel(std::move(parallel)),
         ledger(options.kv_memory_bytes),
-        patience(options.io_timeout_seconds) {}
+        patience(static_cast<double>(options.io_timeout_seconds)) {}
   /// Opens file, reader, store and space; charges what has a size from the start.
   static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& options,
                                                    ParallelFor parallel);

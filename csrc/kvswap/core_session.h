@@ -83,7 +83,8 @@ struct Queries {
 /// close() is called by any thread: it makes the running call end at its next wait for the disk,
 /// and waits for it. Not valid in a forked child. Every method but close() throws
 /// std::invalid_argument for a wrong call and SessionError for what the world or a limit refuses.
-/// After a call that threw SessionError with kStorage every later one throws it again.
+/// After an error the same call may be made again, when its cause is gone; crop() to the columns
+/// before a forward pass takes back what its layers have appended.
 class CoreSession {
  public:
   explicit CoreSession(const CoreOptions& options);

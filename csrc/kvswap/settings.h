@@ -66,6 +66,8 @@ struct Settings {
   int64_t merge_bytes_max = 262144;
   /// verify every record that is read
   bool checksum = true;
+  /// a read or write without progress for longer is an error; 0: never
+  int64_t io_timeout_seconds = 60;
   /// delay reads as a modelled device would, for experiments; None: the real disk only
   std::optional<std::string> device_model;
   /// most bytes on disk; None: what the disk has free

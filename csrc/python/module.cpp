@@ -104,6 +104,7 @@ void bind_session(py::module_& module) {
       .def("set_projection", &Session::set_projection, py::arg("layer"), py::arg("key_projection"),
            py::arg("query_projection"), Released())
       .def("needs_projection", &Session::needs_projection, py::arg("layer"))
+      .def("attends_all", &Session::attends_all, py::arg("layer"))
       .def("read_back", &Session::read_back, py::arg("layer"), py::arg("begin"), py::arg("end"),
            Released())
       .def("last_selection", &Session::last_selection, py::arg("layer"))

@@ -47,7 +47,7 @@ DiskCache::~DiskCache() = default;
 void DiskCache::look_ahead(int64_t layer, int64_t tokens,
                            const std::function<at::Tensor()>& predict,
                            std::optional<double> scale) {
-  if (attends_all(layer)) {
+  if (session_->attends_all(layer)) {
     session_->look_ahead(layer, any_query(tokens));
     return;
   }
@@ -66,12 +66,6 @@ bool DiskCache::wants_look_ahead(int64_t layer, int64_t tokens) const {
          std::find(own.begin(), own.end(), layer) == own.end() &&
          tokens <= settings.select_queries_max &&
          session_->columns(layer) >= settings.tail_tokens + settings.group_tokens;
-}
-
-bool DiskCache::attends_all(int64_t layer) const {
-  const Settings& settings = options_.settings;
-  return (session_->columns(layer) - settings.tail_tokens) / settings.group_tokens <=
-         settings.groups_max;
 }
 
 at::Tensor DiskCache::any_query(int64_t tokens) const {

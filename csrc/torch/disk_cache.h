@@ -57,7 +57,6 @@ class DiskCache {
   std::string report() const;
 
  private:
-  bool attends_all(int64_t layer) const;
   at::Tensor any_query(int64_t tokens) const;
   bool will_choose(int64_t layer, int64_t tokens) const;
   void estimate(int64_t layer, const at::Tensor& keys, const std::optional<at::Tensor>& query);

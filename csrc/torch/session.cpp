@@ -301,6 +301,11 @@ bool Session::needs_projection(int64_t layer) const {
   return use.engine().needs_projection(layer);
 }
 
+bool Session::attends_all(int64_t layer) const {
+  const Impl::Use use(*impl_);
+  return use.engine().attends_all(layer);
+}
+
 std::pair<at::Tensor, at::Tensor> Session::read_back(int64_t layer, int64_t begin, int64_t end) {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine();

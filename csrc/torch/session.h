@@ -93,6 +93,8 @@ class Session {
                       const at::Tensor& query_projection);
   /// True when this layer must choose among more groups than it may attend and has no projection.
   bool needs_projection(int64_t layer) const;
+  /// True while no group of the layer has to be left out: any query chooses all.
+  bool attends_all(int64_t layer) const;
 
   /// K and V of columns [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
   std::pair<at::Tensor, at::Tensor> read_back(int64_t layer, int64_t begin, int64_t end);

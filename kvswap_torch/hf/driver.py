@@ -222,9 +222,7 @@ class SessionDriver:
 
     def attends_all(self, layer: int) -> bool:
         """Whether no selection is needed yet, so that any query means: read everything."""
-        config = self.config
-        groups = (self._held[0] - config.tail_tokens) // config.group_tokens
-        return groups <= config.groups_max
+        return self.session.attends_all(layer)
 
     def read_ahead(self, layer: int, tokens: int) -> None:
         """Like `look_ahead`, where `attends_all`: nothing has to be predicted."""

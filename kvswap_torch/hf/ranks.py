@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OWN_DISK = (
     *("reader", "io_mode", "read_depth", "merge_gap_bytes", "merge_bytes_max", "device_model"),
-    *("disk_quota_bytes", "provenance", "source"),
+    *("disk_quota_bytes", "io_timeout_seconds", "provenance", "source"),
 )
 _numbers = itertools.count()  # every rank opens its caches in the same order
 

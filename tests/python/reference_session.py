@@ -1,7 +1,6 @@
 """The session's executable specification: plain torch, everything in memory.
 
-`ReferenceSession` has the interface of `kvswap_torch._C.Session` (csrc/torch/session.h) and the
-same answers, in the plainest code that gives them. The C++ session is compared with it.
+`ReferenceSession` has the interface of `kvswap_torch._C.Session`, which is compared with it.
 
 A layer's columns are, from the left: sealed groups of G columns, then the tail. What a query
 attends: the tail, the sink groups, and the chosen ones of the other sealed groups.
@@ -164,6 +163,10 @@ class ReferenceSession:
     def needs_projection(self, layer: int) -> bool:
         state = self._layers.get(layer)
         return state is not None and self._lacks_projection(layer) and self._must_choose(state)
+
+    def attends_all(self, layer: int) -> bool:
+        state = self._layers.get(layer)
+        return state is None or not self._must_choose(state)
 
     def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._open()

@@ -139,6 +139,36 @@ def test_generate_fails_and_the_cache_goes_on(
                 assert torch.equal(told, undisturbed), (family, extra, call, nth)
 
 
+@pytest.mark.parametrize("reader", ["uring", "threads"])
+def test_a_disk_that_hangs_is_told_and_waited_for_again(
+    reader: str, disk: FaultyKernel, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    settings = {"groups_max": 12, "pages_max": 14, "reader": reader, "io_timeout_seconds": 1}
+    config = SwapConfig(**settings, **SMALL)
+    with KVSwapCache(model, path=tmp_path, config=config) as cache:
+        disk.heal()
+        undisturbed = converse(model, cache, 1, lambda step: step())
+    late: list[str] = []
+
+    def patiently(step: Callable[[], Any]) -> Any:
+        for _ in range(10):
+            try:
+                return step()
+            except StorageError as error:
+                assert error.errno == errno.ETIMEDOUT
+                assert "io_timeout_seconds" in str(error)
+                late.append(str(error))
+                disk.heal()
+        raise AssertionError(late)
+
+    with KVSwapCache(model, path=tmp_path, config=config) as cache:
+        disk.arm("read", nth=5, delay_us=1_700_000)
+        told = converse(model, cache, 1, patiently)
+        assert late
+        assert all(map(torch.equal, told, undisturbed))
+
+
 def test_a_window_that_has_moved_on_says_so(disk: FaultyKernel, tmp_path: Path) -> None:
     model = tiny_model("gemma3")
     with open_small(model, tmp_path, "sync") as cache, torch.no_grad():

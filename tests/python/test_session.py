@@ -201,6 +201,9 @@ def live(made: Options, rng: random.Random, seed: int) -> None:
             indices = [rng.randrange(batch) for _ in range(rng.randint(1, 3))]
             twins.all("select_sequences", indices)
             batch = len(indices)
+        for layer in range(LAYERS):
+            mine, theirs = (session.attends_all(layer) for session in twins.sessions)
+            assert mine == theirs
     mine, theirs = (s.read_back(1, 0, twins.sessions[1].columns(1)) for s in twins.sessions)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 

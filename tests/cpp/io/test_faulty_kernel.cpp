@@ -144,13 +144,27 @@ INSTANTIATE_TEST_SUITE_P(Readers, FaultyReads,
                          testing::Values(ReaderKind::kUring, ReaderKind::kThreads,
                                          ReaderKind::kSync));
 
+/// Not enough locked memory for the first rings that are asked for.
+class SetupsRefused final : public Kernel {
+ public:
+  explicit SetupsRefused(int count) : left_(count) { use_kernel(this); }
+  int ring_setup(unsigned entries, io_uring* ring, unsigned flags) override {
+    return left_-- > 0 ? -ENOMEM : Kernel::ring_setup(entries, ring, flags);
+  }
+
+ private:
+  int left_;
+};
+
 TEST(FaultyLadder, EveryRungIsReached) {
   const TempDirectory directory;
   const auto file = must(DataFile::open({.directory = directory.path()}));
-  for (const char* rung : {"threads", "sync"}) {
-    ::setenv("KVSWAP_IO", rung, 1);
-    const OpenedReader opened = must(open_reader(*file, {}));
-    EXPECT_EQ(opened.reader->name(), rung);
+  for (const std::string rung : {"uring", "uring64", "uring16", "threads", "sync"}) {
+    const bool is_ring = rung.starts_with("uring");
+    if (is_ring && !read_host_info().has_uring) continue;
+    ::setenv("KVSWAP_IO", rung.c_str(), 1);
+    const OpenedReader opened = must(open_reader(*file, {.depth = 256}));
+    EXPECT_EQ(opened.reader->name(), is_ring ? "uring" : rung);
     EXPECT_EQ(opened.reason, "");
   }
   ::setenv("KVSWAP_IO", "floppy", 1);
@@ -168,6 +182,12 @@ TEST(FaultyLadder, EveryRungIsReached) {
   EXPECT_TRUE(contains(opened.reason, "ulimit -l")) << opened.reason;
   kernel.heal();
   if (!read_host_info().has_uring) return;
+  // 256 is refused, and 64 too.
+  SetupsRefused refusing(2);
+  opened = must(open_reader(*file, {.depth = 256}));
+  EXPECT_EQ(opened.reader->name(), "uring");
+  EXPECT_TRUE(contains(opened.reason, "16 reads")) << opened.reason;
+  use_kernel(&kernel);
   // 256 is refused, 64 is granted.
   kernel.arm({.call = KernelCall::kRingSetup, .nth = 1, .error_number = ENOMEM});
   opened = must(open_reader(*file, {.depth = 256}));

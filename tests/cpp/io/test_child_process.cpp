@@ -1,0 +1,123 @@
+// What a process does to itself, so that only a child can show it: a sandbox that is entered late,
+// a file system that is unmounted at once.
+
+#include <gtest/gtest.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "io/host_info.h"
+#include "io/patience.h"
+#include "io/readers.h"
+#include "test_files.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int kCannot = 77;  // the system does not let a child do this
+constexpr int64_t kBlock = 16384;
+constexpr int kBlocks = 64;
+
+/// What the child returns; minus the signal that ended it.
+int in_child(const std::function<int()>& work) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    ::_exit(work());
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+/// Reads every block at once, and compares; the step's number where that goes wrong.
+int read_all(BlockReader& reader, const AlignedBytes& content) {
+  const AlignedBytes landing(kBlocks * kBlock);
+  std::vector<iovec> targets(kBlocks);
+  std::vector<BlockRead> reads(kBlocks);
+  for (int i = 0; i < kBlocks; ++i) {
+    targets[i] = {landing.data() + i * kBlock, kBlock};
+    reads[i] = {i * kBlock, {&targets[i], 1}};
+  }
+  auto ticket = reader.submit(reads);
+  if (!ticket.is_ok()) return 11;
+  if (!reader.wait(ticket.value()).is_ok()) return 12;
+  return std::memcmp(landing.data(), content.data(), kBlocks * kBlock) == 0 ? 0 : 13;
+}
+
+/// From here on io_uring_enter() is refused to every thread, as in a sandbox entered later.
+int forbid_ring() {
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program = {std::size(filter), filter};
+  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) return kCannot;
+  const long result =
+      ::syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program);
+  return result == 0 ? 0 : kCannot;
+}
+
+TEST(ChildProcess, ASandboxEnteredLaterTakesTheRingAndNotTheReads) {
+  if (!read_host_info().has_uring) GTEST_SKIP() << read_host_info().uring_problem;
+  const TempDirectory directory;
+  const AlignedBytes content(kBlocks * kBlock);
+  fill_random(content.span(), 5);
+  const int result = in_child([&] {
+    set_log([](const std::string&) {});
+    const auto file = file_with(directory.path(), IoMode::kAuto, content.span());
+    auto reader = must(open_reader(*file, {.kind = ReaderKind::kUring, .depth = 16})).reader;
+    if (const int before = read_all(*reader, content)) return before;
+    if (const int entered = forbid_ring()) return entered;
+    for (int turn = 0; turn < 3; ++turn) {
+      if (const int after = read_all(*reader, content)) return 10 + after;
+    }
+    reader.reset();
+    // One that is opened now begins on a lower rung.
+    auto opened = open_reader(*file, {});
+    if (!opened.is_ok()) return 31;
+    return read_all(*opened.value().reader, content);
+  });
+  if (result == kCannot) GTEST_SKIP() << "seccomp filters are refused here";
+  EXPECT_EQ(result, 0);
+}
+
+TEST(ChildProcess, AFileSystemCanBeUnmountedWhenTheFileIsClosed) {
+  const TempDirectory directory;
+  const AlignedBytes content(kBlocks * kBlock);
+  fill_random(content.span(), 6);
+  for (const ReaderKind kind : {ReaderKind::kAuto, ReaderKind::kThreads, ReaderKind::kSync}) {
+    const int result = in_child([&] {
+      if (::unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return kCannot;
+      if (::mount("none", directory.path().c_str(), "tmpfs", 0, "size=16m") != 0) return kCannot;
+      for (int turn = 0; turn < 6; ++turn) {
+        auto file = file_with(directory.path(), IoMode::kAuto, content.span());
+        auto reader = must(open_reader(*file, {.kind = kind})).reader;
+        if (const int wrong = read_all(*reader, content)) return wrong;
+        reader.reset();
+        file.reset();
+        if (must(free_bytes(directory.path())) < (15 << 20)) return 21;
+      }
+      return ::umount(directory.path().c_str()) == 0 ? 0 : 22;
+    });
+    if (result == kCannot) GTEST_SKIP() << "a child may not mount here";
+    EXPECT_EQ(result, 0);
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

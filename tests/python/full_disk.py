@@ -1,0 +1,99 @@
+"""Fills a mounted disk under a cache, makes room, goes on; then unmounts it. For test_real_disks.
+
+python -m tests.python.full_disk /mounted/disk
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.errors import StorageError
+from tests.python.tiny_models import SMALL, tiny_model
+
+SECTOR = 4096
+
+
+def free_bytes(disk: Path) -> int:
+    facts = os.statvfs(disk)
+    return facts.f_bavail * facts.f_frsize
+
+
+def fill(disk: Path) -> Path:
+    """A file that leaves nothing, or all but nothing."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * SECTOR)
+        except OSError:
+            pass
+    return ballast
+
+
+class Text:
+    """Passes over a text; a disk that is full is made room on, and the pass run again."""
+
+    def __init__(self, model, disk: Path):
+        self.model, self.disk, self.refused = model, disk, 0
+
+    def tell(self, cache: KVSwapCache, full_at: tuple[int, ...] = ()) -> list[torch.Tensor]:
+        """What is likely after each pass: prefill, a second chunk, decoding."""
+        told = []
+        new = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(3))
+        for turn in range(8):
+            ballast = fill(self.disk) if turn in full_at else None
+            try:
+                logits = self.model(new, past_key_values=cache).logits[:, -1:]
+            except StorageError as error:
+                self.refused += 1
+                assert error.errno and error.filename, error
+                assert ballast is not None, error
+                ballast.unlink()
+                logits = self.model(new, past_key_values=cache).logits[:, -1:]
+            if ballast is not None:
+                ballast.unlink(missing_ok=True)
+            told.append(logits)
+            new = new.flip(1) if turn == 0 else logits.argmax(-1)
+        return told
+
+    def give_up(self, cache: KVSwapCache) -> None:
+        """A text that fails and is not gone on with."""
+        ballast = fill(self.disk)
+        try:
+            self.model(torch.full((2, 400), 7), past_key_values=cache)
+        except StorageError:
+            self.refused += 1
+        ballast.unlink()
+        cache.reset()
+
+
+@torch.no_grad()
+def main() -> None:
+    disk = Path(sys.argv[1])
+    warnings.simplefilter("ignore", RuntimeWarning)  # a folder in memory, no preallocation
+    model = tiny_model("llama")
+    for reader in ("auto", "threads", "sync"):
+        config = SwapConfig(groups_max=12, pages_max=14, reader=reader, **SMALL)
+        before = free_bytes(disk)
+        text = Text(model, disk)
+        with KVSwapCache(model, path=disk, config=config) as cache:
+            undisturbed = text.tell(cache)
+        with KVSwapCache(model, path=disk, config=config) as cache:
+            told = text.tell(cache, full_at=(0, 1, 5))
+            assert all(map(torch.equal, told, undisturbed)), reader
+            text.give_up(cache)
+            assert all(map(torch.equal, text.tell(cache), undisturbed)), reader
+        assert free_bytes(disk) >= before, reader
+        assert text.refused >= 2, (reader, text.refused)
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+if __name__ == "__main__":
+    main()

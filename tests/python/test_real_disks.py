@@ -1,0 +1,62 @@
+"""Real file systems that fill up: one clear error, room made, the same pass again, the same tokens.
+
+Each is mounted from a small image in a name space of its own, which needs root. Where that cannot
+be had the test is skipped; KVSWAP_TEST_ALL_DISKS=1 makes a skip an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.python.tiny_models import has_native
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE_BYTES = 24 << 20
+# ext2 knows no fallocate(): there a full disk is noticed by the write itself.
+MOUNTS = {
+    "tmpfs": "mount -t tmpfs -o size=24m none disk",
+    "ext4": "mkfs.ext4 -q -O ^has_journal image && mount -o loop image disk",
+    "ext2": "mkfs.ext2 -q image && mount -o loop image disk",
+    "overlay": "mount -t tmpfs -o size=24m none under && mkdir under/a under/b low && "
+    "mount -t overlay -o lowerdir=low,upperdir=under/a,workdir=under/b none disk",
+}
+
+
+def mounted(kind: str, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a name space where folder/disk is such a file system."""
+    for name in ("disk", "under"):
+        (folder / name).mkdir()
+    with (folder / "image").open("wb") as image:
+        image.truncate(IMAGE_BYTES)
+    script = f'cd "$1" && {MOUNTS[kind]} || exit 77; cd "$2"; shift 2; "$@"'
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", str(folder), str(ROOT), *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("kind", MOUNTS)
+def test_a_disk_that_fills_up(kind: str, tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        told = "mounting needs root and unshare"
+    else:
+        worker = [sys.executable, "-m", "tests.python.full_disk", str(tmp_path / "disk")]
+        ended = mounted(kind, tmp_path, worker)
+        if ended.returncode != 77:
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            return
+        told = f"{kind} cannot be mounted here: {ended.stderr.strip()}"
+    if os.environ.get("KVSWAP_TEST_ALL_DISKS") == "1":
+        pytest.fail(told)
+    pytest.skip(told)
