@@ -158,6 +158,19 @@ TEST(CoreSession, AttendsOverEverythingWhereSettingsCoverIt) {
   EXPECT_GT(session.ledger().at("total"), 0);
 }
 
+TEST(CoreSession, HeadsThatChooseApartAttendOverTheSame) {
+  for (const int64_t batch : {1, 3}) {
+    const Folder folder;
+    CoreOptions options = covering(folder.path());
+    options.settings.heads = "each";
+    options.settings.group_tokens = 16;  // a head's record of 2 KiB
+    CoreSession session(options);
+    Plain plain(options, batch);
+    for (const int64_t tokens : {37, 1, 3, 20, 1, 40, 1}) plain.step(session, tokens, 1e-4);
+    EXPECT_EQ(session.batch(), batch);
+  }
+}
+
 TEST(CoreSession, TellsWhereItsTimeWent) {
   const Folder folder;
   CoreOptions options = covering(folder.path());

@@ -166,6 +166,23 @@ TEST_F(DiskCacheTest, DecodingThatOutgrowsTheChoiceEstimatesFromWhatIsStored) {
   EXPECT_NE(cache.report().find("first prefill"), std::string::npos);
 }
 
+TEST_F(DiskCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
+  configure(R"("heads": "each", "group_tokens": 16, "rank": 8, "groups_max": 3, "pages_max": 8)");
+  if (IsSkipped()) return;
+  DiskCache cache(args_);
+  pass(cache, 50);
+  pass(cache, 70);  // exact over the chunk before, head by head
+  EXPECT_FALSE(cache.session().needs_projection(0));
+  const Chunk chunk = draw(1);
+  for (const int64_t layer : {0, 1}) {
+    cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+  }
+  const auto selection = cache.session().last_selection(0);
+  ASSERT_EQ(selection.size(), static_cast<size_t>(kBatch * args_.shape.kv_heads));
+  for (const auto& groups : selection) EXPECT_EQ(groups.size(), 3u);
+  EXPECT_NE(cache.report().find("121 x 2, 2 decoding steps"), std::string::npos);
+}
+
 TEST_F(DiskCacheTest, GoesOnAfterACropAndAReset) {
   DiskCache cache(args_);
   pass(cache, 50);
