@@ -13,7 +13,7 @@ from bench.quality.view import LayerPast, View
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
 from kvswap_torch.tuning.recall import int8_rows
 
-MASSES = ("mass", "max_mass", "share", "max_share")
+MASSES = ("mass", "max_mass", "mass_kept", "max_mass_kept")
 SCORES = ("sum", *MASSES, "softmax", "max")
 
 
@@ -33,11 +33,11 @@ class Swap:
     true_query
         Layers that choose with their true query; all others with the predicted one.
     score
-        ``sum``: over heads, of raw products (the paper). ``mass``: what each head's softmax gives
-        to a group, summed over heads; ``max_mass``: the largest of any head; sinks and tail are in
-        the denominator with their exact products. ``share`` and ``max_share``: the same of the
-        softmax over what may be chosen alone; ``softmax``: as share, but a group counts as its best
-        token. ``max``: the largest product of any head.
+        ``sum``: over heads, of raw products (the paper). ``mass``: what each head's softmax over
+        what may be chosen gives to a group, summed over heads; ``max_mass``: the largest of any
+        head. ``mass_kept`` and ``max_mass_kept``: the same with sinks and tail in the denominator,
+        with their exact products; ``softmax``: as mass, but a group counts as its best token.
+        ``max``: the largest product of any head.
     heads
         ``all`` KV heads choose together, or ``each`` for itself: as a model with that head alone.
     exact_layers
@@ -81,19 +81,21 @@ class Swap:
         return self.frame.group(self.token_scores(view))
 
     def _group_masses(self, view: View) -> torch.Tensor:
-        """``[batch, 1, n, groups]``: each head's softmax over all it may see, joined over heads."""
+        """``[batch, 1, n, groups]``: what each head's softmax gives, joined over heads."""
         key, query = self._pair(view)
         document, own = self._summaries(view, key)
         look = self._look(view)
         parts = query.unflatten(0, (view.kv_heads, -1))
-        own_share = self.score.endswith("share")
+        has_kept = self.score.endswith("kept")
         always = self.frame.always(view)
-        hidden = ~self._choosable_columns(view) if own_share else ~view.causal()
+        hidden = ~view.causal() if has_kept else ~self._choosable_columns(view)
         joined: torch.Tensor | None = None
         for head in range(look.shape[1]):
             low = look[:, head].float() @ parts[head // view.repeats] * view.scale
+            if self.summary_dtype == "int8":
+                low = int8_rows(low.flatten(0, -2)).view_as(low)  # a query meets int8 rows as int8
             logits = view.products(low, document, own)
-            if not own_share:
+            if has_kept:
                 _put_exact(logits, view, look[:, head], head // view.repeats, always)
             logits = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
             mass = self.frame.group(logits.nan_to_num_(0.0), "sum")

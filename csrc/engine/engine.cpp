@@ -121,8 +121,8 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
     return Status::ok();
   }
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
-  const AttendArgs asking = {.layer = layer, .query = query, .scale = scale.value_or(usual)};
-  return handed_back(*parts_, steps_.look_ahead(layer, question_of(asking, columns(layer))));
+  const Question question = {.query = parts_of(query), .scale = scale.value_or(usual)};
+  return handed_back(*parts_, steps_.look_ahead(layer, question));
 }
 
 Status Engine::override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups) {
@@ -145,13 +145,12 @@ Status Engine::attend(const AttendArgs& args) {
                            ") and the columns appended (" + std::to_string(held) + "), got " +
                            std::to_string(queries));
   }
-  const AttendArgs asking = {.layer = args.layer, .query = args.query, .scale = args.scale};
-  KVSWAP_RETURN_IF_ERROR(steps_.take(args.layer, question_of(asking, held - queries)));
+  KVSWAP_RETURN_IF_ERROR(
+      steps_.take(args.layer, {.query = parts_of(args.query), .scale = args.scale}));
   {
     const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
                           &parts_->counters.attend_seconds);
-    const PagedAttentionArgs kernel = attention_args(args, held - queries, &steps_.of(args.layer));
-    parts_->space->compute().attend(args.layer, kernel);
+    parts_->space->compute().attend(args.layer, attention_args(args));
   }
   return handed_back(*parts_, sealer_.seal_overflow(args.layer));
 }
@@ -162,22 +161,13 @@ QueryView Engine::parts_of(QueryView query) const {
   return query;
 }
 
-/// column: of the first query.
-Question Engine::question_of(const AttendArgs& args, int64_t column) {
-  return {.query = parts_of(args.query), .scale = args.scale, .kept = [this, args, column] {
-            return attention_args(args, column, nullptr);
-          }};
-}
-
-/// Over the step's groups, sinks and tail, without a step over what is kept anyway. Stands until
-/// the next call.
-PagedAttentionArgs Engine::attention_args(const AttendArgs& args, int64_t column,
-                                          const LayerStep* step) {
+/// Over the step's groups, sinks and tail. Stands until the next call.
+PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
   table_.build({.layer = args.layer,
                 .pages_max = options().pages_per_layer(),
-                .column = column,
+                .queries = args.query.queries,
                 .heads_apart = heads_apart()},
-               *batch_, tail_, step);
+               *batch_, tail_, steps_.of(args.layer));
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;
   kernel.query_batch_stride = args.query.batch_stride;

@@ -98,8 +98,7 @@ class Engine {
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer);
-  Question question_of(const AttendArgs& args, int64_t column);
-  PagedAttentionArgs attention_args(const AttendArgs& args, int64_t column, const LayerStep* step);
+  PagedAttentionArgs attention_args(const AttendArgs& args);
 
   int owner_pid_;
   const EngineOptions options_;

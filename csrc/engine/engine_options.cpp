@@ -152,9 +152,9 @@ int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
   if (score_kind() == Score::kSum) return scores;
   const int64_t rank = *std::max_element(ranks.begin(), ranks.end());
   const int64_t projected =
-      product({batch, select_queries_max, query_heads, rank + 1, int64_t{sizeof(float)}});
+      product({batch, select_queries_max, query_heads, rank, int64_t{sizeof(float)}});
   return scores + projected +
-         MassScorer::scratch_bytes(query_heads, std::min(groups, kContextMax), group_tokens);
+         MassScorer::scratch_bytes(query_heads, rank, std::min(groups, kContextMax), group_tokens);
 }
 
 int64_t EngineOptions::sink_pages() const {

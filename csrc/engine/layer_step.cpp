@@ -32,7 +32,6 @@ Status LayerStep::ask(const Question& question) {
                              (is_by_mass ? "by mass" : options.rows) + ", got " +
                              std::to_string(apart * query.heads) + "; do not sum them");
     }
-    const PagedAttentionArgs kept = is_by_mass ? question.kept() : PagedAttentionArgs{};
     std::vector<Candidates> candidates(batch_.size());
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       candidates[sequence] = {&batch_.validity(sequence), batch_.pages(sequence).sinks(layer_)};
@@ -44,8 +43,7 @@ Status LayerStep::ask(const Question& question) {
          .groups_per_query = std::min(options.groups_max, options.pages_max / query.queries),
          .candidates = candidates,
          .chosen = &chosen_,
-         .scale = question.scale,
-         .kept = is_by_mass ? &kept : nullptr}));
+         .scale = question.scale}));
   }
   state_ = State::kAsked;
   return Status::ok();

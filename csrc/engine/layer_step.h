@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "engine/batch.h"
@@ -14,8 +13,6 @@ namespace kvswap {
 struct Question {
   QueryView query;
   float scale = 1.0f;  // of attention
-  /// Attention over sinks and tail, without output; called by a score by mass alone.
-  std::function<PagedAttentionArgs()> kept;
 };
 
 /// One layer's step, from the question to the pages: who is chosen, where they stand, and what is

@@ -2,8 +2,8 @@
 
 namespace kvswap {
 
-void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep* step) {
-  const auto [layer, pages_max, column, heads_apart] = of;
+void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step) {
+  const auto [layer, pages_max, queries, heads_apart] = of;
   const Batch::Layer& state = batch.layer(layer);
   const int64_t group_tokens = tail.group_tokens();
   const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
@@ -13,7 +13,7 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
   masks_.resize(batch.size() * pages_max);
   columns_.resize(batch.size() * pages_max);
   counts_.assign(batch.size(), 0);
-  query_columns_.assign(batch.size(), static_cast<int32_t>(column));
+  query_columns_.assign(batch.size(), static_cast<int32_t>(state.columns - queries));
   for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
     SequencePages& pages = batch.pages(sequence);
     int64_t entry = sequence * pages_max;
@@ -28,9 +28,9 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
     for (size_t i = 0; i < sinks.size(); ++i) {
       add(sinks[i], pages.pool().page(pages.sink_page(layer, static_cast<int64_t>(i))));
     }
-    const size_t chosen = step == nullptr ? 0 : step->chosen()[sequence].size();
-    for (size_t i = 0; i < chosen; ++i) {
-      add(step->chosen()[sequence][i], pages.pool().page(step->pages()[sequence][i]));
+    const std::vector<int32_t>& chosen = step.chosen()[sequence];
+    for (size_t i = 0; i < chosen.size(); ++i) {
+      add(chosen[i], pages.pool().page(step.pages()[sequence][i]));
     }
     for (int64_t group = state.sealed_groups; group < groups; ++group) {
       add(group, tail.page(layer, sequence, group));

@@ -17,11 +17,11 @@ class PageTable {
   struct Of {
     int64_t layer = 0;
     int64_t pages_max = 0;  // of a sequence
-    int64_t column = 0;     // of the first query
+    int64_t queries = 0;    // the newest columns
     int64_t heads_apart = 1;
   };
-  /// Sinks, the step's groups and the tail; without a step what is in memory whatever is chosen.
-  void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep* step);
+  /// Sinks, the step's groups and the tail.
+  void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step);
   /// The table's part of the kernel's arguments.
   void describe(PagedAttentionArgs& args) const;
 

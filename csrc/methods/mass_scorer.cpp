@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <numbers>
 #include <vector>
 
+#include "kernels/int8_score.h"
 #include "kernels/low_rank_score.h"
 #include "methods/rows.h"
 
@@ -11,55 +13,23 @@ namespace kvswap {
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-constexpr int64_t kHeadsAtOnce = 8;  // whose logits of a chunk stay in the nearer caches
+constexpr int64_t kHeadsAtOnce = 16;  // whose products of a chunk stay in the nearer caches
 
-/// Logits of tokens that are no candidates become -inf.
-void drop_others(const Candidates& candidates, int64_t first_token, int64_t tokens,
-                 int64_t group_tokens, float* logits) {
+/// The tokens of a piece that are no candidates.
+std::vector<int64_t> others_of(const Candidates& candidates, int64_t first_token, int64_t tokens,
+                               int64_t group_tokens) {
+  std::vector<int64_t> others;
   const TokenValidity& valid = *candidates.valid;
   const int64_t padded = std::min(tokens, valid.all_valid_from() - first_token);
   for (int64_t row = 0; row < padded; ++row) {
-    if (!valid.is_valid(first_token + row)) logits[row] = kNever;
+    if (!valid.is_valid(first_token + row)) others.push_back(row);
   }
   for (const int32_t group : candidates.excluded) {
     const int64_t begin = std::max<int64_t>(0, group * group_tokens - first_token);
     const int64_t end = std::min(tokens, (group + 1) * group_tokens - first_token);
-    for (int64_t row = begin; row < end; ++row) logits[row] = kNever;
+    for (int64_t row = begin; row < end; ++row) others.push_back(row);
   }
-}
-
-/// One chunk of the summary: its logits, a few heads at a time, and their weights.
-void weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh) {
-  const Summary& summary = *args.summary;
-  const int64_t chunk_tokens = summary.shape().chunk_tokens;
-  const int64_t rank = summary.shape().rank;
-  const int64_t groups = weigh.tokens / weigh.group_tokens;
-  const Summary::Chunk& source = summary.chunk(piece);
-  KVSWAP_ASSERT(weigh.tokens <= summary.chunk_rows(piece));
-  thread_local std::vector<float> logits;  // [heads at once, chunk_tokens]
-  logits.resize(kHeadsAtOnce * chunk_tokens);
-  weigh.logits = logits.data();
-  weigh.logit_stride = chunk_tokens;
-  for (int64_t head = 0; head < args.heads; head += kHeadsAtOnce) {
-    weigh.heads = std::min(kHeadsAtOnce, args.heads - head);
-    low_rank_score({.summary = source.rows.data(),
-                    .token_scale = source.token_scale.empty() ? nullptr : source.token_scale.data(),
-                    .query = args.query + head * rank,
-                    .scores = logits.data(),
-                    .score_stride = chunk_tokens,
-                    .blocks = (weigh.tokens + kSummaryBlock - 1) / kSummaryBlock,
-                    .rank = rank,
-                    .queries = weigh.heads,
-                    .dtype = summary.shape().dtype});
-    for (int64_t i = 0; i < weigh.heads; ++i) {
-      drop_others(*args.candidates, piece * chunk_tokens, weigh.tokens, weigh.group_tokens,
-                  logits.data() + i * chunk_tokens);
-    }
-    weigh_groups(weigh);
-    weigh.weights += weigh.heads * groups;
-    weigh.largest += weigh.heads;
-    weigh.sums += weigh.heads;
-  }
+  return others;
 }
 
 }  // namespace
@@ -69,6 +39,7 @@ struct MassScorer::Pieces {
   int64_t count = 0;
   int64_t groups = 0;   // of a piece
   int64_t weights = 0;  // [count][heads, groups of the piece]
+  int64_t floats(int64_t heads) const;
 };
 
 MassScorer::Pieces MassScorer::pieces_of(int64_t heads, int64_t groups, int64_t group_tokens) {
@@ -79,22 +50,100 @@ MassScorer::Pieces MassScorer::pieces_of(int64_t heads, int64_t groups, int64_t 
   return pieces;
 }
 
-int64_t MassScorer::scratch_bytes(int64_t heads, int64_t groups, int64_t group_tokens) {
-  const Pieces pieces = pieces_of(heads, groups, group_tokens);
-  return (pieces.weights + 3 * pieces.count * heads) * int64_t{sizeof(float)};
+int64_t MassScorer::Pieces::floats(int64_t heads) const { return weights + 3 * count * heads; }
+
+int64_t MassScorer::scratch_bytes(int64_t heads, int64_t rank, int64_t groups,
+                                  int64_t group_tokens) {
+  const int64_t floats = pieces_of(heads, groups, group_tokens).floats(heads) + heads;
+  return floats * int64_t{sizeof(float)} + heads * int8_stride(rank);
+}
+
+void MassScorer::clear() {
+  scratch_ = {};
+  factors_ = {};
+  int8_query_ = {};
+}
+
+/// The query as rows meet it, and what makes products of the two exponents of 2.
+void MassScorer::prepare(const MassArgs& args) {
+  const int64_t rank = args.summary->shape().rank;
+  factors_.assign(args.heads, 1.0f);
+  if (args.summary->shape().dtype == DType::kInt8) {
+    int8_query_.resize(args.heads * int8_stride(rank));
+    quantize_queries({.query = args.query,
+                      .quantized = int8_query_.data(),
+                      .scales = factors_.data(),
+                      .rank = rank,
+                      .queries = args.heads});
+  }
+  for (float& factor : factors_) factor *= std::numbers::log2e_v<float>;
+}
+
+/// One chunk of the summary: its products, some heads at a time, and their weights.
+void MassScorer::weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh) const {
+  const int64_t chunk_tokens = args.summary->shape().chunk_tokens;
+  const int64_t groups = weigh.tokens / weigh.group_tokens;
+  KVSWAP_ASSERT(weigh.tokens <= args.summary->chunk_rows(piece));
+  const std::vector<int64_t> others =
+      others_of(*args.candidates, piece * chunk_tokens, weigh.tokens, weigh.group_tokens);
+  // A whole power of two between heads would put them all on the same lines of the cache.
+  const int64_t stride = chunk_tokens + kSummaryBlock;
+  thread_local std::vector<float> products;  // [heads at once, stride]
+  products.resize(kHeadsAtOnce * stride);
+  weigh.products = products.data();
+  weigh.product_stride = stride;
+  weigh.has_gaps = !others.empty();
+  for (int64_t head = 0; head < args.heads; head += kHeadsAtOnce) {
+    weigh.heads = std::min(kHeadsAtOnce, args.heads - head);
+    weigh.factors = factors_.data() + head;
+    multiply(args, piece, weigh, head, products.data());
+    for (int64_t i = 0; i < weigh.heads; ++i) {
+      for (const int64_t row : others) products[i * stride + row] = kNever;
+    }
+    weigh_groups(weigh);
+    weigh.weights += weigh.heads * groups;
+    weigh.largest += weigh.heads;
+    weigh.sums += weigh.heads;
+  }
+}
+
+void MassScorer::multiply(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh,
+                          int64_t head, float* products) const {
+  const Summary::Chunk& source = args.summary->chunk(piece);
+  const Summary::Shape& shape = args.summary->shape();
+  const int64_t blocks = (weigh.tokens + kSummaryBlock - 1) / kSummaryBlock;
+  if (shape.dtype == DType::kInt8) {
+    int8_score({.summary = reinterpret_cast<const int8_t*>(source.rows.data()),
+                .token_scale = source.token_scale.data(),
+                .query = int8_query_.data() + head * int8_stride(shape.rank),
+                .scores = products,
+                .score_stride = weigh.product_stride,
+                .blocks = blocks,
+                .rank = shape.rank,
+                .queries = weigh.heads});
+  } else {
+    low_rank_score({.summary = source.rows.data(),
+                    .query = args.query + head * shape.rank,
+                    .scores = products,
+                    .score_stride = weigh.product_stride,
+                    .blocks = blocks,
+                    .rank = shape.rank,
+                    .queries = weigh.heads,
+                    .dtype = shape.dtype});
+  }
 }
 
 void MassScorer::score(const MassArgs& args, int64_t group_tokens, float* group_scores) {
   const Pieces pieces = pieces_of(args.heads, args.groups, group_tokens);
-  const auto floats =
-      static_cast<size_t>(scratch_bytes(args.heads, args.groups, group_tokens)) / sizeof(float);
+  const auto floats = static_cast<size_t>(pieces.floats(args.heads));
   if (scratch_.size() < floats) {
     scratch_ = {};  // before the larger one comes
     scratch_.resize(floats);
   }
   float* largest = scratch_.data() + pieces.weights;  // [pieces, heads], as the next two
   float* sums = largest + pieces.count * args.heads;
-  float* factors = sums + pieces.count * args.heads;
+  float* shares = sums + pieces.count * args.heads;
+  prepare(args);
   const auto groups_in = [&](int64_t piece) {
     return std::min(pieces.groups, args.groups - piece * pieces.groups);
   };
@@ -112,17 +161,15 @@ void MassScorer::score(const MassArgs& args, int64_t group_tokens, float* group_
                    .group_tokens = group_tokens});
     }
   });
-  mass_factors({.largest = largest,
-                .sums = sums,
-                .kept_log_sum_exp = args.kept_log_sum_exp,
-                .kept_stride = args.kept_stride,
-                .factors = factors,
-                .pieces = pieces.count,
-                .heads = args.heads});
+  mass_shares({.largest = largest,
+               .sums = sums,
+               .shares = shares,
+               .pieces = pieces.count,
+               .heads = args.heads});
   run_parallel(execution, pieces.count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
       join_heads({.weights = weights_of(piece),
-                  .factors = factors + piece * args.heads,
+                  .shares = shares + piece * args.heads,
                   .group_scores = group_scores + piece * pieces.groups,
                   .groups = groups_in(piece),
                   .heads = args.heads,

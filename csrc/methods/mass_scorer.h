@@ -14,8 +14,6 @@ namespace kvswap {
 struct MassArgs {
   const Summary* summary = nullptr;
   const float* query = nullptr;  // [heads, rank]: each head's own, times attention's scale
-  const float* kept_log_sum_exp = nullptr;  // one a head, `kept_stride` apart
-  int64_t kept_stride = 1;
   const Candidates* candidates = nullptr;
   int64_t heads = 0;
   int64_t groups = 0;
@@ -24,14 +22,15 @@ struct MassArgs {
 };
 
 /// Scores groups by the attention that heads pay them: each head's softmax over the approximate
-/// products of all candidates, with the exact ones of the keys that are attended anyway in its
-/// denominator; summed in the group, joined over heads.
+/// products of the candidates, summed in the group, joined over heads. What is attended anyway has
+/// no part in it: an approximate product is off by a constant for each query and head, which
+/// cancels among candidates and would not beside exact products.
 ///
 /// A sum of raw products over heads drowns the few heads that look for one place among the many
 /// that look everywhere; a share of attention is at most 1 for each. It costs heads x rank products
 /// a token where the sum costs rank. The summary is read once, and an exponential is taken once for
-/// each head and token: groups' weights are kept relative to their chunk's largest logit, and made
-/// shares when all chunks are through.
+/// each head and token: groups' weights are kept relative to their chunk's largest exponent, and
+/// made shares when all chunks are through. Queries meet int8 rows as int8 numbers.
 ///
 /// The same scores for any number of threads. Keeps scratch from call to call; not thread-safe.
 class MassScorer {
@@ -40,14 +39,20 @@ class MassScorer {
   void score(const MassArgs& args, int64_t group_tokens, float* group_scores);
 
   /// What it keeps for that many groups.
-  static int64_t scratch_bytes(int64_t heads, int64_t groups, int64_t group_tokens);
-  void clear() { scratch_ = {}; }
+  static int64_t scratch_bytes(int64_t heads, int64_t rank, int64_t groups, int64_t group_tokens);
+  void clear();
 
  private:
   struct Pieces;
   static Pieces pieces_of(int64_t heads, int64_t groups, int64_t group_tokens);
+  void prepare(const MassArgs& args);
+  void weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh) const;
+  void multiply(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh, int64_t head,
+                float* products) const;
 
   std::vector<float> scratch_;
+  std::vector<float> factors_;      // [heads]: see WeighGroupsArgs
+  std::vector<int8_t> int8_query_;  // [heads, int8_stride(rank)]: int8 rows only
 };
 
 }  // namespace kvswap

@@ -127,21 +127,14 @@ void RowSelector::score_by_sum(const ChooseArgs& args) {
 
 void RowSelector::score_by_mass(const ChooseArgs& args) {
   const int64_t heads = args.query.heads;
-  KVSWAP_ASSERT(args.kept != nullptr && args.kept->batch * args.kept->heads == sequences_ * heads);
   const int64_t rank = rows_->shape(args.layer).width;
   asked_.resize(sequences_ * queries_ * heads * rank);
   rows_->ask_each_head(args.layer, args.query, sequences_, args.scale, asked_.data());
-  kept_.resize(sequences_ * heads * queries_);
-  PagedAttentionArgs kept = *args.kept;
-  kept.log_sum_exp = kept_.data();
-  paged_attention(kept, {.parallel = options_.parallel});
   for (int64_t row = 0; row < sequences_ * queries_; ++row) {
     const int64_t sequence = row / queries_;
     const int64_t query = row % queries_;
     mass_.score({.summary = &summaries_[args.layer][sequence],
                  .query = asked_.data() + row * heads * rank,
-                 .kept_log_sum_exp = kept_.data() + sequence * heads * queries_ + query,
-                 .kept_stride = queries_,
                  .candidates = &args.candidates[sequence],
                  .heads = heads,
                  .groups = groups_,

@@ -18,7 +18,7 @@ namespace kvswap {
 /// they are, and what a query becomes, is for Rows to say.
 ///
 /// The score is the largest product in the group (KVSwap 3.3); by mass, each head has its softmax
-/// over all keys first (see mass_scorer.h).
+/// over what may be chosen first (see mass_scorer.h).
 class RowSelector : public Selector {
  public:
   /// memory: where summaries and projections live; the host's unless a sibling computes elsewhere.
@@ -72,7 +72,6 @@ class RowSelector : public Selector {
   int64_t groups_ = 0;
   std::vector<float> asked_;  // [batch, queries, width], by mass [batch, queries, heads, width]
   std::vector<float> group_scores_;  // [batch, queries, groups]
-  std::vector<float> kept_;          // [batch, heads, queries]: log-sum-exp of what is kept
   MassScorer mass_;
 };
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "io/status.h"
-#include "kernels/paged_attention.h"
 #include "kernels/types.h"
 #include "methods/token_validity.h"
 
@@ -76,9 +75,6 @@ struct ChooseArgs {
   std::vector<std::vector<int32_t>>* chosen = nullptr;  // [batch][...] out, in rising order
   // For a score by mass alone.
   float scale = 1.0f;  // of attention
-  /// Attention over the keys that are in memory anyway (the excluded groups, the tail), for its
-  /// log-sum-exp; without output.
-  const PagedAttentionArgs* kept = nullptr;
 };
 
 /// What a choice is for at most, where its memory is reserved ahead of it.

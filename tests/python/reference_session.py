@@ -134,7 +134,7 @@ class ReferenceSession:
         if self._must_choose(state) and self._lacks_projection(layer):
             return
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        state.predicted = state.selection = self._choose(layer, query, scale, state.columns)
+        state.predicted = state.selection = self._choose(layer, query, scale)
 
     def attend(
         self, layer, query, keys, values, scale: float, softcap: float = 0.0, sinks=None
@@ -148,7 +148,7 @@ class ReferenceSession:
             return self._attention(state, query, state.valid, (scale, softcap, sinks))
         chosen = state.predicted
         if chosen is None:
-            chosen = self._choose(layer, query, scale, state.columns - tokens)
+            chosen = self._choose(layer, query, scale)
         state.predicted, state.selection = None, chosen
         visible = state.valid & self._attended_columns(state, chosen)
         output = self._attention(state, query, visible, (scale, softcap, sinks))
@@ -242,9 +242,8 @@ class ReferenceSession:
         most = max(len(self._groups(state, s)[1]) for s in range(len(state.keys)))
         return most > self._options.groups_max
 
-    def _choose(self, layer: int, query: torch.Tensor, scale: float, at: int) -> list[list[int]]:
-        """Per sequence: union over the queries, which begin at column `at`, of each one's best
-        groups, in rising order."""
+    def _choose(self, layer: int, query: torch.Tensor, scale: float) -> list[list[int]]:
+        """Per sequence: union over the queries of each one's best groups, in rising order."""
         state, queries = self._layers[layer], query.shape[2]
         count = min(self._options.groups_max, max(1, self._options.pages_max // queries))
         chosen = []
@@ -258,7 +257,7 @@ class ReferenceSession:
             if self._options.score == "sum":
                 scores = self._group_scores(layer, sequence, query[sequence])
             else:
-                scores = self._group_masses(layer, sequence, query[sequence], scale, at)
+                scores = self._group_masses(layer, sequence, query[sequence], scale)
             best = scores[:, candidates]
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
             chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
@@ -278,26 +277,20 @@ class ReferenceSession:
     def _lacks_projection(self, layer: int) -> bool:
         return METHODS[self._options.rows].takes_projections and layer not in self._projections
 
-    def _group_masses(self, layer, sequence, query, scale: float, at: int) -> torch.Tensor:
+    def _group_masses(self, layer, sequence, query, scale: float) -> torch.Tensor:
         """query: [heads, queries, head_dim] -> [queries, groups]: each head's softmax over low-rank
-        products of the sealed tokens, with exact ones of sinks and tail; summed in the group."""
+        products of what may be chosen, summed in the group, joined over heads."""
         state, options = self._layers[layer], self._options
         key_projection, query_projection = self._projections[layer]
-        keys, valid = state.keys[sequence].float(), state.valid[sequence]
-        rows = keys[:, : state.sealed].transpose(0, 1).flatten(1) @ key_projection
+        keys = state.keys[sequence, :, : state.sealed].float()
+        rows = keys.transpose(0, 1).flatten(1) @ key_projection
         ratio = options.query_heads // options.kv_heads
         of_head = query_projection.unflatten(0, (options.kv_heads, -1)).repeat_interleave(ratio, 0)
-        approximate = query.float() @ of_head @ rows.T * scale  # [heads, queries, sealed]
-        exact = query.float() @ keys.repeat_interleave(ratio, 0).mT * scale
+        logits = query.float() @ of_head @ rows.T * scale  # [heads, queries, sealed]
         sinks = torch.tensor(self._groups(state, sequence)[0], dtype=torch.long)
-        is_kept = torch.isin(torch.arange(state.columns) // options.group_tokens, sinks)
-        is_kept[state.sealed :] = True
-        seen = torch.arange(state.columns) <= at + torch.arange(query.shape[1])[:, None]
-        logits = exact.masked_fill(~is_kept, -torch.inf)
-        logits[:, :, : state.sealed] = torch.where(
-            is_kept[: state.sealed], exact[:, :, : state.sealed], approximate
-        )
-        mass = logits.masked_fill(~(valid & seen), -torch.inf).softmax(-1)[:, :, : state.sealed]
+        is_sink = torch.isin(torch.arange(state.sealed) // options.group_tokens, sinks)
+        hidden = is_sink | ~state.valid[sequence, : state.sealed]
+        mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
         groups = mass.unflatten(2, (-1, options.group_tokens)).sum(3)
         return groups.sum(0) if options.score == "mass" else groups.amax(0)
 

@@ -113,7 +113,6 @@ def test_without_a_calibration_the_choice_is_the_engines_too(reference, tmp_path
 
 
 @needs_native
-@pytest.mark.xfail(reason="the emulation's shares are not yet the engine's: most groups agree")
 @pytest.mark.parametrize("score", ["mass", "max_mass"])
 def test_a_choice_by_mass_is_the_engines(score, reference, tmp_path):
     model, document = reference

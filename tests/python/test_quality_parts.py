@@ -186,7 +186,7 @@ def test_at_full_rank_a_groups_mass_is_what_attention_gives_it(score):
         ]
     )
     choosable = slice(8, (TOKENS + row - 10) // 4 * 4)
-    seen = choosable if score.endswith("share") else slice(0, TOKENS + row + 1)
+    seen = slice(0, TOKENS + row + 1) if score.endswith("kept") else choosable
     mass = torch.zeros_like(products)
     mass[:, seen] = (products[:, seen] * view.scale).softmax(1)
     of_groups = mass[:, choosable].unflatten(1, (-1, 4)).sum(2)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #undef HWY_TARGET_INCLUDE
@@ -16,104 +17,147 @@ namespace kvswap::HWY_NAMESPACE {
 
 inline constexpr float kLargestFinite = std::numeric_limits<float>::max();
 inline constexpr float kSmallest = std::numeric_limits<float>::min();
-inline constexpr float kFarBelow = -87.0f;  // exp() of it is the smallest normal number, about
+inline constexpr float kFarBelow = -126.0f;  // 2 to the power of it is the smallest normal number
 
-/// NaN does not count; infinity is the largest number there is.
-inline Floats cleaned(Floats logits) {
-  const Floats numbers = nan_to(logits, kNever);
-  return where_greater(numbers, fill(kLargestFinite), fill(kLargestFinite), numbers);
+/// Products of one head, and what makes them exponents of 2.
+struct HeadProducts {
+  const float* products = nullptr;  // [tokens]
+  int64_t tokens = 0;
+  float factor = 0;
+};
+
+/// NaN and -inf: no candidate. What is too large or too small for a float is its last number.
+inline Floats exponents_of(Floats products, float factor) {
+  const Floats own = nan_to(multiply(products, fill(factor)), kNever);
+  const Floats below = where_greater(own, fill(kLargestFinite), fill(kLargestFinite), own);
+  return where_greater(nan_to(products, kNever), fill(kNever),
+                       where_greater(fill(-kLargestFinite), below, fill(-kLargestFinite), below),
+                       fill(kNever));
 }
 
-/// The logits of one head, in whole vectors: what is missing of the last one does not count.
-Floats logits_at(const float* logits, int64_t token, int64_t tokens) {
-  if (token + kLanes <= tokens) return cleaned(load(logits + token));
+/// In whole vectors: what is missing of the last one is no candidate.
+Floats exponents_at(const HeadProducts& head, int64_t token) {
+  if (token + kLanes <= head.tokens) {
+    return exponents_of(load(head.products + token), head.factor);
+  }
   float lanes[kLanes];
   std::fill_n(lanes, kLanes, kNever);
-  std::copy(logits + token, logits + tokens, lanes);
-  return cleaned(load(lanes));
+  std::copy(head.products + token, head.products + head.tokens, lanes);
+  return exponents_of(load(lanes), head.factor);
 }
 
-float largest_logit(const float* logits, int64_t tokens) {
+float largest_exponent(const HeadProducts& head) {
+  if (std::isnan(head.factor)) return kNever;
   Floats lanes = fill(kNever);
-  for (int64_t t = 0; t < tokens; t += kLanes) lanes = maximum(lanes, logits_at(logits, t, tokens));
+  for (int64_t t = 0; t < head.tokens; t += kLanes) lanes = maximum(exponents_at(head, t), lanes);
   return largest(lanes);
 }
 
-/// weights[t] = exp(logit - reference) where the token counts, else 0; whole vectors are written.
-void weigh_tokens(const float* logits, int64_t tokens, float reference, float* weights) {
-  for (int64_t t = 0; t < tokens; t += kLanes) {
-    const Floats own = logits_at(logits, t, tokens);
-    const Floats below = maximum(add(own, fill(-reference)), fill(kFarBelow));
-    store(where_greater(own, fill(kNever), exponential(below), zeros()), weights + t);
+/// The same where products are expected to be finite. A NaN may be lost, or not.
+float largest_finite_exponent(const HeadProducts& head) {
+  Floats lanes = fill(kNever);
+  int64_t t = 0;
+  for (; t + kLanes <= head.tokens; t += kLanes) lanes = maximum(load(head.products + t), lanes);
+  float most = largest(lanes);
+  for (; t < head.tokens; ++t) most = std::max(most, head.products[t]);
+  return most * head.factor;
+}
+
+/// The weights of whole vectors from token `first` on, one by one; 0: no candidate.
+void weigh_tokens(const HeadProducts& head, int64_t first, float largest, float* weights) {
+  for (int64_t t = first; t < head.tokens; t += kLanes) {
+    const Floats own = exponents_at(head, t);
+    const Floats below = maximum(add(own, fill(-largest)), fill(kFarBelow));
+    store(where_greater(own, fill(kNever), power_of_two(below), zeros()), weights + t - first);
   }
 }
 
-/// The sums of kLanes groups of kGroup consecutive weights.
+/// The sums of kLanes groups of kGroup consecutive weights, where all tokens are candidates.
 template <int kGroup>
-inline Floats group_sums(const float* weights) {
+inline Floats finite_sums(const float* products, Floats factor, Floats below) {
   if constexpr (kGroup == 1) {
-    return load(weights);
+    const Floats exponents = multiply_add(load(products), factor, below);
+    return power_of_two(maximum(exponents, fill(kFarBelow)));
   } else {
-    return pairwise_add(group_sums<kGroup / 2>(weights),
-                        group_sums<kGroup / 2>(weights + kGroup / 2 * kLanes));
+    constexpr int64_t kHalf = kGroup / 2 * kLanes;
+    return pairwise_add(finite_sums<kGroup / 2>(products, factor, below),
+                        finite_sums<kGroup / 2>(products + kHalf, factor, below));
   }
 }
 
 /// Returns how many groups were done; the rest does not fill a vector.
 template <int kGroup>
-int64_t sum_whole_vectors(const float* weights, int64_t tokens, float* sums) {
-  const int64_t groups = tokens / (kGroup * kLanes) * kLanes;
+int64_t weigh_whole_vectors(const HeadProducts& head, float largest, float* sums, float* total) {
+  const int64_t groups = head.tokens / (kGroup * kLanes) * kLanes;
+  Floats all = zeros();
   for (int64_t group = 0; group < groups; group += kLanes) {
-    store(group_sums<kGroup>(weights + group * kGroup), sums + group);
+    const Floats own =
+        finite_sums<kGroup>(head.products + group * kGroup, fill(head.factor), fill(-largest));
+    store(own, sums + group);
+    all = add(all, own);
   }
+  *total = sum(all);
   return groups;
 }
 
-int64_t sum_vectors(const float* weights, int64_t tokens, int64_t group_tokens, float* sums) {
+int64_t weigh_finite(const HeadProducts& head, int64_t group_tokens, float largest, float* sums,
+                     float* total) {
   switch (group_tokens) {
     case 1:
-      return sum_whole_vectors<1>(weights, tokens, sums);
+      return weigh_whole_vectors<1>(head, largest, sums, total);
     case 2:
-      return sum_whole_vectors<2>(weights, tokens, sums);
+      return weigh_whole_vectors<2>(head, largest, sums, total);
     case 4:
-      return sum_whole_vectors<4>(weights, tokens, sums);
+      return weigh_whole_vectors<4>(head, largest, sums, total);
     case 8:
-      return sum_whole_vectors<8>(weights, tokens, sums);
+      return weigh_whole_vectors<8>(head, largest, sums, total);
     case 16:
-      return sum_whole_vectors<16>(weights, tokens, sums);
+      return weigh_whole_vectors<16>(head, largest, sums, total);
     default:
       return 0;
   }
 }
 
-void sum_groups(const float* weights, int64_t tokens, int64_t group_tokens, float* sums) {
-  int64_t group = sum_vectors(weights, tokens, group_tokens, sums);
-  for (; group * group_tokens < tokens; ++group) {
-    const int64_t last = std::min((group + 1) * group_tokens, tokens);
+/// Groups from `group` on, token by token. Returns the sum of their weights.
+float weigh_rest(const HeadProducts& head, int64_t group_tokens, float largest, int64_t group,
+                 float* sums) {
+  const int64_t first = group * group_tokens;
+  if (first >= head.tokens) return 0.0f;
+  thread_local std::vector<float> weights;  // [tokens]
+  weights.resize(round_up_to_lanes(head.tokens - first));
+  weigh_tokens(head, first, largest, weights.data());
+  float total = 0.0f;
+  for (; group * group_tokens < head.tokens; ++group) {
+    const int64_t last = std::min((group + 1) * group_tokens, head.tokens);
     float sum = 0.0f;
-    for (int64_t token = group * group_tokens; token < last; ++token) sum += weights[token];
+    for (int64_t token = group * group_tokens; token < last; ++token) sum += weights[token - first];
     sums[group] = sum;
+    total += sum;
   }
+  return total;
 }
 
 void weigh_groups(const WeighGroupsArgs& args) {
   const int64_t groups = (args.tokens + args.group_tokens - 1) / args.group_tokens;
-  thread_local std::vector<float> weights;  // [tokens]
-  weights.resize(round_up_to_lanes(args.tokens));
-  for (int64_t head = 0; head < args.heads; ++head) {
-    const float* logits = args.logits + head * args.logit_stride;
-    float* of_groups = args.weights + head * groups;
-    args.largest[head] = largest_logit(logits, args.tokens);
-    args.sums[head] = 0.0f;
-    if (args.largest[head] == kNever) {
-      std::fill_n(of_groups, groups, 0.0f);
-      continue;
+  for (int64_t i = 0; i < args.heads; ++i) {
+    const HeadProducts head = {args.products + i * args.product_stride, args.tokens,
+                               args.factors[i]};
+    float* weights = args.weights + i * groups;
+    if (!args.has_gaps) {
+      args.largest[i] = largest_finite_exponent(head);
+      float total = 0.0f;
+      const int64_t done = weigh_finite(head, args.group_tokens, args.largest[i], weights, &total);
+      args.sums[i] = total + weigh_rest(head, args.group_tokens, args.largest[i], done, weights);
+      if (std::isfinite(args.largest[i]) && std::isfinite(args.sums[i])) continue;
     }
-    weigh_tokens(logits, args.tokens, args.largest[head], weights.data());
-    sum_groups(weights.data(), args.tokens, args.group_tokens, of_groups);
-    Floats total = zeros();
-    for (int64_t t = 0; t < args.tokens; t += kLanes) total = add(total, load(weights.data() + t));
-    args.sums[head] = sum(total);
+    // What overflowed or is no number makes a token no candidate, not the head useless.
+    args.largest[i] = largest_exponent(head);
+    if (args.largest[i] == kNever) {
+      std::fill_n(weights, groups, 0.0f);
+      args.sums[i] = 0.0f;
+    } else {
+      args.sums[i] = weigh_rest(head, args.group_tokens, args.largest[i], 0, weights);
+    }
   }
 }
 
@@ -126,7 +170,7 @@ void join_heads(const JoinHeadsArgs& args) {
     for (int64_t head = 0; head < args.heads; ++head) {
       const float* source = args.weights + head * args.groups + group;
       const Floats weights = count == kLanes ? load(source) : load_some(source, count);
-      const Floats mass = multiply(weights, fill(args.factors[head]));
+      const Floats mass = multiply(weights, fill(args.shares[head]));
       joined = is_sum ? add(joined, mass) : maximum(joined, mass);
       counted = maximum(counted, weights);
     }
@@ -147,23 +191,21 @@ KVSWAP_EXPORT(join_heads);
 
 void weigh_groups(const WeighGroupsArgs& args) { KVSWAP_DISPATCH(weigh_groups)(args); }
 
-void mass_factors(const MassFactorsArgs& args) {
+void mass_shares(const MassSharesArgs& args) {
   for (int64_t head = 0; head < args.heads; ++head) {
-    float kept = args.kept_log_sum_exp ? args.kept_log_sum_exp[head * args.kept_stride] : kNever;
-    if (std::isnan(kept)) kept = kNever;
-    float reference = kept;
+    float reference = kNever;
     for (int64_t piece = 0; piece < args.pieces; ++piece) {
       reference = std::max(reference, args.largest[piece * args.heads + head]);
     }
-    const bool is_finite = std::isfinite(reference);
-    float total = is_finite ? std::exp(kept - reference) : 0.0f;
+    const bool has_candidates = reference > kNever;
+    float total = 0.0f;
     for (int64_t piece = 0; piece < args.pieces; ++piece) {
       const int64_t at = piece * args.heads + head;
-      args.factors[at] = is_finite ? std::exp(args.largest[at] - reference) : 0.0f;
-      total += args.factors[at] * args.sums[at];
+      args.shares[at] = has_candidates ? std::exp2(args.largest[at] - reference) : 0.0f;
+      total += args.shares[at] * args.sums[at];
     }
-    for (int64_t piece = 0; is_finite && piece < args.pieces; ++piece) {
-      args.factors[piece * args.heads + head] /= total;
+    for (int64_t piece = 0; has_candidates && piece < args.pieces; ++piece) {
+      args.shares[piece * args.heads + head] /= total;
     }
   }
 }
@@ -172,26 +214,24 @@ void join_heads(const JoinHeadsArgs& args) { KVSWAP_DISPATCH(join_heads)(args); 
 
 void group_mass(const GroupMassArgs& args) {
   const int64_t groups = (args.tokens + args.group_tokens - 1) / args.group_tokens;
+  const std::vector<float> factors(args.heads, std::numbers::log2e_v<float>);
   std::vector<float> scratch(args.heads * (groups + 3));
   float* largest = scratch.data() + args.heads * groups;
   float* sums = largest + args.heads;
-  float* factors = sums + args.heads;
-  weigh_groups({.logits = args.logits,
+  float* shares = sums + args.heads;
+  weigh_groups({.products = args.logits,
+                .factors = factors.data(),
                 .weights = scratch.data(),
                 .largest = largest,
                 .sums = sums,
-                .logit_stride = args.tokens,
+                .product_stride = args.tokens,
                 .tokens = args.tokens,
                 .group_tokens = args.group_tokens,
                 .heads = args.heads});
-  mass_factors({.largest = largest,
-                .sums = sums,
-                .kept_log_sum_exp = args.kept_log_sum_exp,
-                .factors = factors,
-                .pieces = 1,
-                .heads = args.heads});
+  mass_shares(
+      {.largest = largest, .sums = sums, .shares = shares, .pieces = 1, .heads = args.heads});
   join_heads({.weights = scratch.data(),
-              .factors = factors,
+              .shares = shares,
               .group_scores = args.group_scores,
               .groups = groups,
               .heads = args.heads,

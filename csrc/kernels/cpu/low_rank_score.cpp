@@ -11,6 +11,8 @@ HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
 
 inline constexpr int64_t kBlockVectors = kSummaryBlock / kLanes;
+/// Whose sums fit into the registers, so that a row is widened once for all.
+inline constexpr int kQueriesMax = kBlockVectors == 1 ? 16 : 4;
 
 /// sums[q][v] += query[q, column] * column of a block, which is read once for all queries.
 template <typename T, int kQueries>
@@ -69,6 +71,9 @@ template <typename T>
 void score_blocks(const LowRankScoreArgs& args) {
   for (int64_t block = 0; block < args.blocks; ++block) {
     int64_t query = 0;
+    for (; query + kQueriesMax <= args.queries; query += kQueriesMax) {
+      score_block<T, kQueriesMax>(args, block, query);
+    }
     for (; query + 4 <= args.queries; query += 4) score_block<T, 4>(args, block, query);
     for (; query + 2 <= args.queries; query += 2) score_block<T, 2>(args, block, query);
     if (query < args.queries) score_block<T, 1>(args, block, query);

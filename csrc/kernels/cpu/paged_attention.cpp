@@ -18,7 +18,6 @@ namespace kvswap::HWY_NAMESPACE {
 template <typename T>
 void store_output(const PagedAttentionArgs& args, int64_t sequence, int64_t head, int64_t query,
                   const float* values, float factor) {
-  if (args.output == nullptr) return;
   T* output = static_cast<T*>(args.output) +
               ((sequence * args.queries + query) * args.heads + head) * args.shape.head_dim;
   int64_t d = 0;
@@ -161,7 +160,7 @@ class AttentionRun {
       for (int64_t row = 0; row < state.rows; ++row) {
         weigh_scores(state, row, scale, block.count);
       }
-      if (args_.output != nullptr) weigh_block<T>(state, head);
+      weigh_block<T>(state, head);
     }
   }
 

@@ -32,6 +32,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats maximum(Floats a, Floats b) { return std::max(a, b); }
 inline Floats magnitude(Floats a) { return std::fabs(a); }
 inline Floats exponential(Floats a) { return std::exp(a); }
+inline Floats power_of_two(Floats a) { return std::exp2(a); }
 inline Floats nan_to(Floats a, float substitute) { return a != a ? substitute : a; }
 inline Floats pairwise_max(Floats a, Floats b) { return std::max(a, b); }
 inline Floats pairwise_add(Floats a, Floats b) { return a + b; }

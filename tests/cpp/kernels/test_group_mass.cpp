@@ -1,5 +1,6 @@
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 #include "kernels/group_mass.h"
 #include "kernels/kernel_test.h"
@@ -17,21 +18,18 @@ struct Case {
   int64_t group_tokens = 4;
   float spread = 3;
   HeadJoin join = HeadJoin::kSum;
-  bool has_kept = true;
 };
 
 struct Scored {
   explicit Scored(const Case& of)
       : shape(of),
         logits(random_elements<float>(of.heads * of.tokens, 1)),
-        kept(random_elements<float>(of.heads, 2)),
         scores((of.tokens + of.group_tokens - 1) / of.group_tokens) {
     for (float& logit : logits) logit *= of.spread;
   }
 
   const std::vector<float>& mass() {
     group_mass({.logits = logits.data(),
-                .kept_log_sum_exp = shape.has_kept ? kept.data() : nullptr,
                 .group_scores = scores.data(),
                 .tokens = shape.tokens,
                 .group_tokens = shape.group_tokens,
@@ -44,14 +42,14 @@ struct Scored {
   std::vector<double> expected() const {
     std::vector<double> joined(scores.size(), -1);
     for (int64_t h = 0; h < shape.heads; ++h) {
-      double total = shape.has_kept ? std::exp(static_cast<double>(kept[h])) : 0;
+      double total = 0;
       for (int64_t t = 0; t < shape.tokens; ++t) total += weight(h, t);
       for (size_t g = 0; g < scores.size(); ++g) {
         double mass = 0;
         const int64_t first = static_cast<int64_t>(g) * shape.group_tokens;
         for (int64_t t = first; t < std::min(first + shape.group_tokens, shape.tokens); ++t) {
           if (weight(h, t) > 0) joined[g] = std::max(joined[g], 0.0);
-          mass += weight(h, t) / total;
+          if (total > 0) mass += weight(h, t) / total;
         }
         if (joined[g] < 0) continue;
         joined[g] = shape.join == HeadJoin::kSum ? joined[g] + mass : std::max(joined[g], mass);
@@ -65,7 +63,7 @@ struct Scored {
   }
 
   Case shape;
-  std::vector<float> logits, kept, scores;
+  std::vector<float> logits, scores;
 };
 
 class GroupMass : public KernelTest {};
@@ -92,7 +90,7 @@ TEST_P(GroupMass, MatchesReference) {
       }
     }
     expect_matches_reference(Scored({.heads = 33, .tokens = 300, .spread = 20, .join = join}));
-    expect_matches_reference(Scored({.heads = 1, .join = join, .has_kept = false}));
+    expect_matches_reference(Scored({.heads = 1, .join = join}));
     expect_matches_reference(Scored({.heads = 0, .join = join}));
   }
 }
@@ -122,38 +120,30 @@ TEST_P(GroupMass, TokensFarBelowTheLargestStillCount) {
   }
 }
 
-TEST_P(GroupMass, WhatIsKeptTakesItsShare) {
-  Scored run({.heads = 2, .tokens = 16, .group_tokens = 16});
-  std::fill(run.logits.begin(), run.logits.end(), 0.0f);
-  run.kept = {std::log(48.0f), kNever};  // three times the candidates; nothing
-  EXPECT_NEAR(run.mass()[0], 0.25 + 1, 1e-6);
-  run.kept = {kNan, kInfinity};  // not known; all of it
-  EXPECT_NEAR(run.mass()[0], 1, 1e-6);
-}
-
 TEST_P(GroupMass, PiecesAreTheWhole) {
   Scored run({.heads = 2, .tokens = 48, .group_tokens = 4, .spread = 30});
   const std::vector<float> whole = run.mass();
-  std::vector<float> weights(2 * 12), largest(6), sums(6), factors(6), scores(12);
+  std::vector<float> weights(2 * 12), largest(6), sums(6), shares(6), scores(12);
+  const std::vector<float> factors(2, std::numbers::log2e_v<float>);
   for (int64_t piece = 0; piece < 3; ++piece) {
-    weigh_groups({.logits = run.logits.data() + piece * 16,
+    weigh_groups({.products = run.logits.data() + piece * 16,
+                  .factors = factors.data(),
                   .weights = weights.data() + piece * 8,
                   .largest = largest.data() + piece * 2,
                   .sums = sums.data() + piece * 2,
-                  .logit_stride = 48,
+                  .product_stride = 48,
                   .tokens = 16,
                   .group_tokens = 4,
                   .heads = 2});
   }
-  mass_factors({.largest = largest.data(),
-                .sums = sums.data(),
-                .kept_log_sum_exp = run.kept.data(),
-                .factors = factors.data(),
-                .pieces = 3,
-                .heads = 2});
+  mass_shares({.largest = largest.data(),
+               .sums = sums.data(),
+               .shares = shares.data(),
+               .pieces = 3,
+               .heads = 2});
   for (int64_t piece = 0; piece < 3; ++piece) {
     join_heads({.weights = weights.data() + piece * 8,
-                .factors = factors.data() + piece * 2,
+                .shares = shares.data() + piece * 2,
                 .group_scores = scores.data() + piece * 4,
                 .groups = 4,
                 .heads = 2});

@@ -44,7 +44,7 @@ void expect_matches_reference(int64_t blocks, int64_t rank, int64_t queries) {
 
 TEST_P(LowRankScore, MatchesReference) {
   for (const int64_t rank : {1, 3, 8, 31, 32, 48, 64}) {
-    for (const int64_t queries : {1, 2, 3, 4, 5, 8}) {
+    for (const int64_t queries : {1, 2, 3, 4, 5, 8, 21}) {
       expect_matches_reference<float>(3, rank, queries);
       expect_matches_reference<BFloat16>(3, rank, queries);
       expect_matches_reference<Float16>(3, rank, queries);

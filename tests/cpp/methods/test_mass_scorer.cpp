@@ -7,6 +7,7 @@
 #include <random>
 #include <thread>
 
+#include "kernels/cpu/element.h"
 #include "methods/mass_scorer.h"
 #include "methods/rows.h"
 
@@ -22,25 +23,26 @@ struct Case {
   int64_t hole = 0;
   std::vector<int32_t> excluded = {0, 2};
   HeadJoin join = HeadJoin::kSum;
+  DType dtype = DType::kFloat32;
 };
 
 class Scored {
  public:
   explicit Scored(const Case& of)
       : case_(of),
-        summary_({of.rank, chunk_rows(of.group_tokens, 1), DType::kFloat32},
-                 make_host_summary_memory()) {
+        summary_({of.rank, chunk_rows(of.group_tokens, 1), of.dtype}, make_host_summary_memory()) {
     const int64_t tokens = of.groups * of.group_tokens;
     rows_ = numbers(tokens * of.rank);
     queries_ = numbers(of.heads * of.rank);
-    kept_ = numbers(of.heads);
+    if (of.dtype == DType::kInt8) round_all(queries_, of.rank);
+    if (of.dtype == DType::kInt8) round_all(rows_, of.rank);
     const Status appended =
         summary_.append(tokens, [&](auto& chunk, int64_t row, int64_t token, int64_t count) {
-          auto* target = reinterpret_cast<float*>(chunk.rows.data());
           for (int64_t i = 0; i < count; ++i) {
+            if (!chunk.token_scale.empty()) chunk.token_scale[row + i] = scale_of(token + i);
             for (int64_t r = 0; r < of.rank; ++r) {
-              target[((row + i) / 16 * of.rank + r) * 16 + (row + i) % 16] =
-                  rows_[(token + i) * of.rank + r];
+              const int64_t at = ((row + i) / 16 * of.rank + r) * 16 + (row + i) % 16;
+              store(chunk.rows.data(), at, token + i, r);
             }
           }
         });
@@ -57,7 +59,6 @@ class Scored {
     std::vector<float> scores(case_.groups);
     scorer_.score({.summary = &summary_,
                    .query = queries_.data(),
-                   .kept_log_sum_exp = kept_.data(),
                    .candidates = &candidates,
                    .heads = case_.heads,
                    .groups = case_.groups,
@@ -71,12 +72,12 @@ class Scored {
     const std::vector<float> own = scores();
     std::vector<double> expected(case_.groups, 0.0);
     for (int64_t h = 0; h < case_.heads; ++h) {
-      double total = std::exp(kept_[h]);
+      double total = 0;
       for (int64_t t = 0; t < case_.groups * case_.group_tokens; ++t) total += weight(h, t);
       for (int64_t g = 0; g < case_.groups; ++g) {
         double mass = 0;
         for (int64_t i = 0; i < case_.group_tokens; ++i) {
-          mass += weight(h, g * case_.group_tokens + i) / total;
+          if (total > 0) mass += weight(h, g * case_.group_tokens + i) / total;
         }
         expected[g] =
             case_.join == HeadJoin::kSum ? expected[g] + mass : std::max(expected[g], mass);
@@ -92,6 +93,37 @@ class Scored {
   }
 
  private:
+  /// To what an int8 row or query holds.
+  static void round_all(std::vector<float>& values, int64_t rank) {
+    for (size_t first = 0; first < values.size(); first += rank) {
+      float limit = 0;
+      for (int64_t r = 0; r < rank; ++r) limit = std::max(limit, std::abs(values[first + r]));
+      const float scale = limit / 127;
+      for (int64_t r = 0; r < rank; ++r) {
+        values[first + r] = std::nearbyint(values[first + r] / scale) * scale;
+      }
+    }
+  }
+  float scale_of(int64_t token) const {
+    float limit = 0;
+    for (int64_t r = 0; r < case_.rank; ++r) {
+      limit = std::max(limit, std::abs(rows_[token * case_.rank + r]));
+    }
+    return limit / 127;
+  }
+  void store(std::byte* target, int64_t at, int64_t token, int64_t column) {
+    float& value = rows_[token * case_.rank + column];
+    if (case_.dtype == DType::kInt8) {
+      const float level = std::nearbyint(value / scale_of(token));
+      reinterpret_cast<int8_t*>(target)[at] = static_cast<int8_t>(level);
+    } else if (case_.dtype == DType::kBFloat16) {
+      const auto rounded = from_float<BFloat16>(value);
+      reinterpret_cast<BFloat16*>(target)[at] = rounded;
+      value = to_float(rounded);
+    } else {
+      reinterpret_cast<float*>(target)[at] = value;
+    }
+  }
   std::vector<float> numbers(int64_t count) {
     std::normal_distribution<float> normal;
     std::vector<float> values(count);
@@ -115,7 +147,7 @@ class Scored {
   std::mt19937 random_{5};
   Summary summary_;
   MassScorer scorer_;
-  std::vector<float> rows_, queries_, kept_;
+  std::vector<float> rows_, queries_;
   TokenValidity valid_;
 };
 
@@ -126,7 +158,9 @@ TEST(MassScorer, AsSoftmaxesInDouble) {
           .expect_reference();
     }
     Scored({.heads = 1, .groups = 1, .excluded = {}, .join = join}).expect_reference();
-    Scored({.heads = 17, .rank = 32, .join = join}).expect_reference();
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt8}) {
+      Scored({.heads = 17, .rank = 32, .join = join, .dtype = dtype}).expect_reference();
+    }
     Scored({.padding = 61, .hole = 1100, .excluded = {15, 16}, .join = join}).expect_reference();
     Scored({.groups = 20, .padding = 80, .excluded = {}, .join = join}).expect_reference();
   }
