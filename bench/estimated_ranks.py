@@ -50,7 +50,7 @@ def recall_of(seen: Observed, pair: Pair, positions: torch.Tensor) -> Recall:
     found = {}
     for rank in RANKS:
         kept = rows[:, :rank].to(seen.keys.dtype).float()
-        found[rank] = steps.recall(steps.select(low[:, :rank] @ kept.T))
+        found[rank] = steps.recall(steps.select(steps.largest(low[:, :rank] @ kept.T)))
     return found
 
 

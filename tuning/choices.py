@@ -17,7 +17,7 @@ from kvswap_torch.projection import Pair
 from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.progress import Progress
-from kvswap_torch.tuning.recall import Choice, Steps, TokenScores, attention_views, sources, worth
+from kvswap_torch.tuning.recall import Choice, GroupScores, Steps, attention_views, sources, worth
 from kvswap_torch.tuning.samples import Sample
 
 GROUPS = (1, 2, 4, 8, 16)
@@ -133,14 +133,14 @@ class Recorder:
         views = attention_views(query, seen.keys[0], seen.scale, positions, wanted)
         is_true = seen.layer in self.true_layers or seen.predicted is None
         look = seen.query if is_true else seen.predicted
-        tokens = TokenScores(seen, look, self.pairs[seen.layer], positions, self.choice)
+        scores = GroupScores(seen, look, self.pairs[seen.layer], positions, self.choice)
         of_size = {
             group: Steps(seen, positions, self._choice(group), views) for group in self.groups
         }
         for rank in self.ranks:
-            scores = tokens.at(rank, self.summary_dtype)
-            for group, steps in of_size.items():
-                chosen = steps.select(scores)
+            of_sizes = scores.at(rank, self.summary_dtype, list(of_size.values()))
+            for (group, steps), own in zip(of_size.items(), of_sizes, strict=True):
+                chosen = steps.select(own)
                 self._count(group, seen.layer, rank, steps, chosen)
                 if rank == self.rank:
                     self.rows[group].append(_rising(chosen, steps.choosable))

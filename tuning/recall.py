@@ -95,13 +95,20 @@ class Steps:
         Parameters
         ----------
         scores
-            ``[steps, tokens]``.
+            ``[steps, groups]``.
         """
-        group = self.choice.group_tokens
-        tokens = scores[:, : self.groups * group].unflatten(1, (self.groups, group))
-        best = tokens.amax(2) if self.choice.score == "sum" else tokens.sum(2)
-        best = best.masked_fill(~self.choosable, -torch.inf)
+        best = scores.masked_fill(~self.choosable, -torch.inf)
         return best.topk(min(self.choice.groups_max, self.groups), dim=1).indices
+
+    def largest(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A group as its best token: ``[steps, tokens]`` -> ``[steps, groups]``."""
+        group = self.choice.group_tokens
+        return tokens[:, : self.groups * group].unflatten(1, (self.groups, group)).amax(2)
+
+    def shares(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights ``[steps, tokens]`` as shares of all that may be chosen: ``[steps, groups]``."""
+        masses = self._grouped(weights)
+        return masses / masses.sum(1, keepdim=True).clamp_min(1e-30)
 
     def recall(self, chosen: torch.Tensor) -> float:
         """Mean over steps of the mass in `chosen`, sinks and tail; chosen: ``[steps, n]``."""
@@ -185,8 +192,8 @@ def attention_views(
     return mass / len(query), looked_up
 
 
-class TokenScores:
-    """What a layer's tokens score for each step, at any number of columns.
+class GroupScores:
+    """What a layer's groups score for each step, at any number of columns.
 
     Parameters
     ----------
@@ -216,27 +223,28 @@ class TokenScores:
         self._low = look[0].float() @ sides  # [heads, steps, columns]
         token = torch.arange(seen.keys.shape[2])
         self._later = token > positions[:, None]
-        # Sinks and tail are in memory: their products are exact.
         near = token > positions[:, None] - choice.tail_tokens
-        self._own = near | (token < choice.sink_tokens)
-        self._exact = look[0].float() @ seen.keys[0].float().mT.repeat_interleave(
-            look.shape[1] // kv_heads, 0
-        )
+        self._kept = near | (token < choice.sink_tokens)  # in memory anyway
 
-    def at(self, rank: int, summary_dtype: str) -> torch.Tensor:
-        """``[steps, tokens]`` with the first `rank` columns: products, or attention weights."""
+    def at(self, rank: int, summary_dtype: str, sizes: Sequence[Steps]) -> list[torch.Tensor]:
+        """For each of `sizes` ``[steps, groups]`` with the first `rank` columns."""
+        is_int8 = summary_dtype == "int8"
         kept = self._rows[:, :rank]
-        kept = int8_rows(kept) if summary_dtype == "int8" else kept.to(self._dtype).float()
+        kept = int8_rows(kept) if is_int8 else kept.to(self._dtype).float()
         if self._choice.score == "sum":
-            return self._low[:, :rank] @ kept.T
-        joined = torch.zeros(self._later.shape)
-        for low, exact in zip(self._low, self._exact, strict=True):
-            logits = torch.where(self._own, exact, low[:, :rank] @ kept.T) * self._scale
-            weights = logits.masked_fill_(self._later, -torch.inf).softmax(-1)
-            if self._choice.score == "mass":
-                joined += weights
-            else:
-                joined = torch.maximum(joined, weights)
+            products = self._low[:, :rank] @ kept.T
+            return [steps.largest(products) for steps in sizes]
+        join = torch.add if self._choice.score == "mass" else torch.maximum
+        joined = [torch.zeros(steps.choosable.shape) for steps in sizes]
+        for low in self._low[:, :, :rank]:
+            logits = (int8_rows(low) if is_int8 else low) @ kept.T * self._scale
+            logits.masked_fill_(self._later, -torch.inf)
+            most = logits.masked_fill(self._kept, -torch.inf).amax(1, keepdim=True)
+            weights = (logits - most.nan_to_num(neginf=0.0)).exp()
+            joined = [
+                join(total, steps.shares(weights))
+                for total, steps in zip(joined, sizes, strict=True)
+            ]
         return joined
 
 
@@ -299,9 +307,9 @@ class RecallTable:
         is_true = self.query == "true" or seen.predicted is None
         look = seen.query if is_true else seen.predicted
         pair = self.pairs[seen.layer]
-        scores = TokenScores(seen, look, pair, steps.positions, steps.choice)
+        scores = GroupScores(seen, look, pair, steps.positions, steps.choice)
         for rank in self.ranks:
-            chosen = steps.select(scores.at(rank, self.summary_dtype))
+            chosen = steps.select(scores.at(rank, self.summary_dtype, [steps])[0])
             self._sums[seen.layer][rank] += steps.recall(chosen)
             self._found[seen.layer][rank] += steps.found(chosen)
         self._sought[seen.layer] += steps.sought()

@@ -11,9 +11,9 @@ from python.reference_session import Options, ReferenceSession
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import (
     Choice,
+    GroupScores,
     RecallTable,
     Steps,
-    TokenScores,
     attention_views,
     decoded_positions,
     int8_rows,
@@ -61,7 +61,7 @@ def test_attention_mass_is_the_softmax_of_what_is_seen():
         assert not row[position + 1 :].any()
 
 
-@pytest.mark.parametrize("score", ["sum"])
+@pytest.mark.parametrize("score", ["sum", "mass", "max_mass"])
 def test_steps_choose_what_a_session_chooses(score):
     """Decodes token by token with the reference session and compares groups."""
     sample, read = seen(), 40
@@ -79,6 +79,7 @@ def test_steps_choose_what_a_session_chooses(score):
         pages_max=24,
         sink_tokens=6,
         tail_tokens=10,
+        score=score,
     )
     session = ReferenceSession(options)
     session.set_projection(0, *pair)
@@ -86,8 +87,8 @@ def test_steps_choose_what_a_session_chooses(score):
 
     choice = dataclasses.replace(CHOICE, score=score)
     steps = Steps(sample, positions, choice)
-    scores = TokenScores(sample, sample.predicted, pair, positions, choice)
-    chosen = steps.select(scores.at(5, "model"))
+    scores = GroupScores(sample, sample.predicted, pair, positions, choice)
+    chosen = steps.select(scores.at(5, "model", [steps])[0])
     for row, t in zip(chosen.tolist(), positions.tolist(), strict=True):
         session.look_ahead(0, sample.predicted[:, :, t : t + 1])
         one = sample.keys[:, :, t : t + 1]
@@ -98,7 +99,7 @@ def test_steps_choose_what_a_session_chooses(score):
 
 def test_recall_grows_with_groups_and_is_one_when_all_are_chosen():
     sample, positions = seen(), torch.arange(40, TOKENS)
-    scores = torch.rand(len(positions), TOKENS, generator=torch.Generator().manual_seed(1))
+    scores = torch.rand(len(positions), TOKENS // 4, generator=torch.Generator().manual_seed(1))
     values = []
     for groups in (1, 4, 8, 40):
         choice = Choice(4, groups, 6, 10)
