@@ -29,6 +29,12 @@ def _group_max(scores, group_tokens):
     return scores.new_empty((batch, (tokens + group_tokens - 1) // group_tokens))
 
 
+@torch.library.register_fake("kvswap_torch::group_mass")
+def _group_mass(summary, query, group_tokens, join="sum", token_scale=None):
+    batch, blocks, _, block = summary.shape
+    return query.new_empty((batch, (blocks * block + group_tokens - 1) // group_tokens))
+
+
 @torch.library.register_fake("kvswap_torch::top_k_groups")
 def _top_k_groups(scores, k):
     return _choices(scores, scores.shape[0], k)

@@ -56,6 +56,40 @@ def group_max(scores: Tensor, group_tokens: int) -> Tensor:
     return _ops.group_max(scores, group_tokens)
 
 
+def group_mass(
+    summary: Tensor,
+    query: Tensor,
+    group_tokens: int,
+    join: str = "sum",
+    token_scale: Tensor | None = None,
+) -> Tensor:
+    """The attention that heads pay to each group, by low-rank products: ``score="mass"``.
+
+    Each head's softmax over all tokens, summed in the group, joined over heads.
+
+    Parameters
+    ----------
+    summary
+        ``[batch, blocks, rank, 16]``, fp32, bf16, fp16 or int8.
+    query
+        ``[batch, heads, rank]`` fp32: each head's projected query, times attention's scale. int8
+        rows meet it as int8 numbers with one scale.
+    group_tokens
+        1..64; the last group may be shorter.
+    join
+        ``sum`` over heads, or ``max``: what the head pays that pays most.
+    token_scale
+        ``[batch, blocks, 16]`` fp32 with an int8 summary.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, ceil(blocks * 16 / group_tokens)]`` fp32, positive; -inf where no head has a
+        number.
+    """
+    return _ops.group_mass(summary, query, group_tokens, join, token_scale)
+
+
 def top_k_groups(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best groups of each sequence: KVSwap section 3.3, TopK.
 

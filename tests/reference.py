@@ -25,6 +25,23 @@ def group_max(scores: Tensor, group_tokens: int) -> Tensor:
     return padded.unflatten(1, (-1, group_tokens)).amax(-1)
 
 
+def group_mass(
+    summary: Tensor,
+    query: Tensor,
+    group_tokens: int,
+    join: str = "sum",
+    token_scale: Tensor | None = None,
+) -> Tensor:
+    if summary.dtype == torch.int8:
+        scale = query.abs().amax(-1, keepdim=True) / 127
+        query = (query / scale).round() * scale
+    shares = low_rank_score(summary, query, token_scale).softmax(-1)
+    missing = -shares.shape[2] % group_tokens
+    padded = torch.nn.functional.pad(shares, (0, missing))
+    groups = padded.unflatten(2, (-1, group_tokens)).sum(-1)
+    return groups.sum(1) if join == "sum" else groups.amax(1)
+
+
 def top_k_groups(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices = torch.full((scores.shape[0], k), -1, dtype=torch.int32)
     counts = torch.zeros(scores.shape[0], dtype=torch.int32)

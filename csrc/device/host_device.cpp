@@ -122,9 +122,7 @@ DeviceKind host_device(const HostDeviceOptions& options) {
     KVSWAP_RETURN_IF_ERROR(device->start());
     return std::unique_ptr<Device>(std::move(device));
   };
-  kind.scratch.select_groups = [](const cuda::BatchSelectArgs& args) {
-    return args.queries * args.groups * int64_t{sizeof(float)};
-  };
+  kind.scratch.select_groups = host_kernels::select_groups_scratch_bytes;
   kind.scratch.paged_attention = [](const PagedAttentionArgs&) { return int64_t{0}; };
   return kind;
 }

@@ -6,7 +6,9 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/group_mass.h"
 #include "kernels/group_topk.h"
+#include "kernels/int8_score.h"
 #include "kernels/low_rank_score.h"
 #include "kernels/project.h"
 #include "kernels/records.h"
@@ -55,6 +57,66 @@ void score(const cuda::BatchSelectArgs& args, int64_t sequence, float* group_sco
   }
 }
 
+/// The products of one head's query with a sequence's tokens, times what makes them logits.
+void multiply(const cuda::BatchSelectArgs& args, int64_t sequence, const float* query,
+              float* logits) {
+  const cuda::SummaryTable& summary = args.summary;
+  const int64_t tokens = args.groups * args.group_tokens;
+  std::vector<float> own(query, query + summary.rank);
+  float scale = 1.0f;
+  if (summary.dtype == DType::kInt8) {
+    std::vector<int8_t> levels(int8_stride(summary.rank));
+    quantize_queries({.query = query,
+                      .quantized = levels.data(),
+                      .scales = &scale,
+                      .rank = summary.rank,
+                      .queries = 1});
+    std::copy_n(levels.begin(), summary.rank, own.begin());
+  }
+  std::vector<float> scores(summary.chunk_tokens);
+  for (int64_t first = 0, chunk = 0; first < tokens; first += summary.chunk_tokens, ++chunk) {
+    const int64_t source = sequence * summary.chunks_max + chunk;
+    const int64_t rows = std::min(summary.chunk_tokens, tokens - first);
+    low_rank_score({.summary = summary.chunks[source],
+                    .token_scale = summary.scales == nullptr ? nullptr : summary.scales[source],
+                    .query = own.data(),
+                    .scores = scores.data(),
+                    .score_stride = summary.chunk_tokens,
+                    .blocks = (rows + kSummaryBlock - 1) / kSummaryBlock,
+                    .rank = summary.rank,
+                    .queries = 1,
+                    .dtype = summary.dtype});
+    for (int64_t row = 0; row < rows; ++row) {
+      const bool is_candidate = is_valid(args, sequence, first + row);
+      logits[first + row] = is_candidate ? scores[row] * scale : kNever;
+    }
+  }
+}
+
+/// The same by mass.
+void score_by_mass(const cuda::BatchSelectArgs& args, int64_t sequence, float* group_scores) {
+  const int64_t tokens = args.groups * args.group_tokens;
+  float* logits = group_scores + args.queries * args.groups;  // [heads, tokens]
+  for (int64_t query = 0; query < args.queries; ++query) {
+    for (int64_t head = 0; head < args.heads; ++head) {
+      const int64_t row = (sequence * args.queries + query) * args.heads + head;
+      float* own = logits + head * tokens;
+      multiply(args, sequence, args.query + row * args.summary.rank, own);
+      for (int64_t i = 0; i < args.excluded_max; ++i) {
+        const int32_t group = args.excluded[sequence * args.excluded_max + i];
+        if (group < 0 || group >= args.groups) continue;
+        std::fill_n(own + group * args.group_tokens, args.group_tokens, kNever);
+      }
+    }
+    group_mass({.logits = logits,
+                .group_scores = group_scores + query * args.groups,
+                .tokens = tokens,
+                .group_tokens = args.group_tokens,
+                .heads = args.heads,
+                .join = args.join});
+  }
+}
+
 }  // namespace
 
 void project_keys(const cuda::BatchProjectKeysArgs& args) {
@@ -77,29 +139,44 @@ void project_keys(const cuda::BatchProjectKeysArgs& args) {
 }
 
 void project_query(const cuda::BatchProjectQueryArgs& args) {
-  for (int64_t row = 0; row < args.batch * args.queries; ++row) {
-    const int64_t part = row / args.queries % args.heads_apart;
-    const int64_t offset = row / args.queries / args.heads_apart * args.batch_stride +
-                           part * args.heads * args.head_stride +
+  const bool is_each = args.projects == cuda::QueryHeads::kEach;
+  const int64_t heads = is_each ? args.heads : 1;
+  for (int64_t i = 0; i < args.batch * args.queries * heads; ++i) {
+    const int64_t row = i / heads;
+    const int64_t head = i % heads;
+    const int64_t sequence = row / args.queries;
+    const int64_t part = sequence % args.heads_apart;
+    const int64_t offset = sequence / args.heads_apart * args.batch_stride +
+                           (part * args.heads + head) * args.head_stride +
                            row % args.queries * args.query_stride;
+    const int64_t kv_head =
+        part * args.kv_heads + (is_each ? head / (args.heads / args.kv_heads) : 0);
     const auto* query = static_cast<const std::byte*>(args.query);
-    kvswap::project_query(
-        {.query = query + offset * dtype_bytes(args.dtype),
-         .head_stride = args.head_stride,
-         .projection = args.projection + part * args.kv_heads * args.head_dim * args.rank,
-         .projected = args.projected + row * args.rank,
-         .heads = args.heads,
-         .kv_heads = args.kv_heads,
-         .head_dim = args.head_dim,
-         .rank = args.rank,
-         .dtype = args.dtype});
+    float* projected = args.projected + i * args.rank;
+    kvswap::project_query({.query = query + offset * dtype_bytes(args.dtype),
+                           .head_stride = args.head_stride,
+                           .projection = args.projection + kv_head * args.head_dim * args.rank,
+                           .projected = projected,
+                           .heads = is_each ? 1 : args.heads,
+                           .kv_heads = is_each ? 1 : args.kv_heads,
+                           .head_dim = args.head_dim,
+                           .rank = args.rank,
+                           .dtype = args.dtype});
+    for (int64_t r = 0; is_each && r < args.rank; ++r) projected[r] *= args.factor;
   }
+}
+
+/// For each sequence [queries, groups] scores; by mass its logits beside them.
+int64_t select_groups_scratch_bytes(const cuda::BatchSelectArgs& args) {
+  const int64_t logits = args.heads * args.groups * args.group_tokens;
+  return (args.queries * args.groups + logits) * int64_t{sizeof(float)};
 }
 
 void select_groups(const cuda::BatchSelectArgs& args) {
   auto* group_scores = static_cast<float*>(args.scratch);
   for (int64_t sequence = 0; sequence < args.batch; ++sequence) {
-    score(args, sequence, group_scores);
+    args.heads > 0 ? score_by_mass(args, sequence, group_scores)
+                   : score(args, sequence, group_scores);
     for (int64_t query = 0; query < args.queries; ++query) {
       const int64_t row = sequence * args.queries + query;
       float* scores = group_scores + query * args.groups;

@@ -9,6 +9,7 @@ void project_keys(const cuda::BatchProjectKeysArgs& args);
 void project_query(const cuda::BatchProjectQueryArgs& args);
 /// Scratch: [queries, groups] floats.
 void select_groups(const cuda::BatchSelectArgs& args);
+int64_t select_groups_scratch_bytes(const cuda::BatchSelectArgs& args);
 void pack_records(const cuda::BatchTransferArgs& args);
 void copy_records(const cuda::CopyRecordsArgs& args);
 

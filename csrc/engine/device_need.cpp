@@ -45,7 +45,8 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
                    .groups = groups,
                    .k = std::min(options.groups_max, options.pages_max),
                    .sinks = options.sink_pages(),
-                   .rank = *std::max_element(options.ranks.begin(), options.ranks.end())};
+                   .rank = *std::max_element(options.ranks.begin(), options.ranks.end()),
+                   .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads};
   }
   room.scratch_bytes = attention_scratch_bytes(options, batch);
   const int64_t entries = batch * options.pages_per_layer();

@@ -88,9 +88,6 @@ Status EngineOptions::validate() const {
   for (const int64_t rank : ranks) {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
   }
-  if (device && score_kind() != Score::kSum) {
-    return Status::invalid("session: score must be sum on a device, got " + score);
-  }
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {
     return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);

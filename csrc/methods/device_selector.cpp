@@ -54,6 +54,11 @@ DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options,
       device_(device),
       group_tokens_(options.group_tokens) {}
 
+int64_t DeviceSelector::projected_bytes(const Room& room) {
+  const int64_t rows = room.batch * room.queries * std::max<int64_t>(1, room.heads);
+  return rows * room.rank * int64_t{sizeof(float)};
+}
+
 int64_t DeviceSelector::answer_bytes(const Room& room) {
   return room.batch * room.queries * (room.k + 1) * int64_t{sizeof(int32_t)};
 }
@@ -66,8 +71,9 @@ int64_t DeviceSelector::device_bytes(const ScratchSizes& scratch, int64_t group_
   args.groups = room.groups;
   args.group_tokens = group_tokens;
   args.k = room.k;
-  return room.batch * room.queries * room.rank * int64_t{sizeof(float)} +
-         scratch.select_groups(args) + answer_bytes(room);
+  args.heads = room.heads;
+  args.summary.rank = room.rank;
+  return projected_bytes(room) + scratch.select_groups(args) + answer_bytes(room);
 }
 
 int64_t DeviceSelector::table_bytes(int64_t group_tokens, const Room& room) {
@@ -88,7 +94,7 @@ Status DeviceSelector::reserve(const SelectionPlace& place) {
     KVSWAP_RETURN_IF_ERROR(make_events(device_, events));
   }
   const Room& room = place.room;
-  const int64_t projected = room.batch * room.queries * room.rank * int64_t{sizeof(float)};
+  const int64_t projected = projected_bytes(room);
   const int64_t rest =
       device_bytes(*place.scratch, group_tokens_, room) - projected - answer_bytes(room);
   for (DeviceBytes* memory : {&projected_, &scratch_, &device_answer_}) {
@@ -148,12 +154,15 @@ Status DeviceSelector::start_choice(const ChooseArgs& args) {
   {
     // The caller's stream: the query is its tensor.
     const Device::On compute(device_, Stream::kCompute);
+    const bool is_sum = options().score == Score::kSum;
     device_.project_query({.query = args.query.data,
                            .batch_stride = args.query.batch_stride,
                            .head_stride = args.query.head_stride,
                            .query_stride = args.query.query_stride,
                            .projection = low_rank().query_projection(args.layer, 0),
                            .projected = reinterpret_cast<float*>(projected_.data()),
+                           .projects = is_sum ? cuda::QueryHeads::kSummed : cuda::QueryHeads::kEach,
+                           .factor = args.scale,
                            .batch = batch,
                            .queries = queries_,
                            .heads = args.query.heads,
@@ -214,6 +223,8 @@ void DeviceSelector::score(const ChooseArgs& args) {
                     .rank = low_rank().shape(args.layer).width,
                     .dtype = options().summary_dtype};
   select.query = reinterpret_cast<const float*>(projected_.data());
+  select.heads = options().score == Score::kSum ? 0 : options().heads;
+  select.join = options().score == Score::kMaxMass ? HeadJoin::kMax : HeadJoin::kSum;
   select.first_tokens = tables.add(first_tokens);
   select.valid = has_holes ? tables.add(valid) : nullptr;
   select.valid_stride = words;

@@ -22,6 +22,8 @@ class DeviceSelector final : public RowSelector {
   DeviceSelector(Device& device, const MethodOptions& options);
 
   using Room = SelectionRoom;
+  /// Bytes of the projected queries.
+  static int64_t projected_bytes(const Room& room);
   /// Bytes of the answer: pinned host memory, and as much on the device.
   static int64_t answer_bytes(const Room& room);
   /// Bytes on the device for a choice, the answer included.
@@ -53,7 +55,7 @@ class DeviceSelector final : public RowSelector {
   Room room_;
   TableRing* tables_ = nullptr;
   std::byte* answer_ = nullptr;  // host: [batch, queries, k] ids, [batch, queries] counts
-  DeviceBytes projected_;        // [batch, queries, rank] fp32
+  DeviceBytes projected_;  // [batch, queries, rank] fp32, by mass [batch, queries, heads, rank]
   DeviceBytes scratch_;
   DeviceBytes device_answer_;
   Event asked_ = -1;

@@ -85,6 +85,7 @@ struct SelectionRoom {
   int64_t k = 0;       // groups chosen by one query at most
   int64_t sinks = 0;   // groups excluded of a sequence at most
   int64_t rank = 0;    // the widest
+  int64_t heads = 0;   // 0: scored by sum
 };
 
 /// What a selector that computes on a device is lent there.

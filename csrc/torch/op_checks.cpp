@@ -134,6 +134,17 @@ void check_group_max(const at::Tensor& scores, int64_t group_tokens) {
   check_range("group_max", "group_tokens", group_tokens, 1, kGroupTokensMax);
 }
 
+HeadJoin check_mass(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
+                    c10::string_view join) {
+  check_shape("group_mass", "query", query, "[batch, heads, rank]",
+              {summary.size(0), -1, summary.size(2)});
+  check_dtype("group_mass", "query", query, at::kFloat);
+  check_range("group_mass", "group_tokens", group_tokens, 1, kGroupTokensMax);
+  TORCH_CHECK_VALUE(join == "sum" || join == "max", "group_mass: join must be sum or max, got ",
+                    join);
+  return join == "sum" ? HeadJoin::kSum : HeadJoin::kMax;
+}
+
 void check_top_k(const at::Tensor& scores, int64_t k) {
   check_shape("top_k_groups", "scores", scores, "[batch, groups]", {-1, -1});
   check_dtype("top_k_groups", "scores", scores, at::kFloat);

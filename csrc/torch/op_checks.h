@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "kernels/group_mass.h"
 #include "kernels/records.h"
 #include "kernels/types.h"
 #include "torch/parallel.h"
@@ -96,6 +97,8 @@ void check_fp8_dequantize(const at::Tensor& quantized, const at::Tensor& scales,
 void check_summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale);
 void check_score(const at::Tensor& summary, const at::Tensor& query);
 void check_group_max(const at::Tensor& scores, int64_t group_tokens);
+HeadJoin check_mass(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
+                    c10::string_view join);
 void check_top_k(const at::Tensor& scores, int64_t k);
 void check_select(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
                   int64_t k);

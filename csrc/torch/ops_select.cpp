@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <vector>
 
+#include "kernels/group_mass.h"
 #include "kernels/group_topk.h"
+#include "kernels/int8_score.h"
 #include "kernels/low_rank_score.h"
 #include "kernels/project.h"
 #include "kernels/select_groups.h"
@@ -85,6 +88,64 @@ at::Tensor group_max_cpu(const at::Tensor& scores, int64_t group_tokens) {
     }
   });
   return maxima;
+}
+
+/// Products of one sequence's tokens with its queries, [queries, tokens], as a score by mass has
+/// them: int8 rows meet int8 queries.
+void head_products(const Summary& source, int64_t sequence, const float* query, int64_t queries,
+                   float* products) {
+  if (source.dtype() != DType::kInt8) {
+    low_rank_score({.summary = source.block(sequence, 0),
+                    .query = query,
+                    .scores = products,
+                    .score_stride = source.tokens(),
+                    .blocks = source.blocks(),
+                    .rank = source.rank(),
+                    .queries = queries,
+                    .dtype = source.dtype()});
+    return;
+  }
+  std::vector<int8_t> levels(queries * int8_stride(source.rank()));
+  std::vector<float> scales(queries);
+  quantize_queries({.query = query,
+                    .quantized = levels.data(),
+                    .scales = scales.data(),
+                    .rank = source.rank(),
+                    .queries = queries});
+  int8_score({.summary = static_cast<const int8_t*>(source.block(sequence, 0)),
+              .token_scale = source.scale(sequence, 0),
+              .query = levels.data(),
+              .scores = products,
+              .score_stride = source.tokens(),
+              .blocks = source.blocks(),
+              .rank = source.rank(),
+              .queries = queries});
+  for (int64_t i = 0; i < queries * source.tokens(); ++i)
+    products[i] *= scales[i / source.tokens()];
+}
+
+at::Tensor group_mass_cpu(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
+                          c10::string_view join, const OptionalTensor& token_scale) {
+  const Summary source("group_mass", summary, token_scale);
+  const HeadJoin joined = check_mass(summary, query, group_tokens, join);
+  const at::Tensor queries = query.contiguous();
+  const int64_t heads = query.size(1);
+  const int64_t groups = (source.tokens() + group_tokens - 1) / group_tokens;
+  at::Tensor masses = at::empty({source.batch(), groups}, query.options());
+  run_parallel(torch_execution(), source.batch(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> logits(heads * source.tokens());
+    for (int64_t i = begin; i < end; ++i) {
+      const float* own = queries.const_data_ptr<float>() + i * heads * source.rank();
+      head_products(source, i, own, heads, logits.data());
+      group_mass({.logits = logits.data(),
+                  .group_scores = masses.data_ptr<float>() + i * groups,
+                  .tokens = source.tokens(),
+                  .group_tokens = group_tokens,
+                  .heads = heads,
+                  .join = joined});
+    }
+  });
+  return masses;
 }
 
 /// Room for k choices of each sequence, none made yet.
@@ -202,6 +263,7 @@ std::tuple<at::Tensor, at::Tensor> project_keys_cpu(const at::Tensor& keys,
 TORCH_LIBRARY_IMPL(kvswap_torch, CPU, library) {
   library.impl("low_rank_score", low_rank_score_cpu);
   library.impl("group_max", group_max_cpu);
+  library.impl("group_mass", group_mass_cpu);
   library.impl("top_k_groups", top_k_groups_cpu);
   library.impl("select_groups", select_groups_cpu);
   library.impl("project_keys", project_keys_cpu);

@@ -9,6 +9,9 @@ TORCH_LIBRARY(kvswap_torch, library) {
   const auto define = [&](const char* schema) { library.def(schema, tags); };
   define("low_rank_score(Tensor summary, Tensor query, Tensor? token_scale=None) -> Tensor");
   define("group_max(Tensor scores, int group_tokens) -> Tensor");
+  define(
+      "group_mass(Tensor summary, Tensor query, int group_tokens, str join=\"sum\", "
+      "Tensor? token_scale=None) -> Tensor");
   define("top_k_groups(Tensor scores, int k) -> (Tensor indices, Tensor counts)");
   define(
       "select_groups(Tensor summary, Tensor query, int group_tokens, int k, "

@@ -103,6 +103,17 @@ def test_select_groups_chooses_as_the_cpu_does_up_to_rounding_at_the_threshold(o
             assert abs(groups[i, group] - threshold) <= 1e-3 * (1 + abs(threshold))
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
+@pytest.mark.parametrize("group_tokens", [1, 3, 4, 64])
+@pytest.mark.parametrize("join", ["sum", "max"])
+def test_group_mass(ops, dtype, group_tokens, join):
+    summary, scale = make_summary(3, 300, 48, dtype)
+    query = torch.randn(3, 9, 48) / (100 if dtype == torch.int8 else 1)
+    given = on_device(summary, query, group_tokens, join, scale)
+    expected = reference.group_mass(summary, query, group_tokens, join, scale)
+    torch.testing.assert_close(ops.group_mass(*given).cpu(), expected, rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("summary_dtype", [None, torch.float32, torch.int8])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 64, 4), (2, 2, 37, 80, 32), (2, 4, 600, 128, 48),

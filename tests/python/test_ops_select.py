@@ -53,6 +53,17 @@ def test_group_max(group_tokens, tokens):
     assert torch.equal(maxima, reference.group_max(scores, group_tokens))
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
+@pytest.mark.parametrize("group_tokens", [1, 3, 4, 64])
+@pytest.mark.parametrize("join", ["sum", "max"])
+def test_group_mass(dtype, group_tokens, join):
+    summary, scale = make_summary(2, 20, 12, dtype)
+    query = torch.randn(2, 5, 12) / (100 if dtype == torch.int8 else 1)
+    masses = ops.group_mass(summary, query, group_tokens, join, scale)
+    expected = reference.group_mass(summary, query, group_tokens, join, scale)
+    torch.testing.assert_close(masses, expected, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("groups", [0, 1, 50, 5000])
 @pytest.mark.parametrize("k", [0, 1, 40, 4096])
 def test_top_k_groups(groups, k):
@@ -117,6 +128,8 @@ def test_opcheck():
     bounds = torch.tensor([0, 5]), torch.tensor([48, 40])
     opcheck(ops_of.low_rank_score, (summary, query, scale))
     opcheck(ops_of.group_max, (torch.randn(2, 30), 4))
+    opcheck(ops_of.group_mass, (summary, query, 4, "max", scale))
+    opcheck(ops_of.group_mass, (torch.randn(2, 3, 8, 16), query, 4))
     opcheck(ops_of.top_k_groups, (torch.randn(2, 30), 4))
     opcheck(ops_of.select_groups, (summary, query[:, 0], 4, 5, scale, *bounds))
     opcheck(ops_of.select_groups, (torch.randn(2, 3, 8, 16), query[:, 0], 4, 5))
@@ -137,6 +150,8 @@ def test_opcheck():
         (lambda s, q: ops.group_max(q[0], 0), r"group_max: group_tokens must be 1..64, got 0"),
         (lambda s, q: ops.group_max(q, 4), r"group_max: scores must be \[batch, tokens\]"),
         (lambda s, q: ops.top_k_groups(q[0], -1), r"top_k_groups: k must be 0.., got -1"),
+        (lambda s, q: ops.group_mass(s, q[:, 0], 4), r"group_mass: query must be .*heads, rank"),
+        (lambda s, q: ops.group_mass(s, q, 4, "mean"), r"join must be sum or max, got mean"),
         (lambda s, q: ops.select_groups(s, q[:, 0], 65, 1), r"group_tokens must be 1..64, got 65"),
         (
             lambda s, q: ops.select_groups(s, q[:, 0], 4, 1, None, torch.tensor([0, 49])),

@@ -176,6 +176,7 @@ def test_random_operations_by_mass(tmp_path, seed, score, heads):
         tail_tokens=rng.choice([0, 3, 32]),
         sink_tokens=rng.choice([0, 4, 6]),
         select_queries_max=rng.choice([1, 4, 8]),
+        **rng.choice(BACK_ENDS),
     )
     live(made, rng, seed)
 

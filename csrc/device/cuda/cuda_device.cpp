@@ -262,7 +262,7 @@ DeviceKind cuda_device(int index) {
     return std::unique_ptr<Device>(std::move(device));
   };
   kind.scratch.select_groups = [](const cuda::BatchSelectArgs& args) {
-    return cuda::select_groups_scratch_bytes(args.batch, args.queries, args.groups, args.k);
+    return cuda::select_groups_scratch_bytes(args);
   };
   kind.scratch.paged_attention = cuda::paged_attention_scratch_bytes;
   return kind;

@@ -4,6 +4,7 @@
 
 #include "io/status.h"
 #include "kernels/fp8.h"
+#include "kernels/group_mass.h"
 #include "kernels/low_rank_score.h"
 #include "kernels/merge_attention.h"
 #include "kernels/paged_attention.h"
@@ -80,7 +81,11 @@ int64_t top_k_scratch_bytes(int64_t rows, int64_t count, int64_t k);
 
 struct BatchSelectArgs {
   SummaryTable summary = {};
-  const float* query = nullptr;  // [batch, queries, rank]: each chooses its own k groups
+  /// [batch, queries, rank]; by mass [batch, queries, heads, rank], times attention's scale. Each
+  /// query chooses its own k groups.
+  const float* query = nullptr;
+  int64_t heads = 0;  // 0: groups are scored by products; else by mass, see group_mass.h
+  HeadJoin join = HeadJoin::kSum;
   /// [batch]; tokens outside [first, last) do not count. Null: 0, and groups * group_tokens.
   const int64_t* first_tokens = nullptr;
   const int64_t* last_tokens = nullptr;  // 0: nothing is chosen, and nothing is read
@@ -101,7 +106,20 @@ struct BatchSelectArgs {
 /// Score, ReduceMax and TopK: what a RowSelector's choose() does for one layer, without the
 /// union over the queries of a sequence. Token scores never leave the multiprocessor.
 Status select_groups(const BatchSelectArgs& args, void* stream);
-int64_t select_groups_scratch_bytes(int64_t batch, int64_t queries, int64_t groups, int64_t k);
+/// Of batch, queries, heads, rank, groups, group_tokens and k.
+int64_t select_groups_scratch_bytes(const BatchSelectArgs& args);
+
+struct BatchMassArgs {
+  BatchSelectArgs select = {};    // scored by mass
+  float* group_scores = nullptr;  // [batch, queries, score_stride] out; excluded groups: -inf
+  int64_t score_stride = 0;
+  void* scratch = nullptr;
+};
+
+/// group_mass() of each query of a batch over the products with a summary, one query of each
+/// sequence after the other, so that only theirs takes scratch.
+Status mass_scores(const BatchMassArgs& args, void* stream);
+int64_t mass_scores_scratch_bytes(const BatchSelectArgs& args);
 
 /// New rows of one summary chunk.
 struct ProjectPiece {
@@ -129,13 +147,18 @@ struct BatchProjectKeysArgs {
 /// project_keys() of many pieces, of one or of several sequences.
 Status project_keys(const BatchProjectKeysArgs& args, void* stream);
 
+/// Whether the query heads of a batch are projected as their sum or each for itself.
+enum class QueryHeads : int8_t { kSummed, kEach };
+
 struct BatchProjectQueryArgs {
   const void* query = nullptr;  // [batch, heads, queries, head_dim], strides below; dtype
   int64_t batch_stride = 0;     // elements
   int64_t head_stride = 0;
   int64_t query_stride = 0;
   const float* projection = nullptr;  // [kv_heads * head_dim, rank]
-  float* projected = nullptr;         // [batch, queries, rank]
+  float* projected = nullptr;  // [batch, queries, rank]; kEach: [batch, queries, heads, rank]
+  QueryHeads projects = QueryHeads::kSummed;
+  float factor = 1.0f;  // kEach: what the result is multiplied by
   int64_t batch = 0;
   int64_t queries = 0;
   int64_t heads = 0;  // a multiple of kv_heads

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "kernels/cuda/candidate_tile.cuh"
 #include "kernels/cuda/group_max.cuh"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/score_tile.cuh"
@@ -13,59 +14,6 @@ struct SelectJob {
   int64_t score_stride = 0;
   int64_t tile_tokens = 0;
 };
-
-/// The tokens of a sequence that count.
-struct TokenRange {
-  __device__ TokenRange(const BatchSelectArgs& args, int64_t sequence)
-      : first(args.first_tokens ? args.first_tokens[sequence] : 0),
-        last(args.last_tokens ? args.last_tokens[sequence] : args.groups * args.group_tokens),
-        words(args.valid ? args.valid + sequence * args.valid_stride : nullptr) {}
-
-  __device__ bool has(int64_t token) const {
-    if (token < first || token >= last) return false;
-    return words == nullptr || (words[token / 64] >> (token % 64) & 1) != 0;
-  }
-
-  int64_t first;
-  int64_t last;
-  const uint64_t* words;
-};
-
-/// Scores of the tile's tokens into `staged` [kQueries, kGappedTokensMax]; -inf where one does not
-/// count. Blocks in which none does are not read.
-template <typename T, int kQueries>
-__device__ void score_tile(const SelectJob& job, const TokenRange& range, int64_t sequence,
-                           int64_t first_token, const float* query, float* staged) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int rank = static_cast<int>(job.args.summary.rank);
-  const int blocks = static_cast<int>(job.tile_tokens) / kBlockRows;
-  for (int i = static_cast<int>(threadIdx.x) / 32; i < blocks; i += kScoreWarps) {
-    const int64_t block_token = first_token + i * kBlockRows;
-    const int in_block = BlockLanes<T>::token_of(lane % kBlockRows);
-    const bool counts = range.has(block_token + in_block);
-    float scores[kQueries] = {};
-    float scale = 1.0f;
-    if (__any_sync(kWholeWarp, counts)) {
-      const BlockAddress<T> source =
-          find_block<T>(job.args.summary, sequence, block_token / kBlockRows);
-      score_block<T>(source.rows, query, rank, rank, lane, scores);
-      if (source.scales) scale = source.scales[in_block];
-    }
-    if (lane >= kBlockRows) continue;
-    const int at = gapped(i * kBlockRows + in_block);
-#pragma unroll
-    for (int q = 0; q < kQueries; ++q) {
-      staged[q * kGappedTokensMax + at] = counts ? scores[q] * scale : never();
-    }
-  }
-}
-
-__device__ bool is_excluded(const BatchSelectArgs& args, int64_t sequence, int64_t group) {
-  for (int64_t i = 0; i < args.excluded_max; ++i) {
-    if (args.excluded[sequence * args.excluded_max + i] == group) return true;
-  }
-  return false;
-}
 
 /// Grid: (tiles, query tiles, batch).
 template <typename T, int kQueries>
@@ -89,7 +37,8 @@ __global__ void __launch_bounds__(kScoreThreads) score_groups(SelectJob job) {
   if (is_scored) {
     stage_queries<kQueries>(args.query + row * rank, args.queries - first_query, rank, query);
     __syncthreads();
-    score_tile<T, kQueries>(job, range, sequence, first_token, query, staged);
+    score_tile<T, kQueries>(args, static_cast<int>(job.tile_tokens), range, sequence, first_token,
+                            query, staged);
     __syncthreads();
   }
   for (int group = static_cast<int>(threadIdx.x); group < groups; group += kScoreThreads) {
@@ -107,11 +56,17 @@ __global__ void __launch_bounds__(kScoreThreads) score_groups(SelectJob job) {
 
 int64_t score_stride_of(int64_t groups) { return round_up(groups, kVector<float>); }
 
+int64_t scores_bytes_of(const BatchSelectArgs& args) {
+  const int64_t scores = args.batch * args.queries * score_stride_of(args.groups);
+  return round_up(scores * int64_t{sizeof(float)}, kVectorBytes);
+}
+
 }  // namespace
 
-int64_t select_groups_scratch_bytes(int64_t batch, int64_t queries, int64_t groups, int64_t k) {
-  const int64_t scores = batch * queries * score_stride_of(groups) * int64_t{sizeof(float)};
-  return round_up(scores, kVectorBytes) + top_k_scratch_bytes(batch * queries, groups, k);
+int64_t select_groups_scratch_bytes(const BatchSelectArgs& args) {
+  const int64_t best = top_k_scratch_bytes(args.batch * args.queries, args.groups, args.k);
+  const int64_t mass = args.heads > 0 ? mass_scores_scratch_bytes(args) : 0;
+  return scores_bytes_of(args) + (best > mass ? best : mass);  // one after the other
 }
 
 Status select_groups(const BatchSelectArgs& args, void* stream) {
@@ -121,7 +76,14 @@ Status select_groups(const BatchSelectArgs& args, void* stream) {
   job.group_scores = static_cast<float*>(args.scratch);
   job.score_stride = score_stride_of(args.groups);
   job.tile_tokens = select_tile_tokens(args.group_tokens);
-  if (args.groups > 0) {
+  void* rest = static_cast<char*>(args.scratch) + scores_bytes_of(args);
+  if (args.groups > 0 && args.heads > 0) {
+    KVSWAP_RETURN_IF_ERROR(mass_scores({.select = args,
+                                        .group_scores = job.group_scores,
+                                        .score_stride = job.score_stride,
+                                        .scratch = rest},
+                                       stream));
+  } else if (args.groups > 0) {
     KVSWAP_RETURN_IF_ERROR(check_summary(kWhere, args.summary));
     KVSWAP_RETURN_IF_ERROR(with_summary_type(args.summary.dtype, [&](auto type) {
       using T = typename decltype(type)::Type;
@@ -133,7 +95,6 @@ Status select_groups(const BatchSelectArgs& args, void* stream) {
                     is_one ? score_groups<T, 1> : score_groups<T, kQueryTile>, job);
     }));
   }
-  const int64_t scores = args.batch * args.queries * job.score_stride;
   BatchTopKArgs best;
   best.scores = job.group_scores;
   best.indices = args.indices;
@@ -142,7 +103,7 @@ Status select_groups(const BatchSelectArgs& args, void* stream) {
   best.row_stride = job.score_stride;
   best.count = args.groups;
   best.k = args.k;
-  best.scratch = job.group_scores + round_up(scores, kVector<float>);
+  best.scratch = rest;
   return top_k(best, stream);
 }
 

@@ -122,8 +122,6 @@ TensorPair select_groups_cuda(const at::Tensor& summary, const at::Tensor& query
   const int64_t groups = (source.tokens() + group_tokens - 1) / group_tokens;
   at::Tensor indices = at::empty({source.batch(), k}, query.options().dtype(at::kInt));
   at::Tensor counts = at::empty({source.batch()}, query.options().dtype(at::kInt));
-  const at::Tensor scratch =
-      make_scratch(cuda::select_groups_scratch_bytes(source.batch(), 1, groups, k), query);
   cuda::BatchSelectArgs args;
   args.summary = source.table();
   args.query = queries.const_data_ptr<float>();
@@ -136,9 +134,38 @@ TensorPair select_groups_cuda(const at::Tensor& summary, const at::Tensor& query
   args.groups = groups;
   args.group_tokens = group_tokens;
   args.k = k;
+  const at::Tensor scratch = make_scratch(cuda::select_groups_scratch_bytes(args), query);
   args.scratch = scratch.data_ptr();
   check_status(cuda::select_groups(args, call.stream()));
   return {indices, counts};
+}
+
+at::Tensor group_mass_cuda(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
+                           c10::string_view join, const OptionalTensor& token_scale) {
+  const DeviceCall call("group_mass", summary, {{"query", &query}});
+  const Summary source("group_mass", summary, token_scale);
+  const HeadJoin joined = check_mass(summary, query, group_tokens, join);
+  const at::Tensor queries = query.contiguous();
+  const at::Tensor last =
+      at::full({source.batch()}, source.tokens(), summary.options().dtype(at::kLong));
+  const int64_t groups = (source.tokens() + group_tokens - 1) / group_tokens;
+  at::Tensor masses = at::empty({source.batch(), groups}, query.options());
+  cuda::BatchMassArgs args;
+  args.select.summary = source.table();
+  args.select.query = queries.const_data_ptr<float>();
+  args.select.heads = query.size(1);
+  args.select.join = joined;
+  args.select.last_tokens = last.const_data_ptr<int64_t>();
+  args.select.batch = source.batch();
+  args.select.queries = 1;
+  args.select.groups = groups;
+  args.select.group_tokens = group_tokens;
+  args.group_scores = masses.data_ptr<float>();
+  args.score_stride = groups;
+  const at::Tensor scratch = make_scratch(cuda::mass_scores_scratch_bytes(args.select), query);
+  args.scratch = scratch.data_ptr();
+  check_status(cuda::mass_scores(args, call.stream()));
+  return masses;
 }
 
 TensorPair project_keys_cuda(const at::Tensor& keys, const at::Tensor& projection,
@@ -186,6 +213,7 @@ TensorPair project_keys_cuda(const at::Tensor& keys, const at::Tensor& projectio
 TORCH_LIBRARY_IMPL(kvswap_torch, CUDA, library) {
   library.impl("low_rank_score", low_rank_score_cuda);
   library.impl("group_max", group_max_cuda);
+  library.impl("group_mass", group_mass_cuda);
   library.impl("top_k_groups", top_k_groups_cuda);
   library.impl("select_groups", select_groups_cuda);
   library.impl("project_keys", project_keys_cuda);
