@@ -164,7 +164,8 @@ class Swap:
     def _estimate(self, past: LayerPast, rank: int) -> Pair:
         """What the cache makes of a prompt's first chunk when nobody calibrated."""
         first = past.keys[: past.first_query.shape[2]].transpose(0, 1)[None]
-        return from_chunk(self.projection_kind, first, past.first_query, rank)
+        score = "sum" if self.score == "sum" else "mass"
+        return from_chunk(self.projection_kind, first, past.first_query, rank, score=score)
 
     def _rows(self, keys: torch.Tensor, key: torch.Tensor, view: View) -> torch.Tensor:
         """[tokens, width] -> [tokens, rank] fp32, as the summary keeps them."""

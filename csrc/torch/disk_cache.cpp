@@ -90,7 +90,7 @@ void DiskCache::estimate(int64_t layer, const at::Tensor& keys,
                          const std::optional<at::Tensor>& query) {
   const auto [key, other] =
       estimate_projection(options_.settings.projection_kind, keys, query, options_.ranks.at(layer),
-                          "sum", options_.settings.heads);
+                          options_.settings.score, options_.settings.heads);
   session_->set_projection(layer, key, other);
   is_estimated_[layer] = true;
 }

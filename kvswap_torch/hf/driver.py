@@ -296,16 +296,16 @@ class SessionDriver:
 
     def _estimate(self, layer: int, keys: torch.Tensor, query: torch.Tensor | None) -> None:
         began = time.perf_counter()
-        kind = self.config.projection_kind
+        config, rank, kind = self.config, self.ranks[layer], self.config.projection_kind
         valid = self.padding.newest if query is not None else None
-        pair = from_chunk(kind, keys, query, self.ranks[layer], valid, heads=self.config.heads)
+        pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
         self.session.set_projection(layer, *pair)
         self._estimated[layer] = kind if query is not None else "svd_keys"
         seconds = time.perf_counter() - began
         self.estimate_seconds += seconds
         logger.info(
             "layer %d: projection (%s, rank %d) estimated from %d tokens in %.3f s",
-            *(layer, self._estimated[layer], self.ranks[layer], keys.shape[2], seconds),
+            *(layer, self._estimated[layer], rank, keys.shape[2], seconds),
         )
 
     def _estimate_from_disk(self, layer: int) -> None:
