@@ -66,9 +66,11 @@ class Twins:
         self.options = made
         self.extends = seed % 2 == 1
         self.generator = torch.Generator().manual_seed(seed)
+        # Products of a size that attention has: a softmax that knows one token only has many ties.
+        size = 1.0 if made.score == "sum" else 0.3
         for layer in range(made.layers if METHODS[made.rows].takes_projections else 0):
             for session in self.sessions:
-                session.set_projection(layer, *projection(layer))
+                session.set_projection(layer, *(size * part for part in projection(layer)))
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.options.dtype)

@@ -5,7 +5,7 @@
 //   load_some, store_some      the same for fewer than kLanes elements; the rest is zero
 //   sum4                       the sums of four vectors, side by side
 //   pairwise_max, pairwise_add of two vectors' neighbouring lanes, in order
-//   power_of_two               2^a, within 3e-6 of it
+//   power_of_two               2^a, within 3e-7 of it
 //   where_greater              yes where a > b, else no: lane by lane
 // Included once for each instruction set (see targets.h), hence the guard that toggles.
 #if defined(KVSWAP_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)

@@ -105,15 +105,16 @@ inline Floats maximum(Floats a, Floats b) { return hn::Max(a, b); }
 inline Floats magnitude(Floats a) { return hn::Abs(a); }
 inline Floats exponential(Floats a) { return hn::Exp(FloatTag(), a); }
 
-/// 2^a for -126 <= a < 128, within 3e-6 of it: 2^fraction by a polynomial, the whole part as the
+/// 2^a for -126 <= a < 128, within 3e-7 of it: 2^fraction by a polynomial, the whole part as the
 /// exponent.
 inline Floats power_of_two(Floats a) {
   const auto whole = hn::Round(a);
   const auto fraction = hn::Sub(a, whole);
-  auto value = hn::MulAdd(fraction, fill(0.009570101f), fill(0.05591786f));
-  value = hn::MulAdd(fraction, value, fill(0.24024744f));
-  value = hn::MulAdd(fraction, value, fill(0.6931218f));
-  value = hn::MulAdd(fraction, value, fill(0.9999993f));
+  auto value = hn::MulAdd(fraction, fill(0.0013276471f), fill(0.0096755410f));
+  value = hn::MulAdd(fraction, value, fill(0.055507131f));
+  value = hn::MulAdd(fraction, value, fill(0.24022120f));
+  value = hn::MulAdd(fraction, value, fill(0.69314694f));
+  value = hn::MulAdd(fraction, value, fill(1.0000001f));
   const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(IntTag(), whole));
   return hn::BitCast(FloatTag(), hn::Add(hn::BitCast(IntTag(), value), exponent));
 }
