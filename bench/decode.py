@@ -64,6 +64,8 @@ def main(
     warm_up: Annotated[int, typer.Option(help="first steps that do not count")] = 4,
     group_tokens: Annotated[int, typer.Option(help="G")] = 4,
     rank: Annotated[int, typer.Option(help="columns of the projection")] = 32,
+    rows: Annotated[str, typer.Option(help="of the summary: model or int8")] = "model",
+    score: Annotated[str, typer.Option(help="sum, mass or max_mass")] = "sum",
     pages: Annotated[int, typer.Option(help="reuse buffer, groups per layer and sequence")] = 150,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("."),
     device: Annotated[str, typer.Option(help="modelled device: nvme, ufs, emmc")] = "",
@@ -74,6 +76,7 @@ def main(
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
     setting = Setting(shape_name, layers, context, batch, group_tokens, rank, pages, device or None)
+    setting = replace(setting, rows=rows, score=score)
     console = Console()
     contenders = open_contenders(setting, only.split(","), path, console)
     ours = contenders[0] if only.startswith("kvswap") else None
@@ -115,6 +118,8 @@ class Setting:
     rank: int
     pages: int
     device: str | None
+    rows: str = "model"
+    score: str = "sum"
 
     @property
     def shape(self) -> Shape:
@@ -127,6 +132,8 @@ class Setting:
         return SwapConfig(
             group_tokens=self.group_tokens,
             rank=self.rank // 2,  # doubled by a cache that has no projection file
+            summary_dtype=self.rows,
+            score=self.score,
             groups_max=groups,
             pages_max=max(self.pages, groups),
             select_queries_max=1,
@@ -175,7 +182,13 @@ def account(ours: Contender, setting: Setting) -> dict[str, Any]:
     """What our cache says of itself."""
     stats, config = ours.cache.stats(), setting.config
     return {
-        "config": {"G": config.group_tokens, "rank": setting.rank, "pages_max": config.pages_max},
+        "config": {
+            "G": config.group_tokens,
+            "rank": setting.rank,
+            "rows": config.summary_dtype,
+            "score": config.score,
+            "pages_max": config.pages_max,
+        },
         "kv_bytes_full": stats.kv_bytes_full,
         "kv_memory_bytes": stats.resident_bytes,
         "memory_share": round(stats.resident_bytes / stats.kv_bytes_full, 4),
