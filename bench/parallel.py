@@ -2,14 +2,15 @@
 
     python -m bench.parallel --tokens 16384 --out parallel
 
-A document is read and then answered from, by one process, by two that share the heads (tensor
-parallel), and by two that share the layers (pipeline parallel), in turn for each round. The
-processes talk by gloo over the loopback of a network namespace of their own, so that the kernel's
-counters hold their bytes and nobody else's; where a namespace cannot be had, bytes are not told.
-``--delay-ms`` delays each packet there, as a network does, where the kernel has netem. Both
-processes share this machine's cores and each uses one thread, as does the single process: what is
-measured is what sharing costs, not what two machines gain. With ``--covering`` the budget covers
-the context, and tokens must equal one process's; otherwise each chooses for its own part.
+A document is read and six questions about it are answered, by one process, by two that share the
+heads (tensor parallel), and by two that share the layers (pipeline parallel), in turn for each
+round; each round has another document. The processes talk by gloo over the loopback of a network
+namespace of their own, so that the kernel's counters hold their bytes and nobody else's; where a
+namespace cannot be had, bytes are not told. ``--delay-ms`` delays each packet there, as a network
+does, where the kernel has netem. Both processes share this machine's cores and each uses one
+thread, as does the single process: what is measured is what sharing costs, not what two machines
+gain. With ``--covering`` the budget covers the context, and tokens must equal one process's;
+otherwise each chooses for its own part.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ def loopback_bytes() -> int:
 
 
 def work(
-    tensor: int, pipeline: int, tokens: int, new_tokens: int, covering: bool, folder: Path
+    tensor: int,
+    pipeline: int,
+    tokens: int,
+    new_tokens: int,
+    covering: bool,
+    document: int,
+    folder: Path,
 ) -> None:
     """One process's part; the first one writes what it measured."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,49 +72,64 @@ def work(
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    text, questions = make_document(load_source(SOURCES[0]), 1, tokens, count)
-    ids = tokenizer(text + f"\nQuestion: {questions[0].text}\nAnswer:", return_tensors="pt")
+    source = load_source(SOURCES[document % len(SOURCES)])
+    text, questions = make_document(source, 1 + document, tokens, count)
+    read = tokenizer(text, return_tensors="pt")["input_ids"]
     config = SwapConfig.load(MODEL / "kvswap.json")
     if covering:
         groups = tokens // 4 + 100
         config = SwapConfig(group_tokens=4, groups_max=groups, pages_max=groups)
     with KVSwapCache(model, path=folder, config=config) as cache, torch.inference_mode():
-        marks = [(time.perf_counter(), loopback_bytes())]
-        for piece in ids["input_ids"][:, :-1].split(4096, 1):
+        start, sent = time.perf_counter(), loopback_bytes()
+        for piece in read.split(4096, 1):
             model(input_ids=piece, past_key_values=cache, logits_to_keep=1)
-        marks.append((time.perf_counter(), loopback_bytes()))
-        out = model.generate(
-            **ids,
-            past_key_values=cache,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-        )
-        marks.append((time.perf_counter(), loopback_bytes()))
+        prefill_seconds, prefill_bytes = time.perf_counter() - start, loopback_bytes() - sent
+        answers, seconds, bytes_sent = [], 0.0, 0
+        for question in questions:
+            asked = tokenizer(f"\nQuestion: {question.text}\nAnswer:", return_tensors="pt")
+            ids = torch.cat([read, asked["input_ids"]], 1)
+            start, sent = time.perf_counter(), loopback_bytes()
+            out = model.generate(
+                ids,
+                past_key_values=cache,
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+            )
+            seconds += time.perf_counter() - start
+            bytes_sent += loopback_bytes() - sent
+            answers.append(out[0, ids.shape[1] :].tolist())
+            cache.crop(read.shape[1] - cache.get_seq_length())
     if os.environ.get("RANK", "0") != "0":
         return
-    (start, sent), (read, sent_reading), (done, sent_all) = marks
-    answer = tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
+    texts = [tokenizer.decode(ids) for ids in answers]
     told = {
-        "tokens": ids["input_ids"].shape[1],
-        "prefill_seconds": read - start,
-        "decode_tokens_per_second": new_tokens / (done - read),
-        "prefill_bytes_sent": sent_reading - sent,
-        "bytes_sent_per_token": (sent_all - sent_reading) / new_tokens,
-        "ids": out[0, ids["input_ids"].shape[1] :].tolist(),
-        "is_right": questions[0].answer in answer,
+        "tokens": read.shape[1],
+        "prefill_seconds": prefill_seconds,
+        "decode_tokens_per_second": new_tokens * len(questions) / seconds,
+        "prefill_bytes_sent": prefill_bytes,
+        "bytes_sent_per_token": bytes_sent / new_tokens / len(questions),
+        "ids": answers,
+        "right": sum(q.answer in t for q, t in zip(questions, texts, strict=True)),
+        "asked": len(questions),
     }
     (folder / "told.json").write_text(json.dumps(told))
 
 
 def run(
-    layout: tuple[int, int], tokens: int, new_tokens: int, covering: bool, delay_ms: float
+    layout: tuple[int, int],
+    tokens: int,
+    new_tokens: int,
+    covering: bool,
+    delay_ms: float,
+    document: int,
 ) -> dict[str, Any]:
     tensor, pipeline = layout
     with tempfile.TemporaryDirectory(dir="build") as folder:
         code = (
             "from pathlib import Path; from bench.parallel import work; "
-            f"work({tensor}, {pipeline}, {tokens}, {new_tokens}, {covering}, Path({folder!r}))"
+            f"work({tensor}, {pipeline}, {tokens}, {new_tokens}, {covering}, {document}, "
+            f"Path({folder!r}))"
         )
         size = tensor * pipeline
         worker = Path(folder) / "worker.py"
@@ -150,16 +172,25 @@ def main(
 ) -> None:
     console = Console()
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
-    for _ in track(range(rounds), description="rounds", console=console):
+    for document in track(range(rounds), description="rounds", console=console):
         for name, layout in LAYOUTS.items():
-            taken[name].append(run(layout, tokens, new_tokens, covering, delay_ms))
-    alone = taken["one process"][0]["ids"]
+            taken[name].append(run(layout, tokens, new_tokens, covering, delay_ms, document))
+    alone = [one["ids"] for one in taken["one process"]]
     medians: dict[str, dict[str, Any]] = {}
     for name, runs in taken.items():
-        same = [one.pop("ids") == alone for one in runs]
-        medians[name] = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
-        medians[name] |= {"is_right": all(one["is_right"] for one in runs), "is_same": all(same)}
-    if covering and not all(row["is_same"] for row in medians.values()):
+        same = sum(
+            ours == theirs
+            for one, ids in zip(runs, alone, strict=True)
+            for ours, theirs in zip(one["ids"], ids, strict=True)
+        )
+        medians[name] = {
+            key: statistics.median(one[key] for one in runs)
+            for key in runs[0]
+            if key not in ("ids", "right", "asked")
+        }
+        medians[name] |= {key: sum(one[key] for one in runs) for key in ("right", "asked")}
+        medians[name]["same"] = same
+    if covering and not all(row["same"] == row["asked"] for row in medians.values()):
         raise SystemExit(f"bench.parallel: tokens must equal one process's, got {medians}")
     table = Table(title=f"{tokens:,} tokens, medians of {rounds}")
     for heading in (
@@ -179,8 +210,8 @@ def main(
             f"{row['decode_tokens_per_second']:.1f}",
             f"{row['prefill_bytes_sent'] / 1e6:.1f}" if can_isolate() else "-",
             f"{row['bytes_sent_per_token'] / 1e3:.1f}" if can_isolate() else "-",
-            str(row["is_right"]),
-            str(row["is_same"]),
+            f"{row['right']} of {row['asked']}",
+            f"{row['same']} of {row['asked']}",
         )
     console.print(table)
     if out:
