@@ -113,6 +113,7 @@ void bind_session(py::module_& module) {
       .def("reset", &Session::reset, Released())
       .def("close", &Session::close, Released())
       .def("columns", &Session::columns, py::arg("layer"))
+      .def("common_columns", &Session::common_columns)
       .def("batch", &Session::batch)
       .def("counters", &Session::counters)
       .def("facts", &Session::facts)

@@ -360,6 +360,15 @@ int64_t Session::columns(int64_t layer) const {
   return use.engine().columns(layer);
 }
 
+int64_t Session::common_columns() const {
+  const Impl::Use use(*impl_);
+  const Engine& engine = use.engine();
+  for (int64_t layer = 1; layer < engine.options().layers; ++layer) {
+    if (engine.columns(layer) != engine.columns(0)) return -1;
+  }
+  return engine.columns(0);
+}
+
 int64_t Session::batch() const {
   const Impl::Use use(*impl_);
   return use.engine().batch();

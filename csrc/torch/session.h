@@ -117,6 +117,8 @@ class Session {
   void set_question(std::function<bool()> shall_end);
 
   int64_t columns(int64_t layer) const;
+  /// Of every layer; -1 where they differ, after a pass that has reached some of them only.
+  int64_t common_columns() const;
   int64_t batch() const;  // 0 before the first append
 
   /// Numbers by name (bytes, seconds, counts); README.md documents each.

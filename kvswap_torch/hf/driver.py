@@ -163,8 +163,8 @@ class SessionDriver:
                 "KVSwapCache: keys and values of all layers on disk must be cut together, got "
                 f"{len(self._cuts)} of {2 * self.parts.shape.layers}; cache.crop() does it at once"
             )
-        columns = self.columns()
-        if any(self.columns(i) != columns for i in range(1, self.parts.shape.layers)):
+        columns = self.session.common_columns()
+        if columns < 0:
             raise KVSwapError("KVSwapCache: layers are out of step; call reset() and begin again")
         held = self.session.batch()
         if columns and batch != held:

@@ -165,8 +165,7 @@ class ReferenceSession:
         return state is not None and self._lacks_projection(layer) and self._must_choose(state)
 
     def attends_all(self, layer: int) -> bool:
-        state = self._layers.get(layer)
-        return state is None or not self._must_choose(state)
+        return layer not in self._layers or not self._must_choose(self._layers[layer])
 
     def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._open()
@@ -203,6 +202,10 @@ class ReferenceSession:
 
     def columns(self, layer: int) -> int:
         return self._layers[layer].columns if layer in self._layers else 0
+
+    def common_columns(self) -> int:
+        columns = {self.columns(layer) for layer in range(self._options.layers)}
+        return columns.pop() if len(columns) == 1 else -1
 
     def batch(self) -> int:
         return next((len(state.keys) for state in self._layers.values()), 0)
@@ -333,10 +336,7 @@ class ReferenceSession:
 
 
 class ReferenceHeads:
-    """``heads="each"``: each KV head, with the query heads that share it, has a session of its own.
-
-    What is chosen is of heads: ``[batch * kv_heads][groups]``, a sequence's heads side by side.
-    """
+    """``heads="each"``: each KV head, with its query heads, has a session of its own."""
 
     def __init__(self, options: Options):
         own = copy.copy(options)
