@@ -118,8 +118,8 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
 MISSED_BY_COLUMNS = (
     (8, 0.45),
     (12, 0.40),
-    (16, 0.35),
-    (24, 0.18),
+    (16, 0.32),
+    (24, 0.10),
     (32, 0.03),
     (48, 0.01),
     (64, 0.00),

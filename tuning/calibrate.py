@@ -57,7 +57,7 @@ class Calibrator:
         _register()
         decoder = self.parts.decoder
         previous = decoder.config._attn_implementation
-        watch = _Watch(self.parts, LookAhead(self.parts, kv_memory_bytes=1), observer)
+        watch = _Watch(self.parts, LookAhead(self.parts, score="mass"), observer)
         decoder.set_attn_implementation(ATTENTION)
         # The generic prediction runs the next attention under our own implementation.
         switch = Switch.acquire(self.parts)

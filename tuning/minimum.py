@@ -57,6 +57,7 @@ def check_budget(
             summary_dtype="int8",
             groups_max=max(1, tokens // size),
             pages_max=max(tokens // size, SwapConfig().select_queries_max),
+            score=choice.score,
             sink_tokens=choice.sink_tokens,
             tail_tokens=choice.tail_tokens,
         )

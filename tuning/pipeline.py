@@ -178,6 +178,7 @@ def measure_all(
     base = SwapConfig(
         rank=1,
         summary_dtype=calibrated.summary_dtype,
+        score=options.calibration.choice.score,
         true_query_layers=calibrated.true_query_layers,
         projection_kind=calibrated.kind,
         projection_file=PROJECTION_NAME,

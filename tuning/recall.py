@@ -33,7 +33,7 @@ class Choice:
     groups_max: int = 100
     sink_tokens: int = 4
     tail_tokens: int = 32
-    score: str = "sum"
+    score: str = "mass"
 
 
 def rank_grid(width: int, most: int | None = None) -> tuple[int, ...]:

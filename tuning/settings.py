@@ -71,7 +71,7 @@ def choose_settings(
     pages_max = max(groups * PAGES_SHARE[0] // PAGES_SHARE[1], 16)
     start = dataclasses.replace(
         base or SwapConfig(),
-        **{k: v for k, v in dataclasses.asdict(calibration.choice).items() if k != "score"},
+        **dataclasses.asdict(calibration.choice),
         pages_max=pages_max,
         projection_kind=calibration.kind,
         look_ahead=True,

@@ -79,7 +79,7 @@ struct Missed {
   int64_t by;
   double share;
 };
-constexpr Missed kMissedByColumns[] = {{8, 0.45},  {12, 0.40}, {16, 0.35}, {24, 0.18},
+constexpr Missed kMissedByColumns[] = {{8, 0.45},  {12, 0.40}, {16, 0.32}, {24, 0.10},
                                        {32, 0.03}, {48, 0.01}, {64, 0.00}};
 constexpr Missed kMissedByTokens[] = {
     {32, 0.21}, {64, 0.15}, {128, 0.085}, {256, 0.035}, {400, 0.01}};
@@ -195,6 +195,7 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
 /// Without a calibration each layer chooses with its true query: see Python's default_config().
 Settings default_settings(const ModelShape& shape) {
   Settings settings;
+  settings.score = "mass";
   settings.rank = std::min(shape.width(), std::get<int64_t>(settings.rank));
   return settings;
 }

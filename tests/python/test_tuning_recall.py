@@ -70,7 +70,7 @@ def test_steps_choose_what_a_session_chooses(score):
     pair = tuple(torch.randn(WIDTH, 5, generator=generator) for _ in range(2))
     options = Options(
         layers=1,
-        heads=HEADS,
+        query_heads=HEADS,
         kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         ranks=[5],
