@@ -80,7 +80,9 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # a folder in memory, no preallocation
     model = tiny_model("llama")
     for reader in ("auto", "threads", "sync"):
-        config = SwapConfig(groups_max=12, pages_max=14, reader=reader, **SMALL)
+        # Groups that a disk of blocks of 4 KiB takes.
+        settings = SMALL | {"group_tokens": 16, "groups_max": 3, "pages_max": 9}
+        config = SwapConfig(reader=reader, **settings)
         before = free_bytes(disk)
         text = Text(model, disk)
         with KVSwapCache(model, path=disk, config=config) as cache:
