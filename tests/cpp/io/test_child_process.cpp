@@ -1,6 +1,7 @@
 // What a process does to itself, so that only a child can show it: a sandbox that is entered late,
 // a file system that is unmounted at once.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
@@ -16,6 +17,7 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "io/host_info.h"
@@ -96,13 +98,31 @@ TEST(ChildProcess, ASandboxEnteredLaterTakesTheRingAndNotTheReads) {
   EXPECT_EQ(result, 0);
 }
 
+bool write_text(const char* path, const std::string& text) {
+  const int fd = ::open(path, O_WRONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  const bool is_written = ::write(fd, text.data(), text.size()) == ssize_t(text.size());
+  ::close(fd);
+  return is_written;
+}
+
+/// The caller's mounts are its own from here on, and it may mount: root in a namespace of its own.
+/// Files can be made only by a user that has a number there.
+bool mount_apart() {
+  const std::string user = "0 " + std::to_string(::getuid()) + " 1";
+  const std::string group = "0 " + std::to_string(::getgid()) + " 1";
+  return ::unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 &&
+         write_text("/proc/self/setgroups", "deny") && write_text("/proc/self/uid_map", user) &&
+         write_text("/proc/self/gid_map", group);
+}
+
 TEST(ChildProcess, AFileSystemCanBeUnmountedWhenTheFileIsClosed) {
   const TempDirectory directory;
   const AlignedBytes content(kBlocks * kBlock);
   fill_random(content.span(), 6);
   for (const ReaderKind kind : {ReaderKind::kAuto, ReaderKind::kThreads, ReaderKind::kSync}) {
     const int result = in_child([&] {
-      if (::unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return kCannot;
+      if (!mount_apart()) return kCannot;
       if (::mount("none", directory.path().c_str(), "tmpfs", 0, "size=16m") != 0) return kCannot;
       for (int turn = 0; turn < 6; ++turn) {
         auto file = file_with(directory.path(), IoMode::kAuto, content.span());

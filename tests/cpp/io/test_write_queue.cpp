@@ -66,6 +66,19 @@ class WriteQueueTest : public testing::Test {
     return must(queue.submit(buffer, offset, kBlock));
   }
 
+  /// Blocks 0, 1, ... of `first_value`, first_value + 1, ..., handed in before any can have failed;
+  /// the number of the newest. `count` is at most the queue's buffers.
+  uint64_t put_at_once(WriteQueue& queue, int count, int first_value) {
+    std::vector<WriteQueue::Buffer> buffers;
+    for (int index = 0; index < count; ++index) buffers.push_back(must(queue.acquire()));
+    uint64_t number = 0;
+    for (int index = 0; index < count; ++index) {
+      std::memset(buffers[index].data, first_value + index, kBlock);
+      number = must(queue.submit(buffers[index], index * kBlock, kBlock));
+    }
+    return number;
+  }
+
   TempDirectory directory_;
   std::unique_ptr<DataFile> file_ = must(DataFile::open({.directory = directory_.path()}));
 };
@@ -143,7 +156,7 @@ TEST_F(WriteQueueTest, WhatFailedIsWrittenOnceTheDiskTakesIt) {
   WriteFaults faults{.fail_write = 2, .lasts = true};
   FaultyDataFile faulty(std::move(file_), &faults);
   const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 3}));
-  for (int index = 0; index < 3; ++index) put(*queue, index * kBlock, 0x30 + index);
+  put_at_once(*queue, 3, 0x30);
   EXPECT_EQ(queue->wait(3).error_number(), ENOSPC);
   EXPECT_EQ(queue->wait(3).error_number(), ENOSPC);
   faults.fail_write = 0;
@@ -169,10 +182,9 @@ TEST_F(WriteQueueTest, AWriteThatNobodyReadsIsDropped) {
   WriteFaults faults{.fail_write = 1, .lasts = true};
   FaultyDataFile faulty(std::move(file_), &faults);
   const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 2}));
-  const uint64_t first = put(*queue, 0, 1);
-  const uint64_t second = put(*queue, kBlock, 2);
+  const uint64_t second = put_at_once(*queue, 2, 1);
   EXPECT_FALSE(queue->wait(second).is_ok());
-  queue->drop(first);
+  queue->drop(second - 1);
   faults.fail_write = 0;
   must(queue->wait(second));
   EXPECT_EQ(queue->bytes_written(), static_cast<uint64_t>(kBlock));
