@@ -25,7 +25,7 @@ struct MassJob {
 
 /// A warp has one token slot. Grid: (slots / warps, kv_heads, batch).
 template <typename T>
-__global__ void __launch_bounds__(kMassThreads) weigh_slots(MassJob job) {
+__global__ void __launch_bounds__(kMassThreads, 8) weigh_slots(MassJob job) {
   const int64_t slot =
       static_cast<int64_t>(blockIdx.x) * kMassWarps + static_cast<int>(threadIdx.x) / 32;
   if (slot >= job.slots) return;

@@ -132,7 +132,7 @@ __device__ void weigh_tile(const MassJob& job, const float* factors, int groups,
 
 /// Grid: (tiles, head tiles, batch).
 template <typename T, int kHeads>
-__global__ void __launch_bounds__(kScoreThreads) weigh_groups(MassJob job) {
+__global__ void __launch_bounds__(kScoreThreads, 2) weigh_groups(MassJob job) {
   __shared__ float query[kHeads * kRankMax];
   __shared__ float staged[kHeads * kGappedTokensMax];
   __shared__ float factors[kHeads];
