@@ -1,33 +1,13 @@
 #include "torch/engine_calls.h"
 
-#include <cerrno>
-
-#include "torch/session_error.h"
+#include "kvswap/engine_calls.h"
 
 namespace kvswap {
 
 void throw_if_error(const Status& status) {
-  using Kind = SessionError::Kind;
-  switch (status.code()) {
-    case StatusCode::kOk:
-      return;
-    case StatusCode::kInvalid:
-      // A path that is not there is the caller's mistake and the world's: OSError says which.
-      if (status.error_number() != 0) {
-        throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
-      }
-      TORCH_CHECK_VALUE(false, status.message());
-    case StatusCode::kBudget:
-      throw SessionError(Kind::kBudget, status.message());
-    case StatusCode::kStorage:
-    case StatusCode::kLate:
-      throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
-    case StatusCode::kCorrupt:
-      throw SessionError(Kind::kCorrupt, status.message(), status.error_number(), status.path());
-    case StatusCode::kInterrupted:
-      throw SessionError(status.error_number() == ECANCELED ? Kind::kClosed : Kind::kInterrupted,
-                         status.message());
-  }
+  const bool is_wrong_call = status.code() == StatusCode::kInvalid && status.error_number() == 0;
+  TORCH_CHECK_VALUE(!is_wrong_call, status.message());
+  throw_status(status);
 }
 
 DType engine_dtype(at::ScalarType dtype) {
