@@ -40,6 +40,7 @@ class DeviceLanding final : public Landing {
   Status lend(Fetch& fetch) override { return lanes_.lend(fetch); }
   Status publish(Fetch& fetch) override;
   void give_back(Fetch& fetch) override { lanes_.release(fetch); }
+  std::byte* landing_in(std::byte*) const override { return nullptr; }
 
   SpaceCounters counters() const;
 

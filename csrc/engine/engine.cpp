@@ -13,7 +13,9 @@ namespace kvswap {
 
 namespace {
 
-constexpr int64_t kAllLayers = 0;  // a call that names no layer: any will do
+constexpr int64_t kAllLayers = 0;            // a call that names no layer: any will do
+constexpr int64_t kBlockTokensEnough = 512;  // for which no reuse buffer is given up
+constexpr int64_t kBlockTokensMax = 2048;    // more gains nothing
 
 /// The caller's tensors are its own again.
 Status handed_back(EngineParts& parts, Status status) {
@@ -201,6 +203,29 @@ Status Engine::read_part(int64_t layer, int64_t part, int64_t begin, int64_t end
                          void* values) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
   return past_->read({layer, part, begin, end}, keys, values);
+}
+
+Result<PastBlocks> Engine::past_blocks(int64_t part, int64_t groups) {
+  const EngineOptions& options = parts_->options;
+  const int64_t record_bytes = parts_->record_bytes();
+  SequencePages& pages = batch_->pages(part);
+  const int64_t own = options.past_block_groups(record_bytes);
+  const int64_t lent =
+      std::min({groups, pages.reuse_pages() / 3, kBlockTokensMax / options.group_tokens});
+  std::byte* base = parts_->space->landing().landing_in(pages.pool().page(0));
+  if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
+    return past_->blocks();
+  }
+  steps_.settle();
+  for (int64_t layer = 0; layer * options.pages_max < 3 * lent; ++layer) {
+    KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
+    pages.map(layer).clear();
+  }
+  const int64_t bytes = lent * record_bytes;
+  return PastBlocks{.memory = pages.pool().memory(),
+                    .slots = {base, base + bytes},
+                    .room = base + 2 * bytes,
+                    .groups = lent};
 }
 
 Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,

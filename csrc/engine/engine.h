@@ -85,6 +85,10 @@ class Engine {
   const EngineParts& parts() const { return *parts_; }
   const EngineOptions& options() const { return options_; }  // as they were given
   PastReader& past() { return *past_; }
+  /// Memory to stream `groups` groups of a part's past through. In a small budget a long past gets
+  /// the reuse buffers, and the next steps of as many layers as it takes read anew: what makes a
+  /// long chunk fast is large blocks. Otherwise PastReader::blocks().
+  Result<PastBlocks> past_blocks(int64_t part, int64_t groups);
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }

@@ -32,6 +32,9 @@ class Landing {
   virtual Status publish(Fetch& fetch) = 0;
   /// What was lent is not needed: nothing landed.
   virtual void give_back(Fetch& fetch) = 0;
+  /// Where records land that the host reads itself, in pages that hold nothing: the pages, or null
+  /// where they are a device's.
+  virtual std::byte* landing_in(std::byte* page) const = 0;
 };
 
 /// Records out: packed at(run), sent, arrived in the run's buffer.

@@ -26,20 +26,22 @@ Status PastReader::load(const Groups& groups, const std::shared_ptr<AlignedBytes
   return finished;
 }
 
-Result<std::shared_ptr<std::byte>> PastReader::blocks() {
+Result<PastBlocks> PastReader::blocks() {
   // What was abandoned still lands in the old ones.
   if (blocks_ != nullptr && blocks_.use_count() > 1) {
     KVSWAP_RETURN_IF_ERROR(parts_.fetcher->settle_abandoned());
   }
   KVSWAP_ASSERT(blocks_ == nullptr || blocks_.use_count() == 1);
+  const int64_t record_bytes = parts_.record_bytes();
+  const int64_t groups = parts_.options.past_block_groups(record_bytes);
   if (blocks_ == nullptr) {
-    const int64_t record_bytes = parts_.record_bytes();
-    auto memory = parts_.space->landing().make_landing(
-        2 * parts_.options.past_block_groups(record_bytes) * record_bytes);
+    auto memory = parts_.space->landing().make_landing(2 * groups * record_bytes);
     if (!memory.is_ok()) return memory.status();
     blocks_ = std::move(memory.value());
   }
-  return blocks_;
+  return PastBlocks{.memory = blocks_,
+                    .slots = {blocks_.get(), blocks_.get() + groups * record_bytes},
+                    .groups = groups};
 }
 
 Status PastReader::read(const Columns& columns, void* keys, void* values) {

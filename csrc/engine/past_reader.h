@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,6 +11,14 @@
 #include "engine/sealer.h"
 
 namespace kvswap {
+
+/// Memory that a past streams through.
+struct PastBlocks {
+  std::shared_ptr<std::byte> memory;  // keeps all of it
+  std::array<std::byte*, 2> slots{};  // [groups, record_bytes]
+  std::byte* room = nullptr;          // as large, for who unpacks a block; null: there is none
+  int64_t groups = 0;
+};
 
 /// Reads what the layers hold, outside of a step: sealed groups from the file, the rest from the
 /// tail. Not thread-safe.
@@ -36,8 +45,9 @@ class PastReader {
   Status load(const Groups& groups, const std::shared_ptr<AlignedBytes>& memory,
               int64_t offset_bytes);
 
-  /// Room for two blocks of past_block_groups(), kept from call to call; one PastStream at a time.
-  Result<std::shared_ptr<std::byte>> blocks();
+  /// Blocks of past_block_groups(), kept from call to call and charged as staging from the start;
+  /// one PastStream at a time.
+  Result<PastBlocks> blocks();
 
   struct Columns {
     int64_t layer = 0;

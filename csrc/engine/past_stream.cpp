@@ -9,14 +9,9 @@ Result<std::unique_ptr<PastStream>> PastStream::open(Engine& engine, int64_t lay
                                                      int64_t end_group) {
   KVSWAP_ASSERT(first_group <= end_group && end_group <= engine.sealed_groups(layer));
   std::unique_ptr<PastStream> stream(new PastStream(engine, layer, sequence, end_group));
-  auto memory = engine.past().blocks();
-  if (!memory.is_ok()) return memory.status();
-  stream->memory_ = std::move(memory.value());
-  stream->block_groups_ = engine.options().past_block_groups(engine.parts().record_bytes());
-  for (int i = 0; i < 2; ++i) {
-    stream->slots_[i].bytes =
-        stream->memory_.get() + i * stream->block_groups_ * engine.parts().record_bytes();
-  }
+  auto blocks = engine.past_blocks(sequence, end_group - first_group);
+  if (!blocks.is_ok()) return blocks.status();
+  stream->blocks_ = std::move(blocks.value());
   KVSWAP_RETURN_IF_ERROR(stream->start(0, first_group));
   return stream;
 }
@@ -25,14 +20,16 @@ PastStream::~PastStream() {
   // Nothing may land in memory that is used otherwise; what went wrong is of no interest any more.
   PastReader& past = engine_.past();
   for (Slot& slot : slots_) {
-    if (past.finish(slot.fetch).is_pending()) past.abandon(slot.fetch, memory_);
+    if (past.finish(slot.fetch).is_pending()) past.abandon(slot.fetch, blocks_.memory);
   }
 }
 
 Status PastStream::start(int index, int64_t first_group) {
   Slot& slot = slots_[index];
-  slot.block = {first_group, std::min(block_groups_, end_group_ - first_group), slot.bytes};
-  return engine_.past().start({layer_, sequence_, first_group, slot.block.groups}, slot.bytes,
+  std::byte* records = blocks_.slots[index];
+  slot.block = {first_group, std::min(blocks_.groups, end_group_ - first_group), records,
+                blocks_.room};
+  return engine_.past().start({layer_, sequence_, first_group, slot.block.groups}, records,
                               slot.fetch);
 }
 

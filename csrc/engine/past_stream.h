@@ -13,14 +13,15 @@ namespace kvswap {
 /// Sealed groups of one sequence in blocks: the next block is read while the caller computes on
 /// this one. What a long chunk attends its past through.
 ///
-/// Two blocks are in memory at a time; Engine charges them as staging from the start. Not
-/// thread-safe; the engine must not change while a stream is open.
+/// Two blocks are in memory at a time, where Engine::past_blocks() says. Not thread-safe; the
+/// engine must not change while a stream is open.
 class PastStream {
  public:
   struct Block {
     int64_t first_group = 0;
     int64_t groups = 0;                  // 0: the end
     const std::byte* records = nullptr;  // [groups, record_bytes], valid until the next next()
+    std::byte* room = nullptr;           // as large, for who unpacks them; null: there is none
   };
 
   /// Groups [first_group, end_group).
@@ -38,7 +39,6 @@ class PastStream {
   Status start(int slot, int64_t first_group);
 
   struct Slot {
-    std::byte* bytes = nullptr;  // [block_groups, record_bytes]
     Fetch fetch;
     Block block;
   };
@@ -47,9 +47,8 @@ class PastStream {
   int64_t layer_;
   int64_t sequence_;
   int64_t end_group_;
-  int64_t block_groups_ = 0;
+  PastBlocks blocks_;
   int current_ = 0;
-  std::shared_ptr<std::byte> memory_;
   std::array<Slot, 2> slots_;
 };
 

@@ -14,28 +14,29 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool pool, PageSp
     : options_(options), space_(space), pool_(std::move(pool)), sinks_(options.layers) {
   maps_.reserve(options.layers);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    maps_.emplace_back(static_cast<int32_t>(layer * options.pages_per_layer()),
+    maps_.emplace_back(static_cast<int32_t>(layer * options.pages_max),
                        static_cast<int32_t>(options.pages_max), options.replacement_policy());
   }
 }
 
+int64_t SequencePages::first_sink(int64_t layer) const {
+  return reuse_pages() + layer * (options_.sink_pages() + options_.tail_pages());
+}
+
 int32_t SequencePages::sink_page(int64_t layer, int64_t index) const {
   KVSWAP_ASSERT(index < options_.sink_pages());
-  return static_cast<int32_t>(layer * options_.pages_per_layer() + options_.pages_max + index);
+  return static_cast<int32_t>(first_sink(layer) + index);
 }
 
 int32_t SequencePages::tail_page(int64_t layer, int64_t group) const {
-  return static_cast<int32_t>(layer * options_.pages_per_layer() + options_.pages_max +
-                              options_.sink_pages() + group % options_.tail_pages());
+  return static_cast<int32_t>(first_sink(layer) + options_.sink_pages() +
+                              group % options_.tail_pages());
 }
 
 void SequencePages::copy_from(SequencePages& other, int64_t record_bytes) {
-  for (int64_t layer = 0; layer < options_.layers; ++layer) {
-    const int64_t first = layer * options_.pages_per_layer() + options_.pages_max;
-    const int64_t kept = options_.sink_pages() + options_.tail_pages();
-    space_.compute().copy(pool_.page(static_cast<int32_t>(first)),
-                          other.pool_.page(static_cast<int32_t>(first)), kept * record_bytes);
-  }
+  const auto first = static_cast<int32_t>(first_sink(0));
+  space_.compute().copy(pool_.page(first), other.pool_.page(first),
+                        (pool_.pages() - first) * record_bytes);
   sinks_ = other.sinks_;
   for (PageMap& map : maps_) map.clear();
 }

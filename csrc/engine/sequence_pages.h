@@ -11,7 +11,8 @@
 
 namespace kvswap {
 
-/// The memory of one sequence: one pool, cut per layer into reuse buffer, sinks and tail.
+/// The memory of one sequence: one pool, the reuse buffers of all layers first, then sinks and tail
+/// of each.
 ///
 /// The tail is a ring: group g of the text stands in the ring's page g modulo its length, from the
 /// first group that is not sealed on. Sinks are copies of sealed groups that stay.
@@ -23,6 +24,8 @@ class SequencePages {
 
   const PagePool& pool() const { return pool_; }
   PageMap& map(int64_t layer) { return maps_[layer]; }
+  /// Pages of the reuse buffers, all layers', one after the other.
+  int64_t reuse_pages() const { return options_.layers * options_.pages_max; }
   /// Groups that are pinned as sinks; sink i stands in sink_page(layer, i).
   std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
   int32_t sink_page(int64_t layer, int64_t index) const;
@@ -34,6 +37,7 @@ class SequencePages {
 
  private:
   SequencePages(const EngineOptions& options, PagePool pool, PageSpace& space);
+  int64_t first_sink(int64_t layer) const;
 
   EngineOptions options_;
   PageSpace& space_;

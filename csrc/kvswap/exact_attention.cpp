@@ -118,8 +118,7 @@ class Chunk final : public PastVisitor {
     const int64_t heads = query_.heads;
     const int64_t dim = options_.head_dim;
     const int64_t element = dtype_bytes(options_.dtype);
-    rounded_.resize(count * heads * dim * element);
-    part_.resize(count * heads * dim);
+    part_.resize(count * heads * dim * element);
     by_head_.resize(count * heads);
     by_row_.resize(count * heads);
     const auto pages = static_cast<int32_t>(pages_.size());
@@ -128,7 +127,7 @@ class Chunk final : public PastVisitor {
                      .query_batch_stride = query_.batch_stride,
                      .query_head_stride = query_.head_stride,
                      .query_token_stride = query_.query_stride,
-                     .output = rounded_.data(),
+                     .output = part_.data(),
                      .log_sum_exp = by_head_.data(),
                      .pages = pages_.data(),
                      .masks = masks_.data(),
@@ -144,10 +143,6 @@ class Chunk final : public PastVisitor {
                      .shape = options_.record_shape(),
                      .dtype = options_.dtype},
                     execution_);
-    with_element(options_.dtype, [&](auto element) {
-      const auto* from = reinterpret_cast<const decltype(element)*>(rounded_.data());
-      for (float& value : part_) value = to_float(*from++);
-    });
     // The kernel's log-sum-exps are [heads, rows], its output [rows, heads, ...].
     for (int64_t i = 0; i < count * heads; ++i) {
       by_row_[i] = by_head_[i % heads * count + i / heads];
@@ -158,7 +153,8 @@ class Chunk final : public PastVisitor {
                      .other_log_sum_exp = by_row_.data(),
                      .rows = count * heads,
                      .head_dim = dim,
-                     .dtype = DType::kFloat32},
+                     .dtype = DType::kFloat32,
+                     .other_dtype = options_.dtype},
                     execution_);
   }
 
@@ -176,8 +172,7 @@ class Chunk final : public PastVisitor {
   std::vector<const void*> pages_;
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;
-  std::vector<std::byte> rounded_;  // one piece of rows, of the session's dtype
-  std::vector<float> part_;         // the same in fp32
+  std::vector<std::byte> part_;  // one piece of rows, of the session's dtype
   std::vector<float> by_head_;
   std::vector<float> by_row_;
 };

@@ -42,6 +42,7 @@ class PagePool {
     return memory_.get() + index * page_bytes_;
   }
   int64_t pages() const { return pages_; }
+  const std::shared_ptr<std::byte>& memory() const { return memory_; }
   int64_t resident_bytes() const { return pages_ * page_bytes_; }
 
  private:

@@ -70,6 +70,7 @@ std::string DiskCache::report() const {
   table.row("hit rate", attended > 0 ? percent(1 - loaded / attended) : "-");
   table.row("waited / hidden", fixed(counters.at("wait_seconds"), " s") + " / " +
                                    fixed(counters.at("hidden_seconds"), " s"));
+  table.row("waited for writes", fixed(counters.at("write_blocked_seconds"), " s"));
   table.row("reader", facts.at("reader") + ", " + facts.at("io_mode"));
   const bool any =
       std::find(is_estimated_.begin(), is_estimated_.end(), true) != is_estimated_.end();

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -68,13 +69,19 @@ std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
   return {tokens[0], tokens[1]};
 }
 
-/// [kv_heads, groups * group_tokens, head_dim] twice, from records.
+/// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
+/// one.
 std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
                                          const PastStream::Block& block, int64_t record_bytes,
                                          const at::TensorOptions& like) {
   const int64_t tokens = block.groups * options.group_tokens;
-  at::Tensor keys = at::empty({options.kv_heads, tokens, options.head_dim}, like);
-  at::Tensor values = at::empty_like(keys);
+  const auto empty = [&](std::byte* room) {
+    const std::array<int64_t, 3> sizes = {options.kv_heads, tokens, options.head_dim};
+    return room == nullptr ? at::empty(sizes, like) : at::from_blob(room, sizes, like);
+  };
+  const at::Tensor keys = empty(block.room);
+  const at::Tensor values = empty(
+      block.room == nullptr ? nullptr : block.room + options.payload_bytes() / 2 * block.groups);
   std::vector<void*> records(block.groups);
   std::vector<int64_t> first_tokens(block.groups);
   for (int64_t i = 0; i < block.groups; ++i) {

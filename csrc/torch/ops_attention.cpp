@@ -107,7 +107,8 @@ TensorPair merge_attention_cpu(const at::Tensor& output, const at::Tensor& log_s
                    .other_log_sum_exp = other_sums.const_data_ptr<float>(),
                    .rows = log_sum_exp.numel(),
                    .head_dim = output.size(-1),
-                   .dtype = to_dtype(output.scalar_type())},
+                   .dtype = to_dtype(output.scalar_type()),
+                   .other_dtype = to_dtype(output.scalar_type())},
                   torch_execution());
   return {merged, merged_log_sum_exp};
 }

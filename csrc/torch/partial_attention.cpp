@@ -5,12 +5,18 @@
 #include <vector>
 
 #include "kernels/merge_attention.h"
+#include "torch/op_checks.h"
 
 namespace kvswap {
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr int64_t kScoresMax = 16 << 20;  // computed at once
+
+/// The same in memory of the order [rows, heads, ...], in which flash attention leaves it.
+at::Tensor in_rows(const at::Tensor& tensor) {
+  return tensor.transpose(0, 1).contiguous().transpose(0, 1);
+}
 
 PartialAttention flash_on_cpu(const at::Tensor& query, const at::Tensor& keys,
                               const at::Tensor& values, Causal causal,
@@ -25,8 +31,7 @@ PartialAttention flash_on_cpu(const at::Tensor& query, const at::Tensor& keys,
   auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
       query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, causal == Causal::kYes, mask,
       scale);
-  return {output.squeeze(0).to(at::kFloat).contiguous(),
-          log_sum_exp.squeeze(0).to(at::kFloat).contiguous()};
+  return {output.squeeze(0), log_sum_exp.squeeze(0).to(at::kFloat)};
 }
 
 PartialAttention flash_on_cuda(const at::Tensor& query, const at::Tensor& keys,
@@ -115,15 +120,17 @@ void add_sinks(PartialAttention& partial, const at::Tensor& sinks) {
 
 void merge_part(PartialAttention& into, const PartialAttention& other) {
   if (!into.output.is_cpu()) return merge_part_in_torch(into, other);
-  MergeAttentionArgs args;
-  args.output = into.output.data_ptr();
-  args.log_sum_exp = into.log_sum_exp.data_ptr<float>();
-  args.other_output = other.output.data_ptr();
-  args.other_log_sum_exp = other.log_sum_exp.data_ptr<float>();
-  args.rows = into.log_sum_exp.numel();
-  args.head_dim = into.output.size(-1);
-  args.dtype = DType::kFloat32;
-  merge_attention(args, {});
+  into = {in_rows(into.output.to(at::kFloat)), in_rows(into.log_sum_exp)};
+  const PartialAttention added = {in_rows(other.output), in_rows(other.log_sum_exp)};
+  merge_attention({.output = into.output.data_ptr(),
+                   .log_sum_exp = into.log_sum_exp.data_ptr<float>(),
+                   .other_output = added.output.const_data_ptr(),
+                   .other_log_sum_exp = added.log_sum_exp.const_data_ptr<float>(),
+                   .rows = into.log_sum_exp.numel(),
+                   .head_dim = into.output.size(-1),
+                   .dtype = DType::kFloat32,
+                   .other_dtype = to_dtype(added.output.scalar_type())},
+                  torch_execution());
 }
 
 void merge_part_in_torch(PartialAttention& into, const PartialAttention& other) {

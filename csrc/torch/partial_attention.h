@@ -8,7 +8,7 @@ namespace kvswap {
 
 /// Attention of one sequence over some of its keys, ready to be merged with that over others.
 struct PartialAttention {
-  at::Tensor output;       // [heads, rows, head_dim] fp32
+  at::Tensor output;       // [heads, rows, head_dim] fp32, or the query's type before a merge
   at::Tensor log_sum_exp;  // [heads, rows] fp32
 };
 

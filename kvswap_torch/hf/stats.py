@@ -36,6 +36,9 @@ class CacheStats:
         Groups selected per layer, sequence and step; with ``heads="each"`` those of all KV heads.
     wait_seconds, hidden_seconds
         Read time that layers waited for, and read time overlapped with computing.
+    write_wait_seconds
+        Time that prefill waited for a free write buffer: the disk writes more slowly than the model
+        reads.
     resident_bytes, resident_bytes_peak, ledger
         Memory in use, the most so far, and what it is used for.
     device, device_bytes, pinned_bytes
@@ -73,6 +76,7 @@ class CacheStats:
     groups_per_step: float
     wait_seconds: float
     hidden_seconds: float
+    write_wait_seconds: float
     resident_bytes: int
     resident_bytes_peak: int
     ledger: Mapping[str, int]
@@ -165,6 +169,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         groups_per_step=attended * each / shape.layers,
         wait_seconds=counters["wait_seconds"],
         hidden_seconds=counters["hidden_seconds"],
+        write_wait_seconds=counters["write_blocked_seconds"],
         resident_bytes=resident,
         resident_bytes_peak=peak,
         ledger=ledger,
@@ -218,6 +223,7 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("groups per step", f"{stats.groups_per_step:.1f}"),
         ("hit rate", hit_rate),
         ("waited / hidden", f"{stats.wait_seconds:.2f} s / {stats.hidden_seconds:.2f} s"),
+        ("waited for writes", f"{stats.write_wait_seconds:.2f} s"),
         ("reader", f"{stats.reader}, {stats.io_mode}"),
         ("projection", stats.projection),
         ("predictor", stats.predictor),

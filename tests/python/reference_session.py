@@ -50,6 +50,7 @@ COUNTERS = [
     "bytes_on_disk",
     "wait_seconds",
     "hidden_seconds",
+    "write_blocked_seconds",
     "device_bytes",
     "pinned_bytes",
     "copied_bytes",

@@ -1,5 +1,6 @@
 #include "kernels/merge_attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -12,8 +13,8 @@ HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
 
 /// output = weight * output + other_weight * other
-template <typename T>
-void blend(T* output, float weight, const T* other, float other_weight, int64_t size) {
+template <typename T, typename Other>
+void blend(T* output, float weight, const Other* other, float other_weight, int64_t size) {
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
     const Floats weighted = multiply(load(output + i), fill(weight));
@@ -26,12 +27,12 @@ void blend(T* output, float weight, const T* other, float other_weight, int64_t 
   }
 }
 
-template <typename T>
+template <typename T, typename Other>
 void merge_typed(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   for (int64_t row = begin; row < end; ++row) {
     T* output = static_cast<T*>(args.output) + row * args.head_dim;
-    const T* other = static_cast<const T*>(args.other_output) + row * args.head_dim;
+    const Other* other = static_cast<const Other*>(args.other_output) + row * args.head_dim;
     const float mine = args.log_sum_exp[row];
     const float theirs = args.other_log_sum_exp[row];
     const float larger = std::max(mine, theirs);
@@ -44,7 +45,9 @@ void merge_typed(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
     const float other_weight = std::exp(theirs - larger);
     const float total = weight + other_weight;
     if (weight == 0.0f) {
-      std::copy_n(other, args.head_dim, output);  // what stands in `output` may be anything
+      // What stands in `output` may be anything.
+      std::transform(other, other + args.head_dim, output,
+                     [](Other value) { return from_float<T>(to_float(value)); });
     } else {
       blend(output, weight / total, other, other_weight / total, args.head_dim);
     }
@@ -52,14 +55,27 @@ void merge_typed(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+void merge_into_floats(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
+  switch (args.other_dtype) {
+    case DType::kFloat32:
+      return merge_typed<float, float>(args, begin, end);
+    case DType::kBFloat16:
+      return merge_typed<float, BFloat16>(args, begin, end);
+    case DType::kFloat16:
+      return merge_typed<float, Float16>(args, begin, end);
+    case DType::kInt8:
+      return;
+  }
+}
+
 void merge_rows(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
   switch (args.dtype) {
     case DType::kFloat32:
-      return merge_typed<float>(args, begin, end);
+      return merge_into_floats(args, begin, end);
     case DType::kBFloat16:
-      return merge_typed<BFloat16>(args, begin, end);
+      return merge_typed<BFloat16, BFloat16>(args, begin, end);
     case DType::kFloat16:
-      return merge_typed<Float16>(args, begin, end);
+      return merge_typed<Float16, Float16>(args, begin, end);
     case DType::kInt8:
       return;
   }

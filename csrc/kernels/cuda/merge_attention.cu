@@ -60,6 +60,9 @@ Status merge(const MergeAttentionArgs& args, void* stream) {
 
 Status merge_attention(const MergeAttentionArgs& args, void* stream) {
   KVSWAP_RETURN_IF_ERROR(check_floating("merge_attention", args.dtype));
+  if (args.other_dtype != args.dtype) {
+    return Status::invalid("merge_attention: both sides must have one type on CUDA");
+  }
   return with_floating(args.dtype, [&](auto type) {
     using T = typename decltype(type)::Type;
     return args.head_dim % kRowElements == 0 ? merge<T, kRowElements>(args, stream)

@@ -1,3 +1,5 @@
+#include <cstring>
+
 #include "engine/past_stream.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
@@ -12,11 +14,15 @@ EngineOptions streaming_options(const std::string& directory) {
   return options;
 }
 
-TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
-  const TestDirectory directory;
-  const EngineOptions options = streaming_options(directory.path());
-  EngineRun run(options, 6);
-  run.forward(2, 900);
+/// The same, in a budget whose reuse buffers hold larger blocks than staging does.
+EngineOptions lending_options(const std::string& directory) {
+  EngineOptions options = streaming_options(directory);
+  options.head_dim = 64;
+  options.pages_max = 64;
+  return options;
+}
+
+void expect_every_group_in_order(EngineRun& run) {
   Engine& engine = run.engine();
   const int64_t sealed = engine.sealed_groups(1);
   for (const int64_t first : {int64_t{0}, int64_t{7}, sealed - 1, sealed}) {
@@ -35,6 +41,15 @@ TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
     }
     EXPECT_EQ(group, sealed);
   }
+}
+
+TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
+  const TestDirectory directory;
+  EngineRun run(streaming_options(directory.path()), 6);
+  run.forward(2, 900);
+  expect_every_group_in_order(run);
+  Engine& engine = run.engine();
+  const int64_t sealed = engine.sealed_groups(1);
   auto left_early = PastStream::open(engine, 0, 0, 0, sealed);
   ASSERT_TRUE(left_early.is_ok());
   ASSERT_TRUE(left_early.value()->next().is_ok());
@@ -42,10 +57,29 @@ TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
   run.compare_contents();
 }
 
-TEST(PastStream, AFailedReadIsAnErrorAndTheNextStreamIsRight) {
+TEST(PastStream, InASmallBudgetGoesThroughTheReuseBuffers) {
   const TestDirectory directory;
+  EngineRun run(lending_options(directory.path()), 6);
+  run.forward(2, 900);
+  for (int turn = 0; turn < 3; ++turn) {
+    run.forward(2, 1);  // fills them with what it chose
+    expect_every_group_in_order(run);
+    auto stream = PastStream::open(run.engine(), 0, 1, 0, run.engine().sealed_groups(0));
+    ASSERT_TRUE(stream.is_ok()) << stream.status().message();
+    const auto block = stream.value()->next();
+    ASSERT_TRUE(block.is_ok()) << block.status().message();
+    const EngineParts& parts = run.engine().parts();
+    EXPECT_EQ(block.value().groups, parts.options.layers * parts.options.pages_max / 3);
+    EXPECT_GT(block.value().groups, parts.options.past_block_groups(parts.record_bytes()));
+    ASSERT_NE(block.value().room, nullptr);
+    std::memset(block.value().room, 0xff, block.value().groups * parts.record_bytes());
+  }
+  for (int step = 0; step < 4; ++step) run.forward(2, 1);
+  run.compare_contents();
+}
+
+void expect_a_failed_read_is_an_error(EngineOptions options) {
   ReadFaults faults;
-  EngineOptions options = streaming_options(directory.path());
   options.wrap_reader = [&faults](std::unique_ptr<BlockReader> inner) {
     return std::make_unique<FaultyReader>(std::move(inner), &faults);
   };
@@ -68,6 +102,12 @@ TEST(PastStream, AFailedReadIsAnErrorAndTheNextStreamIsRight) {
       EXPECT_EQ(status.code(), turn == 0 ? StatusCode::kStorage : StatusCode::kOk);
     }
   }
+}
+
+TEST(PastStream, AFailedReadIsAnErrorAndTheNextStreamIsRight) {
+  const TestDirectory directory;
+  expect_a_failed_read_is_an_error(streaming_options(directory.path()));
+  expect_a_failed_read_is_an_error(lending_options(directory.path()));
 }
 
 }  // namespace

@@ -11,10 +11,10 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 class MergeAttention : public KernelTest {};
 
-template <typename T>
+template <typename T, typename Other>
 void expect_matches_reference(int64_t rows, int64_t head_dim) {
   auto output = random_elements<T>(rows * head_dim, 1);
-  const auto other = random_elements<T>(rows * head_dim, 2);
+  const auto other = random_elements<Other>(rows * head_dim, 2);
   auto log_sum_exp = random_elements<float>(rows, 3);
   auto other_log_sum_exp = random_elements<float>(rows, 4);
   for (int64_t row = 0; row < rows; ++row) {
@@ -30,7 +30,8 @@ void expect_matches_reference(int64_t rows, int64_t head_dim) {
                    .other_log_sum_exp = other_log_sum_exp.data(),
                    .rows = rows,
                    .head_dim = head_dim,
-                   .dtype = dtype_of<T>()},
+                   .dtype = dtype_of<T>(),
+                   .other_dtype = dtype_of<Other>()},
                   {});
   for (int64_t row = 0; row < rows; ++row) {
     const double weight = std::exp(double{log_sum_exp_before[row]});
@@ -51,9 +52,11 @@ void expect_matches_reference(int64_t rows, int64_t head_dim) {
 TEST_P(MergeAttention, MatchesReference) {
   for (const int64_t head_dim : {1, 64, 72, 128}) {
     for (const int64_t rows : {0, 1, 17, 200}) {
-      expect_matches_reference<float>(rows, head_dim);
-      expect_matches_reference<BFloat16>(rows, head_dim);
-      expect_matches_reference<Float16>(rows, head_dim);
+      expect_matches_reference<float, float>(rows, head_dim);
+      expect_matches_reference<float, BFloat16>(rows, head_dim);
+      expect_matches_reference<float, Float16>(rows, head_dim);
+      expect_matches_reference<BFloat16, BFloat16>(rows, head_dim);
+      expect_matches_reference<Float16, Float16>(rows, head_dim);
     }
   }
 }

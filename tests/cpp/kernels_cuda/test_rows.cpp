@@ -100,7 +100,8 @@ void expect_merge_as_on_cpu(int64_t rows, int64_t head_dim) {
                           .other_log_sum_exp = other_sums.data(),
                           .rows = rows,
                           .head_dim = head_dim,
-                          .dtype = dtype_of<T>()};
+                          .dtype = dtype_of<T>(),
+                          .other_dtype = dtype_of<T>()};
   merge_attention(args, {});
   in_every_order([&] {
     GuardedBuffer<T> merged(output), others(other);

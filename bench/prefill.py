@@ -1,0 +1,158 @@
+"""Prefill in chunks: what memory that is tight costs while a document is read.
+
+    python -m bench.prefill --tokens 8192 --chunks 512,4096 --budgets 1/13,none --out prefill
+
+Each round reads the document once with each cache, in turn: `DynamicCache`, `StaticCache`, and
+kvswap with each budget (a share of the KV cache, or none). Printed are medians of the rounds that
+count, the ratio of pairs to `DynamicCache`, and what kvswap waited for: its writes, its reads.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from bench import machine
+from bench.shapes import SHAPES, make_model
+from kvswap_torch import KVSwapCache
+
+REFERENCE = "reference"
+NEW_TOKENS = 8  # room beside the document, as a question would need
+
+
+def load_model(name: str, tokens: int) -> Any:
+    if name == REFERENCE:
+        folder = "examples/reference_model"
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if name in SHAPES:
+        return make_model(SHAPES[name], tokens)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
+
+
+def kv_bytes(model: Any, tokens: int) -> int:
+    config = model.config
+    width = 2 * config.num_key_value_heads * config.head_dim
+    return config.num_hidden_layers * tokens * width * 2
+
+
+@torch.inference_mode()
+def read(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
+    """Seconds to run `ids` through the model, `chunk` tokens at a time."""
+    began = time.perf_counter()
+    for first in range(0, ids.shape[1], chunk):
+        part = ids[:, first : first + chunk]
+        model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return time.perf_counter() - began
+
+
+class Rounds:
+    """One document, one length of chunk: seconds of each cache, a number a round."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, chunk: int, budgets: list[str], path: Path):
+        self.model, self.ids, self.chunk, self.path = model, ids, chunk, path
+        self.budgets = budgets
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.waits: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def take(self) -> None:
+        config = self.model.config
+        room = self.ids.shape[1] + NEW_TOKENS
+        self._take("DynamicCache", DynamicCache(config=config))
+        self._take("StaticCache", StaticCache(config=config, max_cache_len=room))
+        for budget in self.budgets:
+            share = None if budget == "none" else Fraction(budget)
+            memory = None if share is None else int(share * kv_bytes(self.model, room))
+            with KVSwapCache(
+                self.model, path=self.path, kv_memory_bytes=memory, max_context=room, max_batch=1
+            ) as cache:
+                name = f"kvswap {budget}"
+                self._take(name, cache)
+                stats = cache.stats()
+                self.waits[name].append((stats.write_wait_seconds, stats.wait_seconds))
+
+    def _take(self, name: str, cache: Any) -> None:
+        self.seconds[name].append(read(self.model, cache, self.ids, self.chunk))
+
+    def rows(self) -> dict[str, dict[str, float]]:
+        """The first round warms up allocators, threads and the file system."""
+        base = self.seconds["DynamicCache"][1:]
+        rows = {}
+        for name, all_seconds in self.seconds.items():
+            seconds = all_seconds[1:]
+            middle = statistics.median(seconds)
+            row = {
+                "seconds": round(middle, 3),
+                "tokens_per_second": round(self.ids.shape[1] / middle, 1),
+                "ratio_of_pairs": round(
+                    statistics.median(a / b for a, b in zip(seconds, base, strict=True)), 3
+                ),
+            }
+            if name in self.waits:
+                for index, what in enumerate(("writes", "reads")):
+                    waited = statistics.median(each[index] for each in self.waits[name][1:])
+                    row[f"share_waited_for_{what}"] = round(waited / middle, 4)
+            rows[name] = row
+        return rows
+
+
+def show(console: Console, model: str, tokens: int, chunk: int, rows: dict[str, Any]) -> None:
+    table = Table(title=f"{model}, {tokens:,} tokens in chunks of {chunk:,}")
+    for heading in ("", "s", "tokens/s", "to DynamicCache", "waited: writes", "reads"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        waits = [row.get(f"share_waited_for_{what}") for what in ("writes", "reads")]
+        table.add_row(
+            name,
+            f"{row['seconds']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['ratio_of_pairs']:.2f}x",
+            *("" if wait is None else f"{100 * wait:.1f} %" for wait in waits),
+        )
+    console.print(table)
+
+
+def main(
+    model: Annotated[
+        str, typer.Option(help=f"{REFERENCE}, a shape ({', '.join(SHAPES)}) or a folder")
+    ] = REFERENCE,
+    tokens: Annotated[int, typer.Option(help="length of the document")] = 8192,
+    chunks: Annotated[str, typer.Option(help="tokens a pass, comma-separated")] = "512,4096",
+    budgets: Annotated[
+        str, typer.Option(help="shares of the KV cache, comma-separated; none: no budget")
+    ] = "1/13,none",
+    rounds: Annotated[int, typer.Option(help="that count")] = 3,
+    threads: Annotated[int, typer.Option(help="0: as many as there are cores")] = 0,
+    path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),
+    out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
+) -> None:
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    described = machine.describe(path)
+    loaded = load_model(model, tokens + NEW_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(loaded.config.vocab_size, (1, tokens), generator=generator)
+    console = Console()
+    results: dict[str, Any] = {"machine": described, "model": model, "tokens": tokens, "chunks": {}}
+    for chunk in map(int, chunks.split(",")):
+        measured = Rounds(loaded, ids, chunk, budgets.split(","), path)
+        for _ in track(range(rounds + 1), description=f"chunks of {chunk}", console=console):
+            measured.take()
+        results["chunks"][str(chunk)] = measured.rows()
+        show(console, model, tokens, chunk, measured.rows())
+    if out:
+        machine.write(out, results)
+
+
+if __name__ == "__main__":
+    typer.run(main)
