@@ -26,9 +26,8 @@ from rich.table import Table
 from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
-from kvswap_torch.tuning.calibrate import Calibrator
-from kvswap_torch.tuning.observe import Observed
-from kvswap_torch.tuning.rank_budget import hand_out_ranks
+from kvswap_torch.tuning.costs import hand_out_ranks
+from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions
 from kvswap_torch.tuning.samples import Sample
 

@@ -31,8 +31,7 @@ from rich.table import Table
 from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.projection import flat_tokens, from_chunk, sum_over_heads
-from kvswap_torch.tuning.calibrate import Calibrator
-from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.recall import decoded_positions
 from kvswap_torch.tuning.samples import Sample
 

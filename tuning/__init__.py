@@ -12,7 +12,7 @@ __all__ = ["TuneOptions", "TuneResult", "tune"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: `python -m kvswap_torch.tuning --help` needs no torch.
+    # Loaded when asked for: `kvswap-tune --help` needs no torch.
     if name == "tune":
         from kvswap_torch.tuning.api import tune
 

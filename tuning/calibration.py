@@ -15,9 +15,8 @@ from typing import Any
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.projection import Pair
 from kvswap_torch.sizing import ModelShape
-from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.moments import LayerMoments
-from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.recall import (
     QUERIES,

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from kvswap_torch.projection import Pair
-from kvswap_torch.tuning.calibrate import Calibrator
-from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.recall import Choice, GroupScores, Steps, attention_views, sources, worth
 from kvswap_torch.tuning.samples import Sample

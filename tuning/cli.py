@@ -129,7 +129,7 @@ def main(
 ) -> None:
     from kvswap_torch.tuning.api import tune
     from kvswap_torch.tuning.pipeline import TuneOptions
-    from kvswap_torch.tuning.summary import print_result
+    from kvswap_torch.tuning.result import print_result
 
     console = Console(stderr=json_out == Path("-"))
     try:

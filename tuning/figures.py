@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.tuning.disk_figures import ReadCell
-from kvswap_torch.tuning.report_data import WAIT, Point, ReportData, neighbours, setting_text
+from kvswap_torch.tuning.disk import ReadCell
+from kvswap_torch.tuning.points import WAIT, Point, ReportData, neighbours, setting_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

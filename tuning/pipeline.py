@@ -16,8 +16,30 @@ from kvswap_torch.errors import StorageError
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning import work as kept
-from kvswap_torch.tuning.calibrate import Calibrator
-from kvswap_torch.tuning.calibrated import (
+from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
+from kvswap_torch.tuning.choices import GROUPS, Recorder, record_choices
+from kvswap_torch.tuning.costs import Levels, SettingCosts, make_levels, make_work
+from kvswap_torch.tuning.disk import DiskModel
+from kvswap_torch.tuning.observe import Calibrator
+from kvswap_torch.tuning.probe import DiskFigures, probe_disk
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.recall import RANKS, rank_grid
+from kvswap_torch.tuning.samples import Sample
+from kvswap_torch.tuning.settings import Demand, engine_need, true_query_layers, usable_sizes
+from kvswap_torch.tuning.solver import Grid, Solved, make_config, pairs_to_solve, solve
+from kvswap_torch.tuning.step_model import LoadingModel, StepModel, Work, fit_loading, fit_steps
+from kvswap_torch.tuning.timing import (
+    ROUNDS,
+    STEPS,
+    Duration,
+    Timing,
+    TimingPlan,
+    least_duration,
+    loading_steps,
+    measure,
+)
+from kvswap_torch.tuning.traffic import POLICIES, Traffic, TrafficTable
+from kvswap_torch.tuning.work import (
     Calibrated,
     from_calibration,
     load_calibrated,
@@ -25,26 +47,6 @@ from kvswap_torch.tuning.calibrated import (
     pick_summary_dtype,
     save_calibrated,
 )
-from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
-from kvswap_torch.tuning.choices import GROUPS, Recorder, record_choices
-from kvswap_torch.tuning.costs import Levels, SettingCosts, make_work
-from kvswap_torch.tuning.disk_model import DiskModel
-from kvswap_torch.tuning.duration import Duration, least_duration
-from kvswap_torch.tuning.levels import make_levels
-from kvswap_torch.tuning.loading_model import LoadingModel, fit_loading
-from kvswap_torch.tuning.minimum import usable_sizes
-from kvswap_torch.tuning.probe import DiskFigures, probe_disk
-from kvswap_torch.tuning.progress import Progress
-from kvswap_torch.tuning.recall import RANKS, rank_grid
-from kvswap_torch.tuning.replay import POLICIES
-from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.session_need import Demand, engine_need
-from kvswap_torch.tuning.settings import true_query_layers
-from kvswap_torch.tuning.solve import Solved, make_config, pairs_to_solve, solve
-from kvswap_torch.tuning.solver import Grid
-from kvswap_torch.tuning.step_model import StepModel, Work, fit_steps
-from kvswap_torch.tuning.timing import ROUNDS, STEPS, Timing, TimingPlan, loading_steps, measure
-from kvswap_torch.tuning.traffic import Traffic, TrafficTable
 
 RANK_MAX = 128
 CAPACITY_SHARES = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.tuning.disk_figures import DiskFigures, ReadCell
+from kvswap_torch.tuning.disk import DiskFigures, ReadCell
 from kvswap_torch.tuning.progress import Progress
 
 __all__ = ["DEVICES", "DiskFigures", "ReadCell", "probe_disk"]

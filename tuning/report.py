@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.tuning import figures
-from kvswap_torch.tuning.report_data import WAIT, Point, ReportData, neighbours, setting_text
+from kvswap_torch.tuning.points import WAIT, Point, ReportData, neighbours, setting_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

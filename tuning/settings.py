@@ -1,26 +1,128 @@
-"""From a calibration and a budget to the config of a cache."""
+"""From a calibration and a budget to the config of a cache, and the memory it needs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import BudgetError
 from kvswap_torch.projection_file import save_projections
+from kvswap_torch.sizing import ModelShape, Request, too_small
 from kvswap_torch.tuning.calibration import SUMMARY_DTYPES, Calibration
-from kvswap_torch.tuning.rank_budget import hand_out_ranks, uniform_rank
-from kvswap_torch.tuning.recall import QUERIES
-from kvswap_torch.tuning.session_need import Demand, Need
+from kvswap_torch.tuning.choices import TOKENS_SHARES
+from kvswap_torch.tuning.costs import GAIN_MIN, hand_out_ranks, uniform_rank
+from kvswap_torch.tuning.recall import QUERIES, RANKS, Choice
 from kvswap_torch.version import __version__
+
+Need = Callable[[SwapConfig], Mapping[str, int]]
+"""Settings -> bytes by use, and their sum as "total"."""
+
+ALIGNMENT_BYTES = 4096  # the coarsest of usual disks: elsewhere a record takes no more
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What must fit: sequences, tokens of each, and a limit in bytes."""
+
+    context: int
+    batch: int
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.context, self.batch, self.budget_bytes) < 1:
+            raise ValueError(
+                "demand: context, batch and budget_bytes must be positive, got "
+                f"{self.context}, {self.batch} and {self.budget_bytes}"
+            )
+
+
+def engine_need(model: Any, demand: Demand, alignment_bytes: int = ALIGNMENT_BYTES) -> Need:
+    """`Session.memory_need` for one model and demand.
+
+    Parameters
+    ----------
+    model
+        A transformers model that `kvswap_torch.KVSwapCache` supports.
+    alignment_bytes
+        Of reads on the disk to be used.
+    """
+    from kvswap_torch.hf import session
+    from kvswap_torch.hf.families import model_parts
+    from kvswap_torch.hf.settings import Budget
+
+    parts = model_parts(model)
+    budget = Budget(demand.budget_bytes, demand.context, demand.batch)
+
+    def need(config: SwapConfig) -> Mapping[str, int]:
+        options = session.session_options(config, parts, ".", budget, calibrated=True)
+        return session.memory_need(options, demand.batch, demand.context, alignment_bytes)
+
+    return need
+
+
+RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
+
+
+def usable_sizes(sizes: Sequence[int], shape: ModelShape, alignment: int) -> list[int]:
+    """Group sizes whose records are not mostly padding."""
+    token = 2 * shape.width * shape.element_bytes
+
+    def waste(size: int) -> float:
+        return -(-size * token // alignment) * alignment / (size * token)
+
+    return [size for size in sizes if waste(size) <= RECORD_WASTE_MAX] or [max(sizes)]
+
+
+def check_budget(
+    model: Any,
+    context_max: int,
+    batch_max: int,
+    budget_bytes: int,
+    path: Path,
+    choice: Choice,
+    sizes: Sequence[int],
+) -> None:
+    """Refuses, before anything is measured, a budget that no settings of the tuner's fit in.
+
+    Raises
+    ------
+    BudgetError
+        Names the minimum, what it is made of and what to lower.
+    """
+    from kvswap_torch.hf.families import model_parts
+    from kvswap_torch.hf.session import alignment_bytes
+
+    shape = model_parts(model).shape
+    alignment = alignment_bytes(path)
+    request = Request(budget_bytes, context_max, batch_max)
+    need = engine_need(model, Demand(context_max, batch_max, budget_bytes), alignment)
+    tokens = int(choice.group_tokens * choice.groups_max * min(TOKENS_SHARES))
+    smallest = [
+        SwapConfig(
+            group_tokens=size,
+            rank=min(RANKS[0], shape.width),
+            summary_dtype="int8",
+            groups_max=max(1, tokens // size),
+            pages_max=max(tokens // size, SwapConfig().select_queries_max),
+            score=choice.score,
+            sink_tokens=choice.sink_tokens,
+            tail_tokens=choice.tail_tokens,
+        )
+        for size in usable_sizes(sizes, shape, alignment)
+    ]
+    least = min(smallest, key=lambda config: need(config)["total"])
+    if need(least)["total"] > budget_bytes:
+        raise BudgetError(too_small(request, need(least), least))
+
 
 CONFIG_NAME = "kvswap.json"
 PROJECTION_NAME = "projection.safetensors"
 PAGES_SHARE = (3, 2)  # pages kept for each group attended, before ranks are handed out
 PAGES_MAX_SHARE = 4  # and at most, where memory is left over
-GAIN_MIN = 5e-4  # recall; what a layer gains below it is noise, and pages serve better
 PREDICTION_LOSS_MAX = 0.03  # share of a layer's recall; where more is lost it does not look ahead
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from kvswap_torch.errors import StorageError
+from kvswap_torch.config import ModelIdentity
+from kvswap_torch.errors import ConfigError, StorageError
+from kvswap_torch.projection import Pair
+from kvswap_torch.tuning.calibration import SUMMARY_DTYPES, Calibration
+from kvswap_torch.tuning.choices import Choices, Recorded
+from kvswap_torch.tuning.recall import QUERIES
+from kvswap_torch.tuning.settings import true_query_layers
 from kvswap_torch.version import __version__
 
 FINGERPRINT_ELEMENTS = 4096  # of each parameter
@@ -88,3 +98,199 @@ def machine_key(path: str | Path) -> list[Any]:
         names = (line for line in info.read_text().splitlines() if line.startswith("model name"))
         cpu = next(names, "").split(":")[-1].strip()
     return [cpu, os.cpu_count(), torch.get_num_threads(), os.stat(path).st_dev]
+
+
+INT8_LOSS_MAX = 0.002  # of recall; within it int8 rows serve twice the rank for the same bytes
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Projections and what they find.
+
+    Parameters
+    ----------
+    kind
+        Of the projection.
+    pairs
+        One projection a layer on disk, for the query that the layer chooses with.
+    true_query_layers
+        Layers that choose with their true query.
+    summary_dtype
+        ``model`` or ``int8``.
+    recall
+        By (kind, query), with the summary in the model's dtype: for each layer, rank -> recall.
+    energy
+        For each layer the share of the scores' variance that the first r columns keep.
+    tokens_fitted, tokens_measured
+        How much text it rests on.
+    choices
+        Of the same projections; see `kvswap_torch.tuning.choices`.
+    """
+
+    identity: ModelIdentity
+    kind: str
+    pairs: list[Pair]
+    true_query_layers: tuple[int, ...]
+    summary_dtype: str
+    recall: dict[tuple[str, str], list[dict[int, float]]]
+    energy: list[list[float]]
+    tokens_fitted: int
+    tokens_measured: int
+    warnings: tuple[str, ...]
+    choices: Choices
+
+    @property
+    def layers(self) -> int:
+        """Layers on disk."""
+        return len(self.pairs)
+
+
+def pick_summary_dtype(calibration: Calibration) -> str:
+    """int8 where it finds as much as the model's dtype at the same rank."""
+    means = []
+    for dtype in SUMMARY_DTYPES:
+        tables = calibration.tables[calibration.kind, dtype, "true"].worth()
+        held = [value for layer in tables for value in layer.values()]
+        means.append(sum(held) / len(held))
+    return "int8" if means[1] >= means[0] - INT8_LOSS_MAX else "model"
+
+
+def pick_pairs(calibration: Calibration) -> list[Pair]:
+    """For each layer the projection that is made for the query it chooses with."""
+    true_layers = true_query_layers(calibration)
+    return [
+        calibration.pairs[calibration.kind, QUERIES[layer in true_layers]][layer]
+        for layer in range(calibration.shape.layers)
+    ]
+
+
+def from_calibration(calibration: Calibration, choices: Choices) -> Calibrated:
+    """What is kept of it."""
+    return Calibrated(
+        identity=calibration.identity,
+        kind=calibration.kind,
+        pairs=pick_pairs(calibration),
+        true_query_layers=true_query_layers(calibration),
+        summary_dtype=pick_summary_dtype(calibration),
+        recall={
+            (kind, query): table.recall()
+            for (kind, dtype, query), table in calibration.tables.items()
+            if dtype == "model"
+        },
+        energy=calibration.energy,
+        tokens_fitted=calibration.tokens_fitted,
+        tokens_measured=calibration.tokens_measured,
+        warnings=calibration.warnings,
+        choices=choices,
+    )
+
+
+def save_calibrated(path: Path, calibrated: Calibrated, key: str) -> None:
+    """Writes everything to one safetensors file; `key` identifies what it was made of."""
+    tensors = {}
+    for layer, (keys, queries) in enumerate(calibrated.pairs):
+        tensors[f"pairs.{layer}.key"] = keys.float().clone().contiguous()
+        tensors[f"pairs.{layer}.query"] = queries.float().clone().contiguous()
+    choices = calibrated.choices
+    for group, samples in choices.recorded.items():
+        for number, sample in enumerate(samples):
+            for layer, rows in enumerate(sample.layers):
+                tensors[f"choices.{group}.{number}.{layer}"] = rows.contiguous()
+    plain: dict[str, Any] = {
+        "identity": dataclasses.asdict(calibrated.identity),
+        "recall": [[*name, _tables(tables)] for name, tables in calibrated.recall.items()],
+        "choices": {
+            "tokens": choices.tokens,
+            "rank": choices.rank,
+            "recall": [[group, _tables(tables)] for group, tables in choices.recall.items()],
+            "fewer": [
+                [tokens, [[group, _tables(tables)] for group, tables in sizes.items()]]
+                for tokens, sizes in choices.fewer.items()
+            ],
+            "best": [[group, values] for group, values in choices.best.items()],
+            "contexts": [
+                [g, [s.context for s in samples]] for g, samples in choices.recorded.items()
+            ],
+        },
+    }
+    for name in ("kind", "true_query_layers", "summary_dtype", "energy", "warnings"):
+        plain[name] = getattr(calibrated, name)
+    for name in ("tokens_fitted", "tokens_measured"):
+        plain[name] = getattr(calibrated, name)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, str(partial), metadata={"key": key, "calibrated": json.dumps(plain)})
+    partial.replace(path)
+
+
+def _tables(tables: list[dict[int, float]]) -> list[list[list[float]]]:
+    return [[[rank, value] for rank, value in layer.items()] for layer in tables]
+
+
+def _untabled(tables: list[list[list[float]]]) -> list[dict[int, float]]:
+    return [{int(rank): value for rank, value in layer} for layer in tables]
+
+
+def load_calibrated(path: Path, key: str) -> Calibrated | None:
+    """What `save_calibrated` wrote; None when there is none, or it was made of something else.
+
+    Raises
+    ------
+    ConfigError
+        When the file is damaged; names it.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("key") != key:
+                return None
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _calibrated(json.loads(metadata["calibrated"]), tensors)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"calibration {path}: must be a file that the tuner wrote, got {error}; delete it, and "
+            "the model is calibrated again"
+        ) from error
+
+
+def _calibrated(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Calibrated:
+    layers = len(plain["energy"])
+    given = plain["choices"]
+    recorded = {
+        group: [
+            Recorded(
+                context,
+                tuple(tensors[f"choices.{group}.{number}.{layer}"] for layer in range(layers)),
+            )
+            for number, context in enumerate(contexts)
+        ]
+        for group, contexts in given["contexts"]
+    }
+    choices = Choices(
+        tokens=given["tokens"],
+        rank=given["rank"],
+        recall={group: _untabled(tables) for group, tables in given["recall"]},
+        best=dict(given["best"]),
+        recorded=recorded,
+        fewer={
+            tokens: {group: _untabled(tables) for group, tables in sizes}
+            for tokens, sizes in given["fewer"]
+        },
+    )
+    return Calibrated(
+        identity=ModelIdentity(**plain["identity"]),
+        kind=plain["kind"],
+        pairs=[
+            (tensors[f"pairs.{layer}.key"], tensors[f"pairs.{layer}.query"])
+            for layer in range(layers)
+        ],
+        true_query_layers=tuple(plain["true_query_layers"]),
+        summary_dtype=plain["summary_dtype"],
+        recall={(kind, query): _untabled(tables) for kind, query, tables in plain["recall"]},
+        energy=plain["energy"],
+        tokens_fitted=plain["tokens_fitted"],
+        tokens_measured=plain["tokens_measured"],
+        warnings=tuple(plain["warnings"]),
+        choices=choices,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.sizing import ModelShape, Request, fit_budget
-from kvswap_torch.tuning.session_need import Demand, Need, engine_need
+from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 STEPS = 12  # each leaves a tenth of the distance to the smallest budget
 

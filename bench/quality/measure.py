@@ -16,7 +16,7 @@ from bench.quality.others import Full
 from bench.quality.tasks import LOSSES
 from bench.quality.told import Told, answer_rows, score_sample
 from bench.quality.view import View
-from kvswap_torch.tuning.replay import hit_rate
+from kvswap_torch.tuning.traffic import hit_rate
 
 MASS_ROWS = 96  # of a document, whose attention mass is compared with the choice
 REPLAYED = 2  # samples whose choices are replayed through a reuse buffer

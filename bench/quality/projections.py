@@ -10,8 +10,8 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections, save_projections
-from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.calibration import Progress, gather_moments
+from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.samples import Sample
 
 FITTED = {  # name -> the moments' kind, and which queries they are made of

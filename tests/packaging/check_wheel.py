@@ -28,7 +28,7 @@ json.dump(build_info(), sys.stdout)
 """
 TUNER_PROBE = """
 import sys
-import kvswap_torch.tuning.default_samples as default
+import kvswap_torch.tuning.texts as default
 assert default.TEXT.is_relative_to(sys.prefix) and len(default._documents()) > 10, default.TEXT
 assert (default.TEXT.parent / "LICENSE.txt").is_file()
 """
@@ -96,9 +96,9 @@ def check_libraries(python: Path, folder: Path) -> None:
 def check_tuner(python: Path, folder: Path) -> None:
     """The tuner and its text are in the wheel, and its command starts."""
     run(python, "-c", TUNER_PROBE, cwd=folder)
-    told = run(python, "-m", "kvswap_torch.tuning", "--help", cwd=folder)
+    told = run(python.parent / "kvswap-tune", "--help", cwd=folder)
     if "--max-context" not in told:
-        sys.exit(f"python -m kvswap_torch.tuning --help: must name --max-context, got\n{told}")
+        sys.exit(f"kvswap-tune --help: must name --max-context, got\n{told}")
 
 
 def check_consumer(python: Path, folder: Path, name: str) -> str:

@@ -5,6 +5,7 @@ transformers only in kvswap_torch/hf (the command line and calibration load it i
 """
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,3 +297,11 @@ def test_python_functions_fit_a_screen() -> None:
 def test_no_file_has_a_name_that_says_nothing() -> None:
     named = [path for path in CPP + CPP_TESTS + PYTHON if path.stem in NAMELESS]
     assert named == []
+
+
+def test_the_tuner_stays_one_idea_a_file() -> None:
+    """A name that begins with another's says that two files share an idea."""
+    names = sorted(path.stem for path in (ROOT / "tuning").glob("*.py"))
+    assert len(names) <= 26
+    pairs = itertools.pairwise(name for name in names if name != "__init__")
+    assert [pair for pair in pairs if pair[1].startswith(pair[0])] == []

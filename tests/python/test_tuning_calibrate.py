@@ -15,12 +15,17 @@ from kvswap_torch import BudgetError, ConfigError, KVSwapCache, ModelIdentity, S
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.projection_file import load_projections
-from kvswap_torch.tuning.calibrate import Calibrator
 from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
+from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample, windows
-from kvswap_torch.tuning.session_need import Demand, engine_need
-from kvswap_torch.tuning.settings import choose_settings, save_settings, true_query_layers
+from kvswap_torch.tuning.settings import (
+    Demand,
+    choose_settings,
+    engine_need,
+    save_settings,
+    true_query_layers,
+)
 
 TOKENS, FOCUS = 120, 80
 CHOICE = Choice(group_tokens=2, groups_max=4, sink_tokens=2, tail_tokens=4)

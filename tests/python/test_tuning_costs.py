@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.tuning.choices import Choices, Recorded, stretched
-from kvswap_torch.tuning.disk_model import DiskModel
-from kvswap_torch.tuning.fit import dot, fit_nonnegative
-from kvswap_torch.tuning.levels import make_levels
-from kvswap_torch.tuning.loading_model import (
+from kvswap_torch.tuning.costs import make_levels
+from kvswap_torch.tuning.disk import DiskModel
+from kvswap_torch.tuning.step_model import (
     LayerLoads,
     LoadingModel,
     LoadingStep,
+    Work,
     disk_seconds,
+    dot,
     fit_loading,
+    fit_nonnegative,
+    fit_steps,
 )
-from kvswap_torch.tuning.step_model import Work, fit_steps
 from kvswap_torch.tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
 from kvswap_torch.tuning.traffic import Merging, TrafficTable, merged
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvswap_torch.projection import flat_tokens, query_aware, sum_over_heads, svd_keys
-from kvswap_torch.tuning import corrected_projection
 from kvswap_torch.tuning import moments as moments_module
 from kvswap_torch.tuning.moments import LayerMoments
 from kvswap_torch.tuning.observe import Observed
@@ -79,7 +78,7 @@ def test_svd_keys_is_that_of_all_keys():
 
 def test_exact_predictions_give_the_query_aware_projection(monkeypatch):
     monkeypatch.setattr(moments_module, "READ_SHARE", 0.0)
-    monkeypatch.setattr(corrected_projection, "RIDGE", 1e-6)
+    monkeypatch.setattr(moments_module, "RIDGE", 1e-6)
     moments, samples = gather()
     keys = torch.cat([flat_tokens(sample.keys) for sample in samples])
     queries = torch.cat([sum_over_heads(sample.query, KV_HEADS)[FOCUS:] for sample in samples])

@@ -16,8 +16,7 @@ import pytest
 
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.tuning import probe as probe_module
-from kvswap_torch.tuning.disk_figures import DiskFigures, ReadCell
-from kvswap_torch.tuning.disk_model import DiskModel, cell_seconds, fit_cells
+from kvswap_torch.tuning.disk import DiskFigures, DiskModel, ReadCell, cell_seconds, fit_cells
 from kvswap_torch.tuning.probe import BLOCKS, DEPTHS, probe_disk
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvswap_torch.errors import BudgetError
-from kvswap_torch.tuning.rank_budget import hand_out_ranks, uniform_rank
+from kvswap_torch.tuning.costs import hand_out_ranks, uniform_rank
 
 RANKS = (4, 8, 16, 32)
 

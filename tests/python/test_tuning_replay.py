@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from python.tiny_models import has_native
 
-from kvswap_torch.tuning.replay import POLICIES, ReuseBuffer, hit_rate, overlap, reuse_table
+from kvswap_torch.tuning.traffic import POLICIES, ReuseBuffer, hit_rate, overlap, reuse_table
 
 steps = st.lists(st.sets(st.integers(0, 30), max_size=6), min_size=1, max_size=30)
 

@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.tuning.disk_figures import DiskFigures, ReadCell
-from kvswap_torch.tuning.disk_model import DiskModel
+from kvswap_torch.tuning.disk import DiskFigures, DiskModel, ReadCell
+from kvswap_torch.tuning.points import Point, ReportData, neighbours, setting_text
 from kvswap_torch.tuning.report import DATA, PICTURES, print_report, write_report
-from kvswap_torch.tuning.report_data import Point, ReportData, neighbours, setting_text
 
 
 def point(group: int, rank: int, capacity: int, **changes: Any) -> Point:

@@ -22,12 +22,17 @@ from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, Sw
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.tuning.api import tune
 from kvswap_torch.tuning.calibration import CalibrationOptions
-from kvswap_torch.tuning.duration import Duration, Pace, calibrating_seconds, timing_seconds
 from kvswap_torch.tuning.pipeline import TuneOptions
 from kvswap_torch.tuning.progress import Lines
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.timing import TimingPlan
+from kvswap_torch.tuning.timing import (
+    Duration,
+    Pace,
+    TimingPlan,
+    calibrating_seconds,
+    timing_seconds,
+)
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="times sessions of the extension")
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.tuning.calibration import Calibration, CalibrationOptions, calibrate
-from kvswap_torch.tuning.recall_report import print_calibration, print_chosen
 from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.session_need import Demand, engine_need
-from kvswap_torch.tuning.settings import choose_settings, save_settings
+from kvswap_torch.tuning.settings import Demand, choose_settings, engine_need, save_settings
 from tools.reference_model.place import MODEL
+from tools.reference_model.recall_report import print_calibration, print_chosen
 from tools.reference_model.skills import make_sample
 from tools.reference_model.tasks import answer_turn, question_prompt
 from tools.reference_model.texts import MissingTexts, Text, load_texts

@@ -9,8 +9,7 @@ from rich.table import Table
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.tuning.calibration import Calibration
 from kvswap_torch.tuning.recall import RecallTable
-from kvswap_torch.tuning.session_need import Demand
-from kvswap_torch.tuning.settings import Chosen
+from kvswap_torch.tuning.settings import Chosen, Demand
 
 NAMES = {"query_aware": "query-aware", "svd_keys": "SVD of the keys"}
 

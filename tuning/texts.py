@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.errors import ConfigError, StorageError
-from kvswap_torch.tuning.facts import Fact, FactMaker
-from kvswap_torch.tuning.samples import Sample
+from kvswap_torch.tuning.samples import Fact, FactMaker, Sample
 
 TEXT = Path(__file__).resolve().parent / "text" / "manual.txt.xz"
 DOCUMENT_END = "\f\n"
