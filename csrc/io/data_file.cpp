@@ -34,24 +34,24 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 Status check_options(const DataFileOptions& options) {
   if (options.extend_bytes < 1) {
-    return Status::invalid("DataFile::open: extend_bytes must be at least 1, got " +
+    return Status::invalid("session file: extend_bytes must be at least 1, got " +
                            std::to_string(options.extend_bytes));
   }
   if (options.directory.find('\0') != std::string::npos) {
-    return Status::invalid("DataFile::open: directory must be a path without a NUL byte, got one");
+    return Status::invalid("session file: directory must be a path without a NUL byte, got one");
   }
   struct stat facts{};
   if (::stat(options.directory.c_str(), &facts) != 0) {
     const int error = errno;
     return Status(StatusCode::kInvalid,
-                  "DataFile::open: directory must exist, got '" + options.directory + "' where " +
+                  "session file: directory must exist, got '" + options.directory + "' where " +
                       errno_text(error) + "; create it or choose another path",
                   error)
         .with_path(options.directory);
   }
   if (!S_ISDIR(facts.st_mode)) {
     return Status(StatusCode::kInvalid,
-                  "DataFile::open: path must be a directory, got '" + options.directory +
+                  "session file: path must be a directory, got '" + options.directory +
                       "', which is not one; choose another path",
                   ENOTDIR)
         .with_path(options.directory);
@@ -157,7 +157,7 @@ class UnnamedDataFile final : public DataFile {
  private:
   int try_direct();
   int allocate_up_to(int64_t size_bytes);
-  Status no_space(const std::string& where, int64_t needed_bytes, int error_number) const;
+  Status no_space(int64_t needed_bytes, int error_number) const;
 
   OwnedFd fd_;
   OwnerProcess owner_;
@@ -173,13 +173,13 @@ class UnnamedDataFile final : public DataFile {
 
 Status UnnamedDataFile::choose_mode() {
   const int error = options_.mode == IoMode::kBuffered ? 0 : try_direct();
-  if (error == ENOSPC) return no_space("DataFile::open", alignment_, error);
+  if (error == ENOSPC) return no_space(alignment_, error);
   if (error != 0) {
     const std::string sentence =
         "O_DIRECT is refused in '" + options_.directory + "' (" + errno_text(error) + ")";
     if (options_.mode == IoMode::kDirect) {
       return Status::storage(
-          "DataFile::open: the file system must take O_DIRECT because the mode "
+          "session file: the file system must take O_DIRECT because the mode "
           "is direct, but " +
               sentence + "; use mode auto or buffered, or choose another path",
           error, options_.directory);
@@ -206,11 +206,10 @@ int UnnamedDataFile::try_direct() {
   return error;
 }
 
-Status UnnamedDataFile::no_space(const std::string& where, int64_t needed_bytes,
-                                 int error_number) const {
+Status UnnamedDataFile::no_space(int64_t needed_bytes, int error_number) const {
   const Result<int64_t> free = free_bytes(options_.directory);
   const std::string left = free.is_ok() ? std::to_string(free.value()) : "an unknown number of";
-  return Status::storage(where + ": '" + options_.directory + "' must have room for " +
+  return Status::storage("session file: '" + options_.directory + "' must have room for " +
                              std::to_string(needed_bytes) + " bytes more, but " + left +
                              " bytes are free: " + errno_text(error_number) +
                              "; free space, choose another path or lower the context",
@@ -238,7 +237,7 @@ Status UnnamedDataFile::reserve(int64_t size_bytes) {
   const int64_t allocated = allocated_.load(std::memory_order_relaxed);
   if (size_bytes <= allocated) return Status::ok();
   if (options_.quota_bytes >= 0 && size_bytes > options_.quota_bytes) {
-    return Status::budget("DataFile::reserve: the session file must stay within its quota of " +
+    return Status::budget("session file: it must stay within its quota of " +
                           std::to_string(options_.quota_bytes) + " bytes, but " +
                           std::to_string(size_bytes) +
                           " are needed; raise the quota or lower the context");
@@ -248,10 +247,10 @@ Status UnnamedDataFile::reserve(int64_t size_bytes) {
   int error = allocate_up_to(ahead);
   if (error != 0 && ahead > size_bytes) error = allocate_up_to(size_bytes);
   if (error == 0) return Status::ok();
-  if (error == ENOSPC) return no_space("DataFile::reserve", size_bytes - allocated, error);
-  return Status::storage("DataFile::reserve: the session file in '" + options_.directory +
-                             "' must grow to " + std::to_string(size_bytes) + " bytes, got " +
-                             errno_text(error) + storage_hint(error),
+  if (error == ENOSPC) return no_space(size_bytes - allocated, error);
+  return Status::storage("session file: the one in '" + options_.directory + "' must grow to " +
+                             std::to_string(size_bytes) + " bytes, got " + errno_text(error) +
+                             storage_hint(error),
                          error, options_.directory);
 }
 
@@ -274,9 +273,9 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
       continue;
     }
     if (error == ENOSPC) {
-      return no_space("DataFile::write", static_cast<int64_t>(bytes.size() - done), error);
+      return no_space(static_cast<int64_t>(bytes.size() - done), error);
     }
-    return Status::storage("DataFile::write: " + std::to_string(bytes.size() - done) +
+    return Status::storage("session file: " + std::to_string(bytes.size() - done) +
                                " bytes at offset " + std::to_string(at) +
                                " of the session file in '" + options_.directory +
                                "' must be written, got " + errno_text(error) + storage_hint(error),

@@ -71,12 +71,12 @@ void DiskProbe::FreeBytes::operator()(std::byte* bytes) const { std::free(bytes)
 
 Result<std::unique_ptr<DiskProbe>> DiskProbe::open(const ProbeOptions& options) {
   if (options.scratch_bytes < kPieceBytes) {
-    return Status::invalid("DiskProbe::open: scratch_bytes must be at least " +
+    return Status::invalid("disk probe: scratch_bytes must be at least " +
                            std::to_string(kPieceBytes) + ", got " +
                            std::to_string(options.scratch_bytes));
   }
   if (!options.device.empty() && !find_device_model(options.device)) {
-    return Status::invalid("DiskProbe::open: device must be nvme, ufs, ufs3 or emmc, got '" +
+    return Status::invalid("disk probe: device must be nvme, ufs, ufs3 or emmc, got '" +
                            options.device + "'");
   }
   std::unique_ptr<DiskProbe> probe(new DiskProbe());
@@ -106,8 +106,8 @@ void DiskProbe::close() {
 
 Status DiskProbe::check_open(const char* where) const {
   if (file_) return Status::ok();
-  return Status::invalid(std::string("DiskProbe::") + where +
-                         ": must be called before close(), got it after; open another probe");
+  return Status::invalid(std::string("disk probe: ") + where +
+                         " must be called before close(), got it after; open another probe");
 }
 
 Status DiskProbe::make_room(int64_t bytes) {
@@ -117,7 +117,7 @@ Status DiskProbe::make_room(int64_t bytes) {
       std::aligned_alloc(static_cast<size_t>(kMemoryAlignment), static_cast<size_t>(rounded))));
   room_ = landing_ ? rounded : 0;
   if (!landing_) {
-    return Status::storage("DiskProbe: " + std::to_string(rounded) +
+    return Status::storage("disk probe: " + std::to_string(rounded) +
                                " bytes of memory must be free to read into, got " +
                                errno_text(ENOMEM) + "; end other programs",
                            ENOMEM);
@@ -145,7 +145,7 @@ Result<double> DiskProbe::sync() {
   const double start = now_seconds();
   if (::fdatasync(file_->fd()) != 0) {
     const int error = errno;
-    return Status::storage("DiskProbe::sync: the scratch file in '" + options_.directory +
+    return Status::storage("disk probe: the scratch file in '" + options_.directory +
                                "' must reach the disk, got " + errno_text(error) +
                                storage_hint(error),
                            error);
@@ -169,19 +169,19 @@ Result<std::unique_ptr<BlockReader>> DiskProbe::open_reader(int depth) {
 
 Status DiskProbe::check_cell(int64_t block_bytes, int depth, double seconds) const {
   if (block_bytes < 1 || block_bytes % facts_.alignment_bytes != 0 || block_bytes > filled_) {
-    return Status::invalid("DiskProbe::measure: block_bytes must be a multiple of " +
+    return Status::invalid("disk probe: block_bytes must be a multiple of " +
                            std::to_string(facts_.alignment_bytes) + " and at most the " +
                            std::to_string(filled_) + " bytes written, got " +
                            std::to_string(block_bytes));
   }
   if (depth < 1 || depth > kDepthMax || block_bytes > kRoomMax / depth) {
-    return Status::invalid("DiskProbe::measure: depth must be 1 to " + std::to_string(kDepthMax) +
+    return Status::invalid("disk probe: depth must be 1 to " + std::to_string(kDepthMax) +
                            " and all blocks together at most " + std::to_string(kRoomMax) +
                            " bytes, got " + std::to_string(depth) + " of " +
                            std::to_string(block_bytes));
   }
   if (!(seconds > 0 && seconds <= 60)) {
-    return Status::invalid("DiskProbe::measure: seconds must be above 0 and at most 60, got " +
+    return Status::invalid("disk probe: seconds must be above 0 and at most 60, got " +
                            std::to_string(seconds));
   }
   return Status::ok();

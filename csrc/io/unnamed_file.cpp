@@ -20,19 +20,19 @@ constexpr size_t kNameLength = kNamePrefix.size() + 6;  // as mkostemp() makes i
 
 Status creation_error(const std::string& directory, int error_number) {
   if (error_number == ENOSPC || error_number == EDQUOT) {
-    return Status::storage("DataFile::open: the file system of '" + directory +
+    return Status::storage("session file: the file system of '" + directory +
                                "' must have room for a session file, got " +
                                errno_text(error_number) + "; free space or choose another path",
                            error_number, directory);
   }
   if (error_number == EACCES || error_number == EPERM || error_number == EROFS) {
     return Status(StatusCode::kInvalid,
-                  "DataFile::open: directory must be writable, got '" + directory + "' where " +
+                  "session file: directory must be writable, got '" + directory + "' where " +
                       errno_text(error_number) + "; change its permissions or choose another path",
                   error_number)
         .with_path(directory);
   }
-  return Status::storage("DataFile::open: directory must take a new file, got '" + directory +
+  return Status::storage("session file: directory must take a new file, got '" + directory +
                              "' where " + errno_text(error_number) + storage_hint(error_number) +
                              "; choose another path",
                          error_number, directory);
@@ -84,9 +84,8 @@ Result<OwnedFd> create_and_unlink_file(const std::string& directory) {
   OwnedFd file(fd);
   (void)::flock(fd, LOCK_EX | LOCK_NB);
   if (::unlink(path.c_str()) != 0 && errno != ENOENT) {
-    return Status::storage("DataFile::open: session file '" + path +
-                               "' must be removable at once, got " + errno_text(errno) +
-                               "; remove it by hand and choose another path",
+    return Status::storage("session file '" + path + "' must be removable at once, got " +
+                               errno_text(errno) + "; remove it by hand and choose another path",
                            errno, path);
   }
   return file;

@@ -68,7 +68,7 @@ class QueueState {
 
   Status start() {
     if (memory_.base() == nullptr) {
-      return Status::budget("WriteQueue: " + std::to_string(resident_bytes()) +
+      return Status::budget("write queue: " + std::to_string(resident_bytes()) +
                             " bytes of staging memory must be available, but the system refused "
                             "them; lower buffer_bytes or buffers");
     }
@@ -200,7 +200,7 @@ Result<uint64_t> QueueState::submit(const WriteQueue::Buffer& buffer, int64_t of
       length_bytes % alignment != 0 || length_bytes > options_.buffer_bytes) {
     give_back(buffer);
     return Status::invalid(
-        "WriteQueue::submit: offset and length must be multiples of " + std::to_string(alignment) +
+        "write queue: offset and length must be multiples of " + std::to_string(alignment) +
         " and the length within " + std::to_string(options_.buffer_bytes) + ", got offset " +
         std::to_string(offset_bytes) + " and length " + std::to_string(length_bytes));
   }
@@ -220,7 +220,7 @@ Result<uint64_t> QueueState::submit(const WriteQueue::Buffer& buffer, int64_t of
 Status QueueState::wait(uint64_t number) {
   std::unique_lock lock(mutex_);
   if (number > submitted_) {
-    return Status::invalid("WriteQueue::wait: the number must have been submitted, got " +
+    return Status::invalid("write queue: the number must have been submitted, got " +
                            std::to_string(number) + " of " + std::to_string(submitted_));
   }
   return wait_until(lock, [&] { return finished() >= number; });
@@ -301,18 +301,18 @@ class ThreadedWriteQueue final : public WriteQueue {
   }
 
   Result<Buffer> acquire() override {
-    KVSWAP_RETURN_IF_ERROR(owner_.check("WriteQueue::acquire"));
+    KVSWAP_RETURN_IF_ERROR(owner_.check("write queue"));
     return state_->acquire();
   }
   void give_back(Buffer buffer) override {
     if (owner_.is_here()) state_->give_back(buffer);
   }
   Result<uint64_t> submit(Buffer buffer, int64_t offset_bytes, int64_t length_bytes) override {
-    KVSWAP_RETURN_IF_ERROR(owner_.check("WriteQueue::submit"));
+    KVSWAP_RETURN_IF_ERROR(owner_.check("write queue"));
     return state_->submit(buffer, offset_bytes, length_bytes);
   }
   Status wait(uint64_t number) override {
-    KVSWAP_RETURN_IF_ERROR(owner_.check("WriteQueue::wait"));
+    KVSWAP_RETURN_IF_ERROR(owner_.check("write queue"));
     return state_->wait(number);
   }
   void drop(uint64_t number) override {
@@ -341,7 +341,7 @@ Result<std::unique_ptr<WriteQueue>> WriteQueue::create(DataFile* file,
   if (options.buffers < 1 || options.buffer_bytes < kBufferAlignment ||
       options.buffer_bytes % kBufferAlignment != 0) {
     return Status::invalid(
-        "WriteQueue: buffers must be at least 1 and buffer_bytes a multiple of " +
+        "write queue: buffers must be at least 1 and buffer_bytes a multiple of " +
         std::to_string(kBufferAlignment) + ", got " + std::to_string(options.buffers) + " and " +
         std::to_string(options.buffer_bytes));
   }

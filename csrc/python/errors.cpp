@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <string>
 
 #include "torch/session_error.h"
 
@@ -29,6 +30,16 @@ const char* class_of(SessionError::Kind kind) {
   return "KVSwapError";
 }
 
+/// Without its " (errno N)", which OSError itself puts in front.
+std::string message_of(const SessionError& error) {
+  std::string message = error.what();
+  const std::string number = " (errno " + std::to_string(error.error_number()) + ")";
+  for (size_t at; (at = message.find(number)) != std::string::npos;) {
+    message.erase(at, number.size());
+  }
+  return message;
+}
+
 void raise(const SessionError& error) {
   // A signal's handler has raised already: KeyboardInterrupt, as a rule.
   if (error.kind() == SessionError::Kind::kInterrupted && PyErr_Occurred() != nullptr) return;
@@ -37,9 +48,9 @@ void raise(const SessionError& error) {
   if (error.error_number() == 0) {
     raised = type(error.what());
   } else if (error.path().empty()) {
-    raised = type(error.error_number(), error.what());
+    raised = type(error.error_number(), message_of(error));
   } else {
-    raised = type(error.error_number(), error.what(), error.path());
+    raised = type(error.error_number(), message_of(error), error.path());
   }
   PyErr_SetObject(type.ptr(), raised.ptr());
 }

@@ -40,8 +40,10 @@ def test_bad_paths(llama, tmp_path, sessions):
         pytest.skip("the reference keeps nothing on disk")
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "none", tmp_path / "file"):
-        with pytest.raises(StorageError, match=path.name):
+        with pytest.raises(StorageError, match=path.name) as refused:
             KVSwapCache(llama, path)
+        told = str(refused.value)
+        assert told.startswith("[Errno ") and told.lower().count("errno") == 1 and "::" not in told
     assert llama.config._attn_implementation == "sdpa"
 
 

@@ -160,7 +160,7 @@ class SlowDisk:
 
     def fill(self) -> tuple[int, float]:
         if self.filled_bytes >= self._room:
-            raise StorageError(self._error, "DataFile::write: no")
+            raise StorageError(self._error, "session file: no")
         self.filled_bytes += 8 * MIB
         return 8 * MIB, 0.4
 
@@ -215,7 +215,7 @@ def test_a_disk_that_fills_up_meanwhile_is_measured_on_what_was_written(
     assert figures.scratch_bytes == 80 * MIB
     assert any("became full" in warning for warning in figures.warnings)
     for disk in (SlowDisk(room=16 * MIB), SlowDisk(room=80 * MIB, error=errno.EIO)):
-        with pytest.raises(StorageError, match="DataFile::write"):
+        with pytest.raises(StorageError, match="session file"):
             probe_fake(monkeypatch, tmp_path, disk)
         assert disk.closed
 

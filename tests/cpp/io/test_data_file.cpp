@@ -163,7 +163,7 @@ TEST_F(SmallDisk, WhenFullOpeningIsAnErrorAndNoFallBack) {
   const auto hog = must(DataFile::open({.directory = directory_.path()}));
   must(hog->reserve(1 << 20));
   expect_says(open_status({.directory = directory_.path()}), StatusCode::kStorage,
-              {"DataFile::open", directory_.path(), "0 bytes are free"});
+              {"session file", directory_.path(), "0 bytes are free"});
 }
 
 TEST(DataFile, FileSizeLimitIsAnError) {
