@@ -8,6 +8,7 @@ namespace {
 
 Status walk_sealed(Engine& engine, const PastWalk& walk, int64_t first_group, int64_t end_group,
                    PastVisitor& visitor) {
+  if (first_group >= end_group) return Status::ok();
   auto stream = PastStream::open(engine, walk.layer, walk.part, first_group, end_group);
   if (!stream.is_ok()) return stream.status();
   while (true) {
@@ -26,10 +27,10 @@ Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor) {
   const int64_t first_group =
       std::min(walk.past, engine.validity(walk.part).first_valid()) / group_tokens;
   // append() may have sealed a group that the chunk's own first tokens fill up.
-  const int64_t end_group =
-      std::max(first_group, std::min(walk.past / group_tokens, engine.sealed_groups(walk.layer)));
+  const int64_t end_group = std::min(walk.past / group_tokens, engine.sealed_groups(walk.layer));
   KVSWAP_RETURN_IF_ERROR(walk_sealed(engine, walk, first_group, end_group, visitor));
-  const int64_t begin = end_group * group_tokens;
+  // Padding may reach past all that is sealed.
+  const int64_t begin = std::max(first_group, end_group) * group_tokens;
   if (begin >= walk.end) return Status::ok();
   const int64_t bytes =
       options.kv_heads * (walk.end - begin) * options.head_dim * dtype_bytes(options.dtype);
