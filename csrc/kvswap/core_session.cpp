@@ -142,13 +142,23 @@ void CoreSession::append(int64_t layer, const NewTokens& tokens) {
   throw_status(engine.append(layer, key_value_view(tokens)));
 }
 
-void CoreSession::attend(int64_t layer, const Queries& query, float scale, void* output) {
+void CoreSession::attend(int64_t layer, const Queries& query, float scale, void* output,
+                         const CapAndSinks& terms) {
   const Impl::Use use(*impl_);
   impl_->check_query("attend", query, false);
   Engine& engine = impl_->engine_with(layer);
-  const QueryView view = query_view(query, engine.options().dtype);
+  if (!(terms.softcap >= 0)) {
+    throw std::invalid_argument("attend: softcap must be at least 0, got " +
+                                std::to_string(terms.softcap));
+  }
+  const AttendArgs args = {.layer = layer,
+                           .query = query_view(query, engine.options().dtype),
+                           .output = output,
+                           .scale = scale,
+                           .softcap = terms.softcap,
+                           .sinks = terms.sinks};
   if (query.tokens <= engine.options().select_queries_max) {
-    throw_status(engine.attend({.layer = layer, .query = view, .output = output, .scale = scale}));
+    throw_status(engine.attend(args));
     return;
   }
   if (query.tokens > engine.columns(layer)) {
@@ -156,7 +166,7 @@ void CoreSession::attend(int64_t layer, const Queries& query, float scale, void*
                                 std::to_string(engine.columns(layer)) +
                                 " columns in the layer, got " + std::to_string(query.tokens));
   }
-  throw_status(attend_exactly(engine, layer, view, scale, output, impl_->options().threads));
+  throw_status(attend_exactly(engine, args, impl_->options().threads));
 }
 
 void CoreSession::set_projection(int64_t layer, const Projection& projection) {

@@ -67,6 +67,12 @@ struct Queries {
   static Queries packed(const void* data, int64_t heads, int64_t tokens, int64_t head_dim);
 };
 
+/// What attention does to its scores beside scaling them: Gemma 2 caps them, gpt-oss has sinks.
+struct CapAndSinks {
+  float softcap = 0;             // score = softcap * tanh(score / softcap); 0: not capped
+  const float* sinks = nullptr;  // [heads], a score each beside the tokens', without a value
+};
+
 /// One generation's KV cache on disk, on raw pointers and without torch.
 ///
 /// Order of calls in one forward pass of n new tokens, for each layer i in turn:
@@ -113,7 +119,8 @@ class CoreSession {
   /// softmax(scale * Q K^T) V of the newest query.tokens columns, into output: [batch, tokens,
   /// heads, head_dim] contiguous, of the session's dtype. Rows of padding mean nothing. A long
   /// chunk takes memory in the order of its own K, V and output on top of the ledger's.
-  void attend(int64_t layer, const Queries& query, float scale, void* output);
+  void attend(int64_t layer, const Queries& query, float scale, void* output,
+              const CapAndSinks& terms = {});
 
   /// The pair of projections of a layer; groups that are sealed already are read back for it. With
   /// heads=each every KV head has its own rows of it.

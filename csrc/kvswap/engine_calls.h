@@ -19,10 +19,7 @@ KeyValueView key_value_view(const NewTokens& tokens);
 
 /// Exact attention of a long chunk over everything before it and causally over itself, with the
 /// paged kernel: sealed groups stream through in blocks, what is newer is read back at once; parts
-/// are merged by log-sum-exp in fp32.
-///
-/// output: [batch, tokens, heads, head_dim] contiguous.
-Status attend_exactly(Engine& engine, int64_t layer, const QueryView& query, float scale,
-                      void* output, const ParallelFor& parallel);
+/// are merged by log-sum-exp in fp32, and sinks come last.
+Status attend_exactly(Engine& engine, const AttendArgs& args, const ParallelFor& parallel);
 
 }  // namespace kvswap

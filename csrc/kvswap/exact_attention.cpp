@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "engine/past_walk.h"
@@ -27,18 +28,18 @@ void with_element(DType dtype, const Body& body) {
 /// far, and a table of pages to attend next.
 class Chunk final : public PastVisitor {
  public:
-  /// query: of parts.
-  Chunk(const Engine& engine, int64_t part, const QueryView& query, int64_t past, float scale,
+  /// args: with the query of parts.
+  Chunk(const Engine& engine, int64_t part, const AttendArgs& args, int64_t past,
         const ParallelFor& parallel)
       : options_(engine.parts().options),
         record_bytes_(engine.parts().record_bytes()),
         validity_(engine.validity(part)),
-        query_(query),
-        first_(static_cast<const std::byte*>(query.at(part, 0, 0))),
+        args_(args),
+        query_(args.query),
+        first_(static_cast<const std::byte*>(args.query.at(part, 0, 0))),
         past_(past),
-        scale_(scale),
         execution_{.parallel = parallel ? &parallel : nullptr},
-        rows_(query.queries * query.heads),
+        rows_(query_.queries * query_.heads),
         output_(rows_ * options_.head_dim),
         log_sum_exp_(rows_, -std::numeric_limits<float>::infinity()) {}
 
@@ -82,6 +83,15 @@ class Chunk final : public PastVisitor {
                   .count = groups});
     attend();
     return Status::ok();
+  }
+
+  /// When everything else has been attended. sinks: [heads] of the part.
+  void add_sinks(const float* sinks) {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const float share = 1 / (1 + std::exp(sinks[row % query_.heads] - log_sum_exp_[row]));
+      float* output = output_.data() + row * options_.head_dim;
+      for (int64_t i = 0; i < options_.head_dim; ++i) output[i] *= share;
+    }
   }
 
   /// [tokens, heads, head_dim] of the session's dtype, tokens `stride` elements apart.
@@ -139,7 +149,8 @@ class Chunk final : public PastVisitor {
                      .batch = 1,
                      .heads = heads,
                      .queries = count,
-                     .scale = scale_,
+                     .scale = args_.scale,
+                     .softcap = args_.softcap,
                      .shape = options_.record_shape(),
                      .dtype = options_.dtype},
                     execution_);
@@ -161,10 +172,10 @@ class Chunk final : public PastVisitor {
   const EngineOptions& options_;
   int64_t record_bytes_;
   const TokenValidity& validity_;
+  const AttendArgs& args_;
   QueryView query_;
   const std::byte* first_;
   int64_t past_;
-  float scale_;
   Execution execution_;
   int64_t rows_;
   std::vector<float> output_;       // [tokens, heads, head_dim]
@@ -179,20 +190,22 @@ class Chunk final : public PastVisitor {
 
 }  // namespace
 
-Status attend_exactly(Engine& engine, int64_t layer, const QueryView& query, float scale,
-                      void* output, const ParallelFor& parallel) {
+Status attend_exactly(Engine& engine, const AttendArgs& args, const ParallelFor& parallel) {
   const Stopwatch watch(engine.parts().timeline.get(),
-                        {.kind = SpanKind::kAttendExactly, .layer = layer});
+                        {.kind = SpanKind::kAttendExactly, .layer = args.layer});
   const EngineOptions& options = engine.options();
-  const int64_t columns = engine.columns(layer);
-  const int64_t past = columns - query.queries;
-  const int64_t row = query.heads * options.head_dim;
+  const int64_t columns = engine.columns(args.layer);
+  const int64_t past = columns - args.query.queries;
+  const int64_t row = args.query.heads * options.head_dim;
   const int64_t apart = engine.heads_apart();
+  AttendArgs of_part = args;
+  of_part.query = engine.parts_of(args.query);
   for (int64_t part = 0; part < engine.batch() * apart; ++part) {
-    Chunk chunk(engine, part, engine.parts_of(query), past, scale, parallel);
-    KVSWAP_RETURN_IF_ERROR(walk_past(engine, {layer, part, past, columns}, chunk));
-    const int64_t first = part / apart * query.queries * row + part % apart * row / apart;
-    chunk.write(static_cast<std::byte*>(output) + first * dtype_bytes(options.dtype), row);
+    Chunk chunk(engine, part, of_part, past, parallel);
+    KVSWAP_RETURN_IF_ERROR(walk_past(engine, {args.layer, part, past, columns}, chunk));
+    if (args.sinks != nullptr) chunk.add_sinks(args.sinks + part % apart * of_part.query.heads);
+    const int64_t first = part / apart * args.query.queries * row + part % apart * row / apart;
+    chunk.write(static_cast<std::byte*>(args.output) + first * dtype_bytes(options.dtype), row);
   }
   return Status::ok();
 }

@@ -97,6 +97,11 @@ void DiskCache::estimate(int64_t layer, const at::Tensor& keys,
 
 at::Tensor DiskCache::attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                              const at::Tensor& values, double scale) {
+  return attend(layer, query, keys, values, scale, {});
+}
+
+at::Tensor DiskCache::attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                             const at::Tensor& values, double scale, const ScoreTerms& terms) {
   const at::NoGradGuard no_grad;
   // Before the chunk is appended: then nothing must be read back for its summary.
   if (keys.dim() == 4 && layer >= 0 && layer < options_.shape.layers &&
@@ -111,7 +116,7 @@ at::Tensor DiskCache::attend(int64_t layer, const at::Tensor& query, const at::T
         session_->read_back(layer, std::max<int64_t>(0, columns - kKeysReadBack), columns);
     estimate(layer, newest.first, std::nullopt);
   }
-  return session_->attend(layer, query, keys, values, scale);
+  return session_->attend(layer, query, keys, values, scale, terms);
 }
 
 }  // namespace kvswap

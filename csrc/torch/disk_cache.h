@@ -14,6 +14,7 @@
 namespace kvswap {
 
 class Session;  // <kvswap/torch/session.h>
+struct ScoreTerms;
 
 /// A session over tensors with the settings it was opened with.
 ///
@@ -43,9 +44,12 @@ class DiskCache {
                   std::optional<double> scale = {});
 
   /// Stores the new keys and values, [batch, kv_heads, tokens, head_dim] after RoPE, and attends:
-  /// query [batch, heads, tokens, head_dim], returns [batch, tokens, heads, head_dim].
+  /// query [batch, heads, tokens, head_dim], returns [batch, tokens, heads, head_dim]. With
+  /// ScoreTerms scores are capped, or have sinks beside them.
   at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                     const at::Tensor& values, double scale);
+  at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                    const at::Tensor& values, double scale, const ScoreTerms& terms);
 
   /// Columns that every layer holds.
   int64_t columns() const;

@@ -53,13 +53,17 @@ class Plain {
     for (int64_t layer = 0; layer < shape_.layers; ++layer) {
       session.append(layer, added);
       session.attend(layer, Queries::packed(q.data(), shape_.heads, tokens, shape_.head_dim), 0.25f,
-                     output.data());
+                     output.data(),
+                     {.softcap = softcap, .sinks = sinks.empty() ? nullptr : sinks.data()});
     }
     keep(keys, values, tokens);
     for (int64_t b = 0; b < batch_; ++b) compare(output, query, b, tokens, tolerance);
   }
 
   void pad(int64_t sequence, int64_t columns) { padding_[sequence] = columns; }
+
+  float softcap = 0;
+  std::vector<float> sinks;  // [heads]; empty: none
 
  private:
   std::vector<float> random(int64_t count) {
@@ -110,14 +114,16 @@ class Plain {
         const int64_t end = columns_ - tokens + t + 1;
         if (end <= padding_[b]) continue;
         std::vector<double> sum(dim);
-        double total = 0;
+        double total = sinks.empty() ? 0 : std::exp(sinks[h]);
         for (int64_t c = padding_[b]; c < end; ++c) {
           double score = 0;
           for (int64_t d = 0; d < dim; ++d) {
             score +=
                 query[((b * shape_.heads + h) * tokens + t) * dim + d] * entry(keys_, c, b, kv)[d];
           }
-          const double weight = std::exp(0.25 * score);
+          score *= 0.25;
+          if (softcap > 0) score = softcap * std::tanh(score / softcap);
+          const double weight = std::exp(score);
           total += weight;
           for (int64_t d = 0; d < dim; ++d) sum[d] += weight * entry(values_, c, b, kv)[d];
         }
@@ -168,6 +174,20 @@ TEST(CoreSession, HeadsThatChooseApartAttendOverTheSame) {
     Plain plain(options, batch);
     for (const int64_t tokens : {37, 1, 3, 20, 1, 40, 1}) plain.step(session, tokens, 1e-4);
     EXPECT_EQ(session.batch(), batch);
+  }
+}
+
+TEST(CoreSession, CapsScoresAndHasSinksBesideThem) {
+  for (const bool apart : {false, true}) {
+    const Folder folder;
+    CoreOptions options = covering(folder.path());
+    if (apart) options.settings.heads = "each";
+    options.settings.group_tokens = 16;
+    CoreSession session(options);
+    Plain plain(options, 2);
+    plain.softcap = 0.5f;
+    plain.sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+    for (const int64_t tokens : {37, 1, 3, 20, 1}) plain.step(session, tokens, 1e-5);
   }
 }
 

@@ -66,7 +66,8 @@ class DiskCacheTest : public testing::Test {
           return chunk.query;
         });
       }
-      const at::Tensor output = cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+      const at::Tensor output =
+          cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
       join(keys_[layer], chunk.keys);
       join(values_[layer], chunk.values);
       const at::Tensor expected = plain(chunk.query, keys_[layer], values_[layer]);
@@ -82,6 +83,7 @@ class DiskCacheTest : public testing::Test {
 
   OpenArgs args_;
   std::string path_;
+  ScoreTerms terms_;
   int predictions_ = 0;
   std::vector<at::Tensor> keys_, values_;  // [layers]: all that was given
 
@@ -98,7 +100,11 @@ class DiskCacheTest : public testing::Test {
     at::Tensor scores = query.matmul(keys.repeat_interleave(ratio, 1).transpose(2, 3)) * kScale;
     const at::Tensor later =
         at::arange(columns).unsqueeze(0) > at::arange(columns - tokens, columns).unsqueeze(1);
-    scores = scores.masked_fill(later, -INFINITY).softmax(-1);
+    if (terms_.softcap > 0) scores = (scores / terms_.softcap).tanh() * terms_.softcap;
+    scores = scores.masked_fill(later, -INFINITY);
+    const at::Tensor beside = terms_.sinks.value_or(at::full(args_.shape.heads, -INFINITY));
+    const at::Tensor column = beside.view({1, -1, 1, 1}).expand({kBatch, -1, tokens, 1});
+    scores = at::cat({column, scores}, -1).softmax(-1).narrow(-1, 1, columns);
     return scores.matmul(values.repeat_interleave(ratio, 1)).transpose(1, 2);
   }
 };
@@ -110,6 +116,12 @@ TEST_F(DiskCacheTest, AttendsAsPlainAttentionDoes) {
   EXPECT_EQ(cache.columns(), 71);
   EXPECT_GT(cache.session().counters().at("bytes_written"), 0);
   EXPECT_EQ(cache.settings().group_tokens, SwapConfig().settings.group_tokens);
+}
+
+TEST_F(DiskCacheTest, CapsScoresAndHasSinksBesideThem) {
+  terms_ = {.softcap = 0.5, .sinks = at::randn(args_.shape.heads)};
+  DiskCache cache(args_);
+  for (const int64_t tokens : {37, 1, 3, 20, 1}) pass(cache, tokens);
 }
 
 TEST_F(DiskCacheTest, LooksAheadWhereThatIsOfUse) {
@@ -175,7 +187,7 @@ TEST_F(DiskCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
   EXPECT_FALSE(cache.session().needs_projection(0));
   const Chunk chunk = draw(1);
   for (const int64_t layer : {0, 1}) {
-    cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+    cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
   }
   const auto selection = cache.session().last_selection(0);
   ASSERT_EQ(selection.size(), static_cast<size_t>(kBatch * args_.shape.kv_heads));
