@@ -9,7 +9,15 @@ import torch
 from transformers import DynamicCache
 
 from kvswap_torch import KVSwapCache, KVSwapError, UnsupportedModelError
-from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, prompt, tiny_model
+from tests.python.tiny_models import (
+    COVERING,
+    TIGHT,
+    character_tokenizer,
+    forward,
+    greedy,
+    prompt,
+    tiny_model,
+)
 
 # Into memory and out of it.
 
@@ -88,6 +96,22 @@ def test_questions_between_which_layers_are_cut(llama, open_cache):
                 layer.values = layer.values[:, :, :length]
             assert cache.get_seq_length() == 24
     assert answers[:3] == answers[3:]
+
+
+@pytest.mark.parametrize("sessions", ["native"], indirect=True)
+def test_kvpress_own_pipeline(open_cache):
+    kvpress = pytest.importorskip("kvpress", reason="kvpress is no dependency of the tests")
+    # Made and imported here: kvpress changes transformers' attention functions when imported.
+    model = tiny_model("llama")
+    pipeline = kvpress.KVPressTextGenerationPipeline(
+        model=model, tokenizer=character_tokenizer(), device="cpu"
+    )
+    asked = {"questions": ["Who?", "And_how_many?", "Why"], "max_new_tokens": 8}
+    document = "the_quick_brown_fox_jumps_over_the_lazy_dog"
+    expected = pipeline(document, cache=DynamicCache(config=model.config), **asked)
+    cache = open_cache(model)
+    assert pipeline(document, cache=cache, **asked) == expected
+    assert cache.get_seq_length() == 1 + len(document) and len(set(expected["answers"])) == 3
 
 
 def test_views_know_their_shape_and_say_that_they_are_no_tensors(llama, open_cache):

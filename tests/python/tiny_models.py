@@ -93,6 +93,18 @@ def prompt(batch: int, tokens: int, seed: int = 1, padding: tuple[int, ...] = ()
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def character_tokenizer() -> Any:
+    """One printable character a token, from "!" on."""
+    from tokenizers import Tokenizer, decoders, models
+
+    characters = {chr(ord("!") + i): i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(characters, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="!", bos_token="#", eos_token='"'
+    )
+
+
 def reference_session(options: dict[str, Any]) -> Any:
     return reference(Options(**options))
 
