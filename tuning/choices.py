@@ -127,9 +127,7 @@ class Recorder:
         """One layer of a sample."""
         last = min(len(sample.ids), sample.focus + STEPS_MAX)
         positions = torch.arange(sample.focus, last)
-        query = seen.query[0][:, positions]
-        wanted = sources(sample.ids, positions)
-        views = attention_views(query, seen.keys[0], seen.scale, positions, wanted)
+        views = attention_views(seen, positions, sources(sample.ids, positions))
         is_true = seen.layer in self.true_layers or seen.predicted is None
         look = seen.query if is_true else seen.predicted
         scores = GroupScores(seen, look, self.pairs[seen.layer], positions, self.choice)

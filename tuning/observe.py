@@ -33,6 +33,8 @@ class Observed:
         ``[1, kv_heads, tokens, head_dim]``.
     scale
         Of the scores, before the softmax.
+    softcap, sinks
+        What else becomes of them, as `attention_weights` has it.
     """
 
     layer: int
@@ -40,6 +42,8 @@ class Observed:
     predicted: torch.Tensor | None
     keys: torch.Tensor
     scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 Observer = Callable[[Observed], None]
@@ -47,6 +51,7 @@ Observer = Callable[[Observed], None]
 
 
 ATTENTION = "kvswap_calibration"  # as transformers knows it
+ROWS = 256  # queries attended at a time: their scores are [heads, ROWS, tokens]
 
 
 class Calibrator:
@@ -70,7 +75,6 @@ class Calibrator:
         from kvswap_torch.hf.families import model_parts
 
         self.parts = model_parts(model)
-        _refuse_terms(self.parts)
 
     def read(self, sample: Sample, observer: Observer) -> None:
         """Lets the model read a sample; the observer is called once a layer.
@@ -98,20 +102,6 @@ class Calibrator:
         finally:
             switch.release()
             decoder.set_attn_implementation(previous)
-
-
-def _refuse_terms(parts: Any) -> None:
-    """What is calibrated on is a softmax over products alone."""
-    from kvswap_torch.hf.families import unsupported
-
-    if getattr(parts.config, "attn_logit_softcapping", None):
-        why = "caps attention scores (attn_logit_softcapping)"
-    elif any(isinstance(getattr(parts.mixers[i], "sinks", None), torch.Tensor) for i in parts.disk):
-        why = "has learned attention sinks"
-    else:
-        return
-    why += ", which calibration does not know; use the model without a config"
-    raise unsupported(parts.name, why)
 
 
 class _Watch:
@@ -154,7 +144,9 @@ class _Watch:
 
         return predict_next
 
-    def attended(self, module: nn.Module, query: Any, keys: Any, scale: float | None) -> None:
+    def attended(
+        self, module: nn.Module, query: Any, keys: Any, scale: float, terms: dict[str, Any]
+    ) -> None:
         index = next(i for i in self._parts.disk if self._parts.mixers[i] is module)
         self._observer(
             Observed(
@@ -162,7 +154,8 @@ class _Watch:
                 query=query,
                 predicted=self._predicted.pop(index, None),
                 keys=keys,
-                scale=query.shape[-1] ** -0.5 if scale is None else scale,
+                scale=scale,
+                **terms,
             )
         )
 
@@ -178,13 +171,88 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: shows query and key, then attends as SDPA does."""
+    """transformers' attention interface: shows query and key, then attends to all."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    terms = {"softcap": kwargs.get("softcap") or 0.0, "sinks": kwargs.get("s_aux")}
     watch = _watching.get(module)
     if watch is not None:
-        watch.attended(module, query, key, kwargs.get("scaling"))
+        watch.attended(module, query, key, scale, terms)
+    if terms["softcap"] or terms["sinks"] is not None:
+        return _full_attention(query, key, value, attention_mask, scale, **terms), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def _full_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax of capped scores with sinks beside them, and what it holds of the values.
+
+    Parameters
+    ----------
+    query
+        ``[batch, heads, tokens, head_dim]``.
+    keys, values
+        ``[batch, kv_heads, tokens, head_dim]``.
+    mask
+        ``[batch, 1, tokens, tokens]`` bool, True where a query may look; None: causal.
+    softcap, sinks
+        As `attention_weights`.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, tokens, heads, head_dim]``.
+    """
+    tokens, repeats = query.shape[2], query.shape[1] // keys.shape[1]
+    keys, values = (each.float().repeat_interleave(repeats, 1) for each in (keys, values))
+    column = torch.arange(tokens)
+    parts = []
+    for rows in column.split(ROWS):
+        hidden = column > rows[:, None] if mask is None else ~mask[:, :, rows]
+        scores = query[:, :, rows].float() @ keys.transpose(2, 3) * scale
+        parts.append(attention_weights(scores, hidden, softcap, sinks) @ values)
+    return torch.cat(parts, 2).transpose(1, 2).to(query.dtype)
+
+
+def attention_weights(
+    scores: torch.Tensor,
+    hidden: torch.Tensor,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A softmax over tokens as models with such terms make it.
+
+    Parameters
+    ----------
+    scores
+        ``[..., heads, queries, tokens]`` fp32; may be changed.
+    hidden
+        Broadcasts to it: True where a token is not looked at.
+    softcap
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, section 2); 0: they stay.
+    sinks
+        ``[heads]``: a score beside the tokens' that takes its share (gpt-oss); None: none.
+
+    Returns
+    -------
+    Tensor
+        As `scores`. With sinks rows sum to less than 1.
+    """
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 def _register() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
-from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.observe import Observed, attention_weights
 
 SOUGHT_MIN = 0.1  # of a head's mass: less on what comes next is no look-up
 SOURCE_BEFORE = 6  # tokens before a place that belong to it: what it is found by
@@ -79,8 +79,7 @@ class Steps:
         number = torch.arange(self.groups)
         self.choosable = (number >= sinks) & (number < self.sealed[:, None])
         if views is None:
-            query = seen.query[0][:, positions]
-            views = attention_views(query, seen.keys[0], seen.scale, positions, wanted)
+            views = attention_views(seen, positions, wanted)
         self.mass, self.looked_up = map(self._grouped, views)  # [steps, groups]
         self.always = 1.0 - self.mass.sum(1)  # sinks and tail
 
@@ -154,23 +153,14 @@ def sources(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def attention_views(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    positions: torch.Tensor,
-    wanted: torch.Tensor | None = None,
+    seen: Observed, positions: torch.Tensor, wanted: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention weights, mean over heads, and those of look-ups, summed over heads.
 
     Parameters
     ----------
-    query
-        ``[heads, steps, head_dim]``.
-    keys
-        ``[kv_heads, tokens, head_dim]``.
     positions
-        ``[steps]``: each query's own token; later ones are not seen.
-
+        ``[steps]``: the queries that look, each up to its own token.
     wanted
         ``[steps, tokens]`` of `sources`; None: nothing is looked up.
 
@@ -179,12 +169,14 @@ def attention_views(
     tuple
         Twice ``[steps, tokens]`` fp32.
     """
+    query, keys = seen.query[0][:, positions], seen.keys[0]
     later = torch.arange(keys.shape[1]) > positions[:, None]
     repeats = len(query) // len(keys)
     mass, looked_up = torch.zeros(later.shape), torch.zeros(later.shape)
     for head, rows in enumerate(query.float()):
-        scores = rows @ keys[head // repeats].float().T * scale
-        weights = scores.masked_fill_(later, -torch.inf).softmax(-1)
+        scores = rows @ keys[head // repeats].float().T * seen.scale
+        sinks = None if seen.sinks is None else seen.sinks[head : head + 1]
+        weights = attention_weights(scores[None], later, seen.softcap, sinks)[0]
         mass += weights
         if wanted is not None:
             there = weights * wanted

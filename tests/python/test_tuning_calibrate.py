@@ -26,6 +26,7 @@ from kvswap_torch.tuning.settings import (
     save_settings,
     true_query_layers,
 )
+from tests.python import every_model
 
 TOKENS, FOCUS = 120, 80
 CHOICE = Choice(group_tokens=2, groups_max=4, sink_tokens=2, tail_tokens=4)
@@ -111,6 +112,27 @@ def test_the_model_is_as_before_even_after_an_error():
     assert model.config._attn_implementation == before
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
     assert torch.equal(greedy(model, prompt(1, 20)), expected)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_capped_scores_and_sinks_are_the_models_own(family):
+    """What samples are read with is what the model's eager attention gives."""
+    model = every_model.build(family)
+    model.set_attn_implementation("eager")
+    outputs, seen = [], []
+    handle = model.model.register_forward_hook(lambda *call: outputs.append(call[-1][0]))
+    with torch.no_grad():
+        model(input_ids=sample().ids[None], use_cache=False)
+    calibrator = Calibrator(model)
+    calibrator.read(sample(), seen.append)
+    handle.remove()
+    torch.testing.assert_close(outputs[1], outputs[0])
+    assert [one.layer for one in seen] == list(range(len(calibrator.parts.disk)))
+    for index, one in zip(calibrator.parts.disk, seen, strict=True):
+        own = getattr(calibrator.parts.mixers[index], "sinks", None)
+        assert (one.sinks is None) if own is None else torch.equal(one.sinks, own)
+        assert one.softcap == (getattr(model.config, "attn_logit_softcapping", None) or 0.0)
+    assert calibrate(model, [sample()], [sample(1)], OPTIONS).tables
 
 
 def test_unsupported_models_are_named():

@@ -42,18 +42,23 @@ def full_pair() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.eye(WIDTH), torch.eye(WIDTH)
 
 
-def test_attention_mass_is_the_softmax_of_what_is_seen():
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+@pytest.mark.parametrize("sinks", [None, torch.arange(HEADS) - 1.0], ids=["no sinks", "sinks"])
+def test_attention_mass_is_the_softmax_of_what_is_seen(softcap, sinks):
     sample, positions = seen(), torch.tensor([20, 50])
-    views = attention_views(sample.query[0][:, positions], sample.keys[0], sample.scale, positions)
+    sample = dataclasses.replace(sample, softcap=softcap, sinks=sinks)
+    views = attention_views(sample, positions)
     keys = sample.keys[0].repeat_interleave(HEADS // KV_HEADS, 0)
     assert not views[1].any()
     wanted = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(2)) < 0.2
-    views = attention_views(
-        sample.query[0][:, positions], sample.keys[0], sample.scale, positions, wanted
-    )
+    views = attention_views(sample, positions, wanted)
     for row, sought, want, position in zip(*views, wanted, positions.tolist(), strict=True):
         scores = sample.query[0, :, position, None] @ keys[:, : position + 1].mT * sample.scale
-        weights = scores.softmax(-1)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.exp()
+        beside = 0 if sinks is None else sinks.exp()[:, None]
+        weights = weights / (weights.sum(-1) + beside)[..., None]
         torch.testing.assert_close(row[: position + 1], weights.mean(0)[0])
         there = weights[:, 0] * want[: position + 1]
         expected = there[there.sum(1) > 0.1].sum(0)

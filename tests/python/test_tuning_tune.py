@@ -253,16 +253,6 @@ def test_an_unsupported_model_is_named(tmp_path):
         run(transformers.MambaForCausalLM(MAMBA), tmp_path)
 
 
-def test_scores_that_calibration_does_not_know_are_refused(tmp_path):
-    config = transformers.Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, head_dim=16,
-        num_attention_heads=2, num_key_value_heads=2, intermediate_size=32,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match=r"caps attention scores.*without a config"):
-        run(transformers.Gemma2ForCausalLM(config), tmp_path)
-    assert not list(tmp_path.rglob("*.json"))
-
-
 def test_the_command_line_tunes_and_draws(model, tmp_path):
     from kvswap_torch.tuning.cli import app
 
