@@ -49,6 +49,11 @@ def try_attention(parts: ModelParts) -> None:
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
+        if trial.stopped_in is not None:
+            raise trial.fail(
+                "changes keys, values or their mask between cache and attention "
+                f"({trial.stopped_in}: {what})"
+            ) from error
         raise unsupported(
             parts.name, f"cannot be run on token ids, a mask [batch, tokens] and a cache ({what})"
         ) from error
@@ -138,6 +143,14 @@ class TrialCache(Cache):
             )
         refuse_options(module, mask, 0.0, options)
         return torch.zeros_like(query).transpose(1, 2)
+
+    @property
+    def stopped_in(self) -> str | None:
+        """The attention that has updated the cache and not attended yet."""
+        layer = self._current
+        if layer is None or layer.attended:
+            return None
+        return type(self.parts.mixers[layer.index]).__name__
 
     def finish_layer(self) -> None:
         """The current layer must have attended by now."""
