@@ -179,10 +179,11 @@ writes this page, and `tests/python/test_hf_every_model.py` holds it true.
 
 ## Other libraries
 
-Every mode of `generate()` gives `DynamicCache`'s tokens (`tests/python/test_generate_modes.py`), and so
-do accelerate's offloaded heads, `torch.compile(model)` and torch's dynamic quantisation. Two tests are
-skipped where their library is missing, and passed with torchao 0.18.0 (int8 weights, look-ahead on and
-off) and kvpress 0.5.5 (its own question-answering pipeline, three questions over one document).
+Every mode of `generate()` gives `DynamicCache`'s tokens (`tests/python/test_generate_modes.py`),
+and so do accelerate's offloaded heads, `torch.compile(model)` and torch's dynamic quantisation.
+Two tests are skipped where their library is missing, and passed with torchao 0.18.0 (int8
+weights, look-ahead on and off) and kvpress 0.5.5 (its own question-answering pipeline, three
+questions over one document).
 """
 
 
