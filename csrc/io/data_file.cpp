@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -17,14 +16,14 @@
 #include "io/error_text.h"
 #include "io/io_thread.h"
 #include "io/kernel.h"
+#include "io/read_only_file.h"
 #include "io/unnamed_file.h"
 
 namespace kvswap {
 namespace {
 
 constexpr int64_t kSmallestAlignment = 512;
-constexpr int64_t kUnknownAlignment = 4096;  // every device and file system in use takes this
-constexpr int kTransientErrorsMax = 300;     // in a row, a millisecond apart
+constexpr int kTransientErrorsMax = 300;  // in a row, a millisecond apart
 constexpr int kPauseMicroseconds = 1000;
 constexpr int64_t kDirtyBytesMax = 8 << 20;  // buffered only: what may wait in the page cache
 
@@ -87,23 +86,6 @@ std::vector<std::string> doubts_about(const std::string& directory) {
   return doubts;
 }
 
-/// What O_DIRECT asks of this file: 0 where the file system says that it has none.
-int64_t direct_alignment(int fd) {
-#if defined(STATX_DIOALIGN)
-  struct statx facts{};
-  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 &&
-      (facts.stx_mask & STATX_DIOALIGN) != 0) {
-    if (facts.stx_dio_offset_align == 0) return 0;
-    const int64_t asked = std::max(facts.stx_dio_mem_align, facts.stx_dio_offset_align);
-    return std::max(kSmallestAlignment,
-                    static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(asked))));
-  }
-#else
-  (void)fd;
-#endif
-  return kUnknownAlignment;
-}
-
 /// Writes one block and reads it back: some file systems refuse O_DIRECT only then. 0 or errno.
 int prove_block(int fd, int64_t alignment) {
   struct Free {
@@ -129,7 +111,7 @@ class UnnamedDataFile final : public DataFile {
       : fd_(std::move(fd)), options_(options) {}
   ~UnnamedDataFile() override {
     // Another holder of the file, for a moment, keeps no space.
-    if (owner_.is_here()) (void)kernel().ftruncate(fd_.get(), 0);
+    if (owner_.is_here() && !is_kept_) (void)kernel().ftruncate(fd_.get(), 0);
   }
 
   void choose_preallocation() {
@@ -153,6 +135,8 @@ class UnnamedDataFile final : public DataFile {
   Status reserve(int64_t size_bytes) override;
   Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override;
   void drop_cached(int64_t offset_bytes, int64_t length_bytes) override;
+  Status shrink(int64_t size_bytes) override;
+  void keep() override { is_kept_ = true; }
 
  private:
   int try_direct();
@@ -168,6 +152,7 @@ class UnnamedDataFile final : public DataFile {
   std::mutex reserve_mutex_;
   std::atomic<int64_t> allocated_{0};
   bool preallocates_ = true;
+  bool is_kept_ = false;
   int64_t dirty_bytes_ = 0;
 };
 
@@ -296,6 +281,19 @@ void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
       fd_.get(), offset_bytes, length_bytes,
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   (void)::posix_fadvise(fd_.get(), offset_bytes, length_bytes, POSIX_FADV_DONTNEED);
+}
+
+Status UnnamedDataFile::shrink(int64_t size_bytes) {
+  const std::lock_guard lock(reserve_mutex_);
+  const int error = -kernel().ftruncate(fd_.get(), size_bytes);
+  if (error != 0) {
+    return Status::storage("DataFile::shrink: the session file in '" + options_.directory +
+                               "' must be cut to " + std::to_string(size_bytes) + " bytes, got " +
+                               errno_text(error) + storage_hint(error),
+                           error, options_.directory);
+  }
+  allocated_.store(size_bytes, std::memory_order_release);
+  return Status::ok();
 }
 
 }  // namespace

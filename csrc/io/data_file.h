@@ -12,6 +12,12 @@
 
 namespace kvswap {
 
+/// Where a byte stands: a file, and an offset in that file.
+struct FilePlace {
+  int fd = -1;
+  int64_t offset_bytes = 0;
+};
+
 enum class IoMode { kAuto, kDirect, kBuffered };
 
 /// "auto", "direct" or "buffered"; nothing for another word.
@@ -43,6 +49,8 @@ class DataFile {
   virtual ~DataFile() = default;
 
   virtual int fd() const = 0;
+  /// Where what is read at `offset_bytes` stands; differs only where several files are one.
+  virtual FilePlace place_of(int64_t offset_bytes) const { return {fd(), offset_bytes}; }
   virtual bool is_direct() const = 0;
   /// Offsets, lengths and addresses of reads and writes are multiples of this (a power of two).
   virtual int64_t alignment_bytes() const = 0;
@@ -58,6 +66,11 @@ class DataFile {
   /// Buffered files only: drops what was written or read from the page cache. Else nothing. Needed
   /// only to be exact: write() and the readers drop what they left there every few MiB.
   virtual void drop_cached(int64_t offset_bytes, int64_t length_bytes) = 0;
+
+  /// Gives back what lies past `size_bytes`, and what was taken ahead of need.
+  virtual Status shrink(int64_t size_bytes) = 0;
+  /// The file has a name of its own now: its content stays when this is destroyed.
+  virtual void keep() = 0;
 };
 
 /// Free bytes for this user on the file system of `directory`.

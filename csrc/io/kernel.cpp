@@ -2,12 +2,14 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <string>
 
 #if KVSWAP_HAS_URING
 #include <liburing.h>
@@ -68,6 +70,25 @@ int Kernel::fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_byt
 int Kernel::ftruncate(int fd, int64_t size_bytes) {
   const BlockedFileSizeSignal blocked;
   return or_errno(::ftruncate(fd, size_bytes));
+}
+
+int Kernel::fsync(int fd) { return or_errno(::fsync(fd)); }
+
+int Kernel::name_file(int fd, int folder, const char* name) {
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  return or_errno(::linkat(AT_FDCWD, link.c_str(), folder, name, AT_SYMLINK_FOLLOW));
+}
+
+int Kernel::rename(int folder, const char* from, const char* to, unsigned flags) {
+  return or_errno(static_cast<int>(::syscall(SYS_renameat2, folder, from, folder, to, flags)));
+}
+
+int Kernel::make_folder(int parent, const char* name, mode_t mode) {
+  return or_errno(::mkdirat(parent, name, mode));
+}
+
+int Kernel::open_at(int folder, const char* name, int flags, mode_t mode) {
+  return or_errno(::openat(folder, name, flags, mode));
 }
 
 int64_t Kernel::pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) {

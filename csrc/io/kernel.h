@@ -27,6 +27,13 @@ class Kernel {
   virtual int open(const char* path, int flags, mode_t mode);
   virtual int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes);
   virtual int ftruncate(int fd, int64_t size_bytes);
+  virtual int fsync(int fd);
+  /// Gives a file without a name one, in the folder `folder`.
+  virtual int name_file(int fd, int folder, const char* name);
+  /// Relative to the folder `folder`; flags: RENAME_NOREPLACE, RENAME_EXCHANGE.
+  virtual int rename(int folder, const char* from, const char* to, unsigned flags);
+  virtual int make_folder(int parent, const char* name, mode_t mode);
+  virtual int open_at(int folder, const char* name, int flags, mode_t mode);
   virtual int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes);
   virtual int64_t preadv(int fd, const iovec* targets, int count, int64_t offset_bytes);
   virtual int ring_setup(unsigned entries, io_uring* ring, unsigned flags);

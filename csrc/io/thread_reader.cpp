@@ -114,8 +114,9 @@ class ThreadReader final : public BlockReader {
     ReadProgress::Next next;
     do {
       const ReadProgress::Call call = read.next_call(call_bytes_max_);
+      const FilePlace place = file_.place_of(call.offset_bytes);
       const int64_t result =
-          kernel().preadv(file_.fd(), call.targets, call.targets_count, call.offset_bytes);
+          kernel().preadv(place.fd, call.targets, call.targets_count, place.offset_bytes);
       next = read.apply(result, alignment_bytes_);
       if (next == ReadProgress::Next::kCallAgain && read.needs_pause()) read.pause();
       ++counted->reads;

@@ -70,8 +70,8 @@ OwnedFd& OwnedFd::operator=(OwnedFd&& other) noexcept {
 }
 
 Result<OwnedFd> create_unnamed_file(const std::string& directory) {
-  // O_EXCL: linkat() cannot give it a name later.
-  const int fd = kernel().open(directory.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+  // Without O_EXCL: name_file() may give it a name later.
+  const int fd = kernel().open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) return creation_error(directory, -fd);
   return OwnedFd(fd);
 }

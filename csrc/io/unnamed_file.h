@@ -21,8 +21,8 @@ class OwnedFd {
   int fd_;
 };
 
-/// A new file (read and write, 0600, close-on-exec) that never has a name in `directory`, and can
-/// get none.
+/// A new file (read and write, 0600, close-on-exec) that has no name in `directory`; name_file()
+/// can give it one, and nothing else.
 Result<OwnedFd> create_unnamed_file(const std::string& directory);
 
 /// The same where the file system has no O_TMPFILE: created with a name that is removed at once.

@@ -211,7 +211,8 @@ class UringReader final : public BlockReader {
 
   void prepare(size_t slot) {
     if (!has_ring_) return read_now(slot);
-    ring_.prepare_read(slots_[slot].read->next_call(call_bytes_max_), slot);
+    const ReadProgress::Call call = slots_[slot].read->next_call(call_bytes_max_);
+    ring_.prepare_read(call, file_.place_of(call.offset_bytes), slot);
     ++counted_.reads;
   }
 
@@ -220,8 +221,9 @@ class UringReader final : public BlockReader {
     ReadProgress::Next next;
     do {
       const ReadProgress::Call call = read.next_call(call_bytes_max_);
+      const FilePlace place = file_.place_of(call.offset_bytes);
       const int64_t result =
-          kernel().preadv(file_.fd(), call.targets, call.targets_count, call.offset_bytes);
+          kernel().preadv(place.fd, call.targets, call.targets_count, place.offset_bytes);
       next = take(read, result);
       ++counted_.reads;
       pause();

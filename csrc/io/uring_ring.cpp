@@ -81,8 +81,8 @@ UringRing::~UringRing() {
 }
 
 void UringRing::close() {
-  if (file_is_registered_) (void)io_uring_unregister_files(&ring_);
-  file_is_registered_ = false;
+  if (registered_fd_ >= 0) (void)io_uring_unregister_files(&ring_);
+  registered_fd_ = -1;
 }
 
 Status UringRing::open(int fd, int depth) {
@@ -98,8 +98,7 @@ Status UringRing::open(int fd, int depth) {
   (void)io_uring_ring_dontfork(&ring_);
   wake_fd_ = ::eventfd(0, EFD_CLOEXEC);
   if (wake_fd_ < 0) return setup_error("eventfd", errno);
-  file_is_registered_ = io_uring_register_files(&ring_, &fd, 1) == 0;
-  file_ = file_is_registered_ ? 0 : fd;
+  if (io_uring_register_files(&ring_, &fd, 1) == 0) registered_fd_ = fd;
   return Status::ok();
 }
 
@@ -110,17 +109,19 @@ io_uring_sqe* UringRing::next_entry() {
   return entry;
 }
 
-void UringRing::prepare_read(const ReadProgress::Call& call, uint64_t tag) {
+void UringRing::prepare_read(const ReadProgress::Call& call, const FilePlace& place, uint64_t tag) {
   io_uring_sqe* entry = next_entry();
-  const auto offset = static_cast<uint64_t>(call.offset_bytes);
+  const auto offset = static_cast<uint64_t>(place.offset_bytes);
+  const bool is_fixed = place.fd == registered_fd_;
+  const int file = is_fixed ? 0 : place.fd;
   if (call.targets_count == 1) {
-    io_uring_prep_read(entry, file_, call.targets[0].iov_base,
+    io_uring_prep_read(entry, file, call.targets[0].iov_base,
                        static_cast<unsigned>(call.targets[0].iov_len), offset);
   } else {
-    io_uring_prep_readv(entry, file_, call.targets, static_cast<unsigned>(call.targets_count),
+    io_uring_prep_readv(entry, file, call.targets, static_cast<unsigned>(call.targets_count),
                         offset);
   }
-  if (file_is_registered_) entry->flags |= IOSQE_FIXED_FILE;
+  if (is_fixed) entry->flags |= IOSQE_FIXED_FILE;
   entry->user_data = tag;
   // What cannot be handed over now is handed over by submit_and_wait(), which sees the error.
   if (++prepared_ % kReadsHandedOver == 0) (void)kernel().ring_submit(&ring_, 0);

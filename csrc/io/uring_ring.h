@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "io/data_file.h"
 #include "io/kernel.h"
 #include "io/read_progress.h"
 #include "io/status.h"
@@ -29,8 +30,8 @@ class UringRing {
   /// Releases the file, now and not some time after the ring is gone. Nothing is in flight.
   void close();
 
-  /// Queues a read; the kernel sees it at the next submit_and_wait() at the latest.
-  void prepare_read(const ReadProgress::Call& call, uint64_t tag);
+  /// Queues a read of `place`; the kernel sees it at the next submit_and_wait() at the latest.
+  void prepare_read(const ReadProgress::Call& call, const FilePlace& place, uint64_t tag);
 
   /// Hands over what is queued and waits until something completed or wake() was called.
   ///
@@ -67,8 +68,7 @@ class UringRing {
 
   io_uring ring_{};
   bool is_open_ = false;
-  int file_ = -1;
-  bool file_is_registered_ = false;
+  int registered_fd_ = -1;  // of a file that outlives the ring; -1: none
   int wake_fd_ = -1;
   uint64_t wake_count_ = 0;  // where the kernel puts the eventfd's count
   bool wake_is_armed_ = false;

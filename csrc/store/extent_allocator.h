@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 
 namespace kvswap {
@@ -18,6 +19,10 @@ class ExtentAllocator {
   int64_t end_bytes() const { return end_bytes_; }
   int64_t free_bytes() const;
   void clear();
+  /// Calls with offset and length for each range that was given back.
+  void each_free(const std::function<void(int64_t, int64_t)>& range) const {
+    for (const auto& [offset, length] : free_) range(offset, length);
+  }
 
  private:
   std::map<int64_t, int64_t> free_;  // offset -> length; disjoint, never touching

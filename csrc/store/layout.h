@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -24,9 +25,13 @@ class Layout {
   virtual void release(int64_t offset_bytes) = 0;
   /// What the file must be able to hold.
   virtual int64_t end_bytes() const = 0;
-  /// Gives back what was taken ahead of need, and takes nothing ahead until clear().
+  /// Gives back what was taken ahead of need.
+  virtual void close_runs() = 0;
+  /// The same, and takes nothing ahead until clear().
   virtual void tighten() = 0;
   virtual void clear() = 0;
+  /// Calls with offset and length for each range before end_bytes() that is not in use.
+  virtual void each_hole(const std::function<void(int64_t, int64_t)>& hole) const = 0;
 };
 
 /// Records in the order in which they are sealed, so that neighbours in the text are neighbours on
@@ -37,13 +42,20 @@ class SequenceLayout final : public Layout {
   /// Refuses a payload that padding to `alignment_bytes` would more than double.
   static Result<std::unique_ptr<Layout>> create(int64_t payload_bytes, int64_t alignment_bytes,
                                                 int64_t layers, int64_t run_records = 64);
+  /// Records that go on after some of `record_bytes` that are saved.
+  static std::unique_ptr<Layout> continuing(int64_t record_bytes, int64_t layers,
+                                            int64_t run_records = 64);
 
   int64_t record_bytes() const override { return record_bytes_; }
   int64_t place(int64_t layer, int64_t count) override;
   void release(int64_t offset_bytes) override;
   int64_t end_bytes() const override { return extents_.end_bytes(); }
+  void close_runs() override;
   void tighten() override;
   void clear() override;
+  void each_hole(const std::function<void(int64_t, int64_t)>& hole) const override {
+    extents_.each_free(hole);
+  }
 
  private:
   struct OpenRun {

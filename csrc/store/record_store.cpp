@@ -28,9 +28,14 @@ RecordStore::RecordStore(DataFile* file, std::unique_ptr<Layout> layout,
     : file_(file),
       layout_(std::move(layout)),
       options_(options),
+      begin_bytes_(options.begin_bytes),
+      seeds_(options.seeds_below),
       queue_(std::move(queue)),
       buffer_bytes_(buffer_bytes),
-      tables_(options.layers) {}
+      tables_(options.layers) {
+  KVSWAP_ASSERT(begin_bytes_ % record_bytes() == 0);
+  seeds_.push_back({begin_bytes_ / record_bytes(), options.seed});
+}
 
 Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count) {
   KVSWAP_ASSERT(count > 0 && count <= run_records_max());
@@ -51,13 +56,12 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count) 
 
 Result<int64_t> RecordStore::place(int64_t layer, int64_t count) {
   const int64_t offset = layout_->place(layer, count);
-  const bool has_numbers =
-      layout_->end_bytes() / record_bytes() <= std::numeric_limits<uint32_t>::max();
+  const bool has_numbers = end_bytes() / record_bytes() <= std::numeric_limits<uint32_t>::max();
   const Status reserved =
       has_numbers
-          ? file_->reserve(layout_->end_bytes())
+          ? file_->reserve(end_bytes())
           : Status::budget("record store: a session's file must hold fewer than 2^32 records");
-  if (reserved.is_ok()) return offset;
+  if (reserved.is_ok()) return begin_bytes_ + offset;
   for (int64_t i = 0; i < count; ++i) layout_->release(offset + i * record_bytes());
   return reserved;
 }
@@ -89,7 +93,7 @@ Status RecordStore::hand_over(const StagedRun& run) {
     std::memset(bytes + options_.payload_bytes, 0, record_bytes() - options_.payload_bytes);
     if (!options_.checksum) continue;
     Record& record = records_[run.entries[i].record];
-    record.checksum = checksum(bytes, run.layer, run.entries[i].group, record.serial);
+    record.checksum = sum(bytes, run.layer, run.entries[i].group, record.serial, seed());
   }
   const int64_t length = run.count * record_bytes();
   auto number = queue_->submit(run.buffer, run.offset_bytes, length);
@@ -121,12 +125,18 @@ void RecordStore::drop_unread_writes() {
   }
 }
 
-uint32_t RecordStore::checksum(const std::byte* bytes, int64_t layer, int64_t group,
-                               uint32_t serial) const {
-  const std::array<uint64_t, 4> identity = {options_.seed, static_cast<uint64_t>(layer),
+uint32_t RecordStore::sum(const std::byte* bytes, int64_t layer, int64_t group, uint32_t serial,
+                          uint64_t seed) const {
+  const std::array<uint64_t, 4> identity = {seed, static_cast<uint64_t>(layer),
                                             static_cast<uint64_t>(group), serial};
-  const uint64_t seed = XXH3_64bits(identity.data(), sizeof(identity));
-  return static_cast<uint32_t>(XXH3_64bits_withSeed(bytes, record_bytes(), seed));
+  const uint64_t mixed = XXH3_64bits(identity.data(), sizeof(identity));
+  return static_cast<uint32_t>(XXH3_64bits_withSeed(bytes, record_bytes(), mixed));
+}
+
+uint64_t RecordStore::seed_of(const Record& record) const {
+  auto range = seeds_.rbegin();
+  while (record.place < range->place) ++range;
+  return range->seed;
 }
 
 uint32_t RecordStore::add_record(const Record& record) {
@@ -146,7 +156,8 @@ void RecordStore::let_go(uint32_t index) {
   KVSWAP_ASSERT(record.references > 0);
   if (--record.references > 0) return;
   --live_records_;
-  layout_->release(record.place * record_bytes());
+  const int64_t offset = record.place * record_bytes();
+  if (offset >= begin_bytes_) layout_->release(offset - begin_bytes_);
   unused_records_.push_back(index);
 }
 
@@ -184,7 +195,7 @@ bool RecordStore::verify(int64_t layer, int64_t sequence, int64_t group,
                          const std::byte* bytes) const {
   if (!options_.checksum) return true;
   const Record& expected = record(layer, sequence, group);
-  return checksum(bytes, layer, group, expected.serial) == expected.checksum;
+  return sum(bytes, layer, group, expected.serial, seed_of(expected)) == expected.checksum;
 }
 
 void RecordStore::truncate(int64_t layer, int64_t groups) {
@@ -234,6 +245,58 @@ void RecordStore::clear() {
   unused_records_.clear();
   layout_->clear();
   live_records_ = 0;
+}
+
+void RecordStore::restore(const SavedTables& saved) {
+  KVSWAP_ASSERT(records_.empty() && saved.tables.size() == tables_.size());
+  for (const SavedRecord& record : saved.records) {
+    KVSWAP_ASSERT(record.place < seeds_.back().place);
+    records_.push_back({record.place, record.serial, record.checksum, 0});
+    next_serial_ = std::max(next_serial_, record.serial + 1);
+  }
+  for (size_t layer = 0; layer < tables_.size(); ++layer) {
+    for (size_t sequence = 0; sequence < tables_[layer].size(); ++sequence) {
+      for (const uint32_t number : saved.tables[layer].at(sequence)) {
+        tables_[layer][sequence].push_back(number);
+        if (records_.at(number).references++ == 0) ++live_records_;
+      }
+    }
+  }
+  for (uint32_t number = 0; number < records_.size(); ++number) {
+    if (records_[number].references == 0) unused_records_.push_back(number);
+  }
+}
+
+std::vector<SavedRecord> RecordStore::live_records(std::vector<uint32_t>& renumbered) const {
+  std::vector<SavedRecord> live;
+  live.reserve(live_records_);
+  renumbered.assign(records_.size(), 0);
+  for (size_t number = 0; number < records_.size(); ++number) {
+    const Record& record = records_[number];
+    if (record.references == 0) continue;
+    renumbered[number] = static_cast<uint32_t>(live.size());
+    live.push_back({record.place, record.serial, record.checksum});
+  }
+  return live;
+}
+
+bool RecordStore::is_alone() const {
+  const int64_t first = begin_bytes_ / record_bytes();
+  return std::ranges::all_of(records_, [first](const Record& record) {
+    return record.references == 0 || record.place >= first;
+  });
+}
+
+void RecordStore::each_hole(const std::function<void(int64_t, int64_t)>& hole) {
+  layout_->close_runs();
+  layout_->each_hole([&](int64_t offset, int64_t length) { hole(begin_bytes_ + offset, length); });
+}
+
+void RecordStore::begin_file(int64_t begin_bytes, uint64_t seed) {
+  KVSWAP_ASSERT(begin_bytes >= end_bytes() && begin_bytes % record_bytes() == 0);
+  begin_bytes_ = begin_bytes;
+  seeds_.push_back({begin_bytes / record_bytes(), seed});
+  layout_->clear();
 }
 
 Status RecordStore::flush() { return last_write_ == 0 ? Status::ok() : queue_->wait(last_write_); }

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <memory_resource>
 #include <span>
@@ -12,6 +13,7 @@
 #include "io/kept_memory.h"
 #include "io/write_queue.h"
 #include "store/layout.h"
+#include "store/saved_records.h"
 
 namespace kvswap {
 
@@ -23,7 +25,9 @@ struct RecordStoreOptions {
   int64_t layers = 0;
   int64_t payload_bytes = 0;  // of one record; the rest up to record_bytes is zeros
   bool checksum = true;
-  uint64_t seed = 0;  // of this session: no other session's records pass verify()
+  uint64_t seed = 0;        // of this session: no other session's records pass verify()
+  int64_t begin_bytes = 0;  // where its own file begins, above those of what it continues
+  std::vector<SeedRange> seeds_below = {};  // of those files' records
 };
 
 /// Groups to and from the file: sealed records, reached through a table per layer and sequence.
@@ -87,6 +91,31 @@ class RecordStore {
   /// For a store that is about to close: nobody will read what is not written yet.
   void forget_writes();
 
+  // For a session that is saved, or continues a saved one.
+
+  /// Fills the tables of a store that has none yet, and sequences set.
+  void restore(const SavedTables& saved);
+  /// The records that tables hold, in the order of their numbers; renumbered[record] is the place
+  /// of a record in that order.
+  std::vector<SavedRecord> live_records(std::vector<uint32_t>& renumbered) const;
+  /// The number of a sealed group's record: what tables hold.
+  uint32_t number(int64_t layer, int64_t sequence, int64_t group) const {
+    return tables_[layer][sequence].at(group);
+  }
+  /// How a record sums up in a file of its own, under another seed and serial.
+  uint32_t sum(const std::byte* bytes, int64_t layer, int64_t group, uint32_t serial,
+               uint64_t seed) const;
+  /// Do all records stand in the own file?
+  bool is_alone() const;
+  /// Calls with offset and length for each part of the own file that holds no record.
+  void each_hole(const std::function<void(int64_t, int64_t)>& hole);
+  /// One past the last byte in use of the own file; what is before is never written again.
+  int64_t end_bytes() const { return begin_bytes_ + layout_->end_bytes(); }
+  uint64_t seed() const { return seeds_.back().seed; }
+  const std::vector<SeedRange>& seeds() const { return seeds_; }
+  /// From here on records go to another file, which begins at begin_bytes.
+  void begin_file(int64_t begin_bytes, uint64_t seed);
+
   /// Bytes of tables for one more group of one sequence in one layer.
   static constexpr int64_t table_bytes_per_group() { return sizeof(Record) + sizeof(uint32_t); }
   int64_t staging_bytes() const { return queue_->resident_bytes(); }
@@ -123,7 +152,7 @@ class RecordStore {
 
   Result<int64_t> place(int64_t layer, int64_t count);
   const Record& record(int64_t layer, int64_t sequence, int64_t group) const;
-  uint32_t checksum(const std::byte* bytes, int64_t layer, int64_t group, uint32_t serial) const;
+  uint64_t seed_of(const Record& record) const;
   uint32_t add_record(const Record& record);
   void let_go(uint32_t index);
   void forget_written();
@@ -132,6 +161,8 @@ class RecordStore {
   DataFile* file_;
   std::unique_ptr<Layout> layout_;
   RecordStoreOptions options_;
+  int64_t begin_bytes_;           // of the own file
+  std::vector<SeedRange> seeds_;  // the own file's last
   std::unique_ptr<WriteQueue> queue_;
   int64_t buffer_bytes_;
   std::unique_ptr<std::pmr::memory_resource> kept_ = make_kept_memory();  // the tables'

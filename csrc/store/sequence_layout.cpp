@@ -18,6 +18,11 @@ Result<std::unique_ptr<Layout>> SequenceLayout::create(int64_t payload_bytes,
   return std::unique_ptr<Layout>(new SequenceLayout(record_bytes, layers, run_records));
 }
 
+std::unique_ptr<Layout> SequenceLayout::continuing(int64_t record_bytes, int64_t layers,
+                                                   int64_t run_records) {
+  return std::unique_ptr<Layout>(new SequenceLayout(record_bytes, layers, run_records));
+}
+
 int64_t SequenceLayout::place(int64_t layer, int64_t count) {
   // Many records at once stand together anyway, and would leave holes at the ends of runs.
   if (is_tight_ || count > run_records_ / 8) return extents_.allocate(count * record_bytes_);
@@ -38,8 +43,12 @@ void SequenceLayout::close_run(OpenRun& run) {
   run = {};
 }
 
-void SequenceLayout::tighten() {
+void SequenceLayout::close_runs() {
   for (OpenRun& run : runs_) close_run(run);
+}
+
+void SequenceLayout::tighten() {
+  close_runs();
   is_tight_ = true;
 }
 

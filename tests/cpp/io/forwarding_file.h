@@ -23,6 +23,8 @@ class ForwardingFile : public DataFile {
   void drop_cached(int64_t offset_bytes, int64_t length_bytes) override {
     inner_->drop_cached(offset_bytes, length_bytes);
   }
+  Status shrink(int64_t size_bytes) override { return inner_->shrink(size_bytes); }
+  void keep() override { inner_->keep(); }
   Status reserve(int64_t size_bytes) override { return inner_->reserve(size_bytes); }
   Status write(int64_t offset_bytes, std::span<const std::byte> bytes) override {
     return inner_->write(offset_bytes, bytes);

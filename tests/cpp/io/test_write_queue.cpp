@@ -48,6 +48,8 @@ class GatedFile final : public DataFile {
   Status reserve(int64_t size_bytes) override { return inner_->reserve(size_bytes); }
   int64_t allocated_bytes() const override { return inner_->allocated_bytes(); }
   void drop_cached(int64_t, int64_t) override {}
+  Status shrink(int64_t) override { return Status::ok(); }
+  void keep() override {}
 
  private:
   std::unique_ptr<DataFile> inner_;
