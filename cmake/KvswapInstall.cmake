@@ -5,7 +5,7 @@ include(CMakePackageConfigHelpers)
 # Each stands alone: torch (below torch/ only), the standard library and one another.
 set(public_headers
   kvswap/budget.h kvswap/core_session.h kvswap/errors.h kvswap/memory_size.h kvswap/model_shape.h
-  kvswap/projection_file.h kvswap/safetensors.h kvswap/settings.h kvswap/swap_config.h
+  kvswap/projection_file.h kvswap/safetensors.h kvswap/saved_cache.h kvswap/settings.h kvswap/swap_config.h
   torch/disk_cache.h torch/query_predictor.h torch/session.h)
 
 install(TARGETS kvswap_torch LIBRARY DESTINATION lib)

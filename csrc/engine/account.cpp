@@ -49,8 +49,10 @@ Status Account::check_room(int64_t batch, int64_t context) const {
                           std::to_string(options.kv_memory_bytes) +
                           "; raise it, or lower pages_max, rank, the context or the batch");
   }
+  const int64_t saved_groups = options.base != nullptr ? options.base->groups : 0;
+  const int64_t new_groups = std::max<int64_t>(0, options.sealed_groups(context) - saved_groups);
   int64_t disk_bytes = options.layers;
-  for (const int64_t factor : {batch, options.sealed_groups(context), parts_.record_bytes()}) {
+  for (const int64_t factor : {batch, new_groups, parts_.record_bytes()}) {
     if (__builtin_mul_overflow(disk_bytes, factor, &disk_bytes)) {
       disk_bytes = std::numeric_limits<int64_t>::max();
       break;
@@ -170,6 +172,20 @@ Status Account::charge_projection(int64_t rank) {
   const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
   const int64_t bytes = 2 * width * rank * int64_t{sizeof(float)};
   return parts_.ledger.charge(Use::kProjections, bytes, "one more projection");
+}
+
+Status Account::charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes) {
+  const int64_t table_bytes =
+      parts_.options.layers * batch.size() * groups * RecordStore::table_bytes_per_group();
+  const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
+  const std::string what = "the tables and summaries of what was saved";
+  KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + scratch_bytes + summary_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes, what));
+  scored_bytes_ += scratch_bytes;
+  return Status::ok();
 }
 
 Status Account::charge_summary(const Batch& batch, int64_t layer) {

@@ -35,6 +35,8 @@ class Account {
   /// Tables and scores of what is sealed, for a batch that grows to `sequences`.
   Status charge_batch(const Batch& batch, int64_t sequences);
   Status charge_projection(int64_t rank);
+  /// Tables, scores and summaries of a batch that was saved with `groups` sealed.
+  Status charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes);
   /// The summary of a layer's groups, those due included.
   Status charge_summary(const Batch& batch, int64_t layer);
   /// Releases what was charged beyond what is held and what the tail will still seal.

@@ -36,7 +36,9 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       past_(std::make_unique<PastReader>(*parts_, *batch_, tail_, sealer_)),
       steps_(*parts_, *batch_, sealer_),
       appender_(*parts_, *batch_, tail_, sealer_, account_, steps_),
-      editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_) {}
+      editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
+      saver_(*parts_, *batch_, sealer_, *past_),
+      loader_(*parts_, *batch_, tail_, editor_, account_) {}
 
 Engine::~Engine() {
   if (getpid() == owner_pid_) {
@@ -251,6 +253,25 @@ Status Engine::crop(int64_t columns) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
   appender_.forget();
   return editor_.crop(columns);
+}
+
+Status Engine::save(SaveTarget& target) {
+  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  appender_.forget();
+  return handed_back(*parts_, saver_.save(target));
+}
+
+Result<Saver::Shared> Engine::share() {
+  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  appender_.forget();
+  return saver_.share();
+}
+
+Status Engine::load(const SavedCounts& counts, const SavedTensors& saved) {
+  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  return handed_back(*parts_, loader_.load(counts, saved));
 }
 
 Status Engine::reset() {

@@ -12,8 +12,10 @@
 #include "engine/editor.h"
 #include "engine/engine_parts.h"
 #include "engine/layer_steps.h"
+#include "engine/loader.h"
 #include "engine/page_table.h"
 #include "engine/past_reader.h"
+#include "engine/saver.h"
 #include "engine/sealer.h"
 #include "engine/tail.h"
 
@@ -80,6 +82,13 @@ class Engine {
   Status select_sequences(std::span<const int64_t> indices);
   Status crop(int64_t columns);
   Status reset();
+
+  /// What the session holds goes to `target`; the session goes on, and so may what was saved.
+  Status save(SaveTarget& target);
+  /// What a fork of it begins with: see EngineOptions::base and load().
+  Result<Saver::Shared> share();
+  /// Of a session that was opened over what `saved` belongs to, and is empty.
+  Status load(const SavedCounts& counts, const SavedTensors& saved);
   Patience& patience() { return parts_->patience; }
 
   const EngineParts& parts() const { return *parts_; }
@@ -115,6 +124,8 @@ class Engine {
   LayerSteps steps_;
   Appender appender_;
   Editor editor_;
+  Saver saver_;
+  Loader loader_;
   PageTable table_;
 };
 

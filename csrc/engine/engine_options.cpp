@@ -19,9 +19,6 @@ namespace kvswap {
 
 namespace {
 
-constexpr int64_t kContextMax = std::numeric_limits<int32_t>::max();  // columns are of 32 bits
-constexpr int64_t kBatchMax = 65536;
-
 Status out_of_range(const char* name, int64_t low, int64_t high, int64_t value) {
   return Status::invalid("session: " + std::string(name) + " must be " + std::to_string(low) +
                          ".." + std::to_string(high) + ", got " + std::to_string(value));

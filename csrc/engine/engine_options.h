@@ -2,12 +2,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "device/device.h"
+#include "engine/base_files.h"
 #include "io/block_reader.h"
 #include "io/data_file.h"
 #include "io/readers.h"
@@ -41,6 +43,9 @@ struct EngineOptions : Settings {
   // Put something between the engine and its file or reader: a measurement, a fault.
   std::function<std::unique_ptr<DataFile>(std::unique_ptr<DataFile>)> wrap_file;
   std::function<std::unique_ptr<BlockReader>(std::unique_ptr<BlockReader>)> wrap_reader;
+
+  // What the session continues; null: it begins empty.
+  std::shared_ptr<const BaseFiles> base;
 
   // Promises; -1: none.
   int64_t kv_memory_bytes = -1;
@@ -87,6 +92,9 @@ struct EngineOptions : Settings {
 };
 
 inline constexpr int64_t kWriteBuffers = 3;
+inline constexpr int64_t kContextMax =
+    std::numeric_limits<int32_t>::max();  // columns are of 32 bits
+inline constexpr int64_t kBatchMax = 65536;
 
 /// Bytes by use at a given batch and context: the sum is what kv_memory_bytes must cover, host and
 /// device memory alike. The batch is of the options' own sequences: KV heads where they are apart.

@@ -1,10 +1,10 @@
 #include "engine/engine_parts.h"
 
-#include <random>
 #include <utility>
 
 #include "engine/account.h"
 #include "engine/device_space.h"
+#include "engine/saved_names.h"
 #include "methods/make_selector.h"
 
 namespace kvswap {
@@ -33,12 +33,39 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
   return parts;
 }
 
+Result<std::unique_ptr<DataFile>> EngineParts::open_own_file() {
+  DataFileOptions wanted = options.file_options();
+  auto opened = DataFile::open(wanted);
+  if (!opened.is_ok()) return opened;
+  const int64_t alignment = opened.value()->alignment_bytes();
+  if (options.base != nullptr && opened.value()->is_direct() &&
+      options.base->record_bytes % alignment != 0) {
+    // Saved records keep their size, whatever disk they are continued on.
+    wanted.mode = IoMode::kBuffered;
+    opened = DataFile::open(wanted);
+    if (!opened.is_ok()) return opened;
+  }
+  return options.wrap_file ? options.wrap_file(std::move(opened.value())) : std::move(opened);
+}
+
 Status EngineParts::open_file() {
-  auto opened = DataFile::open(options.file_options());
+  auto opened = open_own_file();
   if (!opened.is_ok()) return opened.status();
-  file = std::move(opened.value());
-  if (options.wrap_file) file = options.wrap_file(std::move(file));
-  fallbacks = file->fallbacks();
+  fallbacks = opened.value()->fallbacks();
+  if (options.base != nullptr) {
+    if (!opened.value()->is_direct() && *parse_io_mode(options.io_mode) != IoMode::kBuffered &&
+        fallbacks.empty()) {
+      fallbacks.push_back("The disk of '" + options.directory +
+                          "' reads larger blocks than those the saved records are padded to: "
+                          "buffered I/O is used.");
+    }
+    const BaseFiles& base = *options.base;
+    file = std::make_unique<FileStack>(base.parts, std::move(opened.value()),
+                                       FileStack::begin_above(base.end_bytes, base.record_bytes));
+  } else {
+    file =
+        std::make_unique<FileStack>(std::vector<FileStack::Part>{}, std::move(opened.value()), 0);
+  }
   if (!options.checksum) {
     fallbacks.push_back("Checksums are off: bytes that a disk returns wrongly are used.");
   }
@@ -64,7 +91,7 @@ Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
 
 Status EngineParts::open_store() {
   const int64_t tokens_min = options.group_tokens_min(file->alignment_bytes());
-  if (options.heads == "each" && options.group_tokens < tokens_min) {
+  if (options.base == nullptr && options.heads == "each" && options.group_tokens < tokens_min) {
     return Status::invalid(
         "session: with heads=each group_tokens must be at least " + std::to_string(tokens_min) +
         ", so that a group of one KV head fills at least half of the " +
@@ -72,15 +99,20 @@ Status EngineParts::open_store() {
         std::to_string(options.group_tokens) + " (" + std::to_string(options.payload_bytes()) +
         " bytes); raise it, or let all heads choose together (heads=all)");
   }
-  auto layout =
-      SequenceLayout::create(options.payload_bytes(), file->alignment_bytes(), options.layers);
+  const BaseFiles* base = options.base.get();
+  Result<std::unique_ptr<Layout>> layout =
+      base != nullptr ? SequenceLayout::continuing(base->record_bytes, options.layers)
+                      : SequenceLayout::create(options.payload_bytes(), file->alignment_bytes(),
+                                               options.layers);
   if (!layout.is_ok()) return layout.status();
   const int64_t record_bytes = layout.value()->record_bytes();
-  std::random_device random;
-  const RecordStoreOptions store_options = {.layers = options.layers,
-                                            .payload_bytes = options.payload_bytes(),
-                                            .checksum = options.checksum,
-                                            .seed = (uint64_t{random()} << 32) | random()};
+  const RecordStoreOptions store_options = {
+      .layers = options.layers,
+      .payload_bytes = options.payload_bytes(),
+      .checksum = options.checksum,
+      .seed = random_seed(),
+      .begin_bytes = file->own_begin_bytes(),
+      .seeds_below = base != nullptr ? base->seeds : std::vector<SeedRange>{}};
   auto opened = RecordStore::create(file.get(), std::move(layout.value()), store_options,
                                     {.buffer_bytes = options.write_buffer_bytes(record_bytes),
                                      .buffers = kWriteBuffers,

@@ -8,6 +8,7 @@
 #include "engine/engine_options.h"
 #include "engine/fetcher.h"
 #include "engine/page_space.h"
+#include "io/file_stack.h"
 #include "io/patience.h"
 #include "io/timeline.h"
 #include "memory/ledger.h"
@@ -42,6 +43,9 @@ struct EngineParts {
   static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& options,
                                                    ParallelFor parallel);
 
+  /// A new file for the session's records.
+  Result<std::unique_ptr<DataFile>> open_own_file();
+
   int64_t record_bytes() const { return store->record_bytes(); }
   const ParallelFor* threads() const { return parallel ? &parallel : nullptr; }
 
@@ -52,7 +56,7 @@ struct EngineParts {
   std::vector<std::string> fallbacks;
   Patience patience;                   // how long calls wait for the disk, and who may end that
   std::unique_ptr<Timeline> timeline;  // null: nothing is recorded
-  std::unique_ptr<DataFile> file;
+  std::unique_ptr<FileStack> file;
   std::unique_ptr<RecordStore> store;
   std::unique_ptr<PageSpace> space;
   std::unique_ptr<Selector> selector;

@@ -195,6 +195,42 @@ ModelIdentity identity_from_json(const std::string& text) {
   }
 }
 
+namespace {
+
+template <typename T>
+Json to_json(const T& field) {
+  return field;
+}
+Json to_json(const Rank& field) {
+  return std::visit([](const auto& rank) { return Json(rank); }, field);
+}
+template <typename T>
+Json to_json(const std::optional<T>& field) {
+  return field ? Json(*field) : Json();
+}
+
+}  // namespace
+
+std::string settings_to_json(const Settings& settings) {
+  Json fields = Json::object();
+  visit_settings([&](const char* name, auto member, const auto&) {
+    fields[name] = to_json(settings.*member);
+  });
+  fields["projection_file"] = nullptr;
+  return fields.dump();
+}
+
+Settings settings_from_json(const std::string& text) {
+  try {
+    const Json fields = parse_json(text);
+    if (!fields.is_object()) throw ConfigError("settings: must be an object");
+    check_names("settings: must be among", fields, kConfigFields);
+    return settings_from(fields, nullptr);
+  } catch (const JsonError& error) {
+    throw ConfigError(error.what());
+  }
+}
+
 #else
 
 namespace {
@@ -208,6 +244,10 @@ namespace {
 SwapConfig config_from_json(const std::string&, const std::string&) { refuse(); }
 
 ModelIdentity identity_from_json(const std::string&) { refuse(); }
+
+std::string settings_to_json(const Settings&) { refuse(); }
+
+Settings settings_from_json(const std::string&) { refuse(); }
 
 #endif
 

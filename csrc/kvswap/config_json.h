@@ -15,4 +15,8 @@ SwapConfig config_from_json(const std::string& text, const std::string& where);
 /// The model that a projection file's metadata names.
 ModelIdentity identity_from_json(const std::string& text);
 
+/// Settings alone, every field. A saved cache's: without a projection file beside it.
+std::string settings_to_json(const Settings& settings);
+Settings settings_from_json(const std::string& text);
+
 }  // namespace kvswap

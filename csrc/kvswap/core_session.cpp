@@ -7,6 +7,7 @@
 #include "engine/engine_report.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/one_caller.h"
+#include "kvswap/saved_session.h"
 
 namespace kvswap {
 
@@ -101,7 +102,24 @@ CoreSession::CoreSession(const CoreOptions& options) {
   impl_ = std::make_unique<Impl>(options, std::move(engine.value()));
 }
 
+CoreSession::CoreSession(const SavedCache& saved, const CoreOptions& options)
+    : impl_(std::make_unique<Impl>(options, open_engine(saved, options, options.threads))) {}
+
+CoreSession::CoreSession(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
 CoreSession::~CoreSession() = default;
+
+void CoreSession::save(const SaveArgs& args) {
+  const Impl::Use use(*impl_);
+  save_engine(impl_->engine(), impl_->options(), args);
+}
+
+std::unique_ptr<CoreSession> CoreSession::fork() {
+  const Impl::Use use(*impl_);
+  auto engine = fork_engine(impl_->engine(), impl_->options().threads);
+  return std::unique_ptr<CoreSession>(
+      new CoreSession(std::make_unique<Impl>(impl_->options(), std::move(engine))));
+}
 
 std::map<std::string, int64_t> CoreSession::memory_need(const CoreOptions& options, int64_t batch,
                                                         int64_t context, int64_t alignment_bytes) {

@@ -73,6 +73,9 @@ struct CapAndSinks {
   const float* sinks = nullptr;  // [heads], a score each beside the tokens', without a value
 };
 
+class SavedCache;
+struct SaveArgs;
+
 /// One generation's KV cache on disk, on raw pointers and without torch.
 ///
 /// Order of calls in one forward pass of n new tokens, for each layer i in turn:
@@ -94,6 +97,9 @@ struct CapAndSinks {
 class CoreSession {
  public:
   explicit CoreSession(const CoreOptions& options);
+  /// Goes on from a saved session. `options`: saved.options(), perhaps with other promises, reader
+  /// and threads. Reads no record.
+  CoreSession(const SavedCache& saved, const CoreOptions& options);
   ~CoreSession();
   CoreSession(const CoreSession&) = delete;
   CoreSession& operator=(const CoreSession&) = delete;
@@ -143,6 +149,13 @@ class CoreSession {
   void crop(int64_t columns);
   /// Forgets everything but projections and settings.
   void reset();
+
+  /// Writes the folder that args names, complete or not at all, for SavedCache::open(). The session
+  /// goes on; where its file became the folder's, new records go to another one.
+  void save(const SaveArgs& args);
+  /// Another session that goes on from here, with the same options. Records are shared.
+  std::unique_ptr<CoreSession> fork();
+
   /// Gives back file and memory; further calls throw. Idempotent, never throws.
   void close() noexcept;
 
@@ -163,6 +176,7 @@ class CoreSession {
 
  private:
   class Impl;
+  explicit CoreSession(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 

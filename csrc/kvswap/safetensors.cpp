@@ -193,6 +193,8 @@ SafetensorsFile::SafetensorsFile(const std::string& path)
 
 SafetensorsFile::~SafetensorsFile() = default;
 
+std::span<const std::byte> SafetensorsFile::bytes() const { return mapping_->bytes(); }
+
 std::vector<float> as_floats(const StoredTensor& tensor) {
   if (tensor.dtype == "F32") {
     return converted<float>(tensor, [](float value) { return value; });

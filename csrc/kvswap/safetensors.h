@@ -31,6 +31,8 @@ class SafetensorsFile {
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
+  /// The whole file.
+  std::span<const std::byte> bytes() const;
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
 

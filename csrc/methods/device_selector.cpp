@@ -18,6 +18,10 @@ class DeviceSummaryMemory final : public SummaryMemory {
     // An error is the device's, which keeps it and returns it from the next synchronize().
     (void)device_.drain().is_ok();
   }
+  Status download(void* host, const std::byte* from, int64_t bytes) override {
+    device_.copy_out(static_cast<std::byte*>(host), from, bytes);
+    return device_.drain();
+  }
 
  protected:
   std::byte* take(int64_t bytes) override {

@@ -32,6 +32,27 @@ int64_t LowRankRows::projection_bytes() const {
   return floats * int64_t{sizeof(float)};
 }
 
+void LowRankRows::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
+  if (!is_ready(layer)) return;
+  const int64_t width = options_.heads_apart * options_.kv_heads * options_.head_dim;
+  const int64_t row_bytes = layers_[layer].rank * int64_t{sizeof(float)};
+  for (const bool is_key : {true, false}) {
+    const std::byte* from = layers_[layer].projections.get() + (is_key ? 0 : width * row_bytes);
+    tensors.push_back(
+        {.name = projection_name(layer, is_key),
+         .dtype = "F32",
+         .shape = {width, layers_[layer].rank},
+         .row_bytes = row_bytes,
+         .read = [this, from, row_bytes](int64_t first, int64_t count, std::byte* target) {
+           return memory_->download(target, from + first * row_bytes, count * row_bytes);
+         }});
+  }
+}
+
+std::string projection_name(int64_t layer, bool is_key) {
+  return "layers." + std::to_string(layer) + ".projection." + (is_key ? "key" : "query");
+}
+
 void LowRankRows::write(int64_t layer, const RowPiece& piece) const {
   project_keys({.keys = piece.keys.data,
                 .head_stride = piece.keys.head_stride,

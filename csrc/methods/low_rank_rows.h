@@ -42,6 +42,7 @@ class LowRankRows final : public Rows {
                         const float* queries) override;
   void drop_projection(int64_t layer) override { layers_.at(layer) = {}; }
   int64_t projection_bytes() const override;
+  void list(int64_t layer, std::vector<SavedTensor>& tensors) const override;
 
   /// [kv_heads * head_dim, rank]; of sequence 0 those of all heads apart, one after the other.
   const float* key_projection(int64_t layer, int64_t sequence) const {

@@ -28,10 +28,13 @@ RowSelector::RowSelector(const MethodOptions& options, std::unique_ptr<Rows> row
 void RowSelector::start_layer(int64_t layer) {
   summaries_[layer].clear();
   if (!is_ready(layer)) return;
+  summaries_[layer].assign(sequences_, Summary(summary_shape(layer), memory_));
+}
+
+Summary::Shape RowSelector::summary_shape(int64_t layer) const {
   const RowShape rows = rows_->shape(layer);
-  const Summary::Shape shape = {rows.width, chunk_rows(options_.group_tokens, rows.tokens_per_row),
-                                options_.summary_dtype};
-  summaries_[layer].assign(sequences_, Summary(shape, memory_));
+  return {rows.width, chunk_rows(options_.group_tokens, rows.tokens_per_row),
+          options_.summary_dtype};
 }
 
 Status RowSelector::set_projection(int64_t layer, int64_t rank, const float* keys,

@@ -39,6 +39,10 @@ class RowSelector : public Selector {
   void set_sequences(int64_t sequences) override;
   void select_sequences(std::span<const int64_t> indices) override;
   void clear() override;
+  void list(int64_t layer, std::vector<SavedTensor>& tensors) const override;
+  Result<int64_t> bytes_to_load(int64_t layer, int64_t tokens,
+                                const SavedTensors& saved) const override;
+  Status load(int64_t layer, int64_t tokens, const SavedTensors& saved) override;
   int64_t resident_bytes() const override { return memory_->live_bytes() - projection_bytes(); }
 
  protected:
@@ -55,6 +59,7 @@ class RowSelector : public Selector {
   void score_by_sum(const ChooseArgs& args);
   void score_by_mass(const ChooseArgs& args);
   void start_layer(int64_t layer);
+  Summary::Shape summary_shape(int64_t layer) const;
   void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);
   void choose_for_sequence(const ChooseArgs& args, int64_t sequence);
   float* group_scores(int64_t sequence, int64_t query) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "io/saved_tensor.h"
 #include "io/status.h"
 #include "kernels/types.h"
 #include "methods/selector.h"
@@ -69,6 +70,8 @@ class Rows {
   virtual Status set_projection(int64_t layer, int64_t rank, const float* keys,
                                 const float* queries);
   virtual void drop_projection(int64_t) {}
+  /// What is kept beside a layer's rows, to be saved; set_projection() takes it again.
+  virtual void list(int64_t, std::vector<SavedTensor>&) const {}
   /// Bytes of what is kept beside the rows, in the summaries' memory.
   virtual int64_t projection_bytes() const { return 0; }
 };
@@ -94,6 +97,9 @@ struct RowsKind {
 
 /// Is there such a kind, and does it know these settings? What it does not is refused by name.
 Status check_method(const MethodOptions& options);
+
+/// As a saved session calls a layer's projection of keys or queries.
+std::string projection_name(int64_t layer, bool is_key);
 
 /// Rows of a full chunk: whole blocks of 16 and whole groups, of at most 1024 tokens where a row is
 /// one token.

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "io/saved_tensor.h"
 #include "io/status.h"
 #include "kernels/types.h"
 #include "methods/token_validity.h"
@@ -139,6 +140,14 @@ class Selector {
   virtual void set_sequences(int64_t sequences) = 0;
   virtual void select_sequences(std::span<const int64_t> indices) = 0;
   virtual void clear() = 0;
+
+  /// What a layer keeps, to be saved; stands until the selector changes.
+  virtual void list(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
+  /// Bytes that load() of `tokens` would allocate for a layer, whose projections are set.
+  virtual Result<int64_t> bytes_to_load(int64_t layer, int64_t tokens,
+                                        const SavedTensors& saved) const = 0;
+  /// The summaries of a layer that has none yet, of `tokens` in each sequence.
+  virtual Status load(int64_t layer, int64_t tokens, const SavedTensors& saved) = 0;
   virtual int64_t resident_bytes() const = 0;
 };
 

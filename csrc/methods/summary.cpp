@@ -110,6 +110,32 @@ Status Summary::append(int64_t tokens,
   return Status::ok();
 }
 
+Result<std::shared_ptr<Summary::Chunk>> Summary::load_chunk(
+    int64_t rows, std::span<const std::byte> saved_rows,
+    std::span<const std::byte> saved_scales) const {
+  const int64_t room = shape_.room(rows);
+  auto chunk = make_chunk(room);
+  if (chunk == nullptr) {
+    return Status::budget("summary: " + std::to_string(shape_.chunk_bytes(room)) +
+                          " bytes of memory must be available for what was saved, and are not");
+  }
+  KVSWAP_ASSERT(saved_rows.size() <= chunk->rows.size() &&
+                saved_scales.size() <= chunk->token_scale.size_bytes());
+  memory_->upload(chunk->rows.data(), saved_rows.data(), static_cast<int64_t>(saved_rows.size()));
+  if (!saved_scales.empty()) {
+    memory_->upload(reinterpret_cast<std::byte*>(chunk->token_scale.data()), saved_scales.data(),
+                    static_cast<int64_t>(saved_scales.size()));
+  }
+  return chunk;
+}
+
+void Summary::take(std::vector<std::shared_ptr<Chunk>> chunks, int64_t rows) {
+  KVSWAP_ASSERT(rows_ == 0 && static_cast<int64_t>(chunks.size()) ==
+                                  (rows + shape_.chunk_tokens - 1) / shape_.chunk_tokens);
+  chunks_ = std::move(chunks);
+  rows_ = rows;
+}
+
 void Summary::truncate(int64_t rows) {
   KVSWAP_ASSERT(rows <= rows_);
   rows_ = rows;

@@ -70,6 +70,16 @@ class Summary {
                                          int64_t count)>& write);
   void truncate(int64_t rows);
 
+  /// A chunk of `rows` rows that was saved: what chunk_tensors() lists, already checked.
+  Result<std::shared_ptr<Chunk>> load_chunk(int64_t rows, std::span<const std::byte> saved_rows,
+                                            std::span<const std::byte> saved_scales) const;
+  /// Chunks that load_chunk() made, of `rows` rows together; perhaps shared with others.
+  void take(std::vector<std::shared_ptr<Chunk>> chunks, int64_t rows);
+  /// Copies `bytes` of a chunk's rows or scales to the host.
+  Status download(void* host, const void* from, int64_t bytes) const {
+    return memory_->download(host, static_cast<const std::byte*>(from), bytes);
+  }
+
  private:
   std::shared_ptr<Chunk> make_chunk(int64_t room) const;
   /// The last chunk, with room for `rows` and nobody else's.

@@ -27,6 +27,10 @@ class HostSummaryMemory final : public SummaryMemory {
   void upload(std::byte* to, const void* host, int64_t bytes) override {
     std::memcpy(to, host, bytes);
   }
+  Status download(void* host, const std::byte* from, int64_t bytes) override {
+    std::memcpy(host, from, bytes);
+    return Status::ok();
+  }
 
  protected:
   /// From the kernel, not from the heap: summaries stay, and between the passing tensors of a

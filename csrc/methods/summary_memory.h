@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "io/kept_memory.h"
+#include "io/status.h"
 
 namespace kvswap {
 
@@ -25,6 +26,7 @@ class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
   virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
   /// `host` may change when it returns.
   virtual void upload(std::byte* to, const void* host, int64_t bytes) = 0;
+  virtual Status download(void* host, const std::byte* from, int64_t bytes) = 0;
   /// Of the host, for the small things that belong to what is allocated.
   std::pmr::memory_resource& nodes() const { return *nodes_; }
 

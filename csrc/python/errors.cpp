@@ -5,6 +5,7 @@
 #include <exception>
 #include <string>
 
+#include "kvswap/errors.h"
 #include "torch/session_error.h"
 
 namespace py = pybind11;
@@ -63,6 +64,9 @@ void register_errors() {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const SessionError& error) {
       raise(error);
+    } catch (const ConfigError& error) {
+      const py::object type = py::module_::import("kvswap_torch.errors").attr("ConfigError");
+      PyErr_SetObject(type.ptr(), type(error.what()).ptr());
     }
   });
 }

@@ -5,6 +5,7 @@
 #include "kvswap/settings_rules.h"
 #include "python/errors.h"
 #include "python/probe.h"
+#include "python/saved.h"
 #include "torch/session.h"
 
 namespace py = pybind11;
@@ -70,10 +71,7 @@ at::Tensor with_terms(Session& session, int64_t layer, const at::Tensor& query,
   return (session.*kMethod)(layer, query, keys, values, scale, {softcap, sinks});
 }
 
-std::unique_ptr<Session> open_session(const CoreOptions& options) {
-  // Not as a call guard: pybind11 registers the new object inside of it.
-  const py::gil_scoped_release released;
-  auto session = std::make_unique<Session>(options);
+std::unique_ptr<Session> with_question(std::unique_ptr<Session> session) {
   // A signal's handler runs, and may raise, while a call waits for the disk.
   session->set_question([] {
     const py::gil_scoped_acquire held;
@@ -82,11 +80,18 @@ std::unique_ptr<Session> open_session(const CoreOptions& options) {
   return session;
 }
 
+std::unique_ptr<Session> open_session(const CoreOptions& options) {
+  // Not as a call guard: pybind11 registers the new object inside of it.
+  const py::gil_scoped_release released;
+  return with_question(std::make_unique<Session>(options));
+}
+
 void bind_session(py::module_& module) {
   // Reads, packing and attention need no interpreter.
   using Released = py::call_guard<py::gil_scoped_release>;
-  py::class_<Session>(module, "Session")
-      .def(py::init(&open_session), py::arg("options"))
+  py::class_<Session> session(module, "Session");
+  kvswap::bind_saved(module, session, with_question);
+  session.def(py::init(&open_session), py::arg("options"))
       .def_static("memory_need", &Session::memory_need, py::arg("options"), py::arg("batch"),
                   py::arg("context"), py::arg("alignment_bytes") = 512)
       .def("declare", &Session::declare, py::arg("valid"), Released())

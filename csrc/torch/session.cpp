@@ -10,6 +10,7 @@
 #include "engine/engine_report.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/one_caller.h"
+#include "kvswap/saved_session.h"
 #include "torch/engine_calls.h"
 #include "torch/op_checks.h"
 #include "torch/parallel.h"
@@ -43,8 +44,8 @@ KeyValueView token_view(const at::Tensor& keys, const at::Tensor& values) {
 
 class Session::Impl {
  public:
-  Impl(at::Device device, std::unique_ptr<Engine> engine)
-      : device(device), engine_(std::move(engine)) {}
+  Impl(const CoreOptions& options, std::unique_ptr<Engine> engine)
+      : device(tensor_device(options.device)), options(options), engine_(std::move(engine)) {}
 
   /// One call: nobody else is in the session while it lives.
   class Use {
@@ -104,6 +105,7 @@ class Session::Impl {
   }
 
   const at::Device device;  // of tensors
+  const CoreOptions options;
 
  private:
   std::unique_ptr<Engine> engine_;
@@ -122,10 +124,27 @@ EngineOptions checked_options(const CoreOptions& options) {
 Session::Session(const CoreOptions& options) {
   auto engine = Engine::create(checked_options(options), at_parallel_for());
   throw_if_error(engine.status());
-  impl_ = std::make_unique<Impl>(tensor_device(options.device), std::move(engine.value()));
+  impl_ = std::make_unique<Impl>(options, std::move(engine.value()));
 }
 
+Session::Session(const SavedCache& saved, const CoreOptions& options)
+    : impl_(std::make_unique<Impl>(options, open_engine(saved, options, at_parallel_for()))) {}
+
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
 Session::~Session() = default;
+
+void Session::save(const SaveArgs& args) {
+  const Impl::Use use(*impl_);
+  save_engine(use.engine(), impl_->options, args);
+}
+
+std::unique_ptr<Session> Session::fork() {
+  const Impl::Use use(*impl_);
+  auto engine = fork_engine(use.engine(), at_parallel_for());
+  return std::unique_ptr<Session>(
+      new Session(std::make_unique<Impl>(impl_->options, std::move(engine))));
+}
 
 std::map<std::string, int64_t> Session::memory_need(const CoreOptions& options, int64_t batch,
                                                     int64_t context, int64_t alignment_bytes) {

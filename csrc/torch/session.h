@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kvswap/core_session.h"
+#include "kvswap/saved_cache.h"
 
 namespace kvswap {
 
@@ -47,6 +48,9 @@ struct ScoreTerms {
 class Session {
  public:
   explicit Session(const CoreOptions& options);
+  /// Goes on from a saved session. `options`: saved.options(), perhaps with other promises and on
+  /// another device. Reads no record.
+  Session(const SavedCache& saved, const CoreOptions& options);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -110,6 +114,13 @@ class Session {
   void crop(int64_t columns);
   /// Forgets everything but projections and settings.
   void reset();
+
+  /// Writes the folder that args names, complete or not at all, for SavedCache::open(). The session
+  /// goes on; where its file became the folder's, new records go to another one.
+  void save(const SaveArgs& args);
+  /// Another session that goes on from here, with the same options. Records are shared.
+  std::unique_ptr<Session> fork();
+
   /// Gives back file and memory; further calls throw. Idempotent, never throws.
   void close() noexcept;
 
@@ -138,6 +149,7 @@ class Session {
 
  private:
   class Impl;
+  explicit Session(std::unique_ptr<Impl> impl);
   static at::Tensor attend_now(Engine& engine, int64_t layer, const at::Tensor& query,
                                const at::Tensor& keys, const at::Tensor& values, double scale,
                                const ScoreTerms& terms);

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -62,6 +63,17 @@ class EngineRun {
   }
 
   Engine& engine() { return *engine_; }
+  /// The engine was saved, or shared: what has left the tail is sealed.
+  void seal_overflow() {
+    std::vector<int64_t> all(engine_->batch());
+    std::iota(all.begin(), all.end(), 0);
+    reference_.select_sequences(all);
+  }
+  /// Goes on with another engine, which holds what this one's does.
+  std::unique_ptr<Engine> go_on_with(std::unique_ptr<Engine> other) {
+    seal_overflow();
+    return std::exchange(engine_, std::move(other));
+  }
   ReferenceEngine& reference() { return reference_; }
   const std::vector<std::byte>& outputs() const { return outputs_; }
   int64_t draw(int64_t low, int64_t high) {

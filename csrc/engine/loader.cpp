@@ -1,0 +1,222 @@
+#include "engine/loader.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/saved_names.h"
+#include "kernels/records.h"
+
+namespace kvswap {
+namespace {
+
+/// A copy, since what is mapped may not be aligned.
+template <typename T>
+std::vector<T> copied(std::span<const std::byte> bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+  return values;
+}
+
+}  // namespace
+
+Status Loader::check(const SavedCounts& counts, const SavedTensors& saved) const {
+  const EngineOptions& options = parts_.options;
+  KVSWAP_ASSERT(batch_.size() == 0 && options.base != nullptr);
+  if (counts.sequences < 1 || counts.columns < 1 || counts.columns > kContextMax ||
+      counts.sequences > kBatchMax * options.heads_apart ||
+      counts.sequences % options.heads_apart != 0) {
+    return saved.refuse("validity", "be of a batch that holds tokens");
+  }
+  if (counts.groups != options.sealed_groups(counts.columns)) {
+    return saved.refuse("table", "hold the " +
+                                     std::to_string(options.sealed_groups(counts.columns)) +
+                                     " groups that these settings seal of " +
+                                     std::to_string(counts.columns) + " tokens");
+  }
+  if (options.max_context > 0 && counts.columns > options.max_context) {
+    return Status::budget("open: max_context must be at least the " +
+                          std::to_string(counts.columns) + " tokens that were saved, got " +
+                          std::to_string(options.max_context));
+  }
+  return Status::ok();
+}
+
+Status Loader::load(const SavedCounts& counts, const SavedTensors& saved) {
+  KVSWAP_RETURN_IF_ERROR(check(counts, saved));
+  KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.columns));
+  KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
+  KVSWAP_RETURN_IF_ERROR(load_projections(saved));
+  KVSWAP_RETURN_IF_ERROR(load_summaries(counts, saved));
+  if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    batch_.layer(layer) = {counts.columns, counts.groups};
+    KVSWAP_RETURN_IF_ERROR(load_sinks(layer, counts, saved));
+    KVSWAP_RETURN_IF_ERROR(load_tail(layer, counts, saved));
+  }
+  return Status::ok();
+}
+
+Status Loader::load_validity(const SavedCounts& counts, const SavedTensors& saved) {
+  const int64_t sizes[] = {counts.sequences / parts_.options.heads_apart, counts.columns};
+  auto found = saved.get("validity", "BOOL", sizes);
+  if (!found.is_ok()) return found.status();
+  const std::span<const std::byte> flags = found.value();
+  if (std::ranges::any_of(flags, [](std::byte flag) { return flag > std::byte{1}; })) {
+    return saved.refuse("validity", "hold 0 or 1 for each token");
+  }
+  batch_.declare(counts.columns, reinterpret_cast<const bool*>(flags.data()));
+  return Status::ok();
+}
+
+Status Loader::load_projections(const SavedTensors& saved) {
+  const EngineOptions& options = parts_.options;
+  for (size_t layer = 0; layer < options.ranks.size(); ++layer) {
+    const auto index = static_cast<int64_t>(layer);
+    if (!saved.has(projection_name(index, true))) continue;
+    const int64_t sizes[] = {options.heads_apart * options.kv_heads * options.head_dim,
+                             options.ranks[layer]};
+    std::vector<float> both[2];
+    for (const bool is_key : {true, false}) {
+      const std::string name = projection_name(index, is_key);
+      auto found = saved.get(name, "F32", sizes);
+      if (!found.is_ok()) return found.status();
+      std::vector<float>& matrix = both[is_key ? 0 : 1];
+      matrix = copied<float>(found.value());
+      if (!std::ranges::all_of(matrix, [](float one) { return std::isfinite(one); })) {
+        return saved.refuse(name, "be finite");
+      }
+    }
+    KVSWAP_RETURN_IF_ERROR(
+        editor_.set_projection(index, options.ranks[layer], both[0].data(), both[1].data()));
+  }
+  return Status::ok();
+}
+
+Status Loader::load_summaries(const SavedCounts& counts, const SavedTensors& saved) {
+  const int64_t tokens = counts.groups * parts_.options.group_tokens;
+  int64_t bytes = 0;
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    auto of_layer = parts_.selector->bytes_to_load(layer, tokens, saved);
+    if (!of_layer.is_ok()) return of_layer.status();
+    bytes += of_layer.value();
+  }
+  KVSWAP_RETURN_IF_ERROR(account_.charge_loaded(batch_, counts.groups, bytes));
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    KVSWAP_RETURN_IF_ERROR(parts_.selector->load(layer, tokens, saved));
+  }
+  return Status::ok();
+}
+
+Status Loader::load_tables(const SavedCounts& counts, const SavedTensors& saved) {
+  const int64_t sizes[] = {counts.records, 3};
+  auto found = saved.get("records", "U32", sizes);
+  if (!found.is_ok()) return found.status();
+  SavedTables tables;
+  tables.records = copied<SavedRecord>(found.value());
+  const int64_t places = parts_.options.base->end_bytes / parts_.record_bytes();
+  if (!std::ranges::all_of(tables.records,
+                           [places](const SavedRecord& record) { return record.place < places; })) {
+    return saved.refuse("records", "lie in the file of records");
+  }
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    const std::string name = saved_name(layer, "table");
+    const int64_t table_sizes[] = {counts.sequences, counts.groups};
+    auto table = saved.get(name, "U32", table_sizes);
+    if (!table.is_ok()) return table.status();
+    auto& of_layer = tables.tables.emplace_back();
+    const size_t bytes = counts.groups * sizeof(uint32_t);
+    for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
+      of_layer.push_back(copied<uint32_t>(table.value().subspan(sequence * bytes, bytes)));
+      if (std::ranges::any_of(of_layer.back(),
+                              [&](uint32_t number) { return number >= tables.records.size(); })) {
+        return saved.refuse(name, "name records that are there");
+      }
+    }
+  }
+  parts_.store->restore(tables);
+  return Status::ok();
+}
+
+Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedTensors& saved) {
+  const EngineOptions& options = parts_.options;
+  int64_t count = 0;
+  for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
+    for (int64_t group = 0; group < counts.groups; ++group) {
+      count += batch_.is_sink(sequence, group) ? 1 : 0;
+    }
+  }
+  if (count == 0) return Status::ok();
+  const std::string name = saved_name(layer, "sinks");
+  const int64_t sizes[] = {count, 2};
+  auto sinks = saved.get(name, "U32", sizes);
+  if (!sinks.is_ok()) return sinks.status();
+  const int64_t record_sizes[] = {count, options.kv_heads, 2, options.group_tokens,
+                                  options.head_dim};
+  auto records =
+      saved.get(saved_name(layer, "sink_records"), saved_dtype(options.dtype), record_sizes);
+  if (!records.is_ok()) return records.status();
+  const std::vector<uint32_t> places = copied<uint32_t>(sinks.value());
+  const int64_t bytes = options.payload_bytes();
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t sequence = places[2 * i];
+    const uint32_t group = places[2 * i + 1];
+    if (sequence >= counts.sequences || group >= counts.groups ||
+        !batch_.is_sink(sequence, group) || batch_.is_pinned(layer, sequence, group)) {
+      return saved.refuse(name, "name the groups of each sequence's first tokens, each once");
+    }
+    SequencePages& pages = batch_.pages(sequence);
+    std::vector<int32_t>& pinned = pages.sinks(layer);
+    const int32_t page = pages.sink_page(layer, static_cast<int64_t>(pinned.size()));
+    KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(
+        pages.pool().page(page), records.value().data() + i * bytes, bytes));
+    pinned.push_back(static_cast<int32_t>(group));
+  }
+  return Status::ok();
+}
+
+Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTensors& saved) {
+  const EngineOptions& options = parts_.options;
+  const int64_t begin = counts.groups * options.group_tokens;
+  const int64_t newest = counts.columns - begin;
+  if (newest == 0) return Status::ok();
+  const int64_t sizes[] = {counts.sequences, 2, options.kv_heads, newest, options.head_dim};
+  auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype), sizes);
+  if (!found.is_ok()) return found.status();
+  const int64_t groups = (newest + options.group_tokens - 1) / options.group_tokens;
+  const int64_t record_bytes = parts_.record_bytes();
+  const size_t half = found.value().size() / counts.sequences / 2;
+  std::vector<std::byte> records(groups * record_bytes);
+  for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
+    std::vector<std::byte> tokens =
+        copied<std::byte>(found.value().subspan(2 * sequence * half, 2 * half));
+    std::vector<void*> targets;
+    std::vector<int64_t> first_tokens;
+    std::vector<int32_t> lengths;
+    for (int64_t group = 0; group < groups; ++group) {
+      targets.push_back(records.data() + group * record_bytes);
+      first_tokens.push_back(group * options.group_tokens);
+      lengths.push_back(static_cast<int32_t>(
+          std::min(options.group_tokens, newest - group * options.group_tokens)));
+    }
+    pack_records({.shape = options.record_shape(),
+                  .tokens = {.keys = tokens.data(),
+                             .values = tokens.data() + half,
+                             .key_head_stride = newest * options.head_dim,
+                             .key_token_stride = options.head_dim,
+                             .value_head_stride = newest * options.head_dim,
+                             .value_token_stride = options.head_dim},
+                  .records = targets.data(),
+                  .first_tokens = first_tokens.data(),
+                  .lengths = lengths.data(),
+                  .count = groups});
+    KVSWAP_RETURN_IF_ERROR(tail_.put_back(layer, sequence, counts.groups, groups, records.data()));
+  }
+  return Status::ok();
+}
+
+}  // namespace kvswap

@@ -1,0 +1,303 @@
+#include "engine/saver.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "engine/saved_names.h"
+#include "io/kernel.h"
+
+namespace kvswap {
+namespace {
+
+constexpr uint32_t kNoNumber = std::numeric_limits<uint32_t>::max();
+
+}  // namespace
+
+Status Saver::settle() {
+  const int64_t columns = batch_.size() == 0 ? 0 : batch_.layer(0).columns;
+  if (columns == 0) {
+    return Status::invalid("save: the session must hold tokens, and is empty; prefill first");
+  }
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    if (batch_.layer(layer).columns != columns) {
+      return Status::invalid(
+          "save: all layers must hold the same tokens, got " + std::to_string(columns) +
+          " in layer 0 and " + std::to_string(batch_.layer(layer).columns) + " in layer " +
+          std::to_string(layer) + "; end the forward pass, or crop() to the shortest");
+    }
+    KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
+  }
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle());
+  return parts_.store->flush();
+}
+
+SavedCounts Saver::counts() const {
+  return {.sequences = batch_.size(),
+          .columns = batch_.layer(0).columns,
+          .groups = batch_.layer(0).sealed_groups,
+          .record_bytes = parts_.record_bytes(),
+          .seed = parts_.store->seed()};
+}
+
+bool Saver::may_link() const {
+  const RecordStore& store = *parts_.store;
+  const int64_t used = store.end_bytes() - parts_.file->own_begin_bytes();
+  // A file that is mostly holes would be larger than a copy, and slower to read.
+  return store.bytes_on_disk() > 0 && !parts_.file->is_full() && store.is_alone() &&
+         2 * store.bytes_on_disk() >= used;
+}
+
+/// Makes the own file fit to be kept, and gives it to the target.
+Result<bool> Saver::link(SaveTarget& target) {
+  if (!may_link()) return false;
+  const int64_t begin = parts_.file->own_begin_bytes();
+  int error = 0;
+  // What was there once is nobody's business.
+  parts_.store->each_hole([&](int64_t offset, int64_t length) {
+    const int punched = kernel().fallocate(
+        parts_.file->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset - begin, length);
+    if (error == 0) error = punched;
+  });
+  if (error != 0) return false;
+  KVSWAP_RETURN_IF_ERROR(parts_.file->shrink(parts_.store->end_bytes()));
+  return target.link_records(parts_.file->fd());
+}
+
+Status Saver::copy(SaveTarget& target, uint64_t seed, std::vector<SavedRecord>& records,
+                   std::vector<uint32_t>& numbers) {
+  const int64_t sealed = batch_.layer(0).sealed_groups;
+  const int64_t record_bytes = parts_.record_bytes();
+  const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
+  if (block == 0) return Status::ok();
+  auto allocated = AlignedBytes::allocate(block * record_bytes);
+  if (!allocated.is_ok()) return allocated.status();
+  const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+      const auto is_new = [&](int64_t group) {
+        return numbers[parts_.store->number(layer, sequence, group)] == kNoNumber;
+      };
+      for (int64_t group = 0; group < sealed;) {
+        int64_t count = 0;
+        while (count < block && group + count < sealed && is_new(group + count)) ++count;
+        if (count > 0) {
+          KVSWAP_RETURN_IF_ERROR(
+              copy_groups(target, seed, {layer, sequence, group, count}, buffer, records, numbers));
+        }
+        group += std::max<int64_t>(1, count);
+      }
+    }
+  }
+  return Status::ok();
+}
+
+Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
+                          const std::shared_ptr<AlignedBytes>& buffer,
+                          std::vector<SavedRecord>& records, std::vector<uint32_t>& numbers) {
+  const int64_t record_bytes = parts_.record_bytes();
+  KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer, 0));
+  for (int64_t i = 0; i < groups.count; ++i) {
+    const int64_t group = groups.first + i;
+    const auto number = static_cast<uint32_t>(records.size());
+    numbers[parts_.store->number(groups.layer, groups.sequence, group)] = number;
+    const uint32_t sum =
+        parts_.store->sum(buffer->data() + i * record_bytes, groups.layer, group, number + 1, seed);
+    records.push_back({number, number + 1, sum});
+  }
+  return target.write_records({buffer->data(), static_cast<size_t>(groups.count * record_bytes)});
+}
+
+Status Saver::save(SaveTarget& target) {
+  KVSWAP_RETURN_IF_ERROR(settle());
+  SavedCounts saved = counts();
+  auto linked = link(target);
+  if (!linked.is_ok()) return linked.status();
+  std::vector<uint32_t> numbers;
+  std::vector<SavedRecord> records = parts_.store->live_records(numbers);
+  std::shared_ptr<DataFile> next;
+  if (linked.value()) {
+    auto opened = parts_.open_own_file();
+    if (!opened.is_ok()) return opened.status();
+    next = std::move(opened.value());
+    const auto first =
+        static_cast<uint32_t>(parts_.file->own_begin_bytes() / parts_.record_bytes());
+    for (SavedRecord& record : records) record.place -= first;
+  } else {
+    std::fill(numbers.begin(), numbers.end(), kNoNumber);
+    records.clear();
+    saved.seed = random_seed();
+    KVSWAP_RETURN_IF_ERROR(copy(target, saved.seed, records, numbers));
+  }
+  saved.records = static_cast<int64_t>(records.size());
+  const auto kept = std::make_shared<const std::vector<uint32_t>>(std::move(numbers));
+  KVSWAP_RETURN_IF_ERROR(target.finish(saved, list(std::move(records), kept)));
+  if (linked.value()) {
+    parts_.file->keep();
+    seal_file(std::move(next));
+  }
+  return Status::ok();
+}
+
+Result<Saver::Shared> Saver::share() {
+  KVSWAP_RETURN_IF_ERROR(settle());
+  Shared shared;
+  shared.counts = counts();
+  const bool has_written = parts_.store->end_bytes() > parts_.file->own_begin_bytes();
+  if (has_written) {
+    if (parts_.file->is_full()) {
+      return Status::invalid("fork: a session must stand on at most " +
+                             std::to_string(FileStack::kFilesMax) +
+                             " files, one for each fork before it; save() it and open what was "
+                             "saved");
+    }
+    auto next = parts_.open_own_file();
+    if (!next.is_ok()) return next.status();
+    seal_file(std::move(next.value()));
+  }
+  auto base = std::make_shared<BaseFiles>();
+  base->parts = parts_.file->parts();
+  base->parts.pop_back();
+  base->seeds = parts_.store->seeds();
+  base->seeds.pop_back();
+  base->end_bytes = parts_.file->own_begin_bytes();
+  base->record_bytes = parts_.record_bytes();
+  base->groups = shared.counts.groups;
+  std::vector<uint32_t> numbers;
+  std::vector<SavedRecord> records = parts_.store->live_records(numbers);
+  shared.counts.records = static_cast<int64_t>(records.size());
+  shared.tensors =
+      list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)));
+  shared.base = std::move(base);
+  return shared;
+}
+
+/// From now on records go to `next`.
+void Saver::seal_file(std::shared_ptr<DataFile> next) {
+  const int64_t begin = FileStack::begin_above(parts_.store->end_bytes(), parts_.record_bytes());
+  parts_.file->seal(std::move(next), begin);
+  parts_.store->begin_file(begin, random_seed());
+}
+
+std::vector<SavedTensor> Saver::list(std::vector<SavedRecord> records, const Numbers& numbers) {
+  std::vector<SavedTensor> tensors;
+  const int64_t columns = batch_.layer(0).columns;
+  const int64_t apart = parts_.options.heads_apart;
+  tensors.push_back({"validity",
+                     "BOOL",
+                     {batch_.size() / apart, columns},
+                     columns,
+                     [=, this](int64_t first, int64_t count, std::byte* target) {
+                       for (int64_t i = 0; i < count * columns; ++i) {
+                         const int64_t sequence = (first + i / columns) * apart;
+                         const TokenValidity& validity = batch_.validity(sequence);
+                         target[i] = std::byte{validity.is_valid(i % columns)};
+                       }
+                       return Status::ok();
+                     }});
+  if (!records.empty()) {
+    const auto count = static_cast<int64_t>(records.size());
+    const auto held = std::make_shared<const std::vector<SavedRecord>>(std::move(records));
+    tensors.push_back({"records",
+                       "U32",
+                       {count, 3},
+                       sizeof(SavedRecord),
+                       [held](int64_t first, int64_t rows, std::byte* target) {
+                         std::memcpy(target, held->data() + first, rows * sizeof(SavedRecord));
+                         return Status::ok();
+                       }});
+  }
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    list_layer(layer, numbers, tensors);
+    list_sinks(layer, tensors);
+    parts_.selector->list(layer, tensors);
+  }
+  return tensors;
+}
+
+void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors) {
+  const EngineOptions& options = parts_.options;
+  const int64_t groups = batch_.layer(layer).sealed_groups;
+  const int64_t columns = batch_.layer(layer).columns;
+  if (groups > 0) {
+    const int64_t row_bytes = groups * int64_t{sizeof(uint32_t)};
+    tensors.push_back(
+        {saved_name(layer, "table"),
+         "U32",
+         {batch_.size(), groups},
+         row_bytes,
+         [this, layer, groups, numbers](int64_t first, int64_t count, std::byte* target) {
+           for (int64_t i = 0; i < count * groups; ++i) {
+             const uint32_t number =
+                 (*numbers)[parts_.store->number(layer, first + i / groups, i % groups)];
+             std::memcpy(target + i * sizeof(number), &number, sizeof(number));
+           }
+           return Status::ok();
+         }});
+  }
+  const int64_t begin = groups * options.group_tokens;
+  const int64_t newest = columns - begin;
+  if (newest == 0) return;
+  const int64_t half = options.kv_heads * newest * options.head_dim * dtype_bytes(options.dtype);
+  tensors.push_back({saved_name(layer, "tail"),
+                     saved_dtype(options.dtype),
+                     {batch_.size(), 2, options.kv_heads, newest, options.head_dim},
+                     2 * half,
+                     [=, this](int64_t first, int64_t count, std::byte* target) {
+                       for (int64_t i = 0; i < count; ++i, target += 2 * half) {
+                         KVSWAP_RETURN_IF_ERROR(
+                             past_.read({layer, first + i, begin, columns}, target, target + half));
+                       }
+                       return Status::ok();
+                     }});
+}
+
+void Saver::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors) {
+  const EngineOptions& options = parts_.options;
+  struct Sink {
+    uint32_t sequence;
+    uint32_t group;
+    const std::byte* page;
+  };
+  std::vector<Sink> sinks;
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    SequencePages& pages = batch_.pages(sequence);
+    int64_t index = 0;
+    for (const int32_t group : pages.sinks(layer)) {
+      sinks.push_back({static_cast<uint32_t>(sequence), static_cast<uint32_t>(group),
+                       pages.pool().page(pages.sink_page(layer, index++))});
+    }
+  }
+  if (sinks.empty()) return;
+  const auto count = static_cast<int64_t>(sinks.size());
+  constexpr int64_t kRowBytes = 2 * sizeof(uint32_t);
+  tensors.push_back({saved_name(layer, "sinks"),
+                     "U32",
+                     {count, 2},
+                     kRowBytes,
+                     [sinks](int64_t first, int64_t rows, std::byte* target) {
+                       for (int64_t i = 0; i < rows; ++i) {
+                         std::memcpy(target + i * kRowBytes, &sinks[first + i], kRowBytes);
+                       }
+                       return Status::ok();
+                     }});
+  const int64_t bytes = options.payload_bytes();
+  tensors.push_back({saved_name(layer, "sink_records"),
+                     saved_dtype(options.dtype),
+                     {count, options.kv_heads, 2, options.group_tokens, options.head_dim},
+                     bytes,
+                     [this, sinks, bytes](int64_t first, int64_t rows, std::byte* target) {
+                       for (int64_t i = 0; i < rows; ++i) {
+                         KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
+                             target + i * bytes, sinks[first + i].page, bytes));
+                       }
+                       return Status::ok();
+                     }});
+}
+
+}  // namespace kvswap

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/base_files.h"
+#include "engine/batch.h"
+#include "engine/past_reader.h"
+#include "engine/sealer.h"
+#include "io/saved_tensor.h"
+
+namespace kvswap {
+
+/// Where a session is saved to. Calls come in this order; an error ends them.
+class SaveTarget {
+ public:
+  virtual ~SaveTarget() = default;
+  /// Takes the file of that descriptor as it stands; false where it cannot be had so, and its
+  /// records are to be written instead.
+  virtual Result<bool> link_records(int fd) = 0;
+  /// The next records, in order.
+  virtual Status write_records(std::span<const std::byte> records) = 0;
+  /// All the rest; what was saved is there for good when it returns.
+  virtual Status finish(const SavedCounts& counts, std::span<const SavedTensor> tensors) = 0;
+};
+
+/// What a session holds, for a saved one or a fork.
+///
+/// The session goes on as before: where its own file became the saved one, or a fork's, new records
+/// go to another file. Beside the budget it takes a few bytes a record while it runs. Not
+/// thread-safe.
+class Saver {
+ public:
+  Saver(EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past)
+      : parts_(parts), batch_(batch), sealer_(sealer), past_(past) {}
+
+  Status save(SaveTarget& target);
+
+  /// What a fork begins with; `tensors` stand until the session's next call.
+  struct Shared {
+    std::shared_ptr<const BaseFiles> base;
+    SavedCounts counts;
+    std::vector<SavedTensor> tensors;
+  };
+  Result<Shared> share();
+
+ private:
+  using Numbers = std::shared_ptr<const std::vector<uint32_t>>;  // of the store's record -> saved
+
+  Status settle();
+  SavedCounts counts() const;
+  bool may_link() const;
+  Result<bool> link(SaveTarget& target);
+  Status copy(SaveTarget& target, uint64_t seed, std::vector<SavedRecord>& records,
+              std::vector<uint32_t>& numbers);
+  Status copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
+                     const std::shared_ptr<AlignedBytes>& buffer, std::vector<SavedRecord>& records,
+                     std::vector<uint32_t>& numbers);
+  std::vector<SavedTensor> list(std::vector<SavedRecord> records, const Numbers& numbers);
+  void list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors);
+  void list_sinks(int64_t layer, std::vector<SavedTensor>& tensors);
+  void seal_file(std::shared_ptr<DataFile> next);
+
+  EngineParts& parts_;
+  Batch& batch_;
+  Sealer& sealer_;
+  PastReader& past_;
+};
+
+}  // namespace kvswap

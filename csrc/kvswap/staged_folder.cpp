@@ -1,0 +1,318 @@
+#include "kvswap/staged_folder.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <random>
+#include <string_view>
+#include <utility>
+
+#include "io/error_text.h"
+#include "io/kernel.h"
+
+namespace kvswap {
+namespace {
+
+constexpr size_t kRandomLength = 16;  // nobody else has such a name
+constexpr size_t kNameBytesMax = 230;
+constexpr int kLockAttempts = 50;
+constexpr int kLockPauseMicroseconds = 10000;
+constexpr const char* kFiles[] = {kManifestFile, kStateFile, kRecordsFile};
+
+Status failed(const std::string& path, const std::string& must, int error) {
+  return Status::storage(
+      "saved cache " + path + ": " + must + ", got " + errno_text(error) + storage_hint(error),
+      error, path);
+}
+
+Status in_use(const std::string& path) {
+  return Status(StatusCode::kInvalid,
+                "saved cache " + path +
+                    ": must be used by nobody to be replaced or removed, and is open in this or "
+                    "another process; close it there first",
+                EBUSY)
+      .with_path(path);
+}
+
+/// "a/b.kvswap/" -> "a", "b.kvswap".
+Result<std::pair<std::string, std::string>> split(std::string path) {
+  const std::string given = path;
+  while (path.size() > 1 && path.ends_with('/')) path.pop_back();
+  const size_t slash = path.rfind('/');
+  const std::string parent = slash == std::string::npos ? "."
+                             : slash == 0               ? "/"
+                                                        : path.substr(0, slash);
+  const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
+  if (name.empty() || name == "." || name == ".." || name.size() > kNameBytesMax ||
+      given.find('\0') != std::string::npos) {
+    return Status::invalid("saved cache: path must name a folder in at most " +
+                           std::to_string(kNameBytesMax) + " bytes without NUL, got '" +
+                           given.substr(0, given.find('\0')) + "'");
+  }
+  return std::pair(parent, name);
+}
+
+std::string hidden_prefix(const std::string& name) { return "." + name + "."; }
+
+std::string hidden_name(const std::string& name) {
+  static constexpr std::string_view kLetters = "abcdefghijklmnopqrstuvwxyz0123456789";
+  std::random_device random;
+  std::string hidden = hidden_prefix(name);
+  for (size_t i = 0; i < kRandomLength; ++i) hidden += kLetters[random() % kLetters.size()];
+  return hidden;
+}
+
+/// Only the files of a saved cache: anything else stays, and the folder with it.
+int remove_folder(int parent, const std::string& name) {
+  const OwnedFd folder(
+      ::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (folder.get() < 0) return -errno;
+  for (const char* file : kFiles) {
+    if (::unlinkat(folder.get(), file, 0) != 0 && errno != ENOENT) return -errno;
+  }
+  return ::unlinkat(parent, name.c_str(), AT_REMOVEDIR) == 0 ? 0 : -errno;
+}
+
+/// Folders that a killed process has left; one that somebody fills is locked.
+void remove_left_folders(int parent, const std::string& name) {
+  const std::string prefix = hidden_prefix(name);
+  const int copy = ::openat(parent, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR* entries = copy < 0 ? nullptr : ::fdopendir(copy);
+  if (entries == nullptr) return;
+  while (const dirent* entry = ::readdir(entries)) {
+    const std::string found = entry->d_name;
+    if (found.size() != prefix.size() + kRandomLength || !found.starts_with(prefix)) continue;
+    const OwnedFd folder(
+        ::openat(parent, found.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (folder.get() < 0 || ::flock(folder.get(), LOCK_EX | LOCK_NB) != 0) continue;
+    (void)remove_folder(parent, found);
+  }
+  ::closedir(entries);
+}
+
+Result<OwnedFd> open_parent(const std::string& path) {
+  const int fd = kernel().open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  if (fd >= 0) return OwnedFd(fd);
+  return Status(StatusCode::kInvalid,
+                "saved cache: its parent folder must exist, got '" + path + "' where " +
+                    errno_text(-fd) + "; create it or choose another path",
+                -fd)
+      .with_path(path);
+}
+
+/// Holds the lock of one that is there and is no more than a saved cache.
+Result<OwnedFd> lock_alone(int parent, const std::string& name, const std::string& path) {
+  const OwnedFd folder(
+      ::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (folder.get() < 0) return failed(path, "must be a folder", errno);
+  if (::faccessat(folder.get(), kManifestFile, F_OK, AT_SYMLINK_NOFOLLOW) != 0) {
+    return Status(StatusCode::kInvalid,
+                  "saved cache " + path +
+                      ": must be a saved cache to be replaced or removed, and "
+                      "has no manifest.json; choose another path",
+                  EEXIST)
+        .with_path(path);
+  }
+  OwnedFd records(::openat(folder.get(), kRecordsFile, O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+  // Without records nobody can have it open. The kernel takes a moment to close what a process has
+  // left that used io_uring.
+  for (int attempt = 0; records.get() >= 0; ++attempt) {
+    if (::flock(records.get(), LOCK_EX | LOCK_NB) == 0) break;
+    if (attempt == kLockAttempts) return in_use(path);
+    ::usleep(kLockPauseMicroseconds);
+  }
+  return records;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& target,
+                                                           Existing existing) {
+  auto parts = split(target);
+  if (!parts.is_ok()) return parts.status();
+  std::unique_ptr<StagedFolder> staged(new StagedFolder(target, existing));
+  auto parent = open_parent(parts.value().first);
+  if (!parent.is_ok()) return parent.status();
+  staged->parent_ = std::move(parent.value());
+  staged->name_ = parts.value().second;
+  const int at = staged->parent_.get();
+  if (::faccessat(at, staged->name_.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0) {
+    if (existing == Existing::kRefuse) {
+      return Status(StatusCode::kInvalid,
+                    "save: '" + target +
+                        "' must not exist, and does; choose another path, remove "
+                        "it with kvswap rm, or pass overwrite",
+                    EEXIST)
+          .with_path(target);
+    }
+    auto locked = lock_alone(at, staged->name_, target);
+    if (!locked.is_ok()) return locked.status();
+  }
+  remove_left_folders(at, staged->name_);
+  const std::string hidden = hidden_name(staged->name_);
+  const int made = kernel().make_folder(at, hidden.c_str(), 0700);
+  if (made < 0) return failed(target, "its parent folder must take a new one", -made);
+  staged->staged_name_ = hidden;
+  staged->folder_ =
+      OwnedFd(::openat(at, hidden.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (staged->fd() < 0) {
+    // A umask may have taken what its owner needs.
+    (void)::fchmodat(at, hidden.c_str(), 0700, 0);
+    staged->folder_ =
+        OwnedFd(::openat(at, hidden.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  }
+  if (staged->fd() < 0 || ::fchmod(staged->fd(), 0700) != 0) {
+    return failed(target, "a new folder must be usable", errno);
+  }
+  (void)::flock(staged->fd(), LOCK_EX | LOCK_NB);
+  return staged;
+}
+
+StagedFolder::~StagedFolder() {
+  if (!staged_name_.empty()) (void)remove_folder(parent_.get(), staged_name_);
+}
+
+Result<OwnedFd> StagedFolder::create_file(const char* name) {
+  const int fd =
+      kernel().open_at(this->fd(), name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (fd < 0) return failed(target_, std::string(name) + " must be made", -fd);
+  OwnedFd file(fd);
+  if (::fchmod(fd, 0600) != 0) return failed(target_, std::string(name) + " must be ours", errno);
+  return file;
+}
+
+Status StagedFolder::finish_file(int fd, const char* name) {
+  const int synced = kernel().fsync(fd);
+  if (synced == 0) return Status::ok();
+  return failed(target_, std::string(name) + " must reach the disk", -synced);
+}
+
+Status StagedFolder::publish() {
+  const int synced = kernel().fsync(fd());
+  if (synced != 0) return failed(target_, "the folder must reach the disk", -synced);
+  const char* from = staged_name_.c_str();
+  int renamed = kernel().rename(parent_.get(), from, name_.c_str(), RENAME_NOREPLACE);
+  if (renamed == -EEXIST && existing_ == Existing::kReplace) return replace();
+  if (renamed == -EINVAL || renamed == -ENOSYS) {
+    // Without the flag a folder that is not empty is not replaced either.
+    renamed = kernel().rename(parent_.get(), from, name_.c_str(), 0);
+  }
+  if (renamed != 0) return failed(target_, "must take its name, which nothing has", -renamed);
+  staged_name_ = name_;  // what is not durable is taken back
+  const int durable = kernel().fsync(parent_.get());
+  if (durable != 0) return failed(target_, "its parent folder must reach the disk", -durable);
+  staged_name_.clear();
+  return Status::ok();
+}
+
+Status StagedFolder::replace() {
+  auto lock = lock_alone(parent_.get(), name_, target_);
+  if (!lock.is_ok()) return lock.status();
+  const int exchanged =
+      kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
+  if (exchanged != 0) {
+    return failed(target_, "its file system must exchange two folders; save to another path",
+                  -exchanged);
+  }
+  const int durable = kernel().fsync(parent_.get());
+  if (durable != 0) {
+    // The old one comes back, and the new one goes with this object.
+    (void)kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
+    return failed(target_, "its parent folder must reach the disk", -durable);
+  }
+  // What stands under the hidden name is the old one.
+  (void)remove_folder(parent_.get(), staged_name_);
+  staged_name_.clear();
+  return Status::ok();
+}
+
+Status write_all(int fd, const std::string& path, const void* data, size_t bytes,
+                 int64_t offset_bytes) {
+  const auto* from = static_cast<const std::byte*>(data);
+  int attempts = 0;
+  while (bytes > 0) {
+    const int64_t count = kernel().pwrite(fd, from, bytes, offset_bytes);
+    if (count > 0) {
+      from += count;
+      bytes -= static_cast<size_t>(count);
+      offset_bytes += count;
+      attempts = 0;
+      continue;
+    }
+    const int error = count == 0 ? EIO : static_cast<int>(-count);
+    if ((error == EINTR || error == EAGAIN) && ++attempts < 300) {
+      ::usleep(1000);
+      continue;
+    }
+    return failed(path, "must be written whole", error);
+  }
+  return Status::ok();
+}
+
+Status remove_saved(const std::string& target) {
+  auto parts = split(target);
+  if (!parts.is_ok()) return parts.status();
+  auto parent = open_parent(parts.value().first);
+  if (!parent.is_ok()) return parent.status();
+  const std::string& name = parts.value().second;
+  const int at = parent.value().get();
+  if (::faccessat(at, name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) != 0) {
+    return Status(StatusCode::kInvalid, "saved cache " + target + ": must be there, and is not",
+                  ENOENT)
+        .with_path(target);
+  }
+  auto lock = lock_alone(at, name, target);
+  if (!lock.is_ok()) return lock.status();
+  const std::string hidden = hidden_name(name);
+  const int renamed = kernel().rename(at, name.c_str(), hidden.c_str(), RENAME_NOREPLACE);
+  if (renamed != 0) return failed(target, "must be removable", -renamed);
+  const int removed = remove_folder(at, hidden);
+  if (removed == -ENOTEMPTY || removed == -EEXIST) {
+    return failed(target, "must hold nothing but a saved cache; the rest stands in " + hidden,
+                  -removed);
+  }
+  if (removed != 0) return failed(target, "must be removable", -removed);
+  (void)kernel().fsync(at);
+  return Status::ok();
+}
+
+Result<OwnedFd> open_saved_folder(const std::string& target) {
+  auto parts = split(target);
+  if (!parts.is_ok()) return parts.status();
+  auto parent = open_parent(parts.value().first);
+  if (!parent.is_ok()) return parent.status();
+  const int fd = kernel().open_at(parent.value().get(), parts.value().second.c_str(),
+                                  O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (fd >= 0) return OwnedFd(fd);
+  return Status(StatusCode::kInvalid,
+                "open: '" + target + "' must be the folder of a saved cache, got " +
+                    errno_text(-fd) + "; KVSwapCache.save() makes one",
+                -fd)
+      .with_path(target);
+}
+
+Result<OwnedFd> open_saved_file(int folder, const std::string& target, const char* name) {
+  // Not to wait for the writer of a pipe of that name.
+  const int fd = kernel().open_at(folder, name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0);
+  if (fd < 0) {
+    const std::string what = fd == -ELOOP ? "must be a file, and is a link"
+                                          : "must be there and readable, got " + errno_text(-fd);
+    return Status::corrupt(
+        "open: " + target + "/" + name + " " + what + "; it is no whole saved cache: save it again",
+        target);
+  }
+  OwnedFd file(fd);
+  struct stat facts{};
+  if (::fstat(fd, &facts) != 0 || !S_ISREG(facts.st_mode)) {
+    return Status::corrupt("open: " + target + "/" + name + " must be a regular file, and is none",
+                           target);
+  }
+  return file;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "io/kernel.h"
+#include "io/read_only_file.h"
+
+namespace kvswap {
+
+/// A saved engine whose tensors stand in memory, and its records in a file.
+class SavedInMemory final : public SaveTarget, public SavedTensors {
+ public:
+  explicit SavedInMemory(std::string directory, bool may_link = true)
+      : directory_(std::move(directory)), may_link_(may_link) {}
+  ~SavedInMemory() override { (void)::unlink(path().c_str()); }
+
+  std::string path() const { return directory_ + "/records.bin"; }
+  bool is_linked() const { return is_linked_; }
+  const SavedCounts& counts() const { return counts_; }
+  std::map<std::string, std::vector<std::byte>>& tensors() { return tensors_; }
+
+  Result<bool> link_records(int fd) override {
+    if (!may_link_) return false;
+    const int folder = ::open(directory_.c_str(), O_RDONLY | O_DIRECTORY);
+    const int named = kernel().name_file(fd, folder, "records.bin");
+    ::close(folder);
+    is_linked_ = named == 0;
+    return is_linked_;
+  }
+  Status write_records(std::span<const std::byte> records) override {
+    const int fd = ::open(path().c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
+    EXPECT_EQ(::write(fd, records.data(), records.size()), static_cast<ssize_t>(records.size()));
+    ::close(fd);
+    return Status::ok();
+  }
+  Status finish(const SavedCounts& counts, std::span<const SavedTensor> tensors) override {
+    counts_ = counts;
+    for (const SavedTensor& tensor : tensors) {
+      EXPECT_EQ(tensors_.count(tensor.name), 0) << tensor.name;
+      std::vector<std::byte>& bytes = tensors_[tensor.name];
+      bytes.resize(tensor.bytes());
+      for (int64_t row = 0; row < tensor.shape[0]; ++row) {
+        KVSWAP_RETURN_IF_ERROR(tensor.read(row, 1, bytes.data() + row * tensor.row_bytes));
+      }
+      facts_[tensor.name] = {tensor.dtype, tensor.shape};
+    }
+    return Status::ok();
+  }
+
+  bool has(const std::string& name) const override { return tensors_.contains(name); }
+  Result<std::span<const std::byte>> get(const std::string& name, const std::string& dtype,
+                                         std::span<const int64_t> shape) const override {
+    const auto found = tensors_.find(name);
+    if (found == tensors_.end()) return refuse(name, "be there");
+    const auto& [known_dtype, known_shape] = facts_.at(name);
+    if (known_dtype != dtype || !std::ranges::equal(known_shape, shape)) {
+      return refuse(name, "have another shape");
+    }
+    return std::span<const std::byte>(found->second);
+  }
+  Status refuse(const std::string& name, const std::string& must) const override {
+    return Status::corrupt("state: " + name + " must " + must, directory_);
+  }
+
+  /// An engine that goes on from what was saved.
+  Result<std::unique_ptr<Engine>> open(EngineOptions options) const {
+    auto base = std::make_shared<BaseFiles>();
+    const int fd = ::open(path().c_str(), O_RDONLY | O_CLOEXEC | O_CREAT, 0600);
+    base->end_bytes = ::lseek(fd, 0, SEEK_END);
+    base->record_bytes = counts_.record_bytes;
+    base->parts.push_back({make_read_only_file(OwnedFd(fd), {.directory = directory_,
+                                                             .wants_direct = true,
+                                                             .unit_bytes = counts_.record_bytes}),
+                           0});
+    base->seeds = {{0, counts_.seed}};
+    base->groups = counts_.groups;
+    options.base = base;
+    auto engine = Engine::create(options, nullptr);
+    if (!engine.is_ok()) return engine;
+    KVSWAP_RETURN_IF_ERROR(engine.value()->load(counts_, *this));
+    return engine;
+  }
+
+ private:
+  std::string directory_;
+  bool may_link_;
+  bool is_linked_ = false;
+  SavedCounts counts_;
+  std::map<std::string, std::vector<std::byte>> tensors_;
+  std::map<std::string, std::pair<std::string, std::vector<int64_t>>> facts_;
+};
+
+}  // namespace kvswap

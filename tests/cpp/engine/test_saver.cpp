@@ -1,0 +1,294 @@
+// Saved engines and forks go on exactly as the one that was saved would have.
+
+#include <gtest/gtest.h>
+
+#include "device/host_device.h"
+#include "engine_run.h"
+#include "saved_engine.h"
+
+namespace kvswap {
+namespace {
+
+struct Kind {
+  const char* name;
+  const char* summary_dtype;
+  DType dtype;
+  bool on_device;
+};
+
+constexpr Kind kKinds[] = {
+    {"low_rank", "model", DType::kFloat32, false},
+    {"low_rank_int8", "int8", DType::kFloat32, false},
+    {"low_rank_bf16", "model", DType::kBFloat16, false},
+    {"low_rank_device", "model", DType::kFloat32, true},
+    {"each", "model", DType::kFloat32, false},
+};
+
+EngineOptions options_of(const Kind& kind, const std::string& directory) {
+  EngineOptions options = small_options(directory);
+  options.summary_dtype = kind.summary_dtype;
+  options.dtype = kind.dtype;
+  if (kind.name == std::string("each")) {
+    options.heads = "each";
+    options.head_dim *= 2;
+  }
+  if (kind.on_device) options.device = host_device({});
+  return options;
+}
+
+class SavedEngine : public testing::TestWithParam<Kind> {
+ protected:
+  TestDirectory directory_;
+};
+
+TEST_P(SavedEngine, OpensAsItWasAndGoesOnAsItWould) {
+  const EngineOptions options = options_of(GetParam(), directory_.path());
+  for (const bool may_link : {true, false}) {
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+      SCOPED_TRACE(testing::Message() << may_link << " " << seed);
+      EngineRun run(options, seed);
+      run.live(12, 3);
+      while (run.engine().columns(0) < 20)
+        run.forward(std::max<int64_t>(1, run.engine().batch()), 30);
+      SavedInMemory saved(directory_.path(), may_link);
+      const Status status = run.engine().save(saved);
+      ASSERT_TRUE(status.is_ok()) << status.message();
+      run.compare_contents();
+      auto opened = saved.open(options);
+      ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+      EXPECT_EQ(opened.value()->parts().fetcher->reader().counters().bytes, 0);
+      auto first = run.go_on_with(std::move(opened.value()));
+      run.compare_state();
+      run.compare_contents();
+      run.live(15, 3);
+      first.reset();
+      run.live(5, 3);
+    }
+  }
+}
+
+TEST_P(SavedEngine, ForksGoTheirOwnWaysAlsoWhenTheFirstIsGone) {
+  const EngineOptions options = options_of(GetParam(), directory_.path());
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    SCOPED_TRACE(seed);
+    EngineRun run(options, seed);
+    run.live(10, 2);
+    for (int generation = 0; generation < 3; ++generation) {
+      while (run.engine().columns(0) < 20)
+        run.forward(std::max<int64_t>(1, run.engine().batch()), 30);
+      auto shared = run.engine().share();
+      ASSERT_TRUE(shared.is_ok()) << shared.status().message();
+      SavedInMemory tensors(directory_.path());
+      ASSERT_TRUE(tensors.finish(shared.value().counts, shared.value().tensors).is_ok());
+      EngineOptions of_fork = options;
+      of_fork.base = shared.value().base;
+      auto fork = Engine::create(of_fork, nullptr);
+      ASSERT_TRUE(fork.is_ok()) << fork.status().message();
+      const Status loaded = fork.value()->load(shared.value().counts, tensors);
+      ASSERT_TRUE(loaded.is_ok()) << loaded.message();
+      // The first goes on as well, and does not disturb its fork.
+      auto first = run.go_on_with(std::move(fork.value()));
+      ASSERT_TRUE(first->crop(first->columns(0) / 2).is_ok());
+      run.compare_contents();
+      if (generation == 1) first.reset();
+      run.live(10, 2);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, SavedEngine, testing::ValuesIn(kKinds),
+                         [](const auto& of) { return of.param.name; });
+
+/// What a few passes of drawn tokens answer; the same for engines that hold the same.
+std::vector<std::byte> answers(Engine& engine, uint64_t seed) {
+  const EngineOptions& options = engine.options();
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> all;
+  for (int64_t pass = 0; pass < 12; ++pass) {
+    const int64_t tokens = pass == 5 ? 30 : 1 + pass % options.select_queries_max;
+    const int64_t dim = options.head_dim;
+    const auto draw = [&](int64_t heads) {
+      std::normal_distribution<float> normal;
+      std::vector<float> numbers(heads * tokens * dim);
+      for (float& number : numbers) number = normal(random);
+      return numbers;
+    };
+    for (int64_t layer = 0; layer < options.layers; ++layer) {
+      const auto keys = draw(options.kv_heads), values = draw(options.kv_heads);
+      const auto query = draw(options.query_heads);
+      const KeyValueView added = {.keys = keys.data(),
+                                  .values = values.data(),
+                                  .key_batch_stride = 0,
+                                  .key_head_stride = tokens * dim,
+                                  .key_token_stride = dim,
+                                  .value_batch_stride = 0,
+                                  .value_head_stride = tokens * dim,
+                                  .value_token_stride = dim,
+                                  .batch = 1,
+                                  .tokens = tokens};
+      EXPECT_TRUE(engine.append(layer, added).is_ok());
+      if (tokens > options.select_queries_max) continue;
+      std::vector<std::byte> output(query.size() * sizeof(float));
+      const QueryView asked = {.data = query.data(),
+                               .head_stride = tokens * dim,
+                               .query_stride = dim,
+                               .heads = options.query_heads,
+                               .queries = tokens};
+      const Status attended =
+          engine.attend({.layer = layer, .query = asked, .output = output.data(), .scale = 0.125f});
+      EXPECT_TRUE(attended.is_ok()) << attended.message();
+      all.insert(all.end(), output.begin(), output.end());
+    }
+  }
+  return all;
+}
+
+TEST(Saver, AnswersOfBoxesAndOfScoresByMassAreThoseOfTheOneThatWasSaved) {
+  for (const bool is_box : {true, false}) {
+    TestDirectory directory;
+    EngineOptions options = small_options(directory.path());
+    if (is_box) {
+      options.rows = "box";
+      options.ranks = {};
+    } else {
+      options.score = "mass";
+    }
+    EngineRun run(options, 3);
+    const Tokens tokens = run.draw_tokens(1, 200);
+    for (int64_t layer = 0; layer < options.layers; ++layer) {
+      ASSERT_TRUE(run.engine().append(layer, run.view(tokens, 1)).is_ok());
+      if (!is_box) {
+        ASSERT_TRUE(run.set_projection(layer).is_ok());
+      }
+    }
+    SavedInMemory saved(directory.path());
+    ASSERT_TRUE(run.engine().save(saved).is_ok());
+    auto opened = saved.open(options);
+    ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+    EXPECT_TRUE(answers(run.engine(), 7) == answers(*opened.value(), 7)) << is_box;
+  }
+}
+
+TEST(Saver, WritesAWayThatIsMostlyHolesAnewAndGoesOn) {
+  TestDirectory directory;
+  const EngineOptions options = small_options(directory.path());
+  EngineRun run(options, 3);
+  run.forward(1, 200);
+  run.crop(60);
+  SavedInMemory saved(directory.path());
+  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  EXPECT_FALSE(saved.is_linked());
+  run.seal_overflow();
+  run.live(10, 2);
+}
+
+TEST(Saver, RefusesAnEmptySessionAndOneWhoseLayersDiffer) {
+  TestDirectory directory;
+  const EngineOptions options = small_options(directory.path());
+  EngineRun run(options, 3);
+  SavedInMemory saved(directory.path());
+  const Status empty = run.engine().save(saved);
+  EXPECT_NE(empty.message().find("must hold tokens"), std::string::npos) << empty.message();
+  const Tokens tokens = run.draw_tokens(1, 20);
+  ASSERT_TRUE(run.engine().append(0, run.view(tokens, 1)).is_ok());
+  const Status uneven = run.engine().save(saved);
+  EXPECT_NE(uneven.message().find("end the forward pass"), std::string::npos) << uneven.message();
+  EXPECT_FALSE(run.engine().share().is_ok());
+}
+
+TEST(Saver, TheSavedFileChangesNoMoreWhateverTheSaverDoes) {
+  TestDirectory directory;
+  const EngineOptions options = small_options(directory.path());
+  EngineRun run(options, 3);
+  run.forward(2, 120);
+  SavedInMemory saved(directory.path());
+  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  ASSERT_TRUE(saved.is_linked());
+  const auto bytes_of = [&] {
+    std::string bytes(std::filesystem::file_size(saved.path()), '\0');
+    FILE* file = std::fopen(saved.path().c_str(), "rb");
+    EXPECT_EQ(std::fread(bytes.data(), 1, bytes.size(), file), bytes.size());
+    std::fclose(file);
+    return bytes;
+  };
+  const std::string before = bytes_of();
+  run.seal_overflow();
+  run.crop(10);
+  run.forward(2, 100);
+  run.reset();
+  run.forward(3, 100);
+  run.compare_contents();
+  EXPECT_TRUE(bytes_of() == before);
+  auto opened = saved.open(options);
+  ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+  EXPECT_EQ(opened.value()->columns(0), 120);
+}
+
+TEST(Saver, ADamagedRecordIsReportedAndNeverSavedAnew) {
+  TestDirectory directory;
+  const EngineOptions options = small_options(directory.path());
+  EngineRun run(options, 3);
+  run.forward(1, 120);
+  SavedInMemory saved(directory.path());
+  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  const int fd = ::open(saved.path().c_str(), O_RDWR);
+  ASSERT_EQ(::pwrite(fd, "x", 1, 100), 1);
+  ::close(fd);
+  auto opened = saved.open(options);
+  ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+  TestDirectory elsewhere;
+  SavedInMemory again(elsewhere.path());
+  EXPECT_EQ(opened.value()->save(again).code(), StatusCode::kCorrupt);
+}
+
+TEST(Loader, RefusesWhatDoesNotFit) {
+  TestDirectory directory;
+  const EngineOptions options = small_options(directory.path());
+  EngineRun run(options, 3);
+  run.forward(2, 120);
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    ASSERT_TRUE(run.set_projection(layer).is_ok());
+  }
+  SavedInMemory saved(directory.path());
+  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  const auto whole = saved.tensors();
+  for (const auto& [name, bytes] : whole) {
+    SCOPED_TRACE(name);
+    saved.tensors() = whole;
+    saved.tensors().erase(name);
+    const auto lacking = saved.open(options);
+    // A layer without projections is as one that has never had any.
+    if (name.find("projection.key") == std::string::npos) {
+      EXPECT_FALSE(lacking.is_ok());
+    }
+    if (name.ends_with(".rows") || name.ends_with(".tail") || name.ends_with("_records")) continue;
+    saved.tensors() = whole;
+    std::fill(saved.tensors()[name].begin(), saved.tensors()[name].end(), std::byte{0xff});
+    const auto wrong = saved.open(options);
+    ASSERT_FALSE(wrong.is_ok());
+    EXPECT_EQ(wrong.status().code(), StatusCode::kCorrupt) << wrong.status().message();
+  }
+}
+
+TEST(Loader, StaysWithinTheBudgetOrSaysWhatItNeeds) {
+  TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  EngineRun run(options, 3);
+  run.forward(2, 400);
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    ASSERT_TRUE(run.set_projection(layer).is_ok());
+  }
+  SavedInMemory saved(directory.path());
+  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  auto opened = saved.open(options);
+  ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+  const int64_t need = memory_need(options, opened.value()->parts().record_bytes(), 2, 400).total();
+  EXPECT_LE(opened.value()->parts().ledger.peak(), need);
+  options.kv_memory_bytes = need;
+  EXPECT_TRUE(saved.open(options).is_ok());
+  options.kv_memory_bytes = 20000;
+  EXPECT_EQ(saved.open(options).status().code(), StatusCode::kBudget);
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,400 @@
+// Saved sessions: the folder, its refusals, and what a kill leaves.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <random>
+
+#include "io/kernel.h"
+#include "kvswap/core_session.h"
+#include "kvswap/saved_cache.h"
+
+#if KVSWAP_HAS_JSON
+
+namespace kvswap {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Folder {
+ public:
+  Folder() {
+    path_ = fs::temp_directory_path() / "kvswap-saved-XXXXXX";
+    EXPECT_NE(::mkdtemp(path_.data()), nullptr);
+  }
+  ~Folder() { fs::remove_all(path_); }
+  const std::string& path() const { return path_; }
+  std::string operator/(const char* name) const { return path_ + "/" + name; }
+  std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(path_))
+      names.push_back(entry.path().filename());
+    return names;
+  }
+
+ private:
+  std::string path_;
+};
+
+CoreOptions options_in(const std::string& directory) {
+  CoreOptions options;
+  options.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
+  options.settings.rank = 8;
+  options.settings.groups_max = 200;
+  options.settings.pages_max = 200;
+  options.settings.tail_tokens = 8;
+  options.directory = directory;
+  return options;
+}
+
+/// One forward pass of drawn tokens; the last layer's output.
+std::vector<float> step(CoreSession& session, int64_t tokens, uint64_t seed) {
+  const ModelShape shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
+  std::mt19937_64 random(seed);
+  const auto draw = [&](int64_t heads) {
+    std::normal_distribution<float> normal;
+    std::vector<float> numbers(heads * tokens * shape.head_dim);
+    for (float& number : numbers) number = normal(random);
+    return numbers;
+  };
+  const auto keys = draw(shape.kv_heads), values = draw(shape.kv_heads), query = draw(shape.heads);
+  std::vector<float> output(query.size());
+  for (int64_t layer = 0; layer < shape.layers; ++layer) {
+    session.append(layer, NewTokens::packed(keys.data(), values.data(), shape, 1, tokens));
+    session.attend(layer, Queries::packed(query.data(), shape.heads, tokens, shape.head_dim), 0.25f,
+                   output.data());
+  }
+  return output;
+}
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(SavedCache, GoesOnAsTheOneThatWasSaved) {
+  const Folder folder;
+  CoreSession session(options_in(folder.path()));
+  step(session, 200, 1);
+  session.save({.path = folder / "book.kvswap"});
+  EXPECT_EQ(folder.names(), std::vector<std::string>{"book.kvswap"});
+  const auto saved = SavedCache::open(folder / "book.kvswap");
+  EXPECT_EQ(saved->tokens(), 200);
+  EXPECT_EQ(saved->sequences(), 1);
+  CoreSession opened(*saved, saved->options(folder.path(), {}));
+  EXPECT_EQ(opened.counters().at("bytes_read"), 0);
+  const auto forked = opened.fork();
+  for (uint64_t i = 2; i < 30; ++i) {
+    const std::vector<float> expected = step(session, i % 3 + 1, i);
+    ASSERT_EQ(step(opened, i % 3 + 1, i), expected);
+    ASSERT_EQ(step(*forked, i % 3 + 1, i), expected);
+  }
+  session.close();
+  opened.close();
+  EXPECT_EQ(step(*forked, 1, 99).size(), 64);
+  saved->verify();
+}
+
+TEST(SavedCache, KeepsWhatAProgramAddsAndOnlyItsOwnerCanReadIt) {
+  const Folder folder;
+  CoreSession session(options_in(folder.path()));
+  step(session, 100, 1);
+  const std::vector<int64_t> ids = {3, 1, 4};
+  const mode_t before = ::umask(0277);
+  session.save({.path = folder / "a",
+                .facts = R"({"title": "x\u0000y", "n": 1.5})",
+                .tensors = {{"ids", "I64", {3}, std::as_bytes(std::span(ids))}}});
+  ::umask(before);
+  const auto saved = SavedCache::open(folder / "a");
+  EXPECT_NE(saved->facts().find("\"n\":1.5"), std::string::npos);
+  ASSERT_EQ(saved->tensors().count("ids"), 1);
+  EXPECT_EQ(std::memcmp(saved->tensors().at("ids").bytes.data(), ids.data(), 24), 0);
+  struct stat facts{};
+  ASSERT_EQ(::stat((folder / "a").c_str(), &facts), 0);
+  EXPECT_EQ(facts.st_mode & 0777, 0700);
+  for (const auto& entry : fs::directory_iterator(folder / "a")) {
+    ASSERT_EQ(::stat(entry.path().c_str(), &facts), 0);
+    EXPECT_EQ(facts.st_mode & 0777, 0600) << entry.path();
+  }
+}
+
+TEST(SavedCache, ATargetThatIsThereInUseOrNoneIsRefused) {
+  const Folder folder;
+  CoreSession session(options_in(folder.path()));
+  const auto save = [&](const std::string& path, bool overwrite) {
+    return message_of([&] { session.save({.path = path, .overwrite = overwrite}); });
+  };
+  EXPECT_NE(save(folder / "a", false).find("is empty"), std::string::npos);
+  step(session, 100, 1);
+  EXPECT_EQ(save(folder / "a", false), "");
+  step(session, 60, 2);
+  EXPECT_NE(save(folder / "a", false).find("must not exist"), std::string::npos);
+  EXPECT_NE(save(folder / "a", true).find("is open"), std::string::npos);
+  EXPECT_NE(message_of([&] { SavedCache::remove(folder / "a"); }).find("is open"),
+            std::string::npos);
+  fs::create_directory(folder / "other");
+  EXPECT_NE(save(folder / "other", true).find("no manifest.json"), std::string::npos);
+  EXPECT_NE(save(folder / "no/where", false).find("parent folder must exist"), std::string::npos);
+  EXPECT_NE(save(std::string("a\0b", 3), false).find("without NUL"), std::string::npos);
+  session.close();
+  {
+    CoreSession other(options_in(folder.path()));
+    step(other, 40, 3);
+    other.save({.path = folder / "a", .overwrite = true});
+  }
+  EXPECT_EQ(SavedCache::open(folder / "a")->tokens(), 40);
+  SavedCache::remove(folder / "a");
+  EXPECT_EQ(folder.names(), std::vector<std::string>{"other"});
+}
+
+TEST(SavedCache, EveryDamageHasItsSentenceAndLeavesNothing) {
+  const Folder folder;
+  const std::string path = folder / "book";
+  {
+    CoreSession session(options_in(folder.path()));
+    step(session, 200, 1);
+    session.save({.path = path});
+  }
+  const std::string kept = folder / "kept";
+  fs::copy(path, kept, fs::copy_options::recursive);
+  const auto opened = [&] {
+    return message_of([&] {
+      const auto saved = SavedCache::open(path);
+      CoreSession session(*saved, saved->options(folder.path(), {}));
+    });
+  };
+  ASSERT_EQ(opened(), "");
+  struct Damage {
+    const char* what;
+    std::function<void()> make;
+    const char* sentence;
+  };
+  const auto flip = [&](const char* file, int64_t at) {
+    std::fstream bytes(path + "/" + file, std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekg(at);
+    const char one = static_cast<char>(bytes.get() ^ 4);
+    bytes.seekp(at);
+    bytes.put(one);
+  };
+  const auto cut = [&](const char* file) {
+    fs::resize_file(path + "/" + file, fs::file_size(path + "/" + file) / 2);
+  };
+  const auto link = [&](const char* file) {
+    fs::remove(path + "/" + file);
+    fs::create_symlink(kept + "/" + file, path + "/" + file);
+  };
+  const auto newer = [&] {
+    std::ifstream file(path + "/manifest.json");
+    std::string text((std::istreambuf_iterator<char>(file)), {});
+    text.replace(text.find("\"kvswap_cache\": 1"), 17, "\"kvswap_cache\": 2");
+    std::ofstream(path + "/manifest.json") << text;
+  };
+  const Damage damages[] = {
+      {"no folder", [&] { fs::remove_all(path); }, "must be the folder of a saved cache"},
+      {"no manifest", [&] { fs::remove(path + "/manifest.json"); }, "manifest.json must be there"},
+      {"no state", [&] { fs::remove(path + "/state.safetensors"); }, "must be there"},
+      {"no records", [&] { fs::remove(path + "/records.bin"); }, "records.bin must be there"},
+      {"short manifest", [&] { cut("manifest.json"); }, "must be JSON"},
+      {"short state", [&] { cut("state.safetensors"); }, "state.safetensors is damaged"},
+      {"short records", [&] { cut("records.bin"); }, "records.bin is damaged"},
+      {"bit in manifest", [&] { flip("manifest.json", 300); }, "manifest.json is damaged"},
+      {"bit in state", [&] { flip("state.safetensors", 5000); }, "checksum"},
+      {"link for records", [&] { link("records.bin"); }, "is a link"},
+      {"link for manifest", [&] { link("manifest.json"); }, "is a link"},
+      {"newer", newer, "must be of version 1"},
+  };
+  for (const Damage& damage : damages) {
+    SCOPED_TRACE(damage.what);
+    fs::remove_all(path);
+    fs::copy(kept, path, fs::copy_options::recursive);
+    damage.make();
+    const std::string said = opened();
+    EXPECT_NE(said.find(damage.sentence), std::string::npos) << said;
+    EXPECT_NE(said.find("book"), std::string::npos) << said;
+  }
+  fs::remove_all(path);
+  fs::copy(kept, path, fs::copy_options::recursive);
+  flip("records.bin", 3000);
+  EXPECT_EQ(opened(), "");
+  EXPECT_NE(message_of([&] { SavedCache::open(path)->verify(); }).find("checksum"),
+            std::string::npos);
+  EXPECT_EQ(folder.names().size(), 2);
+}
+
+TEST(SavedCache, LittleMemoryKeepsFewerPagesOrNamesTheLeast) {
+  const Folder folder;
+  CoreOptions options = options_in(folder.path());
+  options.settings.groups_max = 200;
+  options.settings.pages_max = 20000;
+  CoreSession session(options);
+  step(session, 400, 1);
+  session.save({.path = folder / "a"});
+  const auto saved = SavedCache::open(folder / "a");
+  const int64_t whole =
+      CoreSession::memory_need(saved->options(folder.path(), {}), 1, 400).at("total");
+  Budget budget;
+  budget.kv_memory_bytes = whole / 2;
+  const CoreOptions less = saved->options(folder.path(), budget);
+  EXPECT_LT(less.settings.pages_max, 20000);
+  EXPECT_GE(less.settings.pages_max, 200);
+  CoreSession opened(*saved, less);
+  EXPECT_LE(opened.ledger().at("peak"), whole / 2);
+  budget.kv_memory_bytes = 1000;
+  const CoreOptions least = saved->options(folder.path(), budget);
+  EXPECT_NE(message_of([&] { CoreSession refused(*saved, least); }).find("kv_memory_bytes"),
+            std::string::npos);
+}
+
+/// Ends the process at the n-th call that changes the file system.
+class DeadlyKernel final : public Kernel {
+ public:
+  explicit DeadlyKernel(int calls) : left_(calls) {}
+  int fsync(int fd) override { return tick(), Kernel::fsync(fd); }
+  int name_file(int fd, int folder, const char* name) override {
+    return tick(), Kernel::name_file(fd, folder, name);
+  }
+  int rename(int folder, const char* from, const char* to, unsigned flags) override {
+    return tick(), Kernel::rename(folder, from, to, flags);
+  }
+  int make_folder(int parent, const char* name, mode_t mode) override {
+    return tick(), Kernel::make_folder(parent, name, mode);
+  }
+  int open_at(int folder, const char* name, int flags, mode_t mode) override {
+    return tick(), Kernel::open_at(folder, name, flags, mode);
+  }
+  int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
+    return tick(), Kernel::pwrite(fd, data, bytes, offset_bytes);
+  }
+
+ private:
+  void tick() {
+    if (left_-- == 0) ::raise(SIGKILL);
+  }
+  int left_;
+};
+
+TEST(SavedCache, AKillAtAnyStepLeavesAllOrNothingAndTheNextSaveClearsUp) {
+  const Folder folder;
+  const std::string path = folder / "book";
+  bool was_whole = false;
+  int kills = 0;
+  for (int calls = 0; !was_whole; ++calls) {
+    ASSERT_LT(calls, 100);
+    for (const bool overwrite : {false, true}) {
+      SCOPED_TRACE(testing::Message() << calls << " " << overwrite);
+      fs::remove_all(path);
+      const int64_t before = overwrite ? 40 : 0;
+      if (overwrite) {
+        CoreSession old(options_in(folder.path()));
+        step(old, 40, 1);
+        old.save({.path = path});
+      }
+      const pid_t child = ::fork();
+      if (child == 0) {
+        CoreSession session(options_in(folder.path()));
+        step(session, 100, 2);
+        DeadlyKernel deadly(calls);
+        use_kernel(&deadly);
+        session.save({.path = path, .overwrite = overwrite});
+        use_kernel(nullptr);
+        ::_exit(0);
+      }
+      int status = 0;
+      ASSERT_EQ(::waitpid(child, &status, 0), child);
+      was_whole = WIFEXITED(status);
+      kills += was_whole ? 0 : 1;
+      const bool is_there = fs::exists(path);
+      if (is_there) {
+        const auto saved = SavedCache::open(path);
+        EXPECT_TRUE(saved->tokens() == before || saved->tokens() == 100);
+        saved->verify();
+      }
+      EXPECT_TRUE(is_there || before == 0);
+      EXPECT_LE(folder.names().size(), is_there ? 2u : 1u);
+    }
+  }
+  EXPECT_GT(kills, 10);
+  CoreSession session(options_in(folder.path()));
+  step(session, 50, 3);
+  session.save({.path = path, .overwrite = true});
+  EXPECT_EQ(folder.names(), std::vector<std::string>{"book"});
+}
+
+/// Fails the n-th call of a kind, once.
+class FullKernel final : public Kernel {
+ public:
+  explicit FullKernel(int calls) : left_(calls) {}
+  int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
+    return fails() ? -ENOSPC : Kernel::pwrite(fd, data, bytes, offset_bytes);
+  }
+  int fsync(int fd) override { return fails() ? -EIO : Kernel::fsync(fd); }
+  int name_file(int, int, const char*) override { return -EXDEV; }
+  bool has_failed() const { return left_ < 0; }
+
+ private:
+  bool fails() { return left_-- == 0; }
+  int left_;
+};
+
+TEST(SavedCache, ADiskThatIsFullOrFailsLeavesNothingAndTheSessionGoesOn) {
+  const Folder folder;
+  CoreSession session(options_in(folder.path()));
+  CoreSession twin(options_in(folder.path()));
+  step(session, 100, 1);
+  step(twin, 100, 1);
+  bool failed = true;
+  for (int calls = 0; failed; ++calls) {
+    ASSERT_LT(calls, 100);
+    FullKernel full(calls);
+    use_kernel(&full);
+    const std::string said = message_of([&] { session.save({.path = folder / "book"}); });
+    use_kernel(nullptr);
+    failed = full.has_failed();
+    EXPECT_EQ(failed, !said.empty()) << said;
+    EXPECT_EQ(folder.names().size(), failed ? 0u : 1u);
+    ASSERT_EQ(step(session, 2, 10 + calls), step(twin, 2, 10 + calls));
+  }
+  SavedCache::open(folder / "book")->verify();
+}
+
+TEST(SavedCache, ManyMayOpenItAtOnce) {
+  const Folder folder;
+  {
+    CoreSession session(options_in(folder.path()));
+    step(session, 200, 1);
+    session.save({.path = folder / "a"});
+  }
+  std::vector<pid_t> children;
+  for (int i = 0; i < 3; ++i) {
+    children.push_back(::fork());
+    if (children.back() == 0) {
+      const auto saved = SavedCache::open(folder / "a");
+      CoreSession session(*saved, saved->options(folder.path(), {}));
+      for (uint64_t seed = 0; seed < 20; ++seed) step(session, 5, seed);
+      ::_exit(session.columns(0) == 300 ? 0 : 1);
+    }
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  SavedCache::remove(folder / "a");
+}
+
+}  // namespace
+}  // namespace kvswap
+
+#endif
