@@ -14,7 +14,6 @@ from torch import nn
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicCache,
 )
 
 from kvswap_torch.config import SwapConfig
@@ -30,11 +29,14 @@ from kvswap_torch.hf.lookahead import LookAhead, attention_scale
 from kvswap_torch.hf.open_pass import OpenPass
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
 from kvswap_torch.hf.prefill_bar import PrefillBar
+from kvswap_torch.hf.saving import Saving
+from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
+from kvswap_torch.hf.token_log import TokenLog
 from kvswap_torch.hf.trial import try_attention
 
 
-class KVSwapCache(Cache):
+class KVSwapCache(convert.Converting, Saving, Cache):
     """A KV cache on disk, for stock ``generate()``.
 
     ::
@@ -116,23 +118,25 @@ class KVSwapCache(Cache):
     def _open(self, wish: Wish) -> dict[str, Any]:
         """Opens this process's part; returns what must be alike on all ranks, by name."""
         config, budget, projections, alike = wish.granted(self.parts)
+
+        def make_driver(look_ahead: LookAhead) -> SessionDriver:
+            rest = (config, budget, projections, look_ahead, wish.timeline_spans)
+            return SessionDriver(self.parts, wish.path, *rest)
+
+        self._attach(config or SwapConfig(), budget, make_driver)
+        return alike
+
+    def _attach(self, settings: SwapConfig, budget: Budget, make_driver: Any) -> None:
+        """Puts the model on a driver that is made here; undone by `close`, or an exception."""
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._pass: OpenPass | None = None  # under way, or ended by an exception
         self._entering = threading.Lock()
-        settings = config or SwapConfig()
+        self.tokens = TokenLog()
         # Only sums of products can do with summed queries.
         score = settings.score if settings.takes_projections else settings.rows
         self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, score)
         with contextlib.ExitStack() as undo:
-            self.driver = SessionDriver(
-                self.parts,
-                wish.path,
-                config,
-                budget,
-                projections,
-                look_ahead=self._look_ahead,
-                timeline_spans=wish.timeline_spans,
-            )
+            self.driver = make_driver(self._look_ahead)
             undo.callback(self.driver.close)
             super().__init__(layers=layers_of(self.parts, self.driver))
             switch = Switch.acquire(self.parts)
@@ -141,44 +145,6 @@ class KVSwapCache(Cache):
             undo.callback(hooks.remove)
             # Not a method: it must not keep the cache alive, and runs at interpreter exit too.
             self._finalizer = weakref.finalize(self, undo.pop_all().close)
-        return alike
-
-    @classmethod
-    def from_cache(
-        cls,
-        model: Any,
-        cache: Cache,
-        path: str | Path,
-        attention_mask: torch.Tensor | None = None,
-        **arguments: Any,
-    ) -> KVSwapCache:
-        """A cache on disk with what a `DynamicCache` of the same model holds; that one stays.
-
-        Parameters
-        ----------
-        cache
-            The model's, with layers of equal length.
-        attention_mask
-            ``[batch, tokens]``, False where a token is padding; None: none is.
-        path, arguments
-            As for `KVSwapCache`.
-
-        Raises
-        ------
-        ValueError
-            `cache` is empty or another model's, or the mask has another shape.
-        """
-        made = cls(model, path, **arguments)
-        try:
-            convert.fill(made, cache, attention_mask)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def to_dynamic(self) -> DynamicCache:
-        """A cache in memory with what this one holds; both can go on, each for itself."""
-        return convert.read(self)
 
     # What generate() and models ask.
 
@@ -247,13 +213,14 @@ class KVSwapCache(Cache):
             layer.crop(tokens_to_remove)
         if tokens_to_remove < 0:
             self.driver.crop(max(0, self.driver.columns() + tokens_to_remove))
+            self.tokens.crop(self.driver.columns())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i goes on as sequence ``beam_idx[i]``; nothing is rewritten on disk."""
         self._make_usable()
         for layer in self._other_layers():
             layer.reorder_cache(beam_idx)
-        self.driver.select_sequences(beam_idx.tolist())
+        self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences `indices`: numbers, or a mask over the batch."""
@@ -264,7 +231,7 @@ class KVSwapCache(Cache):
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
         size = max(1, self.batch_size)
-        self.driver.select_sequences([index % size for index in chosen.tolist()])
+        self._select([index % size for index in chosen.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
@@ -272,13 +239,18 @@ class KVSwapCache(Cache):
         for layer in self._other_layers():
             layer.batch_repeat_interleave(repeats)
         batch = max(0, self.batch_size)
-        self.driver.select_sequences([i for i in range(batch) for _ in range(repeats)])
+        self._select([i for i in range(batch) for _ in range(repeats)])
+
+    def _select(self, indices: list[int]) -> None:
+        self.driver.select_sequences(indices)
+        self.tokens.select(indices)
 
     def reset(self) -> None:
         """Forgets all tokens, so that the cache can be used for another text."""
         for layer in self._other_layers():
             layer.reset()
         self.driver.reset()
+        self.tokens.reset()
         self._others_changed, self._pass = False, None
 
     def stats(self, timeline: bool = False) -> CacheStats:
@@ -320,9 +292,8 @@ class KVSwapCache(Cache):
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
-            "KVSwapCache: cannot be copied, since its tokens are in one file on disk; to ask again "
-            "about the same text, crop() back to it, or repeat sequences with "
-            "batch_repeat_interleave()"
+            "KVSwapCache: cannot be copied, since its tokens are in a file on disk; fork() shares "
+            "them, crop() goes back to an earlier length, batch_repeat_interleave() repeats"
         )
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
@@ -331,12 +302,12 @@ class KVSwapCache(Cache):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "KVSwapCache: cannot be pickled, since its tokens are in an unnamed file that only "
-            "this process can reach"
+            "this process can reach; save() and open() take it to another process"
         )
 
     # What its hooks call.
 
-    def begin_pass(self, module: nn.Module) -> None:
+    def begin_pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """`module`, the decoder or one around it, was called with this cache."""
         self.driver.check_open()
         with self._entering:
@@ -345,6 +316,8 @@ class KVSwapCache(Cache):
                 return opened.check_thread()
             check_switched(self.parts.config)
             self._make_usable()
+            self.tokens.crop(self.driver.columns())
+            self.tokens.begin(args, kwargs)
             self._pass = OpenPass(module, self.driver.begin_pass(), self._other_layers())
 
     def end_pass(self, module: nn.Module, is_whole: bool) -> None:
@@ -354,6 +327,7 @@ class KVSwapCache(Cache):
         if self._pass is not None and self._pass.is_of(module):
             if is_whole:
                 self._pass, self._others_changed = None, False
+                self.tokens.commit(self.driver.columns())
             else:
                 self._pass.fail()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,47 @@ from kvswap_torch.hf.layer import DiskLayer
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
+
+
+class Converting:
+    """The part of `KVSwapCache` that comes from, and goes to, a cache in memory."""
+
+    @classmethod
+    def from_cache(
+        cls: type[KVSwapCache],
+        model: Any,
+        cache: Any,
+        path: str | Path,
+        attention_mask: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> KVSwapCache:
+        """A cache on disk with what a `DynamicCache` of the same model holds; that one stays.
+
+        Parameters
+        ----------
+        cache
+            The model's, with layers of equal length.
+        attention_mask
+            ``[batch, tokens]``, False where a token is padding; None: none is.
+        path, arguments
+            As for `KVSwapCache`.
+
+        Raises
+        ------
+        ValueError
+            `cache` is empty or another model's, or the mask has another shape.
+        """
+        made = cls(model, path, **arguments)
+        try:
+            fill(made, cache, attention_mask)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def to_dynamic(self: KVSwapCache) -> DynamicCache:
+        """A cache in memory with what this one holds; both can go on, each for itself."""
+        return read(self)
 
 
 def fill(cache: KVSwapCache, source: Any, attention_mask: torch.Tensor | None) -> None:

@@ -51,12 +51,12 @@ class SessionDriver:
         self.parts = parts
         self.padding = Padding()
         self.timeline_spans = timeline_spans
-        self._path = path
+        self.path = path
         self._given = config
-        self._budget = budget
+        self.budget = budget
         self._predictor = look_ahead
         self._projections = projections
-        self._estimated: dict[int, str] = {}
+        self.estimated_kinds: dict[int, str] = {}
         self._declared = False  # the session holds a validity that not all layers have taken
         self._estimated_before: dict[int, str] = {}  # the pass under way
         self.estimate_seconds = 0.0
@@ -69,13 +69,13 @@ class SessionDriver:
         self._open(None)
 
     def _options(self, config: SwapConfig) -> dict[str, Any]:
-        budget = self._budget
+        budget = self.budget
         if budget.kv_memory_bytes is not None:
             left = max(1, budget.kv_memory_bytes - self._predictor_bytes(config))
             budget = dataclasses.replace(budget, kv_memory_bytes=left)
         calibrated = self._projections is not None
         return session_module.session_options(
-            config, self.parts, self._path, budget, calibrated, self.timeline_spans
+            config, self.parts, self.path, budget, calibrated, self.timeline_spans
         )
 
     def _predictor_bytes(self, config: SwapConfig) -> int:
@@ -84,7 +84,7 @@ class SessionDriver:
     def _open(self, first: FirstPass | None) -> None:
         """Opens a session with settings for the first forward pass, or for what is known before."""
 
-        alignment = functools.cache(lambda: session_module.alignment_bytes(self._path))
+        alignment = functools.cache(lambda: session_module.alignment_bytes(self.path))
 
         def need(config: SwapConfig, batch: int, context: int) -> Mapping[str, int]:
             options = self._options(config)
@@ -92,7 +92,7 @@ class SessionDriver:
             beside = self._predictor_bytes(config)
             return uses | {"predictor": beside, "total": uses["total"] + beside}
 
-        config = settle(self._given, self.parts.shape, self._budget, need, first)
+        config = settle(self._given, self.parts.shape, self.budget, need, first)
         options = self._options(config)
         if config.look_ahead:
             self._predictor.build()
@@ -100,7 +100,7 @@ class SessionDriver:
         if self.session is not None:
             self.session.close()
         self.session, self.config, self.ranks = session, config, options["ranks"]
-        logger.info("settings: %s; on disk: %s", config, self._path)
+        logger.info("settings: %s; on disk: %s", config, self.path)
         fallbacks = session.facts()["fallbacks"]
         if fallbacks:
             logger.info("fell back: %s", fallbacks)
@@ -131,7 +131,7 @@ class SessionDriver:
 
     @property
     def max_context(self) -> int:
-        return -1 if self._budget.max_context is None else self._budget.max_context
+        return -1 if self.budget.max_context is None else self.budget.max_context
 
     def columns(self, layer: int = 0) -> int:
         self.check_open()
@@ -187,7 +187,7 @@ class SessionDriver:
 
     def begin_pass(self) -> int:
         """Columns before a pass that is about to begin; `take_back` comes back to this."""
-        self._estimated_before = dict(self._estimated)
+        self._estimated_before = dict(self.estimated_kinds)
         return self.columns()
 
     def take_back(self, columns: int) -> None:
@@ -198,7 +198,7 @@ class SessionDriver:
         self.session.crop(columns)
         self.padding.crop(columns)
         self._declared = False
-        self._estimated = dict(self._estimated_before)
+        self.estimated_kinds = dict(self._estimated_before)
 
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float) -> None:
         """query: ``[batch, heads or kv_heads, queries, dim]``, predicted; scale: of products."""
@@ -256,7 +256,7 @@ class SessionDriver:
     def _attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
         if self._will_choose(layer, keys.shape[2]):
             self._estimate(layer, keys, query)
-        can_select = self._projections is not None or layer in self._estimated
+        can_select = self._projections is not None or layer in self.estimated_kinds
         if can_select or keys.shape[2] > self.config.select_queries_max:
             output = self.session.extend(layer, query, keys, values, *terms)
             self._stored(layer)
@@ -289,7 +289,7 @@ class SessionDriver:
         config = self.config
         if not config.takes_projections or self._projections is not None:
             return False
-        if layer in self._estimated or tokens <= config.select_queries_max:
+        if layer in self.estimated_kinds or tokens <= config.select_queries_max:
             return False
         columns = self.columns(layer) + tokens - config.tail_tokens
         return columns // config.group_tokens > config.groups_max
@@ -300,12 +300,12 @@ class SessionDriver:
         valid = self.padding.newest if query is not None else None
         pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
         self.session.set_projection(layer, *pair)
-        self._estimated[layer] = kind if query is not None else "svd_keys"
+        self.estimated_kinds[layer] = kind if query is not None else "svd_keys"
         seconds = time.perf_counter() - began
         self.estimate_seconds += seconds
         logger.info(
             "layer %d: projection (%s, rank %d) estimated from %d tokens in %.3f s",
-            *(layer, self._estimated[layer], rank, keys.shape[2], seconds),
+            *(layer, self.estimated_kinds[layer], rank, keys.shape[2], seconds),
         )
 
     def _estimate_from_disk(self, layer: int) -> None:
@@ -331,9 +331,9 @@ class SessionDriver:
     def projection_source(self) -> str:
         if self._projections is not None:
             return "file"
-        if not self._estimated:
+        if not self.estimated_kinds:
             return "none needed so far"
-        kinds = ", ".join(sorted(set(self._estimated.values())))
+        kinds = ", ".join(sorted(set(self.estimated_kinds.values())))
         return f"first prefill ({kinds}, not calibrated: rank doubled)"
 
     # The whole cache.
@@ -369,7 +369,7 @@ class SessionDriver:
         self.padding, self._declared = Padding(), False
         self._cuts.clear()
         # The next text's first long chunk tells more about it than this text's did.
-        self._estimated.clear()
+        self.estimated_kinds.clear()
 
     def close(self) -> None:
         """Frees file and memory. Idempotent."""

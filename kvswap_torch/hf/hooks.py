@@ -81,7 +81,7 @@ class _Enter(_Hook):
         if not _uses(cache, args, kwargs):
             passes.end(cache)
             return
-        cache.begin_pass(module)
+        cache.begin_pass(module, args, kwargs)
         passes.begin(cache)
 
 

@@ -79,6 +79,15 @@ class Padding:
             self._valid = torch.cat([self._valid, new], 1)
 
     @property
+    def valid(self) -> torch.Tensor | None:
+        """``[batch, columns]`` bool; None: all are."""
+        return self._valid
+
+    def restore(self, valid: torch.Tensor | None) -> None:
+        """Of a cache that goes on from another one."""
+        self._valid = None if valid is None else valid.clone()
+
+    @property
     def newest(self) -> torch.Tensor | None:
         """``[batch, tokens]``: validity of the columns declared last; None: all valid."""
         return self._declared[2]

@@ -20,8 +20,8 @@ LINES_MAX = 400
 BODY_LINES_MAX = 60
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core"}
 
-# Who may include whom. Every room sees io's Status and where small things are kept.
-SHARED = {"io/status.h", "io/kept_memory.h"}
+# Who may include whom. Every room sees io's Status, where small things are kept, what is saved.
+SHARED = {"io/status.h", "io/kept_memory.h", "io/saved_tensor.h"}
 # The table of settings: plain words, which the engine is made of and every face shows.
 TABLE = {"kvswap/settings.h", "kvswap/settings_rules.h"}
 MAY_INCLUDE = {

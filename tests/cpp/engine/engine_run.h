@@ -282,7 +282,7 @@ class EngineRun {
 
   /// A random life: prefill, decoding, chunks, crops, reorders, resets.
   void live(int64_t steps, int64_t batch_max, int64_t chunk_max = 40) {
-    int64_t batch = draw(1, batch_max);
+    int64_t batch = engine_->batch() > 0 ? engine_->batch() : draw(1, batch_max);
     for (int64_t step = 0; step < steps && !testing::Test::HasFatalFailure(); ++step) {
       const int64_t columns = engine_->columns(0);
       const int64_t action = engine_->batch() == 0 ? 0 : draw(0, 19);

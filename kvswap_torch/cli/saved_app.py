@@ -1,0 +1,115 @@
+"""The options of ``kvswap ingest``, ``ask``, ``show``, ``verify`` and ``rm``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+Saved = Annotated[Path, typer.Argument(help="Folder of a saved cache.", metavar="BOOK.kvswap")]
+Memory = Annotated[
+    str | None, typer.Option(help="Most memory the KV cache may take.", metavar="512MiB")
+]
+Place = Annotated[Path, typer.Option(help="Folder on the disk for new records.", metavar="DIR")]
+Template = Annotated[str, typer.Option(help="auto, or a text with {document} and {question}.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def ingest(
+    document: Annotated[Path, typer.Argument(help="Text file, UTF-8; - reads stdin.")],
+    model: Annotated[str, typer.Option(help="Folder of a Hugging Face model.", metavar="DIR")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write.", metavar="BOOK.kvswap")
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="What the tuner wrote.", metavar="config.json")
+    ] = None,
+    kv_memory: Memory = None,
+    path: Place = Path("."),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace it.")] = False,
+    prefill_chunk: Annotated[int, typer.Option(min=64, metavar="N")] = 4096,
+    prompt_template: Template = "auto",
+    as_json: Json = False,
+) -> None:
+    """Read a document once and save its KV cache, to be asked by kvswap ask."""
+    from kvswap_torch.cli import saved
+    from kvswap_torch.cli.generate import GenerateOptions
+
+    options = GenerateOptions(
+        model=model,
+        document=document,
+        questions=(),
+        config=config,
+        kv_memory=kv_memory,
+        path=path,
+        prefill_chunk=prefill_chunk,
+        prompt_template=prompt_template,
+    )
+    saved.ingest(options, output, overwrite, Console(stderr=as_json))
+    if as_json:
+        saved.show(output, True, Console())
+
+
+def ask(
+    book: Saved,
+    question: Annotated[list[str], typer.Option(help="A question; may be repeated.")],
+    model: Annotated[
+        str | None, typer.Option(help="Its model; else where it was.", metavar="DIR")
+    ] = None,
+    kv_memory: Memory = None,
+    path: Place = Path("."),
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
+    prompt_template: Template = "auto",
+    as_json: Json = False,
+) -> None:
+    """Ask a saved document: it is opened, not read again."""
+    import json
+
+    from kvswap_torch.cli import saved
+    from kvswap_torch.cli.generate import GenerateOptions
+
+    options = GenerateOptions(
+        model=model or "",
+        document=book,
+        questions=tuple(question),
+        kv_memory=kv_memory,
+        path=path,
+        max_new_tokens=max_new_tokens,
+        prompt_template=prompt_template,
+    )
+    answers = saved.ask(book, model, options, Console(stderr=as_json))
+    if as_json:
+        Console().print_json(json.dumps(answers))
+
+
+def show(book: Saved, as_json: Json = False) -> None:
+    """What a saved cache holds; its small files are checked whole."""
+    from kvswap_torch.cli import saved
+
+    saved.show(book, as_json, Console())
+
+
+def verify(book: Saved, as_json: Json = False) -> None:
+    """Read a saved cache whole and check every record."""
+    from kvswap_torch.cli import saved
+
+    saved.verify(book, Console(stderr=as_json))
+    if as_json:
+        saved.show(book, True, Console())
+
+
+def rm(book: Saved, as_json: Json = False) -> None:
+    """Remove a saved cache that nobody uses."""
+    from kvswap_torch.cli import saved
+
+    saved.remove(book)
+    if as_json:
+        Console().print_json("{}")
+
+
+def add_to(app: Any) -> None:
+    """Makes commands of them."""
+    for command in (ingest, ask, show, verify, rm):
+        app.command()(command)

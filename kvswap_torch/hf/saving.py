@@ -1,0 +1,370 @@
+"""A cache that outlives its process: `save`, `open` and `fork` of a `KVSwapCache`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import warnings
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvswap_torch.config import SETTINGS, ModelIdentity, SwapConfig
+from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError
+from kvswap_torch.hf import saved_layers
+from kvswap_torch.hf.driver import SessionDriver
+from kvswap_torch.hf.elsewhere import LayerElsewhere
+from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.key_probe import probe as probe_keys
+from kvswap_torch.hf.layer import DiskLayer
+from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.settings import Budget, budget_of
+from kvswap_torch.hf.trial import try_attention
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.cache import KVSwapCache
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a cache goes on from, beside its session's own content."""
+
+    session: Any
+    config: SwapConfig
+    ranks: list[int]
+    calibrated: bool
+    estimated: dict[int, str]
+    valid: torch.Tensor | None  # [batch, columns]
+    ids: torch.Tensor | None  # [batch, columns]
+    source: str
+
+
+class ContinuedDriver(SessionDriver):
+    """A driver whose session is there already: a saved one's, or a fork's."""
+
+    probe = ""  # of a saved one: whether it was compared with the model
+
+    def __init__(self, *arguments: Any, start: Start, **named: Any):
+        self._start = start
+        projections = [] if start.calibrated else None
+        super().__init__(*arguments, projections=projections, **named)
+        self._settled = True
+        self.estimated_kinds = dict(start.estimated)
+        self.padding.restore(start.valid)
+
+    def _open(self, first: Any) -> None:
+        start = self._start
+        if start.config.look_ahead:
+            self._predictor.build()
+        self.session, self.config, self.ranks = start.session, start.config, start.ranks
+        fallbacks = start.session.facts()["fallbacks"]
+        if fallbacks:
+            warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
+
+
+class Saving:
+    """The part of `KVSwapCache` that saves, opens and forks."""
+
+    @property
+    def token_ids(self: KVSwapCache) -> torch.Tensor | None:
+        """``[batch, tokens]`` int64 on the host: what the cache has read.
+
+        None while it is empty, or where a pass was given embeddings in the place of ids.
+        """
+        self._make_usable()
+        self.tokens.crop(self.driver.columns())
+        return self.tokens.ids
+
+    def save(self: KVSwapCache, path: str | Path, overwrite: bool = False) -> None:
+        """Writes all that the cache holds to a folder, for `open` in another process.
+
+        The folder is complete or absent, whatever ends the process, and on the disk when this
+        returns. The cache goes on working. Where the session's file is on the same file system it
+        becomes the folder's without a copy, and new records go to another one.
+
+        Who has the folder has the text: use a file system that encrypts where that matters. It is
+        0700, its files 0600.
+
+        Parameters
+        ----------
+        path
+            Of the folder, such as ``"book.kvswap"``; its parent must exist.
+        overwrite
+            Replace a saved cache of that name, unless somebody uses it.
+
+        Raises
+        ------
+        StorageError
+            The path is taken, in use, or its disk is full.
+        CorruptionError
+            A record was damaged: nothing is saved.
+        KVSwapError
+            The cache is empty, or one process's part of a model that several run.
+        """
+        self._make_usable()
+        if self.parts.placement.is_shared:
+            raise KVSwapError(
+                "save: the cache must be one process's, and this one is a part of a model that "
+                "several processes run; save from a model that one process runs"
+            )
+        if self.driver.columns() == 0:
+            raise KVSwapError("save: the cache must hold tokens, and is empty; prefill first")
+        tensors: dict[str, torch.Tensor] = {}
+        others = [
+            None if isinstance(layer, DiskLayer) else saved_layers.pack_layer(i, layer, tensors)
+            for i, layer in enumerate(self.layers)
+        ]
+        if (ids := self.token_ids) is not None:
+            tensors["token_ids"] = ids
+        if self.driver.padding.valid is not None:
+            tensors["valid"] = self.driver.padding.valid
+        facts = {
+            "model": _known(self.parts.identity),
+            "name": getattr(self.parts.outermost.config, "_name_or_path", ""),
+            "rotary": rotary_of(self.parts),
+            "calibrated": self.driver.projection_source == "file",
+            "estimated": self.driver.estimated_kinds,
+            "layers": others,
+        }
+        self.driver.session.save(os.fspath(path), overwrite, json.dumps(facts), tensors)
+
+    @classmethod
+    def open(
+        cls,
+        model: Any,
+        saved: str | Path,
+        path: str | Path = ".",
+        kv_memory_bytes: int | str | None = None,
+        max_context: int | None = None,
+        max_batch: int | None = None,
+        probe: bool = True,
+        input_ids: torch.Tensor | None = None,
+    ) -> KVSwapCache:
+        """A cache that goes on from a saved one, with that one's settings.
+
+        Nothing of `saved` is changed, and no record is read but those of the probe. While the cache
+        lives, `saved` is locked: others may open it too, and nobody may remove it.
+
+        Parameters
+        ----------
+        model
+            The model that it was made by.
+        saved
+            The folder that `save` wrote.
+        path
+            A directory on the disk for what comes now.
+        kv_memory_bytes, max_context, max_batch
+            As for `KVSwapCache`. With little memory fewer pages are kept for reuse, which changes
+            no answer.
+        probe
+            Compute the keys of the first 16 tokens and compare them with the saved ones.
+        input_ids
+            ``[batch, tokens]`` or ``[tokens]``: what the cache must begin with.
+
+        Raises
+        ------
+        ConfigError
+            It is another model's, of a newer version, or has other tokens: the first is named.
+        CorruptionError
+            It is damaged.
+        StorageError
+            It is not there, or `path` is not usable.
+        BudgetError
+            `kv_memory_bytes` is too small; names the minimum.
+        """
+        from kvswap_torch import _C
+
+        parts = model_parts(model)
+        if parts.placement.is_shared:
+            raise KVSwapError("open: a saved cache is opened by one process alone so far")
+        budget = budget_of(kv_memory_bytes, max_context, max_batch)
+        folder = _C.SavedCache(os.fspath(saved))
+        _warn_of_readers(folder.path)
+        facts = json.loads(folder.facts)
+        check_model(facts, parts, folder.path)
+        try_attention(parts)
+        tensors = folder.tensors()
+        if input_ids is not None:
+            check_tokens(tensors.get("token_ids"), input_ids, folder.path)
+        config = SwapConfig(**_settings_of(folder))
+        beside = _predictor_bytes(parts, config, budget)
+        memory = budget.kv_memory_bytes
+        left = None if memory is None else max(1, memory - beside)
+        options = folder.options(os.fspath(path), left, max_context, max_batch)
+        options.device = str(parts.device)
+        config = dataclasses.replace(config, pages_max=options.pages_max)
+        start = Start(
+            session=_C.Session(options, folder),
+            config=config,
+            ranks=list(options.ranks),
+            calibrated=bool(facts["calibrated"]),
+            estimated={int(layer): kind for layer, kind in facts["estimated"].items()},
+            valid=tensors.get("valid"),
+            ids=tensors.get("token_ids"),
+            source=folder.path,
+        )
+        cache = _continued(cls, parts, path, budget, start)
+        try:
+            _restore_layers(cache, facts, tensors, folder.path)
+            if probe:
+                cache.driver.probe = probe_keys(cache, cache.tokens.ids, start.valid)
+            else:
+                cache.driver.probe = "skipped: probe=False"
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def fork(self: KVSwapCache) -> KVSwapCache:
+        """Another cache that goes on from here; both have their own memory and new tokens.
+
+        Records are shared, and stay until the last of them is closed. Each has a budget of its own,
+        as large as this one's. In one process they take turns, as caches do.
+
+        Raises
+        ------
+        KVSwapError
+            The cache is empty, or one process's part of a model that several run.
+        """
+        self._make_usable()
+        if self.parts.placement.is_shared:
+            raise KVSwapError("fork: the cache must be one process's, and this one is a part")
+        if self.driver.columns() == 0:
+            raise KVSwapError("fork: the cache must hold tokens, and is empty; prefill first")
+        driver = self.driver
+        start = Start(
+            session=driver.session.fork(),
+            config=driver.config,
+            ranks=list(driver.ranks),
+            calibrated=driver.projection_source == "file",
+            estimated=dict(driver.estimated_kinds),
+            valid=driver.padding.valid,
+            ids=self.token_ids,
+            source="fork",
+        )
+        cache = _continued(type(self), self.parts, driver.path, driver.budget, start)
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, DiskLayer | LayerElsewhere):
+                cache.layers[index] = deepcopy(layer)
+        return cache
+
+
+def _continued(
+    cls: type[KVSwapCache], parts: ModelParts, path: str | Path, budget: Budget, start: Start
+) -> KVSwapCache:
+    cache = cls.__new__(cls)
+    cache.parts = parts
+    cache._bar = None
+
+    def make_driver(look_ahead: LookAhead) -> SessionDriver:
+        return ContinuedDriver(
+            parts, path, start.config, budget, look_ahead=look_ahead, start=start
+        )
+
+    try:
+        cache._attach(start.config, budget, make_driver)
+    except BaseException:
+        start.session.close()
+        raise
+    cache.tokens.ids = start.ids
+    return cache
+
+
+def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -> None:
+    try:
+        for packed, layer in zip(facts["layers"], cache.layers, strict=True):
+            if not isinstance(layer, DiskLayer):
+                saved_layers.unpack_layer(packed, layer, tensors, cache.parts.device)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"open: {path} must hold this model's layers: {error}") from error
+
+
+def _settings_of(folder: Any) -> dict[str, Any]:
+    settings = json.loads(folder.manifest)["settings"]
+    given = {name: settings[name] for name in SETTINGS if name in settings}
+    for name in ("rank", "true_query_layers"):
+        if isinstance(given.get(name), list):
+            given[name] = tuple(given[name])
+    return given
+
+
+def _predictor_bytes(parts: ModelParts, config: SwapConfig, budget: Budget) -> int:
+    if not config.look_ahead or budget.kv_memory_bytes is None:
+        return 0
+    score = config.score if config.takes_projections else config.rows
+    return LookAhead(parts, budget.kv_memory_bytes, score).nbytes
+
+
+def _known(identity: ModelIdentity) -> dict[str, Any]:
+    return {name: value for name, value in vars(identity).items() if value is not None}
+
+
+def rotary_of(parts: ModelParts) -> Any:
+    """What a model's config says of positions, fit for JSON."""
+    rope = getattr(parts.config, "rope_parameters", None)
+    return json.loads(json.dumps(rope, sort_keys=True, default=str))
+
+
+def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
+    """Raises a `ConfigError` unless the saved cache is of a model that looks like this one."""
+    try:
+        differences = ModelIdentity(**facts["model"]).differences(parts.identity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"open: {path} must say which model it is of: {error}") from error
+    if differences:
+        told = ", ".join(f"{n} {ours} (this model: {it})" for n, (ours, it) in differences.items())
+        raise ConfigError(
+            f"open: {path} must be of the model it is opened with, but was made by {told}"
+        )
+    rotary = rotary_of(parts)
+    if facts.get("rotary") != rotary:
+        raise ConfigError(
+            f"open: {path} must be of a model with the same rotary parameters, but was made with "
+            f"{facts.get('rotary')} (this model: {rotary})"
+        )
+
+
+def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) -> None:
+    """Raises a `ConfigError` naming the first token that differs."""
+    if saved is None:
+        raise ConfigError(
+            f"open: input_ids must be left out for {path}, which was made from embeddings"
+        )
+    wanted = torch.as_tensor(wanted).cpu()
+    wanted = wanted if wanted.dim() == 2 else wanted[None]
+    if wanted.dim() != 2 or wanted.shape[0] != saved.shape[0]:
+        raise ConfigError(
+            f"open: input_ids must be of the {saved.shape[0]} sequences of {path}, got "
+            f"{list(wanted.shape)}"
+        )
+    count = min(wanted.shape[1], saved.shape[1])
+    differs = (wanted[:, :count] != saved[:, :count]).nonzero()
+    if len(differs):
+        sequence, column = differs[differs[:, 1].argmin()].tolist()
+        raise ConfigError(
+            f"open: {path} must hold the tokens of input_ids, but token {column} of sequence "
+            f"{sequence} is {int(saved[sequence, column])}, got {int(wanted[sequence, column])}"
+        )
+
+
+def _warn_of_readers(path: str) -> None:
+    """Of a cache that others can read, or made."""
+    facts = [os.stat(path), *(os.stat(Path(path) / name) for name in os.listdir(path))]
+    if any(each.st_mode & (stat.S_IRWXG | stat.S_IRWXO) for each in facts):
+        warnings.warn(
+            f"KVSwapCache: {path} can be reached by others than its owner: who has it has the "
+            "text; chmod -R go= it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    if any(each.st_uid != os.getuid() for each in facts):
+        warnings.warn(
+            f"KVSwapCache: {path} belongs to another user, who decides what it says",
+            RuntimeWarning,
+            stacklevel=3,
+        )
