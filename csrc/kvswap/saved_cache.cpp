@@ -136,7 +136,7 @@ CoreOptions SavedCache::options(const std::string& directory, const Budget& budg
     return CoreSession::memory_need(options, batch, context).at("total");
   };
   // The most pages that fit; where the fewest do not, the session itself says what is missing.
-  int64_t fewest = manifest.settings.groups_max;
+  int64_t fewest = std::max(manifest.settings.groups_max, manifest.settings.select_queries_max);
   int64_t most = manifest.settings.pages_max;
   while (fewest < most) {
     options.settings.pages_max = (fewest + most + 1) / 2;

@@ -184,7 +184,9 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   try {
     manifest.settings = settings_from_json(fields.json("settings").dump());
   } catch (const ConfigError& error) {
-    fields.refuse("settings", std::string("hold: ") + error.what());
+    // The checksum holds: these are settings of another version, not damage.
+    throw ConfigError("open: " + path + " must have settings that this kvswap_torch knows: " +
+                      error.what() + "; open it with the kvswap_torch that wrote it");
   }
   const Json& ranks = fields.json("ranks");
   for (const Json& rank : ranks) {

@@ -211,7 +211,13 @@ void SavedCache::verify() const {
     for (int64_t sequence = 0; sequence < engine->batch(); ++sequence) {
       for (int64_t begin = 0; begin < columns; begin += kColumnsAtOnce) {
         const int64_t end = std::min(columns, begin + kColumnsAtOnce);
-        throw_status(engine->read_back(layer, sequence, begin, end, keys.data(), values.data()));
+        const Status read =
+            engine->read_back(layer, sequence, begin, end, keys.data(), values.data());
+        if (read.code() == StatusCode::kCorrupt) {
+          throw_status(Status::corrupt(
+              "verify: " + path() + "/" + kRecordsFile + " is damaged: " + read.message(), path()));
+        }
+        throw_status(read);
       }
     }
   }

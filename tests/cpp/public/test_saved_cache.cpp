@@ -6,16 +6,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <random>
 
 #include "io/kernel.h"
-#include "kvswap/core_session.h"
 #include "kvswap/saved_cache.h"
+#include "saved_run.h"
 
 #if KVSWAP_HAS_JSON
 
@@ -23,66 +23,6 @@ namespace kvswap {
 namespace {
 
 namespace fs = std::filesystem;
-
-class Folder {
- public:
-  Folder() {
-    path_ = fs::temp_directory_path() / "kvswap-saved-XXXXXX";
-    EXPECT_NE(::mkdtemp(path_.data()), nullptr);
-  }
-  ~Folder() { fs::remove_all(path_); }
-  const std::string& path() const { return path_; }
-  std::string operator/(const char* name) const { return path_ + "/" + name; }
-  std::vector<std::string> names() const {
-    std::vector<std::string> names;
-    for (const auto& entry : fs::directory_iterator(path_))
-      names.push_back(entry.path().filename());
-    return names;
-  }
-
- private:
-  std::string path_;
-};
-
-CoreOptions options_in(const std::string& directory) {
-  CoreOptions options;
-  options.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
-  options.settings.rank = 8;
-  options.settings.groups_max = 200;
-  options.settings.pages_max = 200;
-  options.settings.tail_tokens = 8;
-  options.directory = directory;
-  return options;
-}
-
-/// One forward pass of drawn tokens; the last layer's output.
-std::vector<float> step(CoreSession& session, int64_t tokens, uint64_t seed) {
-  const ModelShape shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
-  std::mt19937_64 random(seed);
-  const auto draw = [&](int64_t heads) {
-    std::normal_distribution<float> normal;
-    std::vector<float> numbers(heads * tokens * shape.head_dim);
-    for (float& number : numbers) number = normal(random);
-    return numbers;
-  };
-  const auto keys = draw(shape.kv_heads), values = draw(shape.kv_heads), query = draw(shape.heads);
-  std::vector<float> output(query.size());
-  for (int64_t layer = 0; layer < shape.layers; ++layer) {
-    session.append(layer, NewTokens::packed(keys.data(), values.data(), shape, 1, tokens));
-    session.attend(layer, Queries::packed(query.data(), shape.heads, tokens, shape.head_dim), 0.25f,
-                   output.data());
-  }
-  return output;
-}
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(SavedCache, GoesOnAsTheOneThatWasSaved) {
   const Folder folder;
@@ -332,12 +272,15 @@ TEST(SavedCache, AKillAtAnyStepLeavesAllOrNothingAndTheNextSaveClearsUp) {
   EXPECT_EQ(folder.names(), std::vector<std::string>{"book"});
 }
 
-/// Fails the n-th call of a kind, once.
+/// Fails the n-th call of a kind, once. Writes of the session's own file, tried again, are let be.
 class FullKernel final : public Kernel {
  public:
   explicit FullKernel(int calls) : left_(calls) {}
+  int open_at(int folder, const char* name, int flags, mode_t mode) override {
+    return made_ = Kernel::open_at(folder, name, flags, mode);
+  }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
-    return fails() ? -ENOSPC : Kernel::pwrite(fd, data, bytes, offset_bytes);
+    return fd == made_ && fails() ? -ENOSPC : Kernel::pwrite(fd, data, bytes, offset_bytes);
   }
   int fsync(int fd) override { return fails() ? -EIO : Kernel::fsync(fd); }
   int name_file(int, int, const char*) override { return -EXDEV; }
@@ -346,6 +289,7 @@ class FullKernel final : public Kernel {
  private:
   bool fails() { return left_-- == 0; }
   int left_;
+  std::atomic<int> made_ = -1;  // the newest file of the folder
 };
 
 TEST(SavedCache, ADiskThatIsFullOrFailsLeavesNothingAndTheSessionGoesOn) {
