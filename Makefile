@@ -114,6 +114,11 @@ faults: $(STAMP)  ## the fault matrix in full, into docs/faults.md; real disks t
 	@$(SUB) build
 	KVSWAP_TEST_ALL_DISKS=1 $(PY) -m pytest -q tests/python/test_real_disks.py
 
+.PHONY: saved-models
+saved-models: build  ## every model's cache saved and opened in another process; 50 kills
+	KVSWAP_TEST_ALL_SAVED=1 $(PY) -m pytest -q tests/python/test_saving_every_model.py \
+	  tests/python/test_saving_kills.py
+
 SOAK_SECONDS ?= 3600
 soak: build  ## random caches, lengths and faults in one process, SOAK_SECONDS=3600
 	$(PY) -m tests.soak --seconds $(SOAK_SECONDS)

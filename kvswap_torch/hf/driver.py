@@ -38,6 +38,8 @@ class SessionDriver:
     Thread rules: as the session's, one thread at a time.
     """
 
+    probe = ""  # of an opened saved cache: whether it was compared with the model
+
     def __init__(
         self,
         parts: ModelParts,
@@ -187,8 +189,10 @@ class SessionDriver:
 
     def begin_pass(self) -> int:
         """Columns before a pass that is about to begin; `take_back` comes back to this."""
-        self._estimated_before = dict(self.estimated_kinds)
-        return self.columns()
+        self._estimated_before, columns = dict(self.estimated_kinds), self.columns()
+        if self.parts.disk[0] > 0:  # the layer before it looks ahead before begin_forward()
+            self._held = columns, self.session.batch()
+        return columns
 
     def take_back(self, columns: int) -> None:
         """A pass has failed: every layer has the first `columns` columns again, and no more."""
@@ -368,13 +372,11 @@ class SessionDriver:
         self.session.reset()
         self.padding, self._declared = Padding(), False
         self._cuts.clear()
-        # The next text's first long chunk tells more about it than this text's did.
-        self.estimated_kinds.clear()
+        self.estimated_kinds.clear()  # the next text's first long chunk tells more about it
 
     def close(self) -> None:
         """Frees file and memory. Idempotent."""
-        # The session stays: another thread's pass gets its ClosedError, not an AttributeError.
-        self._is_closed = True
+        self._is_closed = True  # the session stays, to raise ClosedError in another thread's pass
         if self.session is not None:
             self.session.close()
 

@@ -19,7 +19,7 @@ TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | None) -> str:
-    """Compares; "passed", or why nothing could be compared.
+    """Compares; "passed" and how far apart keys were, or why nothing could be compared.
 
     Parameters
     ----------
@@ -42,6 +42,7 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     if sequence is None:
         return "skipped: every sequence begins with padding"
     computed = _keys(cache, ids[sequence : sequence + 1, :count])
+    most = 0.0
     for number, index in enumerate(cache.parts.disk):
         saved = cache.driver.session.read_back(number, 0, count)[0][sequence].float()
         fresh = computed.layers[index].keys[0].float()
@@ -54,7 +55,8 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
                 "or other positions; open it with the model that it was made by (probe=False "
                 "skips this)"
             )
-    return "passed"
+        most = max(most, difference)
+    return f"passed: keys of {count} tokens differ by at most {most:.0e} of their norm"
 
 
 def _keys(cache: KVSwapCache, ids: torch.Tensor) -> DynamicCache:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import stat
 import warnings
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvswap_torch.config import SETTINGS, ModelIdentity, SwapConfig
-from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError
+from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.errors import CorruptionError, KVSwapError
 from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
@@ -23,6 +22,13 @@ from kvswap_torch.hf.families import ModelParts, model_parts
 from kvswap_torch.hf.key_probe import probe as probe_keys
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.saved_checks import (
+    check_model,
+    check_tokens,
+    known_of,
+    rotary_of,
+    warn_of_readers,
+)
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
 
@@ -46,8 +52,6 @@ class Start:
 
 class ContinuedDriver(SessionDriver):
     """A driver whose session is there already: a saved one's, or a fork's."""
-
-    probe = ""  # of a saved one: whether it was compared with the model
 
     def __init__(self, *arguments: Any, start: Start, **named: Any):
         self._start = start
@@ -124,7 +128,7 @@ class Saving:
         if self.driver.padding.valid is not None:
             tensors["valid"] = self.driver.padding.valid
         facts = {
-            "model": _known(self.parts.identity),
+            "model": known_of(self.parts.identity),
             "name": getattr(self.parts.outermost.config, "_name_or_path", ""),
             "rotary": rotary_of(self.parts),
             "calibrated": self.driver.projection_source == "file",
@@ -142,6 +146,7 @@ class Saving:
         kv_memory_bytes: int | str | None = None,
         max_context: int | None = None,
         max_batch: int | None = None,
+        timeline_spans: int = 0,
         probe: bool = True,
         input_ids: torch.Tensor | None = None,
     ) -> KVSwapCache:
@@ -158,7 +163,7 @@ class Saving:
             The folder that `save` wrote.
         path
             A directory on the disk for what comes now.
-        kv_memory_bytes, max_context, max_batch
+        kv_memory_bytes, max_context, max_batch, timeline_spans
             As for `KVSwapCache`. With little memory fewer pages are kept for reuse, which changes
             no answer.
         probe
@@ -184,7 +189,7 @@ class Saving:
             raise KVSwapError("open: a saved cache is opened by one process alone so far")
         budget = budget_of(kv_memory_bytes, max_context, max_batch)
         folder = _C.SavedCache(os.fspath(saved))
-        _warn_of_readers(folder.path)
+        warn_of_readers(folder.path)
         facts = json.loads(folder.facts)
         check_model(facts, parts, folder.path)
         try_attention(parts)
@@ -197,6 +202,7 @@ class Saving:
         left = None if memory is None else max(1, memory - beside)
         options = folder.options(os.fspath(path), left, max_context, max_batch)
         options.device = str(parts.device)
+        options.timeline_spans = timeline_spans
         config = dataclasses.replace(config, pages_max=options.pages_max)
         start = Start(
             session=_C.Session(options, folder),
@@ -208,7 +214,7 @@ class Saving:
             ids=tensors.get("token_ids"),
             source=folder.path,
         )
-        cache = _continued(cls, parts, path, budget, start)
+        cache = _continued(cls, parts, path, budget, start, timeline_spans)
         try:
             _restore_layers(cache, facts, tensors, folder.path)
             if probe:
@@ -247,7 +253,8 @@ class Saving:
             ids=self.token_ids,
             source="fork",
         )
-        cache = _continued(type(self), self.parts, driver.path, driver.budget, start)
+        spans = driver.timeline_spans
+        cache = _continued(type(self), self.parts, driver.path, driver.budget, start, spans)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, DiskLayer | LayerElsewhere):
                 cache.layers[index] = deepcopy(layer)
@@ -255,7 +262,12 @@ class Saving:
 
 
 def _continued(
-    cls: type[KVSwapCache], parts: ModelParts, path: str | Path, budget: Budget, start: Start
+    cls: type[KVSwapCache],
+    parts: ModelParts,
+    path: str | Path,
+    budget: Budget,
+    start: Start,
+    timeline_spans: int,
 ) -> KVSwapCache:
     cache = cls.__new__(cls)
     cache.parts = parts
@@ -263,7 +275,13 @@ def _continued(
 
     def make_driver(look_ahead: LookAhead) -> SessionDriver:
         return ContinuedDriver(
-            parts, path, start.config, budget, look_ahead=look_ahead, start=start
+            parts,
+            path,
+            start.config,
+            budget,
+            look_ahead=look_ahead,
+            start=start,
+            timeline_spans=timeline_spans,
         )
 
     try:
@@ -298,73 +316,3 @@ def _predictor_bytes(parts: ModelParts, config: SwapConfig, budget: Budget) -> i
         return 0
     score = config.score if config.takes_projections else config.rows
     return LookAhead(parts, budget.kv_memory_bytes, score).nbytes
-
-
-def _known(identity: ModelIdentity) -> dict[str, Any]:
-    return {name: value for name, value in vars(identity).items() if value is not None}
-
-
-def rotary_of(parts: ModelParts) -> Any:
-    """What a model's config says of positions, fit for JSON."""
-    rope = getattr(parts.config, "rope_parameters", None)
-    return json.loads(json.dumps(rope, sort_keys=True, default=str))
-
-
-def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
-    """Raises a `ConfigError` unless the saved cache is of a model that looks like this one."""
-    try:
-        differences = ModelIdentity(**facts["model"]).differences(parts.identity)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptionError(f"open: {path} must say which model it is of: {error}") from error
-    if differences:
-        told = ", ".join(f"{n} {ours} (this model: {it})" for n, (ours, it) in differences.items())
-        raise ConfigError(
-            f"open: {path} must be of the model it is opened with, but was made by {told}"
-        )
-    rotary = rotary_of(parts)
-    if facts.get("rotary") != rotary:
-        raise ConfigError(
-            f"open: {path} must be of a model with the same rotary parameters, but was made with "
-            f"{facts.get('rotary')} (this model: {rotary})"
-        )
-
-
-def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) -> None:
-    """Raises a `ConfigError` naming the first token that differs."""
-    if saved is None:
-        raise ConfigError(
-            f"open: input_ids must be left out for {path}, which was made from embeddings"
-        )
-    wanted = torch.as_tensor(wanted).cpu()
-    wanted = wanted if wanted.dim() == 2 else wanted[None]
-    if wanted.dim() != 2 or wanted.shape[0] != saved.shape[0]:
-        raise ConfigError(
-            f"open: input_ids must be of the {saved.shape[0]} sequences of {path}, got "
-            f"{list(wanted.shape)}"
-        )
-    count = min(wanted.shape[1], saved.shape[1])
-    differs = (wanted[:, :count] != saved[:, :count]).nonzero()
-    if len(differs):
-        sequence, column = differs[differs[:, 1].argmin()].tolist()
-        raise ConfigError(
-            f"open: {path} must hold the tokens of input_ids, but token {column} of sequence "
-            f"{sequence} is {int(saved[sequence, column])}, got {int(wanted[sequence, column])}"
-        )
-
-
-def _warn_of_readers(path: str) -> None:
-    """Of a cache that others can read, or made."""
-    facts = [os.stat(path), *(os.stat(Path(path) / name) for name in os.listdir(path))]
-    if any(each.st_mode & (stat.S_IRWXG | stat.S_IRWXO) for each in facts):
-        warnings.warn(
-            f"KVSwapCache: {path} can be reached by others than its owner: who has it has the "
-            "text; chmod -R go= it",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    if any(each.st_uid != os.getuid() for each in facts):
-        warnings.warn(
-            f"KVSwapCache: {path} belongs to another user, who decides what it says",
-            RuntimeWarning,
-            stacklevel=3,
-        )

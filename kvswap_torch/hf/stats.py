@@ -57,6 +57,8 @@ class CacheStats:
         How the disk is read, and what was fallen back from, with the reason.
     projection, predictor
         Where the projections come from, and how the next layer's query is predicted.
+    probe
+        Of an opened saved cache: how its first keys and the model's compared, or why not.
     estimate_seconds
         Time spent on estimating projections.
     counters
@@ -95,6 +97,7 @@ class CacheStats:
     fallbacks: str
     projection: str
     predictor: str
+    probe: str
     estimate_seconds: float
     counters: Mapping[str, float]
     timeline: Timeline | None = None
@@ -183,6 +186,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         fallbacks=facts["fallbacks"],
         projection=driver.projection_source,
         predictor=driver.predictor_source,
+        probe=driver.probe,
         estimate_seconds=driver.estimate_seconds,
         counters=counters,
         timeline=Timeline(json.loads(session.timeline())) if timeline else None,
@@ -228,6 +232,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("projection", stats.projection),
         ("predictor", stats.predictor),
     ]
+    if stats.probe:
+        rows.append(("probe", stats.probe))
     if stats.ranks:
         rows.insert(0, ("this process", stats.ranks))
     if stats.device != "cpu":

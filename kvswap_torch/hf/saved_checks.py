@@ -1,0 +1,89 @@
+"""Whether a saved cache may be opened here: its model, its tokens, who can read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvswap_torch.config import ModelIdentity
+from kvswap_torch.errors import ConfigError, CorruptionError
+from kvswap_torch.hf.families import ModelParts
+
+
+def known_of(identity: ModelIdentity) -> dict[str, Any]:
+    return {name: value for name, value in vars(identity).items() if value is not None}
+
+
+def rotary_of(parts: ModelParts) -> Any:
+    """What a model's config says of positions, fit for JSON."""
+    rope = getattr(parts.config, "rope_parameters", None)
+    return json.loads(json.dumps(rope, sort_keys=True, default=str))
+
+
+def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
+    """Raises a `ConfigError` unless the saved cache is of a model that looks like this one."""
+    try:
+        saved = ModelIdentity(**facts["model"])
+        differences = saved.differences(parts.identity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"open: {path} must say which model it is of: {error}") from error
+    if saved.dtype != parts.identity.dtype:
+        differences["dtype"] = saved.dtype, parts.identity.dtype
+    if differences:
+        told = ", ".join(f"{n} {ours} (this model: {it})" for n, (ours, it) in differences.items())
+        raise ConfigError(
+            f"open: {path} must be of the model it is opened with, but was made by {told}"
+        )
+    rotary = rotary_of(parts)
+    if facts.get("rotary") != rotary:
+        raise ConfigError(
+            f"open: {path} must be of a model with the same rotary parameters, but was made with "
+            f"{facts.get('rotary')} (this model: {rotary})"
+        )
+
+
+def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) -> None:
+    """Raises a `ConfigError` naming the first token that differs."""
+    if saved is None:
+        raise ConfigError(
+            f"open: input_ids must be left out for {path}, which was made from embeddings"
+        )
+    wanted = torch.as_tensor(wanted).cpu()
+    wanted = wanted if wanted.dim() == 2 else wanted[None]
+    if wanted.dim() != 2 or wanted.shape[0] != saved.shape[0]:
+        raise ConfigError(
+            f"open: input_ids must be of the {saved.shape[0]} sequences of {path}, got "
+            f"{list(wanted.shape)}"
+        )
+    count = min(wanted.shape[1], saved.shape[1])
+    differs = (wanted[:, :count] != saved[:, :count]).nonzero()
+    if len(differs):
+        sequence, column = differs[differs[:, 1].argmin()].tolist()
+        raise ConfigError(
+            f"open: {path} must hold the tokens of input_ids, but token {column} of sequence "
+            f"{sequence} is {int(saved[sequence, column])}, got {int(wanted[sequence, column])}"
+        )
+
+
+def warn_of_readers(path: str) -> None:
+    """Of a cache that others can read, or made."""
+    facts = [os.stat(path), *(os.stat(Path(path) / name) for name in os.listdir(path))]
+    if any(each.st_mode & (stat.S_IRWXG | stat.S_IRWXO) for each in facts):
+        warnings.warn(
+            f"KVSwapCache: {path} can be reached by others than its owner: who has it has the "
+            "text; chmod -R go= it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    if any(each.st_uid != os.getuid() for each in facts):
+        warnings.warn(
+            f"KVSwapCache: {path} belongs to another user, who decides what it says",
+            RuntimeWarning,
+            stacklevel=3,
+        )
