@@ -49,6 +49,12 @@ with the minimum.
 
   ... --question "Who tells it?" --question "Where does she live?"
 
+[bold]Read once:[/bold] --save keeps what was read in a folder; --open goes on from it, without \
+reading the document again. A --document beside it must be the one that was saved.
+
+  ... --save book.kvswap
+  kvswap generate --model DIR --open book.kvswap --question "Who tells it?"
+
 [bold]A model larger than one machine:[/bold] torchrun starts the processes, each with its own \
 part of the KV cache on its own disk; --kv-memory is per process. Heads within a machine, layers \
 between machines.
@@ -66,12 +72,20 @@ def generate(
     model: Annotated[
         str, typer.Option(help="Folder (or hub name) of a Hugging Face model.", metavar="DIR")
     ],
-    document: Annotated[
-        Path, typer.Option(help="Text file, UTF-8; - reads stdin.", metavar="FILE")
-    ],
     question: Annotated[
         list[str], typer.Option(help="A question; repeat for several turns.", metavar="TEXT")
     ],
+    document: Annotated[
+        Path | None, typer.Option(help="Text file, UTF-8; - reads stdin.", metavar="FILE")
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Save the KV cache once the document is read.", metavar="BOOK.kvswap"),
+    ] = None,
+    saved: Annotated[
+        Path | None,
+        typer.Option("--open", help="Go on from a saved KV cache.", metavar="BOOK.kvswap"),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="What the tuner wrote, or SwapConfig.save().", metavar="config.json"),
@@ -143,6 +157,8 @@ def generate(
             model=model,
             document=document,
             questions=tuple(question),
+            save=save,
+            saved=saved,
             config=config,
             rows=rows,
             heads=heads,

@@ -135,6 +135,19 @@ class Conversation:
         self.turns.append(turn)
         return turn
 
+    def go_back(self, tokens: int, turns: int) -> None:
+        """Forgets all but the first `tokens` and `turns`.
+
+        Raises
+        ------
+        KVSwapError, ValueError, NotImplementedError
+            When the cache cannot be cropped.
+        """
+        beyond = self.cache.get_seq_length() - tokens
+        if beyond > 0:
+            self.cache.crop(-beyond)
+        del self.ids[tokens:], self.turns[turns:]
+
     @torch.inference_mode()
     def log_likelihoods(self, turns: Sequence[Turn], document_tokens: int) -> list[float]:
         """Of each turn's answer under this cache, in nats, all turns before it read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,10 @@ class GenerateOptions:
     """The command's options; see ``kvswap generate --help``."""
 
     model: str
-    document: Path
+    document: Path | None
     questions: tuple[str, ...]
+    save: Path | None = None
+    saved: Path | None = None
     config: Path | None = None
     rows: str | None = None
     heads: str | None = None
@@ -69,23 +72,31 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
     config = _load_config(options)
     _check_outputs(options)
+    _check_saved(options)
     material = _load(options, distributed, console)
     context = _context(options, material)
     _check_context(context, material)
+    arguments = {
+        "path": options.path,
+        "kv_memory_bytes": kv_memory,
+        "max_context": context,
+        "max_batch": 1,
+        "timeline_spans": SPANS if options.timeline is not None else 0,
+    }
 
     from kvswap_torch import KVSwapCache
 
-    with KVSwapCache(
-        material.model,
-        path=options.path,
-        config=config,
-        kv_memory_bytes=kv_memory,
-        max_context=context,
-        max_batch=1,
-        timeline_spans=SPANS if options.timeline is not None else 0,
-    ) as cache:
+    began = time.perf_counter()
+    if options.saved is None:
+        opened = KVSwapCache(material.model, config=config, **arguments)
+    else:
+        opened = KVSwapCache.open(
+            material.model, options.saved, input_ids=material.document_ids, **arguments
+        )
+    opening = time.perf_counter() - began
+    with opened as cache:
         console.rule("KV cache on disk")
-        conversation, disk = _converse(options, material, cache, console)
+        conversation, disk = _converse(options, material, cache, console, opening)
         disk.stats = report.plain_stats(cache.stats())
         _save_timeline(options, cache, console)
         console.print(report.closing_line(disk))
@@ -95,7 +106,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
 
     result = report.Result(
         model=options.model,
-        document=str(options.document),
+        document=str(options.document or options.saved),
         document_tokens=len(material.document_ids),
         disk=disk,
         memory=memory,
@@ -125,12 +136,20 @@ def _compare(
 
 
 def _converse(
-    options: GenerateOptions, material: Material, cache: Any, console: Console
+    options: GenerateOptions, material: Material, cache: Any, console: Console, opening: float = 0.0
 ) -> tuple[Conversation, report.Run]:
+    """Reads the document, unless the cache has it and took `opening` seconds to open, and asks."""
     from kvswap_torch.cli.conversation import Conversation
 
     conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
-    seconds = _read(conversation, material.document_ids, options.prefill_chunk, console)
+    unread = [] if cache.get_seq_length() > 0 else material.document_ids
+    if unread:
+        seconds = _read(conversation, unread, options.prefill_chunk, console)
+        if options.save is not None and hasattr(cache, "save"):
+            save(cache, options.save, console)
+    else:
+        conversation.ids.extend(material.document_ids)
+        seconds = opening
     for question in options.questions:
         console.print(f"\n[bold]> {report.escaped(question)}[/bold]")
         conversation.ask(
@@ -141,10 +160,18 @@ def _converse(
         console.print()
     gc.collect()
     return conversation, report.Run(
-        prefill_tokens=len(material.document_ids),
+        prefill_tokens=len(unread),
         prefill_seconds=seconds,
         turns=conversation.turns,
     )
+
+
+def save(cache: Any, folder: Path, console: Console, overwrite: bool = False) -> None:
+    """Saves a cache and says how long that took."""
+    began = time.perf_counter()
+    cache.save(folder, overwrite=overwrite)
+    seconds = time.perf_counter() - began
+    console.print(f"saved to [bold]{report.escaped(str(folder))}[/bold] in {seconds:.2f} s")
 
 
 def _read(conversation: Conversation, ids: list[int], chunk: int, console: Console) -> float:
@@ -210,6 +237,29 @@ def _check_outputs(options: GenerateOptions) -> None:
             raise ConfigError(f"{name}: its folder must exist, got {path}")
 
 
+def _check_saved(options: GenerateOptions) -> None:
+    if options.document is None and options.saved is None:
+        raise ConfigError("--document: must be given, or --open with what was saved of one")
+    if options.saved is None:
+        return
+    for name in ("config", "rows", "heads", "save"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name}: must be left out with --open, which goes on with the settings that "
+                f"were saved, got {getattr(options, name)}"
+            )
+
+
+def _saved_ids(saved: Path) -> list[int]:
+    """The tokens of a saved document."""
+    from kvswap_torch import _C
+
+    ids = _C.SavedCache(str(saved)).tensors().get("token_ids")
+    if ids is None or len(ids) != 1:
+        raise ConfigError(f"--open: {saved} must hold one document's tokens, and does not")
+    return ids[0].tolist()
+
+
 def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> None:
     if options.timeline is None or not is_first():
         return
@@ -245,10 +295,13 @@ def _load(options: GenerateOptions, distributed: Any, console: Console) -> Mater
 
     # Its bar for loading weights would stand above ours.
     logging.disable_progress_bar()
+    text = None
     try:
-        text = _text(options.document)
+        if options.document is not None:
+            text = _text(options.document)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--document: must be readable UTF-8 text: {error}") from error
+    saved_ids = None if options.saved is None else _saved_ids(options.saved)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     with console.status("loading the model"):
         try:
@@ -265,7 +318,12 @@ def _load(options: GenerateOptions, distributed: Any, console: Console) -> Mater
     prompt = make_prompt(options.prompt_template, tokenizer)
     if options.prompt_template == "auto" and not getattr(tokenizer, "chat_template", None):
         console.print("[dim]no chat template in this model's folder: asked in plain words[/dim]")
-    ids = prompt.prefix_ids(tokenizer, text)
+    ids = saved_ids if text is None else prompt.prefix_ids(tokenizer, text)
     if not ids:
         raise ConfigError(f"--document: must not be empty, got {options.document}")
+    if saved_ids is not None and len(ids) != len(saved_ids):
+        raise ConfigError(
+            f"--document: must be what was saved in {options.saved}, of {len(saved_ids):,} tokens, "
+            f"got {len(ids):,}"
+        )
     return Material(model.eval(), tokenizer, prompt, ids)

@@ -92,6 +92,8 @@ def tensor_bytes(cache: Any) -> int:
 def closing_line(run: Run) -> str:
     """One line of statistics; what a cache does not report is left out."""
     parts = [f"prefill {run.prefill_tokens / max(run.prefill_seconds, 1e-9):,.0f} tokens/s"]
+    if run.prefill_tokens == 0:
+        parts = [f"opened in {run.prefill_seconds:.2f} s, nothing was read"]
     if run.tokens_per_second is not None:
         parts.append(f"answers {run.tokens_per_second:.1f} tokens/s")
     parts += [f"{label} {value}" for label, value in _facts(run)]
@@ -173,7 +175,8 @@ def write_json(result: Result, path: Path) -> None:
     ``agreements`` (null without one), each with ``first_difference`` (tokens before it, null when
     none differs), ``on_disk`` and ``in_memory`` (that token), ``log_likelihood_on_disk`` and
     ``log_likelihood_in_memory`` (nats, of the full cache's answer);
-    ``disk`` and ``memory`` (null without one), each with ``prefill_tokens``, ``prefill_seconds``,
+    ``disk`` and ``memory`` (null without one), each with ``prefill_tokens`` (0 with ``--open``),
+    ``prefill_seconds`` (with ``--open`` those that opening took),
     ``tokens_per_second`` (answers, first tokens left out), ``turns`` (each with ``question``,
     ``answer``, ``question_tokens``, ``answer_tokens``, ``first_token_seconds``,
     ``tokens_per_second``, ``answer_ids``) and ``stats`` (see `KVSwapCache.stats`).

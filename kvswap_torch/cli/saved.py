@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvswap_torch.cli.generate import GenerateOptions, _load, _load_config, _read
+from kvswap_torch.cli.generate import GenerateOptions, _load, _load_config, _read, save
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
+
+if TYPE_CHECKING:
+    from kvswap_torch.cli.conversation import Conversation
 
 
 def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Console) -> None:
@@ -29,18 +34,15 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
     ) as cache:
         conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
         read = _read(conversation, material.document_ids, options.prefill_chunk, console)
-        began = time.perf_counter()
-        cache.save(output, overwrite=overwrite)
-        console.print(
-            f"{len(material.document_ids):,} tokens read in {read:.1f} s, saved to "
-            f"[bold]{escaped(str(output))}[/bold] in {time.perf_counter() - began:.2f} s"
-        )
+        console.print(f"{len(material.document_ids):,} tokens read in {read:.1f} s")
+        save(cache, output, console, overwrite)
 
 
-def ask(
+@contextlib.contextmanager
+def opened(
     saved: Path, model: str | None, options: GenerateOptions, console: Console
-) -> list[dict[str, Any]]:
-    """Asks a saved document; each question begins at the document's end."""
+) -> Iterator[Conversation]:
+    """A conversation over a saved document, at its end."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -60,34 +62,39 @@ def ask(
         ) from error
     prompt = make_prompt(options.prompt_template, tokenizer)
     began = time.perf_counter()
-    answers = []
     with KVSwapCache.open(
         loaded, saved, path=options.path, kv_memory_bytes=options.kv_memory
     ) as cache:
         ids = cache.token_ids
         if ids is None or len(ids) != 1:
             raise ConfigError(f"ask: {saved} must hold one document's tokens, and does not")
+        conversation = Conversation(loaded, tokenizer, cache, prompt)
+        conversation.ids = ids[0].tolist()
         seconds = time.perf_counter() - began
-        tokens = ids.shape[1]
-        console.print(f"[dim]{tokens:,} tokens opened in {seconds:.2f} s[/dim]")
-        for number, question in enumerate(options.questions):
-            if number:
-                cache.crop(tokens - cache.get_seq_length())
-            conversation = Conversation(loaded, tokenizer, cache, prompt)
-            conversation.ids = ids[0].tolist()
+        console.print(f"[dim]{ids.shape[1]:,} tokens opened in {seconds:.2f} s[/dim]")
+        yield conversation
+
+
+def ask(
+    saved: Path, model: str | None, options: GenerateOptions, console: Console
+) -> list[dict[str, Any]]:
+    """Asks a saved document; each question begins at the document's end."""
+    answers = []
+    with opened(saved, model, options, console) as conversation:
+        document = len(conversation.ids)
+        for question in options.questions:
+            conversation.go_back(document, 0)
             console.print(f"\n[bold]> {escaped(question)}[/bold]")
-            turn = conversation.ask(
-                question,
-                options.max_new_tokens,
-                lambda text: console.print(
-                    text, end="", markup=False, highlight=False, soft_wrap=True
-                ),
-            )
+            turn = conversation.ask(question, options.max_new_tokens, writer(console))
             console.print()
             answers.append({"question": question, "answer": turn.answer,
-                            "first_token_seconds": turn.first_token_seconds,
-                            "open_seconds": seconds})  # fmt: skip
+                            "first_token_seconds": turn.first_token_seconds})  # fmt: skip
     return answers
+
+
+def writer(console: Console) -> Callable[[str], None]:
+    """Prints an answer's pieces as they come."""
+    return lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def facts_of(saved: Path) -> dict[str, Any]:

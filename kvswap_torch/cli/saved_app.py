@@ -1,4 +1,4 @@
-"""The options of ``kvswap ingest``, ``ask``, ``show``, ``verify`` and ``rm``."""
+"""The options of ``kvswap ingest``, ``ask``, ``chat``, ``show``, ``verify`` and ``rm``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import typer
 from rich.console import Console
 
 Saved = Annotated[Path, typer.Argument(help="Folder of a saved cache.", metavar="BOOK.kvswap")]
+Model = Annotated[
+    str | None, typer.Option(help="Its model; else where it was when saved.", metavar="DIR")
+]
 Memory = Annotated[
     str | None, typer.Option(help="Most memory the KV cache may take.", metavar="512MiB")
 ]
@@ -55,9 +58,7 @@ def ingest(
 def ask(
     book: Saved,
     question: Annotated[list[str], typer.Option(help="A question; may be repeated.")],
-    model: Annotated[
-        str | None, typer.Option(help="Its model; else where it was.", metavar="DIR")
-    ] = None,
+    model: Model = None,
     kv_memory: Memory = None,
     path: Place = Path("."),
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
@@ -82,6 +83,39 @@ def ask(
     answers = saved.ask(book, model, options, Console(stderr=as_json))
     if as_json:
         Console().print_json(json.dumps(answers))
+
+
+def chat(
+    book: Saved,
+    model: Model = None,
+    kv_memory: Memory = None,
+    path: Place = Path("."),
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
+    prompt_template: Template = "auto",
+    as_json: Json = False,
+) -> None:
+    """Talk about a saved document in the terminal; /ask, /back and /stats beside questions."""
+    import dataclasses
+    import json
+
+    from kvswap_torch.cli import saved
+    from kvswap_torch.cli.chat import Chat
+    from kvswap_torch.cli.generate import GenerateOptions
+
+    options = GenerateOptions(
+        model=model or "",
+        document=book,
+        questions=(),
+        kv_memory=kv_memory,
+        path=path,
+        prompt_template=prompt_template,
+    )
+    console = Console(stderr=as_json)
+    with saved.opened(book, model, options, console) as conversation:
+        Chat(conversation, max_new_tokens, console).run()
+        turns = [dataclasses.asdict(turn) for turn in conversation.turns]
+    if as_json:
+        Console().print_json(json.dumps(turns))
 
 
 def show(book: Saved, as_json: Json = False) -> None:
@@ -111,5 +145,5 @@ def rm(book: Saved, as_json: Json = False) -> None:
 
 def add_to(app: Any) -> None:
     """Makes commands of them."""
-    for command in (ingest, ask, show, verify, rm):
+    for command in (ingest, ask, chat, show, verify, rm):
         app.command()(command)
