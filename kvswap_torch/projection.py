@@ -170,7 +170,7 @@ def from_chunk(
         return query_aware(sample, queries.unflatten(1, (kv_heads, -1)).sum(2).flatten(1), rank)
     _check("from_chunk", sample, rank)
     sample = sample.float()
-    # Not centred: a head's constant weighs all its groups against its sinks and tail.
+    # Not centred, though a head's constant cancels among candidates: it was measured to do no good.
     moments = (
         sample.T @ sample / len(sample),
         head_moment(queries, queries, kv_heads) / len(queries),
