@@ -1,58 +1,50 @@
 #include <algorithm>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
-#include <thread>
 
-#include "io/io_thread.h"
 #include "io/kernel.h"
 #include "io/read_batch.h"
+#include "io/read_pool.h"
 #include "io/reader_backends.h"
 #include "io/stopwatch.h"
 
 namespace kvswap {
 namespace {
 
-/// Reads with a pool of threads, one preadv each at a time; batches are started in their order.
-class ThreadReader final : public BlockReader {
+/// Reads with the threads of its disk, one preadv each at a time; batches are started in their
+/// order.
+class ThreadReader final : public BlockReader, private ReadPool::Work {
  public:
   ThreadReader(const DataFile& file, const ReaderOptions& options)
       : file_(file),
         alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
         call_bytes_max_(options.call_bytes_max),
+        threads_(static_cast<size_t>(options.threads)),
         timeline_(options.timeline),
-        patience_(options.patience) {}
+        patience_(options.patience),
+        pool_(ReadPool::of_disk(file.fd())) {}
 
   ~ThreadReader() override {
-    {
-      const std::lock_guard lock(mutex_);
-      stopping_ = true;
-      for (const auto& batch : batches_.live()) batch->next = batch->reads.size();
-    }
-    work_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    std::unique_lock lock(mutex_);
+    for (const auto& batch : batches_.live()) batch->next = batch->reads.size();
+    done_.wait(lock, [&] { return posted_ == 0; });
   }
 
-  /// One thread is enough; the system may refuse the others.
-  Status start(int threads) {
-    for (int index = 0; index < threads; ++index) {
-      const std::string name = "kvswap-read-" + std::to_string(index);
-      Result<std::thread> thread = start_io_thread(name, [this] { run(); });
-      if (!thread.is_ok()) return index == 0 ? thread.status() : Status::ok();
-      threads_.push_back(std::move(thread.value()));
-    }
-    return Status::ok();
-  }
+  Status start() { return pool_->grow(static_cast<int>(threads_)); }
 
   Result<Ticket> submit(std::span<const BlockRead> reads) override {
     KVSWAP_RETURN_IF_ERROR(check_reads(file_, reads));
     Ticket ticket = 0;
+    size_t helpers = 0;
     {
       const std::lock_guard lock(mutex_);
       ticket = batches_.add(reads).ticket;
       ++counters_.batches;
+      helpers = std::min(reads.size(), threads_ - posted_);
+      posted_ += helpers;
     }
-    const size_t helpers = std::min(reads.size(), threads_.size());
-    for (size_t index = 0; index < helpers; ++index) work_.notify_one();
+    pool_->post(this, static_cast<int>(helpers));
     return ticket;
   }
 
@@ -85,31 +77,33 @@ class ThreadReader final : public BlockReader {
     return nullptr;
   }
 
-  void run() {
+  bool read_one() override {
     std::unique_lock lock(mutex_);
-    for (;;) {
-      ReadBatch* batch = nullptr;
-      work_.wait(lock, [&] { return (batch = next_batch()) != nullptr || stopping_; });
-      if (batch == nullptr) return;
-      ReadProgress& read = batch->reads[batch->next++];
-      ++batch->started;
-      lock.unlock();
-      ReaderCounters counted;
-      const ReadProgress::Next next = read_one(batch->ticket, read, &counted);
-      lock.lock();
-      counters_.reads += counted.reads;
-      counters_.bytes += counted.bytes;
-      counters_.retries += counted.retries;
-      batch->ended();
-      if (next == ReadProgress::Next::kFailed) batch->fail(read.failure(file_.directory()));
-      if (batch->is_finished()) {
-        batch->is_done = true;
-        done_.notify_all();
-      }
+    ReadBatch* const batch = next_batch();
+    if (batch == nullptr) {
+      // The last of them lets the destructor go on, which waits for the lock.
+      if (--posted_ == 0) done_.notify_all();
+      return false;
     }
+    ReadProgress& read = batch->reads[batch->next++];
+    ++batch->started;
+    lock.unlock();
+    ReaderCounters counted;
+    const ReadProgress::Next next = make_read(batch->ticket, read, &counted);
+    lock.lock();
+    counters_.reads += counted.reads;
+    counters_.bytes += counted.bytes;
+    counters_.retries += counted.retries;
+    batch->ended();
+    if (next == ReadProgress::Next::kFailed) batch->fail(read.failure(file_.directory()));
+    if (batch->is_finished()) {
+      batch->is_done = true;
+      done_.notify_all();
+    }
+    return true;
   }
 
-  ReadProgress::Next read_one(Ticket ticket, ReadProgress& read, ReaderCounters* counted) const {
+  ReadProgress::Next make_read(Ticket ticket, ReadProgress& read, ReaderCounters* counted) const {
     const Stopwatch watch(timeline_, span_of_read(ticket, read));
     ReadProgress::Next next;
     do {
@@ -129,15 +123,15 @@ class ThreadReader final : public BlockReader {
   const DataFile& file_;
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
+  const size_t threads_;
   Timeline* const timeline_;
   const Patience* const patience_;
   mutable std::mutex mutex_;
-  std::condition_variable work_;
   std::condition_variable done_;
   ReadBatchTable batches_;
   ReaderCounters counters_;
-  bool stopping_ = false;
-  std::vector<std::thread> threads_;
+  size_t posted_ = 0;  // how often the pool has this reader, or reads for it
+  std::shared_ptr<ReadPool> pool_;
 };
 
 }  // namespace
@@ -145,7 +139,7 @@ class ThreadReader final : public BlockReader {
 Result<std::unique_ptr<BlockReader>> make_thread_reader(const DataFile& file,
                                                         const ReaderOptions& options) {
   auto reader = std::make_unique<ThreadReader>(file, options);
-  KVSWAP_RETURN_IF_ERROR(reader->start(options.threads));
+  KVSWAP_RETURN_IF_ERROR(reader->start());
   return std::unique_ptr<BlockReader>(std::move(reader));
 }
 

@@ -55,6 +55,24 @@ TEST_F(AfterFork, AReaderRefusesAndClosesWithoutAHang) {
   }
 }
 
+TEST_F(AfterFork, AReaderOfTheChildsOwnHasThreadsOfItsOwn) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer takes no new thread in a forked child";
+#endif
+  const auto file = file_with(directory_.path(), IoMode::kAuto, content_.span());
+  const auto reader = std::move(must(open_reader(*file, {.kind = ReaderKind::kThreads})).reader);
+  EXPECT_TRUE(holds_in_child([&] {
+    const auto own = file_with(directory_.path(), IoMode::kAuto, content_.span());
+    auto opened = open_reader(*own, {.kind = ReaderKind::kThreads});
+    const AlignedBytes landing(4096);
+    const iovec target{landing.data(), landing.size()};
+    const BlockRead read{8192, {&target, 1}};
+    const auto ticket = opened.value().reader->submit({&read, 1});
+    return ticket.is_ok() && opened.value().reader->wait(ticket.value()).is_ok() &&
+           std::equal(landing.data(), landing.data() + 4096, content_.data() + 8192);
+  }));
+}
+
 TEST_F(AfterFork, AWriteQueueRefusesAndClosesWithoutAHang) {
   const auto file = file_with(directory_.path(), IoMode::kAuto, content_.span());
   auto queue = must(WriteQueue::create(file.get(), {.buffer_bytes = 8192, .buffers = 2}));
