@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace kvswap {
 
@@ -12,44 +13,52 @@ Status Editor::crop(int64_t columns) {
     return Status::invalid("crop: columns must be at least 0, got " + std::to_string(columns));
   }
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  // All layers are read first: if the disk fails, nothing has changed, and crop() may be called
+  // again.
+  std::vector<Returning> all;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    if (batch_.layer(layer).columns > columns) {
-      KVSWAP_RETURN_IF_ERROR(crop_layer(layer, columns));
-    }
+    if (batch_.layer(layer).columns <= columns) continue;
+    auto returning = read_returning(layer, columns);
+    if (!returning.is_ok()) return returning.status();
+    all.push_back(std::move(returning.value()));
   }
+  for (const Returning& returning : all) KVSWAP_RETURN_IF_ERROR(crop_layer(returning, columns));
   batch_.crop_validity(columns);
   account_.settle(batch_);
   return Status::ok();
 }
 
-Status Editor::crop_layer(int64_t layer, int64_t columns) {
-  Batch::Layer& state = batch_.layer(layer);
+Result<Editor::Returning> Editor::read_returning(int64_t layer, int64_t columns) {
+  const Batch::Layer& state = batch_.layer(layer);
   const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t sealed = std::min(state.sealed_groups, parts_.options.sealed_groups(columns));
-  const int64_t groups = (columns + group_tokens - 1) / group_tokens;
-  const int64_t returning = std::min(state.sealed_groups, groups) - sealed;
-  if (returning > 0) KVSWAP_RETURN_IF_ERROR(read_to_tail(layer, sealed, returning));
-  state.columns = columns;
-  steps_.of(layer).forget_choice();
-  sealer_.take_back(layer, sealed);
-  return Status::ok();
-}
-
-/// Reads everything first: if the disk fails, nothing has changed.
-Status Editor::read_to_tail(int64_t layer, int64_t first_group, int64_t groups) {
-  const int64_t bytes = groups * parts_.record_bytes();
+  const int64_t end = (columns + group_tokens - 1) / group_tokens;
+  Returning returning;
+  returning.layer = layer;
+  returning.sealed = sealed;
+  returning.groups = std::min(state.sealed_groups, end) - sealed;
+  if (returning.groups <= 0) return returning;
+  const int64_t bytes = returning.groups * parts_.record_bytes();
   auto allocated = AlignedBytes::allocate(batch_.size() * bytes);
   if (!allocated.is_ok()) return allocated.status();
-  const auto memory = std::make_shared<AlignedBytes>(std::move(allocated.value()));
-  std::byte* records = memory->data();
+  returning.records = std::make_shared<AlignedBytes>(std::move(allocated.value()));
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-    KVSWAP_RETURN_IF_ERROR(
-        past_.load({layer, sequence, first_group, groups}, memory, sequence * bytes));
+    KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, sealed, returning.groups},
+                                      returning.records, sequence * bytes));
   }
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-    KVSWAP_RETURN_IF_ERROR(
-        tail_.put_back(layer, sequence, first_group, groups, records + sequence * bytes));
+  return returning;
+}
+
+Status Editor::crop_layer(const Returning& returning, int64_t columns) {
+  const int64_t bytes = returning.groups * parts_.record_bytes();
+  for (int64_t sequence = 0; returning.groups > 0 && sequence < batch_.size(); ++sequence) {
+    KVSWAP_RETURN_IF_ERROR(tail_.put_back(returning.layer, sequence, returning.sealed,
+                                          returning.groups,
+                                          returning.records->data() + sequence * bytes));
   }
+  batch_.layer(returning.layer).columns = columns;
+  steps_.of(returning.layer).forget_choice();
+  sealer_.take_back(returning.layer, returning.sealed);
   return Status::ok();
 }
 

@@ -33,8 +33,15 @@ class Editor {
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
 
  private:
-  Status crop_layer(int64_t layer, int64_t columns);
-  Status read_to_tail(int64_t layer, int64_t first_group, int64_t groups);
+  /// Sealed groups that a crop brings back to the tail: [batch, groups, record_bytes].
+  struct Returning {
+    int64_t layer = 0;
+    int64_t sealed = 0;  // groups that stay in the file
+    int64_t groups = 0;
+    std::shared_ptr<AlignedBytes> records;  // kept by what is in flight, too
+  };
+  Result<Returning> read_returning(int64_t layer, int64_t columns);
+  Status crop_layer(const Returning& returning, int64_t columns);
   Status summarise(int64_t layer);
 
   EngineParts& parts_;

@@ -26,7 +26,7 @@ from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead, attention_scale
-from kvswap_torch.hf.open_pass import OpenPass
+from kvswap_torch.hf.open_pass import OpenPass, all_or_none
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from kvswap_torch.hf.saving import Saving
@@ -209,37 +209,33 @@ class KVSwapCache(convert.Converting, Saving, Cache):
                 "crop: must be given a negative number, of tokens to remove, got "
                 f"{tokens_to_remove}; to keep n tokens pass n - cache.get_seq_length()"
             )
-        for layer in self._other_layers():
-            layer.crop(tokens_to_remove)
-        if tokens_to_remove < 0:
-            self.driver.crop(max(0, self.driver.columns() + tokens_to_remove))
-            self.tokens.crop(self.driver.columns())
+        with all_or_none(self._other_layers(), "crop", tokens_to_remove):
+            if tokens_to_remove < 0:
+                self.driver.crop(max(0, self.driver.columns() + tokens_to_remove))
+                self.tokens.crop(self.driver.columns())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i goes on as sequence ``beam_idx[i]``; nothing is rewritten on disk."""
         self._make_usable()
-        for layer in self._other_layers():
-            layer.reorder_cache(beam_idx)
-        self._select(beam_idx.tolist())
+        with all_or_none(self._other_layers(), "reorder_cache", beam_idx):
+            self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences `indices`: numbers, or a mask over the batch."""
         self._make_usable()
-        for layer in self._other_layers():
-            layer.batch_select_indices(indices)
         chosen = torch.as_tensor(indices)
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
         size = max(1, self.batch_size)
-        self._select([index % size for index in chosen.tolist()])
+        with all_or_none(self._other_layers(), "batch_select_indices", indices):
+            self._select([index % size for index in chosen.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
         self._make_usable()
-        for layer in self._other_layers():
-            layer.batch_repeat_interleave(repeats)
         batch = max(0, self.batch_size)
-        self._select([i for i in range(batch) for _ in range(repeats)])
+        with all_or_none(self._other_layers(), "batch_repeat_interleave", repeats):
+            self._select([i for i in range(batch) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
         self.driver.select_sequences(indices)

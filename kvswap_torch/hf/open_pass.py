@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -95,6 +96,23 @@ class OpenPass:
             f"interrupted, and a {type(layer).__name__} has moved on and cannot be taken back; "
             "call reset() and begin again"
         )
+
+
+@contextlib.contextmanager
+def all_or_none(layers: list[Any], call: str, *arguments: Any) -> Iterator[None]:
+    """Calls each layer in memory; they are as before where one of them, or the body, fails.
+
+    Such calls replace the layers' tensors and do not write to them.
+    """
+    fields = [dict(vars(layer)) for layer in layers]
+    try:
+        for layer in layers:
+            getattr(layer, call)(*arguments)
+        yield
+    except BaseException:
+        for layer, before in zip(layers, fields, strict=True):
+            vars(layer).update(before)
+        raise
 
 
 def _length(layer: Any) -> int | None:
