@@ -3,7 +3,9 @@
     python -m tests.soak --seconds 3600 --seed 1
 
 Each turn compares its tokens with a turn without faults, and at the end memory, descriptors,
-threads and the disk's free space must be where they were after the first turns.
+threads and the disk's free space must be where they were after the first turns. The disk is an
+image with ext4 of the program's own; where none can be mounted it is the temporary folder's, which
+others write to, and free space is only told.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import errno
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +30,9 @@ from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import SMALL, tiny_model
 
 WARM_UP_TURNS = 10
+DISK_BYTES = 512 << 20
+CANNOT_MOUNT = 77
+FREE_BYTES_SLACK = 1 << 20  # the file system's own
 RESIDENT_BYTES_MAX = 64 << 20  # more than after the warm-up: the heap's own holes
 
 
@@ -45,22 +51,25 @@ def measured(folder: Path) -> dict[str, int]:
 def generate(model, folder: Path, config: SwapConfig, chooser: random.Random, kernel=None):
     """Some passes; each that fails is made again with a disk that is well."""
     told = []
+
+    def persist(step):
+        for _ in range(3):
+            try:
+                return step()
+            except StorageError:
+                assert kernel is not None
+                kernel.heal()
+        raise AssertionError("three failures in a row, two of them on a disk that is well")
+
     with KVSwapCache(model, path=folder, config=config) as cache, torch.no_grad():
         batch = chooser.choice((1, 1, 2, 4))
         for _ in range(chooser.randint(1, 12)):
             new = torch.randint(3, 97, (batch, chooser.choice((1, 1, 1, 2, 7, 30, 90))))
-            for _ in range(3):
-                try:
-                    logits = model(new, past_key_values=cache).logits[:, -1]
-                    break
-                except StorageError:
-                    assert kernel is not None
-                    kernel.heal()
-            else:
-                raise AssertionError("three failures in a row, two of them on a disk that is well")
+            logits = persist(lambda new=new: model(new, past_key_values=cache).logits[:, -1])
             told.append(logits.argmax(-1))
             if chooser.random() < 0.1 and cache.get_seq_length() > 8:
-                cache.crop(-chooser.randint(1, 8))
+                fewer = -chooser.randint(1, 8)
+                persist(lambda fewer=fewer: cache.crop(fewer))
     return told
 
 
@@ -108,15 +117,37 @@ def close_under_another_thread(model, folder: Path, seed: int) -> None:
     thread.join()
 
 
+def soak_on_own_disk(asked: argparse.Namespace) -> int:
+    """In a name space of its own, where what is mounted goes with the process."""
+    script = (
+        f'cd "$1" && truncate -s {DISK_BYTES} image && mkfs.ext4 -q image && mkdir disk && '
+        f'mount -o loop image disk || exit {CANNOT_MOUNT}; cd "$2"; shift 2; exec "$@"'
+    )
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "tests.soak", "--folder", f"{name}/disk"]
+        command += ["--seconds", str(asked.seconds), "--seed", str(asked.seed)]
+        whole = ["unshare", "-m", "sh", "-c", script, "sh", name, os.getcwd(), *command]
+        try:
+            return subprocess.run(whole, check=False).returncode
+        except OSError:
+            return CANNOT_MOUNT
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--seconds", type=float, default=3600)
     arguments.add_argument("--seed", type=int, default=1)
+    arguments.add_argument("--folder", type=Path, help="on a disk that nobody else writes to")
     asked = arguments.parse_args()
+    if asked.folder is None:
+        result = soak_on_own_disk(asked)
+        if result != CANNOT_MOUNT:
+            return result
+        print("soak: no disk of its own can be mounted here", file=sys.stderr)
     torch.set_num_threads(1)
     models = [tiny_model("llama"), tiny_model("qwen3")]
     turns = injected = 0
-    with tempfile.TemporaryDirectory() as name, faulty_kernel() as kernel:
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name, faulty_kernel() as kernel:
         folder = Path(name)
         before = measured(folder)
         end = time.monotonic() + asked.seconds
@@ -133,7 +164,8 @@ def main() -> int:
     print(f"soak: {turns} turns from seed {asked.seed}, {injected} faults; {before} -> {after}")
     grew = after["resident"] - before["resident"] > RESIDENT_BYTES_MAX
     same = all(after[name] == before[name] for name in ("descriptors", "threads"))
-    if grew or not same or left:
+    lost = before["free"] - after["free"] > FREE_BYTES_SLACK and asked.folder is not None
+    if grew or not same or left or lost:
         print("soak: something was not given back", file=sys.stderr)
         return 1
     return 0

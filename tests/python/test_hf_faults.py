@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError, StorageError
+from kvswap_torch.hf.open_pass import all_or_none
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import COVERING, SMALL, has_native, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 
 READERS = ("uring", "threads", "sync")
+EVERY_CALL = os.environ.get("KVSWAP_TEST_EVERY_CALL") == "1"
 REPEATS = int(os.environ.get("KVSWAP_TEST_REPEATS", "100"))  # random moments
 
 
@@ -83,6 +86,11 @@ def converse(model: Any, cache: KVSwapCache, batch: int, run: Callable[[Callable
     return told
 
 
+def following(nth: int) -> int:
+    """Every one at first, then ever fewer: faults late in a long row differ little."""
+    return nth + (1 if nth < 8 or EVERY_CALL else nth // 4)
+
+
 def open_small(model: Any, folder: Path, reader: str) -> KVSwapCache:
     """Few pages: steps choose, and read what they chose before."""
     config = SwapConfig(groups_max=12, pages_max=14, reader=reader, **SMALL)
@@ -108,9 +116,55 @@ def test_the_nth_call_fails_and_the_pass_is_repeated(
             struck = disk.injected > 0
             disk.heal()
         assert all(map(torch.equal, told, undisturbed)), (reader, batch, call, nth)
-        # Every one at first, then ever fewer: faults late in a long row differ little.
-        nth += 1 if nth < 8 else nth // 4
+        nth = following(nth)
     assert failures
+
+
+@pytest.fixture
+def calls_are_repeated(disk: FaultyKernel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What generate() does to the model and the cache is done again after a fault; the faults."""
+    failures: list[str] = []
+
+    def repeat(owner: type, name: str) -> None:
+        usual = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            return persistently(lambda: usual(*arguments, **named), disk, failures)
+
+        monkeypatch.setattr(owner, name, call)
+
+    repeat(type(tiny_model("llama")), "__call__")
+    for name in ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+        repeat(KVSwapCache, name)
+    return failures
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}],
+    ids=["beams", "assisted"],
+)
+@pytest.mark.parametrize("call", ["read", "write", "allocate"])
+def test_the_nth_call_under_generate_fails_and_its_pass_is_repeated(
+    way: dict, call: str, disk: FaultyKernel, calls_are_repeated: list[str], tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    # What assisted decoding looks up, it finds here.
+    prompt = torch.cat([tokens_of(1, 12)] * 3, 1)
+    options = {"max_new_tokens": 10, "do_sample": False} | way
+    with open_small(model, tmp_path, "uring") as cache:
+        disk.heal()
+        undisturbed = model.generate(prompt, past_key_values=cache, **options)
+    nth, struck = 1, True
+    while struck:
+        with open_small(model, tmp_path, "uring") as cache:
+            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
+            told = model.generate(prompt, past_key_values=cache, **options)
+            struck = disk.injected > 0
+            disk.heal()
+        assert torch.equal(told, undisturbed), (way, call, nth)
+        nth = following(nth)
+    assert calls_are_repeated
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -137,6 +191,48 @@ def test_generate_fails_and_the_cache_goes_on(
                     told = model.generate(prompt, past_key_values=cache, **options, **extra)
                 disk.heal()
                 assert torch.equal(told, undisturbed), (family, extra, call, nth)
+
+
+def test_layers_in_memory_go_back_where_the_disk_fails() -> None:
+    layer = DynamicLayer()
+    keys = torch.randn(2, 1, 5, 4)
+    layer.update(keys, -keys)
+    with pytest.raises(OSError), all_or_none([layer], "crop", -2):
+        assert layer.get_seq_length() == 3
+        raise OSError
+    with pytest.raises(OSError), all_or_none([layer], "batch_repeat_interleave", 2):
+        raise OSError
+    assert torch.equal(layer.keys, keys) and torch.equal(layer.values, -keys)
+    with all_or_none([layer], "crop", -2):
+        pass
+    assert layer.get_seq_length() == 3
+
+
+def test_a_crop_that_fails_has_changed_no_layer(disk: FaultyKernel, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    refused = 0
+    with open_small(model, tmp_path, "sync") as cache, torch.no_grad():
+        disk.heal()
+        for nth in range(1, 9):
+            cache.reset()
+            model(tokens_of(1, 14), past_key_values=cache)
+            disk.arm("read", nth=nth, lasts=True, error=errno.ENODEV)
+            try:
+                cache.crop(-3)
+            except StorageError:
+                refused += 1
+                layers = range(model.config.num_hidden_layers)
+                assert {cache.get_seq_length(layer) for layer in layers} == {14}
+                disk.heal()
+                cache.crop(-3)
+            disk.heal()
+            assert cache.get_seq_length() == 11
+            told = model(tokens_of(1, 2), past_key_values=cache).logits
+            cache.reset()
+            model(tokens_of(1, 14)[:, :11], past_key_values=cache)
+            expected = model(tokens_of(1, 2), past_key_values=cache).logits
+            torch.testing.assert_close(told, expected)
+    assert refused > 1
 
 
 @pytest.mark.parametrize("reader", ["uring", "threads"])
@@ -207,6 +303,7 @@ def test_a_pass_that_fails_outside_of_the_cache_is_taken_back(tmp_path: Path) ->
 
 def test_ctrl_c_at_random_moments(tmp_path: Path) -> None:
     model = tiny_model("llama")
+    attention = model.config._attn_implementation
     chooser = random.Random(3)
     with open_small(model, tmp_path, "uring") as cache:
         undisturbed = converse(model, cache, 1, lambda step: step())
@@ -214,16 +311,15 @@ def test_ctrl_c_at_random_moments(tmp_path: Path) -> None:
     with open_small(model, tmp_path, "uring") as cache:
         converse(model, cache, 1, lambda step: step())
     whole = time.perf_counter() - began
-    interrupted = 0
+    within = between = 0
 
     def again(step: Callable[[], Any]) -> Any:
-        nonlocal interrupted
+        nonlocal within
         before = cache.get_seq_length()
         try:
             return step()
         except KeyboardInterrupt:
-            interrupted += 1
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            within += 1
         # It may have come when the cache was through and the caller was not.
         after = cache.get_seq_length()
         if after < before:
@@ -232,24 +328,28 @@ def test_ctrl_c_at_random_moments(tmp_path: Path) -> None:
             cache.crop(before - after)
         return step()
 
-    def raise_it(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, raise_it)
+    main = threading.get_ident()
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for _ in range(REPEATS):
-            with open_small(model, tmp_path, "uring") as cache:
-                signal.setitimer(signal.ITIMER_REAL, chooser.uniform(1e-4, whole))
-                try:
+            press = threading.Timer(
+                chooser.uniform(1e-4, whole), signal.pthread_kill, (main, signal.SIGINT)
+            )
+            try:
+                with open_small(model, tmp_path, "uring") as cache:
+                    press.start()
                     told = converse(model, cache, 1, again)
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    press.cancel()
+                    press.join()
                 assert all(map(torch.equal, told, undisturbed))
-    except KeyboardInterrupt:
-        pass  # between two steps
+            except KeyboardInterrupt:
+                between += 1  # no step was under way
+                press.join()
+            assert model.config._attn_implementation == attention
     finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 0
+        signal.signal(signal.SIGINT, usual)
+    assert within > 0, between
+    assert not list(tmp_path.iterdir())
 
 
 def test_closing_while_another_thread_generates(tmp_path: Path) -> None:

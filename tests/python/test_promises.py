@@ -17,7 +17,7 @@ import pytest
 PREAMBLE = """
 import os, sys, time
 import torch
-torch.set_num_threads(2)
+torch.set_num_threads(min(2, len(os.sched_getaffinity(0))))
 from transformers import LlamaConfig, LlamaForCausalLM
 from kvswap_torch import KVSwapCache, SwapConfig
 

@@ -25,6 +25,9 @@ MOUNTS = {
     "tmpfs": "mount -t tmpfs -o size=24m none disk",
     "ext4": "mkfs.ext4 -q -O ^has_journal image && mount -o loop image disk",
     "ext2": "mkfs.ext2 -q image && mount -o loop image disk",
+    # A disk that promises more than it has: what does not fit is EIO, of the device itself.
+    "thin": "mount -t tmpfs -o size=24m none under && truncate -s 64M under/image && "
+    "mkfs.ext4 -q -O ^has_journal under/image && mount -o loop,discard under/image disk",
     "overlay": "mount -t tmpfs -o size=24m none under && mkdir under/a under/b low && "
     "mount -t overlay -o lowerdir=low,upperdir=under/a,workdir=under/b none disk",
 }
@@ -51,7 +54,14 @@ def test_a_disk_that_fills_up(kind: str, tmp_path: Path) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         told = "mounting needs root and unshare"
     else:
-        worker = [sys.executable, "-m", "tests.python.full_disk", str(tmp_path / "disk")]
+        filled = tmp_path / ("under" if kind == "thin" else "disk")
+        worker = [
+            sys.executable,
+            "-m",
+            "tests.python.full_disk",
+            str(tmp_path / "disk"),
+            str(filled),
+        ]
         ended = mounted(kind, tmp_path, worker)
         if ended.returncode != 77:
             assert ended.returncode == 0, ended.stdout + ended.stderr
