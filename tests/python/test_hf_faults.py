@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
 
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError, StorageError
-from kvswap_torch.hf.open_pass import all_or_none
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import COVERING, SMALL, has_native, tiny_model
 
@@ -191,21 +189,6 @@ def test_generate_fails_and_the_cache_goes_on(
                     told = model.generate(prompt, past_key_values=cache, **options, **extra)
                 disk.heal()
                 assert torch.equal(told, undisturbed), (family, extra, call, nth)
-
-
-def test_layers_in_memory_go_back_where_the_disk_fails() -> None:
-    layer = DynamicLayer()
-    keys = torch.randn(2, 1, 5, 4)
-    layer.update(keys, -keys)
-    with pytest.raises(OSError), all_or_none([layer], "crop", -2):
-        assert layer.get_seq_length() == 3
-        raise OSError
-    with pytest.raises(OSError), all_or_none([layer], "batch_repeat_interleave", 2):
-        raise OSError
-    assert torch.equal(layer.keys, keys) and torch.equal(layer.values, -keys)
-    with all_or_none([layer], "crop", -2):
-        pass
-    assert layer.get_seq_length() == 3
 
 
 def test_a_crop_that_fails_has_changed_no_layer(disk: FaultyKernel, tmp_path: Path) -> None:
