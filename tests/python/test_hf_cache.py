@@ -193,7 +193,7 @@ def test_a_failed_construction_leaves_nothing(llama, sessions, tmp_path, monkeyp
 
 def test_copies_are_refused_with_a_reason(llama, open_cache):
     cache = open_cache(llama)
-    for copying, why in ((copy.copy, "one file"), (copy.deepcopy, "one file")):
+    for copying, why in ((copy.copy, "fork"), (copy.deepcopy, "fork")):
         with pytest.raises(TypeError, match=why):
             copying(cache)
     with pytest.raises(TypeError, match="unnamed file"):
