@@ -38,23 +38,37 @@ Result<Editor::Returning> Editor::read_returning(int64_t layer, int64_t columns)
   returning.sealed = sealed;
   returning.groups = std::min(state.sealed_groups, end) - sealed;
   if (returning.groups <= 0) return returning;
-  const int64_t bytes = returning.groups * parts_.record_bytes();
-  auto allocated = AlignedBytes::allocate(batch_.size() * bytes);
-  if (!allocated.is_ok()) return allocated.status();
-  returning.records = std::make_shared<AlignedBytes>(std::move(allocated.value()));
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    KVSWAP_RETURN_IF_ERROR(make_room(sequence, returning));
     KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, sealed, returning.groups},
-                                      returning.records, sequence * bytes));
+                                      returning.records.back(), returning.memory.back()));
   }
   return returning;
 }
 
+/// Where one more sequence's groups land: in pages of the layer's reuse buffer, whose own groups
+/// are forgotten; in memory of their own where the pages are a device's or too few.
+Status Editor::make_room(int64_t sequence, Returning& returning) {
+  SequencePages& pages = batch_.pages(sequence);
+  std::byte* lent = parts_.space->landing().landing_in(pages.first_reuse_page(returning.layer));
+  if (lent != nullptr && returning.groups <= parts_.options.pages_max) {
+    pages.map(returning.layer).vacate(returning.groups);
+    returning.records.push_back(lent);
+    returning.memory.push_back(pages.pool().memory());
+    return Status::ok();
+  }
+  auto allocated = AlignedBytes::allocate(returning.groups * parts_.record_bytes());
+  if (!allocated.is_ok()) return allocated.status();
+  const auto memory = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  returning.records.push_back(memory->data());
+  returning.memory.push_back(memory);
+  return Status::ok();
+}
+
 Status Editor::crop_layer(const Returning& returning, int64_t columns) {
-  const int64_t bytes = returning.groups * parts_.record_bytes();
   for (int64_t sequence = 0; returning.groups > 0 && sequence < batch_.size(); ++sequence) {
     KVSWAP_RETURN_IF_ERROR(tail_.put_back(returning.layer, sequence, returning.sealed,
-                                          returning.groups,
-                                          returning.records->data() + sequence * bytes));
+                                          returning.groups, returning.records[sequence]));
   }
   batch_.layer(returning.layer).columns = columns;
   steps_.of(returning.layer).forget_choice();
@@ -133,7 +147,7 @@ Status Editor::summarise(int64_t layer) {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t group = 0; group < sealed; group += block) {
       const int64_t count = std::min(block, sealed - group);
-      KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, group, count}, buffer, 0));
+      KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, group, count}, buffer->data(), buffer));
       KVSWAP_RETURN_IF_ERROR(
           parts_.space->compute().upload(records, buffer->data(), count * record_bytes));
       for (int64_t i = 0; i < count; ++i) {

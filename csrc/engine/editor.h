@@ -33,14 +33,16 @@ class Editor {
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
 
  private:
-  /// Sealed groups that a crop brings back to the tail: [batch, groups, record_bytes].
+  /// Sealed groups that a crop brings back to the tail.
   struct Returning {
     int64_t layer = 0;
     int64_t sealed = 0;  // groups that stay in the file
     int64_t groups = 0;
-    std::shared_ptr<AlignedBytes> records;  // kept by what is in flight, too
+    std::vector<std::byte*> records;            // [batch], each [groups, record_bytes]
+    std::vector<std::shared_ptr<void>> memory;  // [batch], that they stand in
   };
   Result<Returning> read_returning(int64_t layer, int64_t columns);
+  Status make_room(int64_t sequence, Returning& returning);
   Status crop_layer(const Returning& returning, int64_t columns);
   Status summarise(int64_t layer);
 

@@ -214,7 +214,7 @@ Result<PastBlocks> Engine::past_blocks(int64_t part, int64_t groups) {
   const int64_t own = options.past_block_groups(record_bytes);
   const int64_t lent =
       std::min({groups, pages.reuse_pages() / 3, kBlockTokensMax / options.group_tokens});
-  std::byte* base = parts_->space->landing().landing_in(pages.pool().page(0));
+  std::byte* base = parts_->space->landing().landing_in(pages.first_reuse_page(0));
   if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
     return past_->blocks();
   }

@@ -209,9 +209,12 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
                  options.merge_gap_bytes + 2 * block + 2 * block + moving;
+  // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().
+  const bool lends = !options.device && options.pages_max >= options.tail_pages();
+  const int64_t crop_layers = lends ? 1 : options.layers;
   need.scratch = options.score_bytes(batch, groups) +
                  product({batch, options.pages_per_layer(), 20}) +
-                 product({batch, options.tail_pages(), record_bytes});  // crop() into sealed groups
+                 product({crop_layers, batch, options.tail_pages(), record_bytes});
   need.timeline = Timeline::bytes(options.timeline_spans);
   // What a device needs beside is a small part of such sizes, and would not change the answer.
   if (options.device && need.total() < kTooManyBytes) {

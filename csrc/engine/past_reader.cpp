@@ -17,10 +17,10 @@ Status PastReader::start(const Groups& groups, std::byte* target, Fetch& fetch) 
   return parts_.fetcher->submit(fetch);
 }
 
-Status PastReader::load(const Groups& groups, const std::shared_ptr<AlignedBytes>& memory,
-                        int64_t offset_bytes) {
+Status PastReader::load(const Groups& groups, std::byte* target,
+                        const std::shared_ptr<void>& memory) {
   Fetch fetch;
-  KVSWAP_RETURN_IF_ERROR(start(groups, memory->data() + offset_bytes, fetch));
+  KVSWAP_RETURN_IF_ERROR(start(groups, target, fetch));
   Status finished = finish(fetch);
   if (finished.is_pending()) abandon(fetch, memory);
   return finished;
@@ -81,7 +81,8 @@ Status PastReader::read_sealed(const Columns& columns, const TokenView& target) 
   const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
   for (; group < end; group += block) {
     const int64_t count = std::min(block, end - group);
-    KVSWAP_RETURN_IF_ERROR(load({columns.layer, columns.sequence, group, count}, buffer, 0));
+    KVSWAP_RETURN_IF_ERROR(
+        load({columns.layer, columns.sequence, group, count}, buffer->data(), buffer));
     for (int64_t i = 0; i < count; ++i) {
       unpack(buffer->data() + i * record_bytes, group + i, columns, target);
     }

@@ -41,9 +41,8 @@ class PastReader {
   void abandon(Fetch& fetch, std::shared_ptr<void> memory) {
     parts_.fetcher->abandon(fetch, std::move(memory));
   }
-  /// To memory + offset_bytes, which outlives the call where the disk hangs.
-  Status load(const Groups& groups, const std::shared_ptr<AlignedBytes>& memory,
-              int64_t offset_bytes);
+  /// To `target`, a part of `memory`, which outlives the call where the disk hangs.
+  Status load(const Groups& groups, std::byte* target, const std::shared_ptr<void>& memory);
 
   /// Blocks of past_block_groups(), kept from call to call and charged as staging from the start;
   /// one PastStream at a time.

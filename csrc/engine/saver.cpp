@@ -101,7 +101,7 @@ Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::G
                           const std::shared_ptr<AlignedBytes>& buffer,
                           std::vector<SavedRecord>& records, std::vector<uint32_t>& numbers) {
   const int64_t record_bytes = parts_.record_bytes();
-  KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer, 0));
+  KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer->data(), buffer));
   for (int64_t i = 0; i < groups.count; ++i) {
     const int64_t group = groups.first + i;
     const auto number = static_cast<uint32_t>(records.size());

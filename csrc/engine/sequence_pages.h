@@ -24,8 +24,11 @@ class SequencePages {
 
   const PagePool& pool() const { return pool_; }
   PageMap& map(int64_t layer) { return maps_[layer]; }
-  /// Pages of the reuse buffers, all layers', one after the other.
+  /// Pages of the reuse buffers, all layers', one after the other; those of a layer begin here.
   int64_t reuse_pages() const { return options_.layers * options_.pages_max; }
+  std::byte* first_reuse_page(int64_t layer) const {
+    return pool_.page(static_cast<int32_t>(layer * options_.pages_max));
+  }
   /// Groups that are pinned as sinks; sink i stands in sink_page(layer, i).
   std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
   int32_t sink_page(int64_t layer, int64_t index) const;

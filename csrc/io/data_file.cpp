@@ -287,9 +287,9 @@ Status UnnamedDataFile::shrink(int64_t size_bytes) {
   const std::lock_guard lock(reserve_mutex_);
   const int error = -kernel().ftruncate(fd_.get(), size_bytes);
   if (error != 0) {
-    return Status::storage("DataFile::shrink: the session file in '" + options_.directory +
-                               "' must be cut to " + std::to_string(size_bytes) + " bytes, got " +
-                               errno_text(error) + storage_hint(error),
+    return Status::storage("the session file in '" + options_.directory + "' must be cut to " +
+                               std::to_string(size_bytes) + " bytes, got " + errno_text(error) +
+                               storage_hint(error),
                            error, options_.directory);
   }
   allocated_.store(size_bytes, std::memory_order_release);

@@ -102,6 +102,13 @@ void PageMap::forget(uint64_t key) {
   if (index >= 0) erase(index);
 }
 
+void PageMap::vacate(int64_t count) {
+  KVSWAP_ASSERT(count <= pages());
+  for (int32_t index = 0; index < count; ++index) {
+    if (states_[index].is_filled) erase(index);
+  }
+}
+
 void PageMap::clear() {
   std::fill(states_.begin(), states_.end(), PageState{});
   std::fill(buckets_.begin(), buckets_.end(), -1);

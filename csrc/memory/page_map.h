@@ -27,6 +27,8 @@ class PageMap {
   /// Keys must be distinct and at most as many as there are pages.
   void plan(std::span<const uint64_t> keys, std::span<Assignment> assignments);
   void forget(uint64_t key);
+  /// Empties the first `count` pages.
+  void vacate(int64_t count);
   void clear();
   /// The page that holds `key`, or -1.
   int32_t find(uint64_t key) const;
