@@ -96,9 +96,9 @@ def check_libraries(python: Path, folder: Path) -> None:
 def check_tuner(python: Path, folder: Path) -> None:
     """The tuner and its text are in the wheel, and its command starts."""
     run(python, "-c", TUNER_PROBE, cwd=folder)
-    told = run(python.parent / "kvswap-tune", "--help", cwd=folder)
+    told = run(python, "-m", "kvswap_torch", "tune", "--help", cwd=folder)
     if "--max-context" not in told:
-        sys.exit(f"kvswap-tune --help: must name --max-context, got\n{told}")
+        sys.exit(f"kvswap tune --help: must name --max-context, got\n{told}")
 
 
 def check_consumer(python: Path, folder: Path, name: str) -> str:
