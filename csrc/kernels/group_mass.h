@@ -15,10 +15,11 @@ struct WeighGroupsArgs {
   /// [heads], at least 0: what makes a product an exponent of 2, which is attention's scale times
   /// log2(e), and the scale of the head's query. NaN: none of the head's tokens is a candidate.
   const float* factors = nullptr;
-  float* weights = nullptr;  // [heads, ceil(tokens / group_tokens)] out
+  float* weights = nullptr;  // [heads, weight_stride] out
   float* largest = nullptr;  // [heads] out: the largest exponent; -inf where there is no candidate
   float* sums = nullptr;     // [heads] out: of the weights
   int64_t product_stride = 0;  // elements between two heads
+  int64_t weight_stride = 0;   // at least ceil(tokens / group_tokens)
   int64_t tokens = 0;
   int64_t group_tokens = 0;  // 1..64; the last group may be ragged
   int64_t heads = 0;
@@ -42,9 +43,10 @@ struct MassSharesArgs {
 void mass_shares(const MassSharesArgs& args);
 
 struct JoinHeadsArgs {
-  const float* weights = nullptr;  // [heads, groups]
+  const float* weights = nullptr;  // [heads, weight_stride]
   const float* shares = nullptr;   // [heads]
   float* group_scores = nullptr;   // [groups] out
+  int64_t weight_stride = 0;       // at least groups
   int64_t groups = 0;
   int64_t heads = 0;
   HeadJoin join = HeadJoin::kSum;

@@ -5,7 +5,7 @@
 #include <numbers>
 #include <vector>
 
-#include "kernels/int8_score.h"
+#include "kernels/int8_mass.h"
 #include "kernels/low_rank_score.h"
 #include "methods/rows.h"
 
@@ -37,8 +37,9 @@ std::vector<int64_t> others_of(const Candidates& candidates, int64_t first_token
 /// How a sequence is cut: a piece is a chunk of its summary.
 struct MassScorer::Pieces {
   int64_t count = 0;
-  int64_t groups = 0;   // of a piece
-  int64_t weights = 0;  // [count][heads, groups of the piece]
+  int64_t groups = 0;         // of a piece
+  int64_t weight_stride = 0;  // between heads
+  int64_t weights = 0;        // [count][heads, weight_stride]
   int64_t floats(int64_t heads) const;
 };
 
@@ -46,7 +47,9 @@ MassScorer::Pieces MassScorer::pieces_of(int64_t heads, int64_t groups, int64_t 
   Pieces pieces;
   pieces.groups = chunk_rows(group_tokens, 1) / group_tokens;
   pieces.count = (groups + pieces.groups - 1) / pieces.groups;
-  pieces.weights = heads * groups;
+  // Whole units, and a line more: else all heads would stand on the same lines of the cache.
+  pieces.weight_stride = (pieces.groups + kMassUnit - 1) / kMassUnit * kMassUnit + kSummaryBlock;
+  pieces.weights = pieces.count * heads * pieces.weight_stride;
   return pieces;
 }
 
@@ -79,15 +82,42 @@ void MassScorer::prepare(const MassArgs& args) {
   for (float& factor : factors_) factor *= std::numbers::log2e_v<float>;
 }
 
-/// One chunk of the summary: its products, some heads at a time, and their weights.
+/// One chunk of the summary.
 void MassScorer::weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh) const {
-  const int64_t chunk_tokens = args.summary->shape().chunk_tokens;
-  const int64_t groups = weigh.tokens / weigh.group_tokens;
+  const Summary::Shape& shape = args.summary->shape();
   KVSWAP_ASSERT(weigh.tokens <= args.summary->chunk_rows(piece));
   const std::vector<int64_t> others =
-      others_of(*args.candidates, piece * chunk_tokens, weigh.tokens, weigh.group_tokens);
+      others_of(*args.candidates, piece * shape.chunk_tokens, weigh.tokens, weigh.group_tokens);
+  if (shape.dtype == DType::kInt8 && weigh_int8(args, piece, weigh, others)) return;
+  weigh_products(args, piece, weigh, others);
+}
+
+/// In one pass; false: not here.
+bool MassScorer::weigh_int8(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh,
+                            const std::vector<int64_t>& others) const {
+  std::vector<uint64_t> counted((weigh.tokens + kMassUnit - 1) / kMassUnit, ~uint64_t{0});
+  for (const int64_t row : others) counted[row / 64] &= ~(uint64_t{1} << (row % 64));
+  const Summary::Chunk& source = args.summary->chunk(piece);
+  return int8_mass({.summary = reinterpret_cast<const int8_t*>(source.rows.data()),
+                    .token_scale = source.token_scale.data(),
+                    .query = int8_query_.data(),
+                    .factors = factors_.data(),
+                    .counted = counted.data(),
+                    .weights = weigh.weights,
+                    .largest = weigh.largest,
+                    .sums = weigh.sums,
+                    .weight_stride = weigh.weight_stride,
+                    .tokens = weigh.tokens,
+                    .group_tokens = weigh.group_tokens,
+                    .rank = args.summary->shape().rank,
+                    .heads = args.heads});
+}
+
+/// Products of some heads at a time, then their weights.
+void MassScorer::weigh_products(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh,
+                                const std::vector<int64_t>& others) const {
   // A whole power of two between heads would put them all on the same lines of the cache.
-  const int64_t stride = chunk_tokens + kSummaryBlock;
+  const int64_t stride = args.summary->shape().chunk_tokens + kSummaryBlock;
   thread_local std::vector<float> products;  // [heads at once, stride]
   products.resize(kHeadsAtOnce * stride);
   weigh.products = products.data();
@@ -101,7 +131,7 @@ void MassScorer::weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArg
       for (const int64_t row : others) products[i * stride + row] = kNever;
     }
     weigh_groups(weigh);
-    weigh.weights += weigh.heads * groups;
+    weigh.weights += weigh.heads * weigh.weight_stride;
     weigh.largest += weigh.heads;
     weigh.sums += weigh.heads;
   }
@@ -148,7 +178,7 @@ void MassScorer::score(const MassArgs& args, int64_t group_tokens, float* group_
     return std::min(pieces.groups, args.groups - piece * pieces.groups);
   };
   const auto weights_of = [&](int64_t piece) {
-    return scratch_.data() + piece * pieces.groups * args.heads;
+    return scratch_.data() + piece * pieces.weight_stride * args.heads;
   };
   const Execution execution{.parallel = args.parallel};
   run_parallel(execution, pieces.count, 1, [&](int64_t begin, int64_t end) {
@@ -157,6 +187,7 @@ void MassScorer::score(const MassArgs& args, int64_t group_tokens, float* group_
                   {.weights = weights_of(piece),
                    .largest = largest + piece * args.heads,
                    .sums = sums + piece * args.heads,
+                   .weight_stride = pieces.weight_stride,
                    .tokens = groups_in(piece) * group_tokens,
                    .group_tokens = group_tokens});
     }
@@ -171,6 +202,7 @@ void MassScorer::score(const MassArgs& args, int64_t group_tokens, float* group_
       join_heads({.weights = weights_of(piece),
                   .shares = shares + piece * args.heads,
                   .group_scores = group_scores + piece * pieces.groups,
+                  .weight_stride = pieces.weight_stride,
                   .groups = groups_in(piece),
                   .heads = args.heads,
                   .join = args.join});

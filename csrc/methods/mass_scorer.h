@@ -47,6 +47,10 @@ class MassScorer {
   static Pieces pieces_of(int64_t heads, int64_t groups, int64_t group_tokens);
   void prepare(const MassArgs& args);
   void weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh) const;
+  bool weigh_int8(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh,
+                  const std::vector<int64_t>& others) const;
+  void weigh_products(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh,
+                      const std::vector<int64_t>& others) const;
   void multiply(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh, int64_t head,
                 float* products) const;
 

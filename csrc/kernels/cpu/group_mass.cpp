@@ -142,7 +142,7 @@ void weigh_groups(const WeighGroupsArgs& args) {
   for (int64_t i = 0; i < args.heads; ++i) {
     const HeadProducts head = {args.products + i * args.product_stride, args.tokens,
                                args.factors[i]};
-    float* weights = args.weights + i * groups;
+    float* weights = args.weights + i * args.weight_stride;
     if (!args.has_gaps) {
       args.largest[i] = largest_finite_exponent(head);
       float total = 0.0f;
@@ -168,7 +168,7 @@ void join_heads(const JoinHeadsArgs& args) {
     Floats joined = zeros();
     Floats counted = zeros();
     for (int64_t head = 0; head < args.heads; ++head) {
-      const float* source = args.weights + head * args.groups + group;
+      const float* source = args.weights + head * args.weight_stride + group;
       const Floats weights = count == kLanes ? load(source) : load_some(source, count);
       const Floats mass = multiply(weights, fill(args.shares[head]));
       joined = is_sum ? add(joined, mass) : maximum(joined, mass);
@@ -225,6 +225,7 @@ void group_mass(const GroupMassArgs& args) {
                 .largest = largest,
                 .sums = sums,
                 .product_stride = args.tokens,
+                .weight_stride = groups,
                 .tokens = args.tokens,
                 .group_tokens = args.group_tokens,
                 .heads = args.heads});
@@ -233,6 +234,7 @@ void group_mass(const GroupMassArgs& args) {
   join_heads({.weights = scratch.data(),
               .shares = shares,
               .group_scores = args.group_scores,
+              .weight_stride = groups,
               .groups = groups,
               .heads = args.heads,
               .join = args.join});

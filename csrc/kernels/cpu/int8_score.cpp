@@ -4,13 +4,10 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/cpu/vnni.h"
-
 namespace kvswap {
-namespace {
 
 /// As products of floats, which hold sums of such numbers exactly.
-void score_as_floats(const Int8ScoreArgs& args) {
+void int8_score(const Int8ScoreArgs& args) {
   const int64_t stride = int8_stride(args.rank);
   thread_local std::vector<float> query;  // [queries, rank]
   query.resize(args.queries * args.rank);
@@ -27,8 +24,6 @@ void score_as_floats(const Int8ScoreArgs& args) {
                   .queries = args.queries,
                   .dtype = DType::kInt8});
 }
-
-}  // namespace
 
 void quantize_queries(const QuantizeQueriesArgs& args) {
   const int64_t stride = int8_stride(args.rank);
@@ -48,10 +43,6 @@ void quantize_queries(const QuantizeQueriesArgs& args) {
       target[r] = static_cast<int8_t>(std::clamp(level, -127.0f, 127.0f));
     }
   }
-}
-
-void int8_score(const Int8ScoreArgs& args) {
-  has_vnni() ? int8_score_vnni(args) : score_as_floats(args);
 }
 
 }  // namespace kvswap

@@ -132,6 +132,7 @@ TEST_P(GroupMass, PiecesAreTheWhole) {
                   .largest = largest.data() + piece * 2,
                   .sums = sums.data() + piece * 2,
                   .product_stride = 48,
+                  .weight_stride = 4,
                   .tokens = 16,
                   .group_tokens = 4,
                   .heads = 2});
@@ -145,6 +146,7 @@ TEST_P(GroupMass, PiecesAreTheWhole) {
     join_heads({.weights = weights.data() + piece * 8,
                 .shares = shares.data() + piece * 2,
                 .group_scores = scores.data() + piece * 4,
+                .weight_stride = 4,
                 .groups = 4,
                 .heads = 2});
   }
