@@ -2,7 +2,8 @@
 // 8 KV heads of 64), by the sum over heads and by attention mass. By hand, on a quiet machine:
 //   g++ -std=c++20 -O3 -fopenmp -Icsrc -DKVSWAP_HAS_HIGHWAY=1 bench/scoring_bench.cpp
 //       csrc/kernels/cpu/*.cpp csrc/methods/*.cpp csrc/device/{device,host_*,table_ring}.cpp
-//       csrc/io/{kept_memory,error_text}.cpp -o build/scoring_bench && build/scoring_bench
+//       csrc/io/{kept_memory,error_text,io_thread}.cpp -o build/scoring_bench
+//   build/scoring_bench [LEVEL [ROWS]], such as AVX3 int8; without them all
 // Prints medians in wall time, of all threads that OpenMP has (OMP_NUM_THREADS), as JSON lines.
 #include <omp.h>
 
@@ -10,6 +11,7 @@
 #include <chrono>
 #include <cstdio>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/cpu_features.h"
@@ -114,11 +116,13 @@ double measure(const Case& of) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   const char* names[] = {"fp32", "bf16", "fp16", "int8"};
   for (const std::string& level : simd_levels()) {
-    if (level == "SCALAR" || !use_simd_level(level)) continue;
+    if (argc > 1 ? level != argv[1] : level == "SCALAR") continue;
+    if (!use_simd_level(level)) continue;
     for (const DType dtype : {DType::kInt8, DType::kBFloat16, DType::kFloat32}) {
+      if (argc > 2 && names[static_cast<int>(dtype)] != std::string(argv[2])) continue;
       for (const int64_t batch : {1, 8}) {
         const double sum = measure({Score::kSum, dtype, 32, batch});
         const double mass = measure({Score::kMass, dtype, 32, batch});
