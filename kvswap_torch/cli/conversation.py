@@ -7,13 +7,14 @@ through the same calls, and only the cache differs.
 from __future__ import annotations
 
 import inspect
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from kvswap_torch.chunks import even_chunks
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.prompt import Prompt
@@ -194,17 +195,6 @@ class Conversation:
         if self.model.generation_config.pad_token_id is not None:
             return self.model.generation_config.pad_token_id
         return min(self._end_ids(), default=None)
-
-
-def even_chunks(tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """Ranges of at most `chunk` tokens that differ by at most one.
-
-    A short last chunk would be treated as a question, which a cache on disk attends over selected
-    groups only; a document's own chunks are to be exact.
-    """
-    count = -(-tokens // chunk)
-    edges = [tokens * index // count for index in range(count + 1)] if count else [0]
-    return list(itertools.pairwise(edges))
 
 
 def _speed(times: list[float]) -> float | None:

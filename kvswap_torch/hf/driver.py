@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ClosedError, KVSwapError
+from kvswap_torch.errors import ClosedError, KVSwapError, UnsupportedModelError
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.lookahead import LookAhead
@@ -387,7 +387,7 @@ class SessionDriver:
         if getattr(rope, "rope_type", None) != "longrope" or original is None:
             return
         if 0 < columns <= original < columns + tokens:
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"KVSwapCache: {self.parts.name} changes its rotary factors past {original} "
                 f"tokens, so a cache must not grow across that length, got {columns} + {tokens}; "
                 "reset() and prefill the whole text at once (a prompt that is longer from the "

@@ -33,6 +33,7 @@ NEVER = {
     "kvswap generate --model DIR": "needs a model of the reader's own",
     "torchrun": "needs a model of the reader's own",
     "python -m examples.batch": "needs a model of the reader's own",
+    "kvswap serve --model DIR": "needs a model of the reader's own",
     "kvswap tune --model DIR": "needs a model of the reader's own",
 }
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import kvswap_torch
 from kvswap_torch import BudgetError, ConfigError, SwapConfig
+from kvswap_torch.chunks import even_chunks
 from kvswap_torch.cli.app import app
-from kvswap_torch.cli.conversation import AnswerStream, even_chunks
+from kvswap_torch.cli.conversation import AnswerStream
 from kvswap_torch.cli.generate import _check_context
 from kvswap_torch.cli.prompt import PLAIN, make_prompt
 from kvswap_torch.native import PACKAGE_DIR

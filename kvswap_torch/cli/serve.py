@@ -1,0 +1,180 @@
+"""``kvswap serve``: its options, and the model that it loads."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.memory_size import parse_bytes
+
+HELP = """\
+Serve a model over OpenAI's API, on this machine; documents are read once.
+
+Chat completions, completions and responses, streamed or not, by transformers' own server. A \
+request goes on from the cache that has read most of its tokens already; what is new is saved in \
+--store after the answer, and found again after a restart. kvswap ingest -o STORE/book.kvswap puts \
+a document there beforehand; kvswap show, verify and rm work on what is there.
+
+  kvswap serve --model DIR --store /disk/kv --store-limit 50GiB --kv-memory 512MiB
+
+[bold]One store is one circle of trust.[/bold] Who may ask can find out, by the time an answer \
+takes, what others have asked; who can read the folder has their texts. Give each circle a server \
+and a store of its own.
+
+SIGTERM, or Ctrl-C, finishes the running answer, saves it and ends.
+"""
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="Folder of a Hugging Face model.", metavar="DIR")],
+    store: Annotated[Path, typer.Option(help="Folder of the saved caches.", metavar="DIR")],
+    store_limit: Annotated[
+        str, typer.Option(help="Most disk space for them; the oldest leave.", metavar="50GiB")
+    ] = "10GiB",
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Most memory the KV cache may take.", metavar="512MiB")
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(min=16, help="Longest prompt and answer; else the model's.", metavar="N"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="What the tuner wrote.", metavar="config.json")
+    ] = None,
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder on the disk for new records; else the store.", metavar="DIR"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model; else its folder's name.")
+    ] = None,
+    save_from: Annotated[
+        int, typer.Option(min=1, help="Save what has this many new tokens.", metavar="N")
+    ] = 1024,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more get 503.", metavar="N")
+    ] = 64,
+    host: Annotated[
+        str, typer.Option(help="Other than this machine's own: needs --api-key-file.")
+    ] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="API keys, one a line.", metavar="FILE")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the model is: cpu, cuda, cuda:1.")] = "cpu",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and KV.")
+    ] = "auto",
+    prefill_chunk: Annotated[
+        int, typer.Option(min=64, help="Tokens of a prompt per forward pass.", metavar="N")
+    ] = 4096,
+    continuous_batching: Annotated[bool, typer.Option(hidden=True)] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print address and model as JSON when it is ready.")
+    ] = False,
+) -> None:
+    if continuous_batching:
+        raise ConfigError(
+            "--continuous-batching: must be left out: it keeps a paged cache of its own in memory, "
+            "and has no place for another"
+        )
+    limit = parse_bytes(store_limit, "--store-limit")
+    if kv_memory is not None:
+        parse_bytes(kv_memory, "--kv-memory")
+    keys = read_keys(api_key_file)
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    _say_warnings()
+
+    from kvswap_torch.hf.serving.reuse import CacheOptions
+    from kvswap_torch.hf.serving.server import Server, ServerOptions
+
+    loaded, tokenizer = load(model, dtype, device)
+    server = Server(
+        loaded,
+        tokenizer,
+        ServerOptions(
+            name=name or Path(model).resolve().name,
+            store=store,
+            store_limit_bytes=limit,
+            host=host,
+            port=port,
+            keys=keys,
+            queue=queue,
+        ),
+        CacheOptions(
+            path=path or store,
+            config=config,
+            kv_memory_bytes=kv_memory,
+            max_context=max_context,
+            save_from=save_from,
+            prefill_chunk=prefill_chunk,
+        ),
+    )
+    shown = {
+        "address": server.address,
+        "model": server.app.name,
+        "saved_caches": len(server.store.entries),
+    }
+
+    def started() -> None:
+        if as_json:
+            Console().print_json(data=shown, indent=None)
+        else:
+            console.print("{model} at {address}/v1, {saved_caches} saved caches".format(**shown))
+
+    server.run(started)
+
+
+def load(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer.
+
+    Raises
+    ------
+    ConfigError
+        There is no model in that folder.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()  # the server warns of every request
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=wanted)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: must be a model's folder, got {model!r}: {error}") from error
+    return loaded.to(device).eval(), tokenizer
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The lines of a file of API keys.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be read, or has none.
+    """
+    if path is None:
+        return ()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file: must be a text file: {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"--api-key-file: must have a key, and {path} has none")
+    return keys
+
+
+def _say_warnings() -> None:
+    """What the server has to say: saved caches that are left out, a store that is full."""
+    handler = RichHandler(console=Console(stderr=True), show_path=False)
+    logging.getLogger("kvswap_torch").addHandler(handler)

@@ -1,0 +1,1 @@
+"""transformers' own server over saved caches; ``kvswap serve``."""

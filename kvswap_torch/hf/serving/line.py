@@ -1,0 +1,100 @@
+"""The line in which requests wait: first come, first served, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from contextvars import ContextVar
+
+from kvswap_torch.errors import KVSwapError
+
+
+class LineFullError(KVSwapError):
+    """As many wait as may."""
+
+
+class LineClosedError(KVSwapError):
+    """The server ends: nobody who waits is answered."""
+
+
+class Turn:
+    """One request's: what its parts know of one another. `gone` is set when its client hangs up."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.cached_tokens = 0
+
+
+# Of the request that runs in this context.
+CURRENT: ContextVar[Turn] = ContextVar("kvswap_turn")
+
+
+class Line:
+    """Who may run now. Of one event loop.
+
+    Parameters
+    ----------
+    waiting_max
+        How many may wait beside the one that runs.
+    """
+
+    def __init__(self, waiting_max: int) -> None:
+        self._waiting_max = waiting_max
+        self._waiting: deque[asyncio.Future] = deque()
+        self._is_taken = False
+        self._is_closed = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return int(self._is_taken)
+
+    async def enter(self) -> None:
+        """Returns when it is the caller's turn, which `leave` ends.
+
+        Raises
+        ------
+        LineFullError, LineClosedError
+            It will not be.
+        """
+        if self._is_closed:
+            raise LineClosedError("serve: the server ends")
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        if len(self._waiting) >= self._waiting_max:
+            raise LineFullError(
+                f"serve: at most {self._waiting_max} requests may wait (--queue), and as many do; "
+                "try again later"
+            )
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.leave()  # its turn came while its client left
+            elif place in self._waiting:
+                self._waiting.remove(place)
+            raise
+
+    def leave(self) -> None:
+        """The turn is over; the next one's begins."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._is_taken = False
+
+    def close(self) -> None:
+        """Sends away all who wait; the one that runs stays."""
+        self._is_closed = True
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_exception(LineClosedError("serve: the server ends"))

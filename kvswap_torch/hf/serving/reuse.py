@@ -1,0 +1,285 @@
+"""Answers prompts, each from the cache that has read most of it already."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvswap_torch.chunks import even_chunks
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import CorruptionError, KVSwapError
+from kvswap_torch.hf.cache import KVSwapCache
+from kvswap_torch.hf.serving.counts import Counts
+from kvswap_torch.hf.serving.line import Turn
+from kvswap_torch.hf.serving.store import CacheStore, Entry, common_tokens
+
+logger = logging.getLogger(__name__)
+
+_COUNTED = {"read_bytes": "bytes_read", "written_bytes": "bytes_written",
+            "disk_wait_seconds": "wait_seconds"}  # fmt: skip
+
+
+class GoneError(KVSwapError):
+    """The client has hung up: nobody waits for the rest."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How caches are opened, which prompts they stand for, and how these are read.
+
+    Parameters
+    ----------
+    path, config, kv_memory_bytes, max_context
+        As for `KVSwapCache`.
+    save_from
+        Fewest tokens that no saved cache has read, for one more to be saved.
+    prefill_chunk
+        Most tokens of a forward pass.
+    """
+
+    path: Path
+    config: SwapConfig | str | Path | None = None
+    kv_memory_bytes: int | str | None = None
+    max_context: int | None = None
+    save_from: int = 1024
+    prefill_chunk: int = 4096
+
+
+class PrefixReuse:
+    """A model, the cache of the newest prompt, and a store of others.
+
+    A prompt goes on from the cache that begins with most of its tokens, cropped to them; the rest
+    is read. A prefix counts that is `save_from` tokens long, or half of its cache: the few words
+    that all prompts begin with are not worth another text's projections.
+
+    One thread at a time; `generate` and `settle` take turns.
+    """
+
+    def __init__(self, model: Any, store: CacheStore, options: CacheOptions, counts: Counts):
+        self._model = model
+        self._store = store
+        self._options = options
+        self._counts = counts
+        self._cache: KVSwapCache | None = None
+        self._entry: Entry | None = None  # what the cache was opened from
+        self._prompt: torch.Tensor | None = None  # the first one that the cache has read
+        self._counted: dict[str, float] = {}
+        self._can_crop = True
+
+    def generate(self, turn: Turn, streamer: Any = None, **arguments: Any) -> torch.Tensor:
+        """As the model's own: ``input_ids`` ``[1, tokens]``, and what ``generate()`` takes.
+
+        A cache that fails before there is a token of the answer is left, and the prompt read anew.
+
+        Raises
+        ------
+        GoneError
+            The client hung up; what was read until then stays in the cache.
+        """
+        self._store.refresh()
+        prompt = arguments["input_ids"][0].to("cpu", torch.int32)
+        stream = _Stream(streamer)
+        try:
+            self._go_on(prompt, turn)
+            return self._answer(turn, stream, arguments)
+        except GoneError:
+            raise
+        except KVSwapError as error:
+            entry = self._entry
+            self._leave_cache()
+            if entry is not None and isinstance(error, CorruptionError):
+                self._store.set_aside(entry, error)
+            if turn.cached_tokens == 0 or stream.tokens > 0:
+                raise
+            logger.info("read anew, since the cache that was reused failed: %s", error)
+            self._begin(prompt, turn)
+            return self._answer(turn, stream, arguments)
+
+    def settle(self) -> None:
+        """After an answer: saves what is worth it. Nothing is raised."""
+        try:
+            self._settle()
+        except Exception:
+            logger.exception("serve: after an answer")
+            self._leave_cache()
+
+    def close(self) -> None:
+        """Frees the cache; saved ones stay."""
+        self._leave_cache()
+
+    # The cache.
+
+    def _go_on(self, prompt: torch.Tensor, turn: Turn) -> None:
+        """Makes the cache begin with as much of the prompt as any."""
+        for length, entry in self._candidates(prompt):
+            if self._take(entry, length):
+                turn.cached_tokens = length
+                self._counts.add("hits")
+                return
+        self._begin(prompt, turn)
+
+    def _candidates(self, prompt: torch.Tensor) -> list[tuple[int, Entry | None]]:
+        """The longest first, the open cache (None) before saved ones."""
+        caches = [(self._tokens(), None), *((e.tokens, e) for e in self._store.entries)]
+        found = []
+        for tokens, entry in caches:
+            length = min(common_tokens(tokens, prompt), len(prompt) - 1)  # one is computed
+            is_enough = length >= min(self._options.save_from, (len(tokens) + 1) // 2)
+            if length > 0 and is_enough and (self._can_crop or length == len(tokens)):
+                found.append((length, entry))
+        return sorted(found, key=lambda pair: -pair[0])
+
+    def _take(self, entry: Entry | None, length: int) -> bool:
+        """Whether the cache holds that many tokens of that one now."""
+        if entry is not None:
+            self._leave_cache()
+            try:
+                self._cache = KVSwapCache.open(
+                    self._model,
+                    entry.path,
+                    path=self._options.path,
+                    kv_memory_bytes=self._options.kv_memory_bytes,
+                    max_context=self._options.max_context,
+                    max_batch=1,
+                    probe=not entry.is_probed,
+                )
+            except KVSwapError as error:
+                self._store.set_aside(entry, error)
+                return False
+            self._entry, self._prompt, entry.is_probed = entry, entry.tokens, True
+        beyond = self._cache.get_seq_length() - length
+        try:
+            if beyond > 0:
+                self._cache.crop(-beyond)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            if isinstance(error, CorruptionError) and self._entry is not None:
+                self._store.set_aside(self._entry, error)
+            else:
+                self._can_crop = False  # layers in memory that cannot go back
+            self._leave_cache()
+            return False
+        if self._entry is not None:
+            self._store.use(self._entry)
+        return True
+
+    def _begin(self, prompt: torch.Tensor, turn: Turn) -> None:
+        """An empty cache."""
+        self._leave_cache()
+        self._cache = KVSwapCache(
+            self._model,
+            path=self._options.path,
+            config=self._options.config,
+            kv_memory_bytes=self._options.kv_memory_bytes,
+            max_context=self._options.max_context,
+            max_batch=1,
+        )
+        self._prompt = prompt
+        turn.cached_tokens = 0
+        self._counts.add("misses")
+
+    def _leave_cache(self) -> None:
+        if self._cache is not None:
+            self._count()
+            self._cache.close()
+        self._cache, self._entry, self._prompt, self._counted = None, None, None, {}
+
+    def _tokens(self) -> torch.Tensor:
+        """``[tokens]`` int32 that the open cache has read; none where there is no cache."""
+        ids = None if self._cache is None else self._cache.token_ids
+        if ids is None or len(ids) != 1:
+            return torch.empty(0, dtype=torch.int32)
+        return ids[0].to(torch.int32)
+
+    # The answer.
+
+    def _answer(self, turn: Turn, stream: _Stream, arguments: dict[str, Any]) -> torch.Tensor:
+        ids = arguments["input_ids"]
+        self._read(ids, turn)
+        stream.begin()
+        given = arguments.get("stopping_criteria") or []
+        whole = arguments | {
+            "past_key_values": self._cache,
+            "stopping_criteria": StoppingCriteriaList([*given, _Hung(turn.gone)]),
+        }
+        if stream.target is not None:
+            whole["streamer"] = stream
+        return self._model.generate(**whole)
+
+    @torch.no_grad()
+    def _read(self, ids: torch.Tensor, turn: Turn) -> None:
+        """All but the last pass's tokens, so that a client may hang up between passes."""
+        begun = self._cache.get_seq_length()
+        for begin, end in even_chunks(ids.shape[1] - begun, self._options.prefill_chunk)[:-1]:
+            if turn.gone.is_set():
+                raise GoneError("serve: the client hung up")
+            chunk = ids[:, begun + begin : begun + end]
+            self._cache.parts.decoder(input_ids=chunk, past_key_values=self._cache, use_cache=True)
+        if turn.gone.is_set():
+            raise GoneError("serve: the client hung up")
+
+    # Afterwards.
+
+    def _settle(self) -> None:
+        if self._cache is None:
+            return
+        self._count()
+        tokens = self._tokens()
+        if len(tokens) == 0:
+            self._leave_cache()  # a request has made more sequences of it, or the last one failed
+            return
+        if len(tokens) - self._store.covered(tokens) < self._options.save_from:
+            return
+        self._store.save(self._cache, self._prompt)
+        if not self._store.is_within_limit:
+            # A file with holes, larger than it was thought to be; in use, it could not leave.
+            self._leave_cache()
+            self._store.make_room(0)
+
+    def _count(self) -> None:
+        stats = self._cache.stats()
+        for name, field in _COUNTED.items():
+            value = getattr(stats, field)
+            self._counts.add(name, value - self._counted.get(name, 0))
+            self._counted[name] = value
+
+
+class _Hung(StoppingCriteria):
+    """Ends an answer that nobody waits for."""
+
+    def __init__(self, gone: threading.Event) -> None:
+        self._gone = gone
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._gone.is_set(), device=input_ids.device)
+
+
+class _Stream:
+    """Passes tokens on, and the prompt that comes before them once, however often it is put."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.tokens = 0
+        self._puts = 0
+        self._has_prompt = False
+
+    def begin(self) -> None:
+        """Another ``generate()``."""
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts > 1:
+            self.tokens += 1
+        elif self._has_prompt:
+            return
+        self._has_prompt = True
+        self.target.put(value)
+
+    def end(self) -> None:
+        self.target.end()

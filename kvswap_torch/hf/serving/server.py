@@ -1,0 +1,140 @@
+"""``kvswap serve``: a model behind OpenAI's API, and the process that it runs in."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.serving import seam
+from kvswap_torch.hf.serving.counts import Counts
+from kvswap_torch.hf.serving.front import Front
+from kvswap_torch.hf.serving.line import Line
+from kvswap_torch.hf.serving.reuse import CacheOptions, PrefixReuse
+from kvswap_torch.hf.serving.store import CacheStore
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where a server listens, and for whom.
+
+    Parameters
+    ----------
+    name
+        What requests call the model.
+    store, store_limit_bytes
+        Where caches are saved, and how much disk space they may take.
+    host, port
+        0: a free port.
+    keys
+        API keys; without one, only this machine is listened to.
+    queue
+        Requests that may wait beside the one that runs.
+    """
+
+    name: str
+    store: Path
+    store_limit_bytes: int
+    host: str = "localhost"
+    port: int = 8000
+    keys: Sequence[str] = ()
+    queue: int = 64
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Server:
+    """A model that is served until a signal ends it.
+
+    Raises
+    ------
+    ConfigError
+        The address is not this machine's own and there are no keys, or it is taken.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: ServerOptions, caches: CacheOptions):
+        if not is_local(options.host) and not options.keys:
+            raise ConfigError(
+                f"serve: --api-key-file must be given to listen on {options.host}, which others "
+                "can reach"
+            )
+        seam.names()
+        self.counts = Counts()
+        parts = model_parts(model)
+        self.store = CacheStore(options.store, options.store_limit_bytes, parts, self.counts)
+        reuse = PrefixReuse(model, self.store, caches, self.counts)
+        context = caches.max_context or getattr(parts.config, "max_position_embeddings", 1 << 30)
+        app, self._finish = seam.build_app(
+            model, tokenizer, options.name, context, reuse, self.counts
+        )
+        self._line = Line(options.queue)
+        hosts = ("localhost", "127.0.0.1", "[::1]", options.host) if not options.keys else ()
+        self.app = Front(app, options.name, self._line, self.counts, options.keys, hosts)
+        self._socket = _listen(options.host, options.port)
+
+    @property
+    def address(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def close(self) -> None:
+        """Waits for what is being saved, frees cache and port. `run` does it."""
+        self._finish()
+        self._socket.close()
+
+    def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Answers until SIGTERM or Ctrl-C: then the running answer is finished and saved."""
+        import uvicorn
+
+        line = self._line
+
+        class Loop(uvicorn.Server):
+            async def startup(self, sockets: Any = None) -> None:
+                await super().startup(sockets)
+                started()
+
+            async def shutdown(self, sockets: Any = None) -> None:
+                line.close()
+                await super().shutdown(sockets)
+
+        config = uvicorn.Config(self.app, log_level=logging.WARNING, lifespan="off")
+        # uvicorn raises its signals once more at the end, for whom it finds here.
+        before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for each in before:
+                signal.signal(each, _ignore)
+            Loop(config).run(sockets=[self._socket])
+        finally:
+            self.close()
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Not `SIG_IGN`: children would inherit that."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"serve: --host and --port must be an address that is free, got {host}:{port}: "
+            f"{error.strerror or error}"
+        ) from error
