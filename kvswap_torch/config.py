@@ -122,6 +122,16 @@ class SwapConfig:
         "layers on disk that choose with their true query all the same, since the layer before "
         "tells too little of it; what they read is not hidden"
     )
+    audit_every: int = number(
+        0,
+        0,
+        1 << 20,
+        "decoding steps between two looks of a layer at groups that were not selected, to estimate "
+        "how much attention they would have had (`missed_mass` in `stats()`); 0: never",
+    )
+    audit_groups: int = number(
+        16, 2, 4096, "groups of each chooser that such a look reads, drawn at random"
+    )
     layout: str = one_of("sequence", ("sequence",), "order of the records on disk")
     reader: str = one_of(
         "auto", ("auto", "uring", "threads", "sync"), "who reads; auto: the fastest that works"

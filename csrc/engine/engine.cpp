@@ -38,7 +38,8 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       appender_(*parts_, *batch_, tail_, sealer_, account_, steps_),
       editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
       saver_(*parts_, *batch_, sealer_, *past_),
-      loader_(*parts_, *batch_, tail_, editor_, account_) {}
+      loader_(*parts_, *batch_, tail_, editor_, account_),
+      audit_(*parts_, *batch_, sealer_) {}
 
 Engine::~Engine() {
   if (getpid() == owner_pid_) {
@@ -151,12 +152,17 @@ Status Engine::attend(const AttendArgs& args) {
   }
   KVSWAP_RETURN_IF_ERROR(
       steps_.take(args.layer, {.query = parts_of(args.query), .scale = args.scale}));
+  KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, steps_.of(args.layer), queries));
+  PagedAttentionArgs kernel = attention_args(args);
+  kernel.log_sum_exp = audit_.log_sum_exp();
   {
     const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
                           &parts_->counters.attend_seconds);
-    parts_->space->compute().attend(args.layer, attention_args(args));
+    parts_->space->compute().attend(args.layer, kernel);
   }
-  return handed_back(*parts_, sealer_.seal_overflow(args.layer));
+  Status finished = audit_.finish(kernel);
+  if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
+  return handed_back(*parts_, std::move(finished));
 }
 
 QueryView Engine::parts_of(QueryView query) const {

@@ -8,6 +8,7 @@
 
 #include "engine/account.h"
 #include "engine/appender.h"
+#include "engine/audit.h"
 #include "engine/batch.h"
 #include "engine/editor.h"
 #include "engine/engine_parts.h"
@@ -94,6 +95,7 @@ class Engine {
   const EngineParts& parts() const { return *parts_; }
   const EngineOptions& options() const { return options_; }  // as they were given
   PastReader& past() { return *past_; }
+  const Audit& audit() const { return audit_; }
   /// Memory to stream `groups` groups of a part's past through. In a small budget a long past gets
   /// the reuse buffers, and the next steps of as many layers as it takes read anew: what makes a
   /// long chunk fast is large blocks. Otherwise PastReader::blocks().
@@ -127,6 +129,7 @@ class Engine {
   Saver saver_;
   Loader loader_;
   PageTable table_;
+  Audit audit_;
 };
 
 }  // namespace kvswap

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <limits>
 
+#include "engine/audit.h"
 #include "engine/check_settings.h"
 #include "engine/device_space.h"
 #include "engine/fetcher.h"
@@ -84,6 +85,10 @@ Status EngineOptions::validate() const {
   }
   for (const int64_t rank : ranks) {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
+  }
+  if (device && audit_every > 0) {
+    return Status::invalid("session: audit_every must be 0 on a device, got " +
+                           std::to_string(audit_every) + "; groups are audited on the CPU only");
   }
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {
@@ -208,12 +213,14 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
                 product({batch, (context + 63) / 64, 8});
   const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
-                 options.merge_gap_bytes + 2 * block + 2 * block + moving;
+                 options.merge_gap_bytes + 2 * block + 2 * block + moving +
+                 Audit::fixed_bytes(options, record_bytes);
   // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().
   const bool lends = !options.device && options.pages_max >= options.tail_pages();
   const int64_t crop_layers = lends ? 1 : options.layers;
   need.scratch = options.score_bytes(batch, groups) +
                  product({batch, options.pages_per_layer(), 20}) +
+                 product({batch, Audit::sequence_bytes(options)}) +
                  product({crop_layers, batch, options.tail_pages(), record_bytes});
   need.timeline = Timeline::bytes(options.timeline_spans);
   // What a device needs beside is a small part of such sizes, and would not change the answer.

@@ -1,9 +1,38 @@
 #include "engine/engine_report.h"
 
+#include <cmath>
+#include <vector>
+
 #include "engine/chrome_trace.h"
 #include "kernels/cpu_features.h"
 
 namespace kvswap {
+namespace {
+
+/// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.
+void add_missed_mass(const Engine& engine, std::map<std::string, double>& counters) {
+  if (engine.options().audit_every == 0) return;
+  const std::vector<MissedMass>& layers = engine.audit().layers();
+  double looked = 0;
+  double sum = 0;
+  double variance = 0;
+  double looks = 0;
+  for (size_t layer = 0; layer < layers.size(); ++layer) {
+    const MissedMass& missed = layers[layer];
+    if (missed.looks == 0) continue;
+    counters["missed_mass_" + std::to_string(layer)] = missed.mean();
+    ++looked;
+    looks += static_cast<double>(missed.looks);
+    sum += missed.mean();
+    variance += missed.variance();
+  }
+  counters["audits"] = looks;
+  if (looked == 0) return;
+  counters["missed_mass"] = sum / looked;
+  counters["missed_mass_error"] = 1.96 * std::sqrt(variance) / looked;
+}
+
+}  // namespace
 
 std::map<std::string, double> engine_counters(const Engine& engine) {
   const EngineCounters& steps = engine.parts().counters;
@@ -11,7 +40,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   const ReaderCounters reader = engine.parts().fetcher->reader().counters();
   const SpaceCounters space = engine.parts().space->counters();
   const auto number = [](auto count) { return static_cast<double>(count); };
-  return {
+  std::map<std::string, double> counters = {
       {"steps", number(steps.steps)},
       {"sequences", number(steps.sequences)},
       {"groups_attended", number(steps.groups_attended)},
@@ -42,6 +71,8 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"device_wait_seconds", space.device_wait_seconds},
       {"choice_wait_seconds", engine.parts().selector->wait_seconds()},
   };
+  add_missed_mass(engine, counters);
+  return counters;
 }
 
 std::map<std::string, std::string> engine_facts(const Engine& engine) {

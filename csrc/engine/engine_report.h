@@ -10,6 +10,8 @@ namespace kvswap {
 
 // What every session reports about itself, by name.
 
+/// With audit_every also what Audit found: `audits` (looks), and once there is one `missed_mass`,
+/// `missed_mass_error` and `missed_mass_<layer>`.
 std::map<std::string, double> engine_counters(const Engine& engine);
 std::map<std::string, std::string> engine_facts(const Engine& engine);
 std::map<std::string, int64_t> engine_ledger(const Engine& engine);

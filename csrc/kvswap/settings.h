@@ -52,6 +52,11 @@ struct Settings {
   /// layers on disk that choose with their true query all the same, since the layer before
   /// tells too little of it; what they read is not hidden
   std::vector<int64_t> true_query_layers;
+  /// decoding steps between two looks of a layer at groups that were not selected, to estimate
+  /// how much attention they would have had (missed_mass in stats()); 0: never
+  int64_t audit_every = 0;
+  /// groups of each chooser that such a look reads, drawn at random
+  int64_t audit_groups = 16;
   /// order of the records on disk
   std::string layout = "sequence";
   /// who reads; auto: the fastest that works

@@ -24,6 +24,8 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "select_queries_max",
                                                 "look_ahead",
                                                 "true_query_layers",
+                                                "audit_every",
+                                                "audit_groups",
                                                 "layout",
                                                 "reader",
                                                 "io_mode",
@@ -55,6 +57,8 @@ inline constexpr const char* kSolvable[] = {"group_tokens",
                                             "select_queries_max",
                                             "look_ahead",
                                             "true_query_layers",
+                                            "audit_every",
+                                            "audit_groups",
                                             "layout",
                                             "reader",
                                             "io_mode",
@@ -82,6 +86,8 @@ void visit_settings(Visit&& visit) {
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
+  visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
+  visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("layout", &Settings::layout, OneOf{{"sequence"}});
   visit("reader", &Settings::reader, OneOf{{"auto", "uring", "threads", "sync"}});
   visit("io_mode", &Settings::io_mode, OneOf{{"auto", "direct", "buffered"}});

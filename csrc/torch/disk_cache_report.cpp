@@ -71,6 +71,10 @@ std::string DiskCache::report() const {
   table.row("waited / hidden", fixed(counters.at("wait_seconds"), " s") + " / " +
                                    fixed(counters.at("hidden_seconds"), " s"));
   table.row("waited for writes", fixed(counters.at("write_blocked_seconds"), " s"));
+  if (const auto missed = counters.find("missed_mass"); missed != counters.end()) {
+    table.row("attention missed",
+              percent(missed->second) + " ± " + percent(counters.at("missed_mass_error")));
+  }
   table.row("reader", facts.at("reader") + ", " + facts.at("io_mode"));
   const bool any =
       std::find(is_estimated_.begin(), is_estimated_.end(), true) != is_estimated_.end();

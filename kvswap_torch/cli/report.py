@@ -159,6 +159,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     tell("KV in memory", "resident_bytes", format_bytes)
     tell("read per token", "bytes_read_per_token", format_bytes)
     tell("hit rate", "hit_rate", "{:.0%}".format)
+    missed, error = stats.get("missed_mass"), stats.get("missed_mass_error")
+    if missed is not None and error is not None:
+        facts.append(("attention missed", f"about {missed:.1%} (± {error:.1%})"))
     waited, hidden = stats.get("wait_seconds"), stats.get("hidden_seconds")
     if isinstance(waited, int | float) and isinstance(hidden, int | float) and waited + hidden > 0:
         facts.append(("of reading waited for", f"{waited / (waited + hidden):.0%}"))

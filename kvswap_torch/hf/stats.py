@@ -30,6 +30,10 @@ class CacheStats:
         From and to the disk.
     bytes_read_per_token, bytes_written_per_token
         Selected groups read per decoding step of a sequence; written per token stored.
+    missed_mass, missed_mass_error
+        With `SwapConfig.audit_every`: the estimated share of attention that went to groups that
+        were not selected, mean over heads and layers, and half of its 95 % interval; by layer in
+        `counters`. None before anything was looked at.
     hit_rate
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
@@ -74,6 +78,8 @@ class CacheStats:
     bytes_written: int
     bytes_read_per_token: float
     bytes_written_per_token: float
+    missed_mass: float | None
+    missed_mass_error: float | None
     hit_rate: float | None
     groups_per_step: float
     wait_seconds: float
@@ -168,6 +174,8 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         bytes_written=int(written),
         bytes_read_per_token=loaded * counters["record_bytes"] * each,
         bytes_written_per_token=written / max(1, tokens * batch),
+        missed_mass=counters.get("missed_mass"),
+        missed_mass_error=counters.get("missed_mass_error"),
         hit_rate=1 - loaded / attended if attended else None,
         groups_per_step=attended * each / shape.layers,
         wait_seconds=counters["wait_seconds"],
@@ -232,6 +240,10 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("projection", stats.projection),
         ("predictor", stats.predictor),
     ]
+    if stats.missed_mass is not None:
+        rows.append(
+            ("attention missed", f"{stats.missed_mass:.1%} ± {stats.missed_mass_error:.1%}")
+        )
     if stats.probe:
         rows.append(("probe", stats.probe))
     if stats.ranks:

@@ -99,6 +99,25 @@ TEST_P(ReadFault, FailsTheStepAndTheRetryIsRight) {
   EXPECT_GT(failures, 30);
 }
 
+TEST(AuditFault, FailsTheStepAndTheRetryIsRight) {
+  for (uint64_t read = 1; read <= 40 && !testing::Test::HasFatalFailure(); ++read) {
+    SCOPED_TRACE(read);
+    const TestDirectory directory;
+    ReadFaults faults;
+    EngineOptions options = with_read_faults(directory.path(), &faults);
+    options.audit_every = 1;
+    options.audit_groups = 3;
+    EngineRun run(options, 3);
+    prefill(run);
+    faults = {};
+    (read <= 6 ? faults.fail_submit : faults.fail_read) = read;
+    int64_t failures = 0;
+    decode_through_faults(run, faults, StatusCode::kStorage, &failures);
+    EXPECT_EQ(failures, 1);
+    EXPECT_GE(run.engine().audit().layers()[0].looks, 5);
+  }
+}
+
 TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
   uint64_t again = 0;
   for (uint64_t read = 1; read <= 40 && !HasFatalFailure(); ++read) {

@@ -1,0 +1,134 @@
+"""Is the estimate of missed attention right, and what does it cost?
+
+    python -m bench.missed --model build/models/smollm2 --tokens 4096 --out missed_smollm2
+
+One document is read and continued twice, token for token as it was written: with looks that read a
+few groups, and with looks that read every group, which is the true share. Then the time of a step
+with the looks that `--every` and `--groups` ask for, and without, in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench import machine
+from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.tuning.texts import default_samples
+
+ALL = 4096  # groups: of any document here
+
+
+@dataclass
+class Runs:
+    """A document, and what its continuation needs."""
+
+    model: Any
+    ids: torch.Tensor  # [1, tokens]
+    steps: int
+    config: SwapConfig
+    path: Path
+
+    @torch.inference_mode()
+    def follow(self, every: int, groups: int) -> tuple[Any, float]:
+        """What `stats()` says at the end, and the median seconds of a step."""
+        config = replace(self.config, audit_every=every, audit_groups=groups)
+        begun = self.ids.shape[1] - self.steps
+        with KVSwapCache(self.model, path=self.path, config=config) as cache:
+            self.model(input_ids=self.ids[:, :begun], past_key_values=cache, logits_to_keep=1)
+            seconds = []
+            for at in range(begun, self.ids.shape[1]):
+                began = time.perf_counter()
+                self.model(input_ids=self.ids[:, at : at + 1], past_key_values=cache)
+                seconds.append(time.perf_counter() - began)
+            return cache.stats(), statistics.mean(seconds)
+
+
+def by_layer(stats: Any) -> list[float]:
+    names = sorted(
+        (name for name in stats.counters if name.startswith("missed_mass_") and name[-1].isdigit()),
+        key=lambda name: int(name.rsplit("_", 1)[1]),
+    )
+    return [stats.counters[name] for name in names]
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    table = Table(title=f"{results['model']}, {results['tokens']:,} tokens")
+    for heading in ("layer", "estimated", "true"):
+        table.add_column(heading, justify="right")
+    pairs = zip(results["estimated_by_layer"], results["true_by_layer"], strict=True)
+    for layer, (estimated, true) in enumerate(pairs):
+        table.add_row(str(layer), f"{estimated:.1%}", f"{true:.1%}")
+    estimated = f"{results['estimated']:.1%} ± {results['estimated_error']:.1%}"
+    table.add_row("all", estimated, f"{results['true']:.1%}")
+    console.print(table)
+    console.print(
+        f"looks every {results['every']} steps: a step takes {results['step_ratio']:.3f}x"
+        f" ({results['step_ratios']})"
+    )
+
+
+def main(
+    model: Annotated[str, typer.Option(help="folder of a model and its tokenizer")],
+    tokens: Annotated[int, typer.Option(help="of the document, continuation included")] = 4096,
+    steps: Annotated[int, typer.Option(help="tokens of the continuation")] = 128,
+    groups_max: Annotated[int, typer.Option(help="groups that a step selects")] = 100,
+    score: Annotated[str, typer.Option(help="as the setting")] = "mass",
+    every: Annotated[int, typer.Option(help="steps between looks, where time is measured")] = 64,
+    groups: Annotated[int, typer.Option(help="groups that a look reads")] = 16,
+    rounds: Annotated[int, typer.Option(help="pairs of timed runs")] = 5,
+    path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
+    out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
+) -> None:
+    described = machine.describe(path)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    _, held_out = default_samples(tokenizer, lengths=(tokens,), count=2)
+    ids = torch.as_tensor(held_out[0].ids)[None, :tokens]
+    config = SwapConfig(
+        groups_max=groups_max,
+        pages_max=2 * groups_max,
+        rank=16,
+        summary_dtype="int8",
+        score=score,
+    )
+    runs = Runs(loaded, ids, steps, config, path)
+    console = Console()
+    estimate, _ = runs.follow(1, groups)
+    truth, _ = runs.follow(1, ALL)
+    ratios = []
+    for _ in track(range(rounds), description="timing", console=console):
+        (_, plain), (_, looking) = runs.follow(0, groups), runs.follow(every, groups)
+        ratios.append(round(looking / plain, 3))
+    results = {
+        "machine": described,
+        "model": Path(model).name,
+        "tokens": ids.shape[1],
+        "steps": steps,
+        "settings": {"groups_max": groups_max, "score": score, "audit_groups": groups},
+        "estimated": estimate.missed_mass,
+        "estimated_error": estimate.missed_mass_error,
+        "estimated_by_layer": by_layer(estimate),
+        "true": truth.missed_mass,
+        "true_by_layer": by_layer(truth),
+        "every": every,
+        "step_ratio": statistics.median(ratios),
+        "step_ratios": ratios,
+    }
+    show(console, results)
+    if out:
+        machine.write(out, results)
+
+
+if __name__ == "__main__":
+    typer.run(main)

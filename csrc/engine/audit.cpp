@@ -1,0 +1,187 @@
+#include "engine/audit.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace kvswap {
+
+void MissedMass::add(double share) {
+  ++looks;
+  sum += share;
+  sum_of_squares += share * share;
+}
+
+double MissedMass::variance() const {
+  if (looks < 2) return 0;
+  const auto count = static_cast<double>(looks);
+  return std::max(0.0, sum_of_squares - sum * sum / count) / (count - 1) / count;
+}
+
+int64_t Audit::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
+  if (apart.audit_every == 0) return 0;
+  const int64_t heads = apart.query_heads * apart.heads_apart;
+  const int64_t queries = apart.select_queries_max;
+  const int64_t tables = apart.heads_apart * 28 + 4;  // pages, masks, columns, counts, a load's
+  return apart.audit_groups *
+         (apart.heads_apart * (record_bytes + Fetch::bytes_per_load()) + tables +
+          queries * heads * (int64_t{sizeof(float)} + apart.head_dim * dtype_bytes(apart.dtype)));
+}
+
+int64_t Audit::sequence_bytes(const EngineOptions& apart) {
+  if (apart.audit_every == 0) return 0;
+  return apart.query_heads * apart.select_queries_max * int64_t{sizeof(float)};
+}
+
+/// Layers take turns, so that no step is much longer than another.
+bool Audit::is_due(int64_t layer) {
+  const EngineOptions& options = parts_.options;
+  if (options.audit_every == 0 || batch_.all_fit(layer)) return false;
+  steps_.resize(options.layers);
+  const int64_t turn = steps_[layer]++ + layer * options.audit_every / options.layers + 1;
+  if (turn % options.audit_every != 0) return false;
+  const int64_t sequences = batch_.size() / options.heads_apart;
+  first_part_ = turn / options.audit_every % sequences * options.heads_apart;
+  return true;
+}
+
+Status Audit::make_memory() {
+  if (memory_ != nullptr) return Status::ok();
+  const EngineOptions& options = parts_.options;
+  const int64_t entries = options.audit_groups * options.heads_apart;
+  auto memory = parts_.space->landing().make_landing(entries * parts_.record_bytes());
+  if (!memory.is_ok()) return memory.status();
+  memory_ = std::move(memory.value());
+  pages_.resize(entries);
+  masks_.resize(entries);
+  columns_.resize(entries);
+  counts_.assign(entries, 1);
+  queries_at_.resize(options.audit_groups);
+  drawn_.resize(options.heads_apart);
+  others_.resize(options.heads_apart);
+  return Status::ok();
+}
+
+Status Audit::begin(int64_t layer, const LayerStep& step, int64_t queries) {
+  is_looking_ = false;
+  if (!is_due(layer)) return Status::ok();
+  layer_ = layer;
+  KVSWAP_RETURN_IF_ERROR(make_memory());
+  draw(step);
+  if (*std::max_element(drawn_.begin(), drawn_.end()) == 0) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(layer));
+  KVSWAP_RETURN_IF_ERROR(parts_.fetcher->submit(fetch_));
+  const EngineOptions& options = parts_.options;
+  attended_.resize(batch_.size() * options.query_heads * queries);
+  std::fill(queries_at_.begin(), queries_at_.end(),
+            static_cast<int32_t>(batch_.layer(layer).columns - queries));
+  is_looking_ = true;
+  return Status::ok();
+}
+
+void Audit::draw(const LayerStep& step) {
+  fetch_.layer = layer_;
+  fetch_.loads.clear();
+  std::fill(pages_.begin(), pages_.end(), nullptr);
+  std::fill(masks_.begin(), masks_.end(), 0);
+  for (int64_t head = 0; head < parts_.options.heads_apart; ++head) {
+    draw_of_part(head, step.chosen()[first_part_ + head]);
+  }
+}
+
+/// `audit_groups` of the groups that hold something and are neither selected nor pinned, each set
+/// of them equally likely (a reservoir).
+void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
+  const EngineOptions& options = parts_.options;
+  const int64_t part = first_part_ + head;
+  const auto wanted = static_cast<size_t>(options.audit_groups);
+  int64_t& others = others_[head];
+  others = 0;
+  sample_.clear();
+  auto next = chosen.begin();
+  for (int32_t group = 0; group < batch_.layer(layer_).sealed_groups; ++group) {
+    while (next != chosen.end() && *next < group) ++next;
+    if (next != chosen.end() && *next == group) continue;
+    if (batch_.is_pinned(layer_, part, group) || batch_.mask(layer_, part, group) == 0) continue;
+    ++others;
+    if (sample_.size() < wanted) {
+      sample_.push_back(group);
+    } else if (const auto place = random_() % static_cast<uint64_t>(others); place < wanted) {
+      sample_[place] = group;
+    }
+  }
+  std::sort(sample_.begin(), sample_.end());  // neighbours are read together
+  drawn_[head] = static_cast<int64_t>(sample_.size());
+  for (size_t i = 0; i < sample_.size(); ++i) {
+    const int64_t entry = static_cast<int64_t>(i) * options.heads_apart + head;
+    std::byte* target = memory_.get() + entry * parts_.record_bytes();
+    fetch_.loads.push_back({part, sample_[i], -1, target, nullptr});
+    pages_[entry] = target;
+    masks_[entry] = batch_.mask(layer_, part, sample_[i]);
+    columns_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
+  }
+}
+
+Status Audit::finish(const PagedAttentionArgs& attended) {
+  if (!std::exchange(is_looking_, false)) return Status::ok();
+  Status arrived = parts_.fetcher->finish(fetch_);
+  if (arrived.is_pending()) parts_.fetcher->abandon(fetch_, std::exchange(memory_, nullptr));
+  KVSWAP_RETURN_IF_ERROR(arrived);
+  weigh(attended);
+  return Status::ok();
+}
+
+/// Each group is attended alone, by all queries and heads of the sequence.
+void Audit::weigh(const PagedAttentionArgs& attended) {
+  const EngineOptions& options = parts_.options;
+  const int64_t sequence = first_part_ / options.heads_apart;
+  const int64_t rows = attended.heads * attended.queries;
+  log_sums_.resize(options.audit_groups * rows);
+  output_.resize(options.audit_groups * rows * options.head_dim * dtype_bytes(options.dtype));
+  PagedAttentionArgs args = attended;
+  args.query = static_cast<const std::byte*>(attended.query) +
+               sequence * attended.query_batch_stride * dtype_bytes(options.dtype);
+  args.query_batch_stride = 0;  // the same query meets every group
+  args.output = output_.data();
+  args.log_sum_exp = log_sums_.data();
+  args.pages = pages_.data();
+  args.masks = masks_.data();
+  args.columns = columns_.data();
+  args.page_counts = counts_.data();
+  args.query_columns = queries_at_.data();
+  args.pages_max = 1;
+  args.batch = options.audit_groups;
+  args.sinks = nullptr;
+  parts_.space->compute().attend(layer_, args);
+  const float* own = attended_.data() + sequence * rows;
+  double sum = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = row / attended.queries;
+    const int64_t part = head / (attended.heads / options.heads_apart);
+    sum += share_of(log_sums_.data() + row, rows, own[row], part);
+  }
+  layers_[layer_].add(sum / static_cast<double>(rows));
+}
+
+/// Of one head and query: `log_sums` of each group, `stride` apart.
+double Audit::share_of(const float* log_sums, int64_t stride, float attended, int64_t part) const {
+  const int64_t drawn = drawn_[part];
+  const int64_t others = others_[part];
+  if (drawn == 0) return 0;
+  double total = 0;
+  const auto ratio = [&](int64_t i) {
+    return std::exp(static_cast<double>(log_sums[i * stride]) - attended);
+  };
+  for (int64_t i = 0; i < drawn; ++i) total += ratio(i);
+  const auto share = [&](double sum, int64_t count) {
+    const double missed = sum * static_cast<double>(others) / static_cast<double>(count);
+    return missed / (1 + missed);
+  };
+  if (drawn == others || drawn < 2) return share(total, drawn);
+  double without_one = 0;
+  for (int64_t i = 0; i < drawn; ++i) without_one += share(total - ratio(i), drawn - 1);
+  const auto count = static_cast<double>(drawn);
+  return count * share(total, drawn) - (count - 1) / count * without_one;
+}
+
+}  // namespace kvswap

@@ -1,0 +1,122 @@
+"""How much attention selection missed: the estimate against the truth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, native, options, projection
+
+SCALE = 0.125
+
+
+class Watched:
+    """A session, and beside it the shares that its steps truly missed: {layer: [share]}."""
+
+    def __init__(self, made, seed: int = 0):
+        self.options, self.session = made, native(made)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.missed: dict[int, list[torch.Tensor]] = {}
+        self.keys: dict[int, torch.Tensor] = {}
+        self.valid = torch.ones(0, 0, dtype=torch.bool)
+        for layer in range(made.layers if made.ranks else 0):
+            self.session.set_projection(layer, *projection(layer))
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def forward(self, batch: int, tokens: int, valid: torch.Tensor | None = None) -> torch.Tensor:
+        valid = torch.ones(batch, tokens, dtype=torch.bool) if valid is None else valid
+        self.session.declare(valid)
+        self.valid = torch.cat([self.valid.reshape(batch, -1), valid], 1)
+        for layer in range(self.options.layers):
+            keys, values = (self.random(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
+            query = self.random(batch, HEADS, tokens, HEAD_DIM)
+            old = self.keys.get(layer, keys[:, :, :0])
+            self.keys[layer] = torch.cat([old, keys], 2)
+            self.session.append(layer, keys, values)
+            output = self.session.attend(layer, query, keys, values, SCALE)
+            if tokens <= self.options.select_queries_max:
+                self.missed.setdefault(layer, []).append(self.truly_missed(layer, query))
+        return output
+
+    def truly_missed(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """[batch]: the mean over heads and queries of 1 - attention that reaches what was read."""
+        keys = self.keys[layer].repeat_interleave(HEADS // KV_HEADS, 1)
+        size, tokens = self.options.group_tokens, query.shape[2]
+        columns = torch.arange(keys.shape[2])
+        seen = columns <= torch.arange(columns.numel() - tokens, columns.numel())[:, None]
+        seen = (seen & self.valid[:, None])[:, None]
+        weights = (query @ keys.mT * SCALE).masked_fill(~seen, -torch.inf).softmax(-1)
+        first = self.valid.int().argmax(1)
+        sealed = (columns.numel() - tokens - self.options.tail_tokens) // size * size
+        read = torch.zeros(len(query), HEADS, columns.numel(), dtype=torch.bool)
+        chosen = self.session.last_selection(layer)
+        apart = len(chosen) // len(query)
+        for sequence in range(len(query)):
+            sinks = range(first[sequence] // size, (first[sequence] + 3) // size + 1)
+            for part in range(apart):
+                groups = set(chosen[sequence * apart + part]) | set(sinks)
+                heads = slice(part * HEADS // apart, (part + 1) * HEADS // apart)
+                of_groups = torch.isin(columns // size, torch.tensor(sorted(groups)))
+                read[sequence, heads] = of_groups | (columns >= sealed)
+        return (weights * ~read[:, :, None]).sum(-1).mean((1, 2))
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("rows", ["low_rank", "box"])
+def test_all_groups_looked_at_give_the_true_share(tmp_path, rows, heads):
+    made = options(tmp_path, rows=rows, heads=heads, audit_every=1, audit_groups=100)
+    watched = Watched(made)
+    valid = torch.ones(2, 150, dtype=torch.bool)
+    valid[0, :37] = False
+    watched.forward(2, 150, valid)
+    for tokens in (1, 1, 3, 1, 2, 1, 1):
+        watched.forward(2, tokens)
+    counters = watched.session.counters()
+    assert counters["audits"] == 7 * made.layers
+    for layer, shares in watched.missed.items():
+        # Sequences take turns; layers begin at other turns.
+        turns = [(layer // 2 + step + 1) % 2 for step in range(len(shares))]
+        looked = torch.stack([share[turn] for share, turn in zip(shares, turns, strict=True)])
+        assert counters[f"missed_mass_{layer}"] == pytest.approx(looked.mean().item(), abs=1e-5)
+    mean = sum(counters[f"missed_mass_{layer}"] for layer in watched.missed) / made.layers
+    assert counters["missed_mass"] == pytest.approx(mean)
+    assert 0.1 < mean < 0.9
+
+
+def test_a_few_groups_looked_at_give_an_interval_that_holds_the_true_share(tmp_path):
+    watched = Watched(options(tmp_path, audit_every=2, audit_groups=4), seed=3)
+    watched.forward(1, 200)
+    for _ in range(120):
+        watched.forward(1, 1)
+    counters = watched.session.counters()
+    truth = torch.stack([torch.stack(shares).mean() for shares in watched.missed.values()]).mean()
+    assert counters["audits"] == 60 * 2
+    assert 0 < counters["missed_mass_error"] < 0.03
+    # Twice the interval: this is one draw, and the same on every machine.
+    assert abs(counters["missed_mass"] - truth) < 2 * counters["missed_mass_error"]
+
+
+def test_answers_stay_and_layers_take_turns(tmp_path):
+    plain = Watched(options(tmp_path), seed=5)
+    looked = Watched(options(tmp_path, audit_every=10), seed=5)
+    for tokens in (150, *[1] * 20):
+        assert torch.equal(plain.forward(1, tokens), looked.forward(1, tokens))
+    assert "audits" not in plain.session.counters()
+    assert looked.session.counters()["audits"] == 2 * 2
+    ledgers = [watched.session.ledger() for watched in (plain, looked)]
+    assert ledgers[0]["staging"] < ledgers[1]["staging"]
+
+
+def test_nothing_is_looked_at_while_all_fits(tmp_path):
+    watched = Watched(options(tmp_path, audit_every=1, groups_max=100, pages_max=100))
+    watched.forward(1, 100)
+    watched.forward(1, 1)
+    assert watched.session.counters()["audits"] == 0
+    assert "missed_mass" not in watched.session.counters()
+
+
+def test_a_device_refuses_it(tmp_path):
+    with pytest.raises(ValueError, match="audit_every must be 0 on a device"):
+        native(options(tmp_path, audit_every=1, device="host"))
