@@ -35,10 +35,14 @@ def table(cells: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def empty_classes(cells: list[list[str]]) -> list[str]:
-    """Classes that no place and no phase was struck by."""
-    struck = {row[0] for row in cells if any(cell != "-" for cell in row[2:])}
-    return [name for name in dict.fromkeys(row[0] for row in cells) if name not in struck]
+def empty_cells(cells: list[list[str]]) -> list[str]:
+    """Where a class struck nothing."""
+    return [
+        f"{row[0]}, {row[1]}, {phase}"
+        for row in cells
+        for phase, cell in zip(PHASES, row[2:], strict=True)
+        if cell == "-"
+    ]
 
 
 def cpu_model() -> str:
@@ -52,9 +56,9 @@ def cpu_model() -> str:
 def main() -> int:
     cells = rows(Path(sys.argv[1]).read_text())
     page = Path(sys.argv[2])
-    missing = empty_classes(cells)
+    missing = empty_cells(cells)
     if not cells or missing:
-        print(f"faults: classes without a cell: {', '.join(missing) or 'all'}", file=sys.stderr)
+        print("faults: cells that are empty:", *(missing or ["all"]), sep="\n  ", file=sys.stderr)
         return 1
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
