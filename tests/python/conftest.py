@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them spin while they wait for one another: minutes, on a small machine."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    usual = torch.set_num_threads
+    allowed = max(len(os.sched_getaffinity(0)), torch.get_num_threads())
+
+    def set_num_threads(count: int) -> None:
+        assert count <= allowed, f"a test asks for {count} threads of {allowed}"
+        usual(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
 
 
 @pytest.fixture(params=["reference", "native", "host device"])

@@ -65,13 +65,17 @@ TEST(Backends, AModelledDeviceGivesTheSameBits) {
   EXPECT_NE(reader.find("ufs("), std::string::npos) << reader;
 }
 
-TEST(Backends, WithoutChecksumsTheBitsAreTheSame) {
+TEST(Backends, WithoutChecksumsTheBitsAreTheSameAndTheRiskIsSaid) {
   const TestDirectory directory;
   std::string reader;
   EngineOptions options = small_options(directory.path());
   const std::vector<std::byte> expected = live(options, nullptr, &reader);
   options.checksum = false;
   EXPECT_TRUE(live(options, nullptr, &reader) == expected);
+  EngineRun run(options, 5);
+  const std::vector<std::string>& told = run.engine().parts().fallbacks;
+  EXPECT_TRUE(std::ranges::any_of(
+      told, [](const std::string& each) { return each.starts_with("Checksums are off"); }));
 }
 
 }  // namespace

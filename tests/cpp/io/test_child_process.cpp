@@ -17,12 +17,14 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
 #include "io/host_info.h"
 #include "io/patience.h"
 #include "io/readers.h"
+#include "io/write_queue.h"
 #include "test_files.h"
 
 namespace kvswap {
@@ -59,15 +61,16 @@ int read_all(BlockReader& reader, const AlignedBytes& content) {
   return std::memcmp(landing.data(), content.data(), kBlocks * kBlock) == 0 ? 0 : 13;
 }
 
-/// From here on io_uring_enter() is refused to every thread, as in a sandbox entered later.
-int forbid_ring() {
-  sock_filter filter[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog program = {std::size(filter), filter};
+/// From here on these system calls are refused to every thread, as in a sandbox entered later.
+int forbid(std::initializer_list<unsigned> calls, unsigned error_number) {
+  std::vector<sock_filter> filter = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr))};
+  for (const unsigned call : calls) {
+    filter.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1));
+    filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error_number));
+  }
+  filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  const sock_fprog program = {static_cast<unsigned short>(filter.size()), filter.data()};
   if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) return kCannot;
   const long result =
       ::syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program);
@@ -84,7 +87,7 @@ TEST(ChildProcess, ASandboxEnteredLaterTakesTheRingAndNotTheReads) {
     const auto file = file_with(directory.path(), IoMode::kAuto, content.span());
     auto reader = must(open_reader(*file, {.kind = ReaderKind::kUring, .depth = 16})).reader;
     if (const int before = read_all(*reader, content)) return before;
-    if (const int entered = forbid_ring()) return entered;
+    if (const int entered = forbid({__NR_io_uring_enter}, EPERM)) return entered;
     for (int turn = 0; turn < 3; ++turn) {
       if (const int after = read_all(*reader, content)) return 10 + after;
     }
@@ -92,6 +95,39 @@ TEST(ChildProcess, ASandboxEnteredLaterTakesTheRingAndNotTheReads) {
     // One that is opened now begins on a lower rung.
     auto opened = open_reader(*file, {});
     if (!opened.is_ok()) return 31;
+    return read_all(*opened.value().reader, content);
+  });
+  if (result == kCannot) GTEST_SKIP() << "seccomp filters are refused here";
+  EXPECT_EQ(result, 0);
+}
+
+TEST(ChildProcess, WhereNoThreadCanBeHadReadsAndWritesGoOn) {
+  const TempDirectory directory;
+  const AlignedBytes content(kBlocks * kBlock);
+  fill_random(content.span(), 7);
+  const int result = in_child([&] {
+    std::string said;
+    set_log([&](const std::string& line) { said += line; });
+    const auto file = must(DataFile::open({.directory = directory.path()}));
+    must(file->reserve(kBlocks * kBlock));
+    if (const int entered = forbid({__NR_clone, __NR_clone3}, EAGAIN)) return entered;
+    ::setenv("KVSWAP_IO", "threads", 1);
+    auto opened = open_reader(*file, {});
+    if (!opened.is_ok()) return 31;
+    if (opened.value().reader->name() != "sync") return 32;
+    if (!contains(opened.value().reason, "ulimit -u")) return 33;
+    const auto queue = must(WriteQueue::create(file.get(), {.buffer_bytes = kBlock, .buffers = 2}));
+    if (!contains(said, "ulimit -u")) return 34;
+    uint64_t newest = 0;
+    for (int i = 0; i < kBlocks; ++i) {
+      auto buffer = queue->acquire();
+      if (!buffer.is_ok()) return 35;
+      std::memcpy(buffer.value().data, content.data() + i * kBlock, kBlock);
+      auto submitted = queue->submit(buffer.value(), i * kBlock, kBlock);
+      if (!submitted.is_ok()) return 36;
+      newest = submitted.value();
+    }
+    if (!queue->wait(newest).is_ok()) return 37;
     return read_all(*opened.value().reader, content);
   });
   if (result == kCannot) GTEST_SKIP() << "seccomp filters are refused here";

@@ -105,6 +105,19 @@ TEST_F(Files, JsonIsStrict) {
   EXPECT_EQ(parse_json(R"([{"a": 1}, {"a": 2}, {"b": {"a": 3}}])").size(), 3u);
 }
 
+/// Where each key were compared with all before it, this would take minutes.
+TEST_F(Files, ManyFieldsAreOneByOne) {
+  constexpr int kFields = 200'000;
+  std::string text = "{";
+  for (int i = 0; i < kFields; ++i) text += "\"layers." + std::to_string(i) + ".key\":1,";
+  text.back() = '}';
+  const Json value = parse_json(text);
+  EXPECT_EQ(value.size(), size_t{kFields});
+  for (int i = 0; i < kFields; ++i) {
+    ASSERT_NE(find_field(value, ("layers." + std::to_string(i) + ".key").c_str()), nullptr);
+  }
+}
+
 TEST_F(Files, WhatCameIsShownInPart) {
   EXPECT_EQ(shown(parse_json(R"({"a": [1, 2.5, null, "\u00e9"]})")),
             R"({"a":[1,2.5,null,"\u00e9"]})");
