@@ -61,7 +61,8 @@ def generate(model, folder: Path, config: SwapConfig, chooser: random.Random, ke
                 kernel.heal()
         raise AssertionError("three failures in a row, two of them on a disk that is well")
 
-    with KVSwapCache(model, path=folder, config=config) as cache, torch.no_grad():
+    opened = persist(lambda: KVSwapCache(model, path=folder, config=config))
+    with opened as cache, torch.no_grad():
         batch = chooser.choice((1, 1, 2, 4))
         for _ in range(chooser.randint(1, 12)):
             new = torch.randint(3, 97, (batch, chooser.choice((1, 1, 1, 2, 7, 30, 90))))
