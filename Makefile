@@ -3,6 +3,9 @@ SHELL := /bin/bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
+# Test files run beside each other; the threads of one that wait leave the processor to another.
+WORKERS := $(shell n=$(JOBS); echo $$(( n < 4 ? n : 4 )))
+BESIDE := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 ROOM ?=
 ARGS ?=
 
@@ -214,7 +217,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) cuda-compile
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example
-	KVSWAP_KNOWN_SKIPS=1 $(PY) -m pytest -q $(ARGS)
+	KVSWAP_KNOWN_SKIPS=1 $(BESIDE) $(ARGS)
 	@$(SUB) wheel-check
 	@$(SUB) docs
 
