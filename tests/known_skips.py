@@ -62,6 +62,13 @@ def lacks_loops() -> bool:
 
 
 @functools.cache
+def lacks_sectors() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        script = "truncate -s 4M i && losetup -d $(losetup -f --show -b 4096 i)"
+        return lacks_loops() or _fails("sh", "-c", f"cd {folder} && {script}")
+
+
+@functools.cache
 def lacks_overlays() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         script = (
@@ -130,6 +137,7 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"tmpfs cannot be mounted here|mounting needs root", lacks_mounts),
     (r"ext[24] cannot be mounted here", lacks_loops),
     (r"thin cannot be mounted here", lacks_loops),
+    (r"4,096-byte sectors cannot be mounted here", lacks_sectors),
     (r"overlay cannot be mounted here", lacks_overlays),
     (r"a child may not mount here", lacks_mounts_of_users),
     (r"device mapper", lacks_device_mapper),

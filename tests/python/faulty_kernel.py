@@ -5,20 +5,39 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CALLS = ("open", "allocate", "write", "read", "ring_setup", "ring_submit")
 _LIBRARY = Path(__file__).parents[2] / "build/dev/tests/cpp/libfaulty_kernel.so"
 
 
+def _library() -> ctypes.CDLL:
+    import kvswap_torch._C  # noqa: F401  (the library that this one reaches into)
+
+    return ctypes.CDLL(str(_LIBRARY))
+
+
+@contextlib.contextmanager
+def striking(nth: int, error: int = 0, log: int = -1) -> Iterator[Callable[[], bool]]:
+    """The `nth` step of a save (0: the first) kills this process, or fails with that errno.
+
+    Yields whether it came to that. What reaches the disk, as ``synced INODE``, and each ``renamed``
+    are written to the descriptor `log`.
+    """
+    library = _library()
+    library.faulty_step(ctypes.c_long(nth), error, log)
+    try:
+        yield lambda: bool(library.faulty_step_has_struck())
+    finally:
+        library.faulty_step_end()
+
+
 class FaultyKernel:
     """Arms and heals; counts from the newest `arm`. One at a time."""
 
     def __init__(self) -> None:
-        import kvswap_torch._C  # noqa: F401  (the library that this one reaches into)
-
-        self._library = ctypes.CDLL(str(_LIBRARY))
+        self._library = _library()
         self._library.faulty_injected.restype = ctypes.c_ulong
         self._library.faulty_seen.restype = ctypes.c_ulong
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvswap_torch import ConfigError, KVSwapError
 from kvswap_torch.cli.app import app
+from kvswap_torch.cli.chat import Chat
+from kvswap_torch.cli.generate import GenerateOptions
+from kvswap_torch.cli.saved import opened
 from tests.python.tiny_models import has_native
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -77,3 +82,46 @@ def test_generate_saves_and_goes_on(tiny_model_dir: Path, document: Path, tmp_pa
     document.write_text(document.read_text()[:-1])
     with pytest.raises(ConfigError, match="must be what was saved in"):
         turns("--open", book, "--document", document)
+
+
+def test_what_can_be_typed_in_a_chat(
+    tiny_model_dir: Path, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = tmp_path / "book.kvswap"
+    kvswap("ingest", document, "--model", tiny_model_dir, "-o", book, "--path", tmp_path)
+    options = GenerateOptions(model="", document=book, questions=(), path=tmp_path)
+    shown = Console(file=io.StringIO(), width=200)
+    with opened(book, None, options, shown) as conversation:
+        chat = Chat(conversation, 4, shown)
+        begin = list(conversation.ids)
+        chat.answer(QUESTIONS[0])
+        first, alone = list(conversation.ids), conversation.turns[0].answer_ids
+        chat.answer(QUESTIONS[1])
+        assert len(conversation.turns) == 2 and len(conversation.ids) > len(first)
+        second = conversation.turns[1].answer_ids
+        chat.answer("/back")
+        assert conversation.ids == first and len(conversation.turns) == 1
+        assert conversation.cache.get_seq_length() <= len(first)
+        chat.answer(QUESTIONS[1])
+        assert conversation.turns[1].answer_ids == second, "as it was before it was taken back"
+        chat.answer(f"/ask {QUESTIONS[0]}")
+        assert [turn.answer_ids for turn in conversation.turns] == [alone]
+        for _ in range(3):
+            chat.answer("/back")
+        assert conversation.ids == begin and conversation.turns == []
+        assert conversation.cache.get_seq_length() == len(begin)
+        chat.answer("/stats")
+        assert "KV on disk" in shown.file.getvalue()
+        chat.answer("/nonsense")
+        assert "forget the last turn" in shown.file.getvalue()
+
+        def interrupted(question: str, *_: Any) -> None:
+            conversation.ids.extend([1, 2, 3])
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as during:
+            during.setattr(conversation, "ask", interrupted)
+            chat.answer(QUESTIONS[0])
+        assert conversation.ids == begin
+        chat.answer(QUESTIONS[0])
+        assert conversation.turns[0].answer_ids == alone

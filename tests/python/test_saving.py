@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from kvswap_torch import BudgetError, ConfigError, CorruptionError, KVSwapCache, KVSwapError
+from kvswap_torch import (
+    BudgetError,
+    ConfigError,
+    CorruptionError,
+    KVSwapCache,
+    KVSwapError,
+    SwapConfig,
+)
 from kvswap_torch.errors import StorageError
+from tests.python.saved_child import OtherProcess
 from tests.python.tiny_models import (
     COVERING,
     FAMILIES,
@@ -28,7 +33,6 @@ from tests.python.tiny_models import (
 if has_native():
     from kvswap_torch import _C
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -46,67 +50,66 @@ def filled(model, path: Path, config=TIGHT, batch: int = 1, tokens: int = 48, pa
     return cache, out
 
 
-def goes_on(model, cache, out, padding=(), tokens: int = 10) -> list[list[int]]:
+def goes_on(model, cache, out, padding=(), tokens: int = 10, **options) -> list[list[int]]:
     """More tokens, from what `out` has."""
     mask = torch.ones_like(out)
     for i, count in enumerate(padding):
         mask[i, :count] = 0
-    return greedy(model, {"input_ids": out, "attention_mask": mask}, cache, tokens=tokens).tolist()
-
-
-CHILD = """
-    import json, sys, torch
-    from kvswap_torch import KVSwapCache
-    from tests.python.test_saving import goes_on
-    from tests.python.tiny_models import tiny_model
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        job = json.loads(line)
-        model = tiny_model(job["family"])
-        with KVSwapCache.open(model, job["saved"], path=job["path"]) as cache:
-            out = torch.tensor(job["out"])
-            assert cache.stats().probe.startswith("passed"), cache.stats().probe
-            assert cache.token_ids.tolist() == out[:, :-1].tolist()
-            print(json.dumps(goes_on(model, cache, out, job["padding"])), flush=True)
-"""
+    return greedy(
+        model, {"input_ids": out, "attention_mask": mask}, cache, tokens, **options
+    ).tolist()
 
 
 def test_another_process_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
     """Every family, selecting and not, with batch and padding."""
-    jobs, expected = [], []
-    for number, family in enumerate(FAMILIES):
-        for config in (TIGHT, COVERING):
-            padding = (0, 7) if number % 2 else ()
-            model = tiny_model(family)
-            cache, out = filled(model, tmp_path, config, batch=len(padding) or 1, padding=padding)
-            saved = tmp_path / f"{len(jobs)}.kvswap"
-            with cache:
-                cache.save(saved)
-                expected.append(goes_on(model, cache, out, padding))
-            jobs.append({"family": family, "saved": str(saved), "path": str(tmp_path),
-                         "out": out.tolist(), "padding": list(padding)})  # fmt: skip
-    child = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD)],
-        input="\n".join(map(json.dumps, jobs)),
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert [json.loads(line) for line in child.stdout.splitlines()] == expected
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(Path(j["saved"]).name for j in jobs)
+    saves = []
+    with OtherProcess() as other:
+        for number, family in enumerate(FAMILIES):
+            for config in (TIGHT, COVERING):
+                padding = (0, 7) if number % 2 else ()
+                model = tiny_model(family)
+                cache, out = filled(model, tmp_path, config, len(padding) or 1, padding=padding)
+                saves.append(tmp_path / f"{len(saves)}.kvswap")
+                with cache:
+                    cache.save(saves[-1])
+                    other.send(family, saves[-1], tmp_path, out, padding)
+                    expected = goes_on(model, cache, out, padding)
+                said = other.receive()
+                assert said["probe"].startswith("passed")
+                assert said["ids"] == out[:, :-1].tolist()
+                assert said["tokens"] == expected
+    assert sorted(tmp_path.iterdir()) == sorted(saves)
 
 
-WAITING_CHILD = """
-    import json, sys, torch
-    from kvswap_torch import KVSwapCache
-    from tests.python.test_saving import goes_on
-    from tests.python.tiny_models import tiny_model
-    torch.set_num_threads(1)
-    model, out = tiny_model("llama"), torch.tensor(json.loads(sys.argv[1]))
-    with KVSwapCache.open(model, sys.argv[2], path=sys.argv[3]) as cache:
-        print("open", flush=True)
-        sys.stdin.readline()
-        print(json.dumps(goes_on(model, cache, out)), flush=True)
-"""
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"tokens": 40}],
+    ids=["beams", "assisted", "long"],
+)
+@pytest.mark.parametrize("config", [TIGHT, COVERING], ids=["tight", "covering"])
+def test_beams_and_assisted_decoding_go_on_from_a_saved_cache(
+    config: SwapConfig, options: dict, tmp_path: Path
+) -> None:
+    def more(model, cache, out) -> list[list[int]]:
+        cache.batch_repeat_interleave(options.get("num_beams", 1))
+        return goes_on(model, cache, out, **options)
+
+    model = tiny_model("llama")
+    cache, out = filled(model, tmp_path, config, tokens=60)
+    with cache:
+        cache.save(tmp_path / "a")
+        fork = cache.fork()
+        expected = more(model, cache, out)
+    with fork:
+        assert more(model, fork, out) == expected
+    with KVSwapCache.open(model, tmp_path / "a", path=tmp_path) as opened:
+        assert more(model, opened, out) == expected
+        opened.save(tmp_path / "b")
+        _C.SavedCache(str(tmp_path / "b")).verify()
+    if config is COVERING:
+        memory = DynamicCache(config=model.config)
+        greedy(model, prompt(1, 60), memory, tokens=4)
+        assert more(model, memory, out) == expected
 
 
 def test_two_processes_ask_at_once(tmp_path: Path) -> None:
@@ -116,21 +119,15 @@ def test_two_processes_ask_at_once(tmp_path: Path) -> None:
     with cache:
         cache.save(saved)
         expected = goes_on(model, cache, out)
-    script, told = textwrap.dedent(WAITING_CHILD), json.dumps(out.tolist())
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, told, str(saved), str(tmp_path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    assert [child.stdout.readline() for child in children] == ["open\n"] * 2
-    with pytest.raises(StorageError, match="is open"):
-        _C.SavedCache.remove(str(saved))
-    for child in children:
-        print("go", file=child.stdin, flush=True)
-    answers = [child.communicate()[0] for child in children]
-    assert [json.loads(answer) for answer in answers] == [expected] * 2
+    with OtherProcess() as one, OtherProcess() as two:
+        for each in (one, two):
+            each.send("llama", saved, tmp_path, out, waits=True)
+        assert [one.receive(), two.receive()] == ["open", "open"]
+        with pytest.raises(StorageError, match="is open"):
+            _C.SavedCache.remove(str(saved))
+        for each in (one, two):
+            each.go()
+        assert [each.receive()["tokens"] for each in (one, two)] == [expected] * 2
     _C.SavedCache.remove(str(saved))
     assert list(tmp_path.iterdir()) == []
 
