@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ def full(disk: Path, other: Path) -> None:
 
 
 def sectors(disk: Path, other: Path) -> None:
-    """Records of 512 bytes where 4,096 are read at once: through the page cache."""
+    """Records of 512 bytes where 4,096 are read at once: through the page cache, said once."""
     saved = disk / "saved"
     shutil.copytree(VERSION_1 / "covering", saved)
     for place, mode in ((saved, 0o700), *((each, 0o600) for each in saved.iterdir())):
@@ -74,8 +75,15 @@ def sectors(disk: Path, other: Path) -> None:
     out = torch.tensor(json.loads((VERSION_1 / "covering.json").read_text()))
     assert torch.equal(out[:, :40], inputs_of("covering")["input_ids"])
     model = tiny_model("llama")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with KVSwapCache.open(model, saved, path=disk) as cache:
+            tokens = goes_on(model, cache, out)
+            fallbacks = cache.stats().fallbacks
+    assert "reads larger blocks than those the saved records are padded to" in fallbacks
+    assert sum(str(each.message).count(fallbacks) for each in said) == 1
     with KVSwapCache.open(model, saved, path=other) as cache:
-        tokens = goes_on(model, cache, out)
+        assert goes_on(model, cache, out) == tokens
     whole = model.generate(input_ids=out, do_sample=False, min_new_tokens=10, max_new_tokens=10)
     assert tokens == whole.tolist()
 
