@@ -28,6 +28,7 @@ from kvswap_torch.errors import (
 )
 from kvswap_torch.memory_size import format_bytes, parse_bytes
 from kvswap_torch.native import check_torch
+from kvswap_torch.preset import presets
 from kvswap_torch.version import __version__
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "format_bytes",
     "parse_bytes",
+    "presets",
 ]
 
 _LAZY = {"KVSwapCache": "kvswap_torch.hf.cache"}

@@ -345,6 +345,25 @@ class SwapConfig:
         return self.source.parent / self.projection_file
 
     @classmethod
+    def preset(cls, name: str, **overrides: Any) -> SwapConfig:
+        """A published system's settings, plain ones; `kvswap_torch.presets()` lists them.
+
+        Parameters
+        ----------
+        overrides
+            Settings in the place of the preset's; ``model``, a `ModelIdentity`, is what others
+            follow from. ``KVSwapCache(preset=)`` knows its model, and its disk.
+
+        Raises
+        ------
+        ConfigError
+            Unknown, or without a part that it needs; an override that it does not have.
+        """
+        from kvswap_torch.preset import Shape, find
+
+        return find(name).config(Shape.of(overrides.get("model")), **overrides)
+
+    @classmethod
     def load(cls, path: str | Path) -> SwapConfig:
         """Reads a config file.
 

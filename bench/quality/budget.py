@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from kvswap_torch.config import SwapConfig
-from kvswap_torch.sizing import ModelShape, Request, fit_budget
+from kvswap_torch.config import ModelIdentity, SwapConfig
+from kvswap_torch.errors import BudgetError
+from kvswap_torch.hf.families import model_parts
+from kvswap_torch.sizing import GROUPS_MIN, ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 STEPS = 12  # each leaves a tenth of the distance to the smallest budget
@@ -62,6 +64,35 @@ class Bytes:
         """
         request = Request(budget_bytes, self.context, 1)
         return fit_budget(request, self.shape, config, self._under(budget_bytes))
+
+    @property
+    def identity(self) -> ModelIdentity:
+        return model_parts(self._model).identity
+
+    def with_fewer_groups(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
+        """The settings with all their columns, and as many groups as then fit.
+
+        Raises
+        ------
+        BudgetError
+            When not even the fewest do.
+        """
+        need = self._under(budget_bytes)
+
+        def at(groups: int) -> SwapConfig:
+            pages = max(groups, config.select_queries_max)
+            return dataclasses.replace(config, groups_max=groups, pages_max=pages)
+
+        least = min(GROUPS_MIN, config.groups_max)
+        fitting = [
+            groups
+            for groups in range(least, config.groups_max + 1, max(1, config.groups_max // 32))
+            if need(at(groups))["total"] <= budget_bytes
+        ]
+        if not fitting:
+            request = Request(budget_bytes, self.context, 1)
+            raise BudgetError(too_small(request, need(at(least)), at(least)))
+        return at(fitting[-1])
 
     def widest(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """The config with the largest rank, one for all layers, that fits; at least 1."""

@@ -18,6 +18,7 @@ from bench.quality.product import CHANGED, OWN, Product
 from bench.quality.projections import Projections
 from bench.quality.swap import SCORES, Swap
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.preset import presets
 from kvswap_torch.projection import Pair
 
 SETTINGS = {
@@ -45,6 +46,8 @@ FAMILIES = {
     "kvswap": tuple(SETTINGS),
     "product": (*OWN, *CHANGED),
 }
+# Each runs as the product itself.
+FAMILIES |= {preset.name: FAMILIES["product"] for preset in presets() if preset.name != "kvswap"}
 # The paper as published: SVD of the keys, one rank for all, no sinks, every layer looks ahead.
 ALIASES = {"paper": "kvswap:projection=svd,rank=fit,dtype=model,query=predicted,sinks=0"}
 
@@ -147,13 +150,15 @@ class Resolver:
             "kvswap": self._swap,
             "product": self._product,
         }
-        return build[family](name, settings)
+        if family in build:
+            return build[family](name, settings)
+        return self._product(name, {"preset": family} | settings)
 
     def _full(self, name: str, settings: dict[str, str]) -> Resolved:
         return Resolved(name, Full(), memory_bytes=self.size.full)
 
     def _product(self, name: str, settings: dict[str, str]) -> Resolved:
-        return Resolved(name, Product.named(name, settings, self.size.share))
+        return Resolved(name, Product.named(name, settings, self.size))
 
     def _oracle_tokens(self, name: str, settings: dict[str, str]) -> Resolved:
         """As many tokens as the config's groups have, each read by itself."""

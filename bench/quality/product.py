@@ -2,7 +2,9 @@
 
 The emulation shows what a choice is worth; this shows what a user gets. A method is written
 ``product:memory=1/8,score=mass``: `memory` is the share of the full cache given as
-``kv_memory_bytes``, `config` a file, and any other setting one of `SwapConfig`.
+``kv_memory_bytes``, `config` a file, `preset` a published system, and any other setting one of
+`SwapConfig`. Every preset but the default is a family of its own: ``quest:memory=1/8``. A preset
+keeps its columns: in a budget that has no room for them it does not fit.
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.quality.budget import Bytes
 from bench.quality.document import Document, Sample
 from bench.quality.told import Told, score_sample
 from kvswap_torch.config import SwapConfig
 
 CHUNK = 4096  # tokens of the document per forward pass
-OWN = ("memory", "config", "question")
+OWN = ("memory", "config", "question", "preset")
 CHANGED = tuple(
     item.name
     for item in dataclasses.fields(SwapConfig)
@@ -52,13 +54,15 @@ class Product:
     question: str
 
     @classmethod
-    def named(cls, name: str, settings: dict[str, str], share: Callable[[str], int]) -> Product:
-        """By the settings of a method's name; share: what makes bytes of ``1/8``.
+    def named(cls, name: str, settings: dict[str, str], size: Bytes) -> Product:
+        """By the settings of a method's name.
 
         Raises
         ------
         ValueError
             For a question that is neither after nor inside.
+        BudgetError
+            For a preset whose summary alone is too large.
         """
         question = settings.get("question", "after")
         if question not in QUESTIONS:
@@ -66,9 +70,12 @@ class Product:
         file = settings.get("config")
         config = None if file is None else SwapConfig.load(Path(file))
         changed = {key: _value(text) for key, text in settings.items() if key in CHANGED}
-        if changed:
+        budget = size.share(settings["memory"]) if "memory" in settings else None
+        if "preset" in settings:
+            config = SwapConfig.preset(settings["preset"], model=size.identity, **changed)
+            config = config if budget is None else size.with_fewer_groups(config, budget)
+        elif changed:
             config = dataclasses.replace(config or SwapConfig(), **changed)
-        budget = share(settings["memory"]) if "memory" in settings else None
         return cls(name, config, budget, question)
 
     @torch.inference_mode()

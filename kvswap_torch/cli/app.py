@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from kvswap_torch.cli import saved_app, serve
+from kvswap_torch.cli import presets, saved_app, serve
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
@@ -90,6 +90,10 @@ def generate(
         Path | None,
         typer.Option(help="What the tuner wrote, or SwapConfig.save().", metavar="config.json"),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A published system, in the config's place: see kvswap presets."),
+    ] = None,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -160,6 +164,7 @@ def generate(
             save=save,
             saved=saved,
             config=config,
+            preset=preset,
             rows=rows,
             heads=heads,
             kv_memory=kv_memory,
@@ -210,6 +215,7 @@ def cmake_prefix() -> None:
 
 
 saved_app.add_to(app)
+app.command("presets")(presets.main)
 app.command("serve", help=serve.HELP)(serve.serve)
 app.command("tune", help=tuning.HELP)(tuning.main)
 

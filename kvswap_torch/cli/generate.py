@@ -38,6 +38,7 @@ class GenerateOptions:
     save: Path | None = None
     saved: Path | None = None
     config: Path | None = None
+    preset: str | None = None
     rows: str | None = None
     heads: str | None = None
     kv_memory: str | None = None
@@ -88,7 +89,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
 
     began = time.perf_counter()
     if options.saved is None:
-        opened = KVSwapCache(material.model, config=config, **arguments)
+        opened = KVSwapCache(material.model, config=config, preset=options.preset, **arguments)
     else:
         opened = KVSwapCache.open(
             material.model, options.saved, input_ids=material.document_ids, **arguments
@@ -219,10 +220,19 @@ def _scales_positions(config: Any) -> bool:
 
 def _load_config(options: GenerateOptions) -> Any:
     from kvswap_torch.config import SwapConfig
+    from kvswap_torch.preset import find
 
     config = None if options.config is None else SwapConfig.load(options.config)
     said = {"rows": options.rows, "heads": options.heads}
     said = {name: word for name, word in said.items() if word is not None}
+    if options.preset is not None:
+        find(options.preset)
+        for name in ("config", *said):
+            if getattr(options, name) is not None:
+                raise ConfigError(
+                    f"--{name}: must be left out with --preset, which says it, got "
+                    f"{getattr(options, name)}; SwapConfig.preset() takes other settings"
+                )
     return dataclasses.replace(config or SwapConfig(), **said) if said else config
 
 
@@ -242,7 +252,7 @@ def _check_saved(options: GenerateOptions) -> None:
         raise ConfigError("--document: must be given, or --open with what was saved of one")
     if options.saved is None:
         return
-    for name in ("config", "rows", "heads", "save"):
+    for name in ("config", "preset", "rows", "heads", "save"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"--{name}: must be left out with --open, which goes on with the settings that "

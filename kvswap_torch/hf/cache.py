@@ -78,6 +78,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         nothing and costs nothing.
     progress
         Show a progress bar while a long prompt is read, also inside ``generate()``.
+    preset
+        In the place of a config: a published system, by its name in `kvswap_torch.presets()`.
 
     Raises
     ------
@@ -101,12 +103,14 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         max_batch: int | None = None,
         timeline_spans: int = 0,
         progress: bool = False,
+        preset: str | None = None,
     ):
         if timeline_spans < 0:
             raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
         self.parts = model_parts(model)
         try_attention(self.parts)
-        wish = Wish(path, config, kv_memory_bytes, max_context, max_batch, timeline_spans)
+        limits = (kv_memory_bytes, max_context, max_batch)
+        wish = Wish(path, config, preset, *limits, timeline_spans)
         if self.parts.placement.is_shared:
             open_on_all_ranks(self, wish)
         else:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.placement import local_config
 from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
-from kvswap_torch.hf.session import projections_of
+from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
+from kvswap_torch.preset import PRESETS, Shape, find
 from kvswap_torch.projection import Pair
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Wish:
 
     path: str | Path
     config: SwapConfig | str | Path | None
+    preset: str | None
     kv_memory_bytes: int | str | None
     max_context: int | None
     max_batch: int | None
@@ -41,6 +44,13 @@ class Wish:
     ) -> tuple[SwapConfig | None, Budget, list[Pair] | None, dict[str, Any]]:
         """This process's config, budget and projections, checked; and what all ranks must share."""
         config = self.config
+        if self.preset is not None:
+            if config is not None:
+                raise ConfigError(
+                    f"preset: must be left out with config, got both; SwapConfig.preset("
+                    f"{self.preset!r}, ...) is a config with other settings"
+                )
+            config = self._config_of_preset(parts)
         if config is not None and not isinstance(config, SwapConfig):
             config = SwapConfig.load(config)
         if config is not None:
@@ -51,6 +61,13 @@ class Wish:
         if config is not None:
             config = local_config(config, parts.disk_everywhere, parts.placement)
         return config, budget, projections, alike
+
+    def _config_of_preset(self, parts: ModelParts) -> SwapConfig | None:
+        """For this model and this disk; the default's is what a cache does without a config."""
+        preset = find(self.preset)
+        if preset is PRESETS[0]:
+            return None
+        return preset.config(Shape.of(parts.identity, alignment_bytes(self.path)))
 
 
 def layers_of(parts: ModelParts, driver: SessionDriver) -> list[Any]:

@@ -181,7 +181,7 @@ def test_the_product_is_measured_as_it_answers(question, reference, tmp_path):
     """With settings that cover the document it gives what the full cache gives, row by row."""
     model, document = reference
     covering = {"groups_max": "400", "pages_max": "400", "question": question}
-    product = Product.named("product", covering, lambda text: 0)
+    product = Product.named("product", covering, None)
     with Emulation(model) as emulation:
         told = tell(emulation, emulation.read(document.ids), document)
     measured = product.run(model, document, told)
@@ -192,7 +192,7 @@ def test_the_product_is_measured_as_it_answers(question, reference, tmp_path):
             assert answer["kl"] < 1e-4 and answer["agree"] == answer["tokens"]
     assert measured["memory_bytes"] > 0 and measured["ranks"]
     settings = {"groups_max": "1", "pages_max": "8", "rank": "1", "question": "inside"}
-    narrow = Product.named("p", settings | {"tail_tokens": "4"}, lambda text: 0)
+    narrow = Product.named("p", settings | {"tail_tokens": "4"}, None)
     answers = [a for s in narrow.run(model, document, told)["samples"] for a in s["answers"]]
     assert max(answer["kl"] for answer in answers) > 1e-3
 

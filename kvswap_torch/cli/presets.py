@@ -1,0 +1,130 @@
+"""``kvswap presets``: the published systems that this engine can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.preset import Preset, Shape, find, presets
+
+HEADS = 32  # of the model that memory is counted for, unless one is named
+BATCH = 1
+
+
+def main(
+    name: Annotated[str | None, typer.Argument(help="All about one of them.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Count memory for this model, not a Llama of 8B.", metavar="DIR"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens that memory is counted for.")] = 32768,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Published systems as settings of this engine: which there are, or all about one."""
+    console = Console()
+    if name is None:
+        told = [{"name": p.name, "paper": p.paper, "take": p.take} for p in presets()]
+        print(json.dumps(told, indent=2)) if as_json else console.print(_table(told))
+        return
+    facts = about(find(name), model, context)
+    print(json.dumps(facts, indent=2)) if as_json else _show(facts, console)
+
+
+def about(preset: Preset, model: str | None = None, context: int = 32768) -> dict[str, Any]:
+    """What there is to say of a preset, as JSON has it; settings are those not at their default."""
+    shape, heads = (Shape(), HEADS) if model is None else _shape_of(model)
+    config = preset.config(shape)
+    plain = SwapConfig()
+    settings = {
+        each: getattr(config, each)
+        for each in SETTINGS
+        if getattr(config, each) != getattr(plain, each)
+    }
+    return {
+        "name": preset.name,
+        "paper": preset.paper,
+        "take": preset.take,
+        "leave": preset.leave,
+        "settings": settings,
+        "calibrate": preset.calibrate or "nothing",
+        "differences": list(preset.differences),
+        "context": context,
+        "memory": _memory(config, shape, heads, context),
+    }
+
+
+def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[str, int]:
+    """Bytes of one sequence, calibrated, by what needs most; and of its keys and values."""
+    import torch
+
+    from kvswap_torch import _C
+    from kvswap_torch.sizing import ModelShape, effective_ranks
+
+    model = ModelShape(shape.layers, heads, shape.kv_heads, shape.head_dim, shape.element_bytes)
+    options = _C.SessionOptions()
+    for each in SETTINGS:
+        setattr(options, each, getattr(config, each))
+    options.layers, options.query_heads = shape.layers, heads
+    options.kv_heads, options.head_dim = shape.kv_heads, shape.head_dim
+    options.dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
+    options.ranks = list(effective_ranks(config, model, calibrated=True))
+    need = _C.Session.memory_need(options, BATCH, context, shape.alignment_bytes)
+    return {
+        "summary": need["summary"] + need["projections"],
+        "pages": need["pages"],
+        "total": need["total"],
+        "full_kv": model.kv_bytes(context),
+    }
+
+
+def _shape_of(model: str) -> tuple[Shape, int]:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(Path(model) if Path(model).is_dir() else model)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    shape = Shape(
+        layers=kinds.count("full_attention"),
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        element_bytes=4 if str(text.dtype) == "torch.float32" else 2,
+    )
+    return shape, heads
+
+
+def _table(told: list[dict[str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("preset", "from", "take it"):
+        table.add_column(column)
+    for preset in told:
+        table.add_row(preset["name"], preset["paper"], escape(preset["take"]))
+    return table
+
+
+def _show(facts: dict[str, Any], console: Console) -> None:
+    memory, full = facts["memory"], facts["memory"]["full_kv"]
+    shares = ", ".join(
+        f"{use} {format_bytes(memory[use])} ({memory[use] / full:.3f})"
+        for use in ("summary", "pages", "total")
+    )
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("from", facts["paper"])
+    table.add_row("take it", escape(facts["take"]))
+    table.add_row("leave it", escape(facts["leave"]))
+    table.add_row("settings", escape(", ".join(f"{k}={v}" for k, v in facts["settings"].items())))
+    table.add_row("calibrate", escape(facts["calibrate"]))
+    for difference in facts["differences"]:
+        table.add_row("differs", escape(difference))
+    told = f"of {format_bytes(full)} at {facts['context']:,} tokens: {shares}"
+    table.add_row("memory", escape(told))
+    console.rule(facts["name"])
+    console.print(table)

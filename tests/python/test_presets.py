@@ -1,0 +1,212 @@
+"""Presets: what they are and refuse, and that each answers as the full cache where it can."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+import kvswap_torch
+from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
+from kvswap_torch.cli.app import app
+from kvswap_torch.preset import MISSING, Shape, find
+from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+NAMES = [preset.name for preset in kvswap_torch.presets()]
+GQA = {1: (4, 4), 2: (4, 2), 3: (6, 2)}  # query heads of a KV head
+# Groups as small as prompts of tiny models need; nothing else of a preset changes.
+FEW = {"group_tokens": 4, "tail_tokens": 4, "sink_tokens": 2, "io_mode": "buffered"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def model_of(ratio: int):
+    heads, kv_heads = GQA[ratio]
+    return tiny_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+# Every preset where two heads share keys, those that mind it most otherwise too.
+MATRIX = pytest.mark.parametrize(
+    ("name", "ratio"),
+    [(name, 2) for name in NAMES] + [(name, r) for name in ("quest", "arkvale") for r in (1, 3)],
+)
+
+
+def small(name: str, model, groups: int, **changes) -> SwapConfig:
+    """A preset for a tiny model, in groups of a few tokens, of which a step attends `groups`."""
+    config = model.config
+    identity = ModelIdentity(
+        layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    budget = {"groups_max": groups, "pages_max": max(8, 2 * groups)}
+    made = SwapConfig.preset(name, model=identity, **FEW | budget | changes)
+    return SwapConfig(**{k: getattr(made, k) for k in kvswap_torch.config.SETTINGS})
+
+
+@MATRIX
+def test_what_the_budget_covers_is_the_full_caches(name, ratio, tmp_path):
+    model = model_of(ratio)
+    with KVSwapCache(model, tmp_path, small(name, model, 200)) as cache:
+        inputs = prompt(3, 21, padding=(0, 7, 3))
+        assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
+        cache.reset()
+        inputs = prompt(2, 18, padding=(3, 0))
+        arguments = {"num_beams": 3, "num_return_sequences": 2, "tokens": 6}
+        expected = greedy(model, inputs, **arguments)
+        assert torch.equal(greedy(model, inputs, cache, **arguments), expected)
+        cache.reset()
+        plain = DynamicCache(config=model.config)
+        ids = prompt(2, 18)["input_ids"]
+        for turn, question in enumerate((1, 3, 12)):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            expected = greedy(model, inputs, plain, tokens=5)
+            assert torch.equal(greedy(model, inputs, cache, tokens=5), expected), turn
+            for each in (cache, plain):
+                each.crop(-3)
+            ids = torch.cat([expected[:, :-2], prompt(2, question, seed=turn)["input_ids"]], 1)
+
+
+@MATRIX
+def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
+    """With 4 groups of 4 tokens: padding, a crop and another order of sequences run."""
+    model = model_of(ratio)
+    inputs = prompt(3, 60, padding=(0, 7, 3))
+    with KVSwapCache(model, tmp_path, small(name, model, 4)) as cache:
+        greedy(model, inputs, cache, tokens=6)
+        stats = cache.stats()
+        assert stats.bytes_read > 0 and stats.decoded == 15
+        cache.crop(-9)
+        cache.reorder_cache(torch.tensor([0, 2, 1]))
+        mask = inputs["attention_mask"][[0, 2, 1]][:, :57]
+        with torch.no_grad():
+            ids = prompt(3, 1)["input_ids"]
+            logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+        assert logits.isfinite().all() and cache.get_seq_length() == 57
+
+
+@pytest.mark.parametrize("name", ["kvswap", "quest"])
+def test_bf16_and_hybrids(name, tmp_path):
+    half = tiny_model("llama", dtype=torch.bfloat16)
+    inputs = prompt(2, 24, padding=(0, 9))
+    logits = []
+    with torch.no_grad(), KVSwapCache(half, tmp_path, small(name, half, 200)) as cache:
+        for each in (cache, DynamicCache(config=half.config)):
+            half(**inputs, past_key_values=each)
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+            ids = inputs["input_ids"][:, :1]
+            logits.append(half(ids, attention_mask=mask, past_key_values=each).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=0.02, atol=0.05)
+
+    hybrid = tiny_model("gemma3")
+    config = small(name, hybrid, 200)
+    with KVSwapCache(hybrid, tmp_path, config) as cache:
+        inputs = prompt(2, 21, padding=(0, 7))
+        assert torch.equal(greedy(hybrid, inputs, cache), greedy(hybrid, inputs))
+
+
+def test_a_cache_takes_a_preset_for_its_model_and_disk(llama, tmp_path):
+    for name in NAMES:
+        with KVSwapCache(llama, tmp_path, preset=name) as cache:
+            config = cache.driver.config
+            inputs = prompt(2, 30, padding=(0, 7))
+            assert torch.equal(
+                greedy(llama, inputs, cache, tokens=4), greedy(llama, inputs, tokens=4)
+            )
+            if name == "kvswap":
+                assert cache.driver._given is None
+            if config.heads == "each":
+                assert config.group_tokens >= 1
+    with pytest.raises(ConfigError, match="preset: must be left out with config"):
+        KVSwapCache(llama, tmp_path, SwapConfig(), preset="quest")
+    with pytest.raises(ConfigError, match="nearest: quest"):
+        KVSwapCache(llama, tmp_path, preset="qest")
+
+
+def test_a_preset_is_plain_settings(tmp_path):
+    for name in NAMES:
+        config = SwapConfig.preset(name)
+        saved = config.save(tmp_path / "config.json")
+        assert SwapConfig.load(tmp_path / "config.json") == config
+        assert "preset" not in json.loads((tmp_path / "config.json").read_text())
+        assert saved == config and not config.provenance
+    narrow = ModelIdentity(kv_heads=1, head_dim=16)
+    assert SwapConfig.preset("kvswap-paper").rank == 32
+    assert SwapConfig.preset("kvswap-paper", model=narrow).rank == 16
+    assert find("kvswap-paper").config(Shape(kv_heads=1, head_dim=24)).rank == 24
+    assert SwapConfig.preset("quest", groups_max=500).pages_max == 500
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "told"),
+    [
+        ("qest", {}, "must be one of kvswap, .*nearest: quest"),
+        ("", {}, "must be one of"),
+        ("snapkv", {}, "snapkv needs a keeper that drops tokens for good"),
+        ("prkv", {}, "prkv needs a static set"),
+        ("shadowkv", {}, "shadowkv needs rows of means"),
+        ("loki", {}, "loki needs projections of one block"),
+        ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
+        ("quest", {"version": 1}, "overrides must be settings, got version"),
+        ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),
+        ("quest", {"score": "mass"}, "preset quest: score: must be left out"),
+        ("arkvale", {"rows": "low_rank"}, "rows must stay box"),
+        ("kvswap-paper", {"pages_max": 1}, "preset kvswap-paper: pages_max: must be at least"),
+    ],
+)
+def test_what_is_refused(name, overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        SwapConfig.preset(name, **overrides)
+
+
+def test_what_is_missing_is_not_listed():
+    assert not set(MISSING) & set(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
+    for preset in kvswap_torch.presets():
+        for sentence in (preset.take, preset.leave):
+            assert sentence[0].isupper() and sentence.endswith(".")
+
+
+def test_the_command_lists_and_tells():
+    listed = CliRunner().invoke(app, ["presets", "--json"])
+    assert [each["name"] for each in json.loads(listed.output)] == NAMES
+    assert all(name in CliRunner().invoke(app, ["presets"]).output for name in NAMES)
+    for name in NAMES:
+        told = json.loads(CliRunner().invoke(app, ["presets", name, "--json"]).output)
+        memory = told["memory"]
+        assert memory["full_kv"] == 32768 * 32 * 2 * 1024 * 2
+        assert memory["summary"] + memory["pages"] < memory["total"]
+        assert name in CliRunner().invoke(app, ["presets", name]).output
+    share = {}
+    for name in ("kvswap", "arkvale", "quest"):
+        memory = json.loads(CliRunner().invoke(app, ["presets", name, "--json"]).output)["memory"]
+        share[name] = memory["summary"] / memory["full_kv"]
+    assert 1 / 31 > share["arkvale"] > 0.99 / 32
+    assert 1 / 15.5 > share["quest"] > 0.99 / 16
+    assert share["kvswap"] < share["arkvale"]
+    with pytest.raises(ConfigError, match="needs a keeper"):
+        CliRunner().invoke(app, ["presets", "snapkv"], catch_exceptions=False)
+
+
+def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):
+    start = ["generate", "--model", str(tmp_path), "--document", str(tmp_path), "--question", "?"]
+    for more, told in (
+        (["--preset", "qest"], "nearest: quest"),
+        (["--preset", "quest", "--rows", "box"], "--rows: must be left out with --preset"),
+        (["--preset", "quest", "--heads", "all"], "--heads: must be left out with --preset"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            CliRunner().invoke(app, [*start, *more], catch_exceptions=False)
