@@ -80,7 +80,8 @@ def lacks_overlays() -> bool:
 
 @functools.cache
 def lacks_mounts_of_users() -> bool:
-    return _fails("unshare", "-U", "-r", "-m", "true")
+    with tempfile.TemporaryDirectory() as folder:
+        return _fails("unshare", "-U", "-r", "-m", "mount", "-t", "tmpfs", "none", folder)
 
 
 @functools.cache
