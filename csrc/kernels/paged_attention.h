@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/record_codec.h"
 #include "kernels/records.h"
 #include "kernels/types.h"
 
@@ -23,6 +24,9 @@ struct PagedAttentionArgs {
   const int32_t* columns = nullptr;        // [batch, table_heads, pages_max]: column of token 0
   const int32_t* page_counts = nullptr;    // [batch, table_heads]
   const int32_t* query_columns = nullptr;  // [batch]: column of query 0; query i stands i later
+  /// [batch, table_heads, pages_max, shape.kv_heads, 2]: of pages in e4m3, as encode_records()
+  /// makes them; kNotFloat8 in those of dtype. Null: all are of dtype.
+  const int8_t* exponents = nullptr;
   int64_t pages_max = 0;
   int64_t table_heads = 1;  // 1: one table for all KV heads; else one for each
   int64_t batch = 0;
@@ -46,7 +50,8 @@ struct PagedAttentionArgs {
 /// query_columns[b] + i: causal within the chunk. A query that sees nothing gets zeros and a
 /// log-sum-exp of -inf, or of its sink; a page whose mask is 0 may be null. Work is split over
 /// batch x KV heads, and over pages where that is too little for the threads, merged by log-sum-exp
-/// in a fixed order, so that the result does not depend on the number of threads.
+/// in a fixed order, so that the result does not depend on the number of threads. A page in e4m3
+/// counts as what decode_records() makes of it.
 void paged_attention(const PagedAttentionArgs& args, const Execution& execution);
 
 }  // namespace kvswap

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/float8_exponent.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/paged_attention.cpp"
 #include "kernels/cpu/dispatch.h"
@@ -76,11 +78,16 @@ class AttentionRun {
   int64_t head_of(int64_t unit, int64_t row) const {
     return (first_kv_head_ + unit) * (args_.heads / cut_.kv_heads) + row / args_.queries;
   }
-  int64_t side_bytes() const {
-    return args_.shape.group_tokens * args_.shape.head_dim * static_cast<int64_t>(sizeof(T));
+  /// Of one head's K, or V, in a page.
+  int64_t side_bytes(const TokenBlock& block) const {
+    return args_.shape.group_tokens * args_.shape.head_dim *
+           (block.is_float8 ? 1 : static_cast<int64_t>(sizeof(T)));
   }
-  int64_t key_offset(int64_t unit) const {
-    return args_.shape.kv_heads == 1 ? 0 : (first_kv_head_ + unit) * 2 * side_bytes();
+  int64_t head_in_page(int64_t unit) const {
+    return args_.shape.kv_heads == 1 ? 0 : first_kv_head_ + unit;
+  }
+  int64_t key_offset(const TokenBlock& block, int64_t unit) const {
+    return head_in_page(unit) * 2 * side_bytes(block);
   }
 
   void make_state() {
@@ -140,15 +147,16 @@ class AttentionRun {
     for (int64_t unit = 0; unit < units_; ++unit) {
       const AttentionState state = state_of(unit);
       const bool is_last = unit + 1 == units_;
-      const HeadBlock head{.slots = block.slots,
-                           .next_slots = is_last ? next.slots : block.slots,
-                           .tokens = block.count,
-                           .next_tokens = is_last ? next.count : block.count,
-                           .key_offset = key_offset(unit),
-                           .next_key_offset = key_offset(is_last ? 0 : unit + 1),
-                           .side_bytes = side_bytes(),
-                           .head_dim = args_.shape.head_dim};
-      score_block<T>(state, head);
+      const HeadBlock head{
+          .slots = block.slots,
+          .next_slots = is_last ? next.slots : block.slots,
+          .tokens = block.count,
+          .next_tokens = is_last ? next.count : block.count,
+          .key_offset = key_offset(block, unit),
+          .next_key_offset = is_last ? key_offset(next, 0) : key_offset(block, unit + 1),
+          .side_bytes = side_bytes(block),
+          .head_dim = args_.shape.head_dim};
+      score(state, head, block, unit);
       float scale = args_.scale;
       if (args_.softcap > 0.0f) {
         for (int64_t row = 0; row < state.rows; ++row) {
@@ -160,7 +168,33 @@ class AttentionRun {
       for (int64_t row = 0; row < state.rows; ++row) {
         weigh_scores(state, row, scale, block.count);
       }
-      weigh_block<T>(state, head);
+      add_values(state, head, block, unit);
+    }
+  }
+
+  /// A power of two is exact wherever it is multiplied in: here once a token.
+  void score(const AttentionState& state, const HeadBlock& head, const TokenBlock& block,
+             int64_t unit) const {
+    if (!block.is_float8) return score_block<T>(state, head);
+    score_block<Float8>(state, head);
+    multiply_by_powers(state, block, 2 * head_in_page(unit));
+  }
+  void add_values(const AttentionState& state, const HeadBlock& head, const TokenBlock& block,
+                  int64_t unit) const {
+    if (!block.is_float8) return weigh_block<T>(state, head);
+    multiply_by_powers(state, block, 2 * head_in_page(unit) + 1);
+    weigh_block<Float8>(state, head);
+  }
+  /// scores[row, t] times 2^e of a side of token t's page.
+  static void multiply_by_powers(const AttentionState& state, const TokenBlock& block,
+                                 int64_t side) {
+    float powers[kBlockTokens];
+    for (int64_t t = 0; t < block.count; ++t) {
+      powers[t] = power_of_exponent(block.exponents[t][side]);
+    }
+    for (int64_t row = 0; row < state.rows; ++row) {
+      float* scores = state.scores + row * kBlockTokens;
+      for (int64_t t = 0; t < block.count; ++t) scores[t] *= powers[t];
     }
   }
 

@@ -38,11 +38,15 @@ struct AttentionPartials {
   float* log_sum_exp = nullptr;  // [units, rows]
 };
 
-/// Valid tokens of a page table, with the heads of a page still to be told apart.
+/// Valid tokens of a page table, all of one format, with the heads of a page still to be told
+/// apart.
 struct TokenBlock {
   int64_t count = 0;
+  bool is_float8 = false;
   const char* slots[kBlockTokens] = {};  // page base + token * row bytes
   int32_t columns[kBlockTokens] = {};
+  const int8_t* exponents[kBlockTokens] =
+      {};  // of the token's page, [kv_heads, 2]; where is_float8
 };
 
 /// Hands out the valid tokens of a run of pages, block by block.
@@ -59,7 +63,6 @@ class TokenWalk {
 
   /// count == 0: that was all.
   void next(TokenBlock& block) {
-    const int64_t row_bytes = args_.shape.head_dim * args_.shape.element_bytes;
     block.count = 0;
     while (block.count < kBlockTokens) {
       if (!mask_) {
@@ -68,17 +71,30 @@ class TokenWalk {
         mask_ = args_.masks[row_ + page_++] & in_page;
         continue;
       }
+      const int8_t* exponents = exponents_of(row_ + page_ - 1);
+      const bool is_float8 = exponents != nullptr;
+      if (block.count > 0 && is_float8 != block.is_float8) break;
       const int64_t token = std::countr_zero(mask_);
       mask_ &= mask_ - 1;
       const int64_t column = args_.columns[row_ + page_ - 1] + token;
       if (column > last_column_) continue;
       const char* base = static_cast<const char*>(args_.pages[row_ + page_ - 1]);
-      block.slots[block.count] = base + token * row_bytes;
+      block.is_float8 = is_float8;
+      block.slots[block.count] =
+          base + token * args_.shape.head_dim * (is_float8 ? 1 : args_.shape.element_bytes);
+      block.exponents[block.count] = exponents;
       block.columns[block.count++] = static_cast<int32_t>(column);
     }
   }
 
  private:
+  /// Null: the page is of the model's dtype.
+  const int8_t* exponents_of(int64_t entry) const {
+    if (args_.exponents == nullptr) return nullptr;
+    const int8_t* exponents = args_.exponents + entry * args_.shape.kv_heads * 2;
+    return *exponents == kNotFloat8 ? nullptr : exponents;
+  }
+
   const PagedAttentionArgs& args_;
   int64_t row_;
   int64_t page_;
