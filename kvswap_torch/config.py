@@ -73,6 +73,13 @@ class SwapConfig:
         "what stays in memory of the keys, to score groups by: low-rank rows of each token "
         "(KVSwap), or the box around the keys of a group (Quest), which needs no projection",
     )
+    records: str = one_of(
+        "model",
+        ("model", "fp8"),
+        "what a record on disk, and its page in memory, holds: the model's dtype, or e4m3 with one "
+        "power of two for the K of a KV head and one for its V, in half the bytes (a quarter of "
+        "float32's); sinks and tail keep the model's dtype",
+    )
     rank: int | tuple[int, ...] = rank_rule(
         32,
         "columns of the low-rank summary: one number, or one for each layer on disk; doubled when "

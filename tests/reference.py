@@ -108,6 +108,18 @@ def fp8_dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     return (quantized.float() * scales[..., None]).to(dtype)
 
 
+def float8_rounded(side: Tensor) -> Tensor:
+    """What ``records="fp8"`` leaves of one side of a record, ``[..., group_tokens, head_dim]``."""
+    values = side.float()
+    largest = values.abs().where(values.isfinite(), 0.0).amax((-2, -1), keepdim=True)
+    mantissa, exponent = torch.frexp(largest)
+    exponent = exponent - 9 + (mantissa > 0.875).int()  # 448 is 0.875 * 2^9
+    low, high = (-15, 7) if side.dtype == torch.float16 else (-117, 119)
+    power = torch.ldexp(torch.ones_like(largest), exponent.clamp(low, high))
+    scaled = (values / power).clamp(-448, 448).where(values.isfinite(), torch.nan)
+    return (scaled.to(torch.float8_e4m3fn).float() * power).to(side.dtype)
+
+
 def paged_attention(
     query: Tensor,
     pages: Tensor,

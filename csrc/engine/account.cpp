@@ -134,7 +134,8 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
                                 parts_.selector->bytes_to_append(layer, charged * group_tokens);
   const int64_t groups = batch.layer(layer).sealed_groups + due;
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
-  const int64_t table_bytes = batch.size() * (due - charged) * RecordStore::table_bytes_per_group();
+  const int64_t table_bytes =
+      batch.size() * (due - charged) * parts_.options.table_bytes_per_group();
   const std::string what = "a context of " + std::to_string(columns) + " tokens";
   const int64_t bytes = summary_bytes + table_bytes + scratch_bytes;
   if (!reserve(batch.size(), groups).is_ok()) batch.release_spares(0);
@@ -156,7 +157,7 @@ Status Account::charge_batch(const Batch& batch, int64_t sequences) {
     groups_max = std::max(groups_max, batch.layer(layer).sealed_groups);
   }
   const int64_t table_bytes = std::max<int64_t>(0, sequences - batch.size()) * groups *
-                              RecordStore::table_bytes_per_group();
+                              parts_.options.table_bytes_per_group();
   const int64_t scratch_bytes = score_bytes_to_add(sequences, groups_max);
   const std::string what =
       "the tables of a batch of " + std::to_string(sequences / parts_.options.heads_apart);
@@ -176,7 +177,7 @@ Status Account::charge_projection(int64_t rank) {
 
 Status Account::charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes) {
   const int64_t table_bytes =
-      parts_.options.layers * batch.size() * groups * RecordStore::table_bytes_per_group();
+      parts_.options.layers * batch.size() * groups * parts_.options.table_bytes_per_group();
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
   const std::string what = "the tables and summaries of what was saved";
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
@@ -205,7 +206,7 @@ void Account::settle(const Batch& batch) {
     const Batch::Layer& state = batch.layer(layer);
     const int64_t due = batch.due_groups(layer, state.columns);
     summary += parts_.selector->bytes_to_append(layer, due * options.group_tokens);
-    tables += batch.size() * (state.sealed_groups + due) * RecordStore::table_bytes_per_group();
+    tables += batch.size() * (state.sealed_groups + due) * options.table_bytes_per_group();
   }
   const auto lower = [this](Use use, int64_t bytes) {
     const int64_t used = parts_.ledger.used(use);

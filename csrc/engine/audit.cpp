@@ -22,7 +22,8 @@ int64_t Audit::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   if (apart.audit_every == 0) return 0;
   const int64_t heads = apart.query_heads * apart.heads_apart;
   const int64_t queries = apart.select_queries_max;
-  const int64_t tables = apart.heads_apart * 28 + 4;  // pages, masks, columns, counts, a load's
+  // Pages, masks, columns, counts, a load's, exponents.
+  const int64_t tables = apart.heads_apart * (28 + apart.note_bytes()) + 4;
   return apart.audit_groups *
          (apart.heads_apart * (record_bytes + Fetch::bytes_per_load()) + tables +
           queries * heads * (int64_t{sizeof(float)} + apart.head_dim * dtype_bytes(apart.dtype)));
@@ -56,6 +57,7 @@ Status Audit::make_memory() {
   masks_.resize(entries);
   columns_.resize(entries);
   counts_.assign(entries, 1);
+  exponents_.assign(entries * options.note_bytes(), kNotFloat8);
   queries_at_.resize(options.audit_groups);
   drawn_.resize(options.heads_apart);
   others_.resize(options.heads_apart);
@@ -117,6 +119,8 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
     std::byte* target = memory_.get() + entry * parts_.record_bytes();
     fetch_.loads.push_back({part, sample_[i], -1, target, nullptr});
     pages_[entry] = target;
+    parts_.store->copy_note(layer_, part, sample_[i],
+                            exponents_.data() + entry * options.note_bytes());
     masks_[entry] = batch_.mask(layer_, part, sample_[i]);
     columns_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
   }
@@ -149,6 +153,7 @@ void Audit::weigh(const PagedAttentionArgs& attended) {
   args.columns = columns_.data();
   args.page_counts = counts_.data();
   args.query_columns = queries_at_.data();
+  args.exponents = exponents_.empty() ? nullptr : exponents_.data();
   args.pages_max = 1;
   args.batch = options.audit_groups;
   args.sinks = nullptr;

@@ -78,6 +78,7 @@ class Audit {
   std::vector<uint64_t> masks_;      // the same
   std::vector<int32_t> columns_;     // the same
   std::vector<int32_t> counts_;      // the same: 1
+  std::vector<int8_t> exponents_;    // [audit_groups, heads_apart, note_bytes]
   std::vector<int32_t> queries_at_;  // [audit_groups]
   std::vector<int64_t> drawn_;       // [heads_apart]: groups
   std::vector<int64_t> others_;      // [heads_apart]: groups that were not selected

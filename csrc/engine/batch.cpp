@@ -70,7 +70,7 @@ void Batch::select(std::span<const int64_t> indices) {
     } else {
       selected[i] = std::move(spares_.back());
       spares_.pop_back();
-      selected[i]->copy_from(*sources[index], parts_.record_bytes());
+      selected[i]->copy_from(*sources[index]);
     }
   }
   pages_ = std::move(selected);

@@ -29,6 +29,8 @@ class DeviceCompute final : public Compute {
   Event attended(int64_t layer) const { return attended_[layer]; }
 
   void pack(const cuda::BatchTransferArgs& args) override;
+  /// Nobody asks: a session on a device refuses records=fp8.
+  void encode(const RecordCodecArgs&) override { KVSWAP_ASSERT(false); }
   void copy(std::byte* to, const std::byte* from, int64_t bytes) override;
   Status upload(std::byte* to, const std::byte* host, int64_t bytes) override;
   Status download(std::byte* host, const std::byte* from, int64_t bytes) override;

@@ -54,7 +54,7 @@ Status Editor::make_room(int64_t sequence, Returning& returning) {
   if (lent != nullptr && returning.groups <= parts_.options.pages_max) {
     pages.map(returning.layer).vacate(returning.groups);
     returning.records.push_back(lent);
-    returning.memory.push_back(pages.pool().memory());
+    returning.memory.push_back(pages.memory());
     return Status::ok();
   }
   auto allocated = AlignedBytes::allocate(returning.groups * parts_.record_bytes());
@@ -66,9 +66,16 @@ Status Editor::make_room(int64_t sequence, Returning& returning) {
 }
 
 Status Editor::crop_layer(const Returning& returning, int64_t columns) {
+  std::vector<std::byte> room(parts_.options.group_bytes());
+  PastPages listed;
   for (int64_t sequence = 0; returning.groups > 0 && sequence < batch_.size(); ++sequence) {
-    KVSWAP_RETURN_IF_ERROR(tail_.put_back(returning.layer, sequence, returning.sealed,
-                                          returning.groups, returning.records[sequence]));
+    KVSWAP_RETURN_IF_ERROR(
+        past_.list({returning.layer, sequence, returning.sealed, returning.groups},
+                   returning.records[sequence], listed));
+    for (int64_t i = 0; i < returning.groups; ++i) {
+      KVSWAP_RETURN_IF_ERROR(tail_.put_back(returning.layer, sequence, returning.sealed + i,
+                                            past_.tokens(listed, i, room.data())));
+    }
   }
   batch_.layer(returning.layer).columns = columns;
   steps_.of(returning.layer).forget_choice();
@@ -141,22 +148,31 @@ Status Editor::summarise(int64_t layer) {
   auto allocated = AlignedBytes::allocate(block * record_bytes);
   if (!allocated.is_ok()) return allocated.status();
   const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
-  auto pool = parts_.space->make_pool(block, record_bytes);
+  const EngineOptions& options = parts_.options;
+  auto pool = parts_.space->make_pool(block, options.token_page_bytes(record_bytes));
   if (!pool.is_ok()) return pool.status();
-  std::byte* records = pool.value().page(0);
+  const auto page = [&](int64_t i) { return pool.value().page(static_cast<int32_t>(i)); };
+  std::vector<std::byte> room(options.group_bytes());
+  PastPages listed;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t group = 0; group < sealed; group += block) {
-      const int64_t count = std::min(block, sealed - group);
-      KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, group, count}, buffer->data(), buffer));
-      KVSWAP_RETURN_IF_ERROR(
-          parts_.space->compute().upload(records, buffer->data(), count * record_bytes));
-      for (int64_t i = 0; i < count; ++i) {
+      const PastReader::Groups groups = {layer, sequence, group, std::min(block, sealed - group)};
+      KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer->data(), buffer));
+      if (!options.has_float8_records()) {
         KVSWAP_RETURN_IF_ERROR(
-            parts_.selector->append({.layer = layer,
-                                     .sequence = sequence,
-                                     .keys = sealer_.keys_of(records + i * record_bytes),
-                                     .tokens = parts_.options.group_tokens,
-                                     .valid = &batch_.validity(sequence)}));
+            parts_.space->compute().upload(page(0), buffer->data(), groups.count * record_bytes));
+      }
+      KVSWAP_RETURN_IF_ERROR(past_.list(groups, buffer->data(), listed));
+      for (int64_t i = 0; i < groups.count; ++i) {
+        if (options.has_float8_records()) {
+          KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(
+              page(i), past_.tokens(listed, i, room.data()), options.group_bytes()));
+        }
+        KVSWAP_RETURN_IF_ERROR(parts_.selector->append({.layer = layer,
+                                                        .sequence = sequence,
+                                                        .keys = sealer_.keys_of(page(i)),
+                                                        .tokens = parts_.options.group_tokens,
+                                                        .valid = &batch_.validity(sequence)}));
       }
     }
   }

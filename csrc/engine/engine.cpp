@@ -176,8 +176,9 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
   table_.build({.layer = args.layer,
                 .pages_max = options().pages_per_layer(),
                 .queries = args.query.queries,
-                .heads_apart = heads_apart()},
-               *batch_, tail_, steps_.of(args.layer));
+                .heads_apart = heads_apart(),
+                .note_bytes = parts_->options.note_bytes()},
+               *batch_, tail_, steps_.of(args.layer), *parts_->store);
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;
   kernel.query_batch_stride = args.query.batch_stride;
@@ -218,19 +219,21 @@ Result<PastBlocks> Engine::past_blocks(int64_t part, int64_t groups) {
   const int64_t record_bytes = parts_->record_bytes();
   SequencePages& pages = batch_->pages(part);
   const int64_t own = options.past_block_groups(record_bytes);
+  // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
+  const int64_t pages_each = 2 + (options.group_bytes() + record_bytes - 1) / record_bytes;
   const int64_t lent =
-      std::min({groups, pages.reuse_pages() / 3, kBlockTokensMax / options.group_tokens});
+      std::min({groups, pages.reuse_pages() / pages_each, kBlockTokensMax / options.group_tokens});
   std::byte* base = parts_->space->landing().landing_in(pages.first_reuse_page(0));
   if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
     return past_->blocks();
   }
   steps_.settle();
-  for (int64_t layer = 0; layer * options.pages_max < 3 * lent; ++layer) {
+  for (int64_t layer = 0; layer * options.pages_max < pages_each * lent; ++layer) {
     KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
     pages.map(layer).clear();
   }
   const int64_t bytes = lent * record_bytes;
-  return PastBlocks{.memory = pages.pool().memory(),
+  return PastBlocks{.memory = pages.memory(),
                     .slots = {base, base + bytes},
                     .room = base + 2 * bytes,
                     .groups = lent};

@@ -78,6 +78,12 @@ Status EngineOptions::validate() const {
     return Status::invalid("session: query_heads must be a multiple of kv_heads, got " +
                            std::to_string(query_heads) + " and " + std::to_string(kv_heads));
   }
+  if (device && has_float8_records()) {
+    return Status::invalid(
+        "session: records must be 'model' where pages are a device's, got 'fp8', which the CPU "
+        "alone "
+        "reads; leave records out, or keep the cache in host memory");
+  }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
@@ -140,6 +146,18 @@ RecordShape EngineOptions::record_shape() const {
   return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
 }
 
+int64_t EngineOptions::payload_bytes() const {
+  return has_float8_records() ? group_bytes() / dtype_bytes(dtype) : group_bytes();
+}
+
+int64_t EngineOptions::token_page_bytes(int64_t record_bytes) const {
+  return has_float8_records() ? round_up(group_bytes(), 64) : record_bytes;
+}
+
+int64_t EngineOptions::table_bytes_per_group() const {
+  return RecordStore::table_bytes_per_group() + note_bytes();
+}
+
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
   if (device && RowsKind::find(rows)->has_device_kernels) return 0;
   const int64_t scores = product({batch, select_queries_max, groups, int64_t{sizeof(float)}});
@@ -180,6 +198,11 @@ int64_t EngineOptions::past_block_groups(int64_t record_bytes) const {
   return std::max<int64_t>(1, write_buffer_bytes(record_bytes) / record_bytes);
 }
 
+int64_t EngineOptions::encoded_at_once(int64_t record_bytes) const {
+  if (!has_float8_records()) return 0;
+  return std::max<int64_t>(1, write_buffer_bytes(record_bytes) / token_page_bytes(record_bytes));
+}
+
 MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
                        int64_t context) {
   batch = std::min(batch, kTooManyBytes);
@@ -192,7 +215,9 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
   const int64_t partitions = product({options.layers, batch});
   MemoryNeed need;
-  need.pages = product({partitions, options.pages_per_layer(), record_bytes});
+  const int64_t token_page_bytes = options.token_page_bytes(record_bytes);
+  need.pages = product({partitions, options.pages_max, record_bytes}) +
+               product({partitions, options.sink_pages() + options.tail_pages(), token_page_bytes});
   const int64_t summarised =
       options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
   const MethodOptions method = options.method();
@@ -207,19 +232,21 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
     moving = std::max(moving, shape.moving_bytes());
     if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
   }
-  need.tables = product({partitions, groups, RecordStore::table_bytes_per_group()}) +
+  need.tables = product({partitions, groups, options.table_bytes_per_group()}) +
                 product({partitions, options.pages_max,
                          PageMap::bytes_per_page() + Fetch::bytes_per_load()}) +
                 product({batch, (context + 63) / 64, 8});
-  const int64_t block = options.past_block_groups(record_bytes) * record_bytes;
+  // Blocks of the past, and what they are unpacked to.
+  const int64_t block = options.past_block_groups(record_bytes);
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
-                 options.merge_gap_bytes + 2 * block + 2 * block + moving +
+                 options.merge_gap_bytes + 2 * block * record_bytes + 2 * block * token_page_bytes +
+                 options.encoded_at_once(record_bytes) * token_page_bytes + moving +
                  Audit::fixed_bytes(options, record_bytes);
   // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().
   const bool lends = !options.device && options.pages_max >= options.tail_pages();
   const int64_t crop_layers = lends ? 1 : options.layers;
   need.scratch = options.score_bytes(batch, groups) +
-                 product({batch, options.pages_per_layer(), 20}) +
+                 product({batch, options.pages_per_layer(), 20 + options.note_bytes()}) +
                  product({batch, Audit::sequence_bytes(options)}) +
                  product({crop_layers, batch, options.tail_pages(), record_bytes});
   need.timeline = Timeline::bytes(options.timeline_spans);

@@ -75,8 +75,18 @@ struct EngineOptions : Settings {
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
   MethodOptions method() const;
 
+  bool has_float8_records() const { return records == "fp8"; }
+  /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
-  int64_t payload_bytes() const { return record_shape().payload_bytes(); }  // of one record
+  int64_t group_bytes() const { return record_shape().payload_bytes(); }
+  /// The same on disk, and in the pages that records are read to.
+  int64_t payload_bytes() const;
+  /// Exponents that are kept in memory with a record of e4m3: [kv_heads, 2].
+  int64_t note_bytes() const { return has_float8_records() ? 2 * record_shape().kv_heads : 0; }
+  /// A page of the tail or of a sink.
+  int64_t token_page_bytes(int64_t record_bytes) const;
+  /// Of the store's tables, for one more group.
+  int64_t table_bytes_per_group() const;
   /// Pages that can hold sinks: they may straddle a group's edge.
   int64_t sink_pages() const;
   /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max.
@@ -89,6 +99,8 @@ struct EngineOptions : Settings {
   int64_t score_bytes(int64_t batch, int64_t groups) const;
   /// Groups streamed at once when a long chunk attends over the past.
   int64_t past_block_groups(int64_t record_bytes) const;
+  /// Groups of a long chunk that are packed before they are encoded; 0: they are packed as records.
+  int64_t encoded_at_once(int64_t record_bytes) const;
 };
 
 inline constexpr int64_t kWriteBuffers = 3;

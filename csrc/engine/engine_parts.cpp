@@ -89,16 +89,27 @@ Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
   return reader;
 }
 
-Status EngineParts::open_store() {
+/// Small records are what heads=each and records=fp8 make; where neither is set, the layout tells.
+Status EngineParts::check_group_tokens() const {
   const int64_t tokens_min = options.group_tokens_min(file->alignment_bytes());
-  if (options.base == nullptr && options.heads == "each" && options.group_tokens < tokens_min) {
-    return Status::invalid(
-        "session: with heads=each group_tokens must be at least " + std::to_string(tokens_min) +
-        ", so that a group of one KV head fills at least half of the " +
-        std::to_string(file->alignment_bytes()) + " bytes that the disk reads at once, got " +
-        std::to_string(options.group_tokens) + " (" + std::to_string(options.payload_bytes()) +
-        " bytes); raise it, or let all heads choose together (heads=all)");
-  }
+  const bool is_each = options.heads == "each";
+  const bool is_float8 = options.has_float8_records();
+  if (!(is_each || is_float8) || options.group_tokens >= tokens_min) return Status::ok();
+  const std::string settings = is_each && is_float8 ? "heads=each and records=fp8"
+                               : is_each            ? "heads=each"
+                                                    : "records=fp8";
+  return Status::invalid(
+      "session: with " + settings + " group_tokens must be at least " + std::to_string(tokens_min) +
+      ", so that a group " + (is_each ? "of one KV head " : "") + "fills at least half of the " +
+      std::to_string(file->alignment_bytes()) + " bytes that the disk reads at once, got " +
+      std::to_string(options.group_tokens) + " (" + std::to_string(options.payload_bytes()) +
+      " bytes); raise it, or " +
+      (is_each ? "let all heads choose together (heads=all)"
+               : "keep the model's dtype (records=model)"));
+}
+
+Status EngineParts::open_store() {
+  if (options.base == nullptr) KVSWAP_RETURN_IF_ERROR(check_group_tokens());
   const BaseFiles* base = options.base.get();
   Result<std::unique_ptr<Layout>> layout =
       base != nullptr ? SequenceLayout::continuing(base->record_bytes, options.layers)
@@ -109,6 +120,7 @@ Status EngineParts::open_store() {
   const RecordStoreOptions store_options = {
       .layers = options.layers,
       .payload_bytes = options.payload_bytes(),
+      .note_bytes = options.note_bytes(),
       .checksum = options.checksum,
       .seed = random_seed(),
       .begin_bytes = file->own_begin_bytes(),

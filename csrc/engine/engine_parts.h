@@ -65,6 +65,7 @@ struct EngineParts {
  private:
   Status open_file();
   Result<std::unique_ptr<BlockReader>> open_reader_of_file();
+  Status check_group_tokens() const;
   Status open_store();
   Status open_space();
 };

@@ -48,6 +48,7 @@ class HostCompute final : public Compute {
       }
     });
   }
+  void encode(const RecordCodecArgs& args) override { encode_records(args, execution_); }
   void copy(std::byte* to, const std::byte* from, int64_t bytes) override {
     std::memcpy(to, from, bytes);
   }

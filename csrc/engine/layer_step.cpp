@@ -108,7 +108,7 @@ void LayerStep::plan_sequence(int64_t sequence) {
     const int32_t page = assignments[i].page;
     pages_[sequence][i] = page;
     if (assignments[i].is_load) {
-      fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.pool().page(page)});
+      fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.page(page)});
     }
   }
 }

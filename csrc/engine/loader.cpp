@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/saved_names.h"
+#include "kernels/float8_exponent.h"
 #include "kernels/records.h"
 
 namespace kvswap {
@@ -118,6 +119,7 @@ Status Loader::load_tables(const SavedCounts& counts, const SavedTensors& saved)
   if (!found.is_ok()) return found.status();
   SavedTables tables;
   tables.records = copied<SavedRecord>(found.value());
+  KVSWAP_RETURN_IF_ERROR(load_exponents(counts, saved, tables));
   const int64_t places = parts_.options.base->end_bytes / parts_.record_bytes();
   if (!std::ranges::all_of(tables.records,
                            [places](const SavedRecord& record) { return record.place < places; })) {
@@ -142,6 +144,20 @@ Status Loader::load_tables(const SavedCounts& counts, const SavedTensors& saved)
   return Status::ok();
 }
 
+Status Loader::load_exponents(const SavedCounts& counts, const SavedTensors& saved,
+                              SavedTables& tables) {
+  if (!parts_.options.has_float8_records()) return Status::ok();
+  const int64_t sizes[] = {counts.records, parts_.options.kv_heads, 2};
+  auto found = saved.get("exponents", "I8", sizes);
+  if (!found.is_ok()) return found.status();
+  tables.notes = copied<int8_t>(found.value());
+  const DType dtype = parts_.options.dtype;
+  if (!std::ranges::all_of(tables.notes, [dtype](int8_t one) { return is_float8(one, dtype); })) {
+    return saved.refuse("exponents", "be those of records in e4m3");
+  }
+  return Status::ok();
+}
+
 Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedTensors& saved) {
   const EngineOptions& options = parts_.options;
   int64_t count = 0;
@@ -161,7 +177,7 @@ Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedT
       saved.get(saved_name(layer, "sink_records"), saved_dtype(options.dtype), record_sizes);
   if (!records.is_ok()) return records.status();
   const std::vector<uint32_t> places = copied<uint32_t>(sinks.value());
-  const int64_t bytes = options.payload_bytes();
+  const int64_t bytes = options.group_bytes();
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t sequence = places[2 * i];
     const uint32_t group = places[2 * i + 1];
@@ -171,9 +187,9 @@ Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedT
     }
     SequencePages& pages = batch_.pages(sequence);
     std::vector<int32_t>& pinned = pages.sinks(layer);
-    const int32_t page = pages.sink_page(layer, static_cast<int64_t>(pinned.size()));
-    KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(
-        pages.pool().page(page), records.value().data() + i * bytes, bytes));
+    std::byte* page = pages.sink_page(layer, static_cast<int64_t>(pinned.size()));
+    KVSWAP_RETURN_IF_ERROR(
+        parts_.space->compute().upload(page, records.value().data() + i * bytes, bytes));
     pinned.push_back(static_cast<int32_t>(group));
   }
   return Status::ok();
@@ -188,9 +204,9 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
   auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype), sizes);
   if (!found.is_ok()) return found.status();
   const int64_t groups = (newest + options.group_tokens - 1) / options.group_tokens;
-  const int64_t record_bytes = parts_.record_bytes();
+  const int64_t group_bytes = options.group_bytes();
   const size_t half = found.value().size() / counts.sequences / 2;
-  std::vector<std::byte> records(groups * record_bytes);
+  std::vector<std::byte> records(groups * group_bytes);
   for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
     std::vector<std::byte> tokens =
         copied<std::byte>(found.value().subspan(2 * sequence * half, 2 * half));
@@ -198,7 +214,7 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
     std::vector<int64_t> first_tokens;
     std::vector<int32_t> lengths;
     for (int64_t group = 0; group < groups; ++group) {
-      targets.push_back(records.data() + group * record_bytes);
+      targets.push_back(records.data() + group * group_bytes);
       first_tokens.push_back(group * options.group_tokens);
       lengths.push_back(static_cast<int32_t>(
           std::min(options.group_tokens, newest - group * options.group_tokens)));
@@ -214,7 +230,10 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
                   .first_tokens = first_tokens.data(),
                   .lengths = lengths.data(),
                   .count = groups});
-    KVSWAP_RETURN_IF_ERROR(tail_.put_back(layer, sequence, counts.groups, groups, records.data()));
+    for (int64_t group = 0; group < groups; ++group) {
+      KVSWAP_RETURN_IF_ERROR(tail_.put_back(layer, sequence, counts.groups + group,
+                                            records.data() + group * group_bytes));
+    }
   }
   return Status::ok();
 }

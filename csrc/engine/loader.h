@@ -28,6 +28,7 @@ class Loader {
   Status load_projections(const SavedTensors& saved);
   Status load_summaries(const SavedCounts& counts, const SavedTensors& saved);
   Status load_tables(const SavedCounts& counts, const SavedTensors& saved);
+  Status load_exponents(const SavedCounts& counts, const SavedTensors& saved, SavedTables& tables);
   Status load_sinks(int64_t layer, const SavedCounts& counts, const SavedTensors& saved);
   Status load_tail(int64_t layer, const SavedCounts& counts, const SavedTensors& saved);
 

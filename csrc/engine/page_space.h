@@ -7,6 +7,7 @@
 
 #include "engine/fetcher.h"
 #include "kernels/cuda/kernels.h"
+#include "kernels/record_codec.h"
 #include "memory/page_pool.h"
 #include "methods/selector.h"
 #include "store/record_store.h"
@@ -54,6 +55,8 @@ class Compute {
  public:
   virtual ~Compute() = default;
   virtual void pack(const cuda::BatchTransferArgs& args) = 0;
+  /// Pages of tokens to records of e4m3; the arrays, exponents too, are the host's.
+  virtual void encode(const RecordCodecArgs& args) = 0;
   virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
   virtual Status upload(std::byte* to, const std::byte* host, int64_t bytes) = 0;
   virtual Status download(std::byte* host, const std::byte* from, int64_t bytes) = 0;

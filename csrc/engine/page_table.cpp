@@ -2,8 +2,9 @@
 
 namespace kvswap {
 
-void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step) {
-  const auto [layer, pages_max, queries, heads_apart] = of;
+void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
+                      const RecordStore& store) {
+  const auto [layer, pages_max, queries, heads_apart, note_bytes] = of;
   const Batch::Layer& state = batch.layer(layer);
   const int64_t group_tokens = tail.group_tokens();
   const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
@@ -12,6 +13,7 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
   pages_.resize(batch.size() * pages_max);
   masks_.resize(batch.size() * pages_max);
   columns_.resize(batch.size() * pages_max);
+  exponents_.assign(batch.size() * pages_max * note_bytes, kNotFloat8);
   counts_.assign(batch.size(), 0);
   query_columns_.assign(batch.size(), static_cast<int32_t>(state.columns - queries));
   for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
@@ -26,11 +28,12 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
     // Sinks hold the first valid tokens, so no chosen group comes before them.
     const std::vector<int32_t>& sinks = pages.sinks(layer);
     for (size_t i = 0; i < sinks.size(); ++i) {
-      add(sinks[i], pages.pool().page(pages.sink_page(layer, static_cast<int64_t>(i))));
+      add(sinks[i], pages.sink_page(layer, static_cast<int64_t>(i)));
     }
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
     for (size_t i = 0; i < chosen.size(); ++i) {
-      add(chosen[i], pages.pool().page(step.pages()[sequence][i]));
+      store.copy_note(layer, sequence, chosen[i], exponents_.data() + entry * note_bytes);
+      add(chosen[i], pages.page(step.pages()[sequence][i]));
     }
     for (int64_t group = state.sealed_groups; group < groups; ++group) {
       add(group, tail.page(layer, sequence, group));
@@ -45,6 +48,7 @@ void PageTable::describe(PagedAttentionArgs& args) const {
   args.columns = columns_.data();
   args.page_counts = counts_.data();
   args.query_columns = query_columns_.data();
+  args.exponents = exponents_.empty() ? nullptr : exponents_.data();
   args.pages_max = pages_max_;
   args.table_heads = heads_apart_;
   args.batch = static_cast<int64_t>(counts_.size()) / heads_apart_;

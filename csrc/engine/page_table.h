@@ -19,9 +19,11 @@ class PageTable {
     int64_t pages_max = 0;  // of a sequence
     int64_t queries = 0;    // the newest columns
     int64_t heads_apart = 1;
+    int64_t note_bytes = 0;  // of a record; 0: all pages are of the model's dtype
   };
   /// Sinks, the step's groups and the tail.
-  void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step);
+  void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
+             const RecordStore& store);
   /// The table's part of the kernel's arguments.
   void describe(PagedAttentionArgs& args) const;
 
@@ -34,6 +36,7 @@ class PageTable {
   std::vector<int32_t> columns_;        // [batch, pages_max]
   std::vector<int32_t> counts_;         // [batch]
   std::vector<int32_t> query_columns_;  // [batch]
+  std::vector<int8_t> exponents_;       // [batch, pages_max, note_bytes]
 };
 
 }  // namespace kvswap

@@ -26,6 +26,37 @@ Status PastReader::load(const Groups& groups, std::byte* target,
   return finished;
 }
 
+Status PastReader::list(const Groups& groups, const std::byte* records, PastPages& listed) {
+  const EngineOptions& options = parts_.options;
+  const int64_t note_bytes = options.note_bytes();
+  listed.pages.resize(groups.count);
+  listed.exponents.resize(groups.count * note_bytes);
+  for (int64_t i = 0; i < groups.count; ++i) {
+    listed.pages[i] = records + i * parts_.record_bytes();
+    parts_.store->copy_note(groups.layer, groups.sequence, groups.first + i,
+                            listed.exponents.data() + i * note_bytes);
+  }
+  if (!options.has_float8_records()) return Status::ok();
+  SequencePages& pages = batch_.pages(groups.sequence);
+  const std::vector<int32_t>& sinks = pages.sinks(groups.layer);
+  listed.sinks.resize(sinks.size() * options.group_bytes());
+  for (size_t sink = 0; sink < sinks.size(); ++sink) {
+    const int64_t i = sinks[sink] - groups.first;
+    if (i < 0 || i >= groups.count) continue;
+    std::byte* copy = listed.sinks.data() + sink * options.group_bytes();
+    KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
+        copy, pages.sink_page(groups.layer, static_cast<int64_t>(sink)), options.group_bytes()));
+    listed.pages[i] = copy;
+    std::fill_n(listed.exponents.begin() + i * note_bytes, note_bytes, kNotFloat8);
+  }
+  return Status::ok();
+}
+
+const std::byte* PastReader::tokens(const PastPages& listed, int64_t index, std::byte* room) const {
+  return tokens_of_page(parts_.options, listed.pages[index],
+                        listed.exponents.data() + index * parts_.options.note_bytes(), room);
+}
+
 Result<PastBlocks> PastReader::blocks() {
   // What was abandoned still lands in the old ones.
   if (blocks_ != nullptr && blocks_.use_count() > 1) {
@@ -79,12 +110,14 @@ Status PastReader::read_sealed(const Columns& columns, const TokenView& target) 
   auto allocated = AlignedBytes::allocate(block * record_bytes);
   if (!allocated.is_ok()) return allocated.status();
   const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  std::vector<std::byte> room(parts_.options.group_bytes());
+  PastPages listed;
   for (; group < end; group += block) {
-    const int64_t count = std::min(block, end - group);
-    KVSWAP_RETURN_IF_ERROR(
-        load({columns.layer, columns.sequence, group, count}, buffer->data(), buffer));
-    for (int64_t i = 0; i < count; ++i) {
-      unpack(buffer->data() + i * record_bytes, group + i, columns, target);
+    const Groups groups = {columns.layer, columns.sequence, group, std::min(block, end - group)};
+    KVSWAP_RETURN_IF_ERROR(load(groups, buffer->data(), buffer));
+    KVSWAP_RETURN_IF_ERROR(list(groups, buffer->data(), listed));
+    for (int64_t i = 0; i < groups.count; ++i) {
+      unpack(tokens(listed, i, room.data()), group + i, columns, target);
     }
   }
   return Status::ok();
@@ -94,14 +127,29 @@ Status PastReader::read_tail(const Columns& columns, const TokenView& target) {
   const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t end = (columns.end + group_tokens - 1) / group_tokens;
   int64_t group = std::max(columns.begin / group_tokens, batch_.layer(columns.layer).sealed_groups);
-  std::vector<std::byte> record(parts_.options.payload_bytes());
+  std::vector<std::byte> record(parts_.options.group_bytes());
   for (; group < end; ++group) {
     KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
         record.data(), tail_.page(columns.layer, columns.sequence, group),
-        parts_.options.payload_bytes()));
+        parts_.options.group_bytes()));
     unpack(record.data(), group, columns, target);
   }
   return Status::ok();
+}
+
+const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
+                                const int8_t* exponents, std::byte* room) {
+  if (!options.has_float8_records() || *exponents == kNotFloat8) return page;
+  const void* from = page;
+  void* to = room;
+  decode_records({.shape = options.record_shape(),
+                  .dtype = options.dtype,
+                  .from = &from,
+                  .to = &to,
+                  .exponents = const_cast<int8_t*>(exponents),
+                  .count = 1},
+                 {});
+  return room;
 }
 
 /// Those of the group's tokens that were asked for.

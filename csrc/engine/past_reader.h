@@ -5,12 +5,20 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "engine/batch.h"
 #include "engine/engine_parts.h"
 #include "engine/sealer.h"
 
 namespace kvswap {
+
+/// Where sealed groups that were read stand, and in which format.
+struct PastPages {
+  std::vector<const std::byte*> pages;  // [groups]
+  std::vector<int8_t> exponents;        // [groups, kv_heads, 2], as PagedAttentionArgs; or empty
+  std::vector<std::byte> sinks;         // some of them stand here
+};
 
 /// Memory that a past streams through.
 struct PastBlocks {
@@ -19,6 +27,10 @@ struct PastBlocks {
   std::byte* room = nullptr;          // as large, for who unpacks a block; null: there is none
   int64_t groups = 0;
 };
+
+/// A page's tokens in the model's dtype: the page, or what it is decoded to, [group_bytes()].
+const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
+                                const int8_t* exponents, std::byte* room);
 
 /// Reads what the layers hold, outside of a step: sealed groups from the file, the rest from the
 /// tail. Not thread-safe.
@@ -43,6 +55,12 @@ class PastReader {
   }
   /// To `target`, a part of `memory`, which outlives the call where the disk hangs.
   Status load(const Groups& groups, std::byte* target, const std::shared_ptr<void>& memory);
+
+  /// Of groups that were read to `records`: those of e4m3 stay encoded; a sink's tokens are its
+  /// own.
+  Status list(const Groups& groups, const std::byte* records, PastPages& listed);
+  /// A group's tokens in the model's dtype: in the pages, or decoded to `room` [group_bytes()].
+  const std::byte* tokens(const PastPages& listed, int64_t index, std::byte* room) const;
 
   /// Blocks of past_block_groups(), kept from call to call and charged as staging from the start;
   /// one PastStream at a time.

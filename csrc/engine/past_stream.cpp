@@ -28,7 +28,7 @@ Status PastStream::start(int index, int64_t first_group) {
   Slot& slot = slots_[index];
   std::byte* records = blocks_.slots[index];
   slot.block = {first_group, std::min(blocks_.groups, end_group_ - first_group), records,
-                blocks_.room};
+                &slot.listed, blocks_.room};
   return engine_.past().start({layer_, sequence_, first_group, slot.block.groups}, records,
                               slot.fetch);
 }
@@ -36,6 +36,9 @@ Status PastStream::start(int index, int64_t first_group) {
 Result<PastStream::Block> PastStream::next() {
   Slot& slot = slots_[current_];
   KVSWAP_RETURN_IF_ERROR(engine_.past().finish(slot.fetch));
+  KVSWAP_RETURN_IF_ERROR(
+      engine_.past().list({layer_, sequence_, slot.block.first_group, slot.block.groups},
+                          slot.block.records, slot.listed));
   current_ = 1 - current_;
   KVSWAP_RETURN_IF_ERROR(start(current_, slot.block.first_group + slot.block.groups));
   return slot.block;

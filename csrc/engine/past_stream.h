@@ -21,6 +21,7 @@ class PastStream {
     int64_t first_group = 0;
     int64_t groups = 0;                  // 0: the end
     const std::byte* records = nullptr;  // [groups, record_bytes], valid until the next next()
+    const PastPages* listed = nullptr;   // where each group stands, perhaps apart from `records`
     std::byte* room = nullptr;           // as large, for who unpacks them; null: there is none
   };
 
@@ -41,6 +42,7 @@ class PastStream {
   struct Slot {
     Fetch fetch;
     Block block;
+    PastPages listed;
   };
 
   Engine& engine_;

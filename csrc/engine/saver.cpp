@@ -69,7 +69,7 @@ Result<bool> Saver::link(SaveTarget& target) {
   return target.link_records(parts_.file->fd());
 }
 
-Status Saver::copy(SaveTarget& target, uint64_t seed, std::vector<SavedRecord>& records,
+Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
                    std::vector<uint32_t>& numbers) {
   const int64_t sealed = batch_.layer(0).sealed_groups;
   const int64_t record_bytes = parts_.record_bytes();
@@ -98,17 +98,20 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, std::vector<SavedRecord>& 
 }
 
 Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
-                          const std::shared_ptr<AlignedBytes>& buffer,
-                          std::vector<SavedRecord>& records, std::vector<uint32_t>& numbers) {
+                          const std::shared_ptr<AlignedBytes>& buffer, Records& records,
+                          std::vector<uint32_t>& numbers) {
   const int64_t record_bytes = parts_.record_bytes();
   KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer->data(), buffer));
   for (int64_t i = 0; i < groups.count; ++i) {
     const int64_t group = groups.first + i;
-    const auto number = static_cast<uint32_t>(records.size());
+    const auto number = static_cast<uint32_t>(records.sums.size());
     numbers[parts_.store->number(groups.layer, groups.sequence, group)] = number;
     const uint32_t sum =
         parts_.store->sum(buffer->data() + i * record_bytes, groups.layer, group, number + 1, seed);
-    records.push_back({number, number + 1, sum});
+    records.sums.push_back({number, number + 1, sum});
+    const size_t noted = records.notes.size();
+    records.notes.resize(noted + parts_.options.note_bytes());
+    parts_.store->copy_note(groups.layer, groups.sequence, group, records.notes.data() + noted);
   }
   return target.write_records({buffer->data(), static_cast<size_t>(groups.count * record_bytes)});
 }
@@ -119,7 +122,7 @@ Status Saver::save(SaveTarget& target) {
   auto linked = link(target);
   if (!linked.is_ok()) return linked.status();
   std::vector<uint32_t> numbers;
-  std::vector<SavedRecord> records = parts_.store->live_records(numbers);
+  Records records = {parts_.store->live_records(numbers), parts_.store->live_notes()};
   std::shared_ptr<DataFile> next;
   if (linked.value()) {
     auto opened = parts_.open_own_file();
@@ -127,14 +130,14 @@ Status Saver::save(SaveTarget& target) {
     next = std::move(opened.value());
     const auto first =
         static_cast<uint32_t>(parts_.file->own_begin_bytes() / parts_.record_bytes());
-    for (SavedRecord& record : records) record.place -= first;
+    for (SavedRecord& record : records.sums) record.place -= first;
   } else {
     std::fill(numbers.begin(), numbers.end(), kNoNumber);
-    records.clear();
+    records = {};
     saved.seed = random_seed();
     KVSWAP_RETURN_IF_ERROR(copy(target, saved.seed, records, numbers));
   }
-  saved.records = static_cast<int64_t>(records.size());
+  saved.records = static_cast<int64_t>(records.sums.size());
   const auto kept = std::make_shared<const std::vector<uint32_t>>(std::move(numbers));
   KVSWAP_RETURN_IF_ERROR(target.finish(saved, list(std::move(records), kept)));
   if (linked.value()) {
@@ -169,8 +172,8 @@ Result<Saver::Shared> Saver::share() {
   base->record_bytes = parts_.record_bytes();
   base->groups = shared.counts.groups;
   std::vector<uint32_t> numbers;
-  std::vector<SavedRecord> records = parts_.store->live_records(numbers);
-  shared.counts.records = static_cast<int64_t>(records.size());
+  Records records = {parts_.store->live_records(numbers), parts_.store->live_notes()};
+  shared.counts.records = static_cast<int64_t>(records.sums.size());
   shared.tensors =
       list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)));
   shared.base = std::move(base);
@@ -184,7 +187,7 @@ void Saver::seal_file(std::shared_ptr<DataFile> next) {
   parts_.store->begin_file(begin, random_seed());
 }
 
-std::vector<SavedTensor> Saver::list(std::vector<SavedRecord> records, const Numbers& numbers) {
+std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers) {
   std::vector<SavedTensor> tensors;
   const int64_t columns = batch_.layer(0).columns;
   const int64_t apart = parts_.options.heads_apart;
@@ -200,24 +203,37 @@ std::vector<SavedTensor> Saver::list(std::vector<SavedRecord> records, const Num
                        }
                        return Status::ok();
                      }});
-  if (!records.empty()) {
-    const auto count = static_cast<int64_t>(records.size());
-    const auto held = std::make_shared<const std::vector<SavedRecord>>(std::move(records));
-    tensors.push_back({"records",
-                       "U32",
-                       {count, 3},
-                       sizeof(SavedRecord),
-                       [held](int64_t first, int64_t rows, std::byte* target) {
-                         std::memcpy(target, held->data() + first, rows * sizeof(SavedRecord));
-                         return Status::ok();
-                       }});
-  }
+  list_records(std::move(records), tensors);
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     list_layer(layer, numbers, tensors);
     list_sinks(layer, tensors);
     parts_.selector->list(layer, tensors);
   }
   return tensors;
+}
+
+void Saver::list_records(Records records, std::vector<SavedTensor>& tensors) const {
+  if (records.sums.empty()) return;
+  const auto count = static_cast<int64_t>(records.sums.size());
+  const auto held = std::make_shared<const Records>(std::move(records));
+  tensors.push_back({"records",
+                     "U32",
+                     {count, 3},
+                     sizeof(SavedRecord),
+                     [held](int64_t first, int64_t rows, std::byte* target) {
+                       std::memcpy(target, held->sums.data() + first, rows * sizeof(SavedRecord));
+                       return Status::ok();
+                     }});
+  const int64_t bytes = parts_.options.note_bytes();
+  if (bytes == 0) return;
+  tensors.push_back({"exponents",
+                     "I8",
+                     {count, parts_.options.kv_heads, 2},
+                     bytes,
+                     [held, bytes](int64_t first, int64_t rows, std::byte* target) {
+                       std::memcpy(target, held->notes.data() + first * bytes, rows * bytes);
+                       return Status::ok();
+                     }});
 }
 
 void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors) {
@@ -270,7 +286,7 @@ void Saver::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors) {
     int64_t index = 0;
     for (const int32_t group : pages.sinks(layer)) {
       sinks.push_back({static_cast<uint32_t>(sequence), static_cast<uint32_t>(group),
-                       pages.pool().page(pages.sink_page(layer, index++))});
+                       pages.sink_page(layer, index++)});
     }
   }
   if (sinks.empty()) return;
@@ -286,7 +302,7 @@ void Saver::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors) {
                        }
                        return Status::ok();
                      }});
-  const int64_t bytes = options.payload_bytes();
+  const int64_t bytes = options.group_bytes();
   tensors.push_back({saved_name(layer, "sink_records"),
                      saved_dtype(options.dtype),
                      {count, options.kv_heads, 2, options.group_tokens, options.head_dim},

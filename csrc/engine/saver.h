@@ -54,12 +54,17 @@ class Saver {
   SavedCounts counts() const;
   bool may_link() const;
   Result<bool> link(SaveTarget& target);
-  Status copy(SaveTarget& target, uint64_t seed, std::vector<SavedRecord>& records,
-              std::vector<uint32_t>& numbers);
+  /// Records in the order of their numbers, with what is noted of each.
+  struct Records {
+    std::vector<SavedRecord> sums;
+    std::vector<int8_t> notes;
+  };
+  Status copy(SaveTarget& target, uint64_t seed, Records& records, std::vector<uint32_t>& numbers);
   Status copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
-                     const std::shared_ptr<AlignedBytes>& buffer, std::vector<SavedRecord>& records,
+                     const std::shared_ptr<AlignedBytes>& buffer, Records& records,
                      std::vector<uint32_t>& numbers);
-  std::vector<SavedTensor> list(std::vector<SavedRecord> records, const Numbers& numbers);
+  std::vector<SavedTensor> list(Records records, const Numbers& numbers);
+  void list_records(Records records, std::vector<SavedTensor>& tensors) const;
   void list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors);
   void list_sinks(int64_t layer, std::vector<SavedTensor>& tensors);
   void seal_file(std::shared_ptr<DataFile> next);

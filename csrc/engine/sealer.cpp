@@ -41,11 +41,16 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
   std::byte* records = parts_.space->outbox().at(staged.value());
   std::vector<int64_t> sequences(count);
   std::iota(sequences.begin(), sequences.end(), first_sequence);
+  const bool is_encoded = parts_.options.has_float8_records();
+  std::vector<const void*> pages;
   Status summarised;
   for (int64_t i = 0; i < count; ++i) {
     const std::byte* page = tail_.page(layer, sequences[i], group);
-    parts_.space->compute().copy(records + i * parts_.record_bytes(), page,
-                                 parts_.options.payload_bytes());
+    pages.push_back(page);
+    if (!is_encoded) {
+      parts_.space->compute().copy(records + i * parts_.record_bytes(), page,
+                                   parts_.options.payload_bytes());
+    }
     pin_if_sink(layer, sequences[i], group, page);
     if (parts_.selector->is_ready(layer) && summarised.is_ok()) {
       summarised = parts_.selector->append({.layer = layer,
@@ -55,6 +60,7 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
                                             .valid = &batch_.validity(sequences[i])});
     }
   }
+  if (is_encoded) encode(staged.value(), 0, pages);
   KVSWAP_RETURN_IF_ERROR(commit(std::move(staged.value()), sequences));
   return summarised;
 }
@@ -65,6 +71,7 @@ Status Sealer::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t 
   const EngineOptions& options = parts_.options;
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   const int64_t run_max = parts_.store->run_records_max();
+  if (options.has_float8_records() && !unencoded_) KVSWAP_RETURN_IF_ERROR(make_unencoded());
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t done = 0; done < groups; done += run_max) {
       KVSWAP_RETURN_IF_ERROR(seal_run_of_chunk(layer, sequence, sealed + done,
@@ -93,38 +100,85 @@ Status Sealer::seal_run_of_chunk(int64_t layer, int64_t sequence, int64_t first_
                                  int64_t count, const KeyValueView& tokens, int64_t first_token) {
   auto staged = stage(layer, count);
   if (!staged.is_ok()) return staged.status();
-  pack(staged.value(), tokens, sequence, first_token);
-  const std::byte* records = parts_.space->outbox().at(staged.value());
-  for (int64_t i = 0; i < count; ++i) {
-    pin_if_sink(layer, sequence, first_group + i, records + i * parts_.record_bytes());
+  const Piece piece = {layer, sequence, first_group, first_token, count};
+  if (parts_.options.has_float8_records()) {
+    pack_and_encode(staged.value(), tokens, piece);
+  } else {
+    pack(tokens, piece, parts_.space->outbox().at(staged.value()), parts_.record_bytes());
   }
   return commit(std::move(staged.value()), std::vector<int64_t>(count, sequence));
 }
 
-void Sealer::pack(const RecordStore::StagedRun& run, const KeyValueView& tokens, int64_t sequence,
-                  int64_t first_token) {
-  std::vector<void*> records(run.count);
-  std::vector<int64_t> first_tokens(run.count);
-  const std::vector<int32_t> sequences(run.count, static_cast<int32_t>(sequence));
-  std::byte* outbox = parts_.space->outbox().at(run);
-  for (int64_t i = 0; i < run.count; ++i) {
-    records[i] = outbox + i * parts_.record_bytes();
-    first_tokens[i] = first_token + i * parts_.options.group_tokens;
+void Sealer::pack(const KeyValueView& tokens, const Piece& piece, std::byte* pages,
+                  int64_t stride) {
+  std::vector<void*> records(piece.count);
+  std::vector<int64_t> first_tokens(piece.count);
+  const std::vector<int32_t> sequences(piece.count, static_cast<int32_t>(piece.sequence));
+  for (int64_t i = 0; i < piece.count; ++i) {
+    records[i] = pages + i * stride;
+    first_tokens[i] = piece.first_token + i * parts_.options.group_tokens;
   }
   cuda::BatchTransferArgs transfer = transfer_of(parts_.options, tokens);
   transfer.records = records.data();
   transfer.sequences = sequences.data();
   transfer.first_tokens = first_tokens.data();
-  transfer.count = run.count;
+  transfer.count = piece.count;
   parts_.space->compute().pack(transfer);
+  for (int64_t i = 0; i < piece.count; ++i) {
+    pin_if_sink(piece.layer, piece.sequence, piece.first_group + i, pages + i * stride);
+  }
+}
+
+/// As many groups at a time as there is memory for.
+void Sealer::pack_and_encode(RecordStore::StagedRun& run, const KeyValueView& tokens,
+                             const Piece& piece) {
+  const EngineOptions& options = parts_.options;
+  const int64_t most = options.encoded_at_once(parts_.record_bytes());
+  const int64_t page_bytes = options.token_page_bytes(parts_.record_bytes());
+  for (int64_t done = 0; done < piece.count; done += most) {
+    Piece next = piece;
+    next.first_group += done;
+    next.first_token += done * options.group_tokens;
+    next.count = std::min(most, piece.count - done);
+    pack(tokens, next, unencoded_->page(0), page_bytes);
+    std::vector<const void*> pages(next.count);
+    for (int64_t i = 0; i < next.count; ++i) pages[i] = unencoded_->page(static_cast<int32_t>(i));
+    encode(run, done, pages);
+  }
+}
+
+Status Sealer::make_unencoded() {
+  const int64_t record_bytes = parts_.record_bytes();
+  auto pool = parts_.space->make_pool(parts_.options.encoded_at_once(record_bytes),
+                                      parts_.options.token_page_bytes(record_bytes));
+  if (!pool.is_ok()) return pool.status();
+  unencoded_ = std::move(pool.value());
+  return Status::ok();
+}
+
+/// To the run's records from `first` on.
+void Sealer::encode(RecordStore::StagedRun& run, int64_t first,
+                    std::span<const void* const> pages) {
+  const EngineOptions& options = parts_.options;
+  std::byte* outbox = parts_.space->outbox().at(run);
+  std::vector<void*> records(pages.size());
+  for (size_t i = 0; i < pages.size(); ++i) {
+    records[i] = outbox + (first + static_cast<int64_t>(i)) * parts_.record_bytes();
+  }
+  parts_.space->compute().encode({.shape = options.record_shape(),
+                                  .dtype = options.dtype,
+                                  .from = pages.data(),
+                                  .to = records.data(),
+                                  .exponents = run.notes.data() + first * options.note_bytes(),
+                                  .count = static_cast<int64_t>(pages.size())});
 }
 
 void Sealer::pin_if_sink(int64_t layer, int64_t sequence, int64_t group, const std::byte* record) {
   if (!batch_.is_sink(sequence, group)) return;
   SequencePages& pages = batch_.pages(sequence);
   std::vector<int32_t>& sinks = pages.sinks(layer);
-  const int32_t page = pages.sink_page(layer, static_cast<int64_t>(sinks.size()));
-  parts_.space->compute().copy(pages.pool().page(page), record, parts_.options.payload_bytes());
+  std::byte* page = pages.sink_page(layer, static_cast<int64_t>(sinks.size()));
+  parts_.space->compute().copy(page, record, parts_.options.group_bytes());
   sinks.push_back(static_cast<int32_t>(group));
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <span>
 
 #include "engine/account.h"
@@ -12,7 +13,8 @@
 namespace kvswap {
 
 /// Groups leave the tail, or a long chunk, for the disk: packed in the outbox, entered in the
-/// store's tables, summarised, pinned where they are sinks, and handed to the writer.
+/// store's tables, summarised, pinned where they are sinks, and handed to the writer. Records of
+/// e4m3 are encoded on the way; summaries and sinks are made of what they are encoded from.
 ///
 /// States of a run: staged -> entered -> sent -> handed over. Between entered and handed over its
 /// bytes may still be on a device: settle() comes before anything of it is read or truncated.
@@ -47,8 +49,18 @@ class Sealer {
   Status seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t count);
   Status seal_run_of_chunk(int64_t layer, int64_t sequence, int64_t first_group, int64_t count,
                            const KeyValueView& tokens, int64_t first_token);
-  void pack(const RecordStore::StagedRun& run, const KeyValueView& tokens, int64_t sequence,
-            int64_t first_token);
+  struct Piece {
+    int64_t layer = 0;
+    int64_t sequence = 0;
+    int64_t first_group = 0;
+    int64_t first_token = 0;  // of the chunk
+    int64_t count = 0;        // groups
+  };
+  /// To pages of `stride` bytes, and sinks from there to theirs.
+  void pack(const KeyValueView& tokens, const Piece& piece, std::byte* pages, int64_t stride);
+  void pack_and_encode(RecordStore::StagedRun& run, const KeyValueView& tokens, const Piece& piece);
+  Status make_unencoded();
+  void encode(RecordStore::StagedRun& run, int64_t first, std::span<const void* const> pages);
   void pin_if_sink(int64_t layer, int64_t sequence, int64_t group, const std::byte* record);
 
   EngineParts& parts_;
@@ -56,6 +68,7 @@ class Sealer {
   Tail& tail_;
   Account& account_;
   std::deque<RecordStore::StagedRun> sent_;  // on their way from the device, oldest first
+  std::optional<PagePool> unencoded_;        // of a long chunk, what is encoded next
 };
 
 }  // namespace kvswap

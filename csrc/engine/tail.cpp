@@ -35,19 +35,13 @@ void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
   parts_.space->compute().pack(transfer);
 }
 
-Status Tail::put_back(int64_t layer, int64_t sequence, int64_t first_group, int64_t groups,
-                      const std::byte* records) {
-  for (int64_t i = 0; i < groups; ++i) {
-    KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(page(layer, sequence, first_group + i),
-                                                          records + i * parts_.record_bytes(),
-                                                          parts_.options.payload_bytes()));
-  }
-  return Status::ok();
+Status Tail::put_back(int64_t layer, int64_t sequence, int64_t group, const std::byte* tokens) {
+  return parts_.space->compute().upload(page(layer, sequence, group), tokens,
+                                        parts_.options.group_bytes());
 }
 
 std::byte* Tail::page(int64_t layer, int64_t sequence, int64_t group) const {
-  const SequencePages& pages = batch_.pages(sequence);
-  return pages.pool().page(pages.tail_page(layer, group));
+  return batch_.pages(sequence).tail_page(layer, group);
 }
 
 cuda::BatchTransferArgs transfer_of(const EngineOptions& options, const KeyValueView& tokens) {

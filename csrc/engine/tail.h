@@ -41,9 +41,8 @@ class Tail {
     int64_t first_column = 0;  // where they stand
   };
   void fill(int64_t layer, const KeyValueView& tokens, const Piece& piece);
-  /// Groups that come back from the file: records of the host, [groups, record_bytes].
-  Status put_back(int64_t layer, int64_t sequence, int64_t first_group, int64_t groups,
-                  const std::byte* records);
+  /// A group that comes back: its tokens in the model's dtype, in the host's memory.
+  Status put_back(int64_t layer, int64_t sequence, int64_t group, const std::byte* tokens);
   int64_t group_tokens() const { return parts_.options.group_tokens; }
   /// The page of a group that is not sealed yet.
   std::byte* page(int64_t layer, int64_t sequence, int64_t group) const;

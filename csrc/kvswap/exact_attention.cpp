@@ -32,7 +32,6 @@ class Chunk final : public PastVisitor {
   Chunk(const Engine& engine, int64_t part, const AttendArgs& args, int64_t past,
         const ParallelFor& parallel)
       : options_(engine.parts().options),
-        record_bytes_(engine.parts().record_bytes()),
         validity_(engine.validity(part)),
         args_(args),
         query_(args.query),
@@ -47,8 +46,9 @@ class Chunk final : public PastVisitor {
     const int64_t group_tokens = options_.group_tokens;
     const int64_t end = (block.first_group + block.groups) * group_tokens;
     for (int64_t i = 0; i < block.groups; ++i) {
-      add_page(block.records + i * record_bytes_, (block.first_group + i) * group_tokens, end);
+      add_page(block.listed->pages[i], (block.first_group + i) * group_tokens, end);
     }
+    exponents_ = block.listed->exponents;
     attend();
     return Status::ok();
   }
@@ -122,6 +122,7 @@ class Chunk final : public PastVisitor {
     pages_.clear();
     masks_.clear();
     columns_.clear();
+    exponents_.clear();
   }
 
   void attend_rows(int64_t row, int64_t count) {
@@ -144,6 +145,7 @@ class Chunk final : public PastVisitor {
                      .columns = columns_.data(),
                      .page_counts = &pages,
                      .query_columns = &column,
+                     .exponents = exponents_.empty() ? nullptr : exponents_.data(),
                      .pages_max = pages,
                      .table_heads = 1,
                      .batch = 1,
@@ -170,7 +172,6 @@ class Chunk final : public PastVisitor {
   }
 
   const EngineOptions& options_;
-  int64_t record_bytes_;
   const TokenValidity& validity_;
   const AttendArgs& args_;
   QueryView query_;
@@ -183,7 +184,8 @@ class Chunk final : public PastVisitor {
   std::vector<const void*> pages_;
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;
-  std::vector<std::byte> part_;  // one piece of rows, of the session's dtype
+  std::vector<int8_t> exponents_;  // of the pages; empty: all of the session's dtype
+  std::vector<std::byte> part_;    // one piece of rows, of the session's dtype
   std::vector<float> by_head_;
   std::vector<float> by_row_;
 };

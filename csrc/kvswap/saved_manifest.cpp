@@ -100,8 +100,9 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
   const SavedCounts& counts = manifest.counts;
   const int64_t width =
       manifest.settings.heads == "each" ? manifest.shape.head_dim : manifest.shape.width();
-  const int64_t payload =
-      2 * width * manifest.shape.element_bytes() * manifest.settings.group_tokens;
+  const int64_t element_bytes =
+      manifest.settings.records == "fp8" ? 1 : manifest.shape.element_bytes();
+  const int64_t payload = 2 * width * element_bytes * manifest.settings.group_tokens;
   if (counts.record_bytes < payload || counts.record_bytes % 512 != 0) {
     fields.refuse("record_bytes", "be a multiple of 512 that a group's " + std::to_string(payload) +
                                       " bytes fit in");

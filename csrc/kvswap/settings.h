@@ -23,6 +23,10 @@ struct Settings {
   /// what stays in memory of the keys, to score groups by: low-rank rows of each token
   /// (KVSwap), or the box around the keys of a group (Quest), which needs no projection
   std::string rows = "low_rank";
+  /// what a record on disk, and its page in memory, holds: the model's dtype, or e4m3 with one
+  /// power of two for the K of a KV head and one for its V, in half the bytes (a quarter of
+  /// float32's); sinks and tail keep the model's dtype
+  std::string records = "model";
   /// columns of the low-rank summary: one number, or one for each layer on disk; doubled when
   /// the projection is computed from the first prefill
   Rank rank = 32;

@@ -13,6 +13,7 @@ inline constexpr int64_t kConfigVersion = 1;
 inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "heads",
                                                 "rows",
+                                                "records",
                                                 "rank",
                                                 "summary_dtype",
                                                 "score",
@@ -44,29 +45,18 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",
-                                            "rows",
-                                            "rank",
-                                            "summary_dtype",
-                                            "score",
-                                            "groups_max",
-                                            "pages_max",
-                                            "sink_tokens",
-                                            "tail_tokens",
-                                            "replacement",
-                                            "select_queries_max",
-                                            "look_ahead",
-                                            "true_query_layers",
-                                            "audit_every",
-                                            "audit_groups",
-                                            "layout",
-                                            "reader",
-                                            "io_mode",
-                                            "read_depth",
-                                            "merge_gap_bytes",
-                                            "merge_bytes_max",
-                                            "device_model",
-                                            "projection_file",
+inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
+                                            "records",         "rank",
+                                            "summary_dtype",   "score",
+                                            "groups_max",      "pages_max",
+                                            "sink_tokens",     "tail_tokens",
+                                            "replacement",     "select_queries_max",
+                                            "look_ahead",      "true_query_layers",
+                                            "audit_every",     "audit_groups",
+                                            "layout",          "reader",
+                                            "io_mode",         "read_depth",
+                                            "merge_gap_bytes", "merge_bytes_max",
+                                            "device_model",    "projection_file",
                                             "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
@@ -75,6 +65,7 @@ void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
   visit("rows", &Settings::rows, OneOf{{"low_rank", "box"}});
+  visit("records", &Settings::records, OneOf{{"model", "fp8"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
   visit("score", &Settings::score, OneOf{{"sum", "mass", "max_mass"}});

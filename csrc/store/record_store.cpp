@@ -51,7 +51,8 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count) 
     queue_->give_back(buffer.value());
     return offset.status();
   }
-  return StagedRun{buffer.value(), layer, offset.value(), count, {}};
+  return StagedRun{buffer.value(), layer, offset.value(),
+                   count,          {},    std::vector<int8_t>(count * options_.note_bytes)};
 }
 
 Result<int64_t> RecordStore::place(int64_t layer, int64_t count) {
@@ -89,6 +90,8 @@ void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
 Status RecordStore::hand_over(const StagedRun& run) {
   KVSWAP_ASSERT(static_cast<int64_t>(run.entries.size()) == run.count);
   for (int64_t i = 0; i < run.count; ++i) {
+    std::copy_n(run.notes.begin() + i * options_.note_bytes, options_.note_bytes,
+                notes_.begin() + run.entries[i].record * options_.note_bytes);
     std::byte* bytes = run.data() + i * record_bytes();
     std::memset(bytes + options_.payload_bytes, 0, record_bytes() - options_.payload_bytes);
     if (!options_.checksum) continue;
@@ -143,6 +146,7 @@ uint32_t RecordStore::add_record(const Record& record) {
   ++live_records_;
   if (unused_records_.empty()) {
     records_.push_back(record);
+    notes_.resize(records_.size() * options_.note_bytes);
     return static_cast<uint32_t>(records_.size() - 1);
   }
   const uint32_t index = unused_records_.back();
@@ -177,6 +181,11 @@ RecordKey RecordStore::key(int64_t layer, int64_t sequence, int64_t group) const
 
 int64_t RecordStore::offset_bytes(int64_t layer, int64_t sequence, int64_t group) const {
   return record(layer, sequence, group).place * record_bytes();
+}
+
+void RecordStore::copy_note(int64_t layer, int64_t sequence, int64_t group, int8_t* target) const {
+  std::copy_n(notes_.begin() + number(layer, sequence, group) * options_.note_bytes,
+              options_.note_bytes, target);
 }
 
 Status RecordStore::ensure_written(int64_t layer, int64_t sequence, int64_t group) {
@@ -242,6 +251,7 @@ void RecordStore::clear() {
   forget_writes();
   for (auto& layer : tables_) layer.clear();
   records_.clear();
+  notes_.clear();
   unused_records_.clear();
   layout_->clear();
   live_records_ = 0;
@@ -254,6 +264,8 @@ void RecordStore::restore(const SavedTables& saved) {
     records_.push_back({record.place, record.serial, record.checksum, 0});
     next_serial_ = std::max(next_serial_, record.serial + 1);
   }
+  KVSWAP_ASSERT(saved.notes.size() == records_.size() * options_.note_bytes);
+  notes_.assign(saved.notes.begin(), saved.notes.end());
   for (size_t layer = 0; layer < tables_.size(); ++layer) {
     for (size_t sequence = 0; sequence < tables_[layer].size(); ++sequence) {
       for (const uint32_t number : saved.tables[layer].at(sequence)) {
@@ -276,6 +288,17 @@ std::vector<SavedRecord> RecordStore::live_records(std::vector<uint32_t>& renumb
     if (record.references == 0) continue;
     renumbered[number] = static_cast<uint32_t>(live.size());
     live.push_back({record.place, record.serial, record.checksum});
+  }
+  return live;
+}
+
+std::vector<int8_t> RecordStore::live_notes() const {
+  std::vector<int8_t> live;
+  live.reserve(live_records_ * options_.note_bytes);
+  for (size_t number = 0; number < records_.size(); ++number) {
+    if (records_[number].references == 0) continue;
+    const auto note = notes_.begin() + number * options_.note_bytes;
+    live.insert(live.end(), note, note + options_.note_bytes);
   }
   return live;
 }

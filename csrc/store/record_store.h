@@ -24,6 +24,7 @@ using RecordKey = uint64_t;
 struct RecordStoreOptions {
   int64_t layers = 0;
   int64_t payload_bytes = 0;  // of one record; the rest up to record_bytes is zeros
+  int64_t note_bytes = 0;     // kept in memory with each record, beside its checksum
   bool checksum = true;
   uint64_t seed = 0;        // of this session: no other session's records pass verify()
   int64_t begin_bytes = 0;  // where its own file begins, above those of what it continues
@@ -51,6 +52,7 @@ class RecordStore {
       int64_t group = 0;
     };
     std::vector<Entry> entries;  // [count] once entered
+    std::vector<int8_t> notes;   // [count, note_bytes]: to be filled before hand_over()
     std::byte* data() const { return buffer.data; }
   };
 
@@ -76,6 +78,8 @@ class RecordStore {
   int64_t groups(int64_t layer, int64_t sequence) const;
   RecordKey key(int64_t layer, int64_t sequence, int64_t group) const;
   int64_t offset_bytes(int64_t layer, int64_t sequence, int64_t group) const;
+  /// What was noted of a record: [note_bytes].
+  void copy_note(int64_t layer, int64_t sequence, int64_t group, int8_t* target) const;
   /// Waits until the record's bytes are in the file.
   Status ensure_written(int64_t layer, int64_t sequence, int64_t group);
   /// True when `bytes` (payload and padding) are what was committed; always, without checksums.
@@ -98,6 +102,8 @@ class RecordStore {
   /// The records that tables hold, in the order of their numbers; renumbered[record] is the place
   /// of a record in that order.
   std::vector<SavedRecord> live_records(std::vector<uint32_t>& renumbered) const;
+  /// Their notes, in the same order: [records, note_bytes].
+  std::vector<int8_t> live_notes() const;
   /// The number of a sealed group's record: what tables hold.
   uint32_t number(int64_t layer, int64_t sequence, int64_t group) const {
     return tables_[layer][sequence].at(group);
@@ -116,7 +122,7 @@ class RecordStore {
   /// From here on records go to another file, which begins at begin_bytes.
   void begin_file(int64_t begin_bytes, uint64_t seed);
 
-  /// Bytes of tables for one more group of one sequence in one layer.
+  /// Bytes of tables for one more group of one sequence in one layer, beside its note.
   static constexpr int64_t table_bytes_per_group() { return sizeof(Record) + sizeof(uint32_t); }
   int64_t staging_bytes() const { return queue_->resident_bytes(); }
   /// All buffers that stage() lends; buffer i begins at i times its length.
@@ -168,6 +174,7 @@ class RecordStore {
   std::unique_ptr<std::pmr::memory_resource> kept_ = make_kept_memory();  // the tables'
   std::vector<std::vector<Table>> tables_;                                // [layers][sequences]
   std::pmr::deque<Record> records_{kept_.get()};
+  std::pmr::deque<int8_t> notes_{kept_.get()};  // [records_, note_bytes]
   std::vector<uint32_t> unused_records_;
   std::deque<PendingWrite> pending_;
   uint32_t next_serial_ = 1;

@@ -21,6 +21,7 @@ struct SeedRange {
 /// What a store begins with: records that stand in files below its own.
 struct SavedTables {
   std::vector<SavedRecord> records;
+  std::vector<int8_t> notes;                               // [records, note_bytes]
   std::vector<std::vector<std::vector<uint32_t>>> tables;  // [layers][sequences][groups]
   std::vector<SeedRange> seeds;                            // rising
 };

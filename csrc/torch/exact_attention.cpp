@@ -72,7 +72,7 @@ std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
 /// one.
 std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
-                                         const PastStream::Block& block, int64_t record_bytes,
+                                         const PastStream::Block& block, int64_t /*record_bytes*/,
                                          const at::TensorOptions& like) {
   const int64_t tokens = block.groups * options.group_tokens;
   const auto empty = [&](std::byte* room) {
@@ -81,28 +81,40 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
   };
   const at::Tensor keys = empty(block.room);
   const at::Tensor values = empty(
-      block.room == nullptr ? nullptr : block.room + options.payload_bytes() / 2 * block.groups);
+      block.room == nullptr ? nullptr : block.room + options.group_bytes() / 2 * block.groups);
   std::vector<void*> records(block.groups);
   std::vector<int64_t> first_tokens(block.groups);
   for (int64_t i = 0; i < block.groups; ++i) {
-    records[i] = const_cast<std::byte*>(block.records + i * record_bytes);
+    records[i] = const_cast<std::byte*>(block.listed->pages[i]);
     first_tokens[i] = i * options.group_tokens;
   }
   const int64_t head_stride = tokens * options.head_dim;
-  at_parallel_for()(block.groups, 16, [&](int64_t begin, int64_t end) {
-    unpack_records({.shape = {options.kv_heads, options.group_tokens, options.head_dim,
-                              dtype_bytes(options.dtype)},
+  const auto unpack_to = [&](void* const* from, const int64_t* first_token, int64_t count) {
+    unpack_records({.shape = options.record_shape(),
                     .tokens = {.keys = keys.data_ptr(),
                                .values = values.data_ptr(),
                                .key_head_stride = head_stride,
                                .key_token_stride = options.head_dim,
                                .value_head_stride = head_stride,
                                .value_token_stride = options.head_dim},
-                    .records = records.data() + begin,
-                    .first_tokens = first_tokens.data() + begin,
+                    .records = from,
+                    .first_tokens = first_token,
                     .slots = nullptr,
                     .lengths = nullptr,
-                    .count = end - begin});
+                    .count = count});
+  };
+  at_parallel_for()(block.groups, 16, [&](int64_t begin, int64_t end) {
+    if (options.has_float8_records()) {
+      std::vector<std::byte> room(options.group_bytes());
+      for (int64_t i = begin; i < end; ++i) {
+        void* record = const_cast<std::byte*>(
+            tokens_of_page(options, block.listed->pages[i],
+                           block.listed->exponents.data() + i * options.note_bytes(), room.data()));
+        unpack_to(&record, &first_tokens[i], 1);
+      }
+      return;
+    }
+    unpack_to(records.data() + begin, first_tokens.data() + begin, end - begin);
   });
   return {keys, values};
 }

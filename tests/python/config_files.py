@@ -38,6 +38,13 @@ GOOD: list[dict[str, Any]] = [
     {"model": {"layers": 5, "dtype": None, "model_type": "qwen3"}, "provenance": {"é": [1, None]}},
     {"merge_gap_bytes": 4096, "merge_bytes_max": 4096, "select_queries_max": 16},
     {"heads": "each", "rank": 64, "group_tokens": 16},
+    {"records": "fp8", "group_tokens": 8},
+    {
+        "records": "model",
+        "table": [
+            {"batch": 1, "context": 8192, "settings": {"records": "fp8", "group_tokens": 16}}
+        ],
+    },
     {"heads": "each", "rows": "box", "group_tokens": 32},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
@@ -72,6 +79,7 @@ BAD: list[tuple[str, str]] = [
         "table: a solution must set only",
     ),
     *((_file(rows=rows), "rows: must be") for rows in ("pq", "", None, 1, ["box"])),
+    *((_file(records=kind), "records: must be") for kind in ("e4m3", "", None, 8, ["fp8"])),
     *(
         (_file(rows="box", **{name: value}), f"{name}: must be left out where rows is box")
         for name, value in (

@@ -3,61 +3,23 @@
 `ReferenceSession` has the interface of `kvswap_torch._C.Session`, which is compared with it.
 
 A layer's columns are, from the left: sealed groups of G columns, then the tail. What a query
-attends: the tail, the sink groups, and the chosen ones of the other sealed groups.
+attends: the tail, the sink groups, and the chosen ones of the other sealed groups. With
+``records="fp8"`` a group is rounded when it is sealed, a sink is not; groups are scored by the keys
+that they were sealed with.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
-
-Options = make_dataclass(
-    "Options",
-    [
-        ("layers", int, 0),
-        ("query_heads", int, 0),
-        ("kv_heads", int, 0),
-        ("head_dim", int, 0),
-        ("dtype", torch.dtype, torch.float32),
-        ("device", str, "cpu"),
-        ("directory", str, ""),
-        ("ranks", list, field(default_factory=list)),
-        ("kv_memory_bytes", int | None, None),
-        ("max_context", int | None, None),
-        ("max_batch", int | None, None),
-        ("timeline_spans", int, 0),
-        *((name, Any, getattr(SwapConfig(), name)) for name in SETTINGS),
-    ],
-    namespace={"__doc__": "The fields of `_C.SessionOptions`: the table's settings and the rest."},
-)
-
-
-COUNTERS = [
-    "steps",
-    "sequences",
-    "groups_attended",
-    "groups_loaded",
-    "record_bytes",
-    "bytes_read",
-    "bytes_written",
-    "bytes_on_disk",
-    "wait_seconds",
-    "hidden_seconds",
-    "write_blocked_seconds",
-    "device_bytes",
-    "pinned_bytes",
-    "copied_bytes",
-    "copy_seconds",
-    "device_wait_seconds",
-    "choice_wait_seconds",
-]
+from tests.python.reference_options import COUNTERS, Options
+from tests.reference import float8_rounded
 
 
 @dataclass
@@ -67,6 +29,7 @@ class Layer:
     keys: torch.Tensor  # [batch, kv_heads, columns, head_dim]
     values: torch.Tensor  # as keys
     valid: torch.Tensor  # [batch, columns] bool
+    scored: torch.Tensor  # as keys: what groups are scored by
     sealed: int = 0  # columns in sealed groups, a multiple of G
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
@@ -95,6 +58,11 @@ class ReferenceSession:
         self._declared = dict.fromkeys(range(self._options.layers), valid.bool().clone())
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._store(layer, keys, values)
+        if keys.shape[2] > self._options.select_queries_max:
+            self._seal(self._layers[layer])
+
+    def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._open()
         batch, _, tokens, _ = keys.shape
         if self.batch() not in (0, batch):
@@ -108,13 +76,12 @@ class ReferenceSession:
             )
         old = self._layers.get(layer)
         if old is None:
-            self._layers[layer] = Layer(keys.clone(), values.clone(), valid)
+            self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone())
         else:
             old.keys = torch.cat([old.keys, keys], 2)
             old.values = torch.cat([old.values, values], 2)
             old.valid = torch.cat([old.valid, valid], 1)
-        if tokens > self._options.select_queries_max:
-            self._seal(self._layers[layer])
+            old.scored = torch.cat([old.scored, keys], 2)
 
     def set_projection(self, layer, key_projection, query_projection) -> None:
         self._open()
@@ -123,6 +90,8 @@ class ReferenceSession:
             if tuple(matrix.shape) != shape:
                 raise ValueError(f"set_projection: {name} must be {shape}, got {matrix.shape}")
         self._projections[layer] = (key_projection.float(), query_projection.float())
+        if layer in self._layers:  # what is sealed is read back for its summary
+            self._layers[layer].scored = self._layers[layer].keys.clone()
 
     # What goes out.
 
@@ -145,8 +114,14 @@ class ReferenceSession:
         state = self._layers[layer]
         tokens = query.shape[2]
         if tokens > self._options.select_queries_max:
+            seen = copy.copy(state)
+            # A long chunk has its own tokens in hand.
+            seen.keys = torch.cat([state.keys[:, :, :-tokens], keys], 2)
+            seen.values = torch.cat([state.values[:, :, :-tokens], values], 2)
+            output = self._attention(seen, query, state.valid, (scale, softcap, sinks))
+            self._seal(state)
             state.selection = [list(range(state.sealed // self._options.group_tokens))] * len(query)
-            return self._attention(state, query, state.valid, (scale, softcap, sinks))
+            return output
         chosen = state.predicted
         if chosen is None:
             chosen = self._choose(layer, query, scale)
@@ -158,7 +133,7 @@ class ReferenceSession:
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
-        self.append(layer, keys, values)
+        self._store(layer, keys, values)  # a long chunk is sealed when it has attended
         return self.attend(layer, query, keys, values, scale, *terms)
 
     def needs_projection(self, layer: int) -> bool:
@@ -184,6 +159,7 @@ class ReferenceSession:
         for state in self._layers.values():
             state.keys, state.values = state.keys[index], state.values[index]
             state.valid, state.predicted = state.valid[index], None
+            state.scored = state.scored[index]
 
     def crop(self, columns: int) -> None:
         self._open()
@@ -192,6 +168,8 @@ class ReferenceSession:
             state.keys, state.values = state.keys[:, :, :columns], state.values[:, :, :columns]
             state.valid, state.predicted = state.valid[:, :columns], None
             state.sealed = min(state.sealed, self._sealed_at(state.columns))
+            came_back = state.keys[:, :, state.sealed :]
+            state.scored = torch.cat([state.scored[:, :, : state.sealed], came_back], 2)
 
     def reset(self) -> None:
         self._open()
@@ -232,7 +210,14 @@ class ReferenceSession:
         return max(0, columns - self._options.tail_tokens) // group * group
 
     def _seal(self, state: Layer) -> None:
+        before, group = state.sealed, self._options.group_tokens
         state.sealed = max(state.sealed, self._sealed_at(state.columns))
+        for sequence in range(len(state.keys) if self._options.records == "fp8" else 0):
+            sinks = self._groups(state, sequence)[0]
+            for g in set(range(before // group, state.sealed // group)) - set(sinks):
+                for side in (state.keys, state.values):
+                    part = side[sequence, :, g * group : (g + 1) * group]
+                    part.copy_(float8_rounded(part))
 
     def _groups(self, state: Layer, sequence: int) -> tuple[list[int], list[int]]:
         """(sink groups, the others with a valid token) among a sequence's sealed groups."""
@@ -271,7 +256,7 @@ class ReferenceSession:
         """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
         state = self._layers[layer]
         return METHODS[self._options.rows].group_scores(
-            state.keys[sequence, :, : state.sealed],
+            state.scored[sequence, :, : state.sealed],
             state.valid[sequence, : state.sealed],
             query,
             self._options.group_tokens,
@@ -286,7 +271,7 @@ class ReferenceSession:
         products of what may be chosen, summed in the group, joined over heads."""
         state, options = self._layers[layer], self._options
         key_projection, query_projection = self._projections[layer]
-        keys = state.keys[sequence, :, : state.sealed].float()
+        keys = state.scored[sequence, :, : state.sealed].float()
         rows = keys.transpose(0, 1).flatten(1) @ key_projection
         ratio = options.query_heads // options.kv_heads
         of_head = query_projection.unflatten(0, (options.kv_heads, -1)).repeat_interleave(ratio, 0)
@@ -371,13 +356,19 @@ class ReferenceHeads:
             session.look_ahead(layer, *own, scale)
 
     def attend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
+        return self._attended("attend", layer, query, keys, values, scale, softcap, sinks)
+
+    def _attended(self, call, layer, query, keys, values, scale, softcap, sinks) -> torch.Tensor:
         parts, count = self._split(query, keys, values), len(self._of_heads)
         sinks_of = [None] * count if sinks is None else sinks.chunk(count)
         all_parts = zip(parts, sinks_of, strict=True)
-        outputs = [s.attend(layer, *own, scale, softcap, sink) for (s, own), sink in all_parts]
+        outputs = [
+            getattr(s, call)(layer, *own, scale, softcap, sink) for (s, own), sink in all_parts
+        ]
         return torch.cat(outputs, 2)
 
-    extend = ReferenceSession.extend
+    def extend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
+        return self._attended("extend", layer, query, keys, values, scale, softcap, sinks)
 
     def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         sides = zip(*(one.read_back(layer, begin, end) for one in self._of_heads), strict=True)

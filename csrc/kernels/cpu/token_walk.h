@@ -38,8 +38,7 @@ struct AttentionPartials {
   float* log_sum_exp = nullptr;  // [units, rows]
 };
 
-/// Valid tokens of a page table, all of one format, with the heads of a page still to be told
-/// apart.
+/// Valid tokens of a page table, all of one format, for all heads of their pages.
 struct TokenBlock {
   int64_t count = 0;
   bool is_float8 = false;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/engine_options.h"
+#include "kernels/cpu/element.h"
 
 namespace kvswap {
 
@@ -18,8 +19,9 @@ struct Tokens {
 };
 
 /// The engine as it would be with all K and V in memory and no thought of speed: the same rules of
-/// sealing, sinks and selection, attention in double. Keys, queries and projections should be small
-/// whole numbers, so that scores are exact and equal scores really are.
+/// sealing (with records=fp8 what is sealed, and no sink, is rounded), sinks and selection,
+/// attention in double. Keys, queries and projections should be small whole numbers, so that scores
+/// are exact and equal scores really are.
 ///
 /// Choices are of parts: sequences, or with heads=each the KV heads of them, in order.
 class ReferenceEngine {
@@ -70,10 +72,10 @@ class ReferenceEngine {
     }
     if (tokens.tokens <= options_.select_queries_max) seal(layer);
     layer.columns += tokens.tokens;
-    if (tokens.tokens > options_.select_queries_max) seal(layer);
     for (auto& valid : valid_) {
       if (static_cast<int64_t>(valid.size()) < layer.columns) valid.resize(layer.columns, true);
     }
+    if (tokens.tokens > options_.select_queries_max) seal(layer);
   }
 
   /// query [batch, heads, queries, head_dim], contiguous.
@@ -125,11 +127,11 @@ class ReferenceEngine {
   }
 
   void select_sequences(const std::vector<int64_t>& indices) {
+    for (Layer& layer : layers_) seal(layer);
     const auto valid = valid_;
     valid_.clear();
     for (const int64_t index : indices) valid_.push_back(valid[index]);
     for (Layer& layer : layers_) {
-      seal(layer);
       const auto sequences = layer.sequences;
       layer.sequences.clear();
       for (const int64_t index : indices) layer.sequences.push_back(sequences[index]);
@@ -163,7 +165,32 @@ class ReferenceEngine {
   }
 
   void seal(Layer& layer) {
+    const int64_t before = layer.sealed;
     layer.sealed = std::max(layer.sealed, options_.sealed_groups(layer.columns));
+    for (int64_t g = before; options_.has_float8_records() && g < layer.sealed; ++g) {
+      for (int64_t b = 0; b < batch(); ++b) {
+        if (is_sink(b, g)) continue;
+        for (int64_t h = 0; h < options_.kv_heads; ++h) {
+          round(layer.sequences[b].keys, g, h);
+          round(layer.sequences[b].values, g, h);
+        }
+      }
+    }
+  }
+
+  /// To e4m3 times the least power of two with which all are at most 448.
+  void round(std::vector<float>& side, int64_t group, int64_t head) const {
+    std::vector<float*> of_head;
+    for (int64_t t = group * options_.group_tokens; t < (group + 1) * options_.group_tokens; ++t) {
+      for (int64_t d = 0; d < options_.head_dim; ++d) {
+        of_head.push_back(&side[t * width() + head * options_.head_dim + d]);
+      }
+    }
+    float largest = 0;
+    for (const float* value : of_head) largest = std::max(largest, std::fabs(*value));
+    float power = 0x1p-117f;
+    while (largest > 448 * power) power *= 2;
+    for (float* value : of_head) *value = to_float(from_float<Float8>(*value / power)) * power;
   }
 
   int64_t first_valid(int64_t b) const {

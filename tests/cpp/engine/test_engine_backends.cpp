@@ -65,6 +65,23 @@ TEST(Backends, AModelledDeviceGivesTheSameBits) {
   EXPECT_NE(reader.find("ufs("), std::string::npos) << reader;
 }
 
+TEST(Backends, EncodedRecordsGiveTheSameBitsThroughEveryReader) {
+  const TestDirectory directory;
+  std::string reader;
+  EngineOptions options = small_options(directory.path());
+  options.head_dim *= 4;
+  options.records = "fp8";
+  options.reader = "sync";
+  const std::vector<std::byte> expected = live(options, nullptr, &reader);
+  for (const char* kind : {"sync", "threads", "auto"}) {
+    for (const char* mode : {"auto", "buffered"}) {
+      options.reader = kind;
+      options.io_mode = mode;
+      EXPECT_TRUE(live(options, threaded_for, &reader) == expected) << reader << " " << mode;
+    }
+  }
+}
+
 TEST(Backends, WithoutChecksumsTheBitsAreTheSameAndTheRiskIsSaid) {
   const TestDirectory directory;
   std::string reader;

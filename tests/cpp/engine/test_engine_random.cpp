@@ -12,6 +12,7 @@ struct Shape {
   const char* replacement = "fifo";
   DType dtype = DType::kFloat32;
   const char* heads = "all";
+  const char* records = "model";
 };
 
 void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
@@ -34,6 +35,8 @@ TEST_P(RandomLife, EqualsTheReference) {
   options.heads = shape.heads;
   if (shape.dtype == DType::kBFloat16) options.head_dim *= 2;
   if (options.heads == "each") options.head_dim *= 2;
+  options.records = shape.records;
+  if (options.has_float8_records()) options.head_dim *= 4;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(seed);
     if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100, .seed = seed});
@@ -84,6 +87,21 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) {
       return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
     });
+
+INSTANTIATE_TEST_SUITE_P(
+    Float8, RandomLife,
+    testing::Combine(
+        testing::Values(
+            Shape{"usual", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8"},
+            Shape{"bfloat16", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "all", "fp8"},
+            Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3, "fifo", DType::kFloat32, "all", "fp8"},
+            Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kBFloat16, "all", "fp8"},
+            Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", "fp8"},
+            Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all",
+                  "fp8"},
+            Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "each", "fp8"}),
+        testing::Values(Place::kHost)),
+    [](const auto& info) { return std::string(std::get<0>(info.param).name); });
 
 }  // namespace
 }  // namespace kvswap

@@ -21,6 +21,7 @@ constexpr Kind kKinds[] = {
     {"low_rank_bf16", "model", DType::kBFloat16, false},
     {"low_rank_device", "model", DType::kFloat32, true},
     {"each", "model", DType::kFloat32, false},
+    {"fp8", "model", DType::kBFloat16, false},
 };
 
 EngineOptions options_of(const Kind& kind, const std::string& directory) {
@@ -30,6 +31,10 @@ EngineOptions options_of(const Kind& kind, const std::string& directory) {
   if (kind.name == std::string("each")) {
     options.heads = "each";
     options.head_dim *= 2;
+  }
+  if (kind.name == std::string("fp8")) {
+    options.records = "fp8";
+    options.head_dim *= 4;
   }
   if (kind.on_device) options.device = host_device({});
   return options;

@@ -1,0 +1,213 @@
+"""``records="fp8"``: as a cache whose columns are rounded by the codec when they are sealed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvswap_torch import ConfigError, KVSwapCache
+from tests.python.test_hf_selection import conversation
+from tests.python.test_session import BACK_ENDS, HEAD_DIM, Twins, live, native, options
+from tests.python.tiny_models import COVERING, forward, greedy, has_native, prompt, tiny_model
+from tests.reference import float8_rounded
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+HOST = [back_end for back_end in BACK_ENDS if "device" not in back_end]
+# A record of the tiny models below fills half a block of 4 KiB.
+ROUNDED = dataclasses.replace(
+    COVERING, records="fp8", group_tokens=8, tail_tokens=5, sink_tokens=0, groups_max=100
+)
+TIGHT = dataclasses.replace(ROUNDED, groups_max=2, pages_max=5, sink_tokens=3, rank=8)
+
+
+class RoundedCache(DynamicCache):
+    """Everything in memory; groups that have left the tail are rounded, once attended over."""
+
+    def __init__(self, model) -> None:
+        super().__init__(config=model.config)
+        for layer in self.layers:
+            layer.update = self._after_rounding(layer, layer.update)
+
+    @staticmethod
+    def _round(layer) -> None:
+        if not layer.is_initialized:
+            return
+        group = ROUNDED.group_tokens
+        groups = max(0, layer.keys.shape[2] - ROUNDED.tail_tokens) // group
+        for name in ("keys", "values"):
+            side = getattr(layer, name).clone()
+            sealed = side[:, :, : groups * group].unflatten(2, (groups, group))
+            side[:, :, : groups * group] = float8_rounded(sealed).flatten(2, 3)
+            setattr(layer, name, side)
+
+    def _after_rounding(self, layer, update):
+        def updated(*arguments, **named):
+            self._round(layer)
+            return update(*arguments, **named)
+
+        return updated
+
+    def crop(self, *arguments) -> None:
+        for layer in self.layers:  # what was sealed comes back rounded
+            self._round(layer)
+        super().crop(*arguments)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return tiny_model("llama", head_dim=64)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def open_rounded(wide, tmp_path):
+    with KVSwapCache(wide, tmp_path, ROUNDED) as cache:
+        yield cache
+
+
+def both(wide, open_rounded):
+    return open_rounded, RoundedCache(wide)
+
+
+def test_tokens_of_a_batch_with_padding(wide, open_rounded):
+    inputs = prompt(3, 61, padding=(0, 19, 3))
+    ours, theirs = (greedy(wide, inputs, cache, tokens=30) for cache in both(wide, open_rounded))
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, greedy(wide, inputs, tokens=30)), "rounding must be seen"
+
+
+def test_beams(wide, open_rounded):
+    inputs = prompt(2, 43, padding=(3, 0))
+    arguments = {"num_beams": 3, "num_return_sequences": 2, "tokens": 20}
+    ours, theirs = (greedy(wide, inputs, c, **arguments) for c in both(wide, open_rounded))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_chunks_and_crops(wide, open_rounded, chunk):
+    """Long and short chunks, steps, crops into sealed groups: the same logits all along."""
+    ids = prompt(2, 160, seed=chunk)["input_ids"]
+    caches = (*both(wide, open_rounded), DynamicCache(config=wide.config))
+    length = 0
+    for i, tokens in enumerate((50, *(chunk,) * 6, 1, 1, 29, 1, chunk)):
+        chunk_ids = ids[:, length : length + tokens]
+        ours, theirs, plain = (forward(wide, chunk_ids, cache) for cache in caches)
+        # A key that differs in its last bit may round to the next number of e4m3.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-3)
+        if i > 1:
+            assert (ours - plain).abs().max() > 0.02, "rounding must be seen"
+        length += tokens
+        if i % 4 == 2:
+            for cache in caches:
+                cache.crop(-21)
+            length -= 21
+
+
+def test_save_open_and_fork_go_on_rounded(wide, open_rounded, tmp_path):
+    inputs = prompt(1, 60)
+    ours, theirs = both(wide, open_rounded)
+    out = greedy(wide, inputs, ours, tokens=9)
+    assert torch.equal(greedy(wide, inputs, theirs, tokens=9), out)
+    ours.save(tmp_path / "saved.kvswap")
+    more = {"input_ids": out, "attention_mask": torch.ones_like(out)}
+    fork = ours.fork()
+    expected = greedy(wide, more, theirs, tokens=25)
+    with KVSwapCache.open(wide, tmp_path / "saved.kvswap", path=tmp_path) as opened:
+        opened.save(tmp_path / "copied.kvswap")  # what was opened is copied, not linked
+        assert torch.equal(greedy(wide, more, opened, tokens=25), expected)
+    with KVSwapCache.open(wide, tmp_path / "copied.kvswap", path=tmp_path) as opened:
+        assert torch.equal(greedy(wide, more, opened, tokens=25), expected)
+    assert torch.equal(greedy(wide, more, fork, tokens=25), expected)
+    assert torch.equal(greedy(wide, more, ours, tokens=25), expected)
+    fork.close()
+
+
+@pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "true-query"])
+@pytest.mark.parametrize("rows", ["low_rank", "box"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_choices_are_the_references(wide, rows, heads, look_ahead, tmp_path, monkeypatch):
+    changes = {"rows": rows, "heads": heads, "look_ahead": look_ahead}
+    if rows == "box":
+        changes["rank"] = 32
+    if heads == "each":
+        changes["group_tokens"] = 16
+    config = dataclasses.replace(TIGHT, **changes)
+    logits, chosen, _ = conversation(wide, tmp_path, config, "native", monkeypatch)
+    expected, expected_chosen, _ = conversation(wide, tmp_path, config, "reference", monkeypatch)
+    assert chosen == expected_chosen
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations(tmp_path, seed, heads):
+    rng = random.Random(seed)
+    made = options(
+        tmp_path,
+        records="fp8",
+        heads=heads,
+        rows=rng.choice(["low_rank", "box"]),
+        group_tokens=rng.choice([16, 19]) if heads == "each" else rng.choice([8, 11, 16]),
+        groups_max=rng.choice([1, 3, 8]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        sink_tokens=rng.choice([0, 4, 20]),
+        select_queries_max=rng.choice([1, 4]),
+        **rng.choice(HOST),
+    )
+    live(made, rng, seed)
+
+
+def test_half_the_bytes_and_the_ledger_holds(wide, tmp_path):
+    inputs = prompt(2, 300)
+    facts = []
+    for records in ("model", "fp8"):
+        config = dataclasses.replace(TIGHT, records=records, rank=16)
+        with KVSwapCache(wide, tmp_path, config) as cache:
+            greedy(wide, inputs, cache, tokens=20)
+            facts.append(cache.stats())
+    plain, rounded = facts
+    # float32: a quarter.
+    assert rounded.bytes_written * 4 == plain.bytes_written
+    assert 0 < rounded.bytes_read < plain.bytes_read  # what merging reads beside depends
+    assert rounded.bytes_read_per_token < 0.3 * plain.bytes_read_per_token
+    assert rounded.ledger["pages"] < 0.7 * plain.ledger["pages"]
+
+
+def test_what_is_no_number_stays_visible(tmp_path):
+    twins = Twins(options(tmp_path, records="fp8", group_tokens=8, groups_max=100, pages_max=100))
+    session = twins.sessions[0]
+    keys = torch.randn(1, 2, 60, HEAD_DIM)
+    values = torch.randn(1, 2, 60, HEAD_DIM)
+    values[0, 1, 20, 5], values[0, 1, 21, 6] = torch.nan, torch.inf
+    session.append(0, keys, values)
+    back = session.read_back(0, 0, 60)[1]
+    assert back[0, 1, 20, 5].isnan() and back[0, 1, 21, 6].isnan()
+    assert back.isnan().sum() == 2
+
+
+def test_a_device_refuses(tmp_path):
+    with pytest.raises(ValueError, match="records must be 'model' where pages are a device's"):
+        native(options(tmp_path, records="fp8", group_tokens=8, device="host"))
+
+
+def test_refusals_name_the_number(wide, tmp_path):
+    small = dataclasses.replace(ROUNDED, group_tokens=1)
+    with pytest.raises(ConfigError, match="records: must be"):
+        dataclasses.replace(ROUNDED, records="e5m2")
+    narrow = tiny_model("llama", head_dim=8, num_key_value_heads=1)
+    with (
+        pytest.raises(ValueError, match="records=fp8 group_tokens must be at least [0-9]+, so"),
+        KVSwapCache(narrow, tmp_path, small) as cache,
+    ):
+        greedy(narrow, prompt(1, 20), cache)
