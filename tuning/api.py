@@ -19,7 +19,7 @@ from kvswap_torch.tuning.pipeline import TuneOptions, find_settings, measure_all
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.result import TuneResult
 from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.settings import check_budget
+from kvswap_torch.tuning.settings import FORMATS, check_budget
 from kvswap_torch.tuning.solver import SOLVERS
 from kvswap_torch.tuning.texts import default_samples, samples_from_files
 from kvswap_torch.tuning.work import WorkFolder
@@ -164,6 +164,7 @@ def tune(
             Path(path),
             options.calibration.choice,
             options.sizes,
+            options.records,
         )
     with tempfile.TemporaryDirectory() as scratch:
         drawn: list[Samples] = []
@@ -206,6 +207,10 @@ def _check(max_context_len: int, max_batch_size: int, options: TuneOptions) -> N
     if options.solver not in SOLVERS:
         raise ConfigError(
             f"tune: solver must be one of {', '.join(SOLVERS)}, got {options.solver!r}"
+        )
+    if options.records not in FORMATS:
+        raise ConfigError(
+            f"tune: records must be one of {', '.join(FORMATS)}, got {options.records!r}"
         )
     for name in ("min_recall", "exposed_share"):
         if not 0 <= getattr(options, name) <= 1:

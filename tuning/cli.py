@@ -113,6 +113,9 @@ def main(
         float, typer.Option(min=0, max=1, help="Share of loading that may stay visible (greedy).")
     ] = 0.0,
     uniform_rank: Annotated[bool, typer.Option(help="One rank for all layers.")] = False,
+    records: Annotated[
+        str, typer.Option(help="What records hold: model, fp8, or both to search them together.")
+    ] = "model",
     evaluate: Annotated[
         bool, typer.Option(help="Decode the held-out questions with the result.")
     ] = False,
@@ -139,6 +142,7 @@ def main(
             min_recall=min_recall,
             exposed_share=exposed_share,
             uniform_rank=uniform_rank,
+            records=records,
         )
         network = load_model(model)
         with _progress(console) as progress:

@@ -175,6 +175,7 @@ class SettingCosts:
             rank=self.levels.ranks[setting.rank],
             groups_max=groups,
             pages_max=pages,
+            records=setting.records,
         )
 
     def attended(self, setting: Setting) -> int:

@@ -25,7 +25,14 @@ from kvswap_torch.tuning.probe import DiskFigures, probe_disk
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.recall import RANKS, rank_grid
 from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.settings import Demand, engine_need, true_query_layers, usable_sizes
+from kvswap_torch.tuning.settings import (
+    FORMATS,
+    Demand,
+    engine_need,
+    sizes_by_format,
+    true_query_layers,
+    usable_sizes,
+)
 from kvswap_torch.tuning.solver import Grid, Solved, make_config, pairs_to_solve, solve
 from kvswap_torch.tuning.step_model import LoadingModel, StepModel, Work, fit_loading, fit_steps
 from kvswap_torch.tuning.timing import (
@@ -38,7 +45,7 @@ from kvswap_torch.tuning.timing import (
     loading_steps,
     measure,
 )
-from kvswap_torch.tuning.traffic import POLICIES, Traffic, TrafficTable
+from kvswap_torch.tuning.traffic import Traffic, TrafficTable, pick_replacement
 from kvswap_torch.tuning.work import (
     Calibrated,
     from_calibration,
@@ -63,7 +70,6 @@ CAPACITY_SHARES = (
     8.0,
 )  # of the tokens attended
 MODELLED = ("nvme", "ufs", "emmc")  # what a session can be slowed down to
-REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
 PROJECTION_NAME = "projection.safetensors"
 CALIBRATION_NAME = "calibration.safetensors"
 
@@ -88,6 +94,8 @@ class TuneOptions:
         Time for the disk.
     sizes
         Group sizes to try.
+    records
+        What records hold: ``model``, ``fp8``, or ``both`` to search them with the group sizes.
     """
 
     device: str = ""
@@ -97,6 +105,7 @@ class TuneOptions:
     uniform_rank: bool = False
     probe_seconds: float = 40.0
     sizes: tuple[int, ...] = GROUPS
+    records: str = "model"
     calibration: CalibrationOptions = field(
         default_factory=lambda: CalibrationOptions(rank_max=RANK_MAX)
     )
@@ -336,28 +345,17 @@ def _work_of(timing: Timing, base: SwapConfig, shape: ModelShape) -> Work:
     return make_work(config, shape, place.batch, place.context, [traffic] * shape.layers)
 
 
-def pick_replacement(traffic: TrafficTable, context: int) -> str:
-    """Who leaves the reuse buffer: the policy that finds most; the paper's where it finds as much.
-
-    Judged with twice as much kept as is attended.
-    """
-    group = traffic.choices.middle_group
-    pages = 2 * traffic.choices.tokens // group
-    loads = {
-        policy: sum(each.loads for each in traffic.reuse(group, pages, policy, context))
-        for policy in POLICIES
-    }
-    best = min(POLICIES, key=loads.__getitem__)
-    return best if loads[best] < (1 - REPLACEMENT_GAIN_MIN) * loads["fifo"] else "fifo"
-
-
 def make_grid(measured: Measured, levels: Levels, context: int, options: TuneOptions) -> Grid:
     """Values to choose from."""
     tokens = measured.calibrated.choices.tokens
     capacities = {int(share * tokens) for share in CAPACITY_SHARES}
     capacities = {each for each in capacities if each < context} | {max(context, tokens)}
+    alignment = measured.figures.alignment_bytes
+    groups, too_small = sizes_by_format(options.sizes, measured.shape, alignment, options.records)
     return Grid(
-        groups=tuple(usable_sizes(options.sizes, measured.shape, measured.figures.alignment_bytes)),
+        groups=groups,
+        records=FORMATS[options.records],
+        too_small=too_small,
         ranks=levels.values,
         capacities=tuple(sorted(capacities)),
         exposed_share=options.exposed_share,

@@ -27,6 +27,8 @@ class Point:
     ----------
     setting
         Name -> value, as `solver.Setting` has them: group_tokens, rank, capacity.
+    records
+        What records hold.
     rank_total
         Columns of all layers together.
     recall
@@ -52,6 +54,7 @@ class Point:
     memory_bytes: int
     chosen: bool = False
     solver: str = ""
+    records: str = "model"
 
     @property
     def tokens_per_s(self) -> float:
@@ -145,6 +148,7 @@ def neighbours(data: ReportData, most: int = 6) -> list[Point]:
             for name, value in point.setting.items()
             if name in chosen.setting and value != chosen.setting[name]
         ]
+        ratios += [2.0] * (point.records != chosen.records)
         return len(ratios), sum(ratios)
 
     others = [point for point in data.points if not point.chosen]
@@ -159,10 +163,11 @@ def setting_text(point: Point) -> str:
     words = {"group_tokens": "G {}", "rank": "rank {}", "capacity": "{:,} kept"}
     known = [name for name in words if name in point.setting]
     others = sorted(name for name in point.setting if name not in words)
-    return ", ".join(
+    told = [
         words.get(name, name.replace("_", " ") + " {}").format(point.setting[name])
         for name in [*known, *others]
-    )
+    ]
+    return ", ".join(told + [point.records] * (point.records != "model"))
 
 
 def report_data(result: TuneResult) -> ReportData:
@@ -199,9 +204,12 @@ def _points(result: TuneResult, solved: Solved) -> Iterator[Point]:
 
 def _point(solved: Solved, found: Solution, solver: str) -> Point:
     cost = solved.costs.cost(found.setting)
+    setting = dataclasses.asdict(found.setting)
+    records = setting.pop("records")
     ranks = solved.costs.config(found.setting).ranks(solved.costs.shape.layers)
     return Point(
-        setting=dataclasses.asdict(found.setting),
+        setting=setting,
+        records=records,
         rank_total=sum(ranks),
         recall=found.recall,
         bytes_per_token=cost.bytes_read,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.tuning.costs import Levels
 from kvswap_torch.tuning.pipeline import Measured, TuneOptions
-from kvswap_torch.tuning.solver import Solved
+from kvswap_torch.tuning.solver import Solved, best_of_formats
 from kvswap_torch.version import __version__
 
 
@@ -129,6 +130,8 @@ def print_result(result: TuneResult, console: Console) -> None:
         "rank: columns a layer on average; kept: tokens in memory per layer and sequence; ms: of a "
         "step; read: MiB per token of a sequence; MiB: in memory, 1/ of the full cache"
     )
+    for line in _formats(result):
+        console.print(line)
     measured, calibrated = result.measured, result.measured.calibrated
     ranks = ", ".join(map(str, result.config.ranks(calibrated.layers)))
     summary = "int8" if calibrated.summary_dtype == "int8" else "the model's dtype"
@@ -153,6 +156,21 @@ def print_result(result: TuneResult, console: Console) -> None:
         )
     for warning in (*calibrated.warnings, *figures.warnings):
         console.print(f"[yellow]{escape(warning)}")
+
+
+def _formats(result: TuneResult) -> Iterator[str]:
+    """What each format of records would give, where several were tried."""
+    solved = result.solved[0]
+    if len(solved.grid.records) == 1:
+        return
+    found = best_of_formats(solved.grid, solved.costs, result.budget_bytes)
+    for records, best in found.items():
+        cost = solved.costs.cost(best.setting)
+        yield (
+            f"records {records}, batch {solved.batch}, context {solved.context:,}: "
+            f"{1e3 * best.step_seconds:.1f} ms a step, {cost.bytes_read / 2**20:.2f} MiB read, "
+            f"{best.memory_bytes / 2**20:.1f} MiB in memory, G {best.setting.group_tokens}"
+        )
 
 
 def _table(result: TuneResult) -> Table:

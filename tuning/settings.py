@@ -65,16 +65,29 @@ def engine_need(model: Any, demand: Demand, alignment_bytes: int = ALIGNMENT_BYT
 
 
 RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
+# What `TuneOptions.records` may be -> values of `SwapConfig.records` to try.
+FORMATS = {"model": ("model",), "fp8": ("fp8",), "both": ("model", "fp8")}
 
 
-def usable_sizes(sizes: Sequence[int], shape: ModelShape, alignment: int) -> list[int]:
+def usable_sizes(
+    sizes: Sequence[int], shape: ModelShape, alignment: int, records: str = "model"
+) -> list[int]:
     """Group sizes whose records are not mostly padding."""
-    token = 2 * shape.width * shape.element_bytes
+    token = 2 * shape.width * (1 if records == "fp8" else shape.element_bytes)
 
     def waste(size: int) -> float:
         return -(-size * token // alignment) * alignment / (size * token)
 
     return [size for size in sizes if waste(size) <= RECORD_WASTE_MAX] or [max(sizes)]
+
+
+def sizes_by_format(
+    sizes: Sequence[int], shape: ModelShape, alignment: int, searched: str
+) -> tuple[tuple[int, ...], frozenset[tuple[str, int]]]:
+    """Group sizes that some format can use, rising, and (format, size) of those that it cannot."""
+    usable = {each: usable_sizes(sizes, shape, alignment, each) for each in FORMATS[searched]}
+    groups = tuple(sorted(set().union(*usable.values())))
+    return groups, frozenset((r, g) for r in usable for g in groups if g not in usable[r])
 
 
 def check_budget(
@@ -85,6 +98,7 @@ def check_budget(
     path: Path,
     choice: Choice,
     sizes: Sequence[int],
+    searched: str = "model",
 ) -> None:
     """Refuses, before anything is measured, a budget that no settings of the tuner's fit in.
 
@@ -111,8 +125,10 @@ def check_budget(
             score=choice.score,
             sink_tokens=choice.sink_tokens,
             tail_tokens=choice.tail_tokens,
+            records=records,
         )
-        for size in usable_sizes(sizes, shape, alignment)
+        for records in FORMATS[searched]
+        for size in usable_sizes(sizes, shape, alignment, records)
     ]
     least = min(smallest, key=lambda config: need(config)["total"])
     if need(least)["total"] > budget_bytes:

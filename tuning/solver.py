@@ -6,6 +6,7 @@ model, so that both solvers can be compared, tested without a disk and run again
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +34,14 @@ class Setting:
         Columns of the summary: one number, the level that a rank for each layer is derived from.
     capacity
         C: tokens kept in memory per layer and sequence, at least those that a step attends.
+    records
+        What a record holds: `kvswap_torch.SwapConfig.records`.
     """
 
     group_tokens: int
     rank: int
     capacity: int
+    records: str = "model"
 
 
 class Costs(Protocol):
@@ -69,6 +73,10 @@ class Grid:
         alpha: the share of loading that need not be hidden behind computation, 0 to 1.
     recall_min
         Settings below it are left out.
+    records
+        Formats of records.
+    too_small
+        (format, G) of records that the disk would mostly pad.
     """
 
     groups: tuple[int, ...]
@@ -76,6 +84,13 @@ class Grid:
     capacities: tuple[int, ...]
     exposed_share: float = 0.0
     recall_min: float = 0.0
+    records: tuple[str, ...] = ("model",)
+    too_small: frozenset[tuple[str, int]] = frozenset()
+
+    def stored(self) -> list[tuple[str, int]]:
+        """(format, G) of the records to choose from: the smallest G first."""
+        pairs = [(records, group) for group in self.groups for records in self.records]
+        return [pair for pair in pairs if pair not in self.too_small]
 
     def __post_init__(self) -> None:
         for name in ("groups", "ranks", "capacities"):
@@ -84,6 +99,8 @@ class Grid:
                 raise ValueError(f"grid: {name} must be positive and rising, got {values}")
         if not 0 <= self.exposed_share <= 1:
             raise ValueError(f"grid: exposed_share must be 0 to 1, got {self.exposed_share}")
+        if not self.stored():
+            raise ValueError(f"grid: groups must be usable in a format, got {self.groups}")
 
 
 @dataclass(frozen=True)
@@ -147,20 +164,21 @@ def solve_exhaustive(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
 
 def solutions(grid: Grid, costs: Costs, budget_bytes: int) -> list[Solution]:
     """All settings of the grid that fit the budget, whatever their recall."""
-    settings = itertools.product(grid.groups, grid.ranks, grid.capacities)
-    fitting = (
-        setting
-        for setting in itertools.starmap(Setting, settings)
-        if costs.memory_bytes(setting) <= budget_bytes
+    settings = (
+        Setting(group, rank, capacity, records)
+        for (records, group), rank, capacity in itertools.product(
+            grid.stored(), grid.ranks, grid.capacities
+        )
     )
+    fitting = (setting for setting in settings if costs.memory_bytes(setting) <= budget_bytes)
     return [_judge(grid, costs, setting) for setting in fitting]
 
 
 def _at_capacity(grid: Grid, costs: Costs, budget_bytes: int, capacity: int) -> Iterator[Solution]:
     """For each G, smallest first, the solution with the largest rank that fits."""
-    for group in grid.groups:
+    for records, group in grid.stored():
         for rank in reversed(grid.ranks):
-            setting = Setting(group, rank, capacity)
+            setting = Setting(group, rank, capacity, records)
             if costs.memory_bytes(setting) > budget_bytes:
                 continue
             found = _judge(grid, costs, setting)
@@ -180,14 +198,18 @@ def _judge(grid: Grid, costs: Costs, setting: Setting) -> Solution:
     )
 
 
-def _preference(found: Solution) -> tuple[float, int, int, int]:
+def _preference(found: Solution) -> tuple[float, bool, int, int, int]:
     setting = found.setting
-    return found.step_seconds, -setting.rank, setting.group_tokens, setting.capacity
+    is_rounded = setting.records != "model"
+    return found.step_seconds, is_rounded, -setting.rank, setting.group_tokens, setting.capacity
 
 
 def _too_small(grid: Grid, costs: Costs, budget_bytes: int) -> BudgetError:
     smallest = min(
-        (Setting(group, grid.ranks[0], grid.capacities[0]) for group in grid.groups),
+        (
+            Setting(group, grid.ranks[0], grid.capacities[0], records)
+            for records, group in grid.stored()
+        ),
         key=costs.memory_bytes,
     )
     need = costs.memory_bytes(smallest)
@@ -203,6 +225,16 @@ def _too_small(grid: Grid, costs: Costs, budget_bytes: int) -> BudgetError:
         f"more than the budget of {budget_bytes} ({format_bytes(budget_bytes)}); raise the budget, "
         "or lower context or batch"
     )
+
+
+def best_of_formats(grid: Grid, costs: Costs, budget_bytes: int) -> dict[str, Solution]:
+    """What each format of records would give: its best setting, where one fits."""
+    found = {}
+    for records in grid.records:
+        alone = dataclasses.replace(grid, records=(records,))
+        with contextlib.suppress(BudgetError):
+            found[records] = solve_exhaustive(alone, costs, budget_bytes)
+    return found
 
 
 SOLVERS = {"exhaustive": solve_exhaustive, "greedy": solve_greedy}
@@ -297,5 +329,5 @@ def make_config(solved: Sequence[Solved], base: SwapConfig) -> SwapConfig:
 
 
 def _solved_fields(config: SwapConfig) -> dict[str, object]:
-    names = ("group_tokens", "rank", "groups_max", "pages_max")
+    names = ("group_tokens", "rank", "groups_max", "pages_max", "records")
     return {name: getattr(config, name) for name in names}

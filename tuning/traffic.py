@@ -274,3 +274,21 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
         sum(each.reads for each in traffic) / count,
         sum(each.bytes_read for each in traffic) / count,
     )
+
+
+REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
+
+
+def pick_replacement(traffic: TrafficTable, context: int) -> str:
+    """Who leaves the reuse buffer: the policy that finds most; the paper's where it finds as much.
+
+    Judged with twice as much kept as is attended.
+    """
+    group = traffic.choices.middle_group
+    pages = 2 * traffic.choices.tokens // group
+    loads = {
+        policy: sum(each.loads for each in traffic.reuse(group, pages, policy, context))
+        for policy in POLICIES
+    }
+    best = min(POLICIES, key=loads.__getitem__)
+    return best if loads[best] < (1 - REPLACEMENT_GAIN_MIN) * loads["fifo"] else "fifo"

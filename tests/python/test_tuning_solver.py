@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvswap_torch.errors import BudgetError
-from kvswap_torch.tuning.solver import Grid, Setting, solve_exhaustive, solve_greedy
+from kvswap_torch.tuning.solver import (
+    Grid,
+    Setting,
+    best_of_formats,
+    solutions,
+    solve_exhaustive,
+    solve_greedy,
+)
 
 GRID = Grid(groups=(1, 2, 4, 8), ranks=(8, 16, 32, 64), capacities=(400, 600, 800))
 LEAST = 8 * 32 + 400
@@ -119,6 +126,39 @@ def test_where_nothing_hides_the_fastest_met_is_taken():
     found = solve_greedy(GRID, Model(read_seconds=1.0), 4000)
     assert not found.hides
     assert (found.setting.group_tokens, found.setting.capacity) == (8, 800)
+
+
+@dataclass(frozen=True)
+class Stored(Model):
+    """Records of a group of one token fill half a block; those of fp8 are half as large."""
+
+    def record_bytes(self, setting: Setting) -> int:
+        wanted = setting.group_tokens * (1 if setting.records == "fp8" else 2)
+        return max(2, wanted)
+
+    def io_seconds(self, setting: Setting) -> float:
+        return super().io_seconds(setting) * self.record_bytes(setting) / 2
+
+    def memory_bytes(self, setting: Setting) -> int:
+        held = setting.capacity // setting.group_tokens * self.record_bytes(setting)
+        return setting.rank * 32 + held
+
+
+def test_formats_of_records_are_searched_with_the_group_sizes():
+    grid = replace(GRID, records=("model", "fp8"), too_small=frozenset({("fp8", 1)}))
+    model = Stored(read_seconds=5e-4)
+    tried = {
+        (each.setting.records, each.setting.group_tokens) for each in solutions(grid, model, 9999)
+    }
+    assert tried == {("model", g) for g in GRID.groups} | {("fp8", g) for g in (2, 4, 8)}
+    each = best_of_formats(grid, model, 9999)
+    assert each["fp8"].setting.records == "fp8"
+    assert each["fp8"].step_seconds < each["model"].step_seconds
+    assert solve_exhaustive(grid, model, 9999) == each["fp8"]
+    # Where it makes no difference, nothing is rounded.
+    assert solve_exhaustive(grid, Stored(read_seconds=0.0), 9999).setting.records == "model"
+    # What fits in one format alone is what that one gives.
+    assert set(best_of_formats(grid, model, 700)) == {"fp8"}
 
 
 @pytest.mark.parametrize("solve", [solve_greedy, solve_exhaustive])
