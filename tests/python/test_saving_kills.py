@@ -41,7 +41,7 @@ SAVER = """
 
     def save(job):
         cache, _ = filled(tiny_model("llama"), job["folder"])
-        print(os.getpid(), flush=True)
+        print("pid", os.getpid(), flush=True)
         if "step" not in job:
             cache.save(job["folder"] + "/a", overwrite=True)
             time.sleep(600)
@@ -69,7 +69,9 @@ def saver() -> Iterator[subprocess.Popen]:
 
 def begin(saver: subprocess.Popen, **job: object) -> int:
     print(json.dumps(job), file=saver.stdin, flush=True)
-    return int(saver.stdout.readline())
+    what, number = saver.stdout.readline().split()  # a child that has failed says no "pid"
+    assert what == "pid"
+    return int(number)
 
 
 def end(saver: subprocess.Popen) -> int:
