@@ -25,7 +25,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check locked-cuda \
   sanitize-address sanitize-undefined sanitize-thread \
-  sanitize-short sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
+  sanitize-short sanitize-short-thread sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -99,15 +99,17 @@ HAS_PLAIN_LAYOUT = [[ -n '$(PLAIN_LAYOUT)' || $$(cat /proc/sys/vm/mmap_rnd_bits 
 CHECKS_LEAKS = mkdir -p build && echo 'int main() {}' | \
   g++ -fsanitize=address -x c++ -o build/leak-check - && build/leak-check 2>/dev/null
 
-sanitize-short: $(STAMP)  ## a part of the tests under each sanitizer, and short fuzzing; 5 minutes
-	@if $(HAS_PLAIN_LAYOUT); then \
-	  $(call LOCK,short-thread) $(SUB) locked-core DIR=build/short-thread $(SHORT_TEST) \
-	    FLAGS="$(SHORT_THREAD)" UNDER="$(PLAIN_LAYOUT)"; \
-	else echo "sanitize-short: no ThreadSanitizer, since setarch -R is refused here"; fi
+sanitize-short: sanitize-short-thread  ## a part of the tests under each sanitizer, short fuzzing
 	@$(CHECKS_LEAKS) || export ASAN_OPTIONS=detect_leaks=0; \
 	$(call LOCK,short-address) $(SUB) locked-core DIR=build/short-address $(SHORT_TEST) \
 	  FLAGS="$(SHORT_ADDRESS)" && \
 	$(call LOCK,short-address) $(SUB) locked-fuzz DIR=build/short-address FUZZ_SECONDS=4
+
+sanitize-short-thread: $(STAMP)  ## readers, write queue and store under ThreadSanitizer
+	@if $(HAS_PLAIN_LAYOUT); then \
+	  $(call LOCK,short-thread) $(SUB) locked-core DIR=build/short-thread $(SHORT_TEST) \
+	    FLAGS="$(SHORT_THREAD)" UNDER="$(PLAIN_LAYOUT)"; \
+	else echo "sanitize-short: no ThreadSanitizer, since setarch -R is refused here"; fi
 
 sanitize-python: $(STAMP)  ## sessions and caches of Python over libraries under ASan and UBSan
 	@$(call LOCK,sanitize-python) $(SUB) locked-sanitize-python
@@ -218,7 +220,8 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) lint
 	@$(SUB) cpp-test
 	@$(PY) -m tests.known_skips build/core/Testing/Temporary/LastTest.log
-	@$(SUB) sanitize-short
+	@$(SUB) sanitize-short-thread
+	@$(SUB) fuzz-short
 	@$(SUB) cuda-compile
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -80,16 +81,17 @@ class FaultyReader final : public BlockReader {
   std::map<Ticket, Planned> planned_;
 };
 
+/// Changed by a test while the queue's thread writes: what that reads meanwhile is atomic.
 struct WriteFaults {
-  uint64_t fail_write = 0;    // this write() fails and writes nothing
-  uint64_t tear_write = 0;    // this write() puts its first half down and fails
+  std::atomic<uint64_t> fail_write = 0;  // this write() fails and writes nothing
+  uint64_t tear_write = 0;               // this write() puts its first half down and fails
   uint64_t flip_write = 0;    // one bit of this write() goes down wrong, and nobody is told
   uint64_t fail_reserve = 0;  // this reserve() fails
   bool lasts = false;         // fail_write is the first of many: until it is set to 0
   int error_number = ENOSPC;
 
-  uint64_t writes_seen = 0;
-  uint64_t reserves_seen = 0;
+  std::atomic<uint64_t> writes_seen = 0;
+  std::atomic<uint64_t> reserves_seen = 0;
 };
 
 /// The same for the file. Called by one thread at a time, like the file itself.
