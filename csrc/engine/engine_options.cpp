@@ -81,8 +81,7 @@ Status EngineOptions::validate() const {
   if (device && has_float8_records()) {
     return Status::invalid(
         "session: records must be 'model' where pages are a device's, got 'fp8', which the CPU "
-        "alone "
-        "reads; leave records out, or keep the cache in host memory");
+        "alone reads; leave records out, or keep the cache in host memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {

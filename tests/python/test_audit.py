@@ -63,10 +63,22 @@ class Watched:
         return (weights * ~read[:, :, None]).sum(-1).mean((1, 2))
 
 
-@pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("rows", ["low_rank", "box"])
-def test_all_groups_looked_at_give_the_true_share(tmp_path, rows, heads):
-    made = options(tmp_path, rows=rows, heads=heads, audit_every=1, audit_groups=100)
+@pytest.mark.parametrize(
+    ("rows", "heads", "records"),
+    [
+        ("low_rank", "all", "model"),
+        ("low_rank", "each", "model"),
+        ("box", "all", "model"),
+        ("box", "each", "model"),
+        ("low_rank", "all", "fp8"),
+        ("low_rank", "each", "fp8"),
+    ],
+)
+def test_all_groups_looked_at_give_the_true_share(tmp_path, rows, heads, records):
+    near = 1e-5 if records == "model" else 0.01  # keys are rounded
+    size = 4 if records == "model" else 16  # a record of one head fills half a sector
+    changes = {"group_tokens": size, "records": records, "groups_max": 5 if size == 4 else 3}
+    made = options(tmp_path, rows=rows, heads=heads, audit_every=1, audit_groups=100, **changes)
     watched = Watched(made)
     valid = torch.ones(2, 150, dtype=torch.bool)
     valid[0, :37] = False
@@ -79,7 +91,7 @@ def test_all_groups_looked_at_give_the_true_share(tmp_path, rows, heads):
         # Sequences take turns; layers begin at other turns.
         turns = [(layer // 2 + step + 1) % 2 for step in range(len(shares))]
         looked = torch.stack([share[turn] for share, turn in zip(shares, turns, strict=True)])
-        assert counters[f"missed_mass_{layer}"] == pytest.approx(looked.mean().item(), abs=1e-5)
+        assert counters[f"missed_mass_{layer}"] == pytest.approx(looked.mean().item(), abs=near)
     mean = sum(counters[f"missed_mass_{layer}"] for layer in watched.missed) / made.layers
     assert counters["missed_mass"] == pytest.approx(mean)
     assert 0.1 < mean < 0.9
