@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvswap_torch import config_file
+from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
     ModelIdentity,
     Solution,
@@ -25,7 +26,6 @@ from kvswap_torch.config_rules import (
     Floor,
     Owned,
     boolean,
-    checked_rank,
     documented,
     layers_rule,
     number,
@@ -168,8 +168,8 @@ class SwapConfig:
     )
     projection_kind: str = one_of(
         "query_aware",
-        ("query_aware", "svd_keys"),
-        "the best bilinear form of queries and keys, or the paper's SVD of the keys",
+        ("query_aware", "svd_keys", "pca_per_head", "skewed"),
+        "best bilinear form, SVD of the keys (the paper), or a block a KV head: Loki, InfiniGen",
     )
     model: ModelIdentity | None = plain(None, "the model it is for; None: any")
     provenance: Mapping[str, Any] = plain(dict, "how it was found: free-form, never interpreted")
@@ -250,9 +250,19 @@ class SwapConfig:
         return dataclasses.replace(self, **dict(row.settings), table=())
 
     @property
+    def solutions(self) -> tuple[SwapConfig, ...]:
+        """Each row of the table as a config without one."""
+        return tuple(map(self._with, self.table))
+
+    @property
     def takes_projections(self) -> bool:
         """Does a layer need a pair of projections before it can choose?"""
         return self.rows == "low_rank"
+
+    @property
+    def doubles_estimates(self) -> bool:
+        """Does a projection from the prompt get twice the columns? Blocks are published without."""
+        return self.projection_kind in ("query_aware", "svd_keys")
 
     def row_heads(self, kv_heads: int) -> int:
         """How many of a model's KV heads choose together."""
@@ -305,32 +315,9 @@ class SwapConfig:
         ------
         ConfigError
             Naming each thing that differs; also for a rank that the model's keys are too narrow
-            for, or one rank a layer for another number of layers.
+            for, one rank a layer for another number of layers, or a layer that it does not have.
         """
-        if self.model is not None:
-            differences = self.model.differences(identity)
-            if differences:
-                told = ", ".join(
-                    f"{name} {ours} (this model: {theirs})"
-                    for name, (ours, theirs) in differences.items()
-                )
-                where = f"config {self.source}" if self.source else "config"
-                raise ConfigError(
-                    f"{where}: must be for the model it is used with, but was made for {told}; "
-                    "calibrate this model, or leave the config out"
-                )
-        if identity.layers is not None:
-            self.ranks(identity.layers)
-            if any(layer >= identity.layers for layer in self.true_query_layers):
-                raise ConfigError(
-                    f"true_query_layers: must be below {identity.layers}, the layers on disk, got "
-                    f"{list(self.true_query_layers)}"
-                )
-        if identity.kv_heads is not None and identity.head_dim is not None:
-            width = self.row_heads(identity.kv_heads) * identity.head_dim
-            for row in (self, *map(self._with, self.table)):
-                if row.takes_projections:
-                    checked_rank(row.rank, width)
+        check_model(self, identity)
 
     @property
     def projection_path(self) -> Path | None:

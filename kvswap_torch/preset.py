@@ -58,6 +58,11 @@ class Shape:
         """Numbers of one token's keys."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def group_of_head(self) -> int:
+        """Tokens of the smallest group of one KV head whose record fills half of what is read."""
+        return -(-((self.alignment_bytes + 1) // 2) // (2 * self.head_dim * self.element_bytes))
+
 
 Value = Any | Callable[[Shape], Any]
 
@@ -121,9 +126,26 @@ class Preset:
             raise ConfigError(f"{where}: {error}") from error
 
 
+def _groups(tokens: int) -> Callable[[Shape], int]:
+    """Groups of one KV head that hold so many tokens."""
+    return lambda shape: -(-tokens // shape.group_of_head)
+
+
 _BOX = {"rows": "box", "heads": "each", "replacement": "lru"}
+_STAR = {
+    "projection_kind": "skewed",
+    "group_tokens": 1,
+    "look_ahead": True,
+    "sink_tokens": 0,
+    "rank": lambda shape: max(1, round(0.3 * shape.width)),
+    "groups_max": 400,
+}
 _SUMMED = "query heads that share keys choose together, by the sum of their bounds, not the largest"
 _CHOOSING = "the first two layers choose too, where the paper has them attend everything"
+
+_NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
+_ALIGNED = "groups of one token only where the disk reads so little at once, else of the fewest"
+_FIXED = "a fixed number of tokens for every layer and head, where the paper varies it"
 
 PRESETS = (
     Preset(
@@ -178,13 +200,68 @@ PRESETS = (
             _CHOOSING,
         ),
     ),
+    Preset(
+        "infinigen",
+        "InfiniGen",
+        "To reproduce a table.",
+        "On any disk: single tokens of single heads are small reads, and nothing is reused.",
+        {
+            "projection_kind": "skewed",
+            "heads": "each",
+            "look_ahead": True,
+            "sink_tokens": 0,
+            "group_tokens": lambda shape: shape.group_of_head,
+            "rank": lambda shape: max(1, round(0.3 * shape.head_dim)),
+            "groups_max": _groups(400),
+            "pages_max": _groups(400),
+            "replacement": "none",
+        },
+        "the paper finds the skew beforehand; else it is made of the prompt",
+        (_FIXED, _ALIGNED, _NEWEST),
+    ),
+    Preset(
+        "infinigen-star",
+        "KVSwap, 4.2",
+        "To reproduce a table: InfiniGen with one choice for all heads.",
+        "On any disk: single tokens are small reads, and nothing is reused.",
+        {**_STAR, "pages_max": 400, "replacement": "none"},
+        "as infinigen",
+        (_FIXED, _NEWEST),
+    ),
+    Preset(
+        "infinigen-star-ru",
+        "KVSwap, 4.2",
+        "To reproduce a table: infinigen-star with a reuse buffer.",
+        "On any disk: single tokens are small reads.",
+        {**_STAR, "pages_max": 800, "replacement": "fifo"},
+        "as infinigen",
+        (_FIXED, _NEWEST),
+    ),
+    Preset(
+        "loki",
+        "Loki",
+        "To reproduce a table.",
+        "In small budgets: a quarter of every key stays in memory, an eighth of the KV cache.",
+        {
+            "projection_kind": "pca_per_head",
+            "heads": "each",
+            "sink_tokens": 0,
+            "group_tokens": lambda shape: shape.group_of_head,
+            "rank": lambda shape: max(1, shape.head_dim // 4),
+            "groups_max": _groups(TOKENS),
+            "pages_max": _groups(2 * TOKENS),
+            "replacement": "lru",
+        },
+        "the paper finds the components beforehand; else they are made of the prompt",
+        ("a fixed number of tokens, where the paper takes a share of the context", _ALIGNED)
+        + (_NEWEST,),
+    ),
 )
 
 _DROPS = "a keeper that drops tokens for good"
 _STATIC = "a static set of tokens that is chosen anew every few steps"
 _CLUSTERS = "rows of clusters"
 _OTHER = "projections of single channels"
-_BLOCKS = "projections of one block for each KV head"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
     **dict.fromkeys(("snapkv", "streaming", "window", "h2o", "tova", "cake", "compresskv"), _DROPS),
@@ -193,7 +270,6 @@ MISSING = {
     **dict.fromkeys(("prkv", "snapkv+"), _STATIC),
     **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
     **dict.fromkeys(("think", "fasa"), _OTHER),
-    **dict.fromkeys(("infinigen", "infinigen-star", "infinigen-star-ru", "loki"), _BLOCKS),
     "exact": "layers that attend everything",
     "shadowkv": "rows of means, and a keeper of outliers",
 }

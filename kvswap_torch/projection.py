@@ -1,13 +1,16 @@
 """Projections: the pair of matrices that turns keys and queries into low-rank ones.
 
 A key k becomes k A_k and a query q becomes q A_q, both of length `rank`, so that their product is
-close to q . k. Two ways to choose them:
+close to q . k. Ways to choose them:
 
 `svd_keys`
     The paper's (KVSwap, section 3.2): the right singular vectors of the keys, A_q = A_k.
 `query_aware`
     The best rank-r form of q . k itself: with Cq and Ck the second moments of queries and centred
     keys, from the SVD of Cq^1/2 Ck^1/2. Better at the same rank, since only q . k is needed.
+
+`pca_per_head`, `skewed`
+    One block for each KV head, no head's columns meeting another's keys: see `blocks`.
 
 Keys are one token's K of all KV heads side by side, after RoPE. Where groups are scored by a sum
 over heads, queries are summed over the heads of each KV head; where each head is scored for itself,
@@ -18,6 +21,8 @@ of weight: the first r of a projection are the projection of rank r.
 from __future__ import annotations
 
 import torch
+
+from kvswap_torch import blocks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -130,7 +135,7 @@ def from_chunk(
     Parameters
     ----------
     kind
-        ``query_aware`` or ``svd_keys``.
+        As `SwapConfig.projection_kind`.
     keys
         ``[batch, kv_heads, tokens, head_dim]`` after RoPE.
     query
@@ -157,15 +162,20 @@ def from_chunk(
     sample = flat_tokens(keys[:, :, evenly])
     if valid is not None and valid[:, evenly].any():
         sample = sample[valid[:, evenly].flatten()]
-    if kind == "svd_keys" or query is None:
+    kind = kind if query is not None else of_keys_alone(kind)
+    if kind == "svd_keys":
         return svd_keys(sample, rank)
+    if kind == "pca_per_head":
+        return blocks.pca_per_head(sample, kv_heads, rank)
     newest = torch.arange(max(0, tokens - max(1, QUERIES_NEWEST // len(keys))), tokens)
     looked_at = torch.cat([evenly[:: max(1, len(evenly) // max(1, len(newest)))], newest])
     queries = query[:, :, looked_at].float().transpose(1, 2).flatten(0, 1)
     if valid is not None:
         queries = queries[valid[:, looked_at].flatten()]
     if len(queries) < QUERIES_MIN:
-        return svd_keys(sample, rank)
+        return from_chunk(of_keys_alone(kind), keys, None, rank, valid)
+    if kind == "skewed":
+        return blocks.skewed(sample, queries, kv_heads, rank)
     if score == "sum":
         return query_aware(sample, queries.unflatten(1, (kv_heads, -1)).sum(2).flatten(1), rank)
     _check("from_chunk", sample, rank)
@@ -176,6 +186,11 @@ def from_chunk(
         head_moment(queries, queries, kv_heads) / len(queries),
     )
     return pair_from_moments("query_aware", *moments, rank, (len(sample), len(queries)))
+
+
+def of_keys_alone(kind: str) -> str:
+    """What a kind of projection is where there are no queries, or too few, to make it from."""
+    return {"query_aware": "svd_keys", "skewed": "pca_per_head"}.get(kind, kind)
 
 
 def head_moment(left: torch.Tensor, right: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> 
     """
     if not config.takes_projections:
         return ()
-    factor = 1 if calibrated else 2
+    factor = 2 if config.doubles_estimates and not calibrated else 1
     return tuple(min(shape.row_width(config), factor * rank) for rank in config.ranks(shape.layers))
 
 

@@ -215,7 +215,9 @@ std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape&
   if (!RowsKind::find(settings.rows)->takes_projections) return {};
   std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
   const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
-  for (int64_t& rank : ranks) rank = std::min(width, calibrated ? rank : 2 * rank);
+  const std::string& kind = settings.projection_kind;
+  const bool is_doubled = !calibrated && (kind == "query_aware" || kind == "svd_keys");
+  for (int64_t& rank : ranks) rank = std::min(width, is_doubled ? 2 * rank : rank);
   return ranks;
 }
 

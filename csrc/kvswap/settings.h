@@ -83,7 +83,7 @@ struct Settings {
   std::optional<int64_t> disk_quota_bytes;
   /// safetensors file, relative to the config; None: computed from the first prefill
   std::optional<std::string> projection_file;
-  /// the best bilinear form of queries and keys, or the paper's SVD of the keys
+  /// best bilinear form, SVD of the keys (the paper), or a block a KV head: Loki, InfiniGen
   std::string projection_kind = "query_aware";
 
   bool operator==(const Settings&) const = default;

@@ -22,7 +22,7 @@ from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.settings import Budget, FirstPass, settle
-from kvswap_torch.projection import Pair, from_chunk
+from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
 logger = logging.getLogger("kvswap_torch")
 
@@ -65,8 +65,7 @@ class SessionDriver:
         self._settled = budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = (0, 0)  # columns and sequences of every layer when the pass began
-        self._owner_pid = os.getpid()
-        self._is_closed = False
+        self._owner_pid, self._is_closed = os.getpid(), False
         self.session: Any = None
         self._open(None)
 
@@ -304,7 +303,7 @@ class SessionDriver:
         valid = self.padding.newest if query is not None else None
         pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
         self.session.set_projection(layer, *pair)
-        self.estimated_kinds[layer] = kind if query is not None else "svd_keys"
+        self.estimated_kinds[layer] = kind if query is not None else of_keys_alone(kind)
         seconds = time.perf_counter() - began
         self.estimate_seconds += seconds
         logger.info(
@@ -338,7 +337,8 @@ class SessionDriver:
         if not self.estimated_kinds:
             return "none needed so far"
         kinds = ", ".join(sorted(set(self.estimated_kinds.values())))
-        return f"first prefill ({kinds}, not calibrated: rank doubled)"
+        told = ", not calibrated" + (": rank doubled" if self.config.doubles_estimates else "")
+        return f"first prefill ({kinds}{told})"
 
     # The whole cache.
 

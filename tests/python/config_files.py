@@ -46,6 +46,8 @@ GOOD: list[dict[str, Any]] = [
         ],
     },
     {"heads": "each", "rows": "box", "group_tokens": 32},
+    {"projection_kind": "skewed"},
+    {"projection_kind": "pca_per_head", "heads": "each"},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,

@@ -40,7 +40,7 @@ def model_of(ratio: int):
 # Every preset where two heads share keys, those that mind it most otherwise too.
 MATRIX = pytest.mark.parametrize(
     ("name", "ratio"),
-    [(name, 2) for name in NAMES] + [(name, r) for name in ("quest", "arkvale") for r in (1, 3)],
+    [(name, 2) for name in NAMES] + [(name, r) for name in ("quest", "loki") for r in (1, 3)],
 )
 
 
@@ -98,7 +98,7 @@ def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
         assert logits.isfinite().all() and cache.get_seq_length() == 57
 
 
-@pytest.mark.parametrize("name", ["kvswap", "quest"])
+@pytest.mark.parametrize("name", ["kvswap", "quest", "loki"])
 def test_bf16_and_hybrids(name, tmp_path):
     half = tiny_model("llama", dtype=torch.bfloat16)
     inputs = prompt(2, 24, padding=(0, 9))
@@ -118,6 +118,50 @@ def test_bf16_and_hybrids(name, tmp_path):
         assert torch.equal(greedy(hybrid, inputs, cache), greedy(hybrid, inputs))
 
 
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
+def test_all_columns_are_the_exact_top_k(kind, tmp_path):
+    """Single tokens of single heads, every column of the keys: what attention weighs most."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    made = {"heads": "each", "rank": 16, "sink_tokens": 0, "tail_tokens": 4}
+    budget = {"group_tokens": 16, "groups_max": 2, "pages_max": 8, "projection_kind": kind}
+    chosen = []
+    for rank, score in ((16, "sum"),):
+        config = SwapConfig(**made | budget | {"rank": rank, "score": score})
+        with torch.no_grad(), KVSwapCache(model, tmp_path, config) as cache:
+            model(**prompt(1, 150), past_key_values=cache)
+            keys = cache.driver.session.read_back(0, 0, 144)[0]
+            queries = []
+            attend = cache.driver.attend
+
+            def seen(layer, query, *rest, attend=attend, queries=queries):
+                queries.append(query)
+                return attend(layer, query, *rest)
+
+            cache.driver.attend = seen
+            model(prompt(1, 1, seed=3)["input_ids"], past_key_values=cache)
+            chosen.append(cache.driver.session.last_selection(0))
+            products = torch.einsum(
+                "hgd,htd->hgt", queries[0][0, :, 0].unflatten(0, (2, -1)), keys[0]
+            )
+            of_token = products.sum(1) if score == "sum" else products.amax(1)
+            of_group = of_token[:, :144].unflatten(1, (9, 16)).amax(2)
+            expected = of_group.topk(2).indices.sort().values.tolist()
+            assert [sorted(groups) for groups in chosen[-1]] == expected
+
+
+def test_one_kv_head_makes_infinigen_of_infinigen_star(tmp_path):
+    model = tiny_model("llama", num_key_value_heads=1)
+    chosen = []
+    for name in ("infinigen", "infinigen-star"):
+        # 16 tokens of one head are half of what the disk reads at once.
+        config = small(name, model, 3, group_tokens=16)
+        with torch.no_grad(), KVSwapCache(model, tmp_path, config) as cache:
+            model(**prompt(2, 150), past_key_values=cache)
+            model(prompt(2, 1)["input_ids"], past_key_values=cache)
+            chosen.append([cache.driver.session.last_selection(i) for i in range(3)])
+    assert chosen[0] == chosen[1]
+
+
 def test_a_cache_takes_a_preset_for_its_model_and_disk(llama, tmp_path):
     for name in NAMES:
         with KVSwapCache(llama, tmp_path, preset=name) as cache:
@@ -126,6 +170,8 @@ def test_a_cache_takes_a_preset_for_its_model_and_disk(llama, tmp_path):
             assert torch.equal(
                 greedy(llama, inputs, cache, tokens=4), greedy(llama, inputs, tokens=4)
             )
+            if name == "loki":
+                assert config.rank == 4 and cache.driver.ranks == [4, 4, 4]
             if name == "kvswap":
                 assert cache.driver._given is None
             if config.heads == "each":
@@ -143,6 +189,10 @@ def test_a_preset_is_plain_settings(tmp_path):
         assert SwapConfig.load(tmp_path / "config.json") == config
         assert "preset" not in json.loads((tmp_path / "config.json").read_text())
         assert saved == config and not config.provenance
+    assert SwapConfig.preset("loki").rank == 32
+    assert SwapConfig.preset("loki", model=ModelIdentity(head_dim=64)).rank == 16
+    assert SwapConfig.preset("infinigen").group_tokens == 4
+    assert find("infinigen").config(Shape(alignment_bytes=512)).group_tokens == 1
     narrow = ModelIdentity(kv_heads=1, head_dim=16)
     assert SwapConfig.preset("kvswap-paper").rank == 32
     assert SwapConfig.preset("kvswap-paper", model=narrow).rank == 16
@@ -158,7 +208,6 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("snapkv", {}, "snapkv needs a keeper that drops tokens for good"),
         ("prkv", {}, "prkv needs a static set"),
         ("shadowkv", {}, "shadowkv needs rows of means"),
-        ("loki", {}, "loki needs projections of one block"),
         ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
         ("quest", {"version": 1}, "overrides must be settings, got version"),
         ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),
@@ -191,12 +240,13 @@ def test_the_command_lists_and_tells():
         assert memory["summary"] + memory["pages"] < memory["total"]
         assert name in CliRunner().invoke(app, ["presets", name]).output
     share = {}
-    for name in ("kvswap", "arkvale", "quest"):
+    for name in ("kvswap", "arkvale", "quest", "loki", "infinigen"):
         memory = json.loads(CliRunner().invoke(app, ["presets", name, "--json"]).output)["memory"]
         share[name] = memory["summary"] / memory["full_kv"]
     assert 1 / 31 > share["arkvale"] > 0.99 / 32
     assert 1 / 15.5 > share["quest"] > 0.99 / 16
     assert share["kvswap"] < share["arkvale"]
+    assert 1 / 8 <= share["loki"] < 0.14 and share["infinigen"] > 0.148
     with pytest.raises(ConfigError, match="needs a keeper"):
         CliRunner().invoke(app, ["presets", "snapkv"], catch_exceptions=False)
 

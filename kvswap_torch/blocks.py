@@ -1,0 +1,95 @@
+"""Projections of one block for each KV head: a head's columns meet its own keys and queries alone.
+
+`pca_per_head`
+    Loki's: the principal components of each head's keys, A_q = A_k.
+`skewed`
+    InfiniGen's: each head's keys and queries are rotated by the right singular vectors of its
+    queries, which changes no product; of the rotated columns those are kept that weigh most, in
+    queries and keys.
+
+Column j belongs to KV head ``j % kv_heads``, so that the first r columns are a projection of rank r
+that treats all heads alike. With one KV head (``heads="each"``) a block is the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def pca_per_head(keys: torch.Tensor, kv_heads: int, rank: int) -> Pair:
+    """The directions in which a head's keys vary most (Loki, section 3).
+
+    Parameters
+    ----------
+    keys
+        ``[samples, kv_heads * head_dim]`` after RoPE.
+    kv_heads
+        Blocks.
+    rank
+        Columns of all blocks together.
+
+    Returns
+    -------
+    tuple
+        Twice the same ``[kv_heads * head_dim, rank]`` fp32 matrix with orthonormal columns.
+    """
+    centred = keys.float() - keys.float().mean(0)
+    directions = [
+        torch.linalg.eigh(own.T @ own).eigenvectors.flip(1)
+        for own in centred.chunk(kv_heads, dim=1)
+    ]
+    matrix = interleaved(directions, rank)
+    return matrix, matrix
+
+
+def skewed(keys: torch.Tensor, queries: torch.Tensor, kv_heads: int, rank: int) -> Pair:
+    """The columns that weigh most after InfiniGen's skew (sections 4.2, 4.3).
+
+    A column has a vote where it is among the first by its summed size in the rotated queries, and
+    one where it is in the rotated keys; more votes come first, then the size in queries. With
+    fewer KV heads than heads, the queries of all that share one are rotated together.
+
+    Parameters
+    ----------
+    keys
+        ``[samples, kv_heads * head_dim]`` after RoPE.
+    queries
+        ``[samples, heads, head_dim]``.
+    kv_heads, rank
+        As for `pca_per_head`.
+    """
+    chosen = []
+    each = -(-rank // kv_heads)
+    for own, asked in zip(
+        keys.float().chunk(kv_heads, 1), queries.float().chunk(kv_heads, 1), strict=True
+    ):
+        skew = skew_of(asked.flatten(0, 1))
+        of_queries = (asked @ skew).abs().sum((0, 1))
+        of_keys = (own @ skew).abs().sum(0)
+        votes = _is_among_first(of_queries, each).float() + _is_among_first(of_keys, each).float()
+        order = (votes + of_queries / (1 + 2 * of_queries.sum())).argsort(descending=True)
+        chosen.append(skew[:, order])
+    matrix = interleaved(chosen, rank)
+    return matrix, matrix
+
+
+def skew_of(queries: torch.Tensor) -> torch.Tensor:
+    """The orthogonal ``[head_dim, head_dim]`` matrix that gathers the queries' weight in few
+    columns: the right singular vectors of ``[samples, head_dim]`` queries, also of few samples."""
+    return torch.linalg.eigh(queries.T @ queries).eigenvectors.flip(1)
+
+
+def interleaved(of_heads: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Blocks ``[head_dim, columns]`` of each KV head as one matrix, its columns in turn."""
+    whole = torch.block_diag(*of_heads)
+    columns = of_heads[0].shape[1]
+    in_turn = torch.arange(whole.shape[1]).unflatten(0, (len(of_heads), columns)).T.flatten()
+    return whole[:, in_turn[:rank].to(whole.device)].contiguous()
+
+
+def _is_among_first(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    first = torch.zeros_like(sizes, dtype=torch.bool)
+    first[sizes.argsort(descending=True)[:count]] = True
+    return first

@@ -1,0 +1,79 @@
+"""Projections of one block a KV head: rotations change no product, and all columns are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvswap_torch.blocks import interleaved, pca_per_head, skew_of, skewed
+from kvswap_torch.projection import from_chunk
+
+KV_HEADS, HEADS, DIM = 2, 6, 16
+
+
+def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and queries of one sequence whose channels weigh differently."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.linspace(3, 0.1, DIM)
+    keys = torch.randn(1, KV_HEADS, 200, DIM, generator=generator) * weights + 1
+    return keys, torch.randn(1, HEADS, 200, DIM, generator=generator) * weights.flip(0)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 300])
+def test_a_skew_is_orthogonal(samples):
+    skew = skew_of(torch.randn(samples, DIM))
+    torch.testing.assert_close(skew.T @ skew, torch.eye(DIM), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_all_columns_give_the_products_of_each_head(kind, heads):
+    keys, query = drawn()
+    rank = DIM if heads == "each" else KV_HEADS * DIM
+    key_side, query_side = from_chunk(kind, keys, query, rank, heads=heads)
+    for head in range(KV_HEADS):
+        own = slice(head * DIM, (head + 1) * DIM)
+        product = key_side[own] @ query_side[own].T
+        torch.testing.assert_close(product, torch.eye(DIM), atol=1e-4, rtol=0)
+    if heads == "all":
+        whole = key_side @ query_side.T
+        torch.testing.assert_close(whole, torch.eye(KV_HEADS * DIM), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
+def test_columns_take_turns_and_blocks_are_each_heads_own(kind):
+    keys, query = drawn()
+    together = from_chunk(kind, keys, query, 6, heads="all")
+    apart = from_chunk(kind, keys, query, 3, heads="each")
+    for side, own_side in zip(together, apart, strict=True):
+        for column in range(6):
+            head, others = column % KV_HEADS, 1 - column % KV_HEADS
+            rows = slice(head * DIM, (head + 1) * DIM)
+            expected = own_side[rows, column // KV_HEADS]
+            torch.testing.assert_close(side[rows, column].abs(), expected.abs(), atol=1e-3, rtol=0)
+            assert not side[others * DIM : (others + 1) * DIM, column].any()
+
+
+def test_principal_components_are_those_of_the_centred_keys():
+    keys, _ = drawn()
+    sample = keys[0, 0]
+    matrix, same = pca_per_head(sample, 1, 4)
+    assert matrix is same
+    expected = torch.linalg.svd(sample - sample.mean(0)).Vh[:4].T
+    torch.testing.assert_close((matrix.T @ expected).abs(), torch.eye(4), atol=1e-3, rtol=0)
+
+
+def test_a_skew_keeps_first_what_queries_and_keys_agree_on():
+    """Keys have no size along the queries' first axis: one vote for it, two for the next."""
+    axes = torch.eye(4)
+    queries = torch.cat([9 * axes[:1], 3 * axes[1:2], 2 * axes[2:3]]).repeat(20, 1)[:, None]
+    keys = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)) * torch.tensor(
+        [0.0, 5, 4, 1]
+    )
+    chosen = skewed(keys, queries, 1, 2)[0]
+    torch.testing.assert_close(chosen.abs(), axes[:, [1, 0]], atol=1e-4, rtol=0)
+
+
+def test_the_first_columns_of_blocks_treat_heads_alike():
+    blocks = [torch.full((2, 2), float(head + 1)) for head in range(3)]
+    assert interleaved(blocks, 4).sum(0).tolist() == [2.0, 4.0, 6.0, 2.0]
