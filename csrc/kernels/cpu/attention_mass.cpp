@@ -98,16 +98,7 @@ void weigh_units(const AttentionMassArgs& args, int64_t begin, int64_t end) {
 }
 
 void weigh_pages(const AttentionMassArgs& args, int64_t begin, int64_t end) {
-  switch (args.attention.dtype) {
-    case DType::kFloat32:
-      return weigh_units<float>(args, begin, end);
-    case DType::kBFloat16:
-      return weigh_units<BFloat16>(args, begin, end);
-    case DType::kFloat16:
-      return weigh_units<Float16>(args, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.attention.dtype, [&]<typename T>() { weigh_units<T>(args, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

@@ -62,29 +62,11 @@ void dequantize_typed(const Fp8Args& args, int64_t begin, int64_t end) {
 }
 
 void quantize_rows(const Fp8Args& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return quantize_typed<float>(args, begin, end);
-    case DType::kBFloat16:
-      return quantize_typed<BFloat16>(args, begin, end);
-    case DType::kFloat16:
-      return quantize_typed<Float16>(args, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { quantize_typed<T>(args, begin, end); });
 }
 
 void dequantize_rows(const Fp8Args& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return dequantize_typed<float>(args, begin, end);
-    case DType::kBFloat16:
-      return dequantize_typed<BFloat16>(args, begin, end);
-    case DType::kFloat16:
-      return dequantize_typed<Float16>(args, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { dequantize_typed<T>(args, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

@@ -107,29 +107,11 @@ void weigh_typed(const ObserveKeysArgs& args, int64_t begin, int64_t end) {
 
 /// Heads are (sequence * heads) + head.
 void sum_heads(const ObserveKeysArgs& args, float* log_sum_exp, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return sum_typed<float>(args, log_sum_exp, begin, end);
-    case DType::kBFloat16:
-      return sum_typed<BFloat16>(args, log_sum_exp, begin, end);
-    case DType::kFloat16:
-      return sum_typed<Float16>(args, log_sum_exp, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { sum_typed<T>(args, log_sum_exp, begin, end); });
 }
 
 void weigh_keys(const ObserveKeysArgs& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return weigh_typed<float>(args, begin, end);
-    case DType::kBFloat16:
-      return weigh_typed<BFloat16>(args, begin, end);
-    case DType::kFloat16:
-      return weigh_typed<Float16>(args, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { weigh_typed<T>(args, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

@@ -292,30 +292,12 @@ void merge_typed(const PagedAttentionArgs& args, const AttentionPartials& partia
 
 void attend_units(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
                   int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return attend_typed<float>(args, partials, begin, end);
-    case DType::kBFloat16:
-      return attend_typed<BFloat16>(args, partials, begin, end);
-    case DType::kFloat16:
-      return attend_typed<Float16>(args, partials, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { attend_typed<T>(args, partials, begin, end); });
 }
 
 void merge_heads(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
                  int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return merge_typed<float>(args, partials, begin, end);
-    case DType::kBFloat16:
-      return merge_typed<BFloat16>(args, partials, begin, end);
-    case DType::kFloat16:
-      return merge_typed<Float16>(args, partials, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { merge_typed<T>(args, partials, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

@@ -172,16 +172,7 @@ void project_keys_typed(const ProjectKeysArgs& args) {
 }
 
 void project_keys(const ProjectKeysArgs& args) {
-  switch (args.key_dtype) {
-    case DType::kFloat32:
-      return project_keys_typed<float>(args);
-    case DType::kBFloat16:
-      return project_keys_typed<BFloat16>(args);
-    case DType::kFloat16:
-      return project_keys_typed<Float16>(args);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.key_dtype, [&]<typename T>() { project_keys_typed<T>(args); });
 }
 
 /// grouped[g * head_dim + d] = sum of the query heads of KV head g.

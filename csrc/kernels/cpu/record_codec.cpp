@@ -92,29 +92,11 @@ void decode_typed(const RecordCodecArgs& args, int64_t begin, int64_t end) {
 }
 
 void encode_sides(const RecordCodecArgs& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return encode_typed<float>(args, begin, end);
-    case DType::kBFloat16:
-      return encode_typed<BFloat16>(args, begin, end);
-    case DType::kFloat16:
-      return encode_typed<Float16>(args, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { encode_typed<T>(args, begin, end); });
 }
 
 void decode_sides(const RecordCodecArgs& args, int64_t begin, int64_t end) {
-  switch (args.dtype) {
-    case DType::kFloat32:
-      return decode_typed<float>(args, begin, end);
-    case DType::kBFloat16:
-      return decode_typed<BFloat16>(args, begin, end);
-    case DType::kFloat16:
-      return decode_typed<Float16>(args, begin, end);
-    case DType::kInt8:
-      return;
-  }
+  with_float_type(args.dtype, [&]<typename T>() { decode_typed<T>(args, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

@@ -7,6 +7,7 @@
 //   pairwise_max, pairwise_add of two vectors' neighbouring lanes, in order
 //   power_of_two               2^a, within 3e-7 of it
 //   where_greater              yes where a > b, else no: lane by lane
+//   with_float_type            a body for the type of elements that a DType names
 // Included once for each instruction set (see targets.h), hence the guard that toggles.
 #if defined(KVSWAP_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KVSWAP_SIMD_INL_H_
@@ -37,6 +38,21 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
+
+/// Calls body<T>() with the floating-point type that `dtype` names; nothing for kInt8.
+template <typename Body>
+void with_float_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body.template operator()<float>();
+    case DType::kBFloat16:
+      return body.template operator()<BFloat16>();
+    case DType::kFloat16:
+      return body.template operator()<Float16>();
+    case DType::kInt8:
+      return;
+  }
+}
 
 template <typename T>
 inline Floats load_some(const T* source, int64_t count) {
