@@ -184,6 +184,7 @@ int64_t RecordStore::offset_bytes(int64_t layer, int64_t sequence, int64_t group
 }
 
 void RecordStore::copy_note(int64_t layer, int64_t sequence, int64_t group, int8_t* target) const {
+  if (options_.note_bytes == 0) return;
   std::copy_n(notes_.begin() + number(layer, sequence, group) * options_.note_bytes,
               options_.note_bytes, target);
 }

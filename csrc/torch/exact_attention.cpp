@@ -72,7 +72,7 @@ std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
 /// one.
 std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
-                                         const PastStream::Block& block, int64_t /*record_bytes*/,
+                                         const PastStream::Block& block,
                                          const at::TensorOptions& like) {
   const int64_t tokens = block.groups * options.group_tokens;
   const auto empty = [&](std::byte* room) {
@@ -138,8 +138,10 @@ class Chunk final : public PastVisitor {
 
   Status visit_sealed(const PastStream::Block& block) override {
     const EngineOptions& options = engine_.parts().options;
-    const auto [keys, values] = (query_.is_cpu() ? unpack : unpack_there)(
-        options, block, engine_.parts().record_bytes(), query_.options());
+    const auto [keys, values] =
+        query_.is_cpu()
+            ? unpack(options, block, query_.options())
+            : unpack_there(options, block, engine_.parts().record_bytes(), query_.options());
     attend(keys, values, block.first_group * options.group_tokens);
     return Status::ok();
   }
