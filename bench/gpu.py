@@ -134,6 +134,9 @@ def attention_cases(size: int) -> dict[str, tuple[Call, int]]:
         given = (query, pool, table, masks, columns, at, head_dim**-0.5)
         name = f"paged_attention b{batch} gqa{ratio} d{head_dim} {str(dtype)[6:]}"
         cases[name] = (lambda a=given: ops.paged_attention(*a), bytes_of(pool))
+        massed = (*given[:6], ops.paged_attention(*given)[1], given[6])
+        mass = name.replace("paged_attention", "attention_mass")
+        cases[mass] = (lambda a=massed: ops.attention_mass(*a), bytes_of(pool) // 2)
     return cases
 
 

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/attention_mass.h"
 #include "kernels/cpu_features.h"
 #include "kernels/fp8.h"
 #include "kernels/group_topk.h"
@@ -280,6 +281,17 @@ void measure_attention(int64_t batch, int64_t heads, int64_t kv_heads, int64_t h
     args.pages = table.data() + layer * batch * pages;
     paged_attention(args, {});
   });
+  std::vector<float> sums(batch * heads * queries);
+  args.log_sum_exp = sums.data();
+  args.pages = table.data();
+  paged_attention(args, {});
+  std::vector<float> mean(batch * kv_heads * pages * group), square(mean.size());
+  measure("attention_mass, the same table", 1e-9 * batch * pages * shape.payload_bytes() / 2, "GB",
+          [&] {
+            layer = (layer + 1) % layers;
+            args.pages = table.data() + layer * batch * pages;
+            attention_mass({args, mean.data(), square.data()}, {});
+          });
 }
 
 void measure_fp8() {

@@ -105,6 +105,22 @@ def _paged_attention(
     return output, query.new_empty((batch, heads, queries), dtype=torch.float32)
 
 
+@torch.library.register_fake("kvswap_torch::attention_mass")
+def _attention_mass(
+    query, pages, table, masks, columns, query_columns, log_sum_exp, scale, softcap=0.0
+):
+    _, page_heads, _, group_tokens, _ = pages.shape
+    batch, table_heads, count = table.shape
+    kv_heads = page_heads if table_heads == 1 else table_heads
+    shape = (batch, kv_heads, count * group_tokens)
+    return tuple(query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.register_fake("kvswap_torch::observe_keys")
+def _observe_keys(query, keys, scale, valid=None, log_sum_exp=None, softcap=0.0):
+    return tuple(keys.new_empty(keys.shape[:3], dtype=torch.float32) for _ in range(2))
+
+
 @torch.library.register_fake("kvswap_torch::merge_attention")
 def _merge_attention(output, log_sum_exp, other_output, other_log_sum_exp):
     return output.new_empty(output.shape), log_sum_exp.new_empty(log_sum_exp.shape)

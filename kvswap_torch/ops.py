@@ -9,13 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvswap_torch.native import require_library
+from kvswap_torch.attention_ops import (
+    attention_mass,
+    merge_attention,
+    observe_keys,
+    paged_attention,
+)
+from kvswap_torch.op_library import compiled as _ops
 
-torch.ops.load_library(require_library())
-
-from kvswap_torch import op_fakes  # noqa: E402,F401  the ops must be there first
-
-_ops = torch.ops.kvswap_torch
+__all__ = [
+    "attention_mass",
+    "fp8_dequantize",
+    "fp8_quantize",
+    "group_mass",
+    "group_max",
+    "low_rank_score",
+    "merge_attention",
+    "observe_keys",
+    "pack_records",
+    "paged_attention",
+    "paged_gather",
+    "project_keys",
+    "select_groups",
+    "top_k_groups",
+    "unpack_records",
+]
 
 
 def low_rank_score(summary: Tensor, query: Tensor, token_scale: Tensor | None = None) -> Tensor:
@@ -270,78 +288,3 @@ def fp8_dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
         ``[..., head_dim]`` of ``dtype``.
     """
     return _ops.fp8_dequantize(quantized, scales, dtype)
-
-
-def paged_attention(
-    query: Tensor,
-    pages: Tensor,
-    table: Tensor,
-    masks: Tensor,
-    columns: Tensor,
-    query_columns: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Exact attention over the tokens of page tables: KVSwap section 3.4.
-
-    Token ``t`` of a page is seen by query ``i`` if bit ``t`` of the page's mask is set and
-    ``column + t <= query_column + i``: causal within the chunk. A query that sees nothing gets
-    zeros and a log-sum-exp of -inf.
-
-    Parameters
-    ----------
-    query
-        ``[batch, heads, queries, head_dim]``, fp32, bf16 or fp16; 1..16 queries; ``heads`` is a
-        multiple of the KV heads.
-    pages
-        ``[slots, kv_heads, 2, group_tokens, head_dim]`` of the same dtype; 1..64 tokens. With one
-        head in a page and a table for each KV head, pages hold single heads.
-    table
-        ``[batch, 1 or kv_heads, pages]`` int32 slots; -1 for none.
-    masks
-        As ``table``, int64: the valid tokens of each page, one bit each.
-    columns
-        As ``table``, int32: the column of each page's first token.
-    query_columns
-        ``[batch]`` int32: the column of query 0.
-    scale
-        Factor of the scores.
-    softcap
-        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, section 2); 0: they stay.
-    sinks
-        ``[heads]`` fp32: a score beside the tokens' that takes weight and adds nothing (gpt-oss).
-        Of attentions that are merged, one may have them.
-
-    Returns
-    -------
-    output
-        ``[batch, queries, heads, head_dim]``.
-    log_sum_exp
-        ``[batch, heads, queries]`` fp32, sinks included.
-    """
-    return _ops.paged_attention(
-        query, pages, table, masks, columns, query_columns, scale, softcap, sinks
-    )
-
-
-def merge_attention(
-    output: Tensor, log_sum_exp: Tensor, other_output: Tensor, other_log_sum_exp: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Joins two attentions over different keys by their log-sum-exp.
-
-    A side whose log-sum-exp is -inf counts for nothing; two such sides give zeros and -inf.
-
-    Parameters
-    ----------
-    output, other_output
-        ``[..., head_dim]``, fp32, bf16 or fp16.
-    log_sum_exp, other_log_sum_exp
-        ``[...]`` fp32.
-
-    Returns
-    -------
-    output, log_sum_exp
-        New tensors of the same shapes.
-    """
-    return _ops.merge_attention(output, log_sum_exp, other_output, other_log_sum_exp)

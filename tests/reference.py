@@ -151,6 +151,58 @@ def paged_attention(
     return output.transpose(1, 2).to(query.dtype), scores.logsumexp(-1).float()
 
 
+def attention_mass(
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    masks: Tensor,
+    columns: Tensor,
+    query_columns: Tensor,
+    log_sum_exp: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    keys, _ = (side.double() for side in paged_gather(pages, table))
+    slots = torch.arange(pages.shape[3])
+    valid = (masks[..., None] >> slots & 1).bool() & (table >= 0)[..., None]
+    seen_from = (columns[..., None] + slots).flatten(2)[:, :, None]
+    at = query_columns[:, None, None, None] + torch.arange(query.shape[2])[:, None]
+    visible = (valid.flatten(2)[:, :, None] & (seen_from <= at)).expand(-1, keys.shape[1], -1, -1)
+    return _mass(query, keys, visible, log_sum_exp, scale, softcap)
+
+
+def observe_keys(
+    query: Tensor,
+    keys: Tensor,
+    scale: float,
+    valid: Tensor | None = None,
+    log_sum_exp: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    tokens, queries = keys.shape[2], query.shape[2]
+    visible = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    visible = visible.expand(len(keys), keys.shape[1], -1, -1)
+    if valid is not None:
+        visible = visible & valid[:, None, None]
+    return _mass(query, keys.double(), visible, log_sum_exp, scale, softcap)
+
+
+def _mass(query, keys, visible, log_sum_exp, scale, softcap) -> tuple[Tensor, Tensor]:
+    """visible: [batch, kv_heads, queries, slots]."""
+    apart = query.double().unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, ratio, queries, d]
+    scores = apart @ keys[:, :, None].mT * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible[:, :, None], NEVER)
+    if log_sum_exp is None:
+        sums = scores.logsumexp(-1)
+    else:
+        sums = log_sum_exp.double().unflatten(1, (keys.shape[1], -1))
+    weights = torch.nan_to_num((scores - sums[..., None]).exp(), posinf=0.0)
+    weights = weights.masked_fill((sums == NEVER)[..., None], 0.0).flatten(2, 3)
+    return weights.mean(2).float(), weights.square().mean(2).float()
+
+
 def merge_attention(
     output: Tensor, log_sum_exp: Tensor, other_output: Tensor, other_log_sum_exp: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -23,22 +23,74 @@ RecordShape check_pages(const char* where, const at::Tensor& pages, const at::Te
   return shape;
 }
 
-void check_attention(const AttentionInputs& inputs, const RecordShape& shape) {
-  constexpr const char* kWhere = "paged_attention";
+void check_attention(const char* where, const AttentionInputs& inputs, const RecordShape& shape) {
   const auto& [query, pages, table, masks, columns, query_columns] = inputs;
-  check_shape(kWhere, "query", query, "[batch, heads, queries, head_dim]",
+  check_shape(where, "query", query, "[batch, heads, queries, head_dim]",
               {table.size(0), -1, -1, shape.head_dim});
-  check_dtype(kWhere, "query", query, pages.scalar_type());
-  check_range(kWhere, "queries", query.size(2), 1, kChunkQueriesMax);
+  check_dtype(where, "query", query, pages.scalar_type());
+  check_range(where, "queries", query.size(2), 1, kChunkQueriesMax);
   const int64_t kv_heads = std::max(shape.kv_heads, table.size(1));
-  TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, kWhere,
+  TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, where,
                     ": heads must be a multiple of ", kv_heads, " KV heads, got ", query.size(1));
-  check_shape(kWhere, "masks", masks, "the shape of table", table.sizes());
-  check_dtype(kWhere, "masks", masks, at::kLong);
-  check_shape(kWhere, "columns", columns, "the shape of table", table.sizes());
-  check_dtype(kWhere, "columns", columns, at::kInt);
-  check_shape(kWhere, "query_columns", query_columns, "[batch]", {table.size(0)});
-  check_dtype(kWhere, "query_columns", query_columns, at::kInt);
+  check_shape(where, "masks", masks, "the shape of table", table.sizes());
+  check_dtype(where, "masks", masks, at::kLong);
+  check_shape(where, "columns", columns, "the shape of table", table.sizes());
+  check_dtype(where, "columns", columns, at::kInt);
+  check_shape(where, "query_columns", query_columns, "[batch]", {table.size(0)});
+  check_dtype(where, "query_columns", query_columns, at::kInt);
+}
+
+void check_log_sum_exp(const char* where, const at::Tensor& log_sum_exp, const at::Tensor& query) {
+  check_shape(where, "log_sum_exp", log_sum_exp, "[batch, heads, queries]",
+              {query.size(0), query.size(1), query.size(2)});
+  check_dtype(where, "log_sum_exp", log_sum_exp, at::kFloat);
+}
+
+void check_observed(const ObservedInputs& inputs) {
+  constexpr const char* kWhere = "observe_keys";
+  const auto& [query, keys, valid, log_sum_exp] = inputs;
+  check_shape(kWhere, "keys", keys, "[batch, kv_heads, tokens, head_dim]", {-1, -1, -1, -1});
+  check_floating(kWhere, "keys", keys.scalar_type());
+  check_shape(kWhere, "query", query, "[batch, heads, queries, head_dim]",
+              {keys.size(0), -1, -1, keys.size(3)});
+  TORCH_CHECK_VALUE(keys.scalar_type() == query.scalar_type(), kWhere, ": keys must be ",
+                    query.scalar_type(), " as query, got ", keys.scalar_type());
+  check_range(kWhere, "queries", query.size(2), 1, keys.size(2));
+  check_range(kWhere, "tokens", keys.size(2), 1, kIndexMax);
+  TORCH_CHECK_VALUE(keys.size(1) > 0 && query.size(1) % keys.size(1) == 0, kWhere,
+                    ": heads must be a multiple of ", keys.size(1), " KV heads, got ",
+                    query.size(1));
+  if (valid) {
+    check_shape(kWhere, "valid", *valid, "[batch, tokens]", {keys.size(0), keys.size(2)});
+    check_dtype(kWhere, "valid", *valid, at::kBool);
+  }
+  if (log_sum_exp) check_log_sum_exp(kWhere, *log_sum_exp, query);
+}
+
+ObserveKeysArgs observe_args(const at::Tensor& query, const at::Tensor& keys, double scale) {
+  return {.query = query.const_data_ptr(),
+          .query_batch_stride = query.stride(0),
+          .query_head_stride = query.stride(1),
+          .query_token_stride = query.stride(2),
+          .keys = keys.const_data_ptr(),
+          .key_batch_stride = keys.stride(0),
+          .key_head_stride = keys.stride(1),
+          .key_token_stride = keys.stride(2),
+          .batch = keys.size(0),
+          .heads = query.size(1),
+          .kv_heads = keys.size(1),
+          .queries = query.size(2),
+          .tokens = keys.size(2),
+          .head_dim = keys.size(3),
+          .scale = static_cast<float>(scale),
+          .dtype = to_dtype(keys.scalar_type())};
+}
+
+at::Tensor packed_bits(const at::Tensor& valid) {
+  const int64_t words = (valid.size(1) + 63) / 64;
+  const at::Tensor bits = at::constant_pad_nd(valid.to(at::kLong), {0, words * 64 - valid.size(1)})
+                              .view({valid.size(0), words, 64});
+  return bits.bitwise_left_shift(at::arange(64, bits.options())).sum(-1).contiguous();
 }
 
 at::Tensor contiguous_sinks(const char* where, const std::optional<at::Tensor>& sinks,

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kernels/group_mass.h"
+#include "kernels/observe_keys.h"
 #include "kernels/records.h"
 #include "kernels/types.h"
 #include "torch/parallel.h"
@@ -74,7 +75,22 @@ struct AttentionInputs {
   const at::Tensor& query_columns;
 };
 /// Pages and table are checked.
-void check_attention(const AttentionInputs& inputs, const RecordShape& shape);
+void check_attention(const char* where, const AttentionInputs& inputs, const RecordShape& shape);
+
+/// Of attention whose inputs are checked: [batch, heads, queries] fp32.
+void check_log_sum_exp(const char* where, const at::Tensor& log_sum_exp, const at::Tensor& query);
+
+struct ObservedInputs {
+  const at::Tensor& query;
+  const at::Tensor& keys;
+  const OptionalTensor& valid;
+  const OptionalTensor& log_sum_exp;
+};
+void check_observed(const ObservedInputs& inputs);
+/// What stands in the tensors; the last dimension of both is contiguous.
+ObserveKeysArgs observe_args(const at::Tensor& query, const at::Tensor& keys, double scale);
+/// [batch, tokens] bool to [batch, ceil(tokens / 64)] int64, a bit a token.
+at::Tensor packed_bits(const at::Tensor& valid);
 
 /// `sinks` [heads] fp32 of an attention over `query`, checked; undefined when there are none.
 at::Tensor contiguous_sinks(const char* where, const std::optional<at::Tensor>& sinks,

@@ -4,7 +4,9 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/attention_mass.h"
 #include "kernels/merge_attention.h"
+#include "kernels/observe_keys.h"
 #include "kernels/paged_attention.h"
 #include "kernels/paged_gather.h"
 #include "torch/op_checks.h"
@@ -50,47 +52,101 @@ TensorPair paged_gather_cpu(const at::Tensor& pages, const at::Tensor& table) {
   return {keys, values};
 }
 
+/// Attention's arguments, checked, and what they point to.
+class AttentionCall {
+ public:
+  AttentionCall(const char* where, const AttentionInputs& inputs, double scale, double softcap)
+      : source_(where, inputs.pages, inputs.table),
+        page_counts_(inputs.table.size(0) * inputs.table.size(1), inputs.table.size(2)) {
+    check_attention(where, inputs, source_.shape);
+    rows_ = with_contiguous_rows(inputs.query);
+    bits_ = at::where(inputs.table.ge(0), inputs.masks, 0).contiguous();
+    columns_ = inputs.columns.contiguous();
+    query_columns_ = inputs.query_columns.contiguous();
+    args.query = rows_.const_data_ptr();
+    args.query_batch_stride = rows_.stride(0);
+    args.query_head_stride = rows_.stride(1);
+    args.query_token_stride = rows_.stride(2);
+    args.pages = source_.addresses.data();
+    args.masks = reinterpret_cast<const uint64_t*>(bits_.const_data_ptr<int64_t>());
+    args.columns = columns_.const_data_ptr<int32_t>();
+    args.page_counts = page_counts_.data();
+    args.query_columns = query_columns_.const_data_ptr<int32_t>();
+    args.pages_max = inputs.table.size(2);
+    args.table_heads = inputs.table.size(1);
+    args.batch = inputs.query.size(0);
+    args.heads = inputs.query.size(1);
+    args.queries = inputs.query.size(2);
+    args.scale = static_cast<float>(scale);
+    args.softcap = static_cast<float>(softcap);
+    args.shape = source_.shape;
+    args.dtype = to_dtype(inputs.query.scalar_type());
+  }
+
+  PagedAttentionArgs args;  // without output and log_sum_exp
+
+ private:
+  PageTable source_;
+  at::Tensor rows_, bits_, columns_, query_columns_;
+  std::vector<int32_t> page_counts_;
+};
+
 TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
                                const at::Tensor& table, const at::Tensor& masks,
                                const at::Tensor& columns, const at::Tensor& query_columns,
                                double scale, double softcap,
                                const std::optional<at::Tensor>& sinks) {
-  const PageTable source("paged_attention", pages, table);
-  check_attention({query, source.pages, table, masks, columns, query_columns}, source.shape);
-  const at::Tensor rows = with_contiguous_rows(query);
-  const at::Tensor page_columns = columns.contiguous();
-  const at::Tensor first_columns = query_columns.contiguous();
-  const at::Tensor bits = at::where(table.ge(0), masks, 0).contiguous();
-  const std::vector<int32_t> page_counts(table.size(0) * table.size(1), table.size(2));
+  AttentionCall call("paged_attention", {query, pages, table, masks, columns, query_columns}, scale,
+                     softcap);
   at::Tensor output =
       at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
   at::Tensor log_sum_exp =
       at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
-  PagedAttentionArgs args;
-  args.query = rows.const_data_ptr();
-  args.query_batch_stride = rows.stride(0);
-  args.query_head_stride = rows.stride(1);
-  args.query_token_stride = rows.stride(2);
-  args.output = output.data_ptr();
-  args.log_sum_exp = log_sum_exp.data_ptr<float>();
-  args.pages = source.addresses.data();
-  args.masks = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>());
-  args.columns = page_columns.const_data_ptr<int32_t>();
-  args.page_counts = page_counts.data();
-  args.query_columns = first_columns.const_data_ptr<int32_t>();
-  args.pages_max = table.size(2);
-  args.table_heads = table.size(1);
-  args.batch = query.size(0);
-  args.heads = query.size(1);
-  args.queries = query.size(2);
-  args.scale = static_cast<float>(scale);
-  args.softcap = static_cast<float>(softcap);
   const at::Tensor sink_scores = contiguous_sinks("paged_attention", sinks, query);
-  args.sinks = sinks ? sink_scores.const_data_ptr<float>() : nullptr;
-  args.shape = source.shape;
-  args.dtype = to_dtype(query.scalar_type());
-  paged_attention(args, torch_execution());
+  call.args.sinks = sinks ? sink_scores.const_data_ptr<float>() : nullptr;
+  call.args.output = output.data_ptr();
+  call.args.log_sum_exp = log_sum_exp.data_ptr<float>();
+  paged_attention(call.args, torch_execution());
   return {output, log_sum_exp};
+}
+
+TensorPair attention_mass_cpu(const at::Tensor& query, const at::Tensor& pages,
+                              const at::Tensor& table, const at::Tensor& masks,
+                              const at::Tensor& columns, const at::Tensor& query_columns,
+                              const at::Tensor& log_sum_exp, double scale, double softcap) {
+  AttentionCall call("attention_mass", {query, pages, table, masks, columns, query_columns}, scale,
+                     softcap);
+  check_log_sum_exp("attention_mass", log_sum_exp, query);
+  const at::Tensor sums = log_sum_exp.contiguous();
+  call.args.log_sum_exp = const_cast<float*>(sums.const_data_ptr<float>());
+  const auto sizes = {call.args.batch, call.args.kv_heads(),
+                      call.args.pages_max * call.args.shape.group_tokens};
+  at::Tensor mean = at::empty(sizes, query.options().dtype(at::kFloat));
+  at::Tensor square = at::empty_like(mean);
+  attention_mass(
+      {.attention = call.args, .mean = mean.data_ptr<float>(), .square = square.data_ptr<float>()},
+      torch_execution());
+  return {mean, square};
+}
+
+TensorPair observe_keys_cpu(const at::Tensor& query, const at::Tensor& keys, double scale,
+                            const OptionalTensor& valid, const OptionalTensor& log_sum_exp,
+                            double softcap) {
+  check_observed({query, keys, valid, log_sum_exp});
+  const at::Tensor rows = with_contiguous_rows(query);
+  const at::Tensor own_keys = with_contiguous_rows(keys);
+  const at::Tensor bits = valid ? packed_bits(*valid) : at::Tensor();
+  const at::Tensor sums = log_sum_exp ? log_sum_exp->contiguous() : at::Tensor();
+  at::Tensor mean = at::empty(keys.sizes().slice(0, 3), keys.options().dtype(at::kFloat));
+  at::Tensor square = at::empty_like(mean);
+  ObserveKeysArgs args = observe_args(rows, own_keys, scale);
+  args.softcap = static_cast<float>(softcap);
+  if (valid) args.valid = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>());
+  if (log_sum_exp) args.log_sum_exp = sums.const_data_ptr<float>();
+  args.mean = mean.data_ptr<float>();
+  args.square = square.data_ptr<float>();
+  observe_keys(args, torch_execution());
+  return {mean, square};
 }
 
 TensorPair merge_attention_cpu(const at::Tensor& output, const at::Tensor& log_sum_exp,
@@ -118,6 +174,8 @@ TensorPair merge_attention_cpu(const at::Tensor& output, const at::Tensor& log_s
 TORCH_LIBRARY_IMPL(kvswap_torch, CPU, library) {
   library.impl("paged_gather", paged_gather_cpu);
   library.impl("paged_attention", paged_attention_cpu);
+  library.impl("attention_mass", attention_mass_cpu);
+  library.impl("observe_keys", observe_keys_cpu);
   library.impl("merge_attention", merge_attention_cpu);
 }
 

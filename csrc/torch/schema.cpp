@@ -32,6 +32,13 @@ TORCH_LIBRARY(kvswap_torch, library) {
       "Tensor query_columns, float scale, float softcap=0, Tensor? sinks=None) "
       "-> (Tensor output, Tensor log_sum_exp)");
   define(
+      "attention_mass(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor columns, "
+      "Tensor query_columns, Tensor log_sum_exp, float scale, float softcap=0) "
+      "-> (Tensor mean, Tensor square)");
+  define(
+      "observe_keys(Tensor query, Tensor keys, float scale, Tensor? valid=None, "
+      "Tensor? log_sum_exp=None, float softcap=0) -> (Tensor mean, Tensor square)");
+  define(
       "merge_attention(Tensor output, Tensor log_sum_exp, Tensor other_output, "
       "Tensor other_log_sum_exp) -> (Tensor output, Tensor log_sum_exp)");
 }

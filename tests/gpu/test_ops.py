@@ -160,6 +160,29 @@ def test_records_round_trip(ops, dtype, is_nhd, head_dim, tokens, group_tokens):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(("page_heads", "table_heads"), [(3, 1), (1, 3)])
+def test_attention_mass(ops, dtype, queries, page_heads, table_heads):
+    tables = {"page_heads": page_heads, "table_heads": table_heads}
+    *case, scale = make_case(dtype, kv_heads=3, ratio=4, queries=queries, pages=300, **tables)
+    _, log_sum_exp = reference.paged_attention(*case, scale)
+    actual = on_host(ops.attention_mass(*on_device(*case, log_sum_exp), scale))
+    expected = list(reference.attention_mass(*case, log_sum_exp, scale))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_observe_keys(ops, dtype, padded):
+    query, keys = torch.randn(2, 8, 32, 80).to(dtype), torch.randn(2, 2, 700, 80).to(dtype)
+    valid = torch.arange(700) >= torch.tensor([[90], [0]]) if padded else None
+    on_it = None if valid is None else on_device(valid)[0]
+    actual = on_host(ops.observe_keys(*on_device(query, keys), 0.1, on_it))
+    expected = list(reference.observe_keys(query, keys, 0.1, valid))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (1, 80), (3, 5, 128), (2, 3, 4, 72), (300, 256)])
 def test_fp8_round_trip(ops, dtype, shape):
     source = torch.randn(shape) * torch.logspace(-12, 4, shape[-1], base=2)
@@ -278,6 +301,10 @@ def test_opcheck(ops):
     opcheck(ops_of.unpack_records, (records, 9, "nhd"))
     opcheck(ops_of.fp8_quantize, (keys,))
     opcheck(ops_of.paged_attention, tuple(on_device(*make_case())))
+    *case, scale = on_device(*make_case())
+    sums = ops.paged_attention(*case, scale)[1]
+    opcheck(ops_of.attention_mass, (*case, sums, scale))
+    opcheck(ops_of.observe_keys, (keys[:, :, -4:], keys, 0.1))
     table = torch.tensor([[[0, 1, -1]]], dtype=torch.int32, device="cuda")
     opcheck(ops_of.paged_gather, (records[0], table))
     sums = torch.randn(2, 3, 20, device="cuda")

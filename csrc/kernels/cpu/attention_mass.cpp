@@ -1,7 +1,6 @@
 #include "kernels/attention_mass.h"
 
 #include <algorithm>
-#include <bit>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/attention_mass.cpp"
@@ -12,88 +11,105 @@
 HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
 
-/// The pages of one unit.
+/// A run of pages of one table: of all KV heads of a sequence, or of the one that the table is of.
 template <typename T>
 class MassUnit {
  public:
   MassUnit(const AttentionMassArgs& args, const MassUnits& cut, int64_t unit)
       : out_(args),
         args_(args.attention),
-        sequence_(unit / cut.parts / args_.kv_heads()),
-        kv_head_(unit / cut.parts % args_.kv_heads()),
+        table_(unit / cut.parts),
+        sequence_(table_ / args_.table_heads),
+        first_kv_head_(table_ % args_.table_heads),
+        heads_(args_.table_heads == 1 ? args_.kv_heads() : 1),
         first_page_(unit % cut.parts * cut.pages_each),
         last_page_(std::min(first_page_ + cut.pages_each, args_.pages_max)),
-        rows_(args_.heads / args_.kv_heads() * args_.queries, args_.shape.head_dim, args_.scale,
-              args_.softcap) {
-    for (int64_t row = 0; row < rows_.rows(); ++row) {
-      const int64_t query = row % args_.queries;
-      const int64_t head = kv_head_ * (args_.heads / args_.kv_heads()) + row / args_.queries;
-      const T* source = static_cast<const T*>(args_.query) + sequence_ * args_.query_batch_stride +
-                        head * args_.query_head_stride + query * args_.query_token_stride;
-      rows_.set(row, source, args_.query_columns[sequence_] + query,
-                args_.log_sum_exp[(sequence_ * args_.heads + head) * args_.queries + query]);
-    }
+        rows_(heads_, args_.heads / args_.kv_heads() * args_.queries, args_.shape.head_dim,
+              args_.scale, args_.softcap) {
+    for (int64_t head = 0; head < heads_; ++head) load_queries(head);
   }
 
   void run() {
-    const int64_t group_tokens = args_.shape.group_tokens;
-    const int64_t first = first_page_ * group_tokens;
-    const int64_t count = (last_page_ - first_page_) * group_tokens;
-    std::fill_n(target(out_.mean) + first, count, 0.0f);
-    if (out_.square) std::fill_n(target(out_.square) + first, count, 0.0f);
-    const int64_t table = sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : kv_head_);
-    const int64_t end = std::min<int64_t>(last_page_, args_.page_counts[table]);
-    for (int64_t page = first_page_; page < end; ++page) add_page(table, page);
-    finish_block();
+    for (int64_t head = 0; head < heads_; ++head) {
+      clear(target(out_.mean, head));
+      if (out_.square) clear(target(out_.square, head));
+    }
+    TokenWalk walk(args_, table_, first_page_, last_page_ - first_page_,
+                   args_.query_columns[sequence_] + args_.queries - 1);
+    TokenBlock blocks[2];
+    walk.next(blocks[0]);
+    for (int current = 0; blocks[current].count > 0; current = 1 - current) {
+      walk.next(blocks[1 - current]);
+      weigh(blocks[current], blocks[1 - current]);
+    }
   }
 
  private:
-  float* target(float* array) const {
-    return array +
-           (sequence_ * args_.kv_heads() + kv_head_) * args_.pages_max * args_.shape.group_tokens;
-  }
-
-  void add_page(int64_t table, int64_t page) {
-    const int64_t row_bytes = args_.shape.head_dim * static_cast<int64_t>(sizeof(T));
-    const int64_t head_bytes =
-        args_.shape.kv_heads == 1 ? 0 : 2 * kv_head_ * args_.shape.group_tokens * row_bytes;
-    const int64_t entry = table * args_.pages_max + page;
-    const uint64_t in_page = ~uint64_t{0} >> (64 - args_.shape.group_tokens);
-    for (uint64_t mask = args_.masks[entry] & in_page; mask != 0; mask &= mask - 1) {
-      const int64_t token = std::countr_zero(mask);
-      block_.slots[block_.count] =
-          static_cast<const char*>(args_.pages[entry]) + head_bytes + token * row_bytes;
-      block_.columns[block_.count] = args_.columns[entry] + static_cast<int32_t>(token);
-      slots_[block_.count++] = page * args_.shape.group_tokens + token;
-      if (block_.count == kBlockTokens) finish_block();
+  void load_queries(int64_t head) {
+    for (int64_t row = 0; row < rows_.rows(); ++row) {
+      const int64_t query = row % args_.queries;
+      const int64_t query_head =
+          (first_kv_head_ + head) * (args_.heads / args_.kv_heads()) + row / args_.queries;
+      const T* source = static_cast<const T*>(args_.query) + sequence_ * args_.query_batch_stride +
+                        query_head * args_.query_head_stride + query * args_.query_token_stride;
+      rows_.set(head, row, source, args_.query_columns[sequence_] + query,
+                args_.log_sum_exp[(sequence_ * args_.heads + query_head) * args_.queries + query]);
     }
   }
 
-  void finish_block() {
-    if (block_.count == 0) return;
-    rows_.template weigh<T>(block_);
-    for (int64_t t = 0; t < block_.count; ++t) {
-      target(out_.mean)[slots_[t]] = rows_.mean(t);
-      if (out_.square) target(out_.square)[slots_[t]] = rows_.square(t);
+  void clear(float* of_head) const {
+    const int64_t group_tokens = args_.shape.group_tokens;
+    std::fill(of_head + first_page_ * group_tokens, of_head + last_page_ * group_tokens, 0.0f);
+  }
+
+  float* target(float* array, int64_t head) const {
+    return array + (sequence_ * args_.kv_heads() + first_kv_head_ + head) * args_.pages_max *
+                       args_.shape.group_tokens;
+  }
+
+  int64_t head_in_page(int64_t head) const {
+    return args_.shape.kv_heads == 1 ? 0 : first_kv_head_ + head;
+  }
+  int64_t key_offset(const TokenBlock& block, int64_t head) const {
+    const int64_t element_bytes = block.is_float8 ? 1 : static_cast<int64_t>(sizeof(T));
+    return head_in_page(head) * 2 * args_.shape.group_tokens * args_.shape.head_dim * element_bytes;
+  }
+
+  void weigh(TokenBlock& block, const TokenBlock& next) {
+    rows_.look_at(block);
+    for (int64_t head = 0; head < heads_; ++head) {
+      const bool is_last = head + 1 == heads_;
+      rows_.template weigh<T>(
+          head,
+          {.slots = block.slots,
+           .next_slots = is_last ? next.slots : block.slots,
+           .tokens = block.count,
+           .next_tokens = is_last ? next.count : block.count,
+           .key_offset = key_offset(block, head),
+           .next_key_offset = is_last ? key_offset(next, 0) : key_offset(block, head + 1),
+           .head_dim = args_.shape.head_dim},
+          head_in_page(head));
+      for (int64_t t = 0; t < block.count; ++t) {
+        target(out_.mean, head)[block.places[t]] = rows_.mean(t);
+        if (out_.square) target(out_.square, head)[block.places[t]] = rows_.square(t);
+      }
     }
-    block_.count = 0;
   }
 
   const AttentionMassArgs& out_;
   const PagedAttentionArgs& args_;
+  int64_t table_;
   int64_t sequence_;
-  int64_t kv_head_;
+  int64_t first_kv_head_;
+  int64_t heads_;
   int64_t first_page_;
   int64_t last_page_;
   MassRows rows_;
-  TokenBlock block_;
-  int64_t slots_[kBlockTokens] = {};
 };
 
 template <typename T>
 void weigh_units(const AttentionMassArgs& args, int64_t begin, int64_t end) {
-  const PagedAttentionArgs& table = args.attention;
-  const MassUnits cut(table.batch * table.kv_heads(), table.pages_max, table.shape.group_tokens);
+  const MassUnits cut(args.attention);
   for (int64_t unit = begin; unit < end; ++unit) MassUnit<T>(args, cut, unit).run();
 }
 
@@ -110,8 +126,7 @@ namespace kvswap {
 KVSWAP_EXPORT(weigh_pages);
 
 void attention_mass(const AttentionMassArgs& args, const Execution& execution) {
-  const PagedAttentionArgs& table = args.attention;
-  const MassUnits cut(table.batch * table.kv_heads(), table.pages_max, table.shape.group_tokens);
+  const MassUnits cut(args.attention);
   run_parallel(execution, cut.count, 1,
                [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(weigh_pages)(args, begin, end); });
 }

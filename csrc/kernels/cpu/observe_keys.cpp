@@ -21,23 +21,23 @@ class ChunkRun {
         sequence_(sequence),
         first_head_(first_head),
         kv_head_(first_head / (args.heads / args.kv_heads)),
-        rows_(heads * args.queries, args.head_dim, args.scale, args.softcap) {
+        rows_(1, heads * args.queries, args.head_dim, args.scale, args.softcap) {
     for (int64_t row = 0; row < rows_.rows(); ++row) {
       const int64_t query = row % args.queries;
       const T* source = static_cast<const T*>(args.query) + sequence * args.query_batch_stride +
                         head_of(row) * args.query_head_stride + query * args.query_token_stride;
       const float of_row = args.log_sum_exp == nullptr ? kNothing : args.log_sum_exp[place_of(row)];
-      rows_.set(row, source, args.tokens - args.queries + query, of_row);
+      rows_.set(0, row, source, args.tokens - args.queries + query, of_row);
     }
   }
 
   /// Into [batch, heads, queries].
   void sum(float* log_sum_exp) {
     for (int64_t first = 0; first < args_.tokens; first += kBlockTokens) {
-      if (fill_block(first, args_.tokens)) rows_.template add_to_sums<T>(block_);
+      if (fill_block(first, args_.tokens)) rows_.template add_to_sums<T>(0, keys());
     }
     for (int64_t row = 0; row < rows_.rows(); ++row) {
-      log_sum_exp[place_of(row)] = rows_.log_sum_exp(row);
+      log_sum_exp[place_of(row)] = rows_.log_sum_exp(0, row);
     }
   }
 
@@ -47,7 +47,7 @@ class ChunkRun {
     if (args_.square) std::fill(args_.square + at + first_token, args_.square + at + last_token, 0);
     for (int64_t first = first_token; first < last_token; first += kBlockTokens) {
       if (!fill_block(first, last_token)) continue;
-      rows_.template weigh<T>(block_);
+      rows_.template weigh<T>(0, keys(), 0);
       for (int64_t t = 0; t < block_.count; ++t) {
         args_.mean[at + block_.columns[t]] = rows_.mean(t);
         if (args_.square) args_.square[at + block_.columns[t]] = rows_.square(t);
@@ -75,7 +75,12 @@ class ChunkRun {
           reinterpret_cast<const char*>(keys + token * args_.key_token_stride);
       block_.columns[block_.count++] = static_cast<int32_t>(token);
     }
+    if (block_.count > 0) rows_.look_at(block_);
     return block_.count > 0;
+  }
+
+  HeadBlock keys() const {
+    return {.slots = block_.slots, .tokens = block_.count, .head_dim = args_.head_dim};
   }
 
   const ObserveKeysArgs& args_;
@@ -95,7 +100,7 @@ void sum_typed(const ObserveKeysArgs& args, float* log_sum_exp, int64_t begin, i
 
 template <typename T>
 void weigh_typed(const ObserveKeysArgs& args, int64_t begin, int64_t end) {
-  const MassUnits cut(args.batch * args.kv_heads, args.tokens, 1);
+  const MassUnits cut(args);
   const int64_t ratio = args.heads / args.kv_heads;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t head = i / cut.parts;
@@ -133,7 +138,7 @@ void observe_keys(const ObserveKeysArgs& args, const Execution& execution) {
     });
     known.log_sum_exp = log_sum_exp.data();
   }
-  const MassUnits cut(args.batch * args.kv_heads, args.tokens, 1);
+  const MassUnits cut(args);
   run_parallel(execution, cut.count, 1,
                [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(weigh_keys)(known, begin, end); });
 }

@@ -142,8 +142,7 @@ class AttentionRun {
   }
 
   void attend_block(TokenBlock& block, const TokenBlock& next) {
-    const int64_t whole = (block.count + kTileTokens - 1) / kTileTokens * kTileTokens;
-    std::fill(block.slots + block.count, block.slots + whole, block.slots[block.count - 1]);
+    pad_slots(block);
     for (int64_t unit = 0; unit < units_; ++unit) {
       const AttentionState state = state_of(unit);
       const bool is_last = unit + 1 == units_;
@@ -184,18 +183,6 @@ class AttentionRun {
     if (!block.is_float8) return weigh_block<T>(state, head);
     multiply_by_powers(state, block, 2 * head_in_page(unit) + 1);
     weigh_block<Float8>(state, head);
-  }
-  /// scores[row, t] times 2^e of a side of token t's page.
-  static void multiply_by_powers(const AttentionState& state, const TokenBlock& block,
-                                 int64_t side) {
-    float powers[kBlockTokens];
-    for (int64_t t = 0; t < block.count; ++t) {
-      powers[t] = power_of_exponent(block.exponents[t][side]);
-    }
-    for (int64_t row = 0; row < state.rows; ++row) {
-      float* scores = state.scores + row * kBlockTokens;
-      for (int64_t t = 0; t < block.count; ++t) scores[t] *= powers[t];
-    }
   }
 
   /// Rows are (head of the group, query): hides what comes after the query's own column.

@@ -13,6 +13,7 @@
 
 #include "kernels/cpu/simd-inl.h"
 #include "kernels/cpu/token_walk.h"
+#include "kernels/float8_exponent.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
@@ -44,6 +45,12 @@ struct HeadBlock {
   int64_t side_bytes = 0;  // from K to V
   int64_t head_dim = 0;
 };
+
+/// Slots up to whole tiles of tokens: the last one again.
+inline void pad_slots(TokenBlock& block) {
+  const int64_t whole = (block.count + kTileTokens - 1) / kTileTokens * kTileTokens;
+  std::fill(block.slots + block.count, block.slots + whole, block.slots[block.count - 1]);
+}
 
 /// Asks for a piece of a row that comes next. Pages are scattered, so the hardware does not guess
 /// where; a few lines at a time, all along, since only so many can be on their way at once.
@@ -183,6 +190,18 @@ inline void cap_scores(const AttentionState& state, int64_t row, float scale, fl
     const Floats grown = exponential(multiply(maximum(below, fill(-10.0f)), fill(2.0f)));
     const Floats tanh = add(one, divide(fill(-2.0f), add(grown, one)));
     store(multiply(tanh, fill(softcap)), scores + t);
+  }
+}
+
+/// scores[row, t] times 2^e of a side of token t's page: exact wherever it is multiplied in.
+inline void multiply_by_powers(const AttentionState& state, const TokenBlock& block, int64_t side) {
+  float powers[kBlockTokens];
+  for (int64_t t = 0; t < block.count; ++t) {
+    powers[t] = power_of_exponent(block.exponents[t][side]);
+  }
+  for (int64_t row = 0; row < state.rows; ++row) {
+    float* scores = state.scores + row * kBlockTokens;
+    for (int64_t t = 0; t < block.count; ++t) scores[t] *= powers[t];
   }
 }
 

@@ -44,6 +44,7 @@ struct TokenBlock {
   bool is_float8 = false;
   const char* slots[kBlockTokens] = {};  // page base + token * row bytes
   int32_t columns[kBlockTokens] = {};
+  int32_t places[kBlockTokens] = {};  // in the table: page * group_tokens + token
   const int8_t* exponents[kBlockTokens] =
       {};  // of the token's page, [kv_heads, 2]; where is_float8
 };
@@ -82,6 +83,8 @@ class TokenWalk {
       block.slots[block.count] =
           base + token * args_.shape.head_dim * (is_float8 ? 1 : args_.shape.element_bytes);
       block.exponents[block.count] = exponents;
+      block.places[block.count] =
+          static_cast<int32_t>((page_ - 1) * args_.shape.group_tokens + token);
       block.columns[block.count++] = static_cast<int32_t>(column);
     }
   }

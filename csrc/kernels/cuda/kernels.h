@@ -3,10 +3,12 @@
 #include <cstdint>
 
 #include "io/status.h"
+#include "kernels/attention_mass.h"
 #include "kernels/fp8.h"
 #include "kernels/group_mass.h"
 #include "kernels/low_rank_score.h"
 #include "kernels/merge_attention.h"
+#include "kernels/observe_keys.h"
 #include "kernels/paged_attention.h"
 #include "kernels/paged_gather.h"
 #include "kernels/records.h"
@@ -179,6 +181,11 @@ Status project_query(const BatchProjectQueryArgs& args, void* stream);
 /// device can address; a null page is never read and counts as empty.
 Status paged_attention(const PagedAttentionArgs& args, void* scratch, void* stream);
 int64_t paged_attention_scratch_bytes(const PagedAttentionArgs& args);
+
+/// The contracts' arguments; here head_dim is any number up to 256.
+Status attention_mass(const AttentionMassArgs& args, void* stream);
+Status observe_keys(const ObserveKeysArgs& args, void* scratch, void* stream);
+int64_t observe_keys_scratch_bytes(const ObserveKeysArgs& args);
 
 Status merge_attention(const MergeAttentionArgs& args, void* stream);
 

@@ -1,8 +1,8 @@
 #include <cuda_runtime.h>
 
+#include "kernels/cuda/kernels.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/mass.cuh"
-#include "kernels/cuda/mass_kernels.h"
 
 namespace kvswap::cuda {
 namespace {

@@ -47,6 +47,45 @@ TensorPair paged_gather_cuda(const at::Tensor& pages, const at::Tensor& table) {
   return {keys, values};
 }
 
+/// Attention's arguments, checked, and what they point to.
+class AttentionCall {
+ public:
+  AttentionCall(const char* where, const AttentionInputs& inputs, double scale, double softcap)
+      : source_(where, inputs.pages, inputs.table) {
+    check_attention(where, inputs, source_.shape);
+    rows_ = with_contiguous_rows(inputs.query);
+    bits_ = inputs.masks.contiguous();
+    columns_ = inputs.columns.contiguous();
+    query_columns_ = inputs.query_columns.contiguous();
+    page_counts_ = at::full({inputs.table.size(0) * inputs.table.size(1)}, inputs.table.size(2),
+                            inputs.table.options());
+    args.query = rows_.const_data_ptr();
+    args.query_batch_stride = rows_.stride(0);
+    args.query_head_stride = rows_.stride(1);
+    args.query_token_stride = rows_.stride(2);
+    args.pages = address_table<const void*>(source_.addresses);
+    args.masks = reinterpret_cast<const uint64_t*>(bits_.const_data_ptr<int64_t>());
+    args.columns = columns_.const_data_ptr<int32_t>();
+    args.page_counts = page_counts_.const_data_ptr<int32_t>();
+    args.query_columns = query_columns_.const_data_ptr<int32_t>();
+    args.pages_max = inputs.table.size(2);
+    args.table_heads = inputs.table.size(1);
+    args.batch = inputs.query.size(0);
+    args.heads = inputs.query.size(1);
+    args.queries = inputs.query.size(2);
+    args.scale = static_cast<float>(scale);
+    args.softcap = static_cast<float>(softcap);
+    args.shape = source_.shape;
+    args.dtype = to_dtype(inputs.query.scalar_type());
+  }
+
+  PagedAttentionArgs args;  // without output and log_sum_exp
+
+ private:
+  PageTable source_;
+  at::Tensor rows_, bits_, columns_, query_columns_, page_counts_;
+};
+
 TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages,
                                 const at::Tensor& table, const at::Tensor& masks,
                                 const at::Tensor& columns, const at::Tensor& query_columns,
@@ -58,44 +97,71 @@ TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages
                          {"masks", &masks},
                          {"columns", &columns},
                          {"query_columns", &query_columns}});
-  const PageTable source("paged_attention", pages, table);
-  check_attention({query, source.pages, table, masks, columns, query_columns}, source.shape);
-  const at::Tensor rows = with_contiguous_rows(query);
-  const at::Tensor page_columns = columns.contiguous();
-  const at::Tensor first_columns = query_columns.contiguous();
-  const at::Tensor bits = masks.contiguous();
-  const at::Tensor page_counts =
-      at::full({table.size(0) * table.size(1)}, table.size(2), table.options());
+  AttentionCall inputs("paged_attention", {query, pages, table, masks, columns, query_columns},
+                       scale, softcap);
   at::Tensor output =
       at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
   at::Tensor log_sum_exp =
       at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
-  PagedAttentionArgs args;
-  args.query = rows.const_data_ptr();
-  args.query_batch_stride = rows.stride(0);
-  args.query_head_stride = rows.stride(1);
-  args.query_token_stride = rows.stride(2);
-  args.output = output.data_ptr();
-  args.log_sum_exp = log_sum_exp.data_ptr<float>();
-  args.pages = address_table<const void*>(source.addresses);
-  args.masks = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>());
-  args.columns = page_columns.const_data_ptr<int32_t>();
-  args.page_counts = page_counts.const_data_ptr<int32_t>();
-  args.query_columns = first_columns.const_data_ptr<int32_t>();
-  args.pages_max = table.size(2);
-  args.table_heads = table.size(1);
-  args.batch = query.size(0);
-  args.heads = query.size(1);
-  args.queries = query.size(2);
-  args.scale = static_cast<float>(scale);
-  args.softcap = static_cast<float>(softcap);
   const at::Tensor sink_scores = contiguous_sinks("paged_attention", sinks, query);
-  args.sinks = sinks ? sink_scores.const_data_ptr<float>() : nullptr;
-  args.shape = source.shape;
-  args.dtype = to_dtype(query.scalar_type());
-  const at::Tensor scratch = make_scratch(cuda::paged_attention_scratch_bytes(args), query);
-  check_status(cuda::paged_attention(args, scratch.data_ptr(), call.stream()));
+  inputs.args.sinks = sinks ? sink_scores.const_data_ptr<float>() : nullptr;
+  inputs.args.output = output.data_ptr();
+  inputs.args.log_sum_exp = log_sum_exp.data_ptr<float>();
+  const at::Tensor scratch = make_scratch(cuda::paged_attention_scratch_bytes(inputs.args), query);
+  check_status(cuda::paged_attention(inputs.args, scratch.data_ptr(), call.stream()));
   return {output, log_sum_exp};
+}
+
+TensorPair attention_mass_cuda(const at::Tensor& query, const at::Tensor& pages,
+                               const at::Tensor& table, const at::Tensor& masks,
+                               const at::Tensor& columns, const at::Tensor& query_columns,
+                               const at::Tensor& log_sum_exp, double scale, double softcap) {
+  const DeviceCall call("attention_mass", query,
+                        {{"pages", &pages},
+                         {"table", &table},
+                         {"masks", &masks},
+                         {"columns", &columns},
+                         {"query_columns", &query_columns},
+                         {"log_sum_exp", &log_sum_exp}});
+  AttentionCall inputs("attention_mass", {query, pages, table, masks, columns, query_columns},
+                       scale, softcap);
+  check_log_sum_exp("attention_mass", log_sum_exp, query);
+  const at::Tensor sums = log_sum_exp.contiguous();
+  inputs.args.log_sum_exp = const_cast<float*>(sums.const_data_ptr<float>());
+  const auto sizes = {inputs.args.batch, inputs.args.kv_heads(),
+                      inputs.args.pages_max * inputs.args.shape.group_tokens};
+  at::Tensor mean = at::empty(sizes, query.options().dtype(at::kFloat));
+  at::Tensor square = at::empty_like(mean);
+  check_status(cuda::attention_mass({.attention = inputs.args,
+                                     .mean = mean.data_ptr<float>(),
+                                     .square = square.data_ptr<float>()},
+                                    call.stream()));
+  return {mean, square};
+}
+
+TensorPair observe_keys_cuda(const at::Tensor& query, const at::Tensor& keys, double scale,
+                             const OptionalTensor& valid, const OptionalTensor& log_sum_exp,
+                             double softcap) {
+  const DeviceCall call("observe_keys", query,
+                        {{"keys", &keys},
+                         {"valid", valid ? &*valid : &keys},
+                         {"log_sum_exp", log_sum_exp ? &*log_sum_exp : &keys}});
+  check_observed({query, keys, valid, log_sum_exp});
+  const at::Tensor rows = with_contiguous_rows(query);
+  const at::Tensor own_keys = with_contiguous_rows(keys);
+  const at::Tensor bits = valid ? packed_bits(*valid) : at::Tensor();
+  const at::Tensor sums = log_sum_exp ? log_sum_exp->contiguous() : at::Tensor();
+  at::Tensor mean = at::empty(keys.sizes().slice(0, 3), keys.options().dtype(at::kFloat));
+  at::Tensor square = at::empty_like(mean);
+  ObserveKeysArgs args = observe_args(rows, own_keys, scale);
+  args.softcap = static_cast<float>(softcap);
+  if (valid) args.valid = reinterpret_cast<const uint64_t*>(bits.const_data_ptr<int64_t>());
+  if (log_sum_exp) args.log_sum_exp = sums.const_data_ptr<float>();
+  args.mean = mean.data_ptr<float>();
+  args.square = square.data_ptr<float>();
+  const at::Tensor scratch = make_scratch(cuda::observe_keys_scratch_bytes(args), query);
+  check_status(cuda::observe_keys(args, scratch.data_ptr(), call.stream()));
+  return {mean, square};
 }
 
 TensorPair merge_attention_cuda(const at::Tensor& output, const at::Tensor& log_sum_exp,
@@ -127,6 +193,8 @@ TensorPair merge_attention_cuda(const at::Tensor& output, const at::Tensor& log_
 TORCH_LIBRARY_IMPL(kvswap_torch, CUDA, library) {
   library.impl("paged_gather", paged_gather_cuda);
   library.impl("paged_attention", paged_attention_cuda);
+  library.impl("attention_mass", attention_mass_cuda);
+  library.impl("observe_keys", observe_keys_cuda);
   library.impl("merge_attention", merge_attention_cuda);
 }
 

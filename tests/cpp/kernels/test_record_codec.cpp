@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/attention_mass.h"
 #include "kernels/attention_reference.h"
 #include "kernels/kernel_test.h"
 #include "kernels/paged_attention.h"
@@ -160,6 +161,13 @@ TEST_P(RecordCodec, EveryByteIsDecoded) {
   }
 }
 
+/// By the log-sum-exp that attention left.
+std::vector<float> mass_of(const PagedAttentionArgs& args) {
+  std::vector<float> mean(args.batch * args.kv_heads() * args.pages_max * args.shape.group_tokens);
+  attention_mass({.attention = args, .mean = mean.data()}, {});
+  return mean;
+}
+
 /// A table of pages in both formats, against the same table decoded.
 template <typename T>
 void expect_mixed_pages_count_as_decoded(const AttentionShape& shape, int64_t stride) {
@@ -190,6 +198,11 @@ void expect_mixed_pages_count_as_decoded(const AttentionShape& shape, int64_t st
     if (mixed.log_sum_exp[i] == decoded.log_sum_exp[i]) continue;  // -inf
     ASSERT_NEAR(mixed.log_sum_exp[i], decoded.log_sum_exp[i], 1e-4);
   }
+  const std::vector<float> mass = mass_of(args);
+  const std::vector<float> expected_mass = mass_of(decoded.args());
+  for (size_t i = 0; i < mass.size(); ++i) {
+    ASSERT_NEAR(mass[i], expected_mass[i], 1e-6 + 1e-4 * expected_mass[i]);
+  }
   // Blocks are cut at the same tokens where all pages are of one format: not a bit differs then.
   if (stride > 1) return;
   for (size_t i = 0; i < mixed.output.size(); ++i) {
@@ -197,7 +210,7 @@ void expect_mixed_pages_count_as_decoded(const AttentionShape& shape, int64_t st
   }
 }
 
-TEST_P(RecordCodec, AttentionTakesPagesOfBothFormats) {
+TEST_P(RecordCodec, AttentionAndItsMassTakePagesOfBothFormats) {
   const AttentionShape shapes[] = {
       {.batch = 3, .kv_heads = 2, .ratio = 4, .head_dim = 64, .pages = 40},
       {.batch = 2, .kv_heads = 2, .ratio = 3, .queries = 5, .head_dim = 72, .pages = 9},

@@ -1,4 +1,4 @@
-#include "kernels/cuda/mass_kernels.h"
+#include "kernels/cuda/kernels.h"
 #include "kernels/mass_reference.h"
 #include "kernels_cuda/device_test.h"
 
