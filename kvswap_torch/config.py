@@ -155,6 +155,11 @@ class SwapConfig:
     io_timeout_seconds: int = number(
         60, 0, 1 << 24, "a read or write without progress for longer is an error; 0: never"
     )
+    wipe_on_close: bool = boolean(
+        False,
+        "overwrite what was written to the file, the pages and the write buffers with zeros before "
+        "they are given back; close() then takes as long as writing the file again",
+    )
     device_model: str | None = one_of(
         None,
         (None, "nvme", "ufs", "emmc"),
@@ -383,5 +388,5 @@ class SwapConfig:
 
 SETTINGS = tuple(item.name for item in dataclasses.fields(SwapConfig) if item.name not in APART)
 # What a row of the table may set.
-NOT_SOLVABLE = ("heads", "disk_quota_bytes", "checksum", "io_timeout_seconds")
+NOT_SOLVABLE = ("heads", "disk_quota_bytes", "checksum", "io_timeout_seconds", "wipe_on_close")
 SOLVABLE = tuple(name for name in SETTINGS if name not in NOT_SOLVABLE)

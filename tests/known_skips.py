@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import platform
 import re
@@ -93,6 +94,19 @@ def lacks_seccomp() -> bool:
     return SYS_SECCOMP is None or not Path("/proc/sys/kernel/seccomp/actions_avail").exists()
 
 
+@functools.cache
+def lacks_vmsplice() -> bool:
+    """A page of memory in a pipe, where it outlives the memory."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    vector = (ctypes.c_size_t * 2)(at, mmap.PAGESIZE)
+    ends = os.pipe()
+    sent = ctypes.CDLL(None).vmsplice(ends[1], vector, ctypes.c_size_t(1), 0)
+    for end in ends:
+        os.close(end)
+    return sent != mmap.PAGESIZE
+
+
 def lacks_shared_memory() -> bool:
     return (
         not Path("/dev/shm").is_dir()
@@ -144,6 +158,7 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"device mapper", lacks_device_mapper),
     (r"no memory cgroup is writable here", lacks_cgroups),
     (r"seccomp filters are refused here", lacks_seccomp),
+    (r"vmsplice is refused here", lacks_vmsplice),
     (r"/dev/shm", lacks_shared_memory),
     (r"there is a GPU", has_gpu),
     (r"needs a CUDA device", lacks_gpu),

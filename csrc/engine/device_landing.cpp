@@ -14,7 +14,7 @@ Status DeviceLanding::open() {
 Status DeviceLanding::reserve(int64_t lane_records) {
   const int64_t bytes = lane_records * record_bytes_;
   lane_memory_ = {};
-  auto pinned = PinnedBytes::allocate(device_, LandingLanes::kLanes * bytes);
+  auto pinned = PinnedBytes::allocate(device_, LandingLanes::kLanes * bytes, pinned_at_end_);
   if (!pinned.is_ok()) return pinned.status();
   lane_memory_ = std::move(pinned.value());
   lanes_.reserve(lane_memory_.data(), lane_records, record_bytes_);
@@ -26,7 +26,7 @@ Status DeviceLanding::reserve(int64_t lane_records) {
 }
 
 Result<std::shared_ptr<std::byte>> DeviceLanding::make_landing(int64_t bytes) {
-  auto pinned = PinnedBytes::allocate(device_, bytes);
+  auto pinned = PinnedBytes::allocate(device_, bytes, pinned_at_end_);
   if (!pinned.is_ok()) return pinned.status();
   const auto owner = std::make_shared<PinnedBytes>(std::move(pinned.value()));
   return std::shared_ptr<std::byte>(owner, owner->data());

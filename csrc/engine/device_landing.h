@@ -22,11 +22,13 @@ namespace kvswap {
 class DeviceLanding final : public Landing {
  public:
   DeviceLanding(Device& device, const std::unique_ptr<TableRing>& tables,
-                const DeviceCompute& compute, int64_t layers, int64_t record_bytes)
+                const DeviceCompute& compute, int64_t layers, int64_t record_bytes,
+                AtEnd pinned_at_end)
       : device_(device),
         tables_(tables),
         compute_(compute),
         record_bytes_(record_bytes),
+        pinned_at_end_(pinned_at_end),
         lanes_(device),
         needs_(layers),
         has_(layers),
@@ -49,6 +51,7 @@ class DeviceLanding final : public Landing {
   const std::unique_ptr<TableRing>& tables_;
   const DeviceCompute& compute_;
   int64_t record_bytes_;
+  AtEnd pinned_at_end_;
   PinnedBytes lane_memory_;
   LandingLanes lanes_;
   DeviceBytes staging_;              // [lane_records, record_bytes]

@@ -1,10 +1,26 @@
 #include "engine/device_space.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "methods/device_selector.h"
 
 namespace kvswap {
+namespace {
+
+void wipe(Device& device, const DeviceBytes& bytes) {
+  constexpr int64_t kCopyBytes = 1 << 20;
+  const std::vector<std::byte> zeros(kCopyBytes);
+  // What is queued may write there. Errors were reported by the calls before this one.
+  (void)device.drain().is_ok();
+  const Device::On on(device, Stream::kCompute);
+  for (int64_t at = 0; at < bytes.size(); at += kCopyBytes) {
+    device.copy_in(bytes.data() + at, zeros.data(), std::min(kCopyBytes, bytes.size() - at));
+  }
+  (void)device.drain().is_ok();
+}
+
+}  // namespace
 
 Result<std::unique_ptr<DeviceSpace>> DeviceSpace::create(const EngineOptions& options,
                                                          int64_t record_bytes,
@@ -23,7 +39,7 @@ DeviceSpace::DeviceSpace(const EngineOptions& options, int64_t record_bytes,
       record_bytes_(record_bytes),
       device_(std::move(device)),
       compute_(*device_, tables_, options.layers),
-      landing_(*device_, tables_, compute_, options.layers, record_bytes),
+      landing_(*device_, tables_, compute_, options.layers, record_bytes, options.memory_at_end()),
       outbox_(*device_, staging, kWriteBuffers) {}
 
 DeviceSpace::~DeviceSpace() {
@@ -41,7 +57,11 @@ Status DeviceSpace::open() {
 Result<PagePool> DeviceSpace::make_pool(int64_t pages, int64_t page_bytes) {
   auto memory = DeviceBytes::allocate(*device_, pages * page_bytes);
   if (!memory.is_ok()) return memory.status();
-  const auto owner = std::make_shared<DeviceBytes>(std::move(memory.value()));
+  const auto end = [device = device_.get(), is_wiped = options_.wipe_on_close](DeviceBytes* bytes) {
+    if (is_wiped) wipe(*device, *bytes);
+    delete bytes;
+  };
+  const std::shared_ptr<DeviceBytes> owner(new DeviceBytes(std::move(memory.value())), end);
   return PagePool(std::shared_ptr<std::byte>(owner, owner->data()), pages, page_bytes);
 }
 

@@ -57,11 +57,11 @@ Status Editor::make_room(int64_t sequence, Returning& returning) {
     returning.memory.push_back(pages.memory());
     return Status::ok();
   }
-  auto allocated = AlignedBytes::allocate(returning.groups * parts_.record_bytes());
-  if (!allocated.is_ok()) return allocated.status();
-  const auto memory = std::make_shared<AlignedBytes>(std::move(allocated.value()));
-  returning.records.push_back(memory->data());
-  returning.memory.push_back(memory);
+  auto memory =
+      share_aligned_bytes(returning.groups * parts_.record_bytes(), parts_.options.memory_at_end());
+  if (!memory.is_ok()) return memory.status();
+  returning.records.push_back(memory.value().get());
+  returning.memory.push_back(std::move(memory.value()));
   return Status::ok();
 }
 
@@ -145,9 +145,9 @@ Status Editor::summarise(int64_t layer) {
   if (sealed == 0) return Status::ok();
   const int64_t record_bytes = parts_.record_bytes();
   const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
-  auto allocated = AlignedBytes::allocate(block * record_bytes);
-  if (!allocated.is_ok()) return allocated.status();
-  const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
+  if (!shared.is_ok()) return shared.status();
+  const std::shared_ptr<std::byte>& buffer = shared.value();
   const EngineOptions& options = parts_.options;
   auto pool = parts_.space->make_pool(block, options.token_page_bytes(record_bytes));
   if (!pool.is_ok()) return pool.status();
@@ -157,12 +157,12 @@ Status Editor::summarise(int64_t layer) {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t group = 0; group < sealed; group += block) {
       const PastReader::Groups groups = {layer, sequence, group, std::min(block, sealed - group)};
-      KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer->data(), buffer));
+      KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer.get(), buffer));
       if (!options.has_float8_records()) {
         KVSWAP_RETURN_IF_ERROR(
-            parts_.space->compute().upload(page(0), buffer->data(), groups.count * record_bytes));
+            parts_.space->compute().upload(page(0), buffer.get(), groups.count * record_bytes));
       }
-      KVSWAP_RETURN_IF_ERROR(past_.list(groups, buffer->data(), listed));
+      KVSWAP_RETURN_IF_ERROR(past_.list(groups, buffer.get(), listed));
       for (int64_t i = 0; i < groups.count; ++i) {
         if (options.has_float8_records()) {
           KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(

@@ -121,7 +121,8 @@ DataFileOptions EngineOptions::file_options() const {
   return {.directory = directory,
           .mode = *parse_io_mode(io_mode),
           .quota_bytes = disk_quota_bytes.value_or(-1),
-          .extend_bytes = file_extend_bytes};
+          .extend_bytes = file_extend_bytes,
+          .is_wiped = wipe_on_close};
 }
 
 ReaderOptions EngineOptions::reader_options() const {

@@ -17,6 +17,7 @@
 #include "kernels/records.h"
 #include "kernels/types.h"
 #include "kvswap/settings.h"
+#include "memory/page_pool.h"
 #include "memory/replacement.h"
 #include "methods/rows.h"
 
@@ -74,6 +75,7 @@ struct EngineOptions : Settings {
   }
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
   MethodOptions method() const;
+  AtEnd memory_at_end() const { return wipe_on_close ? AtEnd::kWiped : AtEnd::kLeft; }
 
   bool has_float8_records() const { return records == "fp8"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.

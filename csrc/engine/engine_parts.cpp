@@ -24,6 +24,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
                                  {.path = options.directory,
                                   .merge_gap_bytes = options.merge_gap_bytes,
                                   .merge_bytes_max = options.merge_bytes_max,
+                                  .scrap_at_end = options.memory_at_end(),
                                   .parallel = parts->threads(),
                                   .timeline = parts->timeline.get()});
   if (!fetcher.is_ok()) return fetcher.status();
@@ -128,6 +129,7 @@ Status EngineParts::open_store() {
   auto opened = RecordStore::create(file.get(), std::move(layout.value()), store_options,
                                     {.buffer_bytes = options.write_buffer_bytes(record_bytes),
                                      .buffers = kWriteBuffers,
+                                     .is_wiped = options.wipe_on_close,
                                      .timeline = timeline.get(),
                                      .patience = &patience});
   if (!opened.is_ok()) return opened.status();
@@ -139,7 +141,7 @@ Status EngineParts::open_space() {
   MethodOptions method = options.method();
   method.parallel = threads();
   if (!options.device) {
-    space = make_host_space(threads());
+    space = make_host_space(threads(), options.memory_at_end());
     selector = make_selector(method, nullptr);
     return Status::ok();
   }

@@ -12,7 +12,7 @@ namespace kvswap {
 
 Result<std::unique_ptr<Fetcher>> Fetcher::create(std::unique_ptr<BlockReader> reader,
                                                  RecordStore* store, const Options& options) {
-  auto scrap = AlignedBytes::allocate(options.merge_gap_bytes);
+  auto scrap = AlignedBytes::allocate(options.merge_gap_bytes, options.scrap_at_end);
   if (!scrap.is_ok()) return scrap.status();
   return std::unique_ptr<Fetcher>(
       new Fetcher(std::move(reader), store, options, std::move(scrap.value())));

@@ -66,6 +66,7 @@ class Fetcher {
     std::string path;  // named in errors
     int64_t merge_gap_bytes = 0;
     int64_t merge_bytes_max = 0;
+    AtEnd scrap_at_end = AtEnd::kLeft;  // what is read of others' records between those asked for
     const ParallelFor* parallel = nullptr;
     Timeline* timeline = nullptr;  // records what the caller does here; null: nobody
   };

@@ -8,11 +8,10 @@ namespace {
 /// Reads land in their pages.
 class HostLanding final : public Landing {
  public:
+  explicit HostLanding(AtEnd at_end) : at_end_(at_end) {}
+
   Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) override {
-    auto memory = AlignedBytes::allocate(bytes);
-    if (!memory.is_ok()) return memory.status();
-    const auto owner = std::make_shared<AlignedBytes>(std::move(memory.value()));
-    return std::shared_ptr<std::byte>(owner, owner->data());
+    return share_aligned_bytes(bytes, at_end_);
   }
   bool can_lend(int64_t) const override { return true; }
   Status lend(Fetch& fetch) override {
@@ -22,6 +21,9 @@ class HostLanding final : public Landing {
   Status publish(Fetch&) override { return Status::ok(); }
   void give_back(Fetch&) override {}
   std::byte* landing_in(std::byte* page) const override { return page; }
+
+ private:
+  const AtEnd at_end_;
 };
 
 /// Records are packed where they are written from.
@@ -88,18 +90,20 @@ class HostCompute final : public Compute {
 
 class HostSpace final : public PageSpace {
  public:
-  explicit HostSpace(const ParallelFor* parallel) : compute_(parallel) {}
+  HostSpace(const ParallelFor* parallel, AtEnd at_end)
+      : at_end_(at_end), landing_(at_end), compute_(parallel) {}
 
   std::string name() const override { return "cpu"; }
   Landing& landing() override { return landing_; }
   Outbox& outbox() override { return outbox_; }
   Compute& compute() override { return compute_; }
   Result<PagePool> make_pool(int64_t pages, int64_t page_bytes) override {
-    return make_host_page_pool(pages, page_bytes);
+    return make_host_page_pool(pages, page_bytes, at_end_);
   }
   Status reserve(int64_t, int64_t) override { return Status::ok(); }
 
  private:
+  const AtEnd at_end_;
   HostLanding landing_;
   HostOutbox outbox_;
   HostCompute compute_;
@@ -107,8 +111,8 @@ class HostSpace final : public PageSpace {
 
 }  // namespace
 
-std::unique_ptr<PageSpace> make_host_space(const ParallelFor* parallel) {
-  return std::make_unique<HostSpace>(parallel);
+std::unique_ptr<PageSpace> make_host_space(const ParallelFor* parallel, AtEnd at_end) {
+  return std::make_unique<HostSpace>(parallel, at_end);
 }
 
 }  // namespace kvswap

@@ -102,6 +102,6 @@ class PageSpace {
 };
 
 /// Pages are host memory, attended where reads land.
-std::unique_ptr<PageSpace> make_host_space(const ParallelFor* parallel);
+std::unique_ptr<PageSpace> make_host_space(const ParallelFor* parallel, AtEnd at_end);
 
 }  // namespace kvswap

@@ -107,15 +107,15 @@ Status PastReader::read_sealed(const Columns& columns, const TokenView& target) 
   int64_t group = columns.begin / group_tokens;
   if (group >= end) return Status::ok();
   const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), end - group);
-  auto allocated = AlignedBytes::allocate(block * record_bytes);
-  if (!allocated.is_ok()) return allocated.status();
-  const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
+  if (!shared.is_ok()) return shared.status();
+  const std::shared_ptr<std::byte>& buffer = shared.value();
   std::vector<std::byte> room(parts_.options.group_bytes());
   PastPages listed;
   for (; group < end; group += block) {
     const Groups groups = {columns.layer, columns.sequence, group, std::min(block, end - group)};
-    KVSWAP_RETURN_IF_ERROR(load(groups, buffer->data(), buffer));
-    KVSWAP_RETURN_IF_ERROR(list(groups, buffer->data(), listed));
+    KVSWAP_RETURN_IF_ERROR(load(groups, buffer.get(), buffer));
+    KVSWAP_RETURN_IF_ERROR(list(groups, buffer.get(), listed));
     for (int64_t i = 0; i < groups.count; ++i) {
       unpack(tokens(listed, i, room.data()), group + i, columns, target);
     }

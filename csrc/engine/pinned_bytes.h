@@ -11,10 +11,10 @@ namespace kvswap {
 class PinnedBytes {
  public:
   PinnedBytes() = default;
-  static Result<PinnedBytes> allocate(Device& device, int64_t bytes) {
+  static Result<PinnedBytes> allocate(Device& device, int64_t bytes, AtEnd at_end = AtEnd::kLeft) {
     PinnedBytes pinned;
     if (bytes == 0) return pinned;
-    auto memory = AlignedBytes::allocate(bytes);
+    auto memory = AlignedBytes::allocate(bytes, at_end);
     if (!memory.is_ok()) return memory.status();
     KVSWAP_RETURN_IF_ERROR(device.pin(memory.value().data(), bytes));
     pinned.memory_ = std::move(memory.value());

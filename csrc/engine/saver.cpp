@@ -75,9 +75,8 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
   const int64_t record_bytes = parts_.record_bytes();
   const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
   if (block == 0) return Status::ok();
-  auto allocated = AlignedBytes::allocate(block * record_bytes);
-  if (!allocated.is_ok()) return allocated.status();
-  const auto buffer = std::make_shared<AlignedBytes>(std::move(allocated.value()));
+  auto buffer = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
+  if (!buffer.is_ok()) return buffer.status();
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       const auto is_new = [&](int64_t group) {
@@ -87,8 +86,8 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
         int64_t count = 0;
         while (count < block && group + count < sealed && is_new(group + count)) ++count;
         if (count > 0) {
-          KVSWAP_RETURN_IF_ERROR(
-              copy_groups(target, seed, {layer, sequence, group, count}, buffer, records, numbers));
+          KVSWAP_RETURN_IF_ERROR(copy_groups(target, seed, {layer, sequence, group, count},
+                                             buffer.value(), records, numbers));
         }
         group += std::max<int64_t>(1, count);
       }
@@ -98,22 +97,22 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
 }
 
 Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
-                          const std::shared_ptr<AlignedBytes>& buffer, Records& records,
+                          const std::shared_ptr<std::byte>& buffer, Records& records,
                           std::vector<uint32_t>& numbers) {
   const int64_t record_bytes = parts_.record_bytes();
-  KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer->data(), buffer));
+  KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer.get(), buffer));
   for (int64_t i = 0; i < groups.count; ++i) {
     const int64_t group = groups.first + i;
     const auto number = static_cast<uint32_t>(records.sums.size());
     numbers[parts_.store->number(groups.layer, groups.sequence, group)] = number;
     const uint32_t sum =
-        parts_.store->sum(buffer->data() + i * record_bytes, groups.layer, group, number + 1, seed);
+        parts_.store->sum(buffer.get() + i * record_bytes, groups.layer, group, number + 1, seed);
     records.sums.push_back({number, number + 1, sum});
     const size_t noted = records.notes.size();
     records.notes.resize(noted + parts_.options.note_bytes());
     parts_.store->copy_note(groups.layer, groups.sequence, group, records.notes.data() + noted);
   }
-  return target.write_records({buffer->data(), static_cast<size_t>(groups.count * record_bytes)});
+  return target.write_records({buffer.get(), static_cast<size_t>(groups.count * record_bytes)});
 }
 
 Status Saver::save(SaveTarget& target) {

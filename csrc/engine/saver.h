@@ -61,7 +61,7 @@ class Saver {
   };
   Status copy(SaveTarget& target, uint64_t seed, Records& records, std::vector<uint32_t>& numbers);
   Status copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
-                     const std::shared_ptr<AlignedBytes>& buffer, Records& records,
+                     const std::shared_ptr<std::byte>& buffer, Records& records,
                      std::vector<uint32_t>& numbers);
   std::vector<SavedTensor> list(Records records, const Numbers& numbers);
   void list_records(Records records, std::vector<SavedTensor>& tensors) const;

@@ -16,8 +16,10 @@
 #include "io/error_text.h"
 #include "io/io_thread.h"
 #include "io/kernel.h"
+#include "io/patience.h"
 #include "io/read_only_file.h"
 #include "io/unnamed_file.h"
+#include "io/wiping.h"
 
 namespace kvswap {
 namespace {
@@ -110,8 +112,10 @@ class UnnamedDataFile final : public DataFile {
   UnnamedDataFile(OwnedFd fd, const DataFileOptions& options)
       : fd_(std::move(fd)), options_(options) {}
   ~UnnamedDataFile() override {
+    if (!owner_.is_here() || is_kept_) return;
+    if (options_.is_wiped) wipe();
     // Another holder of the file, for a moment, keeps no space.
-    if (owner_.is_here() && !is_kept_) (void)kernel().ftruncate(fd_.get(), 0);
+    (void)kernel().ftruncate(fd_.get(), 0);
   }
 
   void choose_preallocation() {
@@ -141,6 +145,7 @@ class UnnamedDataFile final : public DataFile {
  private:
   int try_direct();
   int allocate_up_to(int64_t size_bytes);
+  void wipe() const;
   Status no_space(int64_t needed_bytes, int error_number) const;
 
   OwnedFd fd_;
@@ -154,6 +159,7 @@ class UnnamedDataFile final : public DataFile {
   bool preallocates_ = true;
   bool is_kept_ = false;
   int64_t dirty_bytes_ = 0;
+  int64_t written_end_bytes_ = 0;
 };
 
 Status UnnamedDataFile::choose_mode() {
@@ -242,6 +248,7 @@ Status UnnamedDataFile::reserve(int64_t size_bytes) {
 Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> bytes) {
   const int64_t end = offset_bytes + static_cast<int64_t>(bytes.size());
   KVSWAP_RETURN_IF_ERROR(reserve(end));
+  written_end_bytes_ = std::max(written_end_bytes_, end);
   size_t done = 0;
   int attempts = 0;
   while (done < bytes.size()) {
@@ -274,6 +281,13 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
   return Status::ok();
 }
 
+void UnnamedDataFile::wipe() const {
+  const int error = overwrite_with_zeros(fd_.get(), written_end_bytes_);
+  if (error == 0) return;
+  log_line("kvswap: the session file in '" + options_.directory + "' could not be wiped (" +
+           errno_text(error) + "): its bytes stay on the disk until they are overwritten.");
+}
+
 void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
   if (direct_) return;
   // Dirty pages are not dropped, so they are written first.
@@ -293,6 +307,7 @@ Status UnnamedDataFile::shrink(int64_t size_bytes) {
                            error, options_.directory);
   }
   allocated_.store(size_bytes, std::memory_order_release);
+  written_end_bytes_ = std::min(written_end_bytes_, size_bytes);
   return Status::ok();
 }
 

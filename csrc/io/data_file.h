@@ -28,6 +28,7 @@ struct DataFileOptions {
   IoMode mode = IoMode::kAuto;      // kAuto: O_DIRECT if the file system takes it, else buffered
   int64_t quota_bytes = -1;         // most the file may occupy; -1: no limit but the disk's
   int64_t extend_bytes = 64 << 20;  // preallocation step
+  bool is_wiped = false;            // what was written is overwritten with zeros at the end
 };
 
 /// The session's unnamed file: nothing of it is left in the directory, whatever ends the process.
@@ -39,7 +40,10 @@ struct DataFileOptions {
 /// page cache, and `fallbacks()` says so in a sentence. So it does of a folder that keeps no secret
 /// or is no disk: in memory, on the network, or writable by everybody without a sticky bit.
 ///
-/// The space is free again when the destructor returns, unless it runs in a forked child.
+/// The space is free again when the destructor returns, unless it runs in a forked child. A file
+/// that is wiped was overwritten in its place by then; where that failed, a line in the log says
+/// so. What a disk keeps beside the places it shows (spare blocks of flash, snapshots) is not
+/// reached.
 ///
 /// Thread rules: write() by one thread at a time; reserve() by any thread, also during write();
 /// readers use fd() from any thread.

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -24,7 +25,8 @@ constexpr int kPauseMicroseconds = 1000;  // before a write is tried once more
 /// Staging memory: whole pages that neither a forked child nor a core dump gets.
 class StagingMemory {
  public:
-  explicit StagingMemory(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+  StagingMemory(int64_t bytes, bool is_wiped)
+      : bytes_(static_cast<size_t>(bytes)), is_wiped_(is_wiped) {
     void* base =
         ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return;
@@ -33,7 +35,9 @@ class StagingMemory {
     (void)::madvise(base_, bytes_, MADV_DONTDUMP);
   }
   ~StagingMemory() {
-    if (base_ != nullptr) ::munmap(base_, bytes_);
+    if (base_ == nullptr) return;
+    if (is_wiped_) ::explicit_bzero(base_, bytes_);
+    ::munmap(base_, bytes_);
   }
   StagingMemory(const StagingMemory&) = delete;
   StagingMemory& operator=(const StagingMemory&) = delete;
@@ -42,6 +46,7 @@ class StagingMemory {
 
  private:
   size_t bytes_;
+  bool is_wiped_;
   std::byte* base_ = nullptr;
 };
 
@@ -49,7 +54,9 @@ class StagingMemory {
 class QueueState {
  public:
   QueueState(DataFile* file, const WriteQueueOptions& options)
-      : file_(file), options_(options), memory_(options.buffer_bytes * options.buffers) {
+      : file_(file),
+        options_(options),
+        memory_(options.buffer_bytes * options.buffers, options.is_wiped) {
     const auto buffers = static_cast<size_t>(options.buffers);
     jobs_.reserve(buffers);
     free_.reserve(buffers);

@@ -15,6 +15,7 @@ namespace kvswap {
 struct WriteQueueOptions {
   int64_t buffer_bytes = 4 << 20;  // size of one staging buffer
   int buffers = 3;                 // how many; the bound on what prefill keeps in flight
+  bool is_wiped = false;           // the staging buffers are zeros before they are given back
   Timeline* timeline = nullptr;    // is notified of each write; outlives the queue; null: nobody
   const Patience* patience = nullptr;  // outlives the queue; null: its defaults
 };

@@ -77,6 +77,9 @@ struct Settings {
   bool checksum = true;
   /// a read or write without progress for longer is an error; 0: never
   int64_t io_timeout_seconds = 60;
+  /// overwrite what was written to the file, the pages and the write buffers with zeros before
+  /// they are given back; close() then takes as long as writing the file again
+  bool wipe_on_close = false;
   /// delay reads as a modelled device would, for experiments; None: the real disk only
   std::optional<std::string> device_model;
   /// most bytes on disk; None: what the disk has free

@@ -35,6 +35,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "merge_bytes_max",
                                                 "checksum",
                                                 "io_timeout_seconds",
+                                                "wipe_on_close",
                                                 "device_model",
                                                 "disk_quota_bytes",
                                                 "projection_file",
@@ -87,6 +88,7 @@ void visit_settings(Visit&& visit) {
   visit("merge_bytes_max", &Settings::merge_bytes_max, IntRange{4096, 268435456});
   visit("checksum", &Settings::checksum, Boolean{});
   visit("io_timeout_seconds", &Settings::io_timeout_seconds, IntRange{0, 16777216});
+  visit("wipe_on_close", &Settings::wipe_on_close, Boolean{});
   visit("device_model", &Settings::device_model, OneOf{{"nvme", "ufs", "emmc"}});
   visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
   visit("projection_file", &Settings::projection_file, FileName{});

@@ -9,11 +9,15 @@
 
 namespace kvswap {
 
-/// Page-aligned anonymous memory, not shared with forked children; freed on destruction.
+/// What memory holds when it is given back.
+enum class AtEnd { kLeft, kWiped };
+
+/// Page-aligned anonymous memory that neither forked children nor core dumps get; freed on
+/// destruction.
 class AlignedBytes {
  public:
   AlignedBytes() = default;
-  static Result<AlignedBytes> allocate(int64_t bytes);
+  static Result<AlignedBytes> allocate(int64_t bytes, AtEnd at_end = AtEnd::kLeft);
   AlignedBytes(AlignedBytes&& other) noexcept;
   AlignedBytes& operator=(AlignedBytes&& other) noexcept;
   ~AlignedBytes();
@@ -24,7 +28,11 @@ class AlignedBytes {
   std::byte* data_ = nullptr;
   int64_t size_ = 0;
   int owner_pid_ = 0;
+  AtEnd at_end_ = AtEnd::kLeft;
 };
+
+/// The same, owned in common: what is in flight there may outlive who asked for it.
+Result<std::shared_ptr<std::byte>> share_aligned_bytes(int64_t bytes, AtEnd at_end = AtEnd::kLeft);
 
 /// Pages of one size in one piece of memory, the host's or a device's.
 ///
@@ -52,6 +60,7 @@ class PagePool {
 };
 
 /// One aligned allocation of host memory; pages are attended where reads land.
-Result<PagePool> make_host_page_pool(int64_t pages, int64_t page_bytes);
+Result<PagePool> make_host_page_pool(int64_t pages, int64_t page_bytes,
+                                     AtEnd at_end = AtEnd::kLeft);
 
 }  // namespace kvswap

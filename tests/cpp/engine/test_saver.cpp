@@ -22,12 +22,15 @@ constexpr Kind kKinds[] = {
     {"low_rank_device", "model", DType::kFloat32, true},
     {"each", "model", DType::kFloat32, false},
     {"fp8", "model", DType::kFloat32, false},
+    {"wiped", "model", DType::kFloat32, false},
+    {"wiped_device", "model", DType::kFloat32, true},
 };
 
 EngineOptions options_of(const Kind& kind, const std::string& directory) {
   EngineOptions options = small_options(directory);
   options.summary_dtype = kind.summary_dtype;
   options.dtype = kind.dtype;
+  options.wipe_on_close = std::string(kind.name).starts_with("wiped");
   if (kind.name == std::string("each")) {
     options.heads = "each";
     options.head_dim *= 2;

@@ -9,6 +9,7 @@
 
 #include "fault_injection.h"
 #include "io/write_queue.h"
+#include "memory_facts.h"
 #include "test_files.h"
 
 namespace kvswap {
@@ -84,6 +85,25 @@ class WriteQueueTest : public testing::Test {
   TempDirectory directory_;
   std::unique_ptr<DataFile> file_ = must(DataFile::open({.directory = directory_.path()}));
 };
+
+TEST_F(WriteQueueTest, StagingIsLeftOutOfCoreDumpsAndWipedWhenAsked) {
+  if (KVSWAP_CPU_IS_EMULATED) GTEST_SKIP() << "qemu-user shows the emulator's own maps";
+  for (const bool is_wiped : {false, true}) {
+    auto queue = must(WriteQueue::create(
+        file_.get(), {.buffer_bytes = kBlock, .buffers = 2, .is_wiped = is_wiped}));
+    EXPECT_TRUE(is_left_out_of_dumps(queue->memory().data()));
+    EXPECT_TRUE(is_left_out_of_dumps(&queue->memory().back()));
+    must(queue->wait(put(*queue, 0, 0x5a)));
+    put(*queue, kBlock, 0x5a);
+    SecondLook look(queue->memory().data());
+    SecondLook other(queue->memory().data() + kBlock);
+    if (!look.works() || !other.works()) GTEST_SKIP() << "vmsplice is refused here";
+    queue.reset();
+    const auto zeros = std::vector<std::byte>(SecondLook::kBytes);
+    const bool holds_zeros = look.bytes() == zeros && other.bytes() == zeros;
+    EXPECT_EQ(holds_zeros, is_wiped);
+  }
+}
 
 TEST_F(WriteQueueTest, WritesEverythingInItsPlace) {
   const auto queue = must(WriteQueue::create(file_.get(), {.buffer_bytes = kBlock, .buffers = 3}));

@@ -5,7 +5,9 @@
 
 #include <cstring>
 #include <memory>
+#include <vector>
 
+#include "io/memory_facts.h"
 #include "memory/page_pool.h"
 
 namespace kvswap {
@@ -51,6 +53,30 @@ TEST(PagePoolDeathTest, APageThatIsNotThereIsOurMistake) {
   ASSERT_TRUE(pool.is_ok());
   EXPECT_DEATH(pool.value().page(kPages), "does not hold");
   EXPECT_DEATH(pool.value().page(-1), "does not hold");
+}
+
+TEST(PagePool, IsLeftOutOfCoreDumps) {
+  if (KVSWAP_CPU_IS_EMULATED) GTEST_SKIP() << "qemu-user shows the emulator's own maps";
+  const auto pool = make_host_page_pool(kPages, 4096);
+  ASSERT_TRUE(pool.is_ok());
+  for (int32_t page = 0; page < kPages; ++page) {
+    EXPECT_TRUE(is_left_out_of_dumps(pool.value().page(page)));
+  }
+  const std::vector<std::byte> other(1 << 20);
+  EXPECT_FALSE(is_left_out_of_dumps(other.data()));
+}
+
+TEST(PagePool, IsWipedAtItsEndWhenAsked) {
+  for (const AtEnd at_end : {AtEnd::kLeft, AtEnd::kWiped}) {
+    auto pool = std::make_unique<PagePool>(
+        std::move(make_host_page_pool(kPages, SecondLook::kBytes, at_end).value()));
+    std::memset(pool->page(0), 0x5a, kPages * SecondLook::kBytes);
+    SecondLook look(pool->page(kPages - 1));
+    if (!look.works()) GTEST_SKIP() << "vmsplice is refused here";
+    pool.reset();
+    const auto left = at_end == AtEnd::kWiped ? std::byte{0} : std::byte{0x5a};
+    EXPECT_EQ(look.bytes(), std::vector<std::byte>(SecondLook::kBytes, left));
+  }
 }
 
 TEST(AlignedBytes, MovesWithoutACopy) {

@@ -1,0 +1,46 @@
+#include "io/wiping.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "io/kernel.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kCallBytes = 1 << 20;  // and its alignment, which suits every disk
+constexpr int kAttemptsMax = 300;        // in a row, a millisecond apart
+constexpr int kPauseMicroseconds = 1000;
+
+}  // namespace
+
+int overwrite_with_zeros(int fd, int64_t bytes) {
+  struct Free {
+    void operator()(void* block) const { std::free(block); }
+  };
+  const std::unique_ptr<void, Free> zeros(std::aligned_alloc(kCallBytes, kCallBytes));
+  if (!zeros) return ENOMEM;
+  std::memset(zeros.get(), 0, kCallBytes);
+  int attempts = 0;
+  for (int64_t at = 0; at < bytes;) {
+    const auto length = static_cast<size_t>(std::min(kCallBytes, bytes - at));
+    const int64_t count = kernel().pwrite(fd, zeros.get(), length, at);
+    if (count > 0) {
+      at += count;
+      attempts = 0;
+      continue;
+    }
+    const int error = count == 0 ? EIO : static_cast<int>(-count);
+    if ((error != EINTR && error != EAGAIN) || ++attempts == kAttemptsMax) return error;
+    ::usleep(kPauseMicroseconds);
+  }
+  // Zeros that wait in the page cache would be dropped with the file.
+  return ::fdatasync(fd) == 0 ? 0 : errno;
+}
+
+}  // namespace kvswap
