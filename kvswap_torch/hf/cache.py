@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ConfigError
+from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.hf import convert, passes
 from kvswap_torch.hf.attention import Switch, check_switched
 from kvswap_torch.hf.driver import SessionDriver
@@ -147,6 +147,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
             undo.callback(switch.release)
             hooks = Hooks(self, switch)
             undo.callback(hooks.remove)
+            undo.callback(self.driver.refuse)
             # Not a method: it must not keep the cache alive, and runs at interpreter exit too.
             self._finalizer = weakref.finalize(self, undo.pop_all().close)
 
@@ -314,7 +315,11 @@ class KVSwapCache(convert.Converting, Saving, Cache):
             opened = self._pass
             if opened is not None and opened.is_running():
                 return opened.check_thread()
-            check_switched(self.parts.config)
+            try:
+                check_switched(self.parts.config)
+            except KVSwapError:
+                self.driver.check_open()  # another thread's close() gives the attention back
+                raise
             self._make_usable()
             self.tokens.crop(self.driver.columns())
             self.tokens.begin(args, kwargs)

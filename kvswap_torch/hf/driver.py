@@ -65,7 +65,7 @@ class SessionDriver:
         self._settled = budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = (0, 0)  # columns and sequences of every layer when the pass began
-        self._owner_pid, self._is_closed = os.getpid(), False
+        self._owner_pid, self.is_open = os.getpid(), True
         self.session: Any = None
         self._open(None)
 
@@ -118,17 +118,13 @@ class SessionDriver:
 
         Threads are not forked, and the libraries that torch computes with wait for theirs.
         """
-        if self._is_closed:
+        if not self.is_open:
             raise ClosedError("KVSwapCache: must be open, was closed; open another cache")
         if os.getpid() != self._owner_pid:
             raise ValueError(
                 "KVSwapCache: must be used by the process that opened it, got a call from a forked "
                 "child; open another cache in each process"
             )
-
-    @property
-    def is_open(self) -> bool:
-        return not self._is_closed
 
     @property
     def max_context(self) -> int:
@@ -374,9 +370,13 @@ class SessionDriver:
         self._cuts.clear()
         self.estimated_kinds.clear()  # the next text's first long chunk tells more about it
 
+    def refuse(self) -> None:
+        """From here on every use raises `ClosedError`: of a cache that is about to be closed."""
+        self.is_open = False
+
     def close(self) -> None:
         """Frees file and memory. Idempotent."""
-        self._is_closed = True  # the session stays, to raise ClosedError in another thread's pass
+        self.refuse()  # the session stays, to raise ClosedError in another thread's pass
         if self.session is not None:
             self.session.close()
 

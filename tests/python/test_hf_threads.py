@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvswap_torch import KVSwapCache, KVSwapError
+from kvswap_torch.errors import ClosedError
 from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, prompt, tiny_model
 
 pytestmark = pytest.mark.parametrize("sessions", ["native", "host device"], indirect=True)
@@ -147,3 +148,18 @@ def test_a_copy_of_the_model_has_its_previous_attention(previous, sessions, tmp_
         with pytest.raises(ValueError, match="model it was opened for"):
             forward(other, inputs["input_ids"][:, :1], cache)
     assert torch.equal(greedy(other, inputs), expected)
+
+
+def test_a_cache_that_is_closed_as_a_pass_begins_is_named(open_cache, monkeypatch):
+    """By then the model has its own attention again, which is not what went wrong."""
+    model = tiny_model("llama")
+    cache = open_cache(model)
+    check_open = cache.driver.check_open
+
+    def and_then_close():
+        check_open()
+        at_once(cache.close)
+
+    monkeypatch.setattr(cache.driver, "check_open", and_then_close)
+    with pytest.raises(ClosedError):
+        greedy(model, INPUTS["plain"], cache, tokens=3)
