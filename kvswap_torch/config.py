@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from kvswap_torch import config_file
@@ -26,6 +26,7 @@ from kvswap_torch.config_rules import (
     Floor,
     Owned,
     boolean,
+    check_beside,
     documented,
     layers_rule,
     number,
@@ -45,9 +46,9 @@ FLOORS = (
     Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
 )
 # What other rows than these would ignore.
-OWNED = tuple(
-    Owned(name, "rows", "low_rank")
-    for name in ("rank", "score", "projection_file", "projection_kind")
+OWNED = (
+    *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
+    Owned("score", "rows", "low_rank", ("mass", "max_mass")),
 )
 # Fields of a config that are no settings.
 APART = ("model", "provenance", "table", "version", "source")
@@ -69,9 +70,10 @@ class SwapConfig:
     )
     rows: str = one_of(
         "low_rank",
-        ("low_rank", "box"),
+        ("low_rank", "box", "mean", "none"),
         "what stays in memory of the keys, to score groups by: low-rank rows of each token "
-        "(KVSwap), or the box around the keys of a group (Quest), which needs no projection",
+        "(KVSwap); the box around the keys of a group (Quest) or their mean (ShadowKV), which need "
+        "no projection; or nothing, and every layer attends everything, restored from disk",
     )
     records: str = one_of(
         "model",
@@ -90,9 +92,10 @@ class SwapConfig:
     )
     score: str = one_of(
         "sum",
-        ("sum", "mass", "max_mass"),
+        ("sum", "max", "mass", "max_mass"),
         "what a group is worth: its largest product with the sum of all heads' queries (the "
-        "paper), the attention paid to it summed over heads, or that of the head that pays most",
+        "paper), with the query of any head, the attention paid to it summed over heads, or that "
+        "of the head that pays most",
     )
     groups_max: int = number(
         100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"
@@ -128,6 +131,10 @@ class SwapConfig:
     true_query_layers: tuple[int, ...] = layers_rule(
         "layers on disk that choose with their true query all the same, since the layer before "
         "tells too little of it; what they read is not hidden"
+    )
+    exact_layers: tuple[int, ...] = layers_rule(
+        "layers on disk that attend everything: they have no summary, and what is not in memory is "
+        "restored from disk in every step"
     )
     audit_every: int = number(
         0,
@@ -174,7 +181,9 @@ class SwapConfig:
     projection_kind: str = one_of(
         "query_aware",
         ("query_aware", "svd_keys", "pca_per_head", "skewed"),
-        "best bilinear form, SVD of the keys (the paper), or a block a KV head: Loki, InfiniGen",
+        "the best bilinear form of queries and keys, the paper's SVD of the keys, or one block for "
+        "each KV head: principal components of its keys (Loki), or the columns that weigh most of "
+        "keys and queries rotated by the queries' SVD (InfiniGen); blocks are never doubled",
     )
     model: ModelIdentity | None = plain(None, "the model it is for; None: any")
     provenance: Mapping[str, Any] = plain(dict, "how it was found: free-form, never interpreted")
@@ -197,15 +206,14 @@ class SwapConfig:
             floor.check(self)
         for owned in OWNED:
             owned.check(self)
-        self._check_projection_file()
+        check_beside("projection_file", self.projection_file)
         self._check_table()
 
     def _adopt_plain_values(self) -> None:
         """Lists and mappings, as JSON gives them, become what the fields promise."""
-        if isinstance(self.rank, list):
-            object.__setattr__(self, "rank", tuple(self.rank))
-        if isinstance(self.true_query_layers, list):
-            object.__setattr__(self, "true_query_layers", tuple(self.true_query_layers))
+        for name in ("rank", "true_query_layers", "exact_layers"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.model, Mapping):
             object.__setattr__(self, "model", identity_from(self.model))
         elif self.model is not None and not isinstance(self.model, ModelIdentity):
@@ -215,19 +223,6 @@ class SwapConfig:
             raise ConfigError(f"table: must be a list of solutions, got {self.table!r}")
         rows = tuple(solution_from(row) for row in self.table)
         object.__setattr__(self, "table", rows)
-
-    def _check_projection_file(self) -> None:
-        name = self.projection_file
-        if name is None:
-            return
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"projection_file: must be a file name, got {name!r}")
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ConfigError(
-                "projection_file: must lie beside the config or in a folder below it, so that the "
-                f"two travel together, got {name!r}"
-            )
 
     def _check_table(self) -> None:
         seen: set[tuple[int, int]] = set()
@@ -263,6 +258,10 @@ class SwapConfig:
     def takes_projections(self) -> bool:
         """Does a layer need a pair of projections before it can choose?"""
         return self.rows == "low_rank"
+
+    def is_exact(self, layer: int) -> bool:
+        """Does this layer on disk attend everything, whatever its queries are?"""
+        return self.rows == "none" or layer in self.exact_layers
 
     @property
     def doubles_estimates(self) -> bool:
@@ -380,7 +379,7 @@ class SwapConfig:
         Returns
         -------
         SwapConfig
-            The same config, knowing its file, so that `projection_path` can be asked.
+            The same config, knowing its file.
         """
         config_file.save(self, Path(path))
         return dataclasses.replace(self, source=Path(path))

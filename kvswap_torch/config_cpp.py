@@ -114,7 +114,7 @@ def _between_two() -> list[str]:
     ]
     owned = [
         f'  visit("{each.name}", &Settings::{each.name}, "{each.owner}", '
-        f'&Settings::{each.owner}, "{each.word}");'
+        f'&Settings::{each.owner}, "{each.word}", {_values(each.values)});'
         for each in OWNED
     ]
     return [
@@ -124,8 +124,8 @@ def _between_two() -> list[str]:
         *floors,
         "}",
         "",
-        "/// visit(name, member, owner's name, its member, word): the setting has its default",
-        "/// unless the owner is that word.",
+        "/// visit(name, member, owner's name, its member, word, values): the setting has its",
+        "/// default, or where there are values none of them, unless the owner is that word.",
         "template <typename Visit>",
         "void visit_owned(Visit&& visit) {",
         *owned,
@@ -180,6 +180,10 @@ def _rule(item: dataclasses.Field[Any]) -> str:
     if schema["type"] == "array":
         return "LayerNumbers{}"
     return f"IntRange{{{schema['minimum']}, {schema['maximum']}}}"
+
+
+def _values(values: tuple[str, ...]) -> str:
+    return f"OneOf{{{_names(values)}}}" if values else "OneOf{}"
 
 
 def _names(names: Any) -> str:

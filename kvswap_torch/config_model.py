@@ -24,11 +24,13 @@ def check_model(config: SwapConfig, identity: ModelIdentity) -> None:
         )
     if identity.layers is not None:
         config.ranks(identity.layers)
-        if any(layer >= identity.layers for layer in config.true_query_layers):
-            raise ConfigError(
-                f"true_query_layers: must be below {identity.layers}, the layers on disk, got "
-                f"{list(config.true_query_layers)}"
-            )
+        for name in ("true_query_layers", "exact_layers"):
+            layers = getattr(config, name)
+            if any(layer >= identity.layers for layer in layers):
+                raise ConfigError(
+                    f"{name}: must be below {identity.layers}, the layers on disk, got "
+                    f"{list(layers)}"
+                )
     if identity.kv_heads is not None and identity.head_dim is not None:
         width = config.row_heads(identity.kv_heads) * identity.head_dim
         for row in (config, *config.solutions):

@@ -89,7 +89,7 @@ class Solution:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
-        for name in ("rank", "true_query_layers"):
+        for name in ("rank", "true_query_layers", "exact_layers"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         object.__setattr__(self, "settings", tuple(sorted(given.items())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from kvswap_torch.errors import ConfigError
@@ -87,17 +88,22 @@ def checked_rank(rank: Any, width: int) -> None:
 
 @dataclass(frozen=True)
 class Owned:
-    """A setting of one method: left at its default unless `owner` is `word`."""
+    """A setting of one method: left at its default unless `owner` is `word`.
+
+    With `values` only those belong to it, and all may have the others.
+    """
 
     name: str
     owner: str
     word: str
+    values: tuple[str, ...] = ()
 
     def check(self, settings: Any) -> None:
         """Raises `ConfigError` where another method would ignore it."""
         value, other = getattr(settings, self.name), getattr(settings, self.owner)
         default = type(settings).__dataclass_fields__[self.name].default
-        if other != self.word and value != default:
+        is_owned = value in self.values if self.values else value != default
+        if other != self.word and is_owned:
             raise ConfigError(
                 f"{self.name}: must be left out where {self.owner} is {other}, since it belongs to "
                 f"{self.word}, got {value!r}"
@@ -119,6 +125,20 @@ class Floor:
             raise ConfigError(
                 f"{self.name}: must be at least {self.floor} ({least}), {self.why}, got {value}"
             )
+
+
+def check_beside(field: str, name: Any) -> None:
+    """Raises `ConfigError` unless a file is None, or lies beside the config or below it."""
+    if name is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{field}: must be a file name, got {name!r}")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ConfigError(
+            f"{field}: must lie beside the config or in a folder below it, so that the two travel "
+            f"together, got {name!r}"
+        )
 
 
 def plain(default: Any, doc: str) -> Any:

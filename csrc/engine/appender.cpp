@@ -29,7 +29,7 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
 Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   prepared_ = -1;
   KVSWAP_RETURN_IF_ERROR(check(layer, batch, tokens));
-  if (is_long(tokens)) {
+  if (is_long(layer, tokens)) {
     KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   } else {
     // Left over when nobody attended after the last append().
@@ -47,11 +47,11 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
 
 Status Appender::append(int64_t layer, const KeyValueView& tokens) {
   const bool is_prepared =
-      prepared_ == layer && tokens.batch == batch_.size() && is_long(tokens.tokens);
+      prepared_ == layer && tokens.batch == batch_.size() && is_long(layer, tokens.tokens);
   if (!is_prepared) KVSWAP_RETURN_IF_ERROR(prepare(layer, tokens.batch, tokens.tokens));
   prepared_ = -1;
   Batch::Layer& state = batch_.layer(layer);
-  if (!is_long(tokens.tokens)) {
+  if (!is_long(layer, tokens.tokens)) {
     tail_.fill(layer, tokens, {.count = tokens.tokens, .first_column = state.columns});
     state.columns += tokens.tokens;
     return Status::ok();

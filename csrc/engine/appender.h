@@ -29,7 +29,10 @@ class Appender {
   Status prepare(int64_t layer, int64_t batch, int64_t tokens);
   Status append(int64_t layer, const KeyValueView& tokens);
   void forget() { prepared_ = -1; }
-  bool is_long(int64_t tokens) const { return tokens > parts_.options.select_queries_max; }
+  /// Does it go past the tail? What attends from the disk does too.
+  bool is_long(int64_t layer, int64_t tokens) const {
+    return tokens > parts_.options.select_queries_max || batch_.is_restored(layer);
+  }
 
  private:
   Status check(int64_t layer, int64_t batch, int64_t tokens);

@@ -58,6 +58,11 @@ class Batch {
   /// Can all that may be chosen be attended at once?
   bool fits(int64_t layer, int64_t sequence) const;
   bool all_fit(int64_t layer) const;
+  /// Must the layer attend everything, and has not all of it in pages? Then its steps restore the
+  /// rest from disk.
+  bool is_restored(int64_t layer) const {
+    return parts_.options.is_exact(layer) && !all_fit(layer);
+  }
   /// All groups that may be chosen among the first `groups`.
   void choosable(int64_t layer, int64_t sequence, int64_t groups,
                  std::vector<int32_t>& chosen) const;

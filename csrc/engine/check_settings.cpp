@@ -1,5 +1,6 @@
 #include "engine/check_settings.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <functional>
 
@@ -57,14 +58,21 @@ Status check_settings(const Settings& settings) {
       });
   const Settings defaults;
   visit_owned([&](const char* name, auto member, const char* owner, auto owner_member,
-                  const std::string& word) {
+                  const std::string& word, const OneOf& values) {
     const bool is_default = settings.*member == defaults.*member;
-    if (!broken.empty() || is_default || settings.*owner_member == word) return;
+    if (!broken.empty() || is_default || !concerns(values, settings.*member) ||
+        settings.*owner_member == word)
+      return;
     broken = std::string(name) + ": must be left out where " + owner + " is " +
              settings.*owner_member + ", since it belongs to " + word + ", got " +
              json(settings.*member);
   });
   return broken.empty() ? Status::ok() : Status::invalid(broken);
+}
+
+bool is_exact(const Settings& settings, int64_t layer) {
+  const std::vector<int64_t>& layers = settings.exact_layers;
+  return settings.rows == "none" || std::find(layers.begin(), layers.end(), layer) != layers.end();
 }
 
 std::string settings_json(const Settings& settings) {

@@ -11,6 +11,9 @@ namespace kvswap {
 /// ok: none.
 Status check_settings(const Settings& settings);
 
+/// Does a layer attend everything, whatever its queries are?
+bool is_exact(const Settings& settings, int64_t layer);
+
 /// Every setting by name, as a JSON object.
 std::string settings_json(const Settings& settings);
 

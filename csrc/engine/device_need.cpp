@@ -39,7 +39,7 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   room.lane_records = batch * options.pages_max;
   room.outbox_bytes = kWriteBuffers * options.write_buffer_bytes(record_bytes);
   if (batch == 0) return room;
-  if (RowsKind::find(options.rows)->has_device_kernels) {
+  if (has_device_kernels(options.method())) {
     room.choice = {.batch = batch,
                    .queries = options.select_queries_max,
                    .groups = groups,

@@ -117,6 +117,10 @@ Status Editor::set_projection(int64_t layer, int64_t rank, const float* keys,
   if (parts_.options.ranks.empty()) {
     return parts_.selector->set_projection(layer, rank, keys, queries);  // refuses
   }
+  if (parts_.options.is_exact(layer)) {
+    return Status::invalid("set_projection: layer " + std::to_string(layer) +
+                           " must choose to need one, and attends everything (exact_layers)");
+  }
   if (rank != parts_.options.ranks[layer]) {
     return Status::invalid("set_projection: layer " + std::to_string(layer) + " must have rank " +
                            std::to_string(parts_.options.ranks[layer]) + ", got " +

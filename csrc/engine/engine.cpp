@@ -115,14 +115,26 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
 }
 
 bool Engine::needs_projection(int64_t layer) const {
-  return !parts_->selector->is_ready(layer) && !batch_->all_fit(layer);
+  return !parts_->selector->is_ready(layer) && !options().is_exact(layer) &&
+         !batch_->all_fit(layer);
+}
+
+void Engine::count_restored(int64_t layer, int64_t queries) {
+  if (queries > options().select_queries_max) return;
+  EngineCounters& counters = parts_->counters;
+  const auto groups = static_cast<uint64_t>(batch_->size() * sealed_groups(layer));
+  counters.groups_attended += groups;
+  counters.groups_loaded += groups;
+  counters.sequences += batch();
+  ++counters.steps;
+  steps_.of(layer).forget_choice();
 }
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
-  if (sealed_groups(layer) == 0 || query.queries < 1 ||
-      query.queries > options().select_queries_max || needs_projection(layer)) {
+  if (sealed_groups(layer) == 0 || query.queries < 1 || attends_exactly(layer, query.queries) ||
+      needs_projection(layer)) {
     return Status::ok();
   }
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
@@ -144,6 +156,10 @@ Status Engine::attend(const AttendArgs& args) {
   KVSWAP_RETURN_IF_ERROR(enter(args.layer));
   const int64_t queries = args.query.queries;
   const int64_t held = columns(args.layer);
+  if (batch_->is_restored(args.layer)) {
+    return Status::invalid("attend: layer " + std::to_string(args.layer) +
+                           " must attend exactly, since it never chooses");
+  }
   if (queries < 1 || queries > options().select_queries_max || queries > held) {
     return Status::invalid("attend: queries must be at least 1 and at most select_queries_max (" +
                            std::to_string(options().select_queries_max) +
@@ -214,23 +230,26 @@ Status Engine::read_part(int64_t layer, int64_t part, int64_t begin, int64_t end
   return past_->read({layer, part, begin, end}, keys, values);
 }
 
-Result<PastBlocks> Engine::past_blocks(int64_t part, int64_t groups) {
+Result<PastBlocks> Engine::past_blocks(int64_t layer, int64_t part, int64_t groups) {
   const EngineOptions& options = parts_->options;
   const int64_t record_bytes = parts_->record_bytes();
   SequencePages& pages = batch_->pages(part);
   const int64_t own = options.past_block_groups(record_bytes);
   // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
   const int64_t pages_each = 2 + (options.group_bytes() + record_bytes - 1) / record_bytes;
+  const bool is_own = options.is_exact(layer);
+  const int64_t lendable = is_own ? options.pages_max : pages.reuse_pages();
   const int64_t lent =
-      std::min({groups, pages.reuse_pages() / pages_each, kBlockTokensMax / options.group_tokens});
-  std::byte* base = parts_->space->landing().landing_in(pages.first_reuse_page(0));
+      std::min({groups, lendable / pages_each, kBlockTokensMax / options.group_tokens});
+  const int64_t first_layer = is_own ? layer : 0;
+  std::byte* base = parts_->space->landing().landing_in(pages.first_reuse_page(first_layer));
   if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
     return past_->blocks();
   }
   steps_.settle();
-  for (int64_t layer = 0; layer * options.pages_max < pages_each * lent; ++layer) {
-    KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
-    pages.map(layer).clear();
+  for (int64_t lender = 0; lender * options.pages_max < pages_each * lent; ++lender) {
+    KVSWAP_RETURN_IF_ERROR(steps_.drop(first_layer + lender));
+    pages.map(first_layer + lender).clear();
   }
   const int64_t bytes = lent * record_bytes;
   return PastBlocks{.memory = pages.memory(),

@@ -54,7 +54,7 @@ class Engine {
   /// Validity of the next columns: [batch, tokens], true where the token counts.
   Status declare(int64_t batch, int64_t tokens, const bool* valid);
   /// Reserves memory for the next append(), so that the caller can attend first and the write
-  /// overlaps with it. Only for chunks longer than select_queries_max.
+  /// overlaps with it. Only for chunks that attends_exactly().
   Status prepare(int64_t layer, int64_t batch, int64_t tokens);
   /// append() is all or nothing. A background write that failed is kept and tried again by the
   /// calls that need it; crop() and reset() drop what nobody will read.
@@ -67,7 +67,7 @@ class Engine {
   /// cost is measured; see Session::override_selection().
   Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
-  /// what has left the tail. queries <= select_queries_max.
+  /// what has left the tail. Not for what attends_exactly().
   Status attend(const AttendArgs& args);
 
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
@@ -79,6 +79,13 @@ class Engine {
                    void* values);
   bool needs_projection(int64_t layer) const;
   bool attends_all(int64_t layer) const { return batch_->all_fit(layer); }
+  /// Does a chunk attend everything, through a stream of its past? A long one does, and any in a
+  /// layer that never chooses and has outgrown its pages.
+  bool attends_exactly(int64_t layer, int64_t queries) const {
+    return queries > options().select_queries_max || batch_->is_restored(layer);
+  }
+  /// Counts a short chunk that attends so as a step which read all that is sealed.
+  void count_restored(int64_t layer, int64_t queries);
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
   Status crop(int64_t columns);
@@ -98,8 +105,9 @@ class Engine {
   const Audit& audit() const { return audit_; }
   /// Memory to stream `groups` groups of a part's past through. In a small budget a long past gets
   /// the reuse buffers, and the next steps of as many layers as it takes read anew: what makes a
-  /// long chunk fast is large blocks. Otherwise PastReader::blocks().
-  Result<PastBlocks> past_blocks(int64_t part, int64_t groups);
+  /// long chunk fast is large blocks. A layer that never chooses gets its own pages, which nobody
+  /// else uses. Otherwise PastReader::blocks().
+  Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }

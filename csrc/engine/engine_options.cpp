@@ -138,9 +138,12 @@ MethodOptions EngineOptions::method() const {
           .heads_apart = heads_apart,
           .group_tokens = group_tokens,
           .ranks = ranks,
+          .exact_layers = exact_layers,
           .summary_dtype = summary_type(),
           .score = score_kind()};
 }
+
+bool EngineOptions::is_exact(int64_t layer) const { return kvswap::is_exact(*this, layer); }
 
 RecordShape EngineOptions::record_shape() const {
   return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
@@ -159,17 +162,20 @@ int64_t EngineOptions::table_bytes_per_group() const {
 }
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
-  if (device && RowsKind::find(rows)->has_device_kernels) return 0;
+  if (rows == "none" || (device && has_device_kernels(method()))) return 0;
   const int64_t scores = product({batch, select_queries_max, groups, int64_t{sizeof(float)}});
   if (groups == 0) return scores;
+  const int64_t asked_heads = score_kind() == Score::kMax ? query_heads : 1;
   if (!RowsKind::find(rows)->takes_projections) {
     const int64_t width = RowsKind::find(rows)->shape(method(), 0).width;
-    return scores + product({batch, select_queries_max, width, int64_t{sizeof(float)}});
+    return scores +
+           product({batch, select_queries_max, asked_heads, width, int64_t{sizeof(float)}});
   }
   if (score_kind() == Score::kSum) return scores;
   const int64_t rank = *std::max_element(ranks.begin(), ranks.end());
   const int64_t projected =
       product({batch, select_queries_max, query_heads, rank, int64_t{sizeof(float)}});
+  if (score_kind() == Score::kMax) return scores + projected;
   return scores + projected +
          MassScorer::scratch_bytes(query_heads, rank, std::min(groups, kContextMax), group_tokens);
 }
@@ -224,6 +230,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
   for (int64_t layer = 0; layer < options.layers; ++layer) {
+    if (options.is_exact(layer)) continue;
     const RowShape rows = kind.shape(method, layer);
     const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
                                   options.summary_type()};
@@ -256,7 +263,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
         device_need(options, record_bytes, batch, round_up(groups, groups_unit(options)));
     need.device = beside.device;
     need.pinned = beside.pinned;
-    if (!kind.has_device_kernels) {
+    if (!has_device_kernels(method)) {
       need.staging += HostedSelector::key_bytes(method);
       need.scratch += batch * HostedSelector::query_bytes(method, options.select_queries_max);
     }

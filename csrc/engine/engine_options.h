@@ -71,11 +71,16 @@ struct EngineOptions : Settings {
   ReaderOptions reader_options() const;
   Replacement replacement_policy() const { return *parse_replacement(replacement); }
   Score score_kind() const {
-    return score == "sum" ? Score::kSum : score == "mass" ? Score::kMass : Score::kMaxMass;
+    return score == "sum"    ? Score::kSum
+           : score == "max"  ? Score::kMax
+           : score == "mass" ? Score::kMass
+                             : Score::kMaxMass;
   }
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
   MethodOptions method() const;
   AtEnd memory_at_end() const { return wipe_on_close ? AtEnd::kWiped : AtEnd::kLeft; }
+  /// Does the layer attend everything, whatever its queries are?
+  bool is_exact(int64_t layer) const;
 
   bool has_float8_records() const { return records == "fp8"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.

@@ -23,13 +23,13 @@ Status LayerStep::ask(const Question& question) {
                              " groups and has no projection; call set_projection() first");
     }
     const QueryView& query = question.query;
-    const bool is_by_mass = options.score_kind() != Score::kSum;
-    const bool needs_all_heads = is_by_mass || RowsKind::find(options.rows)->needs_all_heads;
+    const bool is_by_head = options.score_kind() != Score::kSum;
+    const bool needs_all_heads = is_by_head || RowsKind::find(options.rows)->needs_all_heads;
     if (needs_all_heads && query.heads != options.query_heads) {
       const int64_t apart = options.heads_apart;
       return Status::invalid("look_ahead: query must have all " +
                              std::to_string(apart * options.query_heads) + " heads to score " +
-                             (is_by_mass ? "by mass" : options.rows) + ", got " +
+                             (is_by_head ? "by " + options.score : options.rows) + ", got " +
                              std::to_string(apart * query.heads) + "; do not sum them");
     }
     std::vector<Candidates> candidates(batch_.size());

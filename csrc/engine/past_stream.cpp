@@ -9,7 +9,7 @@ Result<std::unique_ptr<PastStream>> PastStream::open(Engine& engine, int64_t lay
                                                      int64_t end_group) {
   KVSWAP_ASSERT(first_group <= end_group && end_group <= engine.sealed_groups(layer));
   std::unique_ptr<PastStream> stream(new PastStream(engine, layer, sequence, end_group));
-  auto blocks = engine.past_blocks(sequence, end_group - first_group);
+  auto blocks = engine.past_blocks(layer, sequence, end_group - first_group);
   if (!blocks.is_ok()) return blocks.status();
   stream->blocks_ = std::move(blocks.value());
   KVSWAP_RETURN_IF_ERROR(stream->start(0, first_group));

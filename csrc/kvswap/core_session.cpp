@@ -175,7 +175,7 @@ void CoreSession::attend(int64_t layer, const Queries& query, float scale, void*
                            .scale = scale,
                            .softcap = terms.softcap,
                            .sinks = terms.sinks};
-  if (query.tokens <= engine.options().select_queries_max) {
+  if (!engine.attends_exactly(layer, query.tokens)) {
     throw_status(engine.attend(args));
     return;
   }

@@ -195,6 +195,7 @@ class Chunk final : public PastVisitor {
 Status attend_exactly(Engine& engine, const AttendArgs& args, const ParallelFor& parallel) {
   const Stopwatch watch(engine.parts().timeline.get(),
                         {.kind = SpanKind::kAttendExactly, .layer = args.layer});
+  engine.count_restored(args.layer, args.query.queries);
   const EngineOptions& options = engine.options();
   const int64_t columns = engine.columns(args.layer);
   const int64_t past = columns - args.query.queries;

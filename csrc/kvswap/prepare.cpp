@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "engine/check_settings.h"
 #include "io/host_info.h"
 #include "kvswap/core_session.h"
 #include "kvswap/errors.h"
@@ -103,6 +104,7 @@ std::unique_ptr<CoreSession> open_core(const OpenArgs& args) {
   const Opening opening = prepare(args);
   auto session = std::make_unique<CoreSession>(opening.options);
   for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
+    if (is_exact(opening.options.settings, static_cast<int64_t>(layer))) continue;
     session->set_projection(static_cast<int64_t>(layer), opening.projections[layer]);
   }
   return session;

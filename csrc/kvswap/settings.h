@@ -21,7 +21,8 @@ struct Settings {
   /// and pages of its own; rank, groups_max and pages_max then count for each KV head
   std::string heads = "all";
   /// what stays in memory of the keys, to score groups by: low-rank rows of each token
-  /// (KVSwap), or the box around the keys of a group (Quest), which needs no projection
+  /// (KVSwap); the box around the keys of a group (Quest) or their mean (ShadowKV), which need
+  /// no projection; or nothing, and every layer attends everything, restored from disk
   std::string rows = "low_rank";
   /// what a record on disk, and its page in memory, holds: the model's dtype, or e4m3 with one
   /// power of two for the K of a KV head and one for its V, in half the bytes (a quarter of
@@ -33,7 +34,8 @@ struct Settings {
   /// precision of the summary's rows: the model's dtype, or int8
   std::string summary_dtype = "model";
   /// what a group is worth: its largest product with the sum of all heads' queries (the paper),
-  /// the attention paid to it summed over heads, or that of the head that pays most
+  /// with the query of any head, the attention paid to it summed over heads, or that of the
+  /// head that pays most
   std::string score = "sum";
   /// groups attended per layer, sequence and step, sinks and tail apart (M)
   int64_t groups_max = 100;
@@ -56,6 +58,9 @@ struct Settings {
   /// layers on disk that choose with their true query all the same, since the layer before
   /// tells too little of it; what they read is not hidden
   std::vector<int64_t> true_query_layers;
+  /// layers on disk that attend everything: they have no summary, and what is not in memory is
+  /// restored from disk in every step
+  std::vector<int64_t> exact_layers;
   /// decoding steps between two looks of a layer at groups that were not selected, to estimate
   /// how much attention they would have had (missed_mass in stats()); 0: never
   int64_t audit_every = 0;
@@ -86,7 +91,9 @@ struct Settings {
   std::optional<int64_t> disk_quota_bytes;
   /// safetensors file, relative to the config; None: computed from the first prefill
   std::optional<std::string> projection_file;
-  /// best bilinear form, SVD of the keys (the paper), or a block a KV head: Loki, InfiniGen
+  /// the best bilinear form of queries and keys, the paper's SVD of the keys, or one block for
+  /// each KV head: principal components of its keys (Loki), or the columns that weigh most of
+  /// keys and queries rotated by the queries' SVD (InfiniGen); blocks are never doubled
   std::string projection_kind = "query_aware";
 
   bool operator==(const Settings&) const = default;

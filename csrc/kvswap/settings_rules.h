@@ -25,6 +25,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "select_queries_max",
                                                 "look_ahead",
                                                 "true_query_layers",
+                                                "exact_layers",
                                                 "audit_every",
                                                 "audit_groups",
                                                 "layout",
@@ -53,23 +54,23 @@ inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
                                             "sink_tokens",     "tail_tokens",
                                             "replacement",     "select_queries_max",
                                             "look_ahead",      "true_query_layers",
-                                            "audit_every",     "audit_groups",
-                                            "layout",          "reader",
-                                            "io_mode",         "read_depth",
-                                            "merge_gap_bytes", "merge_bytes_max",
-                                            "device_model",    "projection_file",
-                                            "projection_kind"};
+                                            "exact_layers",    "audit_every",
+                                            "audit_groups",    "layout",
+                                            "reader",          "io_mode",
+                                            "read_depth",      "merge_gap_bytes",
+                                            "merge_bytes_max", "device_model",
+                                            "projection_file", "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
 void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
-  visit("rows", &Settings::rows, OneOf{{"low_rank", "box"}});
+  visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "none"}});
   visit("records", &Settings::records, OneOf{{"model", "fp8"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
-  visit("score", &Settings::score, OneOf{{"sum", "mass", "max_mass"}});
+  visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("sink_tokens", &Settings::sink_tokens, IntRange{0, 4096});
@@ -78,6 +79,7 @@ void visit_settings(Visit&& visit) {
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
+  visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("layout", &Settings::layout, OneOf{{"sequence"}});
@@ -107,14 +109,17 @@ void visit_floors(Visit&& visit) {
         &Settings::merge_gap_bytes, "since a merged read holds its gaps");
 }
 
-/// visit(name, member, owner's name, its member, word): the setting has its default
-/// unless the owner is that word.
+/// visit(name, member, owner's name, its member, word, values): the setting has its
+/// default, or where there are values none of them, unless the owner is that word.
 template <typename Visit>
 void visit_owned(Visit&& visit) {
-  visit("rank", &Settings::rank, "rows", &Settings::rows, "low_rank");
-  visit("score", &Settings::score, "rows", &Settings::rows, "low_rank");
-  visit("projection_file", &Settings::projection_file, "rows", &Settings::rows, "low_rank");
-  visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank");
+  visit("rank", &Settings::rank, "rows", &Settings::rows, "low_rank", OneOf{});
+  visit("projection_file", &Settings::projection_file, "rows", &Settings::rows, "low_rank",
+        OneOf{});
+  visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank",
+        OneOf{});
+  visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
+        OneOf{{"mass", "max_mass"}});
 }
 
 template <typename Visit>

@@ -52,6 +52,14 @@ void check_ranks(const Settings& settings, int64_t width) {
   }
 }
 
+void check_layers(const std::string& name, const std::vector<int64_t>& numbers, int64_t layers) {
+  for (const int64_t layer : numbers) {
+    if (layer < layers) continue;
+    throw ConfigError(name + ": must be below " + std::to_string(layers) +
+                      ", the layers on disk, got " + std::to_string(layer));
+  }
+}
+
 double distance(const Solution& row, int64_t batch, int64_t context) {
   const auto doublings = [](int64_t ours, int64_t asked) {
     return std::abs(std::log2(static_cast<double>(ours) / static_cast<double>(asked)));
@@ -94,11 +102,8 @@ void SwapConfig::check_model(const ModelIdentity& identity) const {
   }
   if (identity.layers) {
     ranks_of(settings, *identity.layers);
-    for (const int64_t layer : settings.true_query_layers) {
-      if (layer < *identity.layers) continue;
-      throw ConfigError("true_query_layers: must be below " + std::to_string(*identity.layers) +
-                        ", the layers on disk, got " + std::to_string(layer));
-    }
+    check_layers("true_query_layers", settings.true_query_layers, *identity.layers);
+    check_layers("exact_layers", settings.exact_layers, *identity.layers);
   }
   if (identity.kv_heads && identity.head_dim) {
     const int64_t width = row_width(settings, *identity.kv_heads, *identity.head_dim);

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "methods/rows.h"
+#include "methods/group_rows.h"
 
 namespace kvswap {
 
@@ -15,24 +15,18 @@ namespace kvswap {
 /// Half widths are rounded up, so that the score is a bound at any precision of the summary.
 /// Padding is left out. Needs no projection and no calibration. Not for small groups: a row is as
 /// large as the keys of two tokens.
-class BoxRows final : public Rows {
+class BoxRows final : public GroupRows {
  public:
-  explicit BoxRows(const MethodOptions& options) : options_(options) {}
+  explicit BoxRows(const MethodOptions& options) : GroupRows(options, 2) {}
   static RowShape shape_of(const MethodOptions& options, int64_t) {
-    return {.width = 2 * options.kv_heads * options.head_dim,
-            .tokens_per_row = options.group_tokens};
+    return GroupRows::shape_of(options, 2);
   }
   static std::unique_ptr<Rows> make(const MethodOptions& options,
                                     const std::shared_ptr<class SummaryMemory>&) {
     return std::make_unique<BoxRows>(options);
   }
 
-  RowShape shape(int64_t layer) const override { return shape_of(options_, layer); }
   void write(int64_t layer, const RowPiece& piece) const override;
-  void ask(int64_t layer, const QueryView& query, int64_t batch, float* asked) const override;
-
- private:
-  MethodOptions options_;
 };
 
 }  // namespace kvswap

@@ -9,7 +9,7 @@ namespace kvswap {
 std::unique_ptr<Selector> make_selector(const MethodOptions& options, Device* device) {
   const RowsKind* kind = RowsKind::find(options.rows);
   KVSWAP_ASSERT(kind != nullptr);
-  if (device != nullptr && kind->has_device_kernels) {
+  if (device != nullptr && has_device_kernels(options)) {
     return std::make_unique<DeviceSelector>(*device, options);
   }
   auto memory = make_host_summary_memory();

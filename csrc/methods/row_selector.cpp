@@ -24,6 +24,11 @@ RowSelector::RowSelector(const MethodOptions& options, std::unique_ptr<Rows> row
       memory_(std::move(memory)),
       summaries_(options.layers) {}
 
+bool RowSelector::is_ready(int64_t layer) const {
+  const std::vector<int64_t>& exact = options_.exact_layers;
+  return rows_->is_ready(layer) && std::find(exact.begin(), exact.end(), layer) == exact.end();
+}
+
 /// Empty summaries for all sequences, where the layer can have some.
 void RowSelector::start_layer(int64_t layer) {
   summaries_[layer].clear();
@@ -110,16 +115,21 @@ void RowSelector::choose(const ChooseArgs& args) {
   }
   group_scores_.resize(scores);
   args.chosen->resize(batch);
-  options_.score == Score::kSum ? score_by_sum(args) : score_by_mass(args);
+  const bool is_by_mass = options_.score == Score::kMass || options_.score == Score::kMaxMass;
+  is_by_mass ? score_by_mass(args) : score_by_product(args);
   run(batch, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) choose_for_sequence(args, i);
   });
 }
 
-void RowSelector::score_by_sum(const ChooseArgs& args) {
+void RowSelector::score_by_product(const ChooseArgs& args) {
   const RowShape rows = rows_->shape(args.layer);
-  asked_.resize(sequences_ * queries_ * rows.width);
-  rows_->ask(args.layer, args.query, sequences_, asked_.data());
+  asked_.resize(sequences_ * queries_ * asked_a_query(args) * rows.width);
+  if (options_.score == Score::kMax) {
+    rows_->ask_each_head(args.layer, args.query, sequences_, 1.0f, asked_.data());
+  } else {
+    rows_->ask(args.layer, args.query, sequences_, asked_.data());
+  }
   const int64_t chunk_groups = chunk_rows(options_.group_tokens, rows.tokens_per_row) *
                                rows.tokens_per_row / options_.group_tokens;
   const int64_t chunks = (groups_ + chunk_groups - 1) / chunk_groups;
@@ -156,18 +166,19 @@ void RowSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int64_t 
   const int64_t count = std::min(chunk_rows, args.groups * rows_a_group - first);
   KVSWAP_ASSERT(count <= summary.chunk_rows(chunk));
   const Summary::Chunk& source = summary.chunk(chunk);
-  thread_local std::vector<float> scores;  // [queries, chunk_rows]
-  scores.resize(queries_ * chunk_rows);
+  const int64_t asked = queries_ * asked_a_query(args);
+  thread_local std::vector<float> scores;  // [queries, asked_a_query, chunk_rows]
+  scores.resize(asked * chunk_rows);
 
   LowRankScoreArgs score;
   score.summary = source.rows.data();
   score.token_scale = source.token_scale.empty() ? nullptr : source.token_scale.data();
-  score.query = asked_.data() + sequence * queries_ * rows.width;
+  score.query = asked_.data() + sequence * asked * rows.width;
   score.scores = scores.data();
   score.score_stride = chunk_rows;
   score.blocks = (count + kSummaryBlock - 1) / kSummaryBlock;
   score.rank = rows.width;
-  score.queries = queries_;
+  score.queries = asked;
   score.dtype = options_.summary_dtype;
   low_rank_score(score);
 
@@ -176,7 +187,13 @@ void RowSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int64_t 
   const int64_t each = rows.tokens_per_row;
   const int64_t padded = std::min(count, (valid.all_valid_from() + each - 1) / each - first);
   for (int64_t query = 0; query < queries_; ++query) {
-    float* of_query = scores.data() + query * chunk_rows;
+    float* of_query = scores.data() + query * asked_a_query(args) * chunk_rows;
+    for (int64_t head = 1; head < asked_a_query(args); ++head) {
+      const float* of_head = of_query + head * chunk_rows;
+      for (int64_t row = 0; row < count; ++row) {
+        of_query[row] = std::max(of_query[row], of_head[row]);
+      }
+    }
     for (int64_t row = 0; row < padded; ++row) {
       if (valid.mask((first + row) * each, each) == 0) of_query[row] = kNever;
     }

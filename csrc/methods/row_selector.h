@@ -25,7 +25,7 @@ class RowSelector : public Selector {
   RowSelector(const MethodOptions& options, std::unique_ptr<Rows> rows,
               std::shared_ptr<SummaryMemory> memory);
 
-  bool is_ready(int64_t layer) const override { return rows_->is_ready(layer); }
+  bool is_ready(int64_t layer) const override;
   Status set_projection(int64_t layer, int64_t rank, const float* keys,
                         const float* queries) override;
   void drop_projection(int64_t layer) override;
@@ -56,11 +56,15 @@ class RowSelector : public Selector {
 
  private:
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) const;
-  void score_by_sum(const ChooseArgs& args);
+  void score_by_product(const ChooseArgs& args);
   void score_by_mass(const ChooseArgs& args);
   void start_layer(int64_t layer);
   Summary::Shape summary_shape(int64_t layer) const;
   void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);
+  /// Vectors asked for each query: one for all heads, or one a head.
+  int64_t asked_a_query(const ChooseArgs& args) const {
+    return options_.score == Score::kMax ? args.query.heads : 1;
+  }
   void choose_for_sequence(const ChooseArgs& args, int64_t sequence);
   float* group_scores(int64_t sequence, int64_t query) {
     return group_scores_.data() + (sequence * queries_ + query) * groups_;

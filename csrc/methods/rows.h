@@ -23,9 +23,10 @@ struct MethodOptions {
   int64_t head_dim = 0;
   int64_t heads_apart = 1;  // sequence s is head s % heads_apart of the model's: see QueryView
   int64_t group_tokens = 0;
-  std::vector<int64_t> ranks = {};  // [layers]: low_rank only, else empty
+  std::vector<int64_t> ranks = {};         // [layers]: low_rank only, else empty
+  std::vector<int64_t> exact_layers = {};  // attend everything: they have no summary
   DType summary_dtype = DType::kFloat32;
-  Score score = Score::kSum;              // low_rank only, else kSum
+  Score score = Score::kSum;              // by mass low_rank only
   const ParallelFor* parallel = nullptr;  // null: serial
 };
 
@@ -62,7 +63,7 @@ class Rows {
   /// asked: [batch, queries, width], batch of `query` rows of head_dim each.
   virtual void ask(int64_t layer, const QueryView& query, int64_t batch, float* asked) const = 0;
   /// The same for each head apart, times `scale`: [batch, queries, heads, width]. Only where
-  /// RowsKind::scores_by_mass.
+  /// RowsKind::scores_by_mass, or where a group is worth its best head.
   virtual void ask_each_head(int64_t layer, const QueryView& query, int64_t batch, float scale,
                              float* asked) const;
 
@@ -83,7 +84,7 @@ struct RowsKind {
   bool takes_projections;
   bool scores_by_mass;
   bool needs_all_heads;     // the query's heads must not be summed
-  bool has_device_kernels;  // else a selector on the host makes and scores them
+  bool has_device_kernels;  // else, or by the best head, a selector on the host has them
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,
                                 const std::shared_ptr<class SummaryMemory>& memory);
@@ -94,6 +95,9 @@ struct RowsKind {
   /// "low_rank, box"
   static std::string names();
 };
+
+/// Are rows made and scored on the device, where there is one?
+bool has_device_kernels(const MethodOptions& options);
 
 /// Is there such a kind, and does it know these settings? What it does not is refused by name.
 Status check_method(const MethodOptions& options);

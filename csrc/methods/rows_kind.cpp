@@ -7,6 +7,8 @@
 #include "kernels/low_rank_score.h"
 #include "methods/box_rows.h"
 #include "methods/low_rank_rows.h"
+#include "methods/mean_rows.h"
+#include "methods/no_rows.h"
 #include "methods/rows.h"
 
 namespace kvswap {
@@ -29,6 +31,22 @@ constexpr std::array kKinds = {
              .has_device_kernels = false,
              .shape = BoxRows::shape_of,
              .make = BoxRows::make},
+    RowsKind{.name = "mean",
+             .source = "ShadowKV 4.1",
+             .takes_projections = false,
+             .scores_by_mass = false,
+             .needs_all_heads = false,
+             .has_device_kernels = false,
+             .shape = MeanRows::shape_of,
+             .make = MeanRows::make},
+    RowsKind{.name = "none",
+             .source = "FlexGen",
+             .takes_projections = false,
+             .scores_by_mass = false,
+             .needs_all_heads = false,
+             .has_device_kernels = false,
+             .shape = NoRows::shape_of,
+             .make = NoRows::make},
 };
 
 constexpr int64_t kChunkTokensMax = 1024;
@@ -50,6 +68,10 @@ std::string RowsKind::names() {
   return names;
 }
 
+bool has_device_kernels(const MethodOptions& options) {
+  return RowsKind::find(options.rows)->has_device_kernels && options.score != Score::kMax;
+}
+
 Status check_method(const MethodOptions& options) {
   const RowsKind* kind = RowsKind::find(options.rows);
   if (kind == nullptr) {
@@ -60,9 +82,10 @@ Status check_method(const MethodOptions& options) {
     return Status::invalid("session: ranks must be left out with rows=" + options.rows +
                            ", which have no rank; got " + std::to_string(options.ranks.size()));
   }
-  if (!kind->scores_by_mass && options.score != Score::kSum) {
-    return Status::invalid("session: score must be sum with rows=" + options.rows +
-                           ", whose scores are bounds of products; got mass or max_mass");
+  const bool is_by_mass = options.score == Score::kMass || options.score == Score::kMaxMass;
+  if (!kind->scores_by_mass && is_by_mass) {
+    return Status::invalid("session: score must be sum or max with rows=" + options.rows +
+                           ", which have no products of single tokens; got mass or max_mass");
   }
   return Status::ok();
 }

@@ -57,6 +57,7 @@ struct QueryView {
 /// What a group is worth.
 enum class Score : int8_t {
   kSum,      ///< the largest product of a token with the sum of all heads' queries (KVSwap 3.3)
+  kMax,      ///< the largest product of a token with the query of any head
   kMass,     ///< the attention paid to the group, summed over heads
   kMaxMass,  ///< the attention paid to the group by the head that pays it most
 };

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "engine/check_settings.h"
 #include "io/timeline.h"
 #include "torch/parallel.h"
 #include "torch/projection.h"
@@ -35,6 +36,7 @@ DiskCache::DiskCache(const OpenArgs& args) {
   is_estimated_.assign(args.shape.layers, false);
   session_ = std::make_unique<Session>(options_);
   for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
+    if (is_exact(options_.settings, static_cast<int64_t>(layer))) continue;
     const Projection& pair = opening.projections[layer];
     session_->set_projection(static_cast<int64_t>(layer),
                              as_tensor(pair.keys, pair.width, pair.rank),
@@ -78,7 +80,8 @@ at::Tensor DiskCache::any_query(int64_t tokens) const {
 bool DiskCache::will_choose(int64_t layer, int64_t tokens) const {
   const Settings& settings = options_.settings;
   // Rows that have no projection have no rank either.
-  const bool is_ready = is_calibrated_ || options_.ranks.empty() || is_estimated_.at(layer);
+  const bool is_ready = is_calibrated_ || options_.ranks.empty() || is_estimated_.at(layer) ||
+                        is_exact(settings, layer);
   if (is_ready || tokens <= settings.select_queries_max) {
     return false;
   }

@@ -185,6 +185,7 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
                         {.kind = SpanKind::kAttendExactly, .layer = args.layer});
   const at::Tensor& query = args.query;
   const int64_t tokens = query.size(2);
+  engine.count_restored(args.layer, tokens);
   const int64_t past = args.past;
   const ScoreRule rule = {.scale = args.scale, .softcap = args.softcap};
   bool is_plain = past == 0 && rule.softcap == 0 && !args.sinks.defined();

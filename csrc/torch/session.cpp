@@ -207,7 +207,7 @@ at::Tensor Session::attend_now(Engine& engine, int64_t layer, const at::Tensor& 
   const at::Tensor sinks = contiguous_sinks("attend", terms.sinks, query);
   TORCH_CHECK_VALUE(query.size(0) == engine.batch(), "attend: batch must be ", engine.batch(),
                     ", got ", query.size(0));
-  if (query.size(2) > engine.options().select_queries_max) {
+  if (engine.attends_exactly(layer, query.size(2))) {
     TORCH_CHECK_VALUE(keys.sizes() == values.sizes() && keys.size(2) == query.size(2),
                       "attend: a long chunk must come with its own keys and values, got ",
                       keys.sizes(), " for a query of ", query.sizes());
@@ -238,7 +238,7 @@ at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Ten
                     query.sizes(), " and ", keys.sizes());
   const at::Tensor k = plain(keys);
   const at::Tensor v = plain(values);
-  if (query.size(2) <= engine.options().select_queries_max) {
+  if (!engine.attends_exactly(layer, query.size(2))) {
     throw_if_error(engine.append(layer, token_view(k, v)));
     return attend_now(engine, layer, query, k, v, scale, terms);
   }

@@ -97,7 +97,7 @@ def generate(
     rows: Annotated[
         str | None,
         typer.Option(
-            help="What groups are scored by, in the config's place: low_rank, or box (Quest)."
+            help="What groups are scored by, in the config's place: low_rank, box, mean or none."
         ),
     ] = None,
     heads: Annotated[

@@ -102,14 +102,14 @@ class SessionDriver:
             self.session.close()
         self.session, self.config, self.ranks = session, config, options["ranks"]
         logger.info("settings: %s; on disk: %s", config, self.path)
-        fallbacks = session.facts()["fallbacks"]
-        if fallbacks:
+        if fallbacks := session.facts()["fallbacks"]:
             logger.info("fell back: %s", fallbacks)
             warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
         # A budget may have lowered the rank; the first columns are the projection of that rank.
         for layer, pair in enumerate(self._projections or []):
-            key, query = (matrix[:, : self.ranks[layer]].contiguous() for matrix in pair)
-            session.set_projection(layer, key, query)
+            if not config.is_exact(layer):
+                key, query = (matrix[:, : self.ranks[layer]].contiguous() for matrix in pair)
+                session.set_projection(layer, key, query)
 
     # What the cache's layers ask.
 
@@ -217,6 +217,7 @@ class SessionDriver:
             and tokens <= config.select_queries_max
             and self._held[0] >= config.tail_tokens + config.group_tokens
             and self._held[1] == batch
+            and (not config.is_exact(layer) or self.attends_all(layer))
         )
 
     def attends_all(self, layer: int) -> bool:
@@ -286,16 +287,15 @@ class SessionDriver:
         Asked before the chunk is appended: then nothing must be read back for its summary.
         """
         config = self.config
-        if not config.takes_projections or self._projections is not None:
+        is_ready = self._projections is not None or layer in self.estimated_kinds
+        if is_ready or not config.takes_projections or config.is_exact(layer):
             return False
-        if layer in self.estimated_kinds or tokens <= config.select_queries_max:
-            return False
-        columns = self.columns(layer) + tokens - config.tail_tokens
-        return columns // config.group_tokens > config.groups_max
+        groups = (self.columns(layer) + tokens - config.tail_tokens) // config.group_tokens
+        return tokens > config.select_queries_max and groups > config.groups_max
 
     def _estimate(self, layer: int, keys: torch.Tensor, query: torch.Tensor | None) -> None:
-        began = time.perf_counter()
-        config, rank, kind = self.config, self.ranks[layer], self.config.projection_kind
+        began, config = time.perf_counter(), self.config
+        rank, kind = self.ranks[layer], config.projection_kind
         valid = self.padding.newest if query is not None else None
         pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
         self.session.set_projection(layer, *pair)

@@ -170,20 +170,23 @@ def local_config(config: SwapConfig, disk: tuple[int, ...], placement: Placement
     if len(mine) == len(disk):
         return config
 
+    of_layers = ("true_query_layers", "exact_layers")
+
     def of(settings: dict[str, Any]) -> dict[str, Any]:
-        rank, true = settings.get("rank"), settings.get("true_query_layers")
+        rank = settings.get("rank")
         changed = {}
         if isinstance(rank, list | tuple):
             changed["rank"] = tuple(rank[number] for number in mine)
-        if true is not None:
-            changed["true_query_layers"] = tuple(mine.index(n) for n in true if n in mine)
+        for name in of_layers:
+            if name in settings:
+                changed[name] = tuple(mine.index(n) for n in settings[name] if n in mine)
         return changed
 
     table = tuple(
         dataclasses.replace(row, settings=dict(row.settings) | of(dict(row.settings)))
         for row in config.table
     )
-    whole = {"rank": config.rank, "true_query_layers": config.true_query_layers}
+    whole = {name: getattr(config, name) for name in ("rank", *of_layers)}
     return dataclasses.replace(config, **of(whole), table=table)
 
 

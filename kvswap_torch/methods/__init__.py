@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvswap_torch.methods import kvswap, quest
+from kvswap_torch.methods import kvswap, quest, shadowkv
 
 __all__ = ["METHODS", "Method", "Projections"]
 
@@ -33,18 +33,40 @@ class Method:
     group_scores
         ``(keys, valid, query, group_tokens, projections) -> [queries, groups]``: keys
         ``[kv_heads, groups * group_tokens, head_dim]`` after RoPE, valid one bool a token, query
-        ``[heads, queries, head_dim]``. What is attended are the groups with the largest scores, the
-        lower number first among equals; a group without a valid token scores -inf.
+        ``[heads, queries, head_dim]``; by the sum over heads (`SwapConfig.score`). What is
+        attended are the groups with the largest scores, the lower number first among equals; a
+        group without a valid token scores -inf. None: nothing is chosen, everything is attended.
     """
 
     name: str
     source: str
     takes_projections: bool
-    group_scores: Callable[..., torch.Tensor]
+    group_scores: Callable[..., torch.Tensor] | None
+
+    def best_head_scores(
+        self,
+        keys: torch.Tensor,
+        valid: torch.Tensor,
+        query: torch.Tensor,
+        group_tokens: int,
+        projections: Projections | None = None,
+    ) -> torch.Tensor:
+        """The same with ``score="max"``: what the group is worth to the head it is worth most to.
+
+        A head's query meets its own KV head's keys alone.
+        """
+        alone = torch.zeros_like(query)
+        of_heads = []
+        for head in range(len(query)):
+            alone.zero_()[head] = query[head]
+            of_heads.append(self.group_scores(keys, valid, alone, group_tokens, projections))
+        return torch.stack(of_heads).amax(0)
 
 
 #: By the name of the rows, as in `SwapConfig.rows`.
 METHODS = {
     "low_rank": Method("kvswap", "KVSwap, 3.2 and 3.3", True, kvswap.group_scores),
     "box": Method("quest", "Quest, 3.2", False, quest.group_scores),
+    "mean": Method("shadowkv", "ShadowKV, 4.1", False, shadowkv.group_scores),
+    "none": Method("exact", "FlexGen", False, None),
 }

@@ -47,8 +47,9 @@ GOOD: list[dict[str, Any]] = [
         ],
     },
     {"heads": "each", "rows": "box", "group_tokens": 32},
-    {"projection_kind": "skewed"},
-    {"projection_kind": "pca_per_head", "heads": "each"},
+    {"rows": "mean", "score": "max", "exact_layers": [0, 1], "heads": "each"},
+    {"rows": "none", "group_tokens": 16, "score": "sum"},
+    {"projection_kind": "skewed", "score": "max"},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,
@@ -89,6 +90,7 @@ BAD: list[tuple[str, str]] = [
             ("rank", 16),
             ("rank", [32, 32]),
             ("score", "mass"),
+            ("score", "max_mass"),
             ("projection_file", "p.safetensors"),
             ("projection_kind", "svd_keys"),
         )
@@ -109,6 +111,10 @@ BAD: list[tuple[str, str]] = [
     (_file(checksum=None), "must be true or false, got None"),
     *((_file(true_query_layers=value), "true_query_layers: must be")
       for value in (3, "1", [1, 0], [0, 0], [-1], [1.0], [False], None)),
+    *((_file(exact_layers=value), "exact_layers: must be") for value in (0, [2, 1], [-1])),
+    *((_file(rows=rows, rank=8), f"rank: must be left out where rows is {rows}")
+      for rows in ("mean", "none")),
+    (_file(rows="none", score="mass"), "score: must be left out where rows is none"),
     (_file(disk_quota_bytes=0), "disk_quota_bytes: must be"),
     (_file(disk_quota_bytes=2**63), "got 9223372036854775808"),
     (_file(read_depth=1025), "read_depth: must be"),

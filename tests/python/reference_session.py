@@ -59,7 +59,7 @@ class ReferenceSession:
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._store(layer, keys, values)
-        if keys.shape[2] > self._options.select_queries_max:
+        if keys.shape[2] > self._options.select_queries_max or self._is_restored(layer):
             self._seal(self._layers[layer])
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -71,9 +71,7 @@ class ReferenceSession:
         if valid is None:
             valid = torch.ones(batch, tokens, dtype=torch.bool)
         if tuple(valid.shape) != (batch, tokens):
-            raise ValueError(
-                f"append: declared {tuple(valid.shape)}, got {(batch, tokens)} columns"
-            )
+            raise ValueError(f"append: declared {valid.shape}, got {(batch, tokens)} columns")
         old = self._layers.get(layer)
         if old is None:
             self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone())
@@ -101,7 +99,7 @@ class ReferenceSession:
         state = self._layers.get(layer)
         if state is None or query.shape[2] > self._options.select_queries_max:
             return
-        if self._must_choose(state) and self._lacks_projection(layer):
+        if self._is_restored(layer) or (self._must_choose(state) and self._lacks_projection(layer)):
             return
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale)
@@ -113,14 +111,14 @@ class ReferenceSession:
         self._open()
         state = self._layers[layer]
         tokens = query.shape[2]
-        if tokens > self._options.select_queries_max:
+        if tokens > self._options.select_queries_max or self._is_restored(layer):
             seen = copy.copy(state)
-            # A long chunk has its own tokens in hand.
+            # Such a chunk has its own tokens in hand.
             seen.keys = torch.cat([state.keys[:, :, :-tokens], keys], 2)
             seen.values = torch.cat([state.values[:, :, :-tokens], values], 2)
             output = self._attention(seen, query, state.valid, (scale, softcap, sinks))
             self._seal(state)
-            state.selection = [list(range(state.sealed // self._options.group_tokens))] * len(query)
+            state.selection = []  # nothing was chosen
             return output
         chosen = state.predicted
         if chosen is None:
@@ -227,6 +225,12 @@ class ReferenceSession:
         alive = {column // group for column in valid if column < state.sealed}
         return sorted(sinks & alive), sorted(alive - sinks)
 
+    def _is_exact(self, layer: int) -> bool:
+        return self._options.rows == "none" or layer in self._options.exact_layers
+
+    def _is_restored(self, layer: int) -> bool:
+        return self._is_exact(layer) and self._must_choose(self._layers[layer])
+
     def _must_choose(self, state: Layer) -> bool:
         most = max(len(self._groups(state, s)[1]) for s in range(len(state.keys)))
         return most > self._options.groups_max
@@ -243,7 +247,7 @@ class ReferenceSession:
                 continue
             if self._lacks_projection(layer):
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
-            if self._options.score == "sum":
+            if self._options.score in ("sum", "max"):
                 scores = self._group_scores(layer, sequence, query[sequence])
             else:
                 scores = self._group_masses(layer, sequence, query[sequence], scale)
@@ -255,7 +259,9 @@ class ReferenceSession:
     def _group_scores(self, layer: int, sequence: int, query: torch.Tensor) -> torch.Tensor:
         """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
         state = self._layers[layer]
-        return METHODS[self._options.rows].group_scores(
+        method = METHODS[self._options.rows]
+        scores = method.group_scores if self._options.score == "sum" else method.best_head_scores
+        return scores(
             state.scored[sequence, :, : state.sealed],
             state.valid[sequence, : state.sealed],
             query,
@@ -264,7 +270,8 @@ class ReferenceSession:
         )
 
     def _lacks_projection(self, layer: int) -> bool:
-        return METHODS[self._options.rows].takes_projections and layer not in self._projections
+        takes = METHODS[self._options.rows].takes_projections and not self._is_exact(layer)
+        return takes and layer not in self._projections
 
     def _group_masses(self, layer, sequence, query, scale: float) -> torch.Tensor:
         """query: [heads, queries, head_dim] -> [queries, groups]: each head's softmax over low-rank
@@ -313,11 +320,8 @@ class ReferenceSession:
         return (weights @ values).to(query.dtype).transpose(1, 2)
 
     def _count(self, chosen: list[list[int]]) -> None:
-        for name, value in (
-            ("steps", 1),
-            ("sequences", len(chosen)),
-            ("groups_attended", sum(map(len, chosen))),
-        ):
+        counts = {"steps": 1, "sequences": len(chosen), "groups_attended": sum(map(len, chosen))}
+        for name, value in counts.items():
             self._counters[name] += value
 
 

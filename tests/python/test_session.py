@@ -69,6 +69,8 @@ class Twins:
         # Products of a size that attention has: a softmax that knows one token only has many ties.
         size = 1.0 if made.score == "sum" else 0.3
         for layer in range(made.layers if METHODS[made.rows].takes_projections else 0):
+            if layer in made.exact_layers:
+                continue
             for session in self.sessions:
                 session.set_projection(layer, *(size * part for part in projection(layer)))
 
@@ -127,11 +129,21 @@ def test_every_method_is_a_setting() -> None:
         assert SwapConfig(rows=name).takes_projections == method.takes_projections
 
 
-@pytest.mark.parametrize("rows", METHODS)
+def few(rows: str, number: int) -> bool:
+    """Rows that share most of their code with others are tried on fewer back ends and seeds."""
+    return rows in ("low_rank", "box") or number % 5 == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "number"), [(r, n) for r in METHODS for n in range(len(BACK_ENDS)) if few(r, n)]
+)
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("back_end", BACK_ENDS, ids=lambda b: "-".join(map(str, b.values())))
-def test_every_method_chooses_as_its_reference(tmp_path, rows, heads, back_end):
-    twins = Twins(options(tmp_path, rows=rows, heads=heads, **back_end), seed=1)
+def test_every_method_chooses_as_its_reference(tmp_path, rows, heads, number):
+    back_end = BACK_ENDS[number]
+    made = options(tmp_path, rows=rows, heads=heads, score="max", exact_layers=[1], **back_end)
+    if heads == "all":
+        made.score, made.exact_layers = "sum", []
+    twins = Twins(made, seed=1)
     valid = torch.ones(2, 150, dtype=torch.bool)
     valid[0, :37] = False
     twins.forward(2, 150, valid=valid)
@@ -144,15 +156,18 @@ def test_every_method_chooses_as_its_reference(tmp_path, rows, heads, back_end):
     assert twins.sessions[0].counters()["groups_loaded"] > 0
 
 
-@pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize(
+    ("rows", "seed"), [(r, s) for r in METHODS for s in range(12) if few(r, s)]
+)
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(12))
 def test_random_operations(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     made = options(
         tmp_path,
         rows=rows,
         heads=heads,
+        score=rng.choice(["sum", "max"]),
+        exact_layers=rng.choice([[], [], [1], [0, 1]]),
         group_tokens=rng.choice([1, 2, 3, 4, 7, 16]),
         groups_max=rng.choice([1, 3, 8]),
         tail_tokens=rng.choice([0, 3, 8, 32]),

@@ -177,6 +177,35 @@ TEST(CoreSession, HeadsThatChooseApartAttendOverTheSame) {
   }
 }
 
+TEST(CoreSession, LayersThatNeverChooseRestoreWhatTheirPagesDoNotHold) {
+  for (const char* heads : {"all", "each"}) {
+    for (const bool all_layers : {false, true}) {
+      const Folder folder;
+      CoreOptions options = covering(folder.path());
+      options.settings.rows = all_layers ? "none" : "box";
+      options.settings.rank = 32;  // what rows without a rank leave it at
+      options.settings.exact_layers = {0, 1};
+      options.settings.heads = heads;
+      options.settings.io_mode = "buffered";
+      options.settings.groups_max = 8;
+      options.settings.pages_max = 8;
+      CoreSession session(options);
+      Plain plain(options, 2);
+      plain.softcap = 0.5f;
+      plain.sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+      plain.pad(1, 11);
+      bool valid[2 * 37];
+      for (int64_t i = 0; i < 2 * 37; ++i) valid[i] = i < 37 || i >= 37 + 11;
+      session.declare(2, 37, valid);
+      // The first chunks fit into eight groups of four tokens and the tail of eight.
+      for (const int64_t tokens : {37, 1, 3, 1, 40, 1, 3, 1}) plain.step(session, tokens, 1e-5);
+      EXPECT_EQ(session.ledger().at("summary"), 0);
+      EXPECT_GT(session.counters().at("groups_loaded"), 0);
+      EXPECT_FALSE(session.needs_projection(0));
+    }
+  }
+}
+
 TEST(CoreSession, CapsScoresAndHasSinksBesideThem) {
   for (const bool apart : {false, true}) {
     const Folder folder;

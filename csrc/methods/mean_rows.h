@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "methods/group_rows.h"
+
+namespace kvswap {
+
+/// ShadowKV's landmarks (4.1): the mean of a group's keys, head_dim numbers a KV head and group.
+/// A group is worth the product with its mean: half a box's memory, and no bound.
+class MeanRows final : public GroupRows {
+ public:
+  explicit MeanRows(const MethodOptions& options) : GroupRows(options, 1) {}
+  static RowShape shape_of(const MethodOptions& options, int64_t) {
+    return GroupRows::shape_of(options, 1);
+  }
+  static std::unique_ptr<Rows> make(const MethodOptions& options,
+                                    const std::shared_ptr<class SummaryMemory>&) {
+    return std::make_unique<MeanRows>(options);
+  }
+
+  void write(int64_t layer, const RowPiece& piece) const override;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,25 @@
+"""ShadowKV: the mean of a group's keys stands for all of them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def group_scores(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    query: torch.Tensor,
+    group_tokens: int,
+    projections: None = None,
+) -> torch.Tensor:
+    """Sum over heads of the product with the mean of a group's valid keys.
+
+    Its landmarks alone: the paper's outliers, kept for good, are none of these rows. Arguments as
+    in `Method`.
+    """
+    counts = valid.unflatten(0, (-1, group_tokens))  # [groups, G]
+    grouped = keys.float().unflatten(1, (-1, group_tokens)).masked_fill(~counts[..., None], 0)
+    means = grouped.sum(2) / counts.sum(1).clamp_min(1)[:, None]  # [kv_heads, groups, head_dim]
+    asked = query.float().unflatten(0, (len(keys), -1)).sum(1)
+    scores = torch.einsum("hqd,hgd->qg", asked, means)
+    return scores.masked_fill(~counts.any(1), -torch.inf)

@@ -1,0 +1,186 @@
+// Means of groups, and a group's worth to its best head, against their definitions.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "device/host_device.h"
+#include "methods/make_selector.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kKvHeads = 2;
+constexpr int64_t kHeads = 6;
+constexpr int64_t kDim = 8;
+constexpr int64_t kGroup = 4;
+constexpr int64_t kTokens = 600 * kGroup;
+
+MethodOptions options_of(const std::string& rows, Score score, DType dtype) {
+  return {.rows = rows,
+          .layers = 2,
+          .heads = kHeads,
+          .kv_heads = kKvHeads,
+          .head_dim = kDim,
+          .group_tokens = kGroup,
+          .exact_layers = {1},
+          .summary_dtype = dtype,
+          .score = score};
+}
+
+/// Whole numbers whose sums of four are whole numbers of quarters: exact at every precision.
+struct Prompt {
+  std::vector<float> keys;   // [kKvHeads, kTokens, kDim]
+  std::vector<float> query;  // [kHeads, kDim]
+  TokenValidity valid;
+};
+
+Prompt draw(uint64_t seed, int64_t padding) {
+  std::mt19937_64 random(seed);
+  const auto whole = [&](int64_t count) {
+    std::vector<float> values(count);
+    for (float& value : values) value = static_cast<float>(static_cast<int64_t>(random() % 9) - 4);
+    return values;
+  };
+  Prompt prompt = {
+      .keys = whole(kKvHeads * kTokens * kDim), .query = whole(kHeads * kDim), .valid = {}};
+  const auto none = std::make_unique<bool[]>(padding + 1);
+  prompt.valid.append(padding, none.get());
+  prompt.valid.append(kTokens - padding, nullptr);
+  return prompt;
+}
+
+/// What a group is worth to each head: the product with the mean of its valid keys, or for boxes
+/// the largest product that a key in the box can have.
+double worth(const Prompt& prompt, const std::string& rows, int64_t head, int64_t group) {
+  double sum = 0;
+  for (int64_t d = 0; d < kDim; ++d) {
+    double mean = 0;
+    double largest = -1e30;
+    int64_t count = 0;
+    const double q = prompt.query[head * kDim + d];
+    for (int64_t t = group * kGroup; t < (group + 1) * kGroup; ++t) {
+      if (!prompt.valid.is_valid(t)) continue;
+      const double key = prompt.keys[(head / 3 * kTokens + t) * kDim + d];
+      mean += key;
+      largest = std::max(largest, q * key);
+      ++count;
+    }
+    sum += rows == "mean" ? q * mean / static_cast<double>(count) : largest;
+  }
+  return sum;
+}
+
+std::vector<int32_t> expected(const Prompt& prompt, const std::string& rows, Score score,
+                              int64_t k) {
+  std::vector<int32_t> groups;
+  std::vector<double> worths(kTokens / kGroup);
+  for (int64_t g = prompt.valid.first_valid() / kGroup; g < kTokens / kGroup; ++g) {
+    double best = -1e30;
+    double sum = 0;
+    for (int64_t head = 0; head < kHeads; ++head) {
+      const double of_head = worth(prompt, rows, head, g);
+      best = std::max(best, of_head);
+      sum += of_head;
+    }
+    worths[g] = score == Score::kMax ? best : sum;
+    groups.push_back(static_cast<int32_t>(g));
+  }
+  std::stable_sort(groups.begin(), groups.end(),
+                   [&](int32_t a, int32_t b) { return worths[a] > worths[b]; });
+  groups.resize(k);
+  std::sort(groups.begin(), groups.end());
+  return groups;
+}
+
+std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t k) {
+  selector.set_sequences(1);
+  EXPECT_TRUE(selector.reserve({}).is_ok());
+  EXPECT_TRUE(selector
+                  .append({.layer = 0,
+                           .sequence = 0,
+                           .keys = {prompt.keys.data(), kTokens * kDim, kDim},
+                           .tokens = kTokens,
+                           .valid = &prompt.valid})
+                  .is_ok());
+  const Candidates candidates = {&prompt.valid, {}};
+  std::vector<std::vector<int32_t>> chosen;
+  EXPECT_TRUE(selector
+                  .start_choice({.layer = 0,
+                                 .query = {.data = prompt.query.data(),
+                                           .batch_stride = kHeads * kDim,
+                                           .head_stride = kDim,
+                                           .query_stride = kDim,
+                                           .heads = kHeads,
+                                           .queries = 1},
+                                 .groups = kTokens / kGroup,
+                                 .groups_per_query = k,
+                                 .candidates = {&candidates, 1},
+                                 .chosen = &chosen})
+                  .is_ok());
+  EXPECT_TRUE(selector.finish_choice().is_ok());
+  return chosen.at(0);
+}
+
+// Equal worths are many here: they go to the lower group.
+TEST(MeanRows, ChooseAsTheDefinitionOnTheHostAndOnADevice) {
+  const DeviceKind kind = host_device({.delay_us_max = 50});
+  for (const std::string rows : {"mean", "box"}) {
+    for (const Score score : {Score::kSum, Score::kMax}) {
+      // Means of 3 or fewer valid tokens are no whole quarters: padding fills whole groups.
+      for (const int64_t padding : {0, 36}) {
+        for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+          const Prompt prompt = draw(padding + 1, padding);
+          const MethodOptions options = options_of(rows, score, dtype);
+          const auto wanted = expected(prompt, rows, score, 7);
+          ASSERT_EQ(choice(*make_selector(options, nullptr), prompt, 7), wanted) << rows;
+          const auto device = std::move(kind.make().value());
+          ASSERT_EQ(choice(*make_selector(options, device.get()), prompt, 7), wanted) << rows;
+        }
+      }
+    }
+  }
+}
+
+TEST(MeanRows, LevelsAreWithinHalfAStep) {
+  std::mt19937_64 random(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> keys(kKvHeads * 16 * kDim);
+  for (float& key : keys) key = normal(random);
+  const auto rows = RowsKind::find("mean")->make(options_of("mean", Score::kSum, DType::kInt8), {});
+  const int64_t width = rows->shape(0).width;
+  std::vector<std::byte> stored(16 * width);
+  std::vector<float> scales(16);
+  rows->write(0, {.keys = {keys.data(), 16 * kDim, kDim},
+                  .tokens = 16,
+                  .rows = stored.data(),
+                  .row_scale = scales.data()});
+  for (int64_t group = 0; group < 16 / kGroup; ++group) {
+    for (int64_t channel = 0; channel < width; ++channel) {
+      double mean = 0;
+      for (int64_t t = 0; t < kGroup; ++t) {
+        mean += keys[(channel / kDim * 16 + group * kGroup + t) * kDim + channel % kDim] / kGroup;
+      }
+      const double level = static_cast<int8_t>(stored[channel * 16 + group]);
+      EXPECT_NEAR(level * scales[group], mean, scales[group] * 0.5001);
+    }
+  }
+}
+
+TEST(MeanRows, LayersThatAttendEverythingHaveNone) {
+  const auto selector = make_selector(options_of("mean", Score::kSum, DType::kFloat32), nullptr);
+  selector->set_sequences(1);
+  EXPECT_TRUE(selector->is_ready(0));
+  EXPECT_FALSE(selector->is_ready(1));
+  EXPECT_EQ(selector->bytes_to_append(1, 64), 0);
+  const auto none = make_selector(options_of("none", Score::kSum, DType::kFloat32), nullptr);
+  none->set_sequences(1);
+  EXPECT_FALSE(none->is_ready(0));
+  EXPECT_EQ(none->bytes_to_append(0, 64), 0);
+}
+
+}  // namespace
+}  // namespace kvswap
