@@ -131,7 +131,13 @@ def _groups(tokens: int) -> Callable[[Shape], int]:
     return lambda shape: -(-tokens // shape.group_of_head)
 
 
-_BOX = {"rows": "box", "heads": "each", "replacement": "lru"}
+_BOX = {
+    "rows": "box",
+    "heads": "each",
+    "score": "max",
+    "replacement": "lru",
+    "exact_layers": lambda shape: tuple(range(min(2, shape.layers))),
+}
 _STAR = {
     "projection_kind": "skewed",
     "group_tokens": 1,
@@ -140,9 +146,7 @@ _STAR = {
     "rank": lambda shape: max(1, round(0.3 * shape.width)),
     "groups_max": 400,
 }
-_SUMMED = "query heads that share keys choose together, by the sum of their bounds, not the largest"
-_CHOOSING = "the first two layers choose too, where the paper has them attend everything"
-
+_RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
 _ALIGNED = "groups of one token only where the disk reads so little at once, else of the fewest"
 _FIXED = "a fixed number of tokens for every layer and head, where the paper varies it"
@@ -176,6 +180,15 @@ PRESETS = (
         ("without a calibration the rank is doubled", "positions and padding are kept exact"),
     ),
     Preset(
+        "exact",
+        "FlexGen",
+        "Ground truth: every layer attends everything, restored from disk in every step.",
+        "Where tokens per second matter: each one reads the whole cache.",
+        {"rows": "none", "group_tokens": 16, "groups_max": 96, "pages_max": 96},
+        "",
+        ("the cache alone is on disk; weights and activations stay where the model has them",),
+    ),
+    Preset(
         "quest",
         "Quest",
         "Tables and code, where low rank is weak: a bound instead of a guess, no calibration.",
@@ -183,7 +196,12 @@ PRESETS = (
         {**_BOX, "group_tokens": 16, "groups_max": TOKENS // 16, "pages_max": TOKENS // 8}
         | {"sink_tokens": 0, "tail_tokens": 16},
         "",
-        (_SUMMED, _CHOOSING, "the newest page is always attended"),
+        (
+            "KV heads choose, each by the largest bound of its query heads; query heads in the "
+            "paper",
+            "the newest page is always attended",
+            _RESTORED,
+        ),
     ),
     Preset(
         "arkvale",
@@ -196,8 +214,7 @@ PRESETS = (
         (
             "pages leave by when they were last used, not by their score",
             "the cuboid is the digest; the paper has balls too",
-            _SUMMED,
-            _CHOOSING,
+            _RESTORED,
         ),
     ),
     Preset(
@@ -270,8 +287,7 @@ MISSING = {
     **dict.fromkeys(("prkv", "snapkv+"), _STATIC),
     **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
     **dict.fromkeys(("think", "fasa"), _OTHER),
-    "exact": "layers that attend everything",
-    "shadowkv": "rows of means, and a keeper of outliers",
+    "shadowkv": "a keeper of outliers (its landmarks are rows=mean)",
 }
 
 

@@ -98,7 +98,7 @@ def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
         assert logits.isfinite().all() and cache.get_seq_length() == 57
 
 
-@pytest.mark.parametrize("name", ["kvswap", "quest", "loki"])
+@pytest.mark.parametrize("name", ["exact", "quest", "loki"])
 def test_bf16_and_hybrids(name, tmp_path):
     half = tiny_model("llama", dtype=torch.bfloat16)
     inputs = prompt(2, 24, padding=(0, 9))
@@ -118,6 +118,66 @@ def test_bf16_and_hybrids(name, tmp_path):
         assert torch.equal(greedy(hybrid, inputs, cache), greedy(hybrid, inputs))
 
 
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_exact_is_the_full_cache_however_little_is_in_memory(ratio, tmp_path):
+    """Beyond its pages it restores; so does each of quest's exact layers."""
+    model = model_of(ratio)
+    inputs = prompt(3, 60, padding=(0, 7, 3))
+    expected = greedy(model, inputs)
+    with KVSwapCache(model, tmp_path, small("exact", model, 4)) as cache:
+        assert torch.equal(greedy(model, inputs, cache), expected)
+        stats = cache.stats()
+        assert stats.hit_rate == 0 and stats.ledger.get("summary", 0) == 0
+        # 19 decoding steps of 3 sequences; the shortest context is 60 - 7 tokens.
+        whole = stats.kv_bytes_full / stats.tokens / stats.batch * 40
+        assert stats.bytes_read_per_token > whole
+    every = small("quest", model, 4, exact_layers=(0, 1, 2))
+    with KVSwapCache(model, tmp_path, every) as cache:
+        assert torch.equal(greedy(model, inputs, cache), expected)
+        assert cache.stats().ledger.get("summary", 0) == 0
+
+
+def test_exact_with_beams_turns_and_look_ahead(llama, tmp_path):
+    config = small("exact", llama, 4, look_ahead=True)
+    with KVSwapCache(llama, tmp_path, config) as cache:
+        inputs = prompt(2, 40, padding=(3, 0))
+        arguments = {"num_beams": 3, "num_return_sequences": 2, "tokens": 6}
+        expected = greedy(llama, inputs, **arguments)
+        assert torch.equal(greedy(llama, inputs, cache, **arguments), expected)
+        cache.reset()
+        plain, ids = DynamicCache(config=llama.config), prompt(2, 40)["input_ids"]
+        for turn, question in enumerate((1, 3, 12)):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            expected = greedy(llama, inputs, plain, tokens=5)
+            assert torch.equal(greedy(llama, inputs, cache, tokens=5), expected), turn
+            for each in (cache, plain):
+                each.crop(-3)
+            ids = torch.cat([expected[:, :-2], prompt(2, question, seed=turn)["input_ids"]], 1)
+
+
+def test_exact_layers_that_outgrow_their_pages_need_no_more_memory(llama, tmp_path):
+    config = small("quest", llama, 4)
+    with KVSwapCache(llama, tmp_path, config, max_context=400, max_batch=1) as cache:
+        greedy(llama, prompt(1, 300), cache, tokens=6)
+        stats = cache.stats()
+        boxes = 3 * 2 * 2 * 16 * 4 * 100  # layers, KV heads, [middle, half], fp32, groups
+        assert 0 < stats.ledger["summary"] < boxes * 2 / 3, "one layer of three has boxes"
+
+
+@pytest.mark.parametrize(("name", "changes"), [("exact", {}), ("loki", {"exact_layers": (1,)})])
+def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
+    """A layer that attends everything has neither summary nor projection to be saved."""
+    inputs = prompt(1, 60)
+    with KVSwapCache(llama, tmp_path, small(name, llama, 4, **changes)) as cache:
+        out = greedy(llama, inputs, cache, tokens=4)
+        cache.save(tmp_path / "book")
+        more = {"input_ids": out, "attention_mask": torch.ones_like(out)}
+        expected = greedy(llama, more, cache, tokens=8)
+    with KVSwapCache.open(llama, tmp_path / "book", path=tmp_path) as cache:
+        assert torch.equal(greedy(llama, more, cache, tokens=8), expected)
+        assert cache.stats().bytes_read > 0
+
+
 @pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
 def test_all_columns_are_the_exact_top_k(kind, tmp_path):
     """Single tokens of single heads, every column of the keys: what attention weighs most."""
@@ -125,7 +185,7 @@ def test_all_columns_are_the_exact_top_k(kind, tmp_path):
     made = {"heads": "each", "rank": 16, "sink_tokens": 0, "tail_tokens": 4}
     budget = {"group_tokens": 16, "groups_max": 2, "pages_max": 8, "projection_kind": kind}
     chosen = []
-    for rank, score in ((16, "sum"),):
+    for rank, score in ((16, "sum"), (16, "max")):
         config = SwapConfig(**made | budget | {"rank": rank, "score": score})
         with torch.no_grad(), KVSwapCache(model, tmp_path, config) as cache:
             model(**prompt(1, 150), past_key_values=cache)
@@ -198,6 +258,7 @@ def test_a_preset_is_plain_settings(tmp_path):
     assert SwapConfig.preset("kvswap-paper", model=narrow).rank == 16
     assert find("kvswap-paper").config(Shape(kv_heads=1, head_dim=24)).rank == 24
     assert SwapConfig.preset("quest", groups_max=500).pages_max == 500
+    assert SwapConfig.preset("quest", model=ModelIdentity(layers=1)).exact_layers == (0,)
 
 
 @pytest.mark.parametrize(
@@ -207,12 +268,12 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("", {}, "must be one of"),
         ("snapkv", {}, "snapkv needs a keeper that drops tokens for good"),
         ("prkv", {}, "prkv needs a static set"),
-        ("shadowkv", {}, "shadowkv needs rows of means"),
+        ("shadowkv", {}, "rows=mean"),
         ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
         ("quest", {"version": 1}, "overrides must be settings, got version"),
         ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),
         ("quest", {"score": "mass"}, "preset quest: score: must be left out"),
-        ("arkvale", {"rows": "low_rank"}, "rows must stay box"),
+        ("exact", {"rows": "box"}, "rows must stay none"),
         ("kvswap-paper", {"pages_max": 1}, "preset kvswap-paper: pages_max: must be at least"),
     ],
 )
@@ -240,12 +301,12 @@ def test_the_command_lists_and_tells():
         assert memory["summary"] + memory["pages"] < memory["total"]
         assert name in CliRunner().invoke(app, ["presets", name]).output
     share = {}
-    for name in ("kvswap", "arkvale", "quest", "loki", "infinigen"):
+    for name in ("exact", "kvswap", "arkvale", "quest", "loki", "infinigen"):
         memory = json.loads(CliRunner().invoke(app, ["presets", name, "--json"]).output)["memory"]
         share[name] = memory["summary"] / memory["full_kv"]
-    assert 1 / 31 > share["arkvale"] > 0.99 / 32
-    assert 1 / 15.5 > share["quest"] > 0.99 / 16
-    assert share["kvswap"] < share["arkvale"]
+    assert share["exact"] == 0 and share["kvswap"] < share["arkvale"]
+    assert 1 / 34 > share["arkvale"] > 0.9 * 30 / 32 / 32
+    assert 1 / 16 > share["quest"] > 0.9 * 30 / 32 / 16
     assert 1 / 8 <= share["loki"] < 0.14 and share["infinigen"] > 0.148
     with pytest.raises(ConfigError, match="needs a keeper"):
         CliRunner().invoke(app, ["presets", "snapkv"], catch_exceptions=False)
