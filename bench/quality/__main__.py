@@ -38,13 +38,15 @@ kvswap.json has it. Settings of kvswap:
 {chr(10).join(f"{name}: {text}" + chr(10) for name, text in SETTINGS.items())}
 
 Sets: core (what is compared), grid (one setting varied at a time), layers (one layer at a time on
-the full cache: shows which layer a gap comes from).
+the full cache: shows which layer a gap comes from), presets (each at three shares of the memory).
 
 Examples:
 
   python -m bench.quality --lengths 16384,32768 --documents 3 --methods core
 
   python -m bench.quality --lengths 4096 --documents 4 --methods "kvswap recent:memory=1/13"
+
+  python -m bench.quality --methods presets --lengths 16384 --documents 2 --out presets
 
   python -m bench.quality --model DIR --text book.txt --lengths 8192 --documents 4
 """

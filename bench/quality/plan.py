@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.quality.methods import parse
+from kvswap_torch.preset import presets
 
 CORE = (
     "full",
@@ -37,6 +38,14 @@ GRID = (
     "kvswap:dtype=model",
 )
 
+SHARES = ("1/4", "1/13", "1/34")
+# Every preset from its own settings, as the product, at equal bytes; also where it does not fit.
+OF_PRESETS = tuple(
+    f"product:preset={preset.name},memory={share},question=inside"
+    for preset in presets()
+    for share in SHARES
+)
+
 
 def layer_set(layers: int) -> tuple[str, ...]:
     """KVSwap with one layer at a time on the full cache: where a gap comes from."""
@@ -66,7 +75,8 @@ def make_plan(
     documents
         One number for all lengths, or one for each.
     methods
-        Names, and the sets ``core``, ``grid`` and ``layers``; the full cache is always run.
+        Names, and the sets ``core``, ``grid``, ``layers`` and ``presets``; the full cache is always
+        run.
     grid_to
         Longest documents that the sets ``grid`` and ``layers`` are run on.
     layers
@@ -91,7 +101,7 @@ def make_plan(
             if method in large:
                 names += large[method] if length <= grid_to else ()
             else:
-                names += CORE if method == "core" else (method,)
+                names += {"core": CORE, "presets": OF_PRESETS}.get(method, (method,))
         for name in names:
             parse(name)
         stretches.append(Stretch(length, count, tuple(dict.fromkeys(names))))

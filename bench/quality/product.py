@@ -21,6 +21,7 @@ from bench.quality.budget import Bytes
 from bench.quality.document import Document, Sample
 from bench.quality.told import Told, score_sample
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.preset import PRESETS, find
 
 CHUNK = 4096  # tokens of the document per forward pass
 OWN = ("memory", "config", "question", "preset")
@@ -72,11 +73,23 @@ class Product:
         changed = {key: _value(text) for key, text in settings.items() if key in CHANGED}
         budget = size.share(settings["memory"]) if "memory" in settings else None
         if "preset" in settings:
-            config = SwapConfig.preset(settings["preset"], model=size.identity, **changed)
-            config = config if budget is None else size.with_fewer_groups(config, budget)
+            config = cls._of_preset(settings["preset"], changed, budget, size)
         elif changed:
             config = dataclasses.replace(config or SwapConfig(), **changed)
         return cls(name, config, budget, question)
+
+    @staticmethod
+    def _of_preset(
+        name: str, changed: dict[str, Any], budget: int | None, size: Bytes
+    ) -> SwapConfig | None:
+        """Its settings; None for the default, which the cache makes for its budget."""
+        preset = find(name)
+        if preset is PRESETS[0] and not changed:
+            return None
+        config = SwapConfig.preset(name, model=size.identity, **changed)
+        if budget is None:
+            return config
+        return (size.fitted if preset.divides else size.with_fewer_groups)(config, budget)
 
     @torch.inference_mode()
     def run(self, model: Any, document: Document, told: Told) -> dict[str, Any]:
@@ -106,6 +119,7 @@ class Product:
                 "samples": samples,
                 "layers": {},
                 "hit_rate": stats.hit_rate,
+                "bytes_read_per_token": stats.bytes_read_per_token,
                 "groups_per_step": float(config.groups_max),
                 "memory_bytes": stats.resident_bytes_peak,
                 "summary_bytes": 0,

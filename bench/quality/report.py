@@ -90,6 +90,7 @@ def _of_method(lines: Lines, full: Lines, able: list[str]) -> dict[str, Any]:
     hits = [line["hit_rate"] for line in lines if line["hit_rate"] is not None]
     layers = len(first["ranks"] or ())  # of a method that reads
     chosen_bytes = chosen * first["record_bytes"] * layers
+    read = [line["bytes_read_per_token"] for line in lines if "bytes_read_per_token" in line]
     return {
         "documents": len(lines),
         "memory_bytes": round(_mean(memory)) if memory else None,
@@ -100,7 +101,9 @@ def _of_method(lines: Lines, full: Lines, able: list[str]) -> dict[str, Any]:
         "groups_per_step": round(chosen, 2),
         "hit_rate": round(_mean(hits), 4) if hits else None,
         "bytes_chosen_per_token": round(chosen_bytes),
-        "bytes_read_per_token": round(chosen_bytes * (1 - (_mean(hits) if hits else 0.0))),
+        "bytes_read_per_token": round(
+            _mean(read) if read else chosen_bytes * (1 - (_mean(hits) if hits else 0.0))
+        ),
         "tasks": {
             task: _compare(lines, full, of)
             for task, of in tasks.items()
