@@ -61,7 +61,15 @@ class Shape:
     @property
     def group_of_head(self) -> int:
         """Tokens of the smallest group of one KV head whose record fills half of what is read."""
-        return -(-((self.alignment_bytes + 1) // 2) // (2 * self.head_dim * self.element_bytes))
+        return self._group_filling(2 * self.head_dim * self.element_bytes)
+
+    @property
+    def group_of_bytes(self) -> int:
+        """The same of all KV heads, in records of one byte a number; at least four tokens."""
+        return max(4, self._group_filling(2 * self.width))
+
+    def _group_filling(self, token_bytes: int) -> int:
+        return -(-((self.alignment_bytes + 1) // 2) // token_bytes)
 
 
 Value = Any | Callable[[Shape], Any]
@@ -83,6 +91,9 @@ class Preset:
         What is better calibrated, or must be; empty: nothing.
     differences
         From its paper, a sentence each.
+    divides
+        It divides any budget between columns, groups and pages; of the others columns belong to
+        what they are, and a comparison at equal bytes leaves them.
     """
 
     name: str
@@ -92,6 +103,7 @@ class Preset:
     settings: Mapping[str, Value]
     calibrate: str = ""
     differences: tuple[str, ...] = ()
+    divides: bool = False
 
     def config(self, shape: Shape = Shape(), **overrides: Any) -> SwapConfig:
         """Its settings for a model, `overrides` in the place of some.
@@ -164,6 +176,24 @@ PRESETS = (
             "the best bilinear form of queries and keys, not the SVD of the keys",
             "each layer chooses with its own query until a calibration says which are predictable",
         ),
+        divides=True,
+    ),
+    Preset(
+        "kvswap-fp8",
+        "KVSwap",
+        "As kvswap with half the bytes on disk, in pages and read: records in e4m3.",
+        "Where answers must be the full cache's own: what leaves the tail is rounded.",
+        {
+            "score": "mass",
+            "rank": lambda shape: min(32, shape.width),
+            "records": "fp8",
+            "group_tokens": lambda shape: shape.group_of_bytes,
+            "groups_max": lambda shape: -(-400 // shape.group_of_bytes),
+            "pages_max": lambda shape: max(16, -(-800 // shape.group_of_bytes)),
+        },
+        "as kvswap",
+        ("those of kvswap", "K and V are rounded to three bits behind the leading one"),
+        divides=True,
     ),
     Preset(
         "kvswap-paper",

@@ -27,17 +27,17 @@ TIGHT = dataclasses.replace(ROUNDED, groups_max=2, pages_max=5, sink_tokens=3, r
 class RoundedCache(DynamicCache):
     """Everything in memory; groups that have left the tail are rounded, once attended over."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model, settings=ROUNDED) -> None:
         super().__init__(config=model.config)
+        self._group, self._tail = settings.group_tokens, settings.tail_tokens
         for layer in self.layers:
             layer.update = self._after_rounding(layer, layer.update)
 
-    @staticmethod
-    def _round(layer) -> None:
+    def _round(self, layer) -> None:
         if not layer.is_initialized:
             return
-        group = ROUNDED.group_tokens
-        groups = max(0, layer.keys.shape[2] - ROUNDED.tail_tokens) // group
+        group = self._group
+        groups = max(0, layer.keys.shape[2] - self._tail) // group
         for name in ("keys", "values"):
             side = getattr(layer, name).clone()
             sealed = side[:, :, : groups * group].unflatten(2, (groups, group))

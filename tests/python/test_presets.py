@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import pytest
@@ -14,13 +13,11 @@ import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.preset import MISSING, Shape, find
+from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 NAMES = [preset.name for preset in kvswap_torch.presets()]
-GQA = {1: (4, 4), 2: (4, 2), 3: (6, 2)}  # query heads of a KV head
-# Groups as small as prompts of tiny models need; nothing else of a preset changes.
-FEW = {"group_tokens": 4, "tail_tokens": 4, "sink_tokens": 2, "io_mode": "buffered"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,93 +26,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@functools.cache
-def model_of(ratio: int):
-    heads, kv_heads = GQA[ratio]
-    return tiny_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads)
-
-
-# Every preset where two heads share keys, those that mind it most otherwise too.
-MATRIX = pytest.mark.parametrize(
-    ("name", "ratio"),
-    [(name, 2) for name in NAMES] + [(name, r) for name in ("quest", "loki") for r in (1, 3)],
-)
-
-
-def small(name: str, model, groups: int, **changes) -> SwapConfig:
-    """A preset for a tiny model, in groups of a few tokens, of which a step attends `groups`."""
-    config = model.config
-    identity = ModelIdentity(
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
-    budget = {"groups_max": groups, "pages_max": max(8, 2 * groups)}
-    made = SwapConfig.preset(name, model=identity, **FEW | budget | changes)
-    return SwapConfig(**{k: getattr(made, k) for k in kvswap_torch.config.SETTINGS})
-
-
-@MATRIX
-def test_what_the_budget_covers_is_the_full_caches(name, ratio, tmp_path):
-    model = model_of(ratio)
-    with KVSwapCache(model, tmp_path, small(name, model, 200)) as cache:
-        inputs = prompt(3, 21, padding=(0, 7, 3))
-        assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
-        cache.reset()
-        inputs = prompt(2, 18, padding=(3, 0))
-        arguments = {"num_beams": 3, "num_return_sequences": 2, "tokens": 6}
-        expected = greedy(model, inputs, **arguments)
-        assert torch.equal(greedy(model, inputs, cache, **arguments), expected)
-        cache.reset()
-        plain = DynamicCache(config=model.config)
-        ids = prompt(2, 18)["input_ids"]
-        for turn, question in enumerate((1, 3, 12)):
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            expected = greedy(model, inputs, plain, tokens=5)
-            assert torch.equal(greedy(model, inputs, cache, tokens=5), expected), turn
-            for each in (cache, plain):
-                each.crop(-3)
-            ids = torch.cat([expected[:, :-2], prompt(2, question, seed=turn)["input_ids"]], 1)
-
-
-@MATRIX
-def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
-    """With 4 groups of 4 tokens: padding, a crop and another order of sequences run."""
-    model = model_of(ratio)
-    inputs = prompt(3, 60, padding=(0, 7, 3))
-    with KVSwapCache(model, tmp_path, small(name, model, 4)) as cache:
-        greedy(model, inputs, cache, tokens=6)
-        stats = cache.stats()
-        assert stats.bytes_read > 0 and stats.decoded == 15
-        cache.crop(-9)
-        cache.reorder_cache(torch.tensor([0, 2, 1]))
-        mask = inputs["attention_mask"][[0, 2, 1]][:, :57]
-        with torch.no_grad():
-            ids = prompt(3, 1)["input_ids"]
-            logits = model(ids, attention_mask=mask, past_key_values=cache).logits
-        assert logits.isfinite().all() and cache.get_seq_length() == 57
-
-
-@pytest.mark.parametrize("name", ["exact", "quest", "loki"])
-def test_bf16_and_hybrids(name, tmp_path):
-    half = tiny_model("llama", dtype=torch.bfloat16)
-    inputs = prompt(2, 24, padding=(0, 9))
-    logits = []
-    with torch.no_grad(), KVSwapCache(half, tmp_path, small(name, half, 200)) as cache:
-        for each in (cache, DynamicCache(config=half.config)):
-            half(**inputs, past_key_values=each)
-            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
-            ids = inputs["input_ids"][:, :1]
-            logits.append(half(ids, attention_mask=mask, past_key_values=each).logits)
-    torch.testing.assert_close(logits[0], logits[1], rtol=0.02, atol=0.05)
-
-    hybrid = tiny_model("gemma3")
-    config = small(name, hybrid, 200)
-    with KVSwapCache(hybrid, tmp_path, config) as cache:
-        inputs = prompt(2, 21, padding=(0, 7))
-        assert torch.equal(greedy(hybrid, inputs, cache), greedy(hybrid, inputs))
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
