@@ -33,6 +33,7 @@ from kvswap_torch.config_rules import (
     one_of,
     plain,
     rank_rule,
+    share,
 )
 from kvswap_torch.errors import ConfigError
 
@@ -145,6 +146,10 @@ class SwapConfig:
     )
     audit_groups: int = number(
         16, 2, 4096, "groups of each chooser that such a look reads, drawn at random"
+    )
+    missed_mass_max: float | None = share(
+        "attention that a layer may miss: by what its looks find, it attends fewer groups than "
+        "`groups_max`, or more, up to `pages_max`; without `audit_every` it looks once in 32 steps",
     )
     layout: str = one_of("sequence", ("sequence",), "order of the records on disk")
     reader: str = one_of(

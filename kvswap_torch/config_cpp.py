@@ -154,8 +154,9 @@ def _type(item: dataclasses.Field[Any]) -> str:
     kind = schema.get("type")
     if isinstance(kind, str):
         return plain[kind]
-    if kind == ["integer", "null"]:
-        return "std::optional<int64_t>"
+    optional = {"integer": "std::optional<int64_t>", "number": "std::optional<double>"}
+    if kind is not None:
+        return optional[kind[0]]
     return "std::string" if isinstance(item.default, str) else "std::optional<std::string>"
 
 
@@ -179,6 +180,8 @@ def _rule(item: dataclasses.Field[Any]) -> str:
         return "Boolean{}"
     if schema["type"] == "array":
         return "LayerNumbers{}"
+    if "exclusiveMinimum" in schema:
+        return "Share{}"
     return f"IntRange{{{schema['minimum']}, {schema['maximum']}}}"
 
 

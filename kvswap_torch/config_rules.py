@@ -29,6 +29,17 @@ def number(default: int | None, low: int, high: int, doc: str) -> Any:
     return _field(default, check, schema, doc)
 
 
+def share(doc: str) -> Any:
+    """A float between 0 and 1, neither of them; or None, the default."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None and not (isinstance(value, float) and 0 < value < 1):
+            raise ConfigError(f"{name}: must be a number between 0 and 1, got {value!r}")
+
+    schema = {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+    return _field(None, check, schema, doc)
+
+
 def boolean(default: bool, doc: str) -> Any:
     """True or False."""
 

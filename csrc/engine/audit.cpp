@@ -19,7 +19,7 @@ double MissedMass::variance() const {
 }
 
 int64_t Audit::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (apart.audit_every == 0) return 0;
+  if (apart.steps_between_looks() == 0) return 0;
   const int64_t heads = apart.query_heads * apart.heads_apart;
   const int64_t queries = apart.select_queries_max;
   // Pages, masks, columns, counts, a load's, exponents.
@@ -30,19 +30,20 @@ int64_t Audit::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
 }
 
 int64_t Audit::sequence_bytes(const EngineOptions& apart) {
-  if (apart.audit_every == 0) return 0;
+  if (apart.steps_between_looks() == 0) return 0;
   return apart.query_heads * apart.select_queries_max * int64_t{sizeof(float)};
 }
 
 /// Layers take turns, so that no step is much longer than another.
 bool Audit::is_due(int64_t layer) {
   const EngineOptions& options = parts_.options;
-  if (options.audit_every == 0 || batch_.all_fit(layer)) return false;
+  const int64_t every = options.steps_between_looks();
+  if (every == 0 || batch_.all_fit(layer)) return false;
   steps_.resize(options.layers);
-  const int64_t turn = steps_[layer]++ + layer * options.audit_every / options.layers + 1;
-  if (turn % options.audit_every != 0) return false;
+  const int64_t turn = steps_[layer]++ + layer * every / options.layers + 1;
+  if (turn % every != 0) return false;
   const int64_t sequences = batch_.size() / options.heads_apart;
-  first_part_ = turn / options.audit_every % sequences * options.heads_apart;
+  first_part_ = turn / every % sequences * options.heads_apart;
   return true;
 }
 
@@ -165,7 +166,9 @@ void Audit::weigh(const PagedAttentionArgs& attended) {
     const int64_t part = head / (attended.heads / options.heads_apart);
     sum += share_of(log_sums_.data() + row, rows, own[row], part);
   }
-  layers_[layer_].add(sum / static_cast<double>(rows));
+  const double share = sum / static_cast<double>(rows);
+  layers_[layer_].add(share);
+  parts_.group_counts.observe(layer_, share);
 }
 
 /// Of one head and query: `log_sums` of each group, `stride` apart.

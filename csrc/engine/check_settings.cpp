@@ -1,6 +1,7 @@
 #include "engine/check_settings.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <functional>
 
@@ -10,6 +11,10 @@ namespace kvswap {
 namespace {
 
 std::string json(int64_t value) { return std::to_string(value); }
+std::string json(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
+}
 std::string json(bool value) { return value ? "true" : "false"; }
 
 std::string json(const std::string& value) {

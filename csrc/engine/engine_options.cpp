@@ -91,9 +91,11 @@ Status EngineOptions::validate() const {
   for (const int64_t rank : ranks) {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
   }
-  if (device && audit_every > 0) {
-    return Status::invalid("session: audit_every must be 0 on a device, got " +
-                           std::to_string(audit_every) + "; groups are audited on the CPU only");
+  if (device && steps_between_looks() > 0) {
+    return Status::invalid(
+        "session: audit_every must be 0 on a device, and missed_mass_max null, "
+        "got one that looks every " +
+        std::to_string(steps_between_looks()) + " steps; groups are audited on the CPU only");
   }
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {

@@ -82,6 +82,12 @@ struct EngineOptions : Settings {
   /// Does the layer attend everything, whatever its queries are?
   bool is_exact(int64_t layer) const;
 
+  /// audit_every, or how often missed_mass_max has layers look; 0: never.
+  int64_t steps_between_looks() const {
+    return audit_every > 0 || !missed_mass_max ? audit_every : kStepsBetweenLooks;
+  }
+  static constexpr int64_t kStepsBetweenLooks = 32;
+
   bool has_float8_records() const { return records == "fp8"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;

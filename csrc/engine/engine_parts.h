@@ -7,6 +7,7 @@
 
 #include "engine/engine_options.h"
 #include "engine/fetcher.h"
+#include "engine/group_counts.h"
 #include "engine/page_space.h"
 #include "io/file_stack.h"
 #include "io/patience.h"
@@ -38,6 +39,7 @@ struct EngineParts {
       : options(options),
         parallel(std::move(parallel)),
         ledger(options.kv_memory_bytes),
+        group_counts(this->options),
         patience(static_cast<double>(options.io_timeout_seconds)) {}
   /// Opens file, reader, store and space; charges what has a size from the start.
   static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& options,
@@ -53,6 +55,7 @@ struct EngineParts {
   const ParallelFor parallel;
   Ledger ledger;
   EngineCounters counters;
+  GroupCounts group_counts;
   std::vector<std::string> fallbacks;
   Patience patience;                   // how long calls wait for the disk, and who may end that
   std::unique_ptr<Timeline> timeline;  // null: nothing is recorded

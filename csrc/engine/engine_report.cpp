@@ -11,7 +11,13 @@ namespace {
 
 /// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.
 void add_missed_mass(const Engine& engine, std::map<std::string, double>& counters) {
-  if (engine.options().audit_every == 0) return;
+  const EngineOptions& options = engine.options();
+  if (options.steps_between_looks() == 0) return;
+  const GroupCounts& counts = engine.parts().group_counts;
+  for (int64_t layer = 0; options.missed_mass_max && layer < options.layers; ++layer) {
+    counters["groups_now_" + std::to_string(layer)] = static_cast<double>(counts.of(layer));
+  }
+  if (options.missed_mass_max) counters["missed_mass_excess"] = counts.excess();
   const std::vector<MissedMass>& layers = engine.audit().layers();
   double looked = 0;
   double sum = 0;

@@ -10,8 +10,9 @@ namespace kvswap {
 
 // What every session reports about itself, by name.
 
-/// With audit_every also what Audit found: `audits` (looks), and once there is one `missed_mass`,
-/// `missed_mass_error` and `missed_mass_<layer>`.
+/// Where layers look at what they did not select, also what they found: `audits` (looks), and once
+/// there is one `missed_mass`, `missed_mass_error` and `missed_mass_<layer>`; with missed_mass_max
+/// `groups_now_<layer>` and `missed_mass_excess`, see GroupCounts.
 std::map<std::string, double> engine_counters(const Engine& engine);
 std::map<std::string, std::string> engine_facts(const Engine& engine);
 std::map<std::string, int64_t> engine_ledger(const Engine& engine);

@@ -40,7 +40,8 @@ Status LayerStep::ask(const Question& question) {
         {.layer = layer_,
          .query = query,
          .groups = made_for_.sealed_groups,
-         .groups_per_query = std::min(options.groups_max, options.pages_max / query.queries),
+         .groups_per_query =
+             std::min(parts_.group_counts.of(layer_), options.pages_max / query.queries),
          .candidates = candidates,
          .chosen = &chosen_,
          .scale = question.scale}));

@@ -32,6 +32,11 @@ bool take(const Json& value, int64_t& field) {
   return true;
 }
 
+bool take(const Json& value, double& field) {
+  if (value.is_number_float()) field = value.get<double>();
+  return value.is_number_float();
+}
+
 bool take(const Json& value, bool& field) {
   if (value.is_boolean()) field = value.get<bool>();
   return value.is_boolean();

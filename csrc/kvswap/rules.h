@@ -25,6 +25,12 @@ struct IntRange {
   }
 };
 
+/// Between 0 and 1, neither of them.
+struct Share {
+  bool holds(double value) const { return value > 0 && value < 1; }
+  std::string words() const { return "a number between 0 and 1"; }
+};
+
 struct Boolean {
   bool holds(bool) const { return true; }
   std::string words() const { return "true or false"; }

@@ -66,6 +66,9 @@ struct Settings {
   int64_t audit_every = 0;
   /// groups of each chooser that such a look reads, drawn at random
   int64_t audit_groups = 16;
+  /// attention that a layer may miss: by what its looks find, it attends fewer groups than
+  /// groups_max, or more, up to pages_max; without audit_every it looks once in 32 steps
+  std::optional<double> missed_mass_max;
   /// order of the records on disk
   std::string layout = "sequence";
   /// who reads; auto: the fastest that works

@@ -28,6 +28,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "exact_layers",
                                                 "audit_every",
                                                 "audit_groups",
+                                                "missed_mass_max",
                                                 "layout",
                                                 "reader",
                                                 "io_mode",
@@ -55,11 +56,12 @@ inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
                                             "replacement",     "select_queries_max",
                                             "look_ahead",      "true_query_layers",
                                             "exact_layers",    "audit_every",
-                                            "audit_groups",    "layout",
-                                            "reader",          "io_mode",
-                                            "read_depth",      "merge_gap_bytes",
-                                            "merge_bytes_max", "device_model",
-                                            "projection_file", "projection_kind"};
+                                            "audit_groups",    "missed_mass_max",
+                                            "layout",          "reader",
+                                            "io_mode",         "read_depth",
+                                            "merge_gap_bytes", "merge_bytes_max",
+                                            "device_model",    "projection_file",
+                                            "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
@@ -82,6 +84,7 @@ void visit_settings(Visit&& visit) {
   visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
+  visit("missed_mass_max", &Settings::missed_mass_max, Share{});
   visit("layout", &Settings::layout, OneOf{{"sequence"}});
   visit("reader", &Settings::reader, OneOf{{"auto", "uring", "threads", "sync"}});
   visit("io_mode", &Settings::io_mode, OneOf{{"auto", "direct", "buffered"}});

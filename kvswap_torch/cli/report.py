@@ -162,6 +162,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     missed, error = stats.get("missed_mass"), stats.get("missed_mass_error")
     if missed is not None and error is not None:
         facts.append(("attention missed", f"about {missed:.1%} (± {error:.1%})"))
+    if excess := stats.get("missed_mass_excess"):
+        facts.append(
+            ("above missed_mass_max", f"{excess:.1%} in the worst layer: more memory helps")
+        )
     waited, hidden = stats.get("wait_seconds"), stats.get("hidden_seconds")
     if isinstance(waited, int | float) and isinstance(hidden, int | float) and waited + hidden > 0:
         facts.append(("of reading waited for", f"{waited / (waited + hidden):.0%}"))

@@ -34,6 +34,9 @@ class CacheStats:
         With `SwapConfig.audit_every`: the estimated share of attention that went to groups that
         were not selected, mean over heads and layers, and half of its 95 % interval; by layer in
         `counters`. None before anything was looked at.
+    missed_mass_excess
+        With `SwapConfig.missed_mass_max`: by how much the worst layer that has all its pages misses
+        more than it may; 0 where none does. Groups that layers select now are in `counters`.
     hit_rate
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
@@ -80,6 +83,7 @@ class CacheStats:
     bytes_written_per_token: float
     missed_mass: float | None
     missed_mass_error: float | None
+    missed_mass_excess: float | None
     hit_rate: float | None
     groups_per_step: float
     wait_seconds: float
@@ -176,6 +180,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         bytes_written_per_token=written / max(1, tokens * batch),
         missed_mass=counters.get("missed_mass"),
         missed_mass_error=counters.get("missed_mass_error"),
+        missed_mass_excess=counters.get("missed_mass_excess"),
         hit_rate=1 - loaded / attended if attended else None,
         groups_per_step=attended * each / shape.layers,
         wait_seconds=counters["wait_seconds"],
@@ -244,6 +249,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         rows.append(
             ("attention missed", f"{stats.missed_mass:.1%} ± {stats.missed_mass_error:.1%}")
         )
+    if stats.missed_mass_excess:
+        rows.append(("above missed_mass_max", f"{stats.missed_mass_excess:.1%}"))
     if stats.probe:
         rows.append(("probe", stats.probe))
     if stats.ranks:

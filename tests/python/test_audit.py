@@ -132,3 +132,44 @@ def test_nothing_is_looked_at_while_all_fits(tmp_path):
 def test_a_device_refuses_it(tmp_path):
     with pytest.raises(ValueError, match="audit_every must be 0 on a device"):
         native(options(tmp_path, audit_every=1, device="host"))
+    with pytest.raises(ValueError, match="missed_mass_max null"):
+        native(options(tmp_path, missed_mass_max=0.1, device="host"))
+
+
+def after_steps(made, steps: int, tokens: int = 160) -> Watched:
+    watched = Watched(made, seed=7)
+    watched.forward(1, tokens)
+    for _ in range(steps):
+        watched.forward(1, 1)
+    return watched
+
+
+def test_layers_that_miss_too_much_take_more_groups_and_those_that_miss_little_fewer(tmp_path):
+    changes = {"audit_every": 1, "audit_groups": 100, "pages_max": 40}
+    few = after_steps(options(tmp_path, groups_max=4, missed_mass_max=0.4, **changes), 60)
+    many = after_steps(options(tmp_path, groups_max=24, missed_mass_max=0.9, **changes), 20)
+    for layer, missed in few.missed.items():
+        assert missed[0] > 0.5  # before anything was found out
+        assert torch.stack(missed[-20:]).mean() < 0.45
+        assert 12 <= few.session.counters()[f"groups_now_{layer}"] < 40
+        assert len(few.session.last_selection(layer)[0]) > 8
+        assert 6 <= many.session.counters()[f"groups_now_{layer}"] <= 16
+        assert torch.stack(many.missed[layer][-5:]).mean() < 0.9
+    assert few.session.counters()["missed_mass_excess"] == 0
+
+
+def test_what_the_pages_cannot_hold_is_said_once_with_its_size(tmp_path, capfd):
+    made = options(tmp_path, audit_every=1, groups_max=4, pages_max=6, missed_mass_max=0.05)
+    watched = after_steps(made, 20)
+    counters = watched.session.counters()
+    assert counters["groups_now_0"] == counters["groups_now_1"] == 6
+    assert counters["missed_mass_excess"] > 0.3
+    said = [line for line in capfd.readouterr().err.splitlines() if "missed_mass_max" in line]
+    assert len(said) == 1
+    assert "with all its 6 pages, where missed_mass_max allows 5.0 %" in said[0]
+
+
+def test_with_a_limit_and_no_interval_layers_look_every_32_steps(tmp_path):
+    watched = after_steps(options(tmp_path, missed_mass_max=0.5), 64)
+    assert watched.session.counters()["audits"] == 2 * watched.options.layers
+    assert "groups_now_0" not in after_steps(options(tmp_path), 2).session.counters()
