@@ -40,9 +40,9 @@ class Runs:
     path: Path
 
     @torch.inference_mode()
-    def follow(self, every: int, groups: int) -> tuple[Any, float]:
-        """What `stats()` says at the end, and the median seconds of a step."""
-        config = replace(self.config, audit_every=every, audit_groups=groups)
+    def follow(self, every: int, groups: int, limit: float | None = None) -> tuple[Any, float]:
+        """What `stats()` says at the end, and the mean seconds of a step."""
+        config = replace(self.config, audit_every=every, audit_groups=groups, missed_mass_max=limit)
         begun = self.ids.shape[1] - self.steps
         with KVSwapCache(self.model, path=self.path, config=config) as cache:
             self.model(input_ids=self.ids[:, :begun], past_key_values=cache, logits_to_keep=1)
@@ -54,12 +54,26 @@ class Runs:
             return cache.stats(), statistics.mean(seconds)
 
 
-def by_layer(stats: Any) -> list[float]:
+def by_layer(stats: Any, start: str = "missed_mass_") -> list[float]:
     names = sorted(
-        (name for name in stats.counters if name.startswith("missed_mass_") and name[-1].isdigit()),
+        (name for name in stats.counters if name.startswith(start) and name[-1].isdigit()),
         key=lambda name: int(name.rsplit("_", 1)[1]),
     )
     return [stats.counters[name] for name in names]
+
+
+def kept_below(runs: Runs, every: int, groups: int, limit: float) -> dict[str, Any]:
+    """One run with missed_mass_max; what is missed is the mean of all its looks."""
+    stats, _ = runs.follow(every, groups, limit)
+    now = by_layer(stats, "groups_now_")
+    return {
+        "missed_mass_max": limit,
+        "every": every,
+        "missed": stats.missed_mass,
+        "groups_now": now,
+        "groups_now_mean": statistics.mean(now),
+        "excess": stats.missed_mass_excess,
+    }
 
 
 def show(console: Console, results: dict[str, Any]) -> None:
@@ -76,6 +90,12 @@ def show(console: Console, results: dict[str, Any]) -> None:
         f"looks every {results['every']} steps: a step takes {results['step_ratio']:.3f}x"
         f" ({results['step_ratios']})"
     )
+    if limit := results.get("limit"):
+        console.print(
+            f"missed_mass_max {limit['missed_mass_max']:.0%}: {limit['missed']:.1%} missed in all,"
+            f" {limit['groups_now_mean']:.0f} groups a layer at the end,"
+            f" {limit['excess']:.1%} above it in the worst layer that has all its pages"
+        )
 
 
 def main(
@@ -87,6 +107,8 @@ def main(
     every: Annotated[int, typer.Option(help="steps between looks, where time is measured")] = 64,
     groups: Annotated[int, typer.Option(help="groups that a look reads")] = 16,
     rounds: Annotated[int, typer.Option(help="pairs of timed runs")] = 5,
+    limit: Annotated[float, typer.Option(help="missed_mass_max; 0: not tried")] = 0,
+    pages: Annotated[int, typer.Option(help="pages_max, in groups_max")] = 2,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
@@ -97,7 +119,7 @@ def main(
     ids = torch.as_tensor(held_out[0].ids)[None, :tokens]
     config = SwapConfig(
         groups_max=groups_max,
-        pages_max=2 * groups_max,
+        pages_max=pages * groups_max,
         rank=16,
         summary_dtype="int8",
         score=score,
@@ -125,6 +147,8 @@ def main(
         "step_ratio": statistics.median(ratios),
         "step_ratios": ratios,
     }
+    if limit > 0:
+        results["limit"] = kept_below(runs, 4, groups, limit)
     show(console, results)
     if out:
         machine.write(out, results)
