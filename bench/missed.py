@@ -106,7 +106,7 @@ def main(
     score: Annotated[str, typer.Option(help="as the setting")] = "mass",
     every: Annotated[int, typer.Option(help="steps between looks, where time is measured")] = 64,
     groups: Annotated[int, typer.Option(help="groups that a look reads")] = 16,
-    rounds: Annotated[int, typer.Option(help="pairs of timed runs")] = 5,
+    rounds: Annotated[int, typer.Option(help="pairs of timed runs", min=1)] = 5,
     limit: Annotated[float, typer.Option(help="missed_mass_max; 0: not tried")] = 0,
     pages: Annotated[int, typer.Option(help="pages_max, in groups_max")] = 2,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
