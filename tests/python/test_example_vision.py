@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from examples.vision import answer, make_inputs, make_model, moving_square, patches
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.python import ready_python
 
 
 def test_both_caches_answer_alike_and_look_at_the_video(tmp_path: Path) -> None:
@@ -34,9 +31,6 @@ def test_patches_that_one_token_is_merged_of_stand_together() -> None:
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.vision", "--path", str(tmp_path), "--seconds", "8"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    told = dict(line.split(":", 1) for line in done.stdout.splitlines())
+    output = ready_python.run("-m", "examples.vision", "--path", tmp_path, "--seconds", "8")
+    told = dict(line.split(":", 1) for line in output.splitlines())
     assert told["on disk"].split() == told["in memory"].split() and "iB" in told["KV memory"]

@@ -1,10 +1,9 @@
 """The notebook's cells run from its folder, in order, and find the fact."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.python import ready_python
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
@@ -15,11 +14,6 @@ def test_the_notebook_runs_and_is_kept_without_outputs() -> None:
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     program = "\n\n".join("".join(cell["source"]) for cell in cells) + "._repr_html_()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=NOTEBOOK.parent, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "on disk: copper lantern" in done.stdout
-    assert "in memory: copper lantern" in done.stdout
+    output = ready_python.run("-c", program, cwd=NOTEBOOK.parent)
+    assert "on disk: copper lantern" in output
+    assert "in memory: copper lantern" in output

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+
+from tests.python.ready_python import Running
 
 pytest.importorskip("accelerate", reason="transformers needs accelerate to split a model")
 
@@ -38,27 +38,23 @@ def run(tensor: int, pipeline: int, folder: Path, scenario: str) -> list[dict[st
         "GLOO_SOCKET_IFNAME": "lo",
     }
     processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, str(tensor), str(pipeline), folder, scenario],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        Running(
+            WORKER, tensor, pipeline, folder, scenario,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
-    ]
-    outputs: list[str] = [""] * size
+    ]  # fmt: skip
 
-    def wait(rank: int) -> None:
-        outputs[rank] = processes[rank].communicate(timeout=400)[0]
-        if processes[rank].returncode and scenario != "killed":
+    def wait(rank: int) -> CompletedProcess[str]:
+        ended = processes[rank].wait(400)
+        if ended.returncode and scenario != "killed":
             for process in processes:  # or they would wait for it
                 process.kill()
+        return ended
 
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(wait, range(size)))
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0 or scenario == "killed", output
+        for ended in pool.map(wait, range(size)):
+            assert ended.returncode == 0 or scenario == "killed", ended.stdout + ended.stderr
     files = [folder / f"told-{rank}.json" for rank in range(size)]
     return [json.loads(file.read_text()) if file.is_file() else None for file in files]
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.python import ready_python
+
 PREAMBLE = """
 import os, sys, time
 import torch
@@ -51,6 +53,11 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
+def told(body: str, folder: Path, *arguments: str) -> str:
+    """What such a script writes, where neither its imports nor its end are what is looked at."""
+    return ready_python.run("-c", PREAMBLE + textwrap.dedent(body), folder, *arguments)
+
+
 MEASURE = """
     import resource
     budget, tokens = int(sys.argv[2]), int(sys.argv[3])
@@ -69,41 +76,39 @@ MEASURE = """
 
 def test_memory_stays_inside_the_budget_seen_from_outside(tmp_path):
     budget, allocator_slack = 12 << 20, 6 << 20
-    tiny = int(finish(script(MEASURE, tmp_path, str(budget), "1024")))
-    full = int(finish(script(MEASURE, tmp_path, str(budget), "8192")))
+    tiny = int(told(MEASURE, tmp_path, str(budget), "1024"))
+    full = int(told(MEASURE, tmp_path, str(budget), "8192"))
     # The full cache of 8K tokens takes 64 MiB.
     assert full - tiny <= budget + allocator_slack
 
 
 def test_passing_tensors_leave_no_holes_behind(tmp_path):
     """What a session keeps must not stand between tensors that come and go."""
-    output = finish(
-        script(
-            """
-            def anonymous():
-                status = open("/proc/self/status").read()
-                return int(status.split("RssAnon:")[1].split()[0]) << 10
+    output = told(
+        """
+        def anonymous():
+            status = open("/proc/self/status").read()
+            return int(status.split("RssAnon:")[1].split()[0]) << 10
 
-            with KVSwapCache(model, path=folder, config=SwapConfig(rank=8)) as cache:
-                session = cache.driver.session
-                basis = torch.linalg.qr(torch.randn(256, 16))[0]
-                for layer in range(4):
-                    session.set_projection(layer, basis, basis)
+        with KVSwapCache(model, path=folder, config=SwapConfig(rank=8)) as cache:
+            session = cache.driver.session
+            basis = torch.linalg.qr(torch.randn(256, 16))[0]
+            for layer in range(4):
+                session.set_projection(layer, basis, basis)
 
-                def fill(chunks):
-                    for _ in range(chunks):
-                        for layer in range(4):
-                            keys = torch.randn(1, 4, 2048, 64)
-                            session.append(layer, keys, keys.flip(-1))
+            def fill(chunks):
+                for _ in range(chunks):
+                    for layer in range(4):
+                        keys = torch.randn(1, 4, 2048, 64)
+                        session.append(layer, keys, keys.flip(-1))
 
-                fill(4)
-                before = anonymous(), cache.stats().resident_bytes
-                fill(24)
-                after = anonymous(), cache.stats().resident_bytes
-                print(after[0] - before[0] - (after[1] - before[1]))
-            """,
-            tmp_path,
-        )
+            fill(4)
+            before = anonymous(), cache.stats().resident_bytes
+            fill(24)
+            after = anonymous(), cache.stats().resident_bytes
+            print(after[0] - before[0] - (after[1] - before[1]))
+        """,
+        tmp_path,
     )
     passed, slack = 24 * 4 * 2 * (2048 * 256 * 4), 16 << 20
     assert int(output) < slack < passed / 16
@@ -139,51 +144,47 @@ def test_nothing_is_left_after_the_interpreter_ends(tmp_path, end):
 
 
 def test_a_disk_that_fills_up_mid_prefill_loses_nothing_else(tmp_path):
-    output = finish(
-        script(
-            """
-            from kvswap_torch.errors import BudgetError, StorageError
-            from transformers import DynamicCache
-            cache = KVSwapCache(model, path=folder, config=SwapConfig(disk_quota_bytes=4 << 20))
-            try:
-                read(cache, 8192)
-            except (BudgetError, StorageError) as error:
-                print(error)
-            else:
-                raise AssertionError("8192 tokens cannot fit in 4 MiB")
-            cache.close()
-            assert os.listdir(folder) == []
-            ids = torch.arange(10).unsqueeze(0)
-            before = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-            with KVSwapCache(model, path=folder) as cache:
-                after = model.generate(ids, past_key_values=cache, max_new_tokens=5,
-                                       do_sample=False, pad_token_id=0)
-            assert torch.equal(before, after)
-            """,
-            tmp_path,
-        )
+    output = told(
+        """
+        from kvswap_torch.errors import BudgetError, StorageError
+        from transformers import DynamicCache
+        cache = KVSwapCache(model, path=folder, config=SwapConfig(disk_quota_bytes=4 << 20))
+        try:
+            read(cache, 8192)
+        except (BudgetError, StorageError) as error:
+            print(error)
+        else:
+            raise AssertionError("8192 tokens cannot fit in 4 MiB")
+        cache.close()
+        assert os.listdir(folder) == []
+        ids = torch.arange(10).unsqueeze(0)
+        before = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        with KVSwapCache(model, path=folder) as cache:
+            after = model.generate(ids, past_key_values=cache, max_new_tokens=5,
+                                   do_sample=False, pad_token_id=0)
+        assert torch.equal(before, after)
+        """,
+        tmp_path,
     )
     assert "quota" in output
 
 
 def test_a_forked_child_is_refused(tmp_path):
-    finish(
-        script(
-            """
-            with KVSwapCache(model, path=folder) as cache:
-                read(cache, 600)
-                child = os.fork()
-                if child == 0:
-                    # In a child this may wait for ever, for threads that were not forked.
-                    torch.nn.Linear.forward = lambda *arguments: os._exit(5)
-                    try:
-                        read(cache, 1)
-                    except ValueError as error:
-                        os._exit(0 if "forked child" in str(error) else 3)
-                    os._exit(4)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-                read(cache, 1)
-            """,
-            tmp_path,
-        )
+    told(
+        """
+        with KVSwapCache(model, path=folder) as cache:
+            read(cache, 600)
+            child = os.fork()
+            if child == 0:
+                # In a child this may wait for ever, for threads that were not forked.
+                torch.nn.Linear.forward = lambda *arguments: os._exit(5)
+                try:
+                    read(cache, 1)
+                except ValueError as error:
+                    os._exit(0 if "forked child" in str(error) else 3)
+                os._exit(4)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            read(cache, 1)
+        """,
+        tmp_path,
     )

@@ -7,18 +7,16 @@ be had the test is skipped; KVSWAP_TEST_ALL_DISKS=1 makes a skip an error.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.python.ready_python import NOT_MOUNTED, Running
 from tests.python.tiny_models import has_native
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 
-ROOT = Path(__file__).resolve().parents[2]
 IMAGE_BYTES = 24 << 20
 # ext2 knows no fallocate(): there a full disk is noticed by the write itself.
 MOUNTS = {
@@ -33,37 +31,23 @@ MOUNTS = {
 }
 
 
-def mounted(kind: str, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a name space where folder/disk is such a file system."""
+def filled_up(kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """full_disk.py, in a name space where folder/disk is such a file system."""
     for name in ("disk", "under"):
         (folder / name).mkdir()
     with (folder / "image").open("wb") as image:
         image.truncate(IMAGE_BYTES)
-    script = f'cd "$1" && {MOUNTS[kind]} || exit 77; cd "$2"; shift 2; "$@"'
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", str(folder), str(ROOT), *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    filled = folder / ("under" if kind == "thin" else "disk")
+    worker = ("-m", "tests.python.full_disk", folder / "disk", filled)
+    return Running(*worker, mount=MOUNTS[kind], folder=folder).wait()
 
 
 @pytest.mark.parametrize("kind", MOUNTS)
 def test_a_disk_that_fills_up(kind: str, tmp_path: Path) -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        told = "mounting needs root and unshare"
-    else:
-        filled = tmp_path / ("under" if kind == "thin" else "disk")
-        worker = [
-            sys.executable,
-            "-m",
-            "tests.python.full_disk",
-            str(tmp_path / "disk"),
-            str(filled),
-        ]
-        ended = mounted(kind, tmp_path, worker)
-        if ended.returncode != 77:
+    told = "mounting needs root"
+    if os.geteuid() == 0:
+        ended = filled_up(kind, tmp_path)
+        if ended.returncode != NOT_MOUNTED:
             assert ended.returncode == 0, ended.stdout + ended.stderr
             return
         told = f"{kind} cannot be mounted here: {ended.stderr.strip()}"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.python.saved_child import ROOT
+from tests.python.ready_python import NOT_MOUNTED, Running
 from tests.python.tiny_models import has_native
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -24,20 +21,14 @@ MOUNTS = {
 
 @pytest.mark.parametrize("case", MOUNTS)
 def test_a_disk_that_is_not_as_others(case: str, tmp_path: Path) -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mounting needs root and unshare")
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
     disk, other = tmp_path / "disk", tmp_path / "other"
     disk.mkdir()
     other.mkdir()
-    script = (
-        f'cd "$1" && {MOUNTS[case]} || exit 77; cd "$2"; shift 2; "$@"; e=$?; umount "$0"; exit $e'
-    )
-    worker = [sys.executable, "-m", "tests.python.saved_disk", case, str(disk), str(other)]
-    ended = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, str(disk), str(tmp_path), str(ROOT), *worker],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    if ended.returncode == 77:
+    worker = ("-m", "tests.python.saved_disk", case, disk, other)
+    ended = Running(*worker, mount=MOUNTS[case], folder=tmp_path).wait(600)
+    if ended.returncode == NOT_MOUNTED:
         kind = "4,096-byte sectors" if case == "sectors" else "tmpfs"
         pytest.skip(f"{kind} cannot be mounted here: {ended.stderr.strip()}")
     assert ended.returncode == 0, ended.stdout + ended.stderr
