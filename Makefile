@@ -25,7 +25,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check locked-cuda \
   sanitize-address sanitize-undefined sanitize-thread \
-  sanitize-short sanitize-short-thread sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
+  sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -62,15 +62,16 @@ locked-core:
 	$(UNDER) ctest --test-dir $(DIR) --output-on-failure -j$(JOBS) $(addprefix -L ,$(ROOM)) \
 	  $(ARGS) && exit $$built
 
-sanitize-address: FLAGS := -DKVSWAP_SANITIZE=address
+# Both in one build, which takes longer than the tests do.
+sanitize-address: FLAGS := -DKVSWAP_SANITIZE=address,undefined
 sanitize-undefined: FLAGS := -DKVSWAP_SANITIZE=undefined
 sanitize-thread: FLAGS := -DKVSWAP_SANITIZE=thread
-# ThreadSanitizer needs the address layout that kernels with much randomisation do not give.
+# They need the address layout that kernels with much randomisation do not give.
 PLAIN_LAYOUT := $(shell setarch -R true 2>/dev/null && echo setarch -R)
-sanitize-thread: UNDER := $(PLAIN_LAYOUT)
+sanitize-address sanitize-thread: UNDER := $(PLAIN_LAYOUT)
 
-sanitize-address: $(STAMP)  ## torch-free tests under AddressSanitizer
-sanitize-undefined: $(STAMP)  ## torch-free tests under UndefinedBehaviorSanitizer
+sanitize-address: $(STAMP)  ## torch-free tests under Address- and UndefinedBehaviorSanitizer
+sanitize-undefined: $(STAMP)  ## the same under UndefinedBehaviorSanitizer alone
 sanitize-thread: $(STAMP)  ## torch-free tests under ThreadSanitizer
 sanitize-address sanitize-undefined sanitize-thread:
 	@$(call LOCK,$@) $(SUB) locked-core DIR=build/$@ FLAGS="$(FLAGS)" UNDER="$(UNDER)"
@@ -87,9 +88,13 @@ FUZZ_SECONDS ?= 60
 FUZZ_FILES ?= 20000
 FUZZ_SEED ?= 1
 CLANG := $(shell command -v clang++ || true)
-FUZZ_FLAGS := -DKVSWAP_SANITIZE=address,undefined -DKVSWAP_SANITIZE_ROOMS='io|store|public'
+# Without libFuzzer in the build of sanitize-short: instrumented alike.
+FUZZ_IN := short-address
+FUZZ_FLAGS = $(SHORT_ADDRESS)
 ifneq ($(CLANG),)
-FUZZ_FLAGS += -DCMAKE_CXX_COMPILER=$(CLANG) -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link
+FUZZ_IN := fuzz
+FUZZ_FLAGS = -DKVSWAP_SANITIZE=address,undefined -DKVSWAP_SANITIZE_ROOMS='io|store|public' \
+  -DCMAKE_CXX_COMPILER=$(CLANG) -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link
 endif
 
 SHORT_TEST = ROOMS="$(SHORT_ROOMS)" ARGS="-L '$(subst $() ,|,$(SHORT_ROOMS))'"
@@ -99,11 +104,17 @@ HAS_PLAIN_LAYOUT = [[ -n '$(PLAIN_LAYOUT)' || $$(cat /proc/sys/vm/mmap_rnd_bits 
 CHECKS_LEAKS = mkdir -p build && echo 'int main() {}' | \
   g++ -fsanitize=address -x c++ -o build/leak-check - && build/leak-check 2>/dev/null
 
-sanitize-short: sanitize-short-thread  ## a part of the tests under each sanitizer, short fuzzing
+sanitize-short: sanitize-short-thread sanitize-short-address  ## a part under each, short fuzzing
+
+sanitize-short-address: $(STAMP)  ## readers, queue, store, files from outside under ASan and UBSan
 	@$(CHECKS_LEAKS) || export ASAN_OPTIONS=detect_leaks=0; \
-	$(call LOCK,short-address) $(SUB) locked-core DIR=build/short-address $(SHORT_TEST) \
-	  FLAGS="$(SHORT_ADDRESS)" && \
-	$(call LOCK,short-address) $(SUB) locked-fuzz DIR=build/short-address FUZZ_SECONDS=4
+	if $(HAS_PLAIN_LAYOUT); then \
+	  $(call LOCK,short-address) $(SUB) locked-core DIR=build/short-address $(SHORT_TEST) \
+	    FLAGS="$(SHORT_ADDRESS)" UNDER="$(PLAIN_LAYOUT)" && \
+	  $(call LOCK,short-address) $(SUB) locked-fuzz DIR=build/short-address FUZZ_SECONDS=3 \
+	    UNDER="$(PLAIN_LAYOUT)"; \
+	else echo "sanitize-short: no AddressSanitizer, since setarch -R is refused here"; \
+	  $(SUB) fuzz-short; fi
 
 sanitize-short-thread: $(STAMP)  ## readers, write queue and store under ThreadSanitizer
 	@if $(HAS_PLAIN_LAYOUT); then \
@@ -133,7 +144,8 @@ fuzz-short: $(STAMP)  ## fuzz targets for seconds, in the build of the tests
 	@$(call LOCK,core) $(SUB) locked-fuzz DIR=build/core FUZZ_SECONDS=3
 
 fuzz: $(STAMP)  ## fuzz targets, FUZZ_SECONDS=60 each; files that Python and C++ must judge alike
-	@$(call LOCK,fuzz) $(SUB) locked-fuzz DIR=build/fuzz FLAGS="$(FUZZ_FLAGS)"
+	@$(call LOCK,$(FUZZ_IN)) $(SUB) locked-fuzz DIR=build/$(FUZZ_IN) FLAGS="$(FUZZ_FLAGS)" \
+	  UNDER="$(PLAIN_LAYOUT)"
 	@$(SUB) build
 	KVSWAP_TEST_MUTATIONS=$(FUZZ_FILES) KVSWAP_TEST_SEED=$(FUZZ_SEED) \
 	  $(PY) -m pytest -q tests/python/test_files_differ.py
@@ -145,7 +157,7 @@ locked-fuzz:
 	@cd $(DIR) && for target in tests/cpp/fuzz/fuzz_*; do \
 	  if [[ -x $$target && -f $$target ]]; then \
 	    mkdir -p corpus/$${target##*/fuzz_} && \
-	    ./$$target -max_total_time=$(FUZZ_SECONDS) -seed=$(FUZZ_SEED) corpus/$${target##*/fuzz_} \
+	    $(UNDER) ./$$target -max_total_time=$(FUZZ_SECONDS) -seed=$(FUZZ_SEED) corpus/$${target##*/fuzz_} \
 	      $(CURDIR)/tests/cpp/fuzz/corpus/$${target##*/fuzz_} || exit 1; fi; done
 
 faults: $(STAMP)  ## the fault matrix in full, into docs/faults.md; real disks that fill up (root)
