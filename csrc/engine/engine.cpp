@@ -297,9 +297,10 @@ Result<Saver::Shared> Engine::share() {
   return saver_.share();
 }
 
-Status Engine::load(const SavedCounts& counts, const SavedTensors& saved) {
+Status Engine::load(const SavedCounts& counts, const SavedTensors& saved, Engine* sharer) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  return handed_back(*parts_, loader_.load(counts, saved));
+  Selector* summaries = sharer == nullptr ? nullptr : sharer->parts_->selector.get();
+  return handed_back(*parts_, loader_.load(counts, saved, summaries));
 }
 
 Status Engine::reset() {

@@ -95,8 +95,9 @@ class Engine {
   Status save(SaveTarget& target);
   /// What a fork of it begins with: see EngineOptions::base and load().
   Result<Saver::Shared> share();
-  /// Of a session that was opened over what `saved` belongs to, and is empty.
-  Status load(const SavedCounts& counts, const SavedTensors& saved);
+  /// Of a session that was opened over what `saved` belongs to, and is empty. `sharer`: of a fork,
+  /// the engine that it was shared by, whose summaries it shares; it may go afterwards.
+  Status load(const SavedCounts& counts, const SavedTensors& saved, Engine* sharer = nullptr);
   Patience& patience() { return parts_->patience; }
 
   const EngineParts& parts() const { return *parts_; }

@@ -99,7 +99,11 @@ std::map<std::string, int64_t> engine_ledger(const Engine& engine) {
   for (int use = 0; use < kUses; ++use) {
     bytes[use_name(static_cast<Use>(use))] = ledger.used(static_cast<Use>(use));
   }
-  bytes["total"] = ledger.total();
+  // Charged, since any cache that shares it may be the last; but one alone shows it in its total.
+  const int64_t shared = engine.parts().selector->shared_bytes();
+  bytes[use_name(Use::kSummary)] -= shared;
+  bytes["shared"] = shared;
+  bytes["total"] = ledger.total() - shared;
   bytes["peak"] = ledger.peak();
   bytes["limit"] = ledger.limit_bytes();
   return bytes;

@@ -47,12 +47,14 @@ Status Loader::check(const SavedCounts& counts, const SavedTensors& saved) const
   return Status::ok();
 }
 
-Status Loader::load(const SavedCounts& counts, const SavedTensors& saved) {
+Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Selector* sharer) {
   KVSWAP_RETURN_IF_ERROR(check(counts, saved));
   KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.columns));
   KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
   KVSWAP_RETURN_IF_ERROR(load_projections(saved));
-  KVSWAP_RETURN_IF_ERROR(load_summaries(counts, saved));
+  KVSWAP_RETURN_IF_ERROR(sharer != nullptr && sharer->is_shareable()
+                             ? share_summaries(counts.groups, *sharer)
+                             : load_summaries(counts, saved));
   if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     batch_.layer(layer) = {counts.columns, counts.groups};
@@ -109,6 +111,19 @@ Status Loader::load_summaries(const SavedCounts& counts, const SavedTensors& sav
   KVSWAP_RETURN_IF_ERROR(account_.charge_loaded(batch_, counts.groups, bytes));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     KVSWAP_RETURN_IF_ERROR(parts_.selector->load(layer, tokens, saved));
+  }
+  return Status::ok();
+}
+
+/// Held, and so charged, by each that shares them: any of them may be the last to be closed.
+Status Loader::share_summaries(int64_t groups, Selector& sharer) {
+  int64_t bytes = 0;
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    bytes += sharer.summary_bytes(layer);
+  }
+  KVSWAP_RETURN_IF_ERROR(account_.charge_loaded(batch_, groups, bytes));
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    parts_.selector->share(layer, sharer);
   }
   return Status::ok();
 }

@@ -20,13 +20,15 @@ class Loader {
   Loader(EngineParts& parts, Batch& batch, Tail& tail, Editor& editor, Account& account)
       : parts_(parts), batch_(batch), tail_(tail), editor_(editor), account_(account) {}
 
-  Status load(const SavedCounts& counts, const SavedTensors& saved);
+  /// `sharer`: who has the summaries, where they are shared; null: they are among the tensors.
+  Status load(const SavedCounts& counts, const SavedTensors& saved, Selector* sharer);
 
  private:
   Status check(const SavedCounts& counts, const SavedTensors& saved) const;
   Status load_validity(const SavedCounts& counts, const SavedTensors& saved);
   Status load_projections(const SavedTensors& saved);
   Status load_summaries(const SavedCounts& counts, const SavedTensors& saved);
+  Status share_summaries(int64_t groups, Selector& sharer);
   Status load_tables(const SavedCounts& counts, const SavedTensors& saved);
   Status load_exponents(const SavedCounts& counts, const SavedTensors& saved, SavedTables& tables);
   Status load_sinks(int64_t layer, const SavedCounts& counts, const SavedTensors& saved);

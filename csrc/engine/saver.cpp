@@ -138,7 +138,7 @@ Status Saver::save(SaveTarget& target) {
   }
   saved.records = static_cast<int64_t>(records.sums.size());
   const auto kept = std::make_shared<const std::vector<uint32_t>>(std::move(numbers));
-  KVSWAP_RETURN_IF_ERROR(target.finish(saved, list(std::move(records), kept)));
+  KVSWAP_RETURN_IF_ERROR(target.finish(saved, list(std::move(records), kept, true)));
   if (linked.value()) {
     parts_.file->keep();
     seal_file(std::move(next));
@@ -174,7 +174,8 @@ Result<Saver::Shared> Saver::share() {
   Records records = {parts_.store->live_records(numbers), parts_.store->live_notes()};
   shared.counts.records = static_cast<int64_t>(records.sums.size());
   shared.tensors =
-      list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)));
+      list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)),
+           !parts_.selector->is_shareable());
   shared.base = std::move(base);
   return shared;
 }
@@ -186,7 +187,7 @@ void Saver::seal_file(std::shared_ptr<DataFile> next) {
   parts_.store->begin_file(begin, random_seed());
 }
 
-std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers) {
+std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bool has_summaries) {
   std::vector<SavedTensor> tensors;
   const int64_t columns = batch_.layer(0).columns;
   const int64_t apart = parts_.options.heads_apart;
@@ -206,7 +207,8 @@ std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers) {
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     list_layer(layer, numbers, tensors);
     list_sinks(layer, tensors);
-    parts_.selector->list(layer, tensors);
+    parts_.selector->list_projections(layer, tensors);
+    if (has_summaries) parts_.selector->list_summaries(layer, tensors);
   }
   return tensors;
 }

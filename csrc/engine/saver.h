@@ -39,7 +39,8 @@ class Saver {
 
   Status save(SaveTarget& target);
 
-  /// What a fork begins with; `tensors` stand until the session's next call.
+  /// What a fork begins with; `tensors` stand until the session's next call. Summaries are among
+  /// them only where the fork cannot share them.
   struct Shared {
     std::shared_ptr<const BaseFiles> base;
     SavedCounts counts;
@@ -63,7 +64,7 @@ class Saver {
   Status copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
                      const std::shared_ptr<std::byte>& buffer, Records& records,
                      std::vector<uint32_t>& numbers);
-  std::vector<SavedTensor> list(Records records, const Numbers& numbers);
+  std::vector<SavedTensor> list(Records records, const Numbers& numbers, bool has_summaries);
   void list_records(Records records, std::vector<SavedTensor>& tensors) const;
   void list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors);
   void list_sinks(int64_t layer, std::vector<SavedTensor>& tensors);

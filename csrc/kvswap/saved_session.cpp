@@ -124,10 +124,11 @@ class FolderTarget final : public SaveTarget {
 };
 
 std::unique_ptr<Engine> loaded(const EngineOptions& options, ParallelFor parallel,
-                               const SavedCounts& counts, const SavedTensors& tensors) {
+                               const SavedCounts& counts, const SavedTensors& tensors,
+                               Engine* sharer = nullptr) {
   auto engine = Engine::create(options, std::move(parallel));
   throw_status(engine.status());
-  throw_status(engine.value()->load(counts, tensors));
+  throw_status(engine.value()->load(counts, tensors, sharer));
   return std::move(engine.value());
 }
 
@@ -193,7 +194,7 @@ std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
   throw_status(write_safetensors(fd, options.directory, shared.value().tensors, {}).status());
   const SavedState state(descriptor_path(fd), "the fork's state in " + options.directory);
   options.base = shared.value().base;
-  return loaded(options, std::move(parallel), shared.value().counts, state);
+  return loaded(options, std::move(parallel), shared.value().counts, state, &engine);
 }
 
 void SavedCache::verify() const {

@@ -22,6 +22,8 @@ class DeviceSummaryMemory final : public SummaryMemory {
     device_.copy_out(static_cast<std::byte*>(host), from, bytes);
     return device_.drain();
   }
+  /// Not beyond its device, which goes with its session.
+  bool is_shareable() const override { return false; }
 
  protected:
   std::byte* take(int64_t bytes) override {

@@ -39,11 +39,18 @@ class RowSelector : public Selector {
   void set_sequences(int64_t sequences) override;
   void select_sequences(std::span<const int64_t> indices) override;
   void clear() override;
-  void list(int64_t layer, std::vector<SavedTensor>& tensors) const override;
+  void list_projections(int64_t layer, std::vector<SavedTensor>& tensors) const override {
+    rows_->list(layer, tensors);
+  }
+  void list_summaries(int64_t layer, std::vector<SavedTensor>& tensors) const override;
   Result<int64_t> bytes_to_load(int64_t layer, int64_t tokens,
                                 const SavedTensors& saved) const override;
   Status load(int64_t layer, int64_t tokens, const SavedTensors& saved) override;
+  bool is_shareable() const override { return memory_->is_shareable(); }
+  void share(int64_t layer, Selector& other) override;
+  int64_t summary_bytes(int64_t layer) const override;
   int64_t resident_bytes() const override { return memory_->live_bytes() - projection_bytes(); }
+  int64_t shared_bytes() const override { return memory_->shared_bytes(); }
 
  protected:
   const MethodOptions& options() const { return options_; }

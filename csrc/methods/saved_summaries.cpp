@@ -1,11 +1,12 @@
-// RowSelector's summaries as tensors of a saved session: each chunk once, however many sequences
-// share it, and for each sequence the numbers of its chunks.
+// RowSelector's summaries as tensors of a saved session, each chunk once, however many sequences
+// share it, and for each sequence the numbers of its chunks; and what a fork has of them.
 
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -72,8 +73,7 @@ Result<SavedLayer> read_layer(int64_t layer, int64_t sequences, int64_t rows,
 
 }  // namespace
 
-void RowSelector::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
-  rows_->list(layer, tensors);
+void RowSelector::list_summaries(int64_t layer, std::vector<SavedTensor>& tensors) const {
   if (!is_ready(layer) || tokens(layer) == 0) return;
   const Summary::Shape shape = summary_shape(layer);
   const std::string name = summary_name(layer);
@@ -165,6 +165,35 @@ Status RowSelector::load(int64_t layer, int64_t tokens, const SavedTensors& save
     summaries_[layer][sequence].take(std::move(chunks), rows);
   }
   return Status::ok();
+}
+
+void RowSelector::share(int64_t layer, Selector& other) {
+  auto& theirs = static_cast<RowSelector&>(other).summaries_[layer];
+  KVSWAP_ASSERT(tokens(layer) == 0 && theirs.size() == summaries_[layer].size());
+  std::map<const Summary::Chunk*, std::shared_ptr<Summary::Chunk>> shared;
+  for (size_t sequence = 0; sequence < theirs.size(); ++sequence) {
+    Summary& mine = summaries_[layer][sequence];
+    std::vector<std::shared_ptr<Summary::Chunk>> chunks;
+    for (int64_t i = 0; i < theirs[sequence].chunks(); ++i) {
+      Summary::Chunk& chunk = theirs[sequence].chunk(i);
+      auto& known = shared[&chunk];
+      if (known == nullptr) known = mine.share_chunk(chunk);
+      chunks.push_back(known);
+    }
+    mine.take(std::move(chunks), theirs[sequence].rows());
+  }
+}
+
+int64_t RowSelector::summary_bytes(int64_t layer) const {
+  std::set<const Summary::Chunk*> counted;
+  int64_t bytes = 0;
+  for (const Summary& summary : summaries_[layer]) {
+    for (int64_t i = 0; i < summary.chunks(); ++i) {
+      const Summary::Chunk& chunk = summary.chunk(i);
+      if (counted.insert(&chunk).second) bytes += summary.bytes_of(chunk);
+    }
+  }
+  return bytes;
 }
 
 }  // namespace kvswap

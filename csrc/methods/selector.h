@@ -143,13 +143,25 @@ class Selector {
   virtual void clear() = 0;
 
   /// What a layer keeps, to be saved; stands until the selector changes.
-  virtual void list(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
+  virtual void list_projections(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
+  virtual void list_summaries(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
   /// Bytes that load() of `tokens` would allocate for a layer, whose projections are set.
   virtual Result<int64_t> bytes_to_load(int64_t layer, int64_t tokens,
                                         const SavedTensors& saved) const = 0;
   /// The summaries of a layer that has none yet, of `tokens` in each sequence.
   virtual Status load(int64_t layer, int64_t tokens, const SavedTensors& saved) = 0;
+
+  /// May another selector have its summaries without a copy, and outlive it?
+  virtual bool is_shareable() const = 0;
+  /// The summaries of a layer that has none yet: those of `other`, a shareable one of the same
+  /// options, as they are. What one of the two appends later it appends to a copy of a last chunk.
+  virtual void share(int64_t layer, Selector& other) = 0;
+  /// Bytes that a layer's summaries hold.
+  virtual int64_t summary_bytes(int64_t layer) const = 0;
+  /// Of all summaries, shared ones included.
   virtual int64_t resident_bytes() const = 0;
+  /// Of resident_bytes(), what another selector counts that shares it.
+  virtual int64_t shared_bytes() const = 0;
 };
 
 }  // namespace kvswap

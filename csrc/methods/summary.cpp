@@ -69,7 +69,8 @@ int64_t Summary::bytes_to_append(int64_t tokens, std::set<const Chunk*>* settled
 
 Status Summary::own_last_chunk(int64_t rows) {
   const int64_t begun = rows_ % shape_.chunk_tokens;
-  if (begun > 0 && chunks_.back().use_count() == 1 && chunks_.back()->room >= rows) {
+  if (begun > 0 && chunks_.back().use_count() == 1 && !chunks_.back()->is_fixed_ &&
+      chunks_.back()->room >= rows) {
     return Status::ok();
   }
   const int64_t room = shape_.room(rows);
@@ -126,6 +127,13 @@ Result<std::shared_ptr<Summary::Chunk>> Summary::load_chunk(
     memory_->upload(reinterpret_cast<std::byte*>(chunk->token_scale.data()), saved_scales.data(),
                     static_cast<int64_t>(saved_scales.size()));
   }
+  return chunk;
+}
+
+std::shared_ptr<Summary::Chunk> Summary::share_chunk(Chunk& other) const {
+  other.is_fixed_ = true;
+  auto chunk = std::allocate_shared<Chunk>(NodeAllocator<Chunk>(memory_), other);
+  chunk->memory_ = memory_->share(other.memory_);
   return chunk;
 }
 

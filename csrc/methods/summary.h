@@ -20,7 +20,8 @@ namespace kvswap {
 /// All chunks but the last are full; the last has room for what is there and little more, and moves
 /// to a larger place when it must grow, so that memory follows the context. Chunks are shared
 /// between sequences that share a past: a copy of a Summary costs pointers, and the first append to
-/// a shared last chunk copies that chunk alone. Not thread-safe.
+/// a shared last chunk copies that chunk alone. Those of another cache, which goes on by itself,
+/// are shared in the same way, and stay as they are for good. Not thread-safe.
 class Summary {
  public:
   struct Shape {
@@ -48,6 +49,7 @@ class Summary {
    private:
     friend class Summary;
     std::shared_ptr<std::byte> memory_;
+    bool is_fixed_ = false;  // another memory holds it too, or has
   };
 
   Summary(const Shape& shape, std::shared_ptr<SummaryMemory> memory)
@@ -57,6 +59,7 @@ class Summary {
   const Shape& shape() const { return shape_; }
   int64_t chunks() const { return static_cast<int64_t>(chunks_.size()); }
   const Chunk& chunk(int64_t index) const { return *chunks_[index]; }
+  Chunk& chunk(int64_t index) { return *chunks_[index]; }
   /// Rows of chunk `index` in use.
   int64_t chunk_rows(int64_t index) const;
 
@@ -73,7 +76,12 @@ class Summary {
   /// A chunk of `rows` rows that was saved: what chunk_tensors() lists, already checked.
   Result<std::shared_ptr<Chunk>> load_chunk(int64_t rows, std::span<const std::byte> saved_rows,
                                             std::span<const std::byte> saved_scales) const;
-  /// Chunks that load_chunk() made, of `rows` rows together; perhaps shared with others.
+  /// A chunk of another summary of this shape, which neither changes from now on.
+  std::shared_ptr<Chunk> share_chunk(Chunk& other) const;
+  /// Of its memory.
+  int64_t bytes_of(const Chunk& chunk) const { return shape_.chunk_bytes(chunk.room); }
+  /// Chunks that load_chunk() or share_chunk() made, of `rows` rows together; perhaps shared with
+  /// others.
   void take(std::vector<std::shared_ptr<Chunk>> chunks, int64_t rows);
   /// Copies `bytes` of a chunk's rows or scales to the host.
   Status download(void* host, const void* from, int64_t bytes) const {

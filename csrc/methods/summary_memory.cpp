@@ -2,19 +2,74 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 namespace kvswap {
 
+/// What was allocated at once. Freed with the last memory that holds it.
+class SummaryMemory::Block {
+ public:
+  Block(std::shared_ptr<SummaryMemory> maker, std::byte* data, int64_t bytes)
+      : maker_(std::move(maker)), data_(data), bytes_(bytes), holders_(&maker_->nodes()) {}
+  ~Block() { maker_->let_go(data_, bytes_); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  void add(SummaryMemory& holder) {
+    const std::lock_guard lock(mutex_);
+    holder.live_bytes_ += bytes_;
+    if (!holders_.empty()) holder.shared_bytes_ += bytes_;
+    holders_.push_back(&holder);
+  }
+  void remove(SummaryMemory& holder) {
+    const std::lock_guard lock(mutex_);
+    holder.live_bytes_ -= bytes_;
+    const auto found = std::ranges::find(holders_, &holder);
+    KVSWAP_ASSERT(found != holders_.end());
+    const bool counts = found == holders_.begin();
+    holders_.erase(found);
+    if (!counts) holder.shared_bytes_ -= bytes_;
+    if (counts && !holders_.empty()) holders_.front()->shared_bytes_ -= bytes_;
+  }
+
+ private:
+  std::shared_ptr<SummaryMemory> maker_;
+  std::byte* data_;
+  int64_t bytes_;
+  std::mutex mutex_;
+  std::pmr::vector<SummaryMemory*> holders_;  // each keeps itself until it releases it; one counts
+};
+
+struct SummaryMemory::LetGo {
+  std::shared_ptr<SummaryMemory> holder;
+  std::shared_ptr<Block> block;
+  void operator()(std::byte*) {
+    block->remove(*holder);
+    block.reset();
+  }
+};
+
+std::shared_ptr<std::byte> SummaryMemory::hold(std::byte* data, std::shared_ptr<Block> block) {
+  block->add(*this);
+  return {data, LetGo{shared_from_this(), std::move(block)},
+          NodeAllocator<std::byte>(shared_from_this())};
+}
+
 std::shared_ptr<std::byte> SummaryMemory::allocate(int64_t bytes) {
-  std::byte* memory = take(bytes);
-  if (memory == nullptr) return nullptr;
-  live_bytes_ += bytes;
-  const auto give_back = [self = shared_from_this(), bytes](std::byte* taken) {
-    self->live_bytes_ -= bytes;
-    self->let_go(taken, bytes);
-  };
-  return {memory, give_back, NodeAllocator<std::byte>(shared_from_this())};
+  std::byte* data = take(bytes);
+  if (data == nullptr) return nullptr;
+  return hold(data, std::allocate_shared<Block>(NodeAllocator<Block>(shared_from_this()),
+                                                shared_from_this(), data, bytes));
+}
+
+std::shared_ptr<std::byte> SummaryMemory::share(const std::shared_ptr<std::byte>& held) {
+  const LetGo* other = std::get_deleter<LetGo>(held);
+  KVSWAP_ASSERT(other != nullptr && other->holder.get() != this && is_shareable());
+  return hold(held.get(), other->block);
 }
 
 namespace {

@@ -14,15 +14,23 @@ namespace kvswap {
 
 /// Where summaries and projections live: the host's memory, or a device's.
 ///
-/// Counts what is allocated and not yet freed. Copies happen in the order of the calls and of the
-/// kernels that use the memory. Not thread-safe, but for letting go.
+/// Counts what it holds. What one memory has allocated, another may hold too: it is freed when the
+/// last releases it, and of those that hold it the first counts it. Copies happen in the order of
+/// the calls and of the kernels that use the memory. Not thread-safe, but for letting go: what is
+/// shared may be released by several threads.
 class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
  public:
   virtual ~SummaryMemory() = default;
   int64_t live_bytes() const { return live_bytes_; }
+  /// Of live_bytes(), what another memory counts.
+  int64_t shared_bytes() const { return shared_bytes_; }
 
   /// Aligned to 64 bytes; null where there is no more.
   std::shared_ptr<std::byte> allocate(int64_t bytes);
+  /// The same bytes, held by this memory too, once; nobody may write to them any more.
+  std::shared_ptr<std::byte> share(const std::shared_ptr<std::byte>& held);
+  /// May another memory of its kind hold what it allocates, and outlive it?
+  virtual bool is_shareable() const { return true; }
   virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
   /// `host` may change when it returns.
   virtual void upload(std::byte* to, const void* host, int64_t bytes) = 0;
@@ -35,7 +43,12 @@ class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
   virtual void let_go(std::byte* memory, int64_t bytes) = 0;
 
  private:
+  class Block;
+  struct LetGo;
+  std::shared_ptr<std::byte> hold(std::byte* data, std::shared_ptr<Block> block);
+
   std::atomic<int64_t> live_bytes_ = 0;
+  std::atomic<int64_t> shared_bytes_ = 0;
   std::unique_ptr<std::pmr::memory_resource> nodes_ = make_kept_memory();
 };
 

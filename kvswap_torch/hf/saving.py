@@ -229,8 +229,10 @@ class Saving:
     def fork(self: KVSwapCache) -> KVSwapCache:
         """Another cache that goes on from here; both have their own memory and new tokens.
 
-        Records are shared, and stay until the last of them is closed. Each has a budget of its own,
-        as large as this one's. In one process they take turns, as caches do.
+        Records and what is summarised of them are shared, and stay until the last of the two is
+        closed. One of them counts the summary (`CacheStats.shared_bytes` of the other). Each has a
+        budget of its own, as large as this one's, which holds what it shares too: it stays within
+        that whichever is closed first. In one process they take turns, as caches do.
 
         Raises
         ------

@@ -47,7 +47,11 @@ class CacheStats:
         Time that prefill waited for a free write buffer: the disk writes more slowly than the model
         reads.
     resident_bytes, resident_bytes_peak, ledger
-        Memory in use, the most so far, and what it is used for.
+        Memory in use, the most so far, and what it is used for. `kv_memory_bytes` bounds it, with
+        `shared_bytes`, and the most is of both together.
+    shared_bytes
+        Summaries in use here that another cache counts: one that this is a fork of, or a fork of
+        it. When that one is closed, the next that shares them counts them.
     device, device_bytes, pinned_bytes
         Where pages and summaries are; what is allocated there, and host memory locked for copies
         to and from it. Both are 0 on the CPU, and part of `resident_bytes`.
@@ -91,6 +95,7 @@ class CacheStats:
     write_wait_seconds: float
     resident_bytes: int
     resident_bytes_peak: int
+    shared_bytes: int
     ledger: Mapping[str, int]
     device: str
     device_bytes: int
@@ -162,6 +167,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
     ledger = dict(session.ledger())
     beside = driver.predictor_bytes
     resident, peak = (ledger.pop(name) + beside for name in ("total", "peak"))
+    shared = ledger.pop("shared", 0)
     ledger.pop("limit", None)
     if beside:
         ledger["predictor"] = beside
@@ -188,6 +194,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         write_wait_seconds=counters["write_blocked_seconds"],
         resident_bytes=resident,
         resident_bytes_peak=peak,
+        shared_bytes=shared,
         ledger=ledger,
         device=facts["device"],
         **_device_numbers(counters),
@@ -226,6 +233,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("KV memory", f"{format_bytes(stats.resident_bytes)} ({share:.1%} of full)"),
     ]
     rows += [(f"  {name}", format_bytes(size)) for name, size in stats.ledger.items() if size]
+    if stats.shared_bytes:
+        rows.append(("  shared", format_bytes(stats.shared_bytes)))
     rows += [
         (
             "read",

@@ -223,19 +223,68 @@ def test_bad_input_has_its_sentence(tmp_path: Path) -> None:
     os.chmod(tmp_path / "a", 0o755)
     with pytest.warns(RuntimeWarning, match="others than its owner"):
         KVSwapCache.open(model, tmp_path / "a", path=tmp_path).close()
+    os.chmod(tmp_path / "a", 0o700)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "a" / "records.bin", 65534, -1)
+        with pytest.warns(RuntimeWarning, match="belongs to another user"):
+            KVSwapCache.open(model, tmp_path / "a", path=tmp_path).close()
+    for use in (lambda: cache.save(tmp_path / "b"), cache.fork):
+        with pytest.raises(KVSwapError, match="closed"):
+            use()
     os.truncate(tmp_path / "a" / "state.safetensors", 500)
     with pytest.raises(CorruptionError, match="state.safetensors"):
         KVSwapCache.open(model, tmp_path / "a", path=tmp_path)
 
 
-def test_opening_reads_the_probes_groups_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_pass_that_was_interrupted_is_neither_saved_nor_forked(
+    family: str, tmp_path: Path
+) -> None:
+    """It is taken back where it can be; a sliding layer that has moved on cannot."""
+    model = tiny_model(family)
+    cache, out = filled(model, tmp_path)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with cache:
+        hook = model.model.layers[1].register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, prompt(1, 9)["input_ids"], cache)
+        hook.remove()
+        if family == "gemma3":
+            for use in (lambda: cache.save(tmp_path / "a"), cache.fork):
+                with pytest.raises(KVSwapError, match="interrupted"):
+                    use()
+            assert list(tmp_path.iterdir()) == []
+            return
+        cache.save(tmp_path / "a")
+        with cache.fork() as fork:
+            expected = goes_on(model, fork, out)
+    with KVSwapCache.open(model, tmp_path / "a", path=tmp_path) as opened:
+        assert torch.equal(opened.token_ids, out[:, :-1])
+        assert goes_on(model, opened, out) == expected
+
+
+def test_opening_reads_the_probes_groups_alone_and_changes_nothing(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    cache, _ = filled(model, tmp_path, tokens=400)
+    cache, out = filled(model, tmp_path, tokens=400)
     cache.save(tmp_path / "a")
     cache.close()
+
+    def content() -> list:
+        places = [tmp_path / "a", *sorted((tmp_path / "a").iterdir())]
+        kept = [(at.name, at.stat().st_mode, at.stat().st_mtime_ns) for at in places]
+        return kept + [at.read_bytes() for at in places[1:]]
+
+    before = content()
     with KVSwapCache.open(model, tmp_path / "a", path=tmp_path, probe=False) as opened:
         assert opened.stats().bytes_read == 0
     with KVSwapCache.open(model, tmp_path / "a", path=tmp_path) as opened:
         counters = opened.stats().counters
         groups = 16 // TIGHT.group_tokens
         assert counters["records_read"] == groups * len(opened.parts.disk)
+        goes_on(model, opened, out)
+        opened.crop(-300)
+        forward(model, prompt(1, 20)["input_ids"], opened)
+    assert content() == before

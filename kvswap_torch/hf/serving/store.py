@@ -252,6 +252,7 @@ class CacheStore:
 def _saved_bytes(stats: CacheStats) -> int:
     """About what a cache takes when it is saved: its records, and what is kept of them."""
     beside = sum(stats.ledger.get(name, 0) for name in ("projections", "summary", "tables"))
+    beside += stats.shared_bytes
     return stats.kv_bytes_on_disk + beside + 16 * stats.tokens + (16 << 10)
 
 

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -99,5 +101,64 @@ class SavedInMemory final : public SaveTarget, public SavedTensors {
   std::map<std::string, std::vector<std::byte>> tensors_;
   std::map<std::string, std::pair<std::string, std::vector<int64_t>>> facts_;
 };
+
+/// As the public sessions do; its tensors may go when it is there.
+inline std::unique_ptr<Engine> fork_of(Engine& engine) {
+  auto shared = engine.share();
+  EXPECT_TRUE(shared.is_ok()) << shared.status().message();
+  SavedInMemory tensors(engine.options().directory);
+  EXPECT_TRUE(tensors.finish(shared.value().counts, shared.value().tensors).is_ok());
+  EngineOptions options = engine.options();
+  options.base = shared.value().base;
+  auto fork = Engine::create(options, nullptr);
+  EXPECT_TRUE(fork.is_ok()) << fork.status().message();
+  const Status loaded = fork.value()->load(shared.value().counts, tensors, &engine);
+  EXPECT_TRUE(loaded.is_ok()) << loaded.message();
+  return std::move(fork.value());
+}
+
+/// What a few passes of drawn tokens answer; the same for engines that hold the same.
+inline std::vector<std::byte> answers(Engine& engine, uint64_t seed) {
+  const EngineOptions& options = engine.options();
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> all;
+  for (int64_t pass = 0; pass < 12; ++pass) {
+    const int64_t tokens = pass == 5 ? 30 : 1 + pass % options.select_queries_max;
+    const int64_t dim = options.head_dim;
+    const auto draw = [&](int64_t heads) {
+      std::normal_distribution<float> normal;
+      std::vector<float> numbers(heads * tokens * dim);
+      for (float& number : numbers) number = normal(random);
+      return numbers;
+    };
+    for (int64_t layer = 0; layer < options.layers; ++layer) {
+      const auto keys = draw(options.kv_heads), values = draw(options.kv_heads);
+      const auto query = draw(options.query_heads);
+      const KeyValueView added = {.keys = keys.data(),
+                                  .values = values.data(),
+                                  .key_batch_stride = 0,
+                                  .key_head_stride = tokens * dim,
+                                  .key_token_stride = dim,
+                                  .value_batch_stride = 0,
+                                  .value_head_stride = tokens * dim,
+                                  .value_token_stride = dim,
+                                  .batch = 1,
+                                  .tokens = tokens};
+      EXPECT_TRUE(engine.append(layer, added).is_ok());
+      if (tokens > options.select_queries_max) continue;
+      std::vector<std::byte> output(query.size() * sizeof(float));
+      const QueryView asked = {.data = query.data(),
+                               .head_stride = tokens * dim,
+                               .query_stride = dim,
+                               .heads = options.query_heads,
+                               .queries = tokens};
+      const Status attended =
+          engine.attend({.layer = layer, .query = asked, .output = output.data(), .scale = 0.125f});
+      EXPECT_TRUE(attended.is_ok()) << attended.message();
+      all.insert(all.end(), output.begin(), output.end());
+    }
+  }
+  return all;
+}
 
 }  // namespace kvswap

@@ -84,18 +84,8 @@ TEST_P(SavedEngine, ForksGoTheirOwnWaysAlsoWhenTheFirstIsGone) {
     for (int generation = 0; generation < 3; ++generation) {
       while (run.engine().columns(0) < 20)
         run.forward(std::max<int64_t>(1, run.engine().batch()), 30);
-      auto shared = run.engine().share();
-      ASSERT_TRUE(shared.is_ok()) << shared.status().message();
-      SavedInMemory tensors(directory_.path());
-      ASSERT_TRUE(tensors.finish(shared.value().counts, shared.value().tensors).is_ok());
-      EngineOptions of_fork = options;
-      of_fork.base = shared.value().base;
-      auto fork = Engine::create(of_fork, nullptr);
-      ASSERT_TRUE(fork.is_ok()) << fork.status().message();
-      const Status loaded = fork.value()->load(shared.value().counts, tensors);
-      ASSERT_TRUE(loaded.is_ok()) << loaded.message();
       // The first goes on as well, and does not disturb its fork.
-      auto first = run.go_on_with(std::move(fork.value()));
+      auto first = run.go_on_with(fork_of(run.engine()));
       ASSERT_TRUE(first->crop(first->columns(0) / 2).is_ok());
       run.compare_contents();
       if (generation == 1) first.reset();
@@ -106,50 +96,6 @@ TEST_P(SavedEngine, ForksGoTheirOwnWaysAlsoWhenTheFirstIsGone) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, SavedEngine, testing::ValuesIn(kKinds),
                          [](const auto& of) { return of.param.name; });
-
-/// What a few passes of drawn tokens answer; the same for engines that hold the same.
-std::vector<std::byte> answers(Engine& engine, uint64_t seed) {
-  const EngineOptions& options = engine.options();
-  std::mt19937_64 random(seed);
-  std::vector<std::byte> all;
-  for (int64_t pass = 0; pass < 12; ++pass) {
-    const int64_t tokens = pass == 5 ? 30 : 1 + pass % options.select_queries_max;
-    const int64_t dim = options.head_dim;
-    const auto draw = [&](int64_t heads) {
-      std::normal_distribution<float> normal;
-      std::vector<float> numbers(heads * tokens * dim);
-      for (float& number : numbers) number = normal(random);
-      return numbers;
-    };
-    for (int64_t layer = 0; layer < options.layers; ++layer) {
-      const auto keys = draw(options.kv_heads), values = draw(options.kv_heads);
-      const auto query = draw(options.query_heads);
-      const KeyValueView added = {.keys = keys.data(),
-                                  .values = values.data(),
-                                  .key_batch_stride = 0,
-                                  .key_head_stride = tokens * dim,
-                                  .key_token_stride = dim,
-                                  .value_batch_stride = 0,
-                                  .value_head_stride = tokens * dim,
-                                  .value_token_stride = dim,
-                                  .batch = 1,
-                                  .tokens = tokens};
-      EXPECT_TRUE(engine.append(layer, added).is_ok());
-      if (tokens > options.select_queries_max) continue;
-      std::vector<std::byte> output(query.size() * sizeof(float));
-      const QueryView asked = {.data = query.data(),
-                               .head_stride = tokens * dim,
-                               .query_stride = dim,
-                               .heads = options.query_heads,
-                               .queries = tokens};
-      const Status attended =
-          engine.attend({.layer = layer, .query = asked, .output = output.data(), .scale = 0.125f});
-      EXPECT_TRUE(attended.is_ok()) << attended.message();
-      all.insert(all.end(), output.begin(), output.end());
-    }
-  }
-  return all;
-}
 
 TEST(Saver, AnswersOfRowsThatTheReferenceHasNotAreThoseOfTheOneThatWasSaved) {
   for (const std::string rows : {"box", "mass", "int8"}) {

@@ -1,8 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <set>
+#include <utility>
 
 #include "methods/summary.h"
 
@@ -145,6 +149,96 @@ TEST(Summary, ASharedChunkStaysWithItsLastOwner) {
   EXPECT_EQ(live->live_bytes(), 2 * shape.bytes(10)) << "a copy";
   append_zeros(two, room - 10);
   EXPECT_EQ(live->live_bytes(), 2 * shape.bytes(10)) << "the last one has it for itself";
+}
+
+/// Counts what is not freed, of all memories together.
+class CountedMemory final : public SummaryMemory {
+ public:
+  explicit CountedMemory(std::atomic<int64_t>& bytes) : bytes_(bytes) {}
+  void copy(std::byte* to, const std::byte* from, int64_t bytes) override {
+    std::memcpy(to, from, bytes);
+  }
+  void upload(std::byte* to, const void* host, int64_t bytes) override {
+    std::memcpy(to, host, bytes);
+  }
+  Status download(void* host, const std::byte* from, int64_t bytes) override {
+    std::memcpy(host, from, bytes);
+    return Status::ok();
+  }
+
+ protected:
+  std::byte* take(int64_t bytes) override {
+    bytes_ += bytes;
+    return static_cast<std::byte*>(std::calloc(1, bytes));
+  }
+  void let_go(std::byte* memory, int64_t bytes) override {
+    bytes_ -= bytes;
+    std::free(memory);
+  }
+
+ private:
+  std::atomic<int64_t>& bytes_;
+};
+
+/// A summary with a memory of its own, and what it must hold.
+struct Fork {
+  std::shared_ptr<CountedMemory> memory;
+  Summary summary;
+  std::vector<float> model;
+};
+
+Fork fork_of(Fork& from, std::atomic<int64_t>& bytes) {
+  const auto memory = std::make_shared<CountedMemory>(bytes);
+  Fork fork = {memory, Summary(from.summary.shape(), memory), from.model};
+  std::vector<std::shared_ptr<Summary::Chunk>> chunks;
+  for (int64_t i = 0; i < from.summary.chunks(); ++i) {
+    chunks.push_back(fork.summary.share_chunk(from.summary.chunk(i)));
+  }
+  fork.summary.take(std::move(chunks), from.summary.rows());
+  return fork;
+}
+
+TEST(Summary, ForksCountWhatTheyShareOnceInWhateverOrderTheyGo) {
+  const Summary::Shape shape = {kRank, kChunkTokens, DType::kFloat32};
+  for (uint32_t seed = 0; seed < 20; ++seed) {
+    std::mt19937 random(seed);
+    std::atomic<int64_t> bytes = 0;
+    std::vector<Fork> forks;
+    const auto first = std::make_shared<CountedMemory>(bytes);
+    forks.push_back({first, Summary(shape, first), {}});
+    for (int step = 0; step < 200; ++step) {
+      const size_t at = random() % forks.size();
+      Fork& fork = forks[at];
+      if (const uint32_t action = random() % 8; action < 4) {
+        std::vector<float> numbers(random() % 400);
+        for (float& number : numbers) number = static_cast<float>(random() % 1000);
+        const int64_t most = fork.memory->live_bytes() +
+                             next_bytes(fork.summary, static_cast<int64_t>(numbers.size()));
+        append(fork.summary, numbers);
+        fork.model.insert(fork.model.end(), numbers.begin(), numbers.end());
+        ASSERT_LE(fork.memory->live_bytes(), most) << "what was charged ahead is enough";
+      } else if (action < 5) {
+        fork.model.resize(random() % (fork.model.size() + 1));
+        fork.summary.truncate(static_cast<int64_t>(fork.model.size()));
+      } else if (action < 7 && forks.size() < 6) {
+        const int64_t before = bytes;
+        forks.push_back(fork_of(fork, bytes));
+        ASSERT_EQ(bytes, before) << "a fork costs nothing";
+        ASSERT_EQ(forks.back().memory->live_bytes(), forks[at].memory->live_bytes());
+        ASSERT_EQ(forks.back().memory->shared_bytes(), forks.back().memory->live_bytes());
+      } else if (forks.size() > 1) {
+        forks.erase(forks.begin() + at);
+      }
+      int64_t counted = 0;
+      for (const Fork& each : forks) {
+        ASSERT_EQ(numbers_of(each.summary), each.model);
+        counted += each.memory->live_bytes() - each.memory->shared_bytes();
+      }
+      ASSERT_EQ(counted, bytes) << "each byte in one account";
+    }
+    forks.clear();
+    EXPECT_EQ(bytes, 0);
+  }
 }
 
 }  // namespace
