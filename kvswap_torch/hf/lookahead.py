@@ -120,6 +120,8 @@ class LookAhead:
     def _position_embeddings(self, layer, source, hidden, kwargs) -> Any:
         kinds = self._parts.kinds
         if self._rotary_by_kind is not None and kinds[layer] != kinds[source]:
+            if kinds[layer] not in self._rotary_by_kind.rope_type:
+                return None  # its queries are not turned, and it may scale them by their positions
             return self._rotary_by_kind(hidden, kwargs["position_ids"], kinds[layer])
         return kwargs.get("position_embeddings")
 

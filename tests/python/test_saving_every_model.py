@@ -19,8 +19,10 @@ from tests.python.tiny_models import TIGHT, greedy, has_native, prompt
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 PADDING = (0, 5)
-# Attention alone, and beside it: windows, state spaces, gated deltas, convolutions, shared keys.
+# Attention alone, and beside it: windows, state spaces, gated deltas, convolutions, shared keys,
+# layers without positions.
 SOME = ("GPTNeoX", "GptOss", "Gemma3n", "Qwen3Next", "KimiLinear", "Bamba", "Zamba2", "Lfm2")
+SOME += ("Beam",)
 
 
 @pytest.fixture(autouse=True)
