@@ -27,12 +27,23 @@ def no_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
 
 
-@pytest.fixture(params=["reference", "native", "host device"])
-def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs a test over the plain-torch session and over the C++ one, on the CPU and on a device."""
-    # Imported late: tests of the config need neither torch nor transformers.
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads over matrices as small as the tests' only wait for one another."""
     import torch
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["reference", "native", "host device"])
+def sessions(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> str:
+    """Runs a test over the plain-torch session and over the C++ one, on the CPU and on a device."""
+    # Imported late: tests of the config need neither torch nor transformers.
     from kvswap_torch.hf import session
     from tests.python.tiny_models import SESSIONS, has_native, host_device_options
 
@@ -41,10 +52,7 @@ def sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "host device":
         monkeypatch.setattr(session, "_native", host_device_options)
     monkeypatch.setattr(session, "open_session", SESSIONS[request.param])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads over matrices this small only wait for one another
-    yield request.param
-    torch.set_num_threads(threads)
+    return request.param
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ from tests.python.test_session import BACK_ENDS, HEAD_DIM, Twins, live, native, 
 from tests.python.tiny_models import COVERING, forward, greedy, has_native, prompt, tiny_model
 from tests.reference import float8_rounded
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 HOST = [back_end for back_end in BACK_ENDS if "device" not in back_end]
 # A record of the tiny models below fills half a block of 4 KiB.
 ROUNDED = dataclasses.replace(
@@ -60,14 +63,6 @@ class RoundedCache(DynamicCache):
 @pytest.fixture(scope="module")
 def wide():
     return tiny_model("llama", head_dim=64)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

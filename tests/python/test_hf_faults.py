@@ -20,19 +20,14 @@ from kvswap_torch.errors import ClosedError, KVSwapError, StorageError
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import COVERING, SMALL, has_native, tiny_model
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 READERS = ("uring", "threads", "sync")
 EVERY_CALL = os.environ.get("KVSWAP_TEST_EVERY_CALL") == "1"
 REPEATS = int(os.environ.get("KVSWAP_TEST_REPEATS", "100"))  # random moments
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -6,11 +6,9 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from kvswap_torch.cli.generate import GenerateOptions, run
@@ -33,14 +31,6 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,10 @@ from kvswap_torch import KVSwapCache, ModelIdentity, SwapConfig
 from tests.python.test_float8_records import RoundedCache
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 ALL = os.environ.get("KVSWAP_TEST_ALL_PRESETS") == "1"
 NAMES = [preset.name for preset in kvswap_torch.presets()]
 GQA = {1: (4, 4), 2: (4, 2), 3: (6, 2), 8: (8, 1)}  # query heads of a KV head
@@ -27,14 +30,6 @@ GQA = {1: (4, 4), 2: (4, 2), 3: (6, 2), 8: (8, 1)}  # query heads of a KV head
 FEW = {"group_tokens": 4, "tail_tokens": 4, "sink_tokens": 2, "io_mode": "buffered"}
 PADDED = prompt(3, 21, padding=(0, 7, 3))
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, "tokens": 6}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

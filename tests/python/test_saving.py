@@ -32,15 +32,10 @@ from tests.python.tiny_models import (
 
 if has_native():
     from kvswap_torch import _C
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def filled(model, path: Path, config=TIGHT, batch: int = 1, tokens: int = 48, padding=()):

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvswap_torch import KVSwapCache, UnsupportedModelError
 from tests.python.every_model import build, families
@@ -17,20 +16,15 @@ from tests.python.saved_child import OtherProcess
 from tests.python.test_saving import goes_on
 from tests.python.tiny_models import TIGHT, greedy, has_native, prompt
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 PADDING = (0, 5)
 # Attention alone, and beside it: windows, state spaces, gated deltas, convolutions, shared keys,
 # layers without positions.
 SOME = ("GPTNeoX", "GptOss", "Gemma3n", "Qwen3Next", "KimiLinear", "Bamba", "Zamba2", "Lfm2")
 SOME += ("Beam",)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:

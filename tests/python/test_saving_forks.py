@@ -13,17 +13,12 @@ from kvswap_torch import KVSwapCache
 from tests.python.test_saving import filled, goes_on
 from tests.python.tiny_models import TIGHT, forward, greedy, has_native, prompt, tiny_model
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 TOKENS = 300
 BUDGET = 2 << 20
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -27,16 +27,11 @@ from kvswap_torch.hf.serving.server import Server, ServerOptions, is_local
 from tests.python.serving_process import Served, make_model
 from tests.python.tiny_models import has_native
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 TOKENS = 8
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -23,16 +23,11 @@ from tests.python.tiny_models import COVERING, VOCABULARY, greedy, has_native, t
 
 if has_native():
     from kvswap_torch import _C
-pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 ANSWER = 6
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def text(tokens: int, seed: int) -> torch.Tensor:

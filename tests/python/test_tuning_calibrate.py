@@ -33,12 +33,7 @@ CHOICE = Choice(group_tokens=2, groups_max=4, sink_tokens=2, tail_tokens=4)
 OPTIONS = CalibrationOptions(choice=CHOICE, steps_max=16)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sample(seed: int = 0) -> Sample:

@@ -34,7 +34,10 @@ from kvswap_torch.tuning.timing import (
     timing_seconds,
 )
 
-pytestmark = pytest.mark.skipif(not has_native(), reason="times sessions of the extension")
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="times sessions of the extension"),
+    pytest.mark.usefixtures("one_thread"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 CHOICE = Choice(group_tokens=4, groups_max=16, sink_tokens=2, tail_tokens=8)
 OPTIONS = TuneOptions(
@@ -46,14 +49,6 @@ MAMBA = transformers.MambaConfig(
     vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4
 )
 CONTEXT, BATCH, BUDGET = 1024, 2, "2MiB"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def samples() -> tuple[list[Sample], list[Sample]]:
