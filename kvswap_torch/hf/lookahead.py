@@ -120,9 +120,10 @@ class LookAhead:
     def _position_embeddings(self, layer, source, hidden, kwargs) -> Any:
         kinds = self._parts.kinds
         if self._rotary_by_kind is not None and kinds[layer] != kinds[source]:
-            if kinds[layer] not in self._rotary_by_kind.rope_type:
-                return None  # its queries are not turned, and it may scale them by their positions
-            return self._rotary_by_kind(hidden, kwargs["position_ids"], kinds[layer])
+            positions = kwargs.get("position_ids")
+            if positions is None or kinds[layer] not in self._rotary_by_kind.rope_type:
+                return None  # not known, or not turned, and perhaps scaled by position
+            return self._rotary_by_kind(hidden, positions, kinds[layer])
         return kwargs.get("position_embeddings")
 
 
@@ -138,7 +139,8 @@ def captured_query(
     """
     # Families name the cache differently, and it must not be written to.
     call = {
-        name: _NoCache() if isinstance(value, Cache) else value for name, value in kwargs.items()
+        name: _NoCache(value) if isinstance(value, Cache) else value
+        for name, value in kwargs.items()
     } | {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
 
     def take(module: nn.Module, query: torch.Tensor, *others: Any) -> None:
@@ -170,7 +172,13 @@ class _Captured(Exception):
 
 
 class _NoCache:
-    """Stands for a cache that keeps nothing."""
+    """Stands for a cache, and keeps nothing."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._cache.get_seq_length(layer_idx)
 
     def update(self, keys, values, *args, **kwargs):
         return keys, values

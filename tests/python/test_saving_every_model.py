@@ -22,9 +22,9 @@ pytestmark = [
 ]
 PADDING = (0, 5)
 # Attention alone, and beside it: windows, state spaces, gated deltas, convolutions, shared keys,
-# layers without positions.
+# layers without positions, queries scaled by positions.
 SOME = ("GPTNeoX", "GptOss", "Gemma3n", "Qwen3Next", "KimiLinear", "Bamba", "Zamba2", "Lfm2")
-SOME += ("Beam",)
+SOME += ("Beam", "Lfm3", "Llama4")
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
