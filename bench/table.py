@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import RESULTS
+from bench.presets_table import preset_rows
 from bench.quality.plan import CORE
 from bench.quality.report import interval
 from bench.side_by_side import figure as side_by_side_figure
@@ -201,6 +202,7 @@ TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}
+TABLES |= {"presets": lambda: preset_rows(load("quality/presets_*.json"))}
 
 
 def with_tables(text: str, tables: dict[str, str]) -> str:

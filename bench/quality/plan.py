@@ -39,12 +39,14 @@ GRID = (
 )
 
 SHARES = ("1/4", "1/13", "1/34")
-# Every preset from its own settings, as the product, at equal bytes; also where it does not fit.
-OF_PRESETS = tuple(
-    f"product:preset={preset.name},memory={share},question=inside"
-    for preset in presets()
-    for share in SHARES
-)
+
+
+def preset_method(name: str, share: str) -> str:
+    """A preset from its own settings, as the product, in a share of the full cache's memory."""
+    return f"product:preset={name},memory={share},question=inside"
+
+
+OF_PRESETS = tuple(preset_method(preset.name, share) for preset in presets() for share in SHARES)
 
 
 def layer_set(layers: int) -> tuple[str, ...]:

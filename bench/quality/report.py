@@ -262,13 +262,14 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def write(name: str, summary: dict[str, Any]) -> Path:
-    """bench/results/quality/<name>.json and its figures."""
+    """bench/results/quality/<name>.json, and figures where kvswap is among the methods."""
     from bench.quality.figures import draw_all
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(summary, separators=(",", ":")) + "\n", encoding="utf-8")
-    draw_all(summary, RESULTS, name)
+    if any("kvswap" in part["methods"] for part in summary["lengths"].values()):
+        draw_all(summary, RESULTS, name)
     return path
 
 

@@ -1,0 +1,60 @@
+"""The table of presets at equal bytes, made by `python -m bench.quality --methods presets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.quality.plan import SHARES, preset_method
+from kvswap_torch import format_bytes
+from kvswap_torch.preset import presets
+
+# Points lost against the full cache in papers' own comparisons, at these shares of the KV memory
+# or numbers of tokens: KVSwap's table 2 (RULER 91.6, Llama 3 8B, 32K tokens) and PRKV's table 2
+# (LongBench v2 30.8, Llama 8B, 1,024 tokens).
+PAPERS = {
+    "kvswap": "2.6 of 91.6 at 1/13, 5.6 at 1/34",
+    "infinigen": "87.0 of 91.6 at 1/13",
+    "infinigen-star": "78.7 of 91.6 at 1/13",
+    "loki": "34.0 of 91.6 at 1/13, 85.4 at 1/34",
+    "quest": "12.7 of 30.8 with 1,024 tokens",
+    "arkvale": "1.2 of 30.8 with 1,024 tokens",
+}
+
+
+def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each preset and setting; what does not fit says so."""
+    shares = [share for share in SHARES if any(_has(result, share) for result in results)]
+    columns = " | ".join(f"{share} of the memory" for share in shares)
+    yield f"| preset | {columns} | the papers lose |"
+    yield "|---|" + "---|" * (len(shares) + 1)
+    for result in results:
+        for length, part in result["lengths"].items():
+            full = part["methods"]["full"]["tasks"]["all"]["exact"]
+            yield (
+                f"| *{result['model']}, {int(length):,} tokens, documents: {part['documents']}* "
+                f"| *full cache: {full[0]:.2f}* |" + " |" * len(shares)
+            )
+            for preset in presets():
+                cells = [_cell(part, preset_method(preset.name, share)) for share in shares]
+                yield f"| `{preset.name}` | {' | '.join(cells)} | {PAPERS.get(preset.name, '')} |"
+
+
+def _has(result: dict[str, Any], share: str) -> bool:
+    names = [preset_method(preset.name, share) for preset in presets()]
+    return any(
+        name in part["methods"] or name in part["impossible"]
+        for part in result["lengths"].values()
+        for name in names
+    )
+
+
+def _cell(part: dict[str, Any], name: str) -> str:
+    if name in part["impossible"]:
+        return "does not fit"
+    if name not in part["methods"]:
+        return "not run"
+    method = part["methods"][name]
+    right = method["tasks"].get("all", {}).get("exact")
+    told = "0.00" if right is None else f"{right[0]:.2f}"
+    return f"{told}, reads {format_bytes(method['bytes_read_per_token'])}"
