@@ -65,6 +65,7 @@ class EngineRun {
   Engine& engine() { return *engine_; }
   /// The engine was saved, or shared: what has left the tail is sealed.
   void seal_overflow() {
+    if (reference_.batch() == 0) return;  // the engine alone was driven
     std::vector<int64_t> all(engine_->batch());
     std::iota(all.begin(), all.end(), 0);
     reference_.select_sequences(all);
