@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstring>
@@ -45,6 +46,30 @@ TEST(SavedCache, GoesOnAsTheOneThatWasSaved) {
   opened.close();
   EXPECT_EQ(step(*forked, 1, 99).size(), 64);
   saved->verify();
+}
+
+TEST(SavedCache, OpensWhatPythonSaved) {
+  for (const char* name : {"covering", "choosing"}) {
+    const Folder folder;
+    fs::copy(fs::path(KVSWAP_SAVED_BY_PYTHON) / name, folder / name);
+    const auto saved = SavedCache::open(folder / name);
+    saved->verify();
+    EXPECT_NE(saved->facts().find("\"model_type\""), std::string::npos);
+    CoreSession session(*saved, saved->options(folder.path(), {}));
+    const ModelShape shape = session.options().shape;
+    const int64_t columns = saved->tokens();
+    for (int64_t layer = 0; layer < shape.layers; ++layer) {
+      ASSERT_EQ(session.columns(layer), columns);
+      std::vector<float> keys(shape.kv_heads * columns * shape.head_dim), values(keys.size());
+      for (int64_t sequence = 0; sequence < saved->sequences(); ++sequence) {
+        session.read_back(layer, sequence, columns - 1, columns, keys.data(), values.data());
+        session.read_back(layer, sequence, 0, columns, keys.data(), values.data());
+        const auto [least, most] = std::minmax_element(keys.begin(), keys.end());
+        EXPECT_LT(*least, *most);
+      }
+    }
+    EXPECT_GT(session.counters().at("bytes_read"), 0);
+  }
 }
 
 TEST(SavedCache, KeepsWhatAProgramAddsAndOnlyItsOwnerCanReadIt) {
