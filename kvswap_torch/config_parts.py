@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvswap_torch.config_rules import INT_MAX
 from kvswap_torch.errors import ConfigError
 
 
@@ -46,7 +47,7 @@ class ModelIdentity:
                 continue
             if isinstance(value, bool) or not isinstance(value, kind) or value in (0, ""):
                 raise ConfigError(f"model.{item.name}: must be a {kind.__name__}, got {value!r}")
-            if kind is int and value < 0:
+            if kind is int and not 0 < value <= INT_MAX:
                 raise ConfigError(f"model.{item.name}: must be positive, got {value}")
 
     def differences(self, other: ModelIdentity) -> dict[str, tuple[Any, Any]]:
@@ -86,7 +87,8 @@ class Solution:
     def __post_init__(self) -> None:
         for name in ("batch", "context"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or not 0 < value <= INT_MAX:
                 raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
         for name in ("rank", "true_query_layers", "exact_layers"):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from kvswap_torch.errors import ConfigError
 
 _RANK_MAX = 1 << 16
+INT_MAX = (1 << 63) - 1  # what a number of a file may be, in C++ too
 T = TypeVar("T", bound=type)
 
 
@@ -73,13 +74,14 @@ def layers_rule(doc: str) -> Any:
 
     def check(name: str, value: Any) -> None:
         good = isinstance(value, tuple) and all(
-            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in value
+            isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer <= INT_MAX
+            for layer in value
         )
         if not good or list(value) != sorted(set(value)):
             shown = list(value) if isinstance(value, tuple) else value
             raise ConfigError(f"{name}: must be numbers of layers, rising, got {shown!r}")
 
-    one = {"type": "integer", "minimum": 0}
+    one = {"type": "integer", "minimum": 0, "maximum": INT_MAX}
     return _field((), check, {"type": "array", "items": one}, doc)
 
 

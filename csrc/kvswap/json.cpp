@@ -38,6 +38,8 @@ bool has_json() { return true; }
 
 Json parse_json(std::string_view text) {
   if (text.starts_with("\xef\xbb\xbf")) throw JsonError("it begins with a byte order mark");
+  // The parser takes one for the end, and what follows it for nothing.
+  if (text.find('\0') != text.npos) throw JsonError("it has a NUL byte");
   Strict strict;
   try {
     return Json::parse(text, [&](int depth, Json::parse_event_t event, Json& parsed) {

@@ -113,7 +113,7 @@ BAD: list[tuple[str, str]] = [
     (_file(checksum=None), "must be true or false, got None"),
     *((_file(true_query_layers=value), "true_query_layers: must be")
       for value in (3, "1", [1, 0], [0, 0], [-1], [1.0], [False], None)),
-    *((_file(exact_layers=value), "exact_layers: must be") for value in (0, [2, 1], [-1])),
+    *((_file(exact_layers=value), "exact_layers: must be") for value in (0, [2, 1], [-1], [2**63])),
     *((_file(rows=rows, rank=8), f"rank: must be left out where rows is {rows}")
       for rows in ("mean", "none")),
     (_file(rows="none", score="mass"), "score: must be left out where rows is none"),
@@ -138,13 +138,15 @@ BAD: list[tuple[str, str]] = [
     (_file(model=3), "model: must be a ModelIdentity or None, got 3"),
     (_file(model=[]), "model: must be"),
     (_file(model={"wheels": 4, "doors": 2}), "got doors, wheels"),
-    *((_file(model={"layers": value}), "model.layers: must be") for value in (0, -3, "5", 1.5)),
+    *((_file(model={"layers": value}), "model.layers: must be")
+      for value in (0, -3, "5", 1.5, 2**63)),
     (_file(model={"dtype": ""}), "model.dtype: must be a str"),
     (_file(model={"config_hash": 7}), "model.config_hash: must be a str"),
     (_file(provenance=None), "provenance: must be a mapping"),
     (_file(provenance=[1]), "provenance: must be a mapping"),
     (_file(table="none"), "table: must be a list of solutions, got 'none'"),
     (_file(table={"a": 1}), "table: must be a list"),
+    (_table({**_ROW, "context": 2**63}), "context must be a positive int"),
     (_table({"batch": 1}), "got {'batch': 1}"),
     (_table(3), "a row must have batch"),
     (_table({**_ROW, "more": True}), "'more': True}"),
@@ -161,6 +163,7 @@ BAD: list[tuple[str, str]] = [
 
 PARSERS_OWN = [
     "",
+    '{"version": 1}\x00, "layout": "clusters"}',
     "{",
     '{"version": 1,}',
     "[" * 100_000,
