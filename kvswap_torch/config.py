@@ -16,6 +16,7 @@ from typing import Any
 from kvswap_torch import config_file
 from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
+    OF_LAYERS,
     ModelIdentity,
     Solution,
     checked_json,
@@ -216,7 +217,7 @@ class SwapConfig:
 
     def _adopt_plain_values(self) -> None:
         """Lists and mappings, as JSON gives them, become what the fields promise."""
-        for name in ("rank", "true_query_layers", "exact_layers"):
+        for name in OF_LAYERS:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.model, Mapping):

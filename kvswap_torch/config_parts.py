@@ -12,6 +12,9 @@ from typing import Any
 from kvswap_torch.config_rules import INT_MAX
 from kvswap_torch.errors import ConfigError
 
+# Settings that may be one value for each layer, or numbers of layers: lists in a file, tuples here.
+OF_LAYERS = ("rank", "true_query_layers", "exact_layers")
+
 
 @dataclass(frozen=True)
 class ModelIdentity:
@@ -91,7 +94,7 @@ class Solution:
             if not is_int or not 0 < value <= INT_MAX:
                 raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
-        for name in ("rank", "true_query_layers", "exact_layers"):
+        for name in OF_LAYERS:
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         object.__setattr__(self, "settings", tuple(sorted(given.items())))

@@ -306,11 +306,7 @@ def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -
 
 def _settings_of(folder: Any) -> dict[str, Any]:
     settings = json.loads(folder.manifest)["settings"]
-    given = {name: settings[name] for name in SETTINGS if name in settings}
-    for name in ("rank", "true_query_layers", "exact_layers"):
-        if isinstance(given.get(name), list):
-            given[name] = tuple(given[name])
-    return given
+    return {name: settings[name] for name in SETTINGS if name in settings}
 
 
 def _predictor_bytes(parts: ModelParts, config: SwapConfig, budget: Budget) -> int:
