@@ -25,6 +25,7 @@ from kvswap_torch.config_parts import (
 )
 from kvswap_torch.config_rules import (
     Floor,
+    Idle,
     Owned,
     boolean,
     check_beside,
@@ -51,6 +52,10 @@ FLOORS = (
 OWNED = (
     *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
+)
+IDLE = (  # what would have no effect
+    Idle("audit_every", "rows", "none", "since nothing is selected"),
+    Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
 )
 # Fields of a config that are no settings.
 APART = ("model", "provenance", "table", "version", "source")
@@ -208,10 +213,8 @@ class SwapConfig:
                 f"version: this kvswap_torch reads version {CONFIG_VERSION}, got "
                 f"{self.version!r}; write the config again with its tuner or update kvswap_torch"
             )
-        for floor in FLOORS:
-            floor.check(self)
-        for owned in OWNED:
-            owned.check(self)
+        for rule in (*FLOORS, *OWNED, *IDLE):
+            rule.check(self)
         check_beside("projection_file", self.projection_file)
         self._check_table()
 

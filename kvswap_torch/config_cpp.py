@@ -10,7 +10,15 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from kvswap_torch.config import CONFIG_VERSION, FLOORS, OWNED, SETTINGS, SOLVABLE, SwapConfig
+from kvswap_torch.config import (
+    CONFIG_VERSION,
+    FLOORS,
+    IDLE,
+    OWNED,
+    SETTINGS,
+    SOLVABLE,
+    SwapConfig,
+)
 from kvswap_torch.config_parts import ModelIdentity
 
 NOTICE = "// Written by `make schema` from kvswap_torch/config.py; change it there."
@@ -117,6 +125,11 @@ def _between_two() -> list[str]:
         f'&Settings::{each.owner}, "{each.word}", {_values(each.values)});'
         for each in OWNED
     ]
+    idle = [
+        f'  visit("{each.name}", &Settings::{each.name}, "{each.owner}", '
+        f'&Settings::{each.owner}, "{each.word}", "{each.why}");'
+        for each in IDLE
+    ]
     return [
         "/// visit(name, member, floor's name, floor's member, why): what holds between two.",
         "template <typename Visit>",
@@ -129,6 +142,13 @@ def _between_two() -> list[str]:
         "template <typename Visit>",
         "void visit_owned(Visit&& visit) {",
         *owned,
+        "}",
+        "",
+        "/// visit(name, member, owner's name, its member, word, why): the setting has its default",
+        "/// where the owner is that word.",
+        "template <typename Visit>",
+        "void visit_idle(Visit&& visit) {",
+        *idle,
         "}",
         "",
     ]

@@ -124,6 +124,26 @@ class Owned:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """A setting without effect where `owner` is `word`, and why: left at its default there."""
+
+    name: str
+    owner: str
+    word: str
+    why: str
+
+    def check(self, settings: Any) -> None:
+        """Raises `ConfigError` where it would do nothing."""
+        value = getattr(settings, self.name)
+        default = type(settings).__dataclass_fields__[self.name].default
+        if getattr(settings, self.owner) == self.word and value != default:
+            raise ConfigError(
+                f"{self.name}: must be left out where {self.owner} is {self.word}, {self.why}, got "
+                f"{value!r}"
+            )
+
+
+@dataclass(frozen=True)
 class Floor:
     """What holds between two settings: `name` is at least `floor`, and why."""
 

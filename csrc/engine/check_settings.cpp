@@ -72,6 +72,13 @@ Status check_settings(const Settings& settings) {
              settings.*owner_member + ", since it belongs to " + word + ", got " +
              json(settings.*member);
   });
+  visit_idle([&](const char* name, auto member, const char* owner, auto owner_member,
+                 const std::string& word, const char* why) {
+    if (!broken.empty() || settings.*member == defaults.*member || settings.*owner_member != word)
+      return;
+    broken = std::string(name) + ": must be left out where " + owner + " is " + word + ", " + why +
+             ", got " + json(settings.*member);
+  });
   return broken.empty() ? Status::ok() : Status::invalid(broken);
 }
 

@@ -37,6 +37,24 @@ int64_t product(std::initializer_list<int64_t> factors) {
   return std::min(result, kTooManyBytes);
 }
 
+/// That layers have something to look at, and somebody who looks.
+Status check_looks(const EngineOptions& options) {
+  const int64_t every = options.steps_between_looks();
+  if (every == 0) return Status::ok();
+  const std::string got = ", got one that looks every " + std::to_string(every) + " steps";
+  if (options.device) {
+    return Status::invalid("session: audit_every must be 0 on a device, and missed_mass_max null" +
+                           got + "; groups are audited on the CPU only");
+  }
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    if (!options.is_exact(layer)) return Status::ok();
+  }
+  return Status::invalid(
+      "session: audit_every must be 0 where exact_layers has every layer, and missed_mass_max "
+      "null, since nothing is selected that could be missed" +
+      got);
+}
+
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
@@ -91,12 +109,7 @@ Status EngineOptions::validate() const {
   for (const int64_t rank : ranks) {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
   }
-  if (device && steps_between_looks() > 0) {
-    return Status::invalid(
-        "session: audit_every must be 0 on a device, and missed_mass_max null, "
-        "got one that looks every " +
-        std::to_string(steps_between_looks()) + " steps; groups are audited on the CPU only");
-  }
+  KVSWAP_RETURN_IF_ERROR(check_looks(*this));
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {
     return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);

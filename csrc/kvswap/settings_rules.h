@@ -125,6 +125,16 @@ void visit_owned(Visit&& visit) {
         OneOf{{"mass", "max_mass"}});
 }
 
+/// visit(name, member, owner's name, its member, word, why): the setting has its default
+/// where the owner is that word.
+template <typename Visit>
+void visit_idle(Visit&& visit) {
+  visit("audit_every", &Settings::audit_every, "rows", &Settings::rows, "none",
+        "since nothing is selected");
+  visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
+        "since nothing is selected");
+}
+
 template <typename Visit>
 void visit_identity(Visit&& visit) {
   visit("model_type", &ModelIdentity::model_type);

@@ -50,7 +50,7 @@ GOOD: list[dict[str, Any]] = [
     },
     {"heads": "each", "rows": "box", "group_tokens": 32},
     {"rows": "mean", "score": "max", "exact_layers": [0, 1], "heads": "each"},
-    {"rows": "none", "group_tokens": 16, "score": "sum"},
+    {"rows": "none", "group_tokens": 16, "score": "sum", "audit_every": 0, "missed_mass_max": None},
     {"projection_kind": "skewed", "score": "max"},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
@@ -117,6 +117,10 @@ BAD: list[tuple[str, str]] = [
     *((_file(rows=rows, rank=8), f"rank: must be left out where rows is {rows}")
       for rows in ("mean", "none")),
     (_file(rows="none", score="mass"), "score: must be left out where rows is none"),
+    *((_file(rows="none", **{name: value}), f"{name}: must be left out where rows is none, since")
+      for name, value in (("missed_mass_max", 0.1), ("audit_every", 16))),
+    (_table({**_ROW, "settings": {"rows": "none", "audit_every": 1}}),
+     "context 8192: audit_every: must be left out where rows is none"),
     (_file(disk_quota_bytes=0), "disk_quota_bytes: must be"),
     (_file(disk_quota_bytes=2**63), "got 9223372036854775808"),
     (_file(read_depth=1025), "read_depth: must be"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -134,6 +136,16 @@ def test_a_device_refuses_it(tmp_path):
         native(options(tmp_path, audit_every=1, device="host"))
     with pytest.raises(ValueError, match="missed_mass_max null"):
         native(options(tmp_path, missed_mass_max=0.1, device="host"))
+
+
+@pytest.mark.parametrize("looks", [{"audit_every": 8}, {"missed_mass_max": 0.1}])
+def test_layers_that_select_nothing_refuse_it(tmp_path, looks):
+    with pytest.raises(ValueError, match=f"{next(iter(looks))}: must be left out where rows is"):
+        native(options(tmp_path, rows="none", **looks))
+    made = options(tmp_path, rows="box", **looks)
+    with pytest.raises(ValueError, match="missed_mass_max null, since nothing is selected"):
+        native(replace(made, exact_layers=list(range(made.layers))))
+    native(replace(made, exact_layers=[0]))
 
 
 def after_steps(made, steps: int, tokens: int = 160) -> Watched:
