@@ -124,6 +124,15 @@ def lacks_cgroups() -> bool:
     return cap is None
 
 
+@functools.cache
+def lacks_disk() -> bool:
+    """Files of tests lie in memory."""
+    named = subprocess.run(
+        ("stat", "-f", "-c", "%T", tempfile.gettempdir()), capture_output=True, check=False
+    )
+    return named.stdout.decode().strip() in ("tmpfs", "ramfs")
+
+
 def has_gpu() -> bool:
     import torch
 
@@ -157,6 +166,7 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"a child may not mount here", lacks_mounts_of_users),
     (r"device mapper", lacks_device_mapper),
     (r"no memory cgroup is writable here", lacks_cgroups),
+    (r"the folder of the tests lies in memory", lacks_disk),
     (r"seccomp filters are refused here", lacks_seccomp),
     (r"vmsplice is refused here", lacks_vmsplice),
     (r"/dev/shm", lacks_shared_memory),
@@ -166,7 +176,7 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
 
 
 # What the world does to the program is tried here; of other Python tests, skips are only told.
-WATCHED = ("real_disks", "hf_faults", "test_session", "hf_cache", "files_differ")
+WATCHED = ("real_disks", "little_memory", "hf_faults", "test_session", "hf_cache", "files_differ")
 
 
 def is_known(reason: str) -> bool:
