@@ -236,8 +236,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) lint
 	@$(SUB) cpp-test
 	@$(PY) -m tests.known_skips build/core/Testing/Temporary/LastTest.log
-	@$(SUB) sanitize-short-thread
-	@$(SUB) fuzz-short
+	@$(SUB) sanitize-short
 	@$(SUB) cuda-compile
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example
