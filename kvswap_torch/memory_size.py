@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from kvswap_torch.errors import ConfigError
 
@@ -12,7 +11,11 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
     _UNITS[_letter] = 1024**_power
     _UNITS[f"{_letter}B"] = 1000**_power
-_PATTERN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_PATTERN = re.compile(
+    r"(?=\.?\d)(?P<whole>\d*)(?:\.(?P<part>\d*))?\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII
+)
+_SPACES = " \t\n\r\f\v"  # as in C++: str.strip() alone takes more
+_DIGITS_MAX = 18  # after the point; those after them are dropped
 _BYTES_MAX = 2**63 - 1
 
 
@@ -38,13 +41,17 @@ def parse_bytes(size: int | str, where: str = "size") -> int:
     if isinstance(size, int):
         count = size
     else:
-        match = _PATTERN.fullmatch(size.strip())
-        if match is None or match[2].upper() not in _UNITS:
+        match = _PATTERN.fullmatch(size.strip(_SPACES))
+        if match is None or match["unit"].upper() not in _UNITS:
             raise ConfigError(
                 f"{where}: must be a number with a unit such as 512MiB, 1.5GB or 65536, "
                 f"got {size!r}"
             )
-        count = int(Fraction(match[1].rstrip(".")) * _UNITS[match[2].upper()])
+        unit, whole = _UNITS[match["unit"].upper()], match["whole"].lstrip("0")
+        part = (match["part"] or "")[:_DIGITS_MAX].ljust(_DIGITS_MAX, "0")
+        # int() refuses numbers of thousands of digits.
+        is_long = len(whole) > len(str(_BYTES_MAX))
+        count = 0 if is_long else int(whole or 0) * unit + int(part) * unit // 10**_DIGITS_MAX
     if not 1 <= count <= _BYTES_MAX:
         raise ConfigError(f"{where}: must be between 1 byte and 2**63 - 1, got {size!r}")
     return count

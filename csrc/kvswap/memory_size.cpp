@@ -11,7 +11,7 @@ namespace kvswap {
 namespace {
 
 using Wide = unsigned __int128;
-constexpr int kDigitsMax = 18;  // of either side of the point; more cannot change a whole byte
+constexpr int kDigitsMax = 18;  // after the point; those after them are dropped
 
 /// 0 for a word that is no unit.
 Wide unit_bytes(std::string unit) {

@@ -21,6 +21,7 @@ from kvswap_torch import ConfigError, format_bytes, parse_bytes
         ("1.KiB", 1024),
         ("7b", 7),
         ("1.9B", 1),
+        ("0" * 5000 + "1." + "0" * 5000 + "KiB", 1024),
     ],
 )
 def test_sizes(size: int | str, count: int) -> None:
@@ -29,7 +30,25 @@ def test_sizes(size: int | str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    ["", "MiB", "-1MiB", "1 XB", "1e3", "0", 0, -5, "0.5B", "1_000", "1,5GB", "nan", 2**63, "٣KB"],
+    [
+        "",
+        "MiB",
+        "-1MiB",
+        "1 XB",
+        "1e3",
+        "0",
+        0,
+        -5,
+        "0.5B",
+        "1_000",
+        "1,5GB",
+        "nan",
+        2**63,
+        "٣KB",
+        "\x1e5",
+        "9" * 5000,
+        "0." + "0" * 5000 + "1KiB",
+    ],
 )
 def test_what_is_no_size_is_refused(size: int | str) -> None:
     with pytest.raises(ConfigError, match=r"^--kv-memory: must be"):
