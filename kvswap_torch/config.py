@@ -52,6 +52,11 @@ FLOORS = (
 OWNED = (
     *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
+    Owned("keeper", "rows", "none", ("newest",)),
+    *(
+        Owned(name, "keeper", "observed")
+        for name in ("keep_tokens", "keep_window", "keep_pool", "keep_interval")
+    ),
 )
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),
@@ -142,6 +147,33 @@ class SwapConfig:
     exact_layers: tuple[int, ...] = layers_rule(
         "layers on disk that attend everything: they have no summary, and what is not in memory is "
         "restored from disk in every step"
+    )
+    keeper: str = one_of(
+        "none",
+        ("none", "newest", "observed"),
+        "which tokens stay in memory, and are attended in every step, whatever is asked: none but "
+        "sinks and tail; with rows=none `newest`, the same with nothing else attended "
+        "(StreamingLLM); or `observed`, those that the newest queries of a prompt paid most "
+        "attention (SnapKV, PRKV). With rows=none they alone are attended: the others stay on disk",
+    )
+    keep_tokens: int = number(
+        256,
+        1,
+        1 << 20,
+        "tokens that stay, of each layer and sequence; with heads=each of each KV head",
+    )
+    keep_window: int = number(
+        32, 1, 4096, "newest queries whose attention decides which tokens stay"
+    )
+    keep_pool: int = number(
+        5, 1, 63, "neighbours, itself in the middle, that a token's attention is averaged over"
+    )
+    keep_interval: int = number(
+        0,
+        0,
+        1 << 20,
+        "decoded tokens after which it is decided anew which tokens stay, by what the newest "
+        "`keep_window` queries paid those that they attended; 0: after each prompt alone",
     )
     audit_every: int = number(
         0,
@@ -270,7 +302,7 @@ class SwapConfig:
 
     def is_exact(self, layer: int) -> bool:
         """Does this layer on disk attend everything, whatever its queries are?"""
-        return self.rows == "none" or layer in self.exact_layers
+        return (self.rows == "none" and self.keeper == "none") or layer in self.exact_layers
 
     @property
     def doubles_estimates(self) -> bool:

@@ -16,9 +16,10 @@ std::string uses_of(const MemoryNeed& need, bool has_device) {
   const auto number = [](const char* name, int64_t bytes) {
     return std::string(name) + " " + std::to_string(bytes);
   };
-  return number("pages", need.pages) + number(", summary", need.summary) +
-         number(", tables", need.tables) + number(", staging", need.staging) +
-         number(", projections", need.projections) + number(", scratch", need.scratch) +
+  return number("pages", need.pages) + (need.kept > 0 ? number(", kept", need.kept) : "") +
+         number(", summary", need.summary) + number(", tables", need.tables) +
+         number(", staging", need.staging) + number(", projections", need.projections) +
+         number(", scratch", need.scratch) +
          (need.timeline > 0 ? number(", timeline", need.timeline) : "") +
          (has_device ? number(", device", need.device) + number(", pinned", need.pinned) : "");
 }
@@ -82,13 +83,14 @@ constexpr const char* kOneSequence = "the pages and tables of one more sequence"
 
 Status Account::check_sequence() const {
   const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
-  return parts_.ledger.check(one.pages + one.tables + one.scratch, kOneSequence);
+  return parts_.ledger.check(one.pages + one.kept + one.tables + one.scratch, kOneSequence);
 }
 
 Status Account::charge_sequence() {
   const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
   KVSWAP_RETURN_IF_ERROR(check_sequence());
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kPages, one.pages, kOneSequence));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kKept, one.kept, kOneSequence));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, one.tables, kOneSequence));
   return parts_.ledger.charge(Use::kScratch, one.scratch, kOneSequence);
 }
@@ -96,6 +98,7 @@ Status Account::charge_sequence() {
 void Account::release_sequence() {
   const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
   parts_.ledger.release(Use::kPages, one.pages);
+  parts_.ledger.release(Use::kKept, one.kept);
   parts_.ledger.release(Use::kTables, one.tables);
   parts_.ledger.release(Use::kScratch, one.scratch);
 }

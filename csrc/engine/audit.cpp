@@ -105,7 +105,8 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
   for (int32_t group = 0; group < batch_.layer(layer_).sealed_groups; ++group) {
     while (next != chosen.end() && *next < group) ++next;
     if (next != chosen.end() && *next == group) continue;
-    if (batch_.is_pinned(layer_, part, group) || batch_.mask(layer_, part, group) == 0) continue;
+    if (batch_.is_pinned(layer_, part, group) || batch_.selectable(layer_, part, group) == 0)
+      continue;
     ++others;
     if (sample_.size() < wanted) {
       sample_.push_back(group);
@@ -122,7 +123,7 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
     pages_[entry] = target;
     parts_.store->copy_note(layer_, part, sample_[i],
                             exponents_.data() + entry * options.note_bytes());
-    masks_[entry] = batch_.mask(layer_, part, sample_[i]);
+    masks_[entry] = batch_.selectable(layer_, part, sample_[i]);
     columns_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
   }
 }

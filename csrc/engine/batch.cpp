@@ -126,6 +126,12 @@ uint64_t Batch::mask(int64_t layer, int64_t sequence, int64_t group) const {
   return validity_[sequence].mask(first, count);
 }
 
+uint64_t Batch::selectable(int64_t layer, int64_t sequence, int64_t group) const {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const KeptTokens& kept = pages_[sequence]->kept(layer);
+  return mask(layer, sequence, group) & ~kept.mask(group * group_tokens, group_tokens);
+}
+
 bool Batch::is_sink(int64_t sequence, int64_t group) const {
   const EngineOptions& options = parts_.options;
   const int64_t first = validity_[sequence].first_valid();
@@ -159,7 +165,7 @@ void Batch::choosable(int64_t layer, int64_t sequence, int64_t groups,
   chosen.clear();
   const int64_t first = validity_[sequence].first_valid() / parts_.options.group_tokens;
   for (int64_t group = first; group < groups; ++group) {
-    if (!is_pinned(layer, sequence, group) && mask(layer, sequence, group) != 0) {
+    if (!is_pinned(layer, sequence, group) && selectable(layer, sequence, group) != 0) {
       chosen.push_back(static_cast<int32_t>(group));
     }
   }

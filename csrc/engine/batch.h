@@ -52,6 +52,8 @@ class Batch {
   int64_t due_groups(int64_t layer, int64_t columns) const;
   /// Bit i: token i of the group is there and counts.
   uint64_t mask(int64_t layer, int64_t sequence, int64_t group) const;
+  /// The same of a sealed group, but for the tokens that are kept, which are attended anyway.
+  uint64_t selectable(int64_t layer, int64_t sequence, int64_t group) const;
   /// Must the group be pinned when it is sealed?
   bool is_sink(int64_t sequence, int64_t group) const;
   bool is_pinned(int64_t layer, int64_t sequence, int64_t group) const;

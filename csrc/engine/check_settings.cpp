@@ -84,7 +84,8 @@ Status check_settings(const Settings& settings) {
 
 bool is_exact(const Settings& settings, int64_t layer) {
   const std::vector<int64_t>& layers = settings.exact_layers;
-  return settings.rows == "none" || std::find(layers.begin(), layers.end(), layer) != layers.end();
+  return (settings.rows == "none" && settings.keeper == "none") ||
+         std::find(layers.begin(), layers.end(), layer) != layers.end();
 }
 
 std::string settings_json(const Settings& settings) {

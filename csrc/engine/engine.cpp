@@ -39,7 +39,8 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
       saver_(*parts_, *batch_, sealer_, *past_),
       loader_(*parts_, *batch_, tail_, editor_, account_),
-      audit_(*parts_, *batch_, sealer_) {}
+      audit_(*parts_, *batch_, sealer_),
+      keeping_(*parts_, *batch_, sealer_, *past_) {}
 
 Engine::~Engine() {
   if (getpid() == owner_pid_) {
@@ -115,8 +116,19 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
 }
 
 bool Engine::needs_projection(int64_t layer) const {
-  return !parts_->selector->is_ready(layer) && !options().is_exact(layer) &&
+  return options().selects() && !parts_->selector->is_ready(layer) && !options().is_exact(layer) &&
          !batch_->all_fit(layer);
+}
+
+double Engine::tokens_kept() const {
+  size_t kept = 0;
+  for (int64_t part = 0; part < batch_->size(); ++part) {
+    for (int64_t layer = 0; layer < options().layers; ++layer) {
+      kept += batch_->pages(part).kept(layer).columns().size();
+    }
+  }
+  const int64_t each = std::max<int64_t>(1, batch_->size() * options().layers);
+  return static_cast<double>(kept) / static_cast<double>(each);
 }
 
 void Engine::count_restored(int64_t layer, int64_t queries) {
@@ -137,6 +149,7 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
       needs_projection(layer)) {
     return Status::ok();
   }
+  KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
   const Question question = {.query = parts_of(query), .scale = scale.value_or(usual)};
   return handed_back(*parts_, steps_.look_ahead(layer, question));
@@ -166,17 +179,24 @@ Status Engine::attend(const AttendArgs& args) {
                            ") and the columns appended (" + std::to_string(held) + "), got " +
                            std::to_string(queries));
   }
+  LayerStep& step = steps_.of(args.layer);
+  if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
+    KVSWAP_RETURN_IF_ERROR(step.drop());
+    KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer));
+  }
   KVSWAP_RETURN_IF_ERROR(
       steps_.take(args.layer, {.query = parts_of(args.query), .scale = args.scale}));
-  KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, steps_.of(args.layer), queries));
+  KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, step, queries));
   PagedAttentionArgs kernel = attention_args(args);
-  kernel.log_sum_exp = audit_.log_sum_exp();
+  float* kept_log_sum_exp = keeping_.log_sum_exp(args.layer, queries);
+  kernel.log_sum_exp = audit_.log_sum_exp() ? audit_.log_sum_exp() : kept_log_sum_exp;
   {
     const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
                           &parts_->counters.attend_seconds);
     parts_->space->compute().attend(args.layer, kernel);
   }
   Status finished = audit_.finish(kernel);
+  keeping_.observe_step(args.layer, kernel);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
   return handed_back(*parts_, std::move(finished));
 }
@@ -283,8 +303,17 @@ Status Engine::crop(int64_t columns) {
   return editor_.crop(columns);
 }
 
+/// A folder has no place for who is kept.
+Status Engine::check_nothing_kept(const char* where) const {
+  if (options().kept_pages() == 0) return Status::ok();
+  return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
+                         options().keeper +
+                         "', whose kept tokens are not saved; open the cache without it");
+}
+
 Status Engine::save(SaveTarget& target) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(check_nothing_kept("save"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
   return handed_back(*parts_, saver_.save(target));
@@ -292,6 +321,7 @@ Status Engine::save(SaveTarget& target) {
 
 Result<Saver::Shared> Engine::share() {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(check_nothing_kept("fork"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
   return saver_.share();

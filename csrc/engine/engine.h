@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/account.h"
@@ -12,6 +13,7 @@
 #include "engine/batch.h"
 #include "engine/editor.h"
 #include "engine/engine_parts.h"
+#include "engine/keeping.h"
 #include "engine/layer_steps.h"
 #include "engine/loader.h"
 #include "engine/page_table.h"
@@ -70,6 +72,13 @@ class Engine {
   /// what has left the tail. Not for what attends_exactly().
   Status attend(const AttendArgs& args);
 
+  /// Of a chunk that attends_exactly() so many of the newest queries are to be given to observe();
+  /// 0: none.
+  int64_t observed_queries(int64_t layer) const { return keeping_.window(layer); }
+  void observe(int64_t layer, int64_t part, KeptTokens::Window window) {
+    keeping_.observe_chunk(layer, part, std::move(window));
+  }
+
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
   /// host.
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
@@ -109,6 +118,8 @@ class Engine {
   /// long chunk fast is large blocks. A layer that never chooses gets its own pages, which nobody
   /// else uses. Otherwise PastReader::blocks().
   Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
+  /// By a layer of a part (see above), on average.
+  double tokens_kept() const;
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }
@@ -122,6 +133,7 @@ class Engine {
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer);
+  Status check_nothing_kept(const char* where) const;
   PagedAttentionArgs attention_args(const AttendArgs& args);
 
   int owner_pid_;
@@ -139,6 +151,7 @@ class Engine {
   Loader loader_;
   PageTable table_;
   Audit audit_;
+  Keeping keeping_;
 };
 
 }  // namespace kvswap

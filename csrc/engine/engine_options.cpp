@@ -8,6 +8,7 @@
 #include "engine/check_settings.h"
 #include "engine/device_space.h"
 #include "engine/fetcher.h"
+#include "engine/keeping.h"
 #include "io/timeline.h"
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
@@ -101,6 +102,10 @@ Status EngineOptions::validate() const {
         "session: records must be 'model' where pages are a device's, got 'fp8', which the CPU "
         "alone reads; leave records out, or keep the cache in host memory");
   }
+  if (device && keeper != "none") {
+    return Status::invalid("session: keeper must be 'none' where pages are a device's, got '" +
+                           keeper + "', which the CPU alone has; keep the cache in host memory");
+  }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
@@ -173,7 +178,7 @@ int64_t EngineOptions::token_page_bytes(int64_t record_bytes) const {
 }
 
 int64_t EngineOptions::table_bytes_per_group() const {
-  return RecordStore::table_bytes_per_group() + note_bytes();
+  return RecordStore::table_bytes_per_group() + note_bytes() + Keeping::bytes_per_group(*this);
 }
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
@@ -197,6 +202,15 @@ int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
 
 int64_t EngineOptions::sink_pages() const {
   return sink_tokens == 0 ? 0 : (sink_tokens + group_tokens - 2) / group_tokens + 1;
+}
+
+bool EngineOptions::keeps_tokens(int64_t layer) const {
+  return KeeperKind::find(keeper)->keeps_tokens && !is_exact(layer);
+}
+
+int64_t EngineOptions::kept_pages() const {
+  if (!KeeperKind::find(keeper)->keeps_tokens) return 0;
+  return (keep_tokens + group_tokens - 1) / group_tokens;
 }
 
 int64_t EngineOptions::tail_pages() const {
@@ -239,13 +253,14 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t token_page_bytes = options.token_page_bytes(record_bytes);
   need.pages = product({partitions, options.pages_max, record_bytes}) +
                product({partitions, options.sink_pages() + options.tail_pages(), token_page_bytes});
+  need.kept = product({partitions, Keeping::bytes_per_layer(options, token_page_bytes)});
   const int64_t summarised =
       options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
   const MethodOptions method = options.method();
   const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    if (options.is_exact(layer)) continue;
+    if (options.is_exact(layer) || !options.selects()) continue;
     const RowShape rows = kind.shape(method, layer);
     const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
                                   options.summary_type()};
@@ -263,13 +278,15 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
                  options.merge_gap_bytes + 2 * block * record_bytes + 2 * block * token_page_bytes +
                  options.encoded_at_once(record_bytes) * token_page_bytes + moving +
-                 Audit::fixed_bytes(options, record_bytes);
+                 Audit::fixed_bytes(options, record_bytes) +
+                 Keeping::fixed_bytes(options, record_bytes);
   // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().
   const bool lends = !options.device && options.pages_max >= options.tail_pages();
   const int64_t crop_layers = lends ? 1 : options.layers;
   need.scratch = options.score_bytes(batch, groups) +
                  product({batch, options.pages_per_layer(), 20 + options.note_bytes()}) +
                  product({batch, Audit::sequence_bytes(options)}) +
+                 product({batch, Keeping::sequence_bytes(options)}) +
                  product({crop_layers, batch, options.tail_pages(), record_bytes});
   need.timeline = Timeline::bytes(options.timeline_spans);
   // What a device needs beside is a small part of such sizes, and would not change the answer.

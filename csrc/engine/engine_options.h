@@ -88,6 +88,11 @@ struct EngineOptions : Settings {
   }
   static constexpr int64_t kStepsBetweenLooks = 32;
 
+  /// Do tokens stay in the layer's memory because of what they were paid?
+  bool keeps_tokens(int64_t layer) const;
+  /// Are groups selected? Else what is kept is attended alone.
+  bool selects() const { return rows != "none"; }
+
   bool has_float8_records() const { return records == "fp8"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
@@ -104,7 +109,9 @@ struct EngineOptions : Settings {
   int64_t sink_pages() const;
   /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max.
   int64_t tail_pages() const;
-  int64_t pages_per_layer() const { return pages_max + sink_pages() + tail_pages(); }
+  /// Pages of kept tokens; 0 without a keeper of tokens.
+  int64_t kept_pages() const;
+  int64_t pages_per_layer() const { return pages_max + sink_pages() + tail_pages() + kept_pages(); }
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
   int64_t write_buffer_bytes(int64_t record_bytes) const;
@@ -125,6 +132,7 @@ inline constexpr int64_t kBatchMax = 65536;
 /// device memory alike. The batch is of the options' own sequences: KV heads where they are apart.
 struct MemoryNeed {
   int64_t pages = 0;
+  int64_t kept = 0;
   int64_t summary = 0;
   int64_t tables = 0;
   int64_t staging = 0;
@@ -134,7 +142,8 @@ struct MemoryNeed {
   int64_t pinned = 0;  // host memory that copies to and from the device go through
   int64_t timeline = 0;
   int64_t total() const {
-    return pages + summary + tables + staging + projections + scratch + device + pinned + timeline;
+    return pages + kept + summary + tables + staging + projections + scratch + device + pinned +
+           timeline;
   }
 };
 

@@ -27,6 +27,8 @@ struct EngineCounters {
   double select_seconds = 0;  // project, score, choose
   double plan_seconds = 0;    // page maps, merging, submitting
   double attend_seconds = 0;  // the attention kernel
+  uint64_t turns = 0;         // of a layer and sequence: who is kept was chosen anew
+  double turn_seconds = 0;
   double append_seconds = 0;  // packing, summarising, handing to the writer
 };
 

@@ -9,6 +9,15 @@
 namespace kvswap {
 namespace {
 
+/// Tokens of each sequence that are kept in a layer, on average.
+void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
+  const EngineOptions& options = engine.parts().options;
+  if (options.kept_pages() == 0) return;
+  counters["turns"] = static_cast<double>(engine.parts().counters.turns);
+  counters["turn_seconds"] = engine.parts().counters.turn_seconds;
+  counters["tokens_kept"] = engine.tokens_kept();
+}
+
 /// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.
 void add_missed_mass(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.options();
@@ -77,6 +86,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"device_wait_seconds", space.device_wait_seconds},
       {"choice_wait_seconds", engine.parts().selector->wait_seconds()},
   };
+  add_kept(engine, counters);
   add_missed_mass(engine, counters);
   return counters;
 }

@@ -15,7 +15,7 @@ Status LayerStep::ask(const Question& question) {
   const EngineOptions& options = parts_.options;
   made_for_ = batch_.layer(layer_);
   chosen_.resize(batch_.size());
-  is_asking_selector_ = !batch_.all_fit(layer_);
+  is_asking_selector_ = parts_.options.selects() && !batch_.all_fit(layer_);
   if (is_asking_selector_) {
     if (!parts_.selector->is_ready(layer_)) {
       return Status::invalid("session: layer " + std::to_string(layer_) + " must choose among " +
@@ -33,8 +33,12 @@ Status LayerStep::ask(const Question& question) {
                              std::to_string(apart * query.heads) + "; do not sum them");
     }
     std::vector<Candidates> candidates(batch_.size());
+    std::vector<std::vector<int32_t>> attended(batch_.size());  // sinks, and what is kept
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-      candidates[sequence] = {&batch_.validity(sequence), batch_.pages(sequence).sinks(layer_)};
+      attended[sequence] = batch_.pages(sequence).sinks(layer_);
+      const std::vector<int32_t>& kept = batch_.pages(sequence).kept(layer_).whole_groups();
+      attended[sequence].insert(attended[sequence].end(), kept.begin(), kept.end());
+      candidates[sequence] = {&batch_.validity(sequence), attended[sequence]};
     }
     KVSWAP_RETURN_IF_ERROR(parts_.selector->start_choice(
         {.layer = layer_,
@@ -61,6 +65,8 @@ Status LayerStep::choose() {
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       if (batch_.fits(layer_, sequence)) {
         batch_.choosable(layer_, sequence, made_for_.sealed_groups, chosen_[sequence]);
+      } else if (!is_asking_selector_) {
+        chosen_[sequence].clear();  // nothing but what is kept
       }
     }
   }

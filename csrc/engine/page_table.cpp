@@ -1,5 +1,7 @@
 #include "engine/page_table.h"
 
+#include <algorithm>
+
 namespace kvswap {
 
 void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
@@ -30,10 +32,18 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
     for (size_t i = 0; i < sinks.size(); ++i) {
       add(sinks[i], pages.sink_page(layer, static_cast<int64_t>(i)));
     }
+    const auto kept = static_cast<int64_t>(pages.kept(layer).columns().size());
+    for (int64_t done = 0; done < kept; done += group_tokens) {
+      pages_[entry] = pages.kept_page(layer, done / group_tokens);
+      masks_[entry] = ~uint64_t{0} >> (64 - std::min(group_tokens, kept - done));
+      columns_[entry] = static_cast<int32_t>(-(done + group_tokens));
+      ++entry;
+    }
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
     for (size_t i = 0; i < chosen.size(); ++i) {
       store.copy_note(layer, sequence, chosen[i], exponents_.data() + entry * note_bytes);
       add(chosen[i], pages.page(step.pages()[sequence][i]));
+      masks_[entry - 1] = batch.selectable(layer, sequence, chosen[i]);
     }
     for (int64_t group = state.sealed_groups; group < groups; ++group) {
       add(group, tail.page(layer, sequence, group));

@@ -10,8 +10,8 @@
 
 namespace kvswap {
 
-/// For one step of one layer: the pages that attention reads, in rising group order. Reused, so
-/// that a steady state allocates nothing.
+/// For one step of one layer: the pages that attention reads. Reused, so that a steady state
+/// allocates nothing.
 class PageTable {
  public:
   struct Of {
@@ -21,7 +21,8 @@ class PageTable {
     int64_t heads_apart = 1;
     int64_t note_bytes = 0;  // of a record; 0: all pages are of the model's dtype
   };
-  /// Sinks, the step's groups and the tail.
+  /// Sinks, kept tokens, the step's groups and the tail. Of kept tokens, which every query sees,
+  /// page i stands as if at column -(i + 1) * group_tokens.
   void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
              const RecordStore& store);
   /// The table's part of the kernel's arguments.

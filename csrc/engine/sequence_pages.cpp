@@ -1,13 +1,21 @@
 #include "engine/sequence_pages.h"
 
 namespace kvswap {
+namespace {
+
+/// Of one layer.
+int64_t token_pages(const EngineOptions& options) {
+  return options.sink_pages() + options.tail_pages() + options.kept_pages();
+}
+
+}  // namespace
 
 Result<std::unique_ptr<SequencePages>> SequencePages::create(const EngineOptions& options,
                                                              int64_t record_bytes,
                                                              PageSpace& space) {
   auto records = space.make_pool(options.layers * options.pages_max, record_bytes);
   if (!records.is_ok()) return records.status();
-  auto tokens = space.make_pool(options.layers * (options.sink_pages() + options.tail_pages()),
+  auto tokens = space.make_pool(options.layers * token_pages(options),
                                 options.token_page_bytes(record_bytes));
   if (!tokens.is_ok()) return tokens.status();
   return std::unique_ptr<SequencePages>(
@@ -20,7 +28,8 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool records, Pag
       space_(space),
       records_(std::move(records)),
       tokens_(std::move(tokens)),
-      sinks_(options.layers) {
+      sinks_(options.layers),
+      kept_(options.layers) {
   maps_.reserve(options.layers);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     maps_.emplace_back(static_cast<int32_t>(layer * options.pages_max),
@@ -28,9 +37,7 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool records, Pag
   }
 }
 
-int64_t SequencePages::first_sink(int64_t layer) const {
-  return layer * (options_.sink_pages() + options_.tail_pages());
-}
+int64_t SequencePages::first_sink(int64_t layer) const { return layer * token_pages(options_); }
 
 std::byte* SequencePages::sink_page(int64_t layer, int64_t index) const {
   KVSWAP_ASSERT(index < options_.sink_pages());
@@ -42,15 +49,22 @@ std::byte* SequencePages::tail_page(int64_t layer, int64_t group) const {
                                            group % options_.tail_pages()));
 }
 
+std::byte* SequencePages::kept_page(int64_t layer, int64_t index) const {
+  return tokens_.page(static_cast<int32_t>(first_sink(layer) + options_.sink_pages() +
+                                           options_.tail_pages() + index));
+}
+
 void SequencePages::copy_from(SequencePages& other) {
   space_.compute().copy(tokens_.page(0), other.tokens_.page(0), tokens_.resident_bytes());
   sinks_ = other.sinks_;
+  kept_ = other.kept_;
   for (PageMap& map : maps_) map.clear();
 }
 
 void SequencePages::clear() {
   for (PageMap& map : maps_) map.clear();
   for (auto& sinks : sinks_) sinks.clear();
+  for (KeptTokens& kept : kept_) kept = {};
 }
 
 }  // namespace kvswap

@@ -8,11 +8,12 @@
 #include "engine/page_space.h"
 #include "memory/page_map.h"
 #include "memory/page_pool.h"
+#include "methods/keeper.h"
 
 namespace kvswap {
 
 /// The memory of one sequence: a pool of records' pages, the reuse buffers of all layers, and one
-/// of tokens' pages, sinks and tail of each layer, in the model's dtype.
+/// of tokens' pages, sinks, tail and kept tokens of each layer, in the model's dtype.
 ///
 /// The tail is a ring: group g of the text stands in the ring's page g modulo its length, from the
 /// first group that is not sealed on. Sinks are copies of sealed groups that stay.
@@ -34,8 +35,10 @@ class SequencePages {
   std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
   std::byte* sink_page(int64_t layer, int64_t index) const;
   std::byte* tail_page(int64_t layer, int64_t group) const;
+  std::byte* kept_page(int64_t layer, int64_t index) const;
+  KeptTokens& kept(int64_t layer) { return kept_[layer]; }
 
-  /// Takes over tail and sinks of another sequence; the reuse buffer begins empty.
+  /// Takes over tail, sinks and kept tokens of another sequence; the reuse buffer begins empty.
   void copy_from(SequencePages& other);
   void clear();
 
@@ -49,6 +52,7 @@ class SequencePages {
   PagePool tokens_;
   std::vector<PageMap> maps_;                // [layers]
   std::vector<std::vector<int32_t>> sinks_;  // [layers][sinks]
+  std::vector<KeptTokens> kept_;             // [layers]
 };
 
 }  // namespace kvswap

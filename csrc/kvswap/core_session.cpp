@@ -131,10 +131,10 @@ std::map<std::string, int64_t> CoreSession::memory_need(const CoreOptions& optio
   const int64_t record_bytes =
       (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
   const MemoryNeed need = kvswap::memory_need(engine_of, record_bytes, batch, context);
-  return {{"pages", need.pages},     {"summary", need.summary},         {"tables", need.tables},
-          {"staging", need.staging}, {"projections", need.projections}, {"scratch", need.scratch},
-          {"device", need.device},   {"pinned", need.pinned},           {"timeline", need.timeline},
-          {"total", need.total()},   {"record_bytes", record_bytes}};
+  return {{"pages", need.pages},       {"kept", need.kept},       {"summary", need.summary},
+          {"tables", need.tables},     {"staging", need.staging}, {"projections", need.projections},
+          {"scratch", need.scratch},   {"device", need.device},   {"pinned", need.pinned},
+          {"timeline", need.timeline}, {"total", need.total()},   {"record_bytes", record_bytes}};
 }
 
 void CoreSession::declare(int64_t batch, int64_t tokens, const bool* valid) {

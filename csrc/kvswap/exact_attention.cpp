@@ -91,7 +91,29 @@ class Chunk final : public PastVisitor {
       const float share = 1 / (1 + std::exp(sinks[row % query_.heads] - log_sum_exp_[row]));
       float* output = output_.data() + row * options_.head_dim;
       for (int64_t i = 0; i < options_.head_dim; ++i) output[i] *= share;
+      log_sum_exp_[row] -= std::log(share);
     }
+  }
+
+  /// The newest `most` queries, with what they attended; everything has been attended.
+  KeptTokens::Window window(int64_t most) const {
+    const int64_t count = std::min(most, query_.queries);
+    const int64_t first = query_.queries - count;
+    const int64_t row = options_.head_dim * dtype_bytes(options_.dtype);
+    KeptTokens::Window window = {.queries = std::vector<std::byte>(query_.heads * count * row),
+                                 .log_sum_exp = std::vector<float>(query_.heads * count),
+                                 .count = count,
+                                 .first_column = past_ + first,
+                                 .scale = args_.scale,
+                                 .softcap = args_.softcap};
+    for (int64_t head = 0; head < query_.heads; ++head) {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t element = head * query_.head_stride + (first + i) * query_.query_stride;
+        std::copy_n(first_ + element * dtype_bytes(options_.dtype), row, window.queries.begin() + (head * count + i) * row);
+        window.log_sum_exp[head * count + i] = log_sum_exp_[(first + i) * query_.heads + head];
+      }
+    }
+    return window;
   }
 
   /// [tokens, heads, head_dim] of the session's dtype, tokens `stride` elements apart.
@@ -207,6 +229,8 @@ Status attend_exactly(Engine& engine, const AttendArgs& args, const ParallelFor&
     Chunk chunk(engine, part, of_part, past, parallel);
     KVSWAP_RETURN_IF_ERROR(walk_past(engine, {args.layer, part, past, columns}, chunk));
     if (args.sinks != nullptr) chunk.add_sinks(args.sinks + part % apart * of_part.query.heads);
+    const int64_t observed = engine.observed_queries(args.layer);
+    if (observed > 0) engine.observe(args.layer, part, chunk.window(observed));
     const int64_t first = part / apart * args.query.queries * row + part % apart * row / apart;
     chunk.write(static_cast<std::byte*>(args.output) + first * dtype_bytes(options.dtype), row);
   }

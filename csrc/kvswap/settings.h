@@ -61,6 +61,20 @@ struct Settings {
   /// layers on disk that attend everything: they have no summary, and what is not in memory is
   /// restored from disk in every step
   std::vector<int64_t> exact_layers;
+  /// which tokens stay in memory, and are attended in every step, whatever is asked: none but
+  /// sinks and tail; with rows=none newest, the same with nothing else attended (StreamingLLM);
+  /// or observed, those that the newest queries of a prompt paid most attention (SnapKV, PRKV).
+  /// With rows=none they alone are attended: the others stay on disk
+  std::string keeper = "none";
+  /// tokens that stay, of each layer and sequence; with heads=each of each KV head
+  int64_t keep_tokens = 256;
+  /// newest queries whose attention decides which tokens stay
+  int64_t keep_window = 32;
+  /// neighbours, itself in the middle, that a token's attention is averaged over
+  int64_t keep_pool = 5;
+  /// decoded tokens after which it is decided anew which tokens stay, by what the newest
+  /// keep_window queries paid those that they attended; 0: after each prompt alone
+  int64_t keep_interval = 0;
   /// decoding steps between two looks of a layer at groups that were not selected, to estimate
   /// how much attention they would have had (missed_mass in stats()); 0: never
   int64_t audit_every = 0;

@@ -26,6 +26,11 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "look_ahead",
                                                 "true_query_layers",
                                                 "exact_layers",
+                                                "keeper",
+                                                "keep_tokens",
+                                                "keep_window",
+                                                "keep_pool",
+                                                "keep_interval",
                                                 "audit_every",
                                                 "audit_groups",
                                                 "missed_mass_max",
@@ -55,13 +60,15 @@ inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
                                             "sink_tokens",     "tail_tokens",
                                             "replacement",     "select_queries_max",
                                             "look_ahead",      "true_query_layers",
-                                            "exact_layers",    "audit_every",
-                                            "audit_groups",    "missed_mass_max",
-                                            "layout",          "reader",
-                                            "io_mode",         "read_depth",
-                                            "merge_gap_bytes", "merge_bytes_max",
-                                            "device_model",    "projection_file",
-                                            "projection_kind"};
+                                            "exact_layers",    "keeper",
+                                            "keep_tokens",     "keep_window",
+                                            "keep_pool",       "keep_interval",
+                                            "audit_every",     "audit_groups",
+                                            "missed_mass_max", "layout",
+                                            "reader",          "io_mode",
+                                            "read_depth",      "merge_gap_bytes",
+                                            "merge_bytes_max", "device_model",
+                                            "projection_file", "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
@@ -82,6 +89,11 @@ void visit_settings(Visit&& visit) {
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
   visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
+  visit("keeper", &Settings::keeper, OneOf{{"none", "newest", "observed"}});
+  visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
+  visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
+  visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
+  visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
@@ -123,6 +135,12 @@ void visit_owned(Visit&& visit) {
         OneOf{});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
+  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});
+  visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "observed",
+        OneOf{});
 }
 
 /// visit(name, member, owner's name, its member, word, why): the setting has its default

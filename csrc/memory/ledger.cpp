@@ -9,6 +9,8 @@ const char* use_name(Use use) {
   switch (use) {
     case Use::kPages:
       return "pages";
+    case Use::kKept:
+      return "kept";
     case Use::kSummary:
       return "summary";
     case Use::kTables:

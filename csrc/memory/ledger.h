@@ -11,6 +11,7 @@ namespace kvswap {
 /// What a byte of the budget is used for.
 enum class Use {
   kPages,
+  kKept,  // tokens that stay whatever is asked
   kSummary,
   kTables,
   kStaging,
@@ -20,7 +21,7 @@ enum class Use {
   kPinned,  // host memory that copies to and from a device go through
   kTimeline,
 };
-inline constexpr int kUses = 9;
+inline constexpr int kUses = 10;
 const char* use_name(Use use);
 
 /// Counts every byte the session holds, by use; the limit is hard.

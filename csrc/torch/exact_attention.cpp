@@ -133,6 +133,20 @@ class Chunk final : public PastVisitor {
         rule_(rule) {}
 
   const at::Tensor& output() const { return partial_.output; }
+  /// The newest `most` queries, with what they attended; everything has been attended.
+  KeptTokens::Window window(int64_t most, int64_t end_column) const {
+    const int64_t count = std::min(most, query_.size(1));
+    const int64_t first = query_.size(1) - count;
+    const at::Tensor queries = query_.narrow(1, first, count).cpu().contiguous();
+    const at::Tensor sums = partial_.log_sum_exp.narrow(1, first, count).cpu().contiguous();
+    const auto* bytes = static_cast<const std::byte*>(queries.data_ptr());
+    return {.queries = {bytes, bytes + queries.nbytes()},
+            .log_sum_exp = {sums.data_ptr<float>(), sums.data_ptr<float>() + sums.numel()},
+            .count = count,
+            .first_column = end_column - count,
+            .scale = static_cast<float>(rule_.scale),
+            .softcap = static_cast<float>(rule_.softcap)};
+  }
   /// When everything else has been attended.
   void add_sinks(const at::Tensor& sinks) { kvswap::add_sinks(partial_, sinks); }
 
@@ -188,7 +202,8 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
   engine.count_restored(args.layer, tokens);
   const int64_t past = args.past;
   const ScoreRule rule = {.scale = args.scale, .softcap = args.softcap};
-  bool is_plain = past == 0 && rule.softcap == 0 && !args.sinks.defined();
+  const int64_t observed = engine.observed_queries(args.layer);
+  bool is_plain = past == 0 && rule.softcap == 0 && !args.sinks.defined() && observed == 0;
   const int64_t apart = engine.heads_apart();
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
     is_plain = is_plain && engine.validity(sequence * apart).all_valid_from() == 0;
@@ -227,6 +242,9 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
     if (args.sinks.defined()) {
       const int64_t heads = own_query.size(0);
       chunk.add_sinks(args.sinks.narrow(0, part % apart * heads, heads));
+    }
+    if (observed > 0) {
+      engine.observe(args.layer, part, chunk.window(observed, past + tokens));
     }
     slice(output.transpose(1, 2)).copy_(chunk.output());
   }

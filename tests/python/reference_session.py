@@ -18,6 +18,7 @@ import torch
 
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
+from tests.python.reference_keeper import Kept, ReferenceKeeper
 from tests.python.reference_options import COUNTERS, Options
 from tests.reference import float8_rounded
 
@@ -30,6 +31,7 @@ class Layer:
     values: torch.Tensor  # as keys
     valid: torch.Tensor  # [batch, columns] bool
     scored: torch.Tensor  # as keys: what groups are scored by
+    kept: list[Kept]  # [batch]
     sealed: int = 0  # columns in sealed groups, a multiple of G
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
@@ -48,6 +50,7 @@ class ReferenceSession:
         self._ranks = ranks * options.layers if len(ranks) == 1 else ranks
         self._projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._closed = False
+        self._keeper = ReferenceKeeper(options)
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self.reset()
 
@@ -74,7 +77,8 @@ class ReferenceSession:
             raise ValueError(f"append: declared {valid.shape}, got {(batch, tokens)} columns")
         old = self._layers.get(layer)
         if old is None:
-            self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone())
+            kept = [Kept() for _ in range(batch)]
+            self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone(), kept)
         else:
             old.keys = torch.cat([old.keys, keys], 2)
             old.values = torch.cat([old.values, values], 2)
@@ -101,6 +105,7 @@ class ReferenceSession:
             return
         if self._is_restored(layer) or (self._must_choose(state) and self._lacks_projection(layer)):
             return
+        self._turn(state)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale)
 
@@ -116,16 +121,23 @@ class ReferenceSession:
             # Such a chunk has its own tokens in hand.
             seen.keys = torch.cat([state.keys[:, :, :-tokens], keys], 2)
             seen.values = torch.cat([state.values[:, :, :-tokens], values], 2)
-            output = self._attention(seen, query, state.valid, (scale, softcap, sinks))
+            terms = (scale, softcap, sinks)
+            output, (_, log_sum_exp) = self._attention(seen, query, state.valid, terms)
+            if self._keeper.is_on and not self._is_exact(layer):
+                self._keeper.observe_chunk(state, query, log_sum_exp)
+                self._scale = scale
             self._seal(state)
             state.selection = []  # nothing was chosen
             return output
         chosen = state.predicted
         if chosen is None:
+            self._turn(state)
             chosen = self._choose(layer, query, scale)
         state.predicted, state.selection = None, chosen
         visible = state.valid & self._attended_columns(state, chosen)
-        output = self._attention(state, query, visible, (scale, softcap, sinks))
+        output, (weights, _) = self._attention(state, query, visible, (scale, softcap, sinks))
+        if self._keeper.is_on and not self._is_exact(layer):
+            self._keeper.observe_step(state, weights)
         self._count(chosen)
         self._seal(state)
         return output
@@ -158,16 +170,20 @@ class ReferenceSession:
             state.keys, state.values = state.keys[index], state.values[index]
             state.valid, state.predicted = state.valid[index], None
             state.scored = state.scored[index]
+            state.kept = [copy.deepcopy(state.kept[i]) for i in indices]
 
     def crop(self, columns: int) -> None:
         self._open()
         self._declared = {}
         for state in self._layers.values():
+            is_cut = columns < state.columns
             state.keys, state.values = state.keys[:, :, :columns], state.values[:, :, :columns]
             state.valid, state.predicted = state.valid[:, :columns], None
             state.sealed = min(state.sealed, self._sealed_at(state.columns))
             came_back = state.keys[:, :, state.sealed :]
             state.scored = torch.cat([state.scored[:, :, : state.sealed], came_back], 2)
+            for kept in state.kept if is_cut else []:
+                kept.crop(state.sealed)
 
     def reset(self) -> None:
         self._open()
@@ -226,14 +242,22 @@ class ReferenceSession:
         return sorted(sinks & alive), sorted(alive - sinks)
 
     def _is_exact(self, layer: int) -> bool:
-        return self._options.rows == "none" or layer in self._options.exact_layers
+        is_restored = self._options.rows == "none" and self._options.keeper == "none"
+        return is_restored or layer in self._options.exact_layers
 
     def _is_restored(self, layer: int) -> bool:
         return self._is_exact(layer) and self._must_choose(self._layers[layer])
 
     def _must_choose(self, state: Layer) -> bool:
-        most = max(len(self._groups(state, s)[1]) for s in range(len(state.keys)))
-        return most > self._options.groups_max
+        return not all(self._fits(state, s) for s in range(len(state.keys)))
+
+    def _fits(self, state: Layer, sequence: int) -> bool:
+        return len(self._groups(state, sequence)[1]) <= self._options.groups_max
+
+    def _turn(self, state: Layer) -> None:
+        for sequence, kept in enumerate(state.kept):
+            if kept.is_due and not self._fits(state, sequence):
+                self._keeper.turn(state, sequence, self._groups(state, sequence)[0], self._scale)
 
     def _choose(self, layer: int, query: torch.Tensor, scale: float) -> list[list[int]]:
         """Per sequence: union over the queries of each one's best groups, in rising order."""
@@ -241,10 +265,15 @@ class ReferenceSession:
         count = min(self._options.groups_max, max(1, self._options.pages_max // queries))
         chosen = []
         for sequence in range(len(state.keys)):
-            _, candidates = self._groups(state, sequence)
-            if len(candidates) <= self._options.groups_max:
-                chosen.append(candidates)
+            _, others = self._groups(state, sequence)
+            if self._fits(state, sequence):
+                chosen.append([g for g in others if self._is_selectable(state, sequence, g)])
                 continue
+            if self._options.rows == "none":  # nothing but what is kept
+                chosen.append([])
+                continue
+            whole = state.kept[sequence].whole_groups(self._options.group_tokens)
+            candidates = [g for g in others if g not in whole]
             if self._lacks_projection(layer):
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
             if self._options.score in ("sum", "max"):
@@ -255,6 +284,11 @@ class ReferenceSession:
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
             chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
         return chosen
+
+    def _is_selectable(self, state: Layer, sequence: int, g: int) -> bool:
+        group = self._options.group_tokens
+        columns = set(range(g * group, (g + 1) * group)) - state.kept[sequence].columns
+        return any(state.valid[sequence, column] for column in columns)
 
     def _group_scores(self, layer: int, sequence: int, query: torch.Tensor) -> torch.Tensor:
         """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
@@ -283,7 +317,9 @@ class ReferenceSession:
         ratio = options.query_heads // options.kv_heads
         of_head = query_projection.unflatten(0, (options.kv_heads, -1)).repeat_interleave(ratio, 0)
         logits = query.float() @ of_head @ rows.T * scale  # [heads, queries, sealed]
-        sinks = torch.tensor(self._groups(state, sequence)[0], dtype=torch.long)
+        whole = state.kept[sequence].whole_groups(options.group_tokens)
+        attended = [*self._groups(state, sequence)[0], *whole]
+        sinks = torch.tensor(attended, dtype=torch.long)
         is_sink = torch.isin(torch.arange(state.sealed) // options.group_tokens, sinks)
         hidden = is_sink | ~state.valid[sequence, : state.sealed]
         mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
@@ -297,10 +333,12 @@ class ReferenceSession:
         for sequence, groups in enumerate(chosen):
             for g in groups + self._groups(state, sequence)[0]:
                 attended[sequence, g * group : (g + 1) * group] = True
+            attended[sequence, sorted(state.kept[sequence].columns)] = True
         return attended
 
-    def _attention(self, state, query, visible, terms) -> torch.Tensor:
-        """visible: [batch, columns]. A query that sees nothing gives zeros."""
+    def _attention(self, state, query, visible, terms):
+        """visible: [batch, columns]. A query that sees nothing gives zeros. Its output, and what was
+        paid: weights [batch, heads, queries, columns], log-sum-exps [batch, heads, queries]."""
         scale, softcap, sinks = terms
         tokens, columns = query.shape[2], state.columns
         repeats = query.shape[1] // state.keys.shape[1]
@@ -317,7 +355,8 @@ class ReferenceSession:
             scores = torch.cat([scores, column], -1)
             values = torch.nn.functional.pad(values, (0, 0, 0, 1))
         weights = scores.softmax(-1).nan_to_num(0.0)
-        return (weights @ values).to(query.dtype).transpose(1, 2)
+        output = (weights @ values).to(query.dtype).transpose(1, 2)
+        return output, (weights[..., :columns], scores.logsumexp(-1))
 
     def _count(self, chosen: list[list[int]]) -> None:
         counts = {"steps": 1, "sequences": len(chosen), "groups_attended": sum(map(len, chosen))}

@@ -198,7 +198,66 @@ def test_random_operations_by_mass(tmp_path, seed, score, heads):
     live(made, rng, seed)
 
 
-def live(made: Options, rng: random.Random, seed: int) -> None:
+@pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
+    rng = random.Random(seed)
+    made = options(
+        tmp_path,
+        rows=rows,
+        heads=heads,
+        score=rng.choice(["sum", "mass"] if rows == "low_rank" else ["sum"]),
+        keeper="observed",
+        keep_tokens=rng.choice([1, 7, 16, 30]),
+        keep_window=rng.choice([1, 5, 20]),
+        keep_pool=rng.choice([1, 2, 5]),
+        keep_interval=rng.choice([0, 3, 8]),
+        exact_layers=rng.choice([[], [], [1]]),
+        group_tokens=rng.choice([1, 3, 4, 16]),
+        groups_max=rng.choice([1, 3, 8]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        sink_tokens=rng.choice([0, 4, 6]),
+        select_queries_max=rng.choice([1, 4, 8]),
+        **rng.choice(BACK_ENDS[:4]),
+    )
+    if heads == "all" and made.group_tokens >= 3:
+        made.records = rng.choice(["model", "fp8"])
+    twins = live(made, rng, seed)
+    assert 0 <= twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens
+
+
+@pytest.mark.parametrize("rows", ["box", "none"])
+def test_turns_follow_prompts_and_intervals(tmp_path, rows):
+    made = options(tmp_path, rows=rows, keeper="observed", keep_tokens=16, keep_window=4)
+    made.keep_interval = 6
+    twins = Twins(made)
+    turns = []
+    for tokens in (150, 1, 1, 1, 1, 1, 1, 1, 1, 30, 1):
+        twins.forward(2, tokens)
+        turns.append(twins.sessions[0].counters()["turns"])
+    of_all = 2 * LAYERS  # each sequence and layer
+    assert turns == [of_all * n for n in (0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3)]
+    assert twins.sessions[0].counters()["tokens_kept"] == 16
+    ledger = twins.sessions[0].ledger()
+    assert ledger["kept"] >= 2 * LAYERS * 16 * 2 * KV_HEADS * HEAD_DIM * 4
+    twins.all("crop", 20)
+    assert twins.sessions[0].counters()["tokens_kept"] <= 12
+    twins.forward(2, 1)
+    twins.all("reset")
+    assert twins.sessions[0].counters()["tokens_kept"] == 0
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_with_the_newest_alone(tmp_path, seed, heads):
+    rng = random.Random(seed)
+    made = options(tmp_path, rows="none", heads=heads, keeper="newest", groups_max=1)
+    twins = live(made, rng, seed)
+    assert twins.sessions[0].counters()["bytes_read"] >= 0
+
+
+def live(made: Options, rng: random.Random, seed: int) -> Twins:
     """Chunks, crops and other batches, in both sessions."""
     made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])
     twins = Twins(made, seed)
@@ -224,6 +283,7 @@ def live(made: Options, rng: random.Random, seed: int) -> None:
             assert mine == theirs
     mine, theirs = (s.read_back(1, 0, twins.sessions[1].columns(1)) for s in twins.sessions)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    return twins
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

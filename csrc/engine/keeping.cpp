@@ -1,0 +1,303 @@
+#include "engine/keeping.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "io/stopwatch.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kMassUnit = 1024;  // tokens by which the memory of their mass grows
+
+void grow(std::vector<float>& mass, int64_t tokens) {
+  if (static_cast<int64_t>(mass.size()) >= tokens) return;
+  mass.reserve((tokens + kMassUnit - 1) / kMassUnit * kMassUnit);
+  mass.resize(tokens, 0.0f);
+}
+
+bool keeps(const EngineOptions& options) { return options.kept_pages() > 0; }
+
+}  // namespace
+
+int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes) {
+  if (!keeps(apart)) return 0;
+  const int64_t window = apart.keep_window * apart.query_heads *
+                         (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
+  const int64_t mass = (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
+  // Columns, now and next, and groups that are whole.
+  return apart.kept_pages() * (token_page_bytes + 4) + 8 * apart.keep_tokens + window + mass;
+}
+
+int64_t Keeping::bytes_per_group(const EngineOptions& apart) {
+  return keeps(apart) ? apart.group_tokens * int64_t{sizeof(float)} + (apart.group_tokens + 7) / 8
+                      : 0;
+}
+
+int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
+  if (!keeps(apart) || apart.keep_interval == 0) return 0;
+  return int64_t{sizeof(float)} * (apart.query_heads * apart.select_queries_max +
+                                   apart.kv_heads * apart.pages_per_layer() * apart.group_tokens);
+}
+
+int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
+  if (!keeps(apart)) return 0;
+  const int64_t block = 2 * apart.past_block_groups(record_bytes);
+  const int64_t tables = block * (20 + apart.note_bytes() + Fetch::bytes_per_load());
+  const int64_t mean = block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
+  const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
+  return tables + mean + log_sums + (apart.kept_pages() + 1) * apart.group_bytes() +
+         apart.keep_tokens * int64_t{sizeof(size_t)};
+}
+
+int64_t Keeping::window(int64_t layer) const {
+  return parts_.options.keeps_tokens(layer) ? parts_.options.keep_window : 0;
+}
+
+void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  kept.window = std::move(window);
+  kept.next.reset();
+  kept.is_due = true;
+}
+
+Status Keeping::turn(int64_t layer) {
+  if (!parts_.options.keeps_tokens(layer)) return Status::ok();
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    if (!batch_.pages(part).kept(layer).is_due || batch_.fits(layer, part)) continue;
+    const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
+                          &parts_.counters.turn_seconds);
+    KVSWAP_RETURN_IF_ERROR(turn_of(layer, part));
+    ++parts_.counters.turns;
+  }
+  return Status::ok();
+}
+
+Status Keeping::turn_of(int64_t layer, int64_t part) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
+  if (!kept.next) {
+    if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigh_past(layer, part));
+    grow(kept.mass, sealed);
+    pool_neighbours(kept.mass, options.keep_pool);
+    kept.next = most_attended({.mass = std::span(kept.mass).first(sealed),
+                               .valid = &batch_.validity(part),
+                               .sinks = batch_.pages(part).sinks(layer),
+                               .group_tokens = options.group_tokens,
+                               .tokens = options.keep_tokens});
+    kept.window = {};
+  }
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, *kept.next));
+  for (int64_t page = 0; page < options.kept_pages(); ++page) {
+    std::memcpy(batch_.pages(part).kept_page(layer, page),
+                gathered_.data() + page * options.group_bytes(), options.group_bytes());
+  }
+  kept.set(*std::move(kept.next), options.group_tokens);
+  kept.next.reset();
+  std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
+  kept.queries_since = 0;
+  kept.is_due = false;
+  return Status::ok();
+}
+
+/// What the window's queries paid each sealed token, summed over them.
+Status Keeping::weigh_past(int64_t layer, int64_t part) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t sealed = batch_.layer(layer).sealed_groups;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  kept.mass.clear();
+  grow(kept.mass, sealed * group_tokens);
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const int64_t most = 2 * blocks.value().groups;
+  for (int64_t group = batch_.validity(part).first_valid() / group_tokens; group < sealed;
+       group += most) {
+    const PastReader::Groups groups = {layer, part, group, std::min(most, sealed - group)};
+    std::byte* target = blocks.value().slots[0];
+    KVSWAP_RETURN_IF_ERROR(past_.load(groups, target, blocks.value().memory));
+    KVSWAP_RETURN_IF_ERROR(past_.list(groups, target, listed_));
+    weigh_block(groups, listed_);
+  }
+  return Status::ok();
+}
+
+void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& listed) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(groups.sequence).kept(groups.layer);
+  const KeptTokens::Window& window = kept.window;
+  masks_.clear();
+  columns_.clear();
+  for (int64_t i = 0; i < groups.count; ++i) {
+    masks_.push_back(batch_.mask(groups.layer, groups.sequence, groups.first + i));
+    columns_.push_back(static_cast<int32_t>((groups.first + i) * options.group_tokens));
+  }
+  const std::vector<const void*> pages(listed.pages.begin(), listed.pages.end());
+  const auto count = static_cast<int32_t>(groups.count);
+  const int64_t tokens = groups.count * options.group_tokens;
+  const int64_t query_bytes = options.head_dim * dtype_bytes(options.dtype);
+  mean_.resize(options.kv_heads * tokens);
+  for (int64_t first = 0; first < window.count; first += kChunkQueriesMax) {
+    const int64_t queries = std::min(kChunkQueriesMax, window.count - first);
+    log_sums_.clear();
+    for (int64_t head = 0; head < options.query_heads; ++head) {
+      const float* of_head = window.log_sum_exp.data() + head * window.count + first;
+      log_sums_.insert(log_sums_.end(), of_head, of_head + queries);
+    }
+    const auto query_column = static_cast<int32_t>(window.first_column + first);
+    attention_mass(
+        {.attention = {.query = window.queries.data() + first * query_bytes,
+                       .query_head_stride = window.count * options.head_dim,
+                       .query_token_stride = options.head_dim,
+                       .log_sum_exp = log_sums_.data(),
+                       .pages = pages.data(),
+                       .masks = masks_.data(),
+                       .columns = columns_.data(),
+                       .page_counts = &count,
+                       .query_columns = &query_column,
+                       .exponents = listed.exponents.empty() ? nullptr : listed.exponents.data(),
+                       .pages_max = count,
+                       .batch = 1,
+                       .heads = options.query_heads,
+                       .queries = queries,
+                       .scale = window.scale,
+                       .softcap = window.softcap,
+                       .shape = options.record_shape(),
+                       .dtype = options.dtype},
+         .mean = mean_.data()},
+        {.parallel = parts_.threads()});
+    float* mass = kept.mass.data() + groups.first * options.group_tokens;
+    for (int64_t head = 0; head < options.kv_heads; ++head) {
+      for (int64_t token = 0; token < tokens; ++token) {
+        mass[token] += static_cast<float>(queries) * mean_[head * tokens + token];
+      }
+    }
+  }
+}
+
+/// The tokens of `columns`, packed to gathered_: from where they are kept now, or from the file.
+Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+  const EngineOptions& options = parts_.options;
+  SequencePages& pages = batch_.pages(part);
+  const std::vector<int32_t>& kept = pages.kept(layer).columns();
+  gathered_.resize(options.kept_pages() * options.group_bytes());
+  decoded_.resize(options.group_bytes());
+  missing_.clear();
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto found = std::lower_bound(kept.begin(), kept.end(), columns[i]);
+    if (found == kept.end() || *found != columns[i]) {
+      missing_.push_back(i);
+      continue;
+    }
+    const int64_t place = found - kept.begin();
+    put(static_cast<int64_t>(i), pages.kept_page(layer, place / options.group_tokens),
+        place % options.group_tokens);
+  }
+  for (size_t first = 0, end = 0; first < missing_.size(); first = end) {
+    KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
+  }
+  return Status::ok();
+}
+
+/// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.
+Status Keeping::read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns,
+                            size_t first, size_t& end) {
+  const EngineOptions& options = parts_.options;
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const int64_t most = 2 * blocks.value().groups;
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(layer));
+  fetch_.layer = layer;
+  fetch_.loads.clear();
+  const auto group_of = [&](size_t i) {
+    return columns[missing_[i]] / static_cast<int32_t>(options.group_tokens);
+  };
+  for (end = first; end < missing_.size(); ++end) {
+    const int32_t group = group_of(end);
+    if (!fetch_.loads.empty() && fetch_.loads.back().group == group) continue;
+    const auto count = static_cast<int64_t>(fetch_.loads.size());
+    if (count == most) break;
+    std::byte* target = blocks.value().slots[0] + count * parts_.record_bytes();
+    fetch_.loads.push_back({part, group, -1, target, nullptr});
+  }
+  KVSWAP_RETURN_IF_ERROR(parts_.fetcher->submit(fetch_));
+  Status arrived = parts_.fetcher->finish(fetch_);
+  if (arrived.is_pending()) parts_.fetcher->abandon(fetch_, blocks.value().memory);
+  KVSWAP_RETURN_IF_ERROR(arrived);
+  std::vector<int8_t> note(options.note_bytes());
+  size_t i = first;
+  for (const Load& load : fetch_.loads) {
+    parts_.store->copy_note(layer, part, load.group, note.data());
+    const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
+    for (; i < end && group_of(i) == load.group; ++i) {
+      put(static_cast<int64_t>(missing_[i]), page, columns[missing_[i]] % options.group_tokens);
+    }
+  }
+  return Status::ok();
+}
+
+/// Token `slot` of a page becomes kept token `place`.
+void Keeping::put(int64_t place, const std::byte* page, int64_t slot) {
+  const EngineOptions& options = parts_.options;
+  const int64_t row = options.head_dim * dtype_bytes(options.dtype);
+  const int64_t group_tokens = options.group_tokens;
+  std::byte* target = gathered_.data() + place / group_tokens * options.group_bytes();
+  for (int64_t side = 0; side < 2 * options.record_shape().kv_heads; ++side) {  // K and V of a head
+    std::memcpy(target + (side * group_tokens + place % group_tokens) * row,
+                page + (side * group_tokens + slot) * row, row);
+  }
+}
+
+bool Keeping::is_observed(const KeptTokens& kept) const {
+  const EngineOptions& options = parts_.options;
+  return options.keep_interval > 0 &&
+         kept.queries_since + options.keep_window >= options.keep_interval;
+}
+
+float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
+  if (!parts_.options.keeps_tokens(layer)) return nullptr;
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    if (!is_observed(batch_.pages(part).kept(layer))) continue;
+    log_sums_.resize(batch_.size() * parts_.options.query_heads * queries);
+    return log_sums_.data();
+  }
+  return nullptr;
+}
+
+void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
+  const EngineOptions& options = parts_.options;
+  if (!options.keeps_tokens(layer) || options.keep_interval == 0) return;
+  const int64_t slots = attended.pages_max * options.group_tokens;
+  bool is_weighed = false;
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    KeptTokens& kept = batch_.pages(part).kept(layer);
+    const bool is_part_observed = is_observed(kept);
+    kept.queries_since += attended.queries;
+    kept.is_due = kept.is_due || kept.queries_since >= options.keep_interval;
+    if (!is_part_observed) continue;
+    if (!is_weighed) {
+      mean_.resize(batch_.size() * options.kv_heads * slots);
+      attention_mass({.attention = attended, .mean = mean_.data()}, {.parallel = parts_.threads()});
+      is_weighed = true;
+    }
+    grow(kept.mass, batch_.layer(layer).columns);
+    const int64_t first = part * attended.pages_max;
+    for (int64_t entry = 0; entry < attended.page_counts[part]; ++entry) {
+      const int64_t column = attended.columns[first + entry];
+      for (uint64_t left = attended.masks[first + entry]; left != 0; left &= left - 1) {
+        const int64_t slot = __builtin_ctzll(left);
+        // Pages of kept tokens stand before column 0, see PageTable.
+        const int64_t token =
+            column >= 0 ? column + slot : kept.columns()[-column - options.group_tokens + slot];
+        for (int64_t head = 0; head < options.kv_heads; ++head) {
+          kept.mass[token] +=
+              static_cast<float>(attended.queries) *
+              mean_[(part * options.kv_heads + head) * slots + entry * options.group_tokens + slot];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+#include "engine/past_reader.h"
+#include "engine/sealer.h"
+#include "kernels/attention_mass.h"
+
+namespace kvswap {
+
+/// Tokens that stay in memory for what they were paid, whatever is asked later: who they are is
+/// chosen anew at turns (SnapKV 4, PRKV 3.4).
+///
+/// A turn follows a prompt: what its newest `keep_window` queries paid all tokens before them is
+/// found out exactly, by reading the layer's records once. While decoding one follows every
+/// `keep_interval` tokens, by what the newest `keep_window` queries paid the tokens that they
+/// attended. Kept tokens are copied to pages of their own; on disk everything stays where it is.
+/// While everything fits, nobody is kept. A turn that fails leaves the old set. Not thread-safe.
+class Keeping {
+ public:
+  Keeping(EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past)
+      : parts_(parts), batch_(batch), sealer_(sealer), past_(past) {}
+
+  /// Of a long chunk's newest queries so many are to be observed; 0: none.
+  int64_t window(int64_t layer) const;
+  /// What they were, for the turn that comes before the layer's next step.
+  void observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window);
+
+  /// Chooses anew where that is due. The layer's pages must not be planned for.
+  Status turn(int64_t layer);
+
+  /// Where the attention of a step that is to be observed must leave its own; null: it is not.
+  float* log_sum_exp(int64_t layer, int64_t queries);
+  /// Afterwards, with the arguments of that attention.
+  void observe_step(int64_t layer, const PagedAttentionArgs& attended);
+
+  // What it allocates: for each layer of a sequence, for each of its groups, beside each of the
+  // parts' sequences, and for all.
+  static int64_t bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes);
+  static int64_t bytes_per_group(const EngineOptions& apart);
+  static int64_t sequence_bytes(const EngineOptions& apart);
+  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
+
+ private:
+  bool is_observed(const KeptTokens& kept) const;
+  Status turn_of(int64_t layer, int64_t part);
+  Status weigh_past(int64_t layer, int64_t part);
+  void weigh_block(const PastReader::Groups& groups, const PastPages& listed);
+  Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
+  Status read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns, size_t first,
+                     size_t& end);
+  void put(int64_t place, const std::byte* page, int64_t slot);
+
+  EngineParts& parts_;
+  Batch& batch_;
+  Sealer& sealer_;
+  PastReader& past_;
+
+  // Of the step or block that is weighed.
+  std::vector<float> log_sums_;
+  std::vector<float> mean_;
+  std::vector<uint64_t> masks_;
+  std::vector<int32_t> columns_;
+  PastPages listed_;
+  // Of the turn that is made.
+  std::vector<std::byte> gathered_;  // [kept_pages, group_bytes]
+  std::vector<std::byte> decoded_;   // [group_bytes]
+  std::vector<size_t> missing_;      // of the new columns, those that are to be read
+  Fetch fetch_;
+};
+
+}  // namespace kvswap

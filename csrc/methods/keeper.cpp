@@ -1,0 +1,103 @@
+#include "methods/keeper.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "io/status.h"
+
+namespace kvswap {
+namespace {
+
+constexpr std::array kKinds = {
+    KeeperKind{.name = "none", .source = "", .keeps_tokens = false, .needs_rows_none = false},
+    KeeperKind{.name = "newest",
+               .source = "StreamingLLM 3.2",
+               .keeps_tokens = false,
+               .needs_rows_none = true},
+    KeeperKind{.name = "observed",
+               .source = "SnapKV 4, PRKV 3.4",
+               .keeps_tokens = true,
+               .needs_rows_none = false},
+};
+
+}  // namespace
+
+std::span<const KeeperKind> KeeperKind::all() { return kKinds; }
+
+const KeeperKind* KeeperKind::find(const std::string& name) {
+  const auto found = std::find_if(kKinds.begin(), kKinds.end(),
+                                  [&](const KeeperKind& kind) { return name == kind.name; });
+  return found == kKinds.end() ? nullptr : &*found;
+}
+
+void pool_neighbours(std::span<float> mass, int64_t pool) {
+  KVSWAP_ASSERT(pool >= 1 && pool <= kKeepPoolMax);
+  const auto count = static_cast<int64_t>(mass.size());
+  std::array<float, kKeepPoolMax + 1> before{};  // the newest that are sums by now
+  const auto place = [&](int64_t i) -> float& { return before[i % before.size()]; };
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (int64_t j = std::max<int64_t>(0, i - (pool - 1) / 2); j < i; ++j) sum += place(j);
+    for (int64_t j = i; j < std::min(count, i + pool / 2 + 1); ++j) sum += mass[j];
+    place(i) = mass[i];
+    mass[i] = sum;
+  }
+}
+
+std::vector<int32_t> most_attended(const KeepArgs& args) {
+  const auto count = static_cast<int64_t>(args.mass.size());
+  const auto is_better = [&](int32_t one, int32_t other) {
+    return args.mass[one] != args.mass[other] ? args.mass[one] > args.mass[other] : one < other;
+  };
+  std::vector<int32_t> kept;  // a heap, the worst in front
+  for (int64_t i = args.valid->first_valid(); i < count; ++i) {
+    const auto column = static_cast<int32_t>(i);
+    const auto group = static_cast<int32_t>(i / args.group_tokens);
+    if (!(args.mass[i] > 0) || !args.valid->is_valid(i)) continue;
+    if (std::find(args.sinks.begin(), args.sinks.end(), group) != args.sinks.end()) continue;
+    if (static_cast<int64_t>(kept.size()) == args.tokens) {
+      if (!is_better(column, kept.front())) continue;
+      std::pop_heap(kept.begin(), kept.end(), is_better);
+      kept.pop_back();
+    }
+    kept.push_back(column);
+    std::push_heap(kept.begin(), kept.end(), is_better);
+  }
+  std::sort(kept.begin(), kept.end());
+  return kept;
+}
+
+void KeptTokens::set(std::vector<int32_t> columns, int64_t group_tokens) {
+  columns_ = std::move(columns);
+  bits_.assign(columns_.empty() ? 0 : columns_.back() / 64 + 1, 0);
+  for (const int32_t column : columns_) bits_[column / 64] |= uint64_t{1} << (column % 64);
+  whole_groups_.clear();
+  for (size_t i = 0; i + group_tokens <= columns_.size(); ++i) {
+    // Rising and distinct: where the first and the last of a group are so far apart, all are there.
+    const bool is_first = columns_[i] % group_tokens == 0;
+    if (is_first && columns_[i + group_tokens - 1] == columns_[i] + group_tokens - 1) {
+      whole_groups_.push_back(static_cast<int32_t>(columns_[i] / group_tokens));
+    }
+  }
+}
+
+uint64_t KeptTokens::mask(int64_t first, int64_t count) const {
+  const auto words = static_cast<int64_t>(bits_.size());
+  const int64_t word = first / 64;
+  const int64_t shift = first % 64;
+  uint64_t bits = word < words ? bits_[word] >> shift : 0;
+  if (shift != 0 && word + 1 < words) bits |= bits_[word + 1] << (64 - shift);
+  return count == 64 ? bits : bits & ((uint64_t{1} << count) - 1);
+}
+
+void KeptTokens::truncate(int64_t columns, int64_t group_tokens) {
+  next.reset();
+  const auto end = std::lower_bound(columns_.begin(), columns_.end(), columns);
+  if (end != columns_.end()) {
+    set(std::vector<int32_t>(columns_.begin(), end), group_tokens);
+  }
+  if (static_cast<int64_t>(mass.size()) > columns) mass.resize(columns);
+}
+
+}  // namespace kvswap

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "methods/token_validity.h"
+
+namespace kvswap {
+
+/// Who stays in memory, and is attended, whatever is asked: a line in keeper.cpp.
+struct KeeperKind {
+  const char* name;
+  const char* source;    // the paper
+  bool keeps_tokens;     // beside sinks and tail
+  bool needs_rows_none;  // where groups are selected, it would change nothing
+
+  static std::span<const KeeperKind> all();
+  /// Null where there is none of that name.
+  static const KeeperKind* find(const std::string& name);
+};
+
+inline constexpr int64_t kKeepPoolMax = 63;
+
+/// Each becomes the sum of `pool` neighbours, itself in the middle (SnapKV 4.1); what would stand
+/// before the first and behind the last counts as nothing. pool: 1..kKeepPoolMax.
+void pool_neighbours(std::span<float> mass, int64_t pool);
+
+/// What a choice of tokens to keep is made of, for one sequence and layer.
+struct KeepArgs {
+  std::span<const float> mass;  // [sealed tokens]
+  const TokenValidity* valid = nullptr;
+  std::span<const int32_t> sinks;  // groups that stay anyway
+  int64_t group_tokens = 0;
+  int64_t tokens = 0;  // kept at most
+};
+
+/// The `tokens` of them with the most mass, in rising order; ties to the lower one. Padding, sinks
+/// and what has none are never kept.
+std::vector<int32_t> most_attended(const KeepArgs& args);
+
+/// Of one sequence and layer: which tokens are kept, and what the next choice will be made of.
+class KeptTokens {
+ public:
+  /// The queries at the end of a long chunk, until what they attend is found out.
+  struct Window {
+    std::vector<std::byte> queries;  // [heads, count, head_dim] of the model's dtype
+    std::vector<float> log_sum_exp;  // [heads, count]: of all that each attended
+    int64_t count = 0;               // 0: there is none
+    int64_t first_column = 0;        // where the first of them stands
+    float scale = 1.0f;              // of attention
+    float softcap = 0.0f;            // as PagedAttentionArgs
+  };
+  Window window;
+  std::vector<float> mass;    // [tokens]: seen so far
+  int64_t queries_since = 0;  // decoded since the last choice
+  bool is_due = false;
+  std::optional<std::vector<int32_t>> next;  // chosen, and not gathered yet
+
+  /// Rising. Token i stands in slot i % group_tokens of kept page i / group_tokens.
+  const std::vector<int32_t>& columns() const { return columns_; }
+  void set(std::vector<int32_t> columns, int64_t group_tokens);
+  /// Bit i: column first + i is kept. count <= 64.
+  uint64_t mask(int64_t first, int64_t count) const;
+  /// Groups of kept tokens alone, rising: there is nothing to select in them.
+  const std::vector<int32_t>& whole_groups() const { return whole_groups_; }
+  /// Forgets what stands at `columns` or later.
+  void truncate(int64_t columns, int64_t group_tokens);
+
+ private:
+  std::vector<int32_t> columns_;
+  std::vector<uint64_t> bits_;
+  std::vector<int32_t> whole_groups_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,41 @@
+"""SnapKV and PRKV: the tokens that the newest queries paid most attention stay."""
+
+from __future__ import annotations
+
+import torch
+
+
+def most_attended(
+    mass: torch.Tensor, may_stay: torch.Tensor, tokens: int, pool: int
+) -> torch.Tensor:
+    """The columns of the `tokens` with most mass, averaged over `pool` neighbours; rising.
+
+    mass: ``[columns]``, the attention that each was paid (SnapKV 4.1, PRKV 3.4); may_stay: bool
+    ``[columns]``. Ties go to the lower column; what was paid nothing never stays.
+    """
+    padded = torch.nn.functional.pad(mass, ((pool - 1) // 2, pool // 2))
+    pooled = torch.zeros_like(mass)
+    for first in range(pool):  # in this order: who has the same neighbours has the same sum
+        pooled += padded[first : first + len(mass)]
+    candidates = (may_stay & (pooled > 0)).nonzero().flatten()
+    order = pooled[candidates].sort(descending=True, stable=True).indices[:tokens]
+    return candidates[order].sort().values
+
+
+def attention_paid(
+    keys: torch.Tensor,
+    query: torch.Tensor,
+    first_column: int,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """What each token is paid, summed over queries, averaged over heads: ``[tokens]``.
+
+    keys: ``[kv_heads, tokens, head_dim]``; query: ``[heads, queries, head_dim]``, of which query i
+    stands at column first_column + i and sees no later one; log_sum_exp: ``[heads, queries]``, of
+    all that they attended.
+    """
+    keys = keys.float().repeat_interleave(len(query) // len(keys), 0)
+    scores = query.float() @ keys.transpose(1, 2) * scale
+    weights = (scores - log_sum_exp[..., None]).exp()
+    return weights.tril(first_column).sum(1).mean(0)

@@ -1,0 +1,86 @@
+"""Which tokens stay: the part of `ReferenceSession` that `SwapConfig.keeper` decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvswap_torch.methods.observed import attention_paid, most_attended
+
+
+@dataclass
+class Kept:
+    """Of one layer and sequence."""
+
+    columns: set[int] = field(default_factory=set)
+    mass: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    queries_since: int = 0
+    is_due: bool = False
+    # Of the newest long chunk: queries [heads, n, head_dim], the first one's column, and their
+    # log-sum-exps [heads, n].
+    window: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def grow(self, columns: int) -> None:
+        missing = max(0, columns - len(self.mass))
+        self.mass = torch.nn.functional.pad(self.mass, (0, missing))
+
+    def crop(self, sealed: int) -> None:
+        self.columns = {column for column in self.columns if column < sealed}
+        self.mass = self.mass[:sealed]
+
+    def whole_groups(self, group: int) -> set[int]:
+        groups = {column // group for column in self.columns}
+        return {g for g in groups if self.columns >= set(range(g * group, (g + 1) * group))}
+
+
+class ReferenceKeeper:
+    """``keeper="observed"``: turns, and what is observed between them."""
+
+    def __init__(self, options: Any):
+        self._options = options
+        self.is_on = options.keeper == "observed"
+
+    def observe_chunk(self, state, query, log_sum_exp) -> None:
+        """After a long chunk: query [batch, heads, n, head_dim], log_sum_exp [batch, heads, n]."""
+        tokens = query.shape[2]
+        for sequence, kept in enumerate(state.kept):
+            valid = state.valid[sequence].nonzero().flatten()
+            first = int(valid[0]) if len(valid) else state.columns
+            counted = min(tokens, state.columns - first, self._options.keep_window)
+            if counted > 0:
+                newest = slice(-counted, None)
+                kept.window = (
+                    query[sequence, :, newest],
+                    state.columns - counted,
+                    log_sum_exp[sequence, :, newest],
+                )
+                kept.is_due = True
+
+    def turn(self, state, sequence: int, sinks: list[int], scale: float) -> None:
+        kept, group = state.kept[sequence], self._options.group_tokens
+        if kept.window is not None:
+            keys = state.keys[sequence, :, : state.sealed]
+            kept.mass = attention_paid(keys, *kept.window, scale)
+            kept.mass = kept.mass * state.valid[sequence, : state.sealed]
+        kept.grow(state.sealed)
+        may_stay = state.valid[sequence, : len(kept.mass)].clone()
+        may_stay[state.sealed :] = False
+        for sink in sinks:
+            may_stay[sink * group : (sink + 1) * group] = False
+        most, pool = self._options.keep_tokens, self._options.keep_pool
+        kept.columns = set(most_attended(kept.mass, may_stay, most, pool).tolist())
+        kept.mass = torch.zeros_like(kept.mass)
+        kept.window, kept.queries_since, kept.is_due = None, 0, False
+
+    def observe_step(self, state, weights) -> None:
+        """After a step: weights [batch, heads, queries, columns]."""
+        interval = self._options.keep_interval
+        for sequence, kept in enumerate(state.kept if interval else []):
+            is_observed = kept.queries_since + self._options.keep_window >= interval
+            kept.queries_since += weights.shape[2]
+            kept.is_due = kept.is_due or kept.queries_since >= interval
+            if is_observed:
+                kept.grow(state.columns)
+                kept.mass[: state.columns] += weights[sequence].sum(1).mean(0)
