@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from kvswap_torch import config_file
+from kvswap_torch.config_between import check_between
 from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
     OF_LAYERS,
     ModelIdentity,
     Solution,
+    check_table,
     checked_json,
     identity_from,
     solution_from,
 )
 from kvswap_torch.config_rules import (
-    Floor,
-    Idle,
-    Owned,
     boolean,
     check_beside,
     documented,
@@ -43,25 +42,6 @@ __all__ = ["CONFIG_VERSION", "ModelIdentity", "Solution", "SwapConfig"]
 
 CONFIG_VERSION = 1
 
-FLOORS = (
-    Floor("pages_max", "groups_max", "since what a step attends must be in memory"),
-    Floor("pages_max", "select_queries_max", "a page for each query's choice"),
-    Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
-)
-# What other rows than these would ignore.
-OWNED = (
-    *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
-    Owned("score", "rows", "low_rank", ("mass", "max_mass")),
-    Owned("keeper", "rows", "none", ("newest",)),
-    *(
-        Owned(name, "keeper", "observed")
-        for name in ("keep_tokens", "keep_window", "keep_pool", "keep_interval")
-    ),
-)
-IDLE = (  # what would have no effect
-    Idle("audit_every", "rows", "none", "since nothing is selected"),
-    Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
-)
 # Fields of a config that are no settings.
 APART = ("model", "provenance", "table", "version", "source")
 
@@ -150,11 +130,12 @@ class SwapConfig:
     )
     keeper: str = one_of(
         "none",
-        ("none", "newest", "observed"),
+        ("none", "newest", "observed", "heavy"),
         "which tokens stay in memory, and are attended in every step, whatever is asked: none but "
         "sinks and tail; with rows=none `newest`, the same with nothing else attended "
-        "(StreamingLLM); or `observed`, those that the newest queries of a prompt paid most "
-        "attention (SnapKV, PRKV). With rows=none they alone are attended: the others stay on disk",
+        "(StreamingLLM); `observed`, those that the newest queries of a prompt paid most attention "
+        "(SnapKV, PRKV); or `heavy`, the same summed up over all steps since (H2O). With rows=none "
+        "they alone are attended: the others stay on disk",
     )
     keep_tokens: int = number(
         256,
@@ -245,10 +226,9 @@ class SwapConfig:
                 f"version: this kvswap_torch reads version {CONFIG_VERSION}, got "
                 f"{self.version!r}; write the config again with its tuner or update kvswap_torch"
             )
-        for rule in (*FLOORS, *OWNED, *IDLE):
-            rule.check(self)
+        check_between(self)
         check_beside("projection_file", self.projection_file)
-        self._check_table()
+        check_table(self.table, SOLVABLE, self._with)
 
     def _adopt_plain_values(self) -> None:
         """Lists and mappings, as JSON gives them, become what the fields promise."""
@@ -264,28 +244,6 @@ class SwapConfig:
             raise ConfigError(f"table: must be a list of solutions, got {self.table!r}")
         rows = tuple(solution_from(row) for row in self.table)
         object.__setattr__(self, "table", rows)
-
-    def _check_table(self) -> None:
-        seen: set[tuple[int, int]] = set()
-        for row in self.table:
-            if (row.batch, row.context) in seen:
-                raise ConfigError(
-                    f"table: one solution per pair, got two for batch {row.batch}, context "
-                    f"{row.context}"
-                )
-            seen.add((row.batch, row.context))
-            foreign = sorted(set(dict(row.settings)) - set(SOLVABLE))
-            if foreign:
-                raise ConfigError(
-                    f"table: a solution must set only {', '.join(SOLVABLE)}, got "
-                    f"{', '.join(foreign)}"
-                )
-            try:
-                self._with(row)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"table: batch {row.batch}, context {row.context}: {error}"
-                ) from error
 
     def _with(self, row: Solution) -> SwapConfig:
         return dataclasses.replace(self, **dict(row.settings), table=())
@@ -398,7 +356,8 @@ class SwapConfig:
         ConfigError
             Unknown, or without a part that it needs; an override that it does not have.
         """
-        from kvswap_torch.preset import Shape, find
+        from kvswap_torch.preset import find
+        from kvswap_torch.preset_parts import Shape
 
         return find(name).config(Shape.of(overrides.get("model")), **overrides)
 

@@ -10,15 +10,8 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from kvswap_torch.config import (
-    CONFIG_VERSION,
-    FLOORS,
-    IDLE,
-    OWNED,
-    SETTINGS,
-    SOLVABLE,
-    SwapConfig,
-)
+from kvswap_torch.config import CONFIG_VERSION, SETTINGS, SOLVABLE, SwapConfig
+from kvswap_torch.config_between import FLOORS, IDLE, OWNED
 from kvswap_torch.config_parts import ModelIdentity
 
 NOTICE = "// Written by `make schema` from kvswap_torch/config.py; change it there."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,3 +134,36 @@ def checked_json(provenance: Any) -> dict[str, Any]:
         return json.loads(json.dumps(dict(provenance), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"provenance: must be what JSON can hold: {error}") from error
+
+
+def check_table(
+    table: Sequence[Solution], solvable: Sequence[str], with_row: Callable[[Solution], Any]
+) -> None:
+    """Raises `ConfigError` for a row that others may not stand beside, or whose settings are wrong.
+
+    Parameters
+    ----------
+    solvable
+        What a row may set.
+    with_row
+        Makes the config of a row, which checks it.
+    """
+    seen: set[tuple[int, int]] = set()
+    for row in table:
+        if (row.batch, row.context) in seen:
+            raise ConfigError(
+                f"table: one solution per pair, got two for batch {row.batch}, context "
+                f"{row.context}"
+            )
+        seen.add((row.batch, row.context))
+        foreign = sorted(set(dict(row.settings)) - set(solvable))
+        if foreign:
+            raise ConfigError(
+                f"table: a solution must set only {', '.join(solvable)}, got {', '.join(foreign)}"
+            )
+        try:
+            with_row(row)
+        except ConfigError as error:
+            raise ConfigError(
+                f"table: batch {row.batch}, context {row.context}: {error}"
+            ) from error

@@ -7,135 +7,14 @@ that changes later never alters a file. One of parts that are there is one more 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from kvswap_torch.config import SETTINGS, ModelIdentity, SwapConfig
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.preset_parts import Preset, Shape
 
-__all__ = ["MISSING", "PRESETS", "Preset", "Shape", "find", "presets"]
+__all__ = ["MISSING", "PRESETS", "find", "presets"]
 
 TOKENS = 1024  # attended by methods whose papers give a budget of tokens
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What settings of a preset may follow from; the defaults are a Llama's of 8B parameters.
-
-    Attributes
-    ----------
-    layers
-        On disk.
-    kv_heads, head_dim, element_bytes
-        Of the model's keys.
-    alignment_bytes
-        What the disk reads at once.
-    """
-
-    layers: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    element_bytes: int = 2
-    alignment_bytes: int = 4096
-
-    @classmethod
-    def of(cls, model: ModelIdentity | None, alignment_bytes: int = 4096) -> Shape:
-        """Of a model, as far as it is known."""
-        if not isinstance(model, ModelIdentity):  # what it is not, SwapConfig says
-            return cls()
-        known = {
-            "layers": model.layers,
-            "kv_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-            "element_bytes": {None: None, "float32": 4}.get(model.dtype, 2),
-        }
-        known = {name: value for name, value in known.items() if value is not None}
-        return cls(**known, alignment_bytes=alignment_bytes)
-
-    @property
-    def width(self) -> int:
-        """Numbers of one token's keys."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def group_of_head(self) -> int:
-        """Tokens of the smallest group of one KV head whose record fills half of what is read."""
-        return self._group_filling(2 * self.head_dim * self.element_bytes)
-
-    @property
-    def group_of_bytes(self) -> int:
-        """The same of all KV heads, in records of one byte a number; at least four tokens."""
-        return max(4, self._group_filling(2 * self.width))
-
-    def _group_filling(self, token_bytes: int) -> int:
-        return -(-((self.alignment_bytes + 1) // 2) // token_bytes)
-
-
-Value = Any | Callable[[Shape], Any]
-
-
-@dataclass(frozen=True)
-class Preset:
-    """One system.
-
-    Attributes
-    ----------
-    name, paper
-        What it is called, and where it was published.
-    take, leave
-        When to take it, and when not: a sentence each.
-    settings
-        Of `SwapConfig`, the others at their defaults; a function is given the model's `Shape`.
-    calibrate
-        What is better calibrated, or must be; empty: nothing.
-    differences
-        From its paper, a sentence each.
-    divides
-        It divides any budget between columns, groups and pages; of the others columns belong to
-        what they are, and a comparison at equal bytes leaves them.
-    """
-
-    name: str
-    paper: str
-    take: str
-    leave: str
-    settings: Mapping[str, Value]
-    calibrate: str = ""
-    differences: tuple[str, ...] = ()
-    divides: bool = False
-
-    def config(self, shape: Shape = Shape(), **overrides: Any) -> SwapConfig:
-        """Its settings for a model, `overrides` in the place of some.
-
-        Raises
-        ------
-        ConfigError
-            For an override that is no setting, that would make another method of it, or that its
-            method does not have.
-        """
-        where = f"preset {self.name}"
-        for name in overrides:
-            if name not in (*SETTINGS, "model"):
-                near = difflib.get_close_matches(name, SETTINGS, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"{where}: overrides must be settings, got {name}{hint}")
-        rows = self.settings.get("rows", "low_rank")
-        if overrides.get("rows", rows) != rows:
-            raise ConfigError(
-                f"{where}: rows must stay {rows}, which make it what it is, got "
-                f"{overrides['rows']!r}; SwapConfig() takes any settings"
-            )
-        made = {
-            name: value(shape) if callable(value) else value
-            for name, value in self.settings.items()
-        }
-        if "groups_max" in overrides and "pages_max" not in overrides:
-            made["pages_max"] = max(made.get("pages_max", 200), overrides["groups_max"])
-        try:
-            return SwapConfig(**made | overrides)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
 
 
 def _groups(tokens: int) -> Callable[[Shape], int]:
@@ -158,6 +37,9 @@ _STAR = {
     "rank": lambda shape: max(1, round(0.3 * shape.width)),
     "groups_max": 400,
 }
+# What is not kept is on disk only; one group is enough to see that not everything fits.
+_DROPS = {"rows": "none", "sink_tokens": 0, "groups_max": 1, "pages_max": 8}
+_ON_DISK = "what it drops stays on disk: a crop, or a longer prompt, finds it again"
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
 _ALIGNED = "groups of one token only where the disk reads so little at once, else of the fewest"
@@ -303,18 +185,100 @@ PRESETS = (
         ("a fixed number of tokens, where the paper takes a share of the context", _ALIGNED)
         + (_NEWEST,),
     ),
+    Preset(
+        "prkv",
+        "PRKV",
+        "Long answers: tokens that matter to all of it stay, the others are chosen step by step.",
+        "In small budgets: its boxes take one part in 32 of the KV cache.",
+        {
+            "rows": "box",
+            "heads": "each",
+            "replacement": "lru",
+            "sink_tokens": 0,
+            "tail_tokens": 64,
+            "group_tokens": 32,
+            "groups_max": (TOKENS - 256) // 32,
+            "pages_max": (TOKENS - 256) // 16,
+            "keeper": "observed",
+            "keep_tokens": 256,
+            "keep_window": 64,
+            "keep_pool": 1,
+            "keep_interval": 128,
+        },
+        "",
+        (
+            "records are not rewritten: a page that is chosen has holes where its tokens are kept",
+            "while decoding tokens are kept for what those were paid that were attended; the paper "
+            "reads all keys again",
+            "a fixed share of 0.25 is kept",
+        ),
+    ),
+    Preset(
+        "snapkv",
+        "SnapKV",
+        "One question, at the end of the prompt: nothing is read while decoding.",
+        "Where questions come later: what the prompt's end did not attend is gone from answers.",
+        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
+        | {"tail_tokens": 32, "keeper": "observed", "keep_tokens": TOKENS},
+        "",
+        (_ON_DISK, "of what is decoded the newest 32 tokens stay; the paper keeps all of it"),
+    ),
+    Preset(
+        "h2o",
+        "H2O",
+        "To compare with: half the budget for tokens that were attended most, half for the newest.",
+        "For answers that must be found, and for speed: every step's attention is summed up.",
+        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
+        | {"tail_tokens": TOKENS // 2, "keeper": "heavy", "keep_tokens": TOKENS // 2}
+        | {"keep_interval": 1},
+        "",
+        (_ON_DISK, "of a prompt the last 32 queries count; all of them in the paper")
+        + ("a fixed number of tokens, where the paper takes a share of the prompt",),
+    ),
+    Preset(
+        "tova",
+        "TOVA",
+        "To compare with: the tokens stay that the last query paid most.",
+        "For answers that must be found, and for speed: tokens are chosen anew in every step.",
+        {**_DROPS, "tail_tokens": 1, "keeper": "observed", "keep_tokens": TOKENS}
+        | {"keep_window": 1, "keep_pool": 1, "keep_interval": 1},
+        "",
+        (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed"),
+    ),
+    Preset(
+        "streaming",
+        "StreamingLLM",
+        "Endless text of which only the newest part matters: no reads, no choice.",
+        "Where an answer stands further back than its window.",
+        {**_DROPS, "group_tokens": 16, "keeper": "newest"}
+        | {"sink_tokens": 4, "tail_tokens": TOKENS - 4},
+        "",
+        (_ON_DISK, "positions stay the text's; the paper counts them in the cache"),
+    ),
+    Preset(
+        "window",
+        "StreamingLLM",
+        "To compare with: streaming without the first tokens.",
+        "Always: models break down without them.",
+        {**_DROPS, "group_tokens": 16, "keeper": "newest", "tail_tokens": TOKENS},
+        "",
+        (_ON_DISK,),
+    ),
 )
 
-_DROPS = "a keeper that drops tokens for good"
-_STATIC = "a static set of tokens that is chosen anew every few steps"
+_BUDGETS = "a number of tokens for each layer that follows from the prompt's attention"
+_MERGED = "tokens that are merged or quantised, not dropped"
+_REREAD = "a static set for which all keys are read again every few steps"
+_RULE = "its own rule of who is kept"
 _CLUSTERS = "rows of clusters"
 _OTHER = "projections of single channels"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("snapkv", "streaming", "window", "h2o", "tova", "cake", "compresskv"), _DROPS),
-    **dict.fromkeys(("arkv-origin", "lazyeviction", "defensivekv", "dapq", "d2o"), _DROPS),
-    **dict.fromkeys(("kvmerger", "mikv", "arkv", "arkv-quant"), _DROPS),
-    **dict.fromkeys(("prkv", "snapkv+"), _STATIC),
+    **dict.fromkeys(("cake", "compresskv", "arkv", "arkv-origin", "arkv-quant"), _BUDGETS),
+    **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
+    **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
+    "snapkv+": _REREAD,
+    "prkv-auto": "a share of kept tokens that follows from the prompt's attention",
     **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
     **dict.fromkeys(("think", "fasa"), _OTHER),
     "shadowkv": "a keeper of outliers (its landmarks are rows=mean)",

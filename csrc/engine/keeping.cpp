@@ -81,7 +81,7 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   if (!kept.next) {
     if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigh_past(layer, part));
     grow(kept.mass, sealed);
-    pool_neighbours(kept.mass, options.keep_pool);
+    if (!accumulates()) pool_neighbours(kept.mass, options.keep_pool);
     kept.next = most_attended({.mass = std::span(kept.mass).first(sealed),
                                .valid = &batch_.validity(part),
                                .sinks = batch_.pages(part).sinks(layer),
@@ -89,14 +89,16 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
                                .tokens = options.keep_tokens});
     kept.window = {};
   }
-  KVSWAP_RETURN_IF_ERROR(gather(layer, part, *kept.next));
-  for (int64_t page = 0; page < options.kept_pages(); ++page) {
-    std::memcpy(batch_.pages(part).kept_page(layer, page),
-                gathered_.data() + page * options.group_bytes(), options.group_bytes());
+  if (*kept.next != kept.columns()) {
+    KVSWAP_RETURN_IF_ERROR(gather(layer, part, *kept.next));
+    for (int64_t page = 0; page < options.kept_pages(); ++page) {
+      std::memcpy(batch_.pages(part).kept_page(layer, page),
+                  gathered_.data() + page * options.group_bytes(), options.group_bytes());
+    }
+    kept.set(*std::move(kept.next), options.group_tokens);
   }
-  kept.set(*std::move(kept.next), options.group_tokens);
   kept.next.reset();
-  std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
+  if (!accumulates()) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   kept.queries_since = 0;
   kept.is_due = false;
   return Status::ok();
@@ -252,7 +254,7 @@ void Keeping::put(int64_t place, const std::byte* page, int64_t slot) {
 bool Keeping::is_observed(const KeptTokens& kept) const {
   const EngineOptions& options = parts_.options;
   return options.keep_interval > 0 &&
-         kept.queries_since + options.keep_window >= options.keep_interval;
+         (accumulates() || kept.queries_since + options.keep_window >= options.keep_interval);
 }
 
 float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {

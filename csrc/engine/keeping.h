@@ -19,8 +19,9 @@ namespace kvswap {
 /// A turn follows a prompt: what its newest `keep_window` queries paid all tokens before them is
 /// found out exactly, by reading the layer's records once. While decoding one follows every
 /// `keep_interval` tokens, by what the newest `keep_window` queries paid the tokens that they
-/// attended. Kept tokens are copied to pages of their own; on disk everything stays where it is.
-/// While everything fits, nobody is kept. A turn that fails leaves the old set. Not thread-safe.
+/// attended, or by what all queries since the prompt did (H2O 4). Kept tokens are copied to pages
+/// of their own; on disk everything stays where it is. While everything fits, nobody is kept. A
+/// turn that fails leaves the old set. Not thread-safe.
 class Keeping {
  public:
   Keeping(EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past)
@@ -47,6 +48,7 @@ class Keeping {
   static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
 
  private:
+  bool accumulates() const { return KeeperKind::find(parts_.options.keeper)->accumulates; }
   bool is_observed(const KeptTokens& kept) const;
   Status turn_of(int64_t layer, int64_t part);
   Status weigh_past(int64_t layer, int64_t part);

@@ -109,7 +109,8 @@ class Chunk final : public PastVisitor {
     for (int64_t head = 0; head < query_.heads; ++head) {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t element = head * query_.head_stride + (first + i) * query_.query_stride;
-        std::copy_n(first_ + element * dtype_bytes(options_.dtype), row, window.queries.begin() + (head * count + i) * row);
+        std::copy_n(first_ + element * dtype_bytes(options_.dtype), row,
+                    window.queries.begin() + (head * count + i) * row);
         window.log_sum_exp[head * count + i] = log_sum_exp_[(first + i) * query_.heads + head];
       }
     }

@@ -89,7 +89,7 @@ void visit_settings(Visit&& visit) {
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
   visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
-  visit("keeper", &Settings::keeper, OneOf{{"none", "newest", "observed"}});
+  visit("keeper", &Settings::keeper, OneOf{{"none", "newest", "observed", "heavy"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
@@ -136,11 +136,6 @@ void visit_owned(Visit&& visit) {
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
   visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});
-  visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "observed", OneOf{});
-  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "observed", OneOf{});
-  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "observed", OneOf{});
-  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "observed",
-        OneOf{});
 }
 
 /// visit(name, member, owner's name, its member, word, why): the setting has its default
@@ -151,6 +146,24 @@ void visit_idle(Visit&& visit) {
         "since nothing is selected");
   visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
         "since nothing is selected");
+  visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
+        "since no token is kept for what it was paid");
+  visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",
+        "since no token is kept for what it was paid");
+  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "none",
+        "since no token is kept for what it was paid");
+  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "newest",
+        "since no token is kept for what it was paid");
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "none",
+        "since no token is kept for what it was paid");
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "newest",
+        "since no token is kept for what it was paid");
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "none",
+        "since no token is kept for what it was paid");
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "newest",
+        "since no token is kept for what it was paid");
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
+        "since what each step paid is summed token by token");
 }
 
 template <typename Visit>

@@ -10,15 +10,16 @@ namespace kvswap {
 namespace {
 
 constexpr std::array kKinds = {
-    KeeperKind{.name = "none", .source = "", .keeps_tokens = false, .needs_rows_none = false},
+    KeeperKind{.name = "none", .source = "", .keeps_tokens = false, .accumulates = false},
     KeeperKind{.name = "newest",
                .source = "StreamingLLM 3.2",
                .keeps_tokens = false,
-               .needs_rows_none = true},
+               .accumulates = false},
     KeeperKind{.name = "observed",
                .source = "SnapKV 4, PRKV 3.4",
                .keeps_tokens = true,
-               .needs_rows_none = false},
+               .accumulates = false},
+    KeeperKind{.name = "heavy", .source = "H2O 4", .keeps_tokens = true, .accumulates = true},
 };
 
 }  // namespace

@@ -14,9 +14,9 @@ namespace kvswap {
 /// Who stays in memory, and is attended, whatever is asked: a line in keeper.cpp.
 struct KeeperKind {
   const char* name;
-  const char* source;    // the paper
-  bool keeps_tokens;     // beside sinks and tail
-  bool needs_rows_none;  // where groups are selected, it would change nothing
+  const char* source;  // the paper
+  bool keeps_tokens;   // beside sinks and tail
+  bool accumulates;    // what was paid since a prompt is summed up; else since the last turn
 
   static std::span<const KeeperKind> all();
   /// Null where there is none of that name.
@@ -33,7 +33,7 @@ void pool_neighbours(std::span<float> mass, int64_t pool);
 struct KeepArgs {
   std::span<const float> mass;  // [sealed tokens]
   const TokenValidity* valid = nullptr;
-  std::span<const int32_t> sinks;  // groups that stay anyway
+  std::span<const int32_t> sinks = {};  // groups that stay anyway
   int64_t group_tokens = 0;
   int64_t tokens = 0;  // kept at most
 };

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.preset import Preset, Shape, find, presets
+from kvswap_torch.preset import find, presets
+from kvswap_torch.preset_parts import Preset, Shape
 
 HEADS = 32  # of the model that memory is counted for, unless one is named
 BATCH = 1
@@ -80,6 +81,7 @@ def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[
     return {
         "summary": need["summary"] + need["projections"],
         "pages": need["pages"],
+        "kept": need["kept"],
         "total": need["total"],
         "full_kv": model.kv_bytes(context),
     }
@@ -114,7 +116,7 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     memory, full = facts["memory"], facts["memory"]["full_kv"]
     shares = ", ".join(
         f"{use} {format_bytes(memory[use])} ({memory[use] / full:.3f})"
-        for use in ("summary", "pages", "total")
+        for use in ("summary", "pages", "kept", "total")
     )
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("from", facts["paper"])

@@ -20,7 +20,8 @@ from kvswap_torch.hf.placement import local_config
 from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
 from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
-from kvswap_torch.preset import PRESETS, Shape, find
+from kvswap_torch.preset import PRESETS, find
+from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection import Pair
 
 if TYPE_CHECKING:

@@ -37,6 +37,10 @@ class CacheStats:
     missed_mass_excess
         With `SwapConfig.missed_mass_max`: by how much the worst layer that has all its pages misses
         more than it may; 0 where none does. Groups that layers select now are in `counters`.
+    tokens_kept
+        With `SwapConfig.keeper`: tokens that stay in a layer for what they were paid, on average
+        over layers and sequences (and KV heads, with ``heads="each"``); how often they were chosen
+        anew, and how long that took, in `counters` (`turns`, `turn_seconds`). None without.
     hit_rate
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
@@ -88,6 +92,7 @@ class CacheStats:
     missed_mass: float | None
     missed_mass_error: float | None
     missed_mass_excess: float | None
+    tokens_kept: float | None
     hit_rate: float | None
     groups_per_step: float
     wait_seconds: float
@@ -187,6 +192,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         missed_mass=counters.get("missed_mass"),
         missed_mass_error=counters.get("missed_mass_error"),
         missed_mass_excess=counters.get("missed_mass_excess"),
+        tokens_kept=counters.get("tokens_kept"),
         hit_rate=1 - loaded / attended if attended else None,
         groups_per_step=attended * each / shape.layers,
         wait_seconds=counters["wait_seconds"],
@@ -254,6 +260,9 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("projection", stats.projection),
         ("predictor", stats.predictor),
     ]
+    if stats.tokens_kept is not None:
+        turns = f"{stats.counters['turns']:,.0f} turns"
+        rows.append(("tokens kept", f"{stats.tokens_kept:,.0f} a layer, {turns}"))
     if stats.missed_mass is not None:
         rows.append(
             ("attention missed", f"{stats.missed_mass:.1%} ± {stats.missed_mass_error:.1%}")

@@ -36,11 +36,12 @@ class Kept:
 
 
 class ReferenceKeeper:
-    """``keeper="observed"``: turns, and what is observed between them."""
+    """``keeper="observed"`` and ``"heavy"``: turns, and what is observed between them."""
 
     def __init__(self, options: Any):
         self._options = options
-        self.is_on = options.keeper == "observed"
+        self.is_on = options.keeper in ("observed", "heavy")
+        self._sums_up = options.keeper == "heavy"
 
     def observe_chunk(self, state, query, log_sum_exp) -> None:
         """After a long chunk: query [batch, heads, n, head_dim], log_sum_exp [batch, heads, n]."""
@@ -70,15 +71,18 @@ class ReferenceKeeper:
         for sink in sinks:
             may_stay[sink * group : (sink + 1) * group] = False
         most, pool = self._options.keep_tokens, self._options.keep_pool
+        pool = 1 if self._sums_up else pool
         kept.columns = set(most_attended(kept.mass, may_stay, most, pool).tolist())
-        kept.mass = torch.zeros_like(kept.mass)
+        kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
         kept.window, kept.queries_since, kept.is_due = None, 0, False
 
     def observe_step(self, state, weights) -> None:
         """After a step: weights [batch, heads, queries, columns]."""
         interval = self._options.keep_interval
         for sequence, kept in enumerate(state.kept if interval else []):
-            is_observed = kept.queries_since + self._options.keep_window >= interval
+            is_observed = (
+                self._sums_up or kept.queries_since + self._options.keep_window >= interval
+            )
             kept.queries_since += weights.shape[2]
             kept.is_due = kept.is_due or kept.queries_since >= interval
             if is_observed:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -337,7 +336,7 @@ class ReferenceSession:
         return attended
 
     def _attention(self, state, query, visible, terms):
-        """visible: [batch, columns]. A query that sees nothing gives zeros. Its output, and what was
+        """visible: [batch, columns]. A query that sees nothing gives zeros. The output, and what was
         paid: weights [batch, heads, queries, columns], log-sum-exps [batch, heads, queries]."""
         scale, softcap, sinks = terms
         tokens, columns = query.shape[2], state.columns
@@ -362,67 +361,3 @@ class ReferenceSession:
         counts = {"steps": 1, "sequences": len(chosen), "groups_attended": sum(map(len, chosen))}
         for name, value in counts.items():
             self._counters[name] += value
-
-
-class ReferenceHeads:
-    """``heads="each"``: each KV head, with its query heads, has a session of its own."""
-
-    def __init__(self, options: Options):
-        own = copy.copy(options)
-        own.heads, own.kv_heads = "all", 1
-        own.query_heads = options.query_heads // options.kv_heads
-        self._of_heads = [ReferenceSession(own) for _ in range(options.kv_heads)]
-
-    def __getattr__(self, name: str) -> Any:
-        """What has one answer for all heads, and what comes in without tensors of heads."""
-
-        def call(*arguments: Any) -> Any:
-            return [getattr(one, name)(*arguments) for one in self._of_heads][0]  # noqa: RUF015
-
-        return call
-
-    def _split(self, *tensors: torch.Tensor, dim: int = 1) -> Any:
-        """(session, its part of each tensor)"""
-        parts = zip(*(tensor.chunk(len(self._of_heads), dim) for tensor in tensors), strict=True)
-        return zip(self._of_heads, parts, strict=True)
-
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for session, own in self._split(keys, values):
-            session.append(layer, *own)
-
-    def set_projection(self, layer: int, key_projection, query_projection) -> None:
-        for session, own in self._split(key_projection, query_projection, dim=0):
-            session.set_projection(layer, *own)
-
-    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
-        for session, own in self._split(query):
-            session.look_ahead(layer, *own, scale)
-
-    def attend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
-        return self._attended("attend", layer, query, keys, values, scale, softcap, sinks)
-
-    def _attended(self, call, layer, query, keys, values, scale, softcap, sinks) -> torch.Tensor:
-        parts, count = self._split(query, keys, values), len(self._of_heads)
-        sinks_of = [None] * count if sinks is None else sinks.chunk(count)
-        all_parts = zip(parts, sinks_of, strict=True)
-        outputs = [
-            getattr(s, call)(layer, *own, scale, softcap, sink) for (s, own), sink in all_parts
-        ]
-        return torch.cat(outputs, 2)
-
-    def extend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
-        return self._attended("extend", layer, query, keys, values, scale, softcap, sinks)
-
-    def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sides = zip(*(one.read_back(layer, begin, end) for one in self._of_heads), strict=True)
-        keys, values = (torch.cat(side, 1) for side in sides)
-        return keys, values
-
-    def last_selection(self, layer: int) -> list[list[int]]:
-        of_heads = [one.last_selection(layer) for one in self._of_heads]
-        return [groups for sequence in zip(*of_heads, strict=True) for groups in sequence]
-
-
-def reference(options: Options) -> Any:
-    """The session that these options specify."""
-    return ReferenceHeads(options) if options.heads == "each" else ReferenceSession(options)

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
-from kvswap_torch.preset import MISSING, Shape, find
+from kvswap_torch.preset import MISSING, find
+from kvswap_torch.preset_parts import Shape
 from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
@@ -176,8 +177,10 @@ def test_a_preset_is_plain_settings(tmp_path):
     [
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
-        ("snapkv", {}, "snapkv needs a keeper that drops tokens for good"),
-        ("prkv", {}, "prkv needs a static set"),
+        ("arkv", {}, "arkv needs a number of tokens for each layer"),
+        ("snapkv+", {}, "all keys are read again"),
+        ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
+        ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
         ("shadowkv", {}, "rows=mean"),
         ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
         ("quest", {"version": 1}, "overrides must be settings, got version"),
@@ -218,8 +221,8 @@ def test_the_command_lists_and_tells():
     assert 1 / 34 > share["arkvale"] > 0.9 * 30 / 32 / 32
     assert 1 / 16 > share["quest"] > 0.9 * 30 / 32 / 16
     assert 1 / 8 <= share["loki"] < 0.14 and share["infinigen"] > 0.148
-    with pytest.raises(ConfigError, match="needs a keeper"):
-        CliRunner().invoke(app, ["presets", "snapkv"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="number of tokens for each"):
+        CliRunner().invoke(app, ["presets", "arkv"], catch_exceptions=False)
 
 
 def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):

@@ -152,7 +152,8 @@ def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
     with KVSwapCache(model, tmp_path, small(name, model, 4)) as cache:
         greedy(model, inputs, cache, tokens=6)
         stats = cache.stats()
-        assert stats.bytes_read > 0 and stats.decoded == 15
+        drops_unread = cache.driver.config.keeper == "newest"
+        assert (stats.bytes_read > 0 or drops_unread) and stats.decoded == 15
         cache.crop(-9)
         cache.reorder_cache(torch.tensor([0, 2, 1]))
         mask = inputs["attention_mask"][[0, 2, 1]][:, :57]

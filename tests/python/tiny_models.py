@@ -13,7 +13,8 @@ import transformers
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.hf import session as session_module
-from tests.python.reference_session import Options, reference
+from tests.python.reference_heads import reference
+from tests.python.reference_options import Options
 
 VOCABULARY = 97
 PAD, EOS = 0, 1

@@ -1,0 +1,37 @@
+"""What holds between two settings of a `SwapConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvswap_torch.config_rules import Floor, Idle, Owned
+
+__all__ = ["FLOORS", "IDLE", "OWNED", "check_between"]
+
+FLOORS = (
+    Floor("pages_max", "groups_max", "since what a step attends must be in memory"),
+    Floor("pages_max", "select_queries_max", "a page for each query's choice"),
+    Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
+)
+# What other rows than these would ignore.
+OWNED = (
+    *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
+    Owned("score", "rows", "low_rank", ("mass", "max_mass")),
+    Owned("keeper", "rows", "none", ("newest",)),
+)
+IDLE = (  # what would have no effect
+    Idle("audit_every", "rows", "none", "since nothing is selected"),
+    Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
+    *(
+        Idle(name, "keeper", keeper, "since no token is kept for what it was paid")
+        for name in ("keep_tokens", "keep_window", "keep_pool", "keep_interval")
+        for keeper in ("none", "newest")
+    ),
+    Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
+)
+
+
+def check_between(settings: Any) -> None:
+    """Raises `ConfigError` for the first rule that does not hold."""
+    for rule in (*FLOORS, *OWNED, *IDLE):
+        rule.check(settings)

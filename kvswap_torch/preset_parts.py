@@ -1,0 +1,133 @@
+"""What a preset is: settings that follow from a model's shape, and what there is to say of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvswap_torch.config import SETTINGS, ModelIdentity, SwapConfig
+from kvswap_torch.errors import ConfigError
+
+__all__ = ["Preset", "Shape"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What settings of a preset may follow from; the defaults are a Llama's of 8B parameters.
+
+    Attributes
+    ----------
+    layers
+        On disk.
+    kv_heads, head_dim, element_bytes
+        Of the model's keys.
+    alignment_bytes
+        What the disk reads at once.
+    """
+
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    element_bytes: int = 2
+    alignment_bytes: int = 4096
+
+    @classmethod
+    def of(cls, model: ModelIdentity | None, alignment_bytes: int = 4096) -> Shape:
+        """Of a model, as far as it is known."""
+        if not isinstance(model, ModelIdentity):  # what it is not, SwapConfig says
+            return cls()
+        known = {
+            "layers": model.layers,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "element_bytes": {None: None, "float32": 4}.get(model.dtype, 2),
+        }
+        known = {name: value for name, value in known.items() if value is not None}
+        return cls(**known, alignment_bytes=alignment_bytes)
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token's keys."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def group_of_head(self) -> int:
+        """Tokens of the smallest group of one KV head whose record fills half of what is read."""
+        return self._group_filling(2 * self.head_dim * self.element_bytes)
+
+    @property
+    def group_of_bytes(self) -> int:
+        """The same of all KV heads, in records of one byte a number; at least four tokens."""
+        return max(4, self._group_filling(2 * self.width))
+
+    def _group_filling(self, token_bytes: int) -> int:
+        return -(-((self.alignment_bytes + 1) // 2) // token_bytes)
+
+
+Value = Any | Callable[[Shape], Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One system.
+
+    Attributes
+    ----------
+    name, paper
+        What it is called, and where it was published.
+    take, leave
+        When to take it, and when not: a sentence each.
+    settings
+        Of `SwapConfig`, the others at their defaults; a function is given the model's `Shape`.
+    calibrate
+        What is better calibrated, or must be; empty: nothing.
+    differences
+        From its paper, a sentence each.
+    divides
+        It divides any budget between columns, groups and pages; of the others columns belong to
+        what they are, and a comparison at equal bytes leaves them.
+    """
+
+    name: str
+    paper: str
+    take: str
+    leave: str
+    settings: Mapping[str, Value]
+    calibrate: str = ""
+    differences: tuple[str, ...] = ()
+    divides: bool = False
+
+    def config(self, shape: Shape = Shape(), **overrides: Any) -> SwapConfig:
+        """Its settings for a model, `overrides` in the place of some.
+
+        Raises
+        ------
+        ConfigError
+            For an override that is no setting, that would make another method of it, or that its
+            method does not have.
+        """
+        where = f"preset {self.name}"
+        for name in overrides:
+            if name not in (*SETTINGS, "model"):
+                near = difflib.get_close_matches(name, SETTINGS, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"{where}: overrides must be settings, got {name}{hint}")
+        for name, usual in (("rows", "low_rank"), ("keeper", "none")):
+            own = self.settings.get(name, usual)
+            if overrides.get(name, own) != own:
+                raise ConfigError(
+                    f"{where}: {name} must stay {own}, which makes it what it is, got "
+                    f"{overrides[name]!r}; SwapConfig() takes any settings"
+                )
+        made = {
+            name: value(shape) if callable(value) else value
+            for name, value in self.settings.items()
+        }
+        if "groups_max" in overrides and "pages_max" not in overrides:
+            made["pages_max"] = max(made.get("pages_max", 200), overrides["groups_max"])
+        try:
+            return SwapConfig(**made | overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,164 @@
+// Turns: what is kept is right whatever fails, and counts against the budget.
+
+#include "device/host_device.h"
+#include "engine_run.h"
+#include "io/fault_injection.h"
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kBatch = 2;
+constexpr int64_t kWindow = 20;  // more than one call of the kernel takes
+
+EngineOptions keeping_options(const std::string& directory, const std::string& rows = "box") {
+  EngineOptions options = small_options(directory);
+  options.rows = rows;
+  options.ranks.clear();
+  options.head_dim = 64;
+  options.tail_tokens = 4;
+  options.keeper = "observed";
+  options.keep_tokens = 10;
+  options.keep_window = kWindow;
+  options.keep_interval = 5;
+  return options;
+}
+
+/// Engines that are told the same: a prompt, what its newest queries attended, and steps.
+class Pair {
+ public:
+  Pair(const EngineOptions& one, const EngineOptions& other) : one_(one, 5), other_(other, 5) {
+    for (int64_t layer = 0; layer < one.layers; ++layer) {
+      const Tokens drawn = one_.draw_tokens(kBatch, 150);
+      KeptTokens::Window window;
+      window.count = kWindow;
+      window.first_column = 150 - kWindow;
+      window.scale = 0.1f;
+      const std::vector<float> queries = one_.numbers(one.query_heads * kWindow * one.head_dim, 2);
+      const auto* bytes = reinterpret_cast<const std::byte*>(queries.data());
+      window.queries.assign(bytes, bytes + queries.size() * sizeof(float));
+      window.log_sum_exp.assign(one.query_heads * kWindow, 8.0f);
+      for (EngineRun* run : {&one_, &other_}) {
+        EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
+        for (int64_t part = 0; part < kBatch; ++part) run->engine().observe(layer, part, window);
+      }
+    }
+  }
+
+  /// A step of the other engine; of the first as often as it takes. Returns how often that was.
+  int64_t step(int64_t layer, ReadFaults& faults) {
+    const Tokens drawn = one_.draw_tokens(kBatch, 1);
+    const std::vector<float> query = one_.draw_query(kBatch, 1);
+    for (EngineRun* run : {&one_, &other_}) {
+      EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
+    }
+    std::vector<std::byte> expected;
+    EXPECT_TRUE(other_.attend(layer, query, 1, expected).is_ok());
+    std::vector<std::byte> output;
+    for (int64_t tries = 1;; ++tries) {
+      const double kept = one_.engine().tokens_kept();
+      const Status attended = one_.attend(layer, query, 1, output);
+      if (attended.is_ok()) {
+        EXPECT_EQ(output, expected);
+        return tries;
+      }
+      EXPECT_EQ(attended.code(), StatusCode::kStorage) << attended.message();
+      EXPECT_GE(one_.engine().tokens_kept(), kept) << "a sequence's old set stays";
+      faults = {};
+    }
+  }
+  EngineRun& one() { return one_; }
+
+ private:
+  EngineRun one_;
+  EngineRun other_;
+};
+
+TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
+  int64_t failures = 0;
+  for (uint64_t read = 1; read <= 60 && !testing::Test::HasFailure(); ++read) {
+    SCOPED_TRACE(read);
+    const TestDirectory directory;
+    ReadFaults faults;
+    EngineOptions options = keeping_options(directory.path());
+    const EngineOptions undisturbed = options;
+    options.merge_bytes_max = 4096;
+    options.merge_gap_bytes = 0;
+    options.wrap_reader = [&](std::unique_ptr<BlockReader> inner) {
+      return std::make_unique<FaultyReader>(std::move(inner), &faults);
+    };
+    Pair pair(options, undisturbed);
+    faults = {};
+    faults.fail_read = read;
+    for (int64_t step = 0; step < 8; ++step) {
+      for (const int64_t layer : {0, 1}) failures += pair.step(layer, faults) - 1;
+    }
+    EXPECT_EQ(pair.one().engine().parts().counters.turns, 4u * 2) << "after the prompt, and then";
+    EXPECT_EQ(pair.one().engine().tokens_kept(), 10);
+  }
+  EXPECT_GT(failures, 50);
+}
+
+TEST(Keeping, NothingIsKeptWhileEverythingFits) {
+  const TestDirectory directory;
+  EngineOptions options = keeping_options(directory.path());
+  options.groups_max = options.pages_max = 50;
+  ReadFaults faults;
+  Pair pair(options, options);
+  for (int64_t step = 0; step < 12; ++step) EXPECT_EQ(pair.step(0, faults), 1);
+  EXPECT_EQ(pair.one().engine().parts().counters.turns, 0u);
+  EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
+}
+
+TEST(Keeping, WithoutRowsOnlyWhatIsKeptIsAttended) {
+  const TestDirectory directory;
+  EngineOptions options = keeping_options(directory.path(), "none");
+  ReadFaults faults;
+  Pair pair(options, options);
+  for (int64_t step = 0; step < 8; ++step) pair.step(0, faults);
+  EXPECT_EQ(pair.one().engine().parts().counters.groups_attended, 0u);
+  EXPECT_EQ(pair.one().engine().tokens_kept(), 5) << "in one of two layers";
+  options.keeper = "none";
+  EXPECT_TRUE(options.is_exact(0));
+}
+
+TEST(Keeping, CountsAgainstTheBudget) {
+  const TestDirectory directory;
+  EngineOptions options = keeping_options(directory.path());
+  const int64_t record_bytes = options.payload_bytes();
+  options.kv_memory_bytes = 4 << 20;  // write buffers follow from it
+  const MemoryNeed need = memory_need(options, record_bytes, kBatch, 200);
+  const int64_t token_bytes = 2 * options.kv_heads * options.head_dim * 4;
+  EXPECT_GE(need.kept, kBatch * options.layers * options.keep_tokens * token_bytes);
+  options.max_batch = kBatch;
+  options.max_context = 200;
+  ReadFaults faults;
+  Pair pair(options, options);
+  for (int64_t step = 0; step < 20; ++step) {
+    for (const int64_t layer : {0, 1}) EXPECT_EQ(pair.step(layer, faults), 1);
+  }
+  const Ledger& ledger = pair.one().engine().parts().ledger;
+  EXPECT_EQ(ledger.used(Use::kKept), need.kept);
+  EXPECT_LE(ledger.peak(), need.total());
+  ASSERT_TRUE(pair.one().engine().reset().is_ok());
+  EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
+  options.kv_memory_bytes = need.total() / 2;
+  EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
+}
+
+TEST(Keeping, IsNeitherForDevicesNorSaved) {
+  const TestDirectory directory;
+  EngineOptions options = keeping_options(directory.path());
+  ReadFaults faults;
+  Pair pair(options, options);
+  const auto shared = pair.one().engine().share();
+  ASSERT_FALSE(shared.is_ok());
+  EXPECT_NE(shared.status().message().find("keeper must be none or newest, got 'observed'"),
+            std::string::npos);
+  options.device = host_device({});
+  const Status refused = options.validate();
+  EXPECT_NE(refused.message().find("keeper must be 'none' where pages are a device's"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvswap

@@ -1,0 +1,124 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "methods/keeper.h"
+
+namespace kvswap {
+namespace {
+
+using Columns = std::vector<int32_t>;
+
+TokenValidity all_valid(int64_t columns) {
+  TokenValidity valid;
+  valid.append(columns, nullptr);
+  return valid;
+}
+
+TEST(KeeperKind, AreFoundByName) {
+  for (const KeeperKind& kind : KeeperKind::all()) EXPECT_EQ(KeeperKind::find(kind.name), &kind);
+  EXPECT_EQ(KeeperKind::find("oldest"), nullptr);
+  EXPECT_FALSE(KeeperKind::find("newest")->keeps_tokens);
+  EXPECT_TRUE(KeeperKind::find("heavy")->accumulates);
+}
+
+TEST(PoolNeighbours, AddsUpWhatStandsBeside) {
+  std::vector<float> mass = {1, 2, 3, 4, 5};
+  pool_neighbours(mass, 3);
+  EXPECT_EQ(mass, (std::vector<float>{3, 6, 9, 12, 9}));
+  mass = {1, 2, 3, 4, 5};
+  pool_neighbours(mass, 2);  // itself and the next
+  EXPECT_EQ(mass, (std::vector<float>{3, 5, 7, 9, 5}));
+  pool_neighbours(mass, 1);
+  EXPECT_EQ(mass, (std::vector<float>{3, 5, 7, 9, 5}));
+  std::vector<float> none;
+  pool_neighbours(none, kKeepPoolMax);
+}
+
+TEST(PoolNeighbours, IsASumOverAnyNumberOfThem) {
+  std::mt19937_64 random(1);
+  for (int64_t pool = 1; pool <= kKeepPoolMax; ++pool) {
+    std::vector<float> mass(100);
+    for (float& value : mass) value = static_cast<float>(random() % 16);
+    const std::vector<float> before = mass;
+    pool_neighbours(mass, pool);
+    for (int64_t i = 0; i < 100; ++i) {
+      float sum = 0;
+      for (int64_t j = i - (pool - 1) / 2; j <= i + pool / 2; ++j) {
+        if (j >= 0 && j < 100) sum += before[j];
+      }
+      ASSERT_EQ(mass[i], sum) << pool << " at " << i;
+    }
+  }
+}
+
+TEST(MostAttended, AreTheFirstOfThoseWithMostMass) {
+  const TokenValidity valid = all_valid(8);
+  const std::vector<float> mass = {5, 1, 3, 3, 9, 3, 0, 1};
+  const auto chosen = [&](int64_t tokens, Columns sinks) {
+    return most_attended(
+        {.mass = mass, .valid = &valid, .sinks = sinks, .group_tokens = 2, .tokens = tokens});
+  };
+  EXPECT_EQ(chosen(1, {}), (Columns{4}));
+  EXPECT_EQ(chosen(3, {}), (Columns{0, 2, 4})) << "the lower of equals";
+  EXPECT_EQ(chosen(3, {0, 2}), (Columns{2, 3, 7})) << "a sink's group stays anyway";
+  EXPECT_EQ(chosen(8, {}), (Columns{0, 1, 2, 3, 4, 5, 7})) << "nothing was paid to 6";
+}
+
+TEST(MostAttended, NeverKeepsPadding) {
+  TokenValidity valid;
+  const bool flags[] = {false, false, true, true, false, true};
+  valid.append(6, flags);
+  const std::vector<float> mass = {9, 9, 1, 2, 9, 3};
+  EXPECT_EQ(most_attended({.mass = mass, .valid = &valid, .group_tokens = 4, .tokens = 3}),
+            (Columns{2, 3, 5}));
+  EXPECT_EQ(most_attended({.mass = mass, .valid = &valid, .group_tokens = 4, .tokens = 2}),
+            (Columns{3, 5}));
+}
+
+TEST(MostAttended, SetsNestAsMoreAreKept) {
+  const TokenValidity valid = all_valid(200);
+  std::mt19937_64 random(2);
+  std::vector<float> mass(200);
+  for (float& value : mass) value = static_cast<float>(random() % 9);
+  Columns before;
+  for (int64_t tokens = 1; tokens <= 200; ++tokens) {
+    Columns now =
+        most_attended({.mass = mass, .valid = &valid, .group_tokens = 4, .tokens = tokens});
+    EXPECT_TRUE(std::is_sorted(now.begin(), now.end()));
+    EXPECT_TRUE(std::includes(now.begin(), now.end(), before.begin(), before.end())) << tokens;
+    before = std::move(now);
+  }
+}
+
+TEST(KeptTokens, KnowTheirColumnsAndWholeGroups) {
+  KeptTokens kept;
+  EXPECT_EQ(kept.mask(0, 64), 0u);
+  kept.set({3, 4, 5, 6, 7, 8, 62, 63, 64, 65, 130}, 4);
+  EXPECT_EQ(kept.mask(0, 8), 0xf8u);
+  EXPECT_EQ(kept.mask(60, 8), 0b00111100u);
+  EXPECT_EQ(kept.mask(128, 64), 4u);
+  EXPECT_EQ(kept.mask(1000, 3), 0u);
+  EXPECT_EQ(kept.whole_groups(), (Columns{1}));
+  kept.set({0, 2, 4, 5}, 1);
+  EXPECT_EQ(kept.whole_groups(), (Columns{0, 2, 4, 5}));
+}
+
+TEST(KeptTokens, ForgetWhatIsCut) {
+  KeptTokens kept;
+  kept.set({1, 4, 5, 6, 7, 70}, 4);
+  kept.mass.assign(80, 1.0f);
+  kept.next = Columns{1, 70};
+  kept.truncate(6, 4);
+  EXPECT_EQ(kept.columns(), (Columns{1, 4, 5}));
+  EXPECT_EQ(kept.mask(0, 64), 0x32u);
+  EXPECT_TRUE(kept.whole_groups().empty());
+  EXPECT_EQ(kept.mass.size(), 6u);
+  EXPECT_FALSE(kept.next.has_value());
+}
+
+}  // namespace
+}  // namespace kvswap
