@@ -336,8 +336,8 @@ class ReferenceSession:
         return attended
 
     def _attention(self, state, query, visible, terms):
-        """visible: [batch, columns]. A query that sees nothing gives zeros. The output, and what was
-        paid: weights [batch, heads, queries, columns], log-sum-exps [batch, heads, queries]."""
+        """visible: [batch, columns]. A query that sees nothing gives zeros. Its output, and what
+        was paid: weights [batch, heads, queries, columns], log-sum-exps [batch, heads, queries]."""
         scale, softcap, sinks = terms
         tokens, columns = query.shape[2], state.columns
         repeats = query.shape[1] // state.keys.shape[1]
