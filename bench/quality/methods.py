@@ -28,6 +28,7 @@ SETTINGS = {
     "projection": "file, estimated (from the prompt), svd (the paper's), query-aware, corrected",
     "dtype": "of the summary: model or int8",
     "score": f"one of {', '.join(SCORES)}",
+    "first": "columns that all groups are scored by before the best fifth is by all of them",
     "heads": "who chooses: all KV heads together, or each for itself",
     "query": "config, true (no look-ahead) or predicted (in every layer)",
     "sinks": "first tokens attended anyway",
@@ -223,6 +224,7 @@ class Resolver:
             _layers(settings.get("exact", "")),
             config.projection_kind,
             config.heads,
+            _whole(settings, "first", 0),
         )
         need = self.size.need(config)
         if settings.get("question", "decoded") not in ("decoded", "exact"):

@@ -15,6 +15,7 @@ from kvswap_torch.tuning.recall import int8_rows
 
 MASSES = ("mass", "max_mass", "mass_kept", "max_mass_kept")
 SCORES = ("sum", *MASSES, "softmax", "max")
+SECOND_SHARE = 0.2  # of the groups, scored by all columns after `first`
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Swap:
         ``all`` KV heads choose together, or ``each`` for itself: as a model with that head alone.
     exact_layers
         Layers that attend to everything: shows which of them a gap comes from.
+    first
+        Columns that all groups are scored by first; only the best fifth is then scored by all of
+        them. Of a score by mass; 0: all groups by all columns.
     """
 
     frame: Frame
@@ -53,10 +57,16 @@ class Swap:
     exact_layers: frozenset[int] = frozenset()
     projection_kind: str = "query_aware"
     heads: str = "all"
+    first: int = 0
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise ValueError(f"score: must be one of {', '.join(SCORES)}, got {self.score!r}")
+        if self.first and self.score not in MASSES:
+            raise ValueError(
+                f"first: must be left out unless score is one of {', '.join(MASSES)}, got "
+                f"{self.first} and {self.score!r}"
+            )
 
     def choose(self, view: View) -> torch.Tensor | None:
         """``[batch, 1 or kv_heads, n, columns]`` bool; None in layers that attend everything."""
@@ -65,8 +75,18 @@ class Swap:
         if self.heads == "each" and view.kv_heads > 1:
             heads = range(view.kv_heads)
             return torch.cat([self._of_head(view, h).choose(view.of_head(h)) for h in heads], 1)
-        groups = self._group_masses(view) if self.score in MASSES else self._group_products(view)
-        return self.frame.columns(self.frame.best(groups, view), view)
+        return self.frame.columns(self.frame.best(self._scores(view), view), view)
+
+    def _scores(self, view: View) -> torch.Tensor:
+        """``[batch, 1, n, groups]``."""
+        if self.score not in MASSES:
+            return self._group_products(view)
+        if not self.first:
+            return self._group_masses(view)
+        early = self._group_masses(view, self.first)
+        most = max(self.frame.groups_max, round(SECOND_SHARE * early.shape[-1]))
+        kept = dataclasses.replace(self.frame, groups_max=most).best(early, view)
+        return self._group_masses(view, among=kept).masked_fill_(~kept, -torch.inf)
 
     def _of_head(self, view: View, kv_head: int) -> Swap:
         """Its rows of a projection are the head's own."""
@@ -80,21 +100,33 @@ class Swap:
     def _group_products(self, view: View) -> torch.Tensor:
         return self.frame.group(self.token_scores(view))
 
-    def _group_masses(self, view: View) -> torch.Tensor:
-        """``[batch, 1, n, groups]``: what each head's softmax gives, joined over heads."""
+    def _group_masses(
+        self, view: View, columns: int | None = None, among: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[batch, 1, n, groups]``: what each head's softmax gives, joined over heads.
+
+        Parameters
+        ----------
+        columns
+            The first so many alone; None: all.
+        among
+            As the result, bool: the groups that a softmax is over; None: all.
+        """
         key, query = self._pair(view)
-        document, own = self._summaries(view, key)
+        document, own = (rows[..., :columns] for rows in self._summaries(view, key))
         look = self._look(view)
         parts = query.unflatten(0, (view.kv_heads, -1))
         has_kept = self.score.endswith("kept")
         always = self.frame.always(view)
         hidden = ~view.causal() if has_kept else ~self._choosable_columns(view)
+        if among is not None:
+            hidden = hidden | ~self._spread(among[:, 0], view)
         joined: torch.Tensor | None = None
         for head in range(look.shape[1]):
             low = look[:, head].float() @ parts[head // view.repeats] * view.scale
             if self.summary_dtype == "int8":
                 low = int8_rows(low.flatten(0, -2)).view_as(low)  # a query meets int8 rows as int8
-            logits = view.products(low, document, own)
+            logits = view.products(low[..., :columns], document, own)
             if has_kept:
                 _put_exact(logits, view, look[:, head], head // view.repeats, always)
             logits = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
@@ -148,8 +180,12 @@ class Swap:
         return total[:, None]
 
     def _choosable_columns(self, view: View) -> torch.Tensor:
-        spread = self.frame.choosable(view).repeat_interleave(self.frame.group_tokens, 1)
-        return torch.nn.functional.pad(spread, (0, view.columns - spread.shape[1]))
+        return self._spread(self.frame.choosable(view), view)
+
+    def _spread(self, groups: torch.Tensor, view: View) -> torch.Tensor:
+        """Groups ``[..., groups]`` as columns ``[..., columns]``, bool."""
+        spread = groups.repeat_interleave(self.frame.group_tokens, -1)
+        return torch.nn.functional.pad(spread, (0, view.columns - spread.shape[-1]))
 
     def _pair(self, view: View) -> Pair:
         rank = self.ranks[view.layer]
