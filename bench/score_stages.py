@@ -27,11 +27,11 @@ from rich.table import Table
 from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.projection import flat_tokens, from_chunk
-from kvswap_torch.tuning.observe import Calibrator, Observed
+from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions, int8_rows, sources
 from kvswap_torch.tuning.samples import Sample
 
-RANK = 32
+RANK = 32  # the most columns
 STEPS = 64
 COLUMNS = (8, 12, 16)
 SHARES = (0.1, 0.2, 0.4)  # of the groups, scored in the second stage

@@ -72,18 +72,19 @@ def _of_length(lines: Lines) -> dict[str, Any]:
         "left_out": unable,
         "impossible": impossible,
         "methods": {
-            name: _of_method([x for x in lines if x["method"] == name], full, list(able))
+            name: _of_method([x for x in lines if x["method"] == name], full, able, unable)
             for name in names
         },
     }
 
 
-def _of_method(lines: Lines, full: Lines, able: list[str]) -> dict[str, Any]:
+def _of_method(lines: Lines, full: Lines, able: dict, unable: dict) -> dict[str, Any]:
     numbers = {line["document"] for line in lines}
     full = [line for line in full if line["document"] in numbers]
     tasks = {task: [task] for task in (*able, *LOSSES)}
     tasks["needles"] = [task for task in NEEDLES if task in able]
-    tasks["all"] = able
+    tasks["all"] = list(able)
+    tasks["asked"] = [*able, *unable]  # for what is paired answer by answer
     first = lines[0]
     memory = [line["memory_bytes"] for line in lines if line["memory_bytes"] is not None]
     chosen = _mean([line["groups_per_step"] for line in lines])

@@ -195,31 +195,6 @@ def test_at_full_rank_a_groups_mass_is_what_attention_gives_it(score):
     torch.testing.assert_close(actual, expected)
 
 
-def test_in_two_stages_the_best_fifth_by_few_columns_is_scored_by_all():
-    view = make_view(predicted=False)
-    identity = (torch.eye(KV_HEADS * HEAD_DIM),) * 2
-    frame = dataclasses.replace(FRAME, groups_max=1)
-    whole, staged = (Swap(frame, [identity], (16,), score="mass", first=n) for n in (0, 8))
-    sample, row = 1, 4
-    choosable = slice(8, (TOKENS + row - 10) // 4 * 4)
-    keys, query = view.past.keys[choosable], view.query[sample, :, row] * view.scale
-    # The first eight columns are those of the first KV head: of its two heads alone.
-    early = (query[:2] @ keys[:, 0].T).softmax(1).sum(0)
-    early += (HEADS - 2) / len(keys)
-    kept = early.unflatten(0, (-1, 4)).sum(1).topk(round(0.2 * (view.columns // 4))).indices
-    tokens = (4 * kept[:, None] + torch.arange(4)).flatten()
-    masses = sum((query[h] @ keys[tokens, h // 2].T).softmax(0) for h in range(HEADS))
-    masses = masses.unflatten(0, (-1, 4)).sum(1)
-    scores = staged._scores(view)[sample, 0, row]
-    torch.testing.assert_close(scores[2 + kept], masses)
-    assert scores.isfinite().sum() == len(kept)
-    chosen = frame.best(staged._scores(view), view)[sample, 0, row].nonzero().flatten()
-    assert chosen.tolist() == [2 + kept[masses.argmax()]]
-    assert not torch.equal(whole.choose(view), staged.choose(view))
-    with pytest.raises(ValueError, match="first: must be left out unless score is one of mass"):
-        Swap(FRAME, [identity], (16,), first=8)
-
-
 def test_eviction_keeps_its_budget_and_what_was_looked_at():
     view = make_view()
     recent = Recent(kept=20, sink_tokens=4).choose(view)

@@ -1,0 +1,163 @@
+"""Which layers and heads look answers up, and what of it is found with so many columns and groups?
+
+    python -m bench.lookups --model build/models/smollm2 --settings 32x26,16x13 --out
+
+A look-up is a head with a tenth of its mass where the next two tokens stand in the text already, or
+just before (`kvswap_torch.tuning.recall`). Documents have facts and questions laid in; rows are
+int8, scored by mass, their projections from the document, as without a calibration. The oracle
+takes as many groups by the attention itself, mean over heads: what it misses, no score of the same
+kind could find.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench import machine
+from bench.reading import REFERENCE, open_reading
+from bench.score_stages import STEPS, Scores
+from kvswap_torch.tuning.observe import Calibrator, Observed, attention_weights
+from kvswap_torch.tuning.recall import SOUGHT_MIN, Choice, Steps, decoded_positions, sources
+from kvswap_torch.tuning.samples import Sample
+
+LAYERS_SHOWN = 10
+Setting = tuple[int, int]  # columns, groups
+
+
+class Lookups:
+    """Sums over steps and documents, by layer; each ``[heads]``."""
+
+    def __init__(self, settings: list[Setting]):
+        self.settings = settings
+        self.sought: dict[int, Any] = defaultdict(float)
+        self.found: dict[Setting, dict[int, Any]] = {each: defaultdict(float) for each in settings}
+        self.oracle: dict[Setting, dict[int, Any]] = {each: defaultdict(float) for each in settings}
+
+    def add(self, seen: Observed, sample: Sample) -> None:
+        """One layer of one document, on the true queries of its questions."""
+        positions = decoded_positions(len(sample.ids), sample.focus, STEPS)
+        steps = Steps(seen, positions, Choice())
+        scores = Scores(seen, sample, steps)
+        looked_up = _looked_up(seen, positions, sources(sample.ids, positions), steps)
+        self.sought[seen.layer] += looked_up.sum((1, 2))
+        masses: dict[int, torch.Tensor] = {}
+        for columns, groups in self.settings:
+            if columns not in masses:
+                masses[columns] = scores.by_mass(columns, steps.choosable)
+            for by, mass in ((self.found, masses[columns]), (self.oracle, steps.mass)):
+                best = mass.masked_fill(~steps.choosable, -1.0).topk(groups, dim=1).indices
+                held = looked_up.gather(2, best.expand(len(looked_up), -1, -1))
+                by[columns, groups][seen.layer] += held.sum((1, 2))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Shares of what is sought: in all, and in the layers that seek most."""
+        whole = sum(part.sum() for part in self.sought.values())
+        order = sorted(self.sought, key=lambda layer: -float(self.sought[layer].sum()))
+        return {
+            "layers": len(order),
+            "settings": [
+                {
+                    "columns": columns,
+                    "groups": groups,
+                    "found": _share(self.found[columns, groups], self.sought, order),
+                    "oracle": _share(self.oracle[columns, groups], self.sought, order),
+                }
+                for columns, groups in self.settings
+            ],
+            "by_layer": [
+                self._layer(layer, float(self.sought[layer].sum() / whole))
+                for layer in order[:LAYERS_SHOWN]
+            ],
+        }
+
+    def _layer(self, layer: int, share: float) -> dict[str, Any]:
+        sought = self.sought[layer]
+        head = int(sought.argmax())
+        return {
+            "layer": layer,
+            "share": round(share, 3),
+            "head": head,
+            "head_share": round(float(sought[head] / sought.sum()), 3),
+            "found": [_share(self.found[each], self.sought, [layer]) for each in self.settings],
+            "oracle": [_share(self.oracle[each], self.sought, [layer]) for each in self.settings],
+        }
+
+
+def _share(found: dict[int, Any], sought: dict[int, Any], layers: list[int]) -> float:
+    whole = sum(float(sought[layer].sum()) for layer in layers)
+    return round(sum(float(found[layer].sum()) for layer in layers) / max(whole, 1e-30), 3)
+
+
+def _looked_up(
+    seen: Observed, positions: torch.Tensor, wanted: torch.Tensor, steps: Steps
+) -> torch.Tensor:
+    """Weights of look-ups by group: ``[heads, steps, groups]``."""
+    query, keys = seen.query[0][:, positions].float(), seen.keys[0].float()
+    later = torch.arange(keys.shape[1]) > positions[:, None]
+    size, repeats = steps.choice.group_tokens, len(query) // len(keys)
+    parts = []
+    for head, rows in enumerate(query):
+        scores = (rows @ keys[head // repeats].T * seen.scale)[None]
+        sinks = None if seen.sinks is None else seen.sinks[head : head + 1]
+        there = attention_weights(scores, later, seen.softcap, sinks)[0] * wanted
+        there *= there.sum(1, keepdim=True) > SOUGHT_MIN
+        grouped = there[:, : steps.groups * size].unflatten(1, (-1, size)).sum(2)
+        parts.append(grouped.masked_fill(~steps.choosable, 0.0))
+    return torch.stack(parts)
+
+
+def parse(text: str) -> list[Setting]:
+    """``32x26,16x13`` -> columns and groups."""
+    settings = []
+    for part in text.split(","):
+        columns, _, groups = part.partition("x")
+        if not (columns.isdigit() and groups.isdigit() and int(columns) and int(groups)):
+            raise typer.BadParameter(f"--settings: must be COLUMNSxGROUPS, got {part!r}")
+        settings.append((int(columns), int(groups)))
+    return settings
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="folder of the model")] = REFERENCE,
+    length: Annotated[int, typer.Option(help="tokens of a document")] = 4096,
+    documents: Annotated[int, typer.Option(help="how many")] = 2,
+    settings: Annotated[str, typer.Option(help="columns and groups of 4 tokens")] = "32x26,16x13",
+    out: Annotated[bool, typer.Option(help="write bench/results/lookups_MODEL.json")] = False,
+) -> None:
+    console = Console(width=110)
+    calibrator, samples = open_reading(model, length, documents)
+    lookups = Lookups(parse(settings))
+    for sample in track(samples, "reading", console=console):
+        _read(calibrator, sample, lookups)
+    name, found = model.resolve().name, lookups.as_dict()
+    table = Table(title=f"{name}, {length:,} tokens, {documents} documents")
+    for column in ("layer", "of all look-ups", "head"):
+        table.add_column(column, justify="right")
+    for columns, groups in lookups.settings:
+        table.add_column(f"{columns} columns, {groups} groups (oracle)", justify="right")
+    for row in (*found["by_layer"], None):
+        part = row or {name: [s[name] for s in found["settings"]] for name in ("found", "oracle")}
+        cells = zip(part["found"], part["oracle"], strict=True)
+        head = ("all", "", "") if row is None else (row["layer"], row["share"], row["head"])
+        table.add_row(*map(str, head), *(f"{ours:.2f} ({best:.2f})" for ours, best in cells))
+    console.print(table)
+    if out:
+        facts = {"machine": machine.describe("."), "model": name}
+        results = facts | {"length": length, "documents": documents} | found
+        console.print(f"wrote {machine.write(f'lookups_{name}', results).name}")
+
+
+def _read(calibrator: Calibrator, sample: Sample, lookups: Lookups) -> None:
+    calibrator.read(sample, lambda seen: lookups.add(seen, sample))
+
+
+if __name__ == "__main__":
+    typer.run(main)

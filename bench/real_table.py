@@ -1,0 +1,162 @@
+"""Tables of the real model: what a budget buys, where look-ups are lost, two stages of a score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from bench.quality.methods import parse
+from bench.quality.report import interval
+
+Result = dict[str, Any]
+FIRST = "12 of"  # columns of the first stage that a table shows; the others stand in the results
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is aimed at; None: nothing.
+
+    Parameters
+    ----------
+    kl
+        Most nats to the full cache's distribution, over answers and over text.
+    same
+        Least share of tokens at which the same one is most likely, likewise.
+    worse
+        Exact answers that may be lost, as a share; 0: no loss whose interval excludes 0.
+    """
+
+    kl: float | None
+    same: float | None
+    worse: float
+
+
+# By share of the full cache's memory, and whether the config is a tuned one.
+TARGETS = {
+    ("1/8", False): Target(0.03, 0.97, 0.0),
+    ("1/13", False): Target(None, None, 0.05),
+    ("1/13", True): Target(0.03, 0.97, 0.0),
+    ("1/34", True): Target(0.08, None, 0.1),
+}
+
+
+def product_rows(results: list[Result]) -> Iterator[str]:
+    """A line for each budget: the cache itself, answers paired with the full cache's."""
+    yield (
+        "| tokens, documents | memory | columns, groups | right | difference | kept | KL, answers "
+        "| same | KL, text | same | target |"
+    )
+    yield "|---|" + "---|" * 10
+    for result in results:
+        for length, part in result["lengths"].items():
+            full = part["methods"]["full"]
+            yield (
+                f"| {int(length):,}, {full['documents']} | all | | {_right(full)} | | | | | | | |"
+            )
+            for name in sorted(filter(_is_shown, part["methods"]), key=_order):
+                yield _product_row(int(length), name, part["methods"][name])
+            for name, why in part["impossible"].items():
+                yield (
+                    f"| {int(length):,} | {_label(name)} | does not fit: {_least(why)} |" + " |" * 8
+                )
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(("product:memory=", "product:config="))
+
+
+def _order(name: str) -> tuple[float, int, str]:
+    """The larger budget first, and the defaults before what was changed."""
+    settings = parse(name)[1]
+    return -float(Fraction(settings.get("memory", "1"))), len(settings), name
+
+
+def _product_row(length: int, name: str, method: Result) -> str:
+    asked, text = method["tasks"]["asked"], method["tasks"]["language"]
+    ranks = sorted(set(method["ranks"]))
+    columns = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    cells = [
+        f"{length:,}, {method['documents']}",
+        _label(name),
+        f"{columns}, {method['groups_per_step']:.0f}",
+        _right(method),
+        interval(asked["exact_difference"], "+.2f"),
+        interval(asked["kept"]),
+        *(f"{part[what][0]:.3f}" for part in (asked, text) for what in ("kl", "agree")),
+        verdict(name, method),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _right(method: Result) -> str:
+    asked = method["tasks"]["asked"]
+    return f"{round(asked['exact'][0] * asked['answers'])} of {asked['answers']}"
+
+
+def _label(name: str) -> str:
+    settings = parse(name)[1]
+    memory, config = settings.pop("memory", "no limit"), settings.pop("config", None)
+    parts = [memory, "the defaults" if config is None else "tuned"]
+    parts += [f"`{key}={value}`" for key, value in settings.items()]
+    return ", ".join(parts)
+
+
+def _least(why: str) -> str:
+    """Of a budget's refusal: what would do."""
+    return why.partition("must be ")[2].partition(" for ")[0]
+
+
+def verdict(name: str, method: Result) -> str:
+    """``met``, or what is missed; empty where nothing is aimed at."""
+    settings = parse(name)[1]
+    is_plain = set(settings) <= {"memory", "config"}
+    target = TARGETS.get((settings.get("memory", ""), "config" in settings))
+    if target is None or not is_plain:
+        return ""
+    asked, text = method["tasks"]["asked"], method["tasks"]["language"]
+    mean, _, high = asked["exact_difference"]
+    missed: dict[str, list[str]] = {}
+    if (mean < -target.worse) if target.worse else (high < 0):
+        missed["answers"] = []
+    for part, what in ((asked, "answers"), (text, "text")):
+        if target.kl is not None and part["kl"][0] > target.kl:
+            missed.setdefault("KL", []).append(what)
+        if target.same is not None and part["agree"][0] < target.same:
+            missed.setdefault("same token", []).append(what)
+    words = (f"{name} ({' and '.join(of)})" if of else name for name, of in missed.items())
+    return f"missed: {', '.join(words)}" if missed else "met"
+
+
+def lookup_rows(results: list[Result]) -> Iterator[str]:
+    """By layer: look-ups found, and in brackets those of the oracle with as many groups."""
+    for result in results:
+        settings = result["settings"]
+        named = " | ".join(f"{s['columns']} columns, {s['groups']} groups" for s in settings)
+        yield f"| layer | of all look-ups | most of them by head | {named} |"
+        yield "|---|---|---|" + "---|" * len(settings)
+        for row in result["by_layer"]:
+            pairs = zip(row["found"], row["oracle"], strict=True)
+            cells = " | ".join(f"{found:.2f} ({oracle:.2f})" for found, oracle in pairs)
+            yield (
+                f"| {row['layer']} | {row['share']:.2f} | {row['head']}, {row['head_share']:.2f} "
+                f"| {cells} |"
+            )
+        cells = " | ".join(f"{s['found']:.2f} ({s['oracle']:.2f})" for s in settings)
+        yield f"| all {result['layers']} | 1.00 | | {cells} |"
+
+
+def stage_rows(results: list[Result]) -> Iterator[str]:
+    """A score by mass in two stages, 12 columns first, beside all groups by all columns."""
+    yield "| | scoring by | traffic | of the choice (worst layer) | mass held | look-ups found |"
+    yield "|---|---|---|---|---|---|"
+    for result in results:
+        title = f"{result['model']}, {result['length']:,} tokens, {result['chosen']} groups"
+        for way in (way for way in result["ways"] if way["way"].startswith(FIRST)):
+            found = "" if way["found"] is None else f"{way['found']:.2f}"
+            yield (
+                f"| {title} | {way['way']} | {way['traffic']:.2f} "
+                f"| {way['chosen']:.2f} ({way['chosen_worst']:.2f}) | {way['held']:.2f} | {found} |"
+            )
+            title = ""
