@@ -94,6 +94,29 @@ class Bytes:
             raise BudgetError(too_small(request, need(at(least)), at(least)))
         return at(fitting[-1])
 
+    def with_fewer_tokens(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
+        """Of a method that drops tokens: as many of those that stay as fit, in 64 steps.
+
+        Raises
+        ------
+        BudgetError
+            When not even one part in 64 does.
+        """
+        need = self._under(budget_bytes)
+        names = [name for name in ("keep_tokens", "tail_tokens") if getattr(config, name) >= 64]
+        if config.keeper == "newest":
+            names.remove("keep_tokens")
+
+        def at(step: int) -> SwapConfig:
+            return dataclasses.replace(
+                config, **{name: getattr(config, name) * step // 64 for name in names}
+            )
+
+        for step in range(64, 0, -1):
+            if need(at(step))["total"] <= budget_bytes:
+                return at(step)
+        raise BudgetError(too_small(Request(budget_bytes, self.context, 1), need(at(1)), at(1)))
+
     def widest(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """The config with the largest rank, one for all layers, that fits; at least 1."""
         ranks = range(1, self.shape.row_width(config) + 1)

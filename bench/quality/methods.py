@@ -47,8 +47,10 @@ FAMILIES = {
     "kvswap": tuple(SETTINGS),
     "product": (*OWN, *CHANGED),
 }
-# Each runs as the product itself.
-FAMILIES |= {preset.name: FAMILIES["product"] for preset in presets() if preset.name != "kvswap"}
+# Each runs as the product itself; of two that are emulated here too the product is
+# ``product:preset=NAME``.
+AS_PRODUCT = [preset.name for preset in presets() if preset.name not in FAMILIES]
+FAMILIES |= dict.fromkeys(AS_PRODUCT, FAMILIES["product"])
 # The paper as published: SVD of the keys, one rank for all, no sinks, every layer looks ahead.
 ALIASES = {"paper": "kvswap:projection=svd,rank=fit,dtype=model,query=predicted,sinks=0"}
 

@@ -89,6 +89,8 @@ class Product:
         config = SwapConfig.preset(name, model=size.identity, **changed)
         if budget is None:
             return config
+        if config.rows == "none" and config.keeper != "none":
+            return size.with_fewer_tokens(config, budget)
         return (size.fitted if preset.divides else size.with_fewer_groups)(config, budget)
 
     @torch.inference_mode()

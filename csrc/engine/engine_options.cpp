@@ -182,8 +182,10 @@ int64_t EngineOptions::table_bytes_per_group() const {
 }
 
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
-  if (rows == "none" || (device && has_device_kernels(method()))) return 0;
-  const int64_t scores = product({batch, select_queries_max, groups, int64_t{sizeof(float)}});
+  const int64_t kept = Keeping::turn_bytes(*this, std::min(groups, kContextMax));
+  if (!selects() || (device && has_device_kernels(method()))) return kept;
+  const int64_t scores =
+      kept + product({batch, select_queries_max, groups, int64_t{sizeof(float)}});
   if (groups == 0) return scores;
   const int64_t asked_heads = score_kind() == Score::kMax ? query_heads : 1;
   if (!RowsKind::find(rows)->takes_projections) {

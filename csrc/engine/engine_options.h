@@ -115,7 +115,7 @@ struct EngineOptions : Settings {
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
   int64_t write_buffer_bytes(int64_t record_bytes) const;
-  /// Scores of a choice among `groups` of each sequence, where the CPU makes it.
+  /// Scores of a choice among `groups` of each sequence, where the CPU makes it, and of a turn.
   int64_t score_bytes(int64_t batch, int64_t groups) const;
   /// Groups streamed at once when a long chunk attends over the past.
   int64_t past_block_groups(int64_t record_bytes) const;

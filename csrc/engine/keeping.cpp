@@ -25,14 +25,21 @@ int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_
   if (!keeps(apart)) return 0;
   const int64_t window = apart.keep_window * apart.query_heads *
                          (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
-  const int64_t mass = (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
+  const int64_t mass =
+      apart.keep_interval == 0 ? 0 : (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
   // Columns, now and next, and groups that are whole.
   return apart.kept_pages() * (token_page_bytes + 4) + 8 * apart.keep_tokens + window + mass;
 }
 
 int64_t Keeping::bytes_per_group(const EngineOptions& apart) {
-  return keeps(apart) ? apart.group_tokens * int64_t{sizeof(float)} + (apart.group_tokens + 7) / 8
-                      : 0;
+  if (!keeps(apart)) return 0;
+  const int64_t mass = apart.keep_interval == 0 ? 0 : apart.group_tokens * int64_t{sizeof(float)};
+  return mass + (apart.group_tokens + 7) / 8;
+}
+
+int64_t Keeping::turn_bytes(const EngineOptions& apart, int64_t groups) {
+  if (!keeps(apart) || apart.keep_interval > 0 || groups == 0) return 0;
+  return (groups * apart.group_tokens + kMassUnit) * int64_t{sizeof(float)};
 }
 
 int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
@@ -80,9 +87,10 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   if (!kept.next) {
     if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigh_past(layer, part));
-    grow(kept.mass, sealed);
-    if (!accumulates()) pool_neighbours(kept.mass, options.keep_pool);
-    kept.next = most_attended({.mass = std::span(kept.mass).first(sealed),
+    std::vector<float>& mass = mass_of(kept);
+    grow(mass, sealed);
+    if (!accumulates()) pool_neighbours(mass, options.keep_pool);
+    kept.next = most_attended({.mass = std::span(mass).first(sealed),
                                .valid = &batch_.validity(part),
                                .sinks = batch_.pages(part).sinks(layer),
                                .group_tokens = options.group_tokens,
@@ -104,13 +112,18 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   return Status::ok();
 }
 
+/// What is known of a sequence's tokens: from turn to turn where steps are observed.
+std::vector<float>& Keeping::mass_of(KeptTokens& kept) {
+  return parts_.options.keep_interval > 0 ? kept.mass : mass_;
+}
+
 /// What the window's queries paid each sealed token, summed over them.
 Status Keeping::weigh_past(int64_t layer, int64_t part) {
   const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  kept.mass.clear();
-  grow(kept.mass, sealed * group_tokens);
+  mass_of(kept).clear();
+  grow(mass_of(kept), sealed * group_tokens);
   auto blocks = past_.blocks();
   if (!blocks.is_ok()) return blocks.status();
   const int64_t most = 2 * blocks.value().groups;
@@ -169,7 +182,7 @@ void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& lis
                        .dtype = options.dtype},
          .mean = mean_.data()},
         {.parallel = parts_.threads()});
-    float* mass = kept.mass.data() + groups.first * options.group_tokens;
+    float* mass = mass_of(kept).data() + groups.first * options.group_tokens;
     for (int64_t head = 0; head < options.kv_heads; ++head) {
       for (int64_t token = 0; token < tokens; ++token) {
         mass[token] += static_cast<float>(queries) * mean_[head * tokens + token];

@@ -41,16 +41,18 @@ class Keeping {
   void observe_step(int64_t layer, const PagedAttentionArgs& attended);
 
   // What it allocates: for each layer of a sequence, for each of its groups, beside each of the
-  // parts' sequences, and for all.
+  // parts' sequences, for so many groups of any, and for all.
   static int64_t bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes);
   static int64_t bytes_per_group(const EngineOptions& apart);
   static int64_t sequence_bytes(const EngineOptions& apart);
+  static int64_t turn_bytes(const EngineOptions& apart, int64_t groups);
   static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
 
  private:
   bool accumulates() const { return KeeperKind::find(parts_.options.keeper)->accumulates; }
   bool is_observed(const KeptTokens& kept) const;
   Status turn_of(int64_t layer, int64_t part);
+  std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh_past(int64_t layer, int64_t part);
   void weigh_block(const PastReader::Groups& groups, const PastPages& listed);
   Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
@@ -65,6 +67,7 @@ class Keeping {
 
   // Of the step or block that is weighed.
   std::vector<float> log_sums_;
+  std::vector<float> mass_;  // of a turn, where none is summed up between turns
   std::vector<float> mean_;
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;

@@ -35,10 +35,13 @@ Status LayerStep::ask(const Question& question) {
     std::vector<Candidates> candidates(batch_.size());
     std::vector<std::vector<int32_t>> attended(batch_.size());  // sinks, and what is kept
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-      attended[sequence] = batch_.pages(sequence).sinks(layer_);
+      const std::vector<int32_t>& sinks = batch_.pages(sequence).sinks(layer_);
       const std::vector<int32_t>& kept = batch_.pages(sequence).kept(layer_).whole_groups();
+      candidates[sequence] = {&batch_.validity(sequence), sinks};
+      if (kept.empty()) continue;
+      attended[sequence] = sinks;
       attended[sequence].insert(attended[sequence].end(), kept.begin(), kept.end());
-      candidates[sequence] = {&batch_.validity(sequence), attended[sequence]};
+      candidates[sequence].excluded = attended[sequence];
     }
     KVSWAP_RETURN_IF_ERROR(parts_.selector->start_choice(
         {.layer = layer_,

@@ -89,6 +89,56 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
         assert cache.stats().bytes_read > 0
 
 
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova", "prkv"])
+def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
+    """With one group in pages nothing fits, and everything is kept."""
+    model = model_of(2)
+    inputs = prompt(3, 60, padding=(0, 7, 3))
+    config = small(name, model, 1, keep_tokens=1000, tail_tokens=2)
+    tokens = 2 if name in ("snapkv", "prkv") else 30  # the others choose anew in each step
+    with KVSwapCache(model, tmp_path, config) as cache:
+        ours = greedy(model, inputs, cache, tokens=tokens)
+        assert torch.equal(ours, greedy(model, inputs, tokens=tokens))
+        stats = cache.stats()
+        assert stats.tokens_kept > 40 and stats.counters["turns"] >= 3 * 3
+        assert stats.ledger["kept"] > 0 and "tokens kept" in str(stats)
+
+
+def test_who_drops_tokens_reads_none_and_gives_other_answers(tmp_path):
+    model = model_of(2)
+    inputs = prompt(1, 200)
+    answers, memory = [], []
+    for name in ("streaming", "window", "snapkv"):
+        config = small(name, model, 1, **({"keep_tokens": 8} if name == "snapkv" else {}))
+        with KVSwapCache(model, tmp_path, config, max_context=400, max_batch=1) as cache:
+            answers.append(greedy(model, inputs, cache, tokens=30))
+            before = cache.stats()
+            with torch.no_grad():
+                model(input_ids=answers[-1][:, -1:], past_key_values=cache)
+            assert cache.stats().bytes_read == before.bytes_read, "nothing is read in a step"
+            memory.append(before.ledger["pages"] + before.ledger["kept"])
+            assert memory[-1] < before.kv_bytes_full / 2
+    full = greedy(model, inputs, tokens=30)
+    assert not any(torch.equal(answer, full) for answer in answers)
+
+
+def test_kept_tokens_are_neither_saved_nor_forked(llama, tmp_path):
+    with KVSwapCache(llama, tmp_path, small("snapkv", llama, 1)) as cache:
+        greedy(llama, prompt(1, 60), cache, tokens=4)
+        for refused in (lambda: cache.save(tmp_path / "book"), cache.fork):
+            with pytest.raises(ValueError, match="keeper must be none or newest, got 'observed'"):
+                refused()
+        assert not (tmp_path / "book").exists()
+        greedy(llama, prompt(1, 70), cache, tokens=4)  # and goes on
+    with KVSwapCache(llama, tmp_path, small("streaming", llama, 1)) as cache:
+        out = greedy(llama, prompt(1, 60), cache, tokens=4)
+        cache.save(tmp_path / "book")
+        more = {"input_ids": out, "attention_mask": torch.ones_like(out)}
+        expected = greedy(llama, more, cache, tokens=8)
+    with KVSwapCache.open(llama, tmp_path / "book", path=tmp_path) as cache:
+        assert torch.equal(greedy(llama, more, cache, tokens=8), expected)
+
+
 @pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
 def test_all_columns_are_the_exact_top_k(kind, tmp_path):
     """Single tokens of single heads, every column of the keys: what attention weighs most."""
