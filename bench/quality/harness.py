@@ -24,6 +24,7 @@ from bench.quality.wording import ReferenceWording, wording_for
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import config_hash, model_parts
+from kvswap_torch.positions import most_positions
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 CONFIG = "kvswap.json"
@@ -145,6 +146,7 @@ class Harness:
 
     def _run_document(self, length, number, wanted, projections, progress) -> None:
         document = self.writer.write(length, number)
+        check_length(document, self.parts.config)
         where = f"{length} tokens, document {number + 1}"
         size = Bytes(self.model, self.parts.shape, len(document.ids))
         # Projections are fitted here: the model must not be under emulation then.
@@ -194,6 +196,23 @@ class Harness:
             _line(document, method, size)
             | {"cpu_seconds": round(seconds, 2), "cpu_seconds_reading": round(reading, 2)}
             | results
+        )
+
+
+def check_length(document: Document, config: Any) -> None:
+    """Refuses a document that, with what follows it, is longer than its model was made for.
+
+    Raises
+    ------
+    ValueError
+        With the length that would do.
+    """
+    most = most_positions(config)
+    follows = max(len(sample.ids) + sample.to_write for sample in document.samples)
+    if most is not None and len(document.ids) + follows > most:
+        raise ValueError(
+            f"lengths: document and what follows must be at most the {most:,} tokens that the "
+            f"model was made for, come to {len(document.ids) + follows:,}; ask for {most - follows}"
         )
 
 

@@ -18,6 +18,7 @@ from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_consol
 from kvswap_torch.cli.prompt import Prompt, make_prompt
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.positions import most_positions
 from kvswap_torch.timeline import SPANS
 
 if TYPE_CHECKING:
@@ -199,9 +200,8 @@ def _context(options: GenerateOptions, material: Material) -> int:
 
 def _check_context(context: int, material: Material) -> None:
     """Refuses more tokens than the model was made for, unless its config scales its positions."""
-    config = material.model.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
-    if most is None or context <= most or _scales_positions(config):
+    most = most_positions(material.model.config.get_text_config())
+    if most is None or context <= most:
         return
     raise ConfigError(
         f"--document: document, questions and answers must be at most the {most:,} tokens that "
@@ -209,13 +209,6 @@ def _check_context(context: int, material: Material) -> None:
         "scale its positions knowingly: rope_parameters in the model's config.json with a "
         "rope_type such as yarn"
     )
-
-
-def _scales_positions(config: Any) -> bool:
-    """Whether RoPE stretches positions; some models say it for each kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return any(part.get("rope_type", "default") != "default" for part in kinds)
 
 
 def _load_config(options: GenerateOptions) -> Any:

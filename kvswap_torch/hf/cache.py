@@ -34,6 +34,7 @@ from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.token_log import TokenLog
 from kvswap_torch.hf.trial import try_attention
+from kvswap_torch.positions import Reach
 
 
 class KVSwapCache(convert.Converting, Saving, Cache):
@@ -136,6 +137,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         self._pass: OpenPass | None = None  # under way, or ended by an exception
         self._entering = threading.Lock()
         self.tokens = TokenLog()
+        self._reach = Reach(self.parts.config)
         # Only sums of products can do with summed queries.
         score = settings.score if settings.takes_projections else settings.rows
         self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, score)
@@ -332,7 +334,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         if self._pass is not None and self._pass.is_of(module):
             if is_whole:
                 self._pass, self._others_changed = None, False
-                self.tokens.commit(self.driver.columns())
+                self.tokens.commit(columns := self.driver.columns())
+                self._reach.note(columns)
             else:
                 self._pass.fail()
 

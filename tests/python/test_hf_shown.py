@@ -2,13 +2,14 @@
 
 import io
 import logging
+import warnings
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvswap_torch.hf.prefill_bar import PrefillBar
-from tests.python.tiny_models import TIGHT, greedy, prompt
+from tests.python.tiny_models import TIGHT, greedy, prompt, tiny_model
 
 
 def test_a_prefill_shows_a_bar_and_a_decoding_step_none(llama: Any, open_cache: Any) -> None:
@@ -40,6 +41,22 @@ def test_the_log_says_what_was_chosen_and_estimated(
     greedy(llama, prompt(2, 30), open_cache(llama, TIGHT), tokens=2)
     assert "settings: SwapConfig(" in caplog.text
     assert "layer 0: projection (query_aware" in caplog.text
+
+
+def test_more_tokens_than_the_model_was_made_for_are_warned_of_once(open_cache: Any) -> None:
+    model = tiny_model("llama", max_position_embeddings=24)
+    cache = open_cache(model, TIGHT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy(model, prompt(1, 20), cache, tokens=4)
+    with pytest.warns(RuntimeWarning, match="the model was made for 24; .* yarn") as told:
+        greedy(model, prompt(1, 30), cache, tokens=4)
+    assert len(told) == 1
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+    model = tiny_model("llama", max_position_embeddings=24, rope_parameters=scaled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy(model, prompt(1, 30), open_cache(model, TIGHT), tokens=4)
 
 
 def test_the_log_is_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
