@@ -1,4 +1,7 @@
-"""Tables of the real model: what a budget buys, where look-ups are lost, two stages of a score."""
+"""Tables of the real model: what a budget buys, by task too, and its time.
+
+And where look-ups are lost, and two stages of a score.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 from bench.quality.methods import parse
 from bench.quality.report import interval
+from bench.quality.tasks import LOSSES
+from kvswap_torch import format_bytes
 
 Result = dict[str, Any]
 FIRST = "12 of"  # columns of the first stage that a table shows; the others stand in the results
@@ -75,12 +80,10 @@ def _order(name: str) -> tuple[float, int, str]:
 
 def _product_row(length: int, name: str, method: Result) -> str:
     asked, text = method["tasks"]["asked"], method["tasks"]["language"]
-    ranks = sorted(set(method["ranks"]))
-    columns = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     cells = [
         f"{length:,}, {method['documents']}",
         _label(name),
-        f"{columns}, {method['groups_per_step']:.0f}",
+        f"{_columns(method)}, {method['groups_per_step']:.0f}",
         _right(method),
         interval(asked["exact_difference"], "+.2f"),
         interval(asked["kept"]),
@@ -88,6 +91,11 @@ def _product_row(length: int, name: str, method: Result) -> str:
         verdict(name, method),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _columns(method: Result) -> str:
+    ranks = sorted(set(method["ranks"]))
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 def _right(method: Result) -> str:
@@ -127,6 +135,60 @@ def verdict(name: str, method: Result) -> str:
             missed.setdefault("same token", []).append(what)
     words = (f"{name} ({' and '.join(of)})" if of else name for name, of in missed.items())
     return f"missed: {', '.join(words)}" if missed else "met"
+
+
+def task_rows(results: list[Result], shares: tuple[str, ...] = ("1/8", "1/13")) -> Iterator[str]:
+    """A line for each task, by the defaults: what is right, or what a continuation loses."""
+    yield f"| text, tokens, documents | task | full cache | {' | '.join(shares)} |"
+    yield "|---|---|---|" + "---|" * len(shares)
+    for result in results:
+        for length, part in result["lengths"].items():
+            methods = [part["methods"].get(f"product:memory={share}") for share in shares]
+            if None in methods:
+                continue
+            full = part["methods"]["full"]
+            title = f"{result['text']}, {int(length):,}, {full['documents']}"
+            for task in (*part["able"], *(task for task in LOSSES if task in full["tasks"])):
+                told = full["tasks"][task]
+                of_all = f"loss {told['loss'][0]:.2f}" if task in LOSSES else _share_of(told)
+                cells = " | ".join(_task_cell(task, each["tasks"][task]) for each in methods)
+                yield f"| {title} | {task} | {of_all} | {cells} |"
+                title = ""
+            for task, share in part["left_out"].items():
+                yield f"| {title} | {task} | {share:.2f} | left out |" + " |" * (len(shares) - 1)
+                title = ""
+
+
+def _share_of(told: dict[str, Any]) -> str:
+    return f"{told['exact'][0]:.2f} of {told['answers']}"
+
+
+def _task_cell(task: str, told: dict[str, Any]) -> str:
+    kind, form = ("loss", "+.3f") if task in LOSSES else ("exact", "+.2f")
+    apart = f"KL {told['kl'][0]:.3f}, same {told['agree'][0]:.2f}"
+    return f"{interval(told[f'{kind}_difference'], form)}; {apart}"
+
+
+def speed_rows(results: list[Result]) -> Iterator[str]:
+    """A line for each cache that decoded beside the others."""
+    yield (
+        "| tokens | KV memory | columns, groups of tokens | ms per token (quartiles) "
+        "| of the first | read per token |"
+    )
+    yield "|---|---|---|---|---|---|"
+    for result in results:
+        tokens = f"{result['tokens']:,}"
+        for name, told in result["methods"].items():
+            low, high = told["quartiles"]
+            time = f"{told['ms']:.1f} ({low:.1f} to {high:.1f}) | {told['ratio']:.2f}"
+            if "ranks" not in told:
+                yield f"| {tokens} | all (`DynamicCache`) | | {time} | |"
+                tokens = ""
+                continue
+            made_of = f"{_columns(told)}, {told['groups_max']} of {told['group_tokens']}"
+            read = format_bytes(told["bytes_read_per_token"])
+            yield f"| {tokens} | {_label(name)} | {made_of} | {time} | {read} |"
+            tokens = ""
 
 
 def lookup_rows(results: list[Result]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from bench.machine import RESULTS
 from bench.presets_table import preset_rows
 from bench.quality.plan import CORE
 from bench.quality.report import interval
-from bench.real_table import lookup_rows, product_rows, stage_rows
+from bench.real_table import lookup_rows, product_rows, speed_rows, stage_rows, task_rows
 from bench.side_by_side import figure as side_by_side_figure
 from bench.side_by_side import report as side_by_side
 from kvswap_torch import format_bytes
@@ -204,6 +204,8 @@ TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}
 TABLES |= {"product": lambda: product_rows(load("quality/smollm2_product.json"))}
+TABLES |= {"real-tasks": lambda: task_rows(load("quality/smollm2_*.json"))}
+TABLES |= {"real-speed": lambda: speed_rows(load("real_speed*.json"))}
 TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
 TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"presets": lambda: preset_rows(load("quality/presets_*.json"))}

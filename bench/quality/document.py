@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.quality.tasks import LANGUAGE, LONG, OF_TEXT, QUOTE, SUMMARY, TASKS, Drawn, of_text
+from bench.quality.tasks import (
+    LANGUAGE,
+    LONG,
+    OF_TEXT,
+    QUESTIONS,
+    QUOTE,
+    SUMMARY,
+    TASKS,
+    Drawn,
+    of_text,
+)
+from bench.quality.tasks.questions import questions
 from bench.quality.text import Texts
 from bench.quality.wording import ReferenceWording, Turn
 from tools.reference_model.documents import cut_lines
@@ -69,7 +80,7 @@ class Writer:
     tokenizer
         Of the model.
     tasks
-        Names out of `TASKS`, and ``language``, ``long``, ``summary``, ``quote``.
+        Names out of `TASKS` and `OF_TEXT`.
     """
 
     def __init__(
@@ -155,6 +166,9 @@ class Writer:
         if QUOTE in self.tasks:
             for turn, depth in of_text.quotes(rng, self.wording, document):
                 samples.append(self._sample(QUOTE, (turn,), depth))
+        if QUESTIONS in self.tasks:
+            for turn, depth in questions(self.wording, document):
+                samples.append(self._sample(QUESTIONS, (turn,), depth))
         if SUMMARY in self.tasks:
             ids = self._encode(self.wording.put(of_text.summary(self.wording), 0))
             samples.append(Sample(SUMMARY, torch.tensor(ids), (), to_write=SUMMARY_TOKENS))

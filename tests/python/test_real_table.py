@@ -11,7 +11,15 @@ import typer
 
 from bench.lookups import Lookups, parse
 from bench.quality.swap import Swap
-from bench.real_table import lookup_rows, product_rows, stage_rows, verdict
+from bench.real_speed import compare
+from bench.real_table import (
+    lookup_rows,
+    product_rows,
+    speed_rows,
+    stage_rows,
+    task_rows,
+    verdict,
+)
 from bench.score_stages import RANK, Scores, best_of, measure_layer, summarised, ways_of
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import Choice, Steps
@@ -180,3 +188,37 @@ def test_stages_name_their_model_once():
     rows = list(stage_rows([result]))
     assert rows[2] == "| m, 4,096 tokens, 100 groups | 12 of 32 | 0.50 | 0.90 (0.80) | 0.99 |  |"
     assert len(rows) == 4 and rows[3] == "|  | 12 of 32 | 0.50 | 0.90 (0.80) | 0.99 | 0.50 |"
+
+
+def test_by_task_answers_have_a_difference_and_continuations_a_loss():
+    def methods(difference: float) -> dict[str, Any]:
+        told = method(difference, 0.1, 0.9)["tasks"]["asked"]
+        told |= {"loss": (1.5, 1.4, 1.6), "loss_difference": (0.02, 0.01, 0.03)}
+        return {"documents": 2, "tasks": {"quote": told, "language": told}}
+
+    names = ("full", "product:memory=1/8", "product:memory=1/13")
+    part = {"methods": dict(zip(names, map(methods, (0.0, -0.1, -0.3)), strict=True))}
+    part |= {"able": {"quote": 0.6}, "left_out": {"turns": 0.4}}
+    without = {"methods": {"full": methods(0.0)}, "able": {"quote": 0.6}, "left_out": {}}
+    rows = list(task_rows([{"text": "code", "lengths": {"2048": without, "4096": part}}]))
+    assert rows[2] == (
+        "| code, 4,096, 2 | quote | 0.60 of 50 | -0.10 (-0.12 to -0.08); KL 0.100, same 0.90 "
+        "| -0.30 (-0.32 to -0.28); KL 0.100, same 0.90 |"
+    )
+    assert rows[3].startswith("|  | language | loss 1.50 | +0.020 (+0.010 to +0.030); KL 0.100")
+    assert rows[4] == "|  | turns | 0.40 | left out | |" and len(rows) == 5
+    assert {row.count("|") for row in rows} == {6}
+
+
+def test_speeds_are_paired_with_the_first():
+    told = compare({"a": [0.01, 0.02, 0.03], "b": [0.02, 0.04, 0.06], "c": [0.02, 0.01, 0.03]}, "a")
+    assert told["a"] == {"ms": 20.0, "quartiles": [10.0, 30.0], "ratio": 1.0}
+    assert told["b"]["ratio"] == 2.0 and told["b"]["ms"] == 40.0
+    assert told["c"]["ratio"] == 1.0
+    cache = {"ranks": [8, 32], "groups_max": 12, "group_tokens": 4, "bytes_read_per_token": 2048}
+    named = {"product:config=t.json,memory=1/8": told["a"] | cache, "full": told["b"]}
+    rows = list(speed_rows([{"tokens": 4100, "methods": named}]))
+    assert rows[2:] == [
+        "| 4,100 | 1/8, tuned | 8 to 32, 12 of 4 | 20.0 (10.0 to 30.0) | 1.00 | 2.00 KiB |",
+        "|  | all (`DynamicCache`) | | 40.0 (20.0 to 60.0) | 2.00 | |",
+    ]

@@ -1,0 +1,134 @@
+"""Milliseconds per token of several settings side by side, on a model that reads a document.
+
+    python -m bench.real_speed --model build/models/smollm2 --out real_speed \\
+        --methods "product:memory=1/8 product:config=tuned.json,memory=1/8"
+
+Every cache reads the same document; then each decodes a token of its questions in turn, so that
+what else the machine does strikes all alike. Methods are written as for `python -m bench.quality`;
+the first is what the others are compared with, and the full cache (`DynamicCache`) runs beside
+them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from bench import machine
+from bench.quality.budget import Bytes
+from bench.quality.methods import parse
+from bench.quality.product import CHUNK, Product
+from kvswap_torch import KVSwapCache
+from kvswap_torch.hf.families import model_parts
+from kvswap_torch.tuning.texts import default_samples
+
+FULL = "full"
+WARM = 8  # first steps that do not count
+
+
+def compare(seconds: dict[str, list[float]], first: str) -> dict[str, dict[str, Any]]:
+    """Of each name: median and quartiles in ms, and the median ratio of pairs to `first`."""
+    told = {}
+    for name, times in seconds.items():
+        low, middle, high = statistics.quantiles(times, n=4)
+        ratios = [mine / other for mine, other in zip(times, seconds[first], strict=True)]
+        told[name] = {
+            "ms": round(1e3 * middle, 2),
+            "quartiles": [round(1e3 * low, 2), round(1e3 * high, 2)],
+            "ratio": round(statistics.median(ratios), 3),
+        }
+    return told
+
+
+@torch.inference_mode()
+def step_seconds(
+    model: Any, caches: dict[str, Any], ids: torch.Tensor, first: int
+) -> dict[str, list[float]]:
+    """Seconds of each token of ``ids[first:]`` in each cache, after all have read what is before.
+
+    Parameters
+    ----------
+    ids
+        ``[tokens]`` int64.
+    """
+    for cache in caches.values():
+        for chunk in ids[:first].split(CHUNK):
+            model(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
+    seconds: dict[str, list[float]] = {name: [] for name in caches}
+    for token in track(ids[first:], "decoding"):
+        for name, cache in caches.items():
+            began = time.perf_counter()
+            model(input_ids=token.view(1, 1), past_key_values=cache, logits_to_keep=1)
+            seconds[name].append(time.perf_counter() - began)
+    return {name: times[WARM:] for name, times in seconds.items()}
+
+
+def open_all(
+    stack: ExitStack, model: Any, products: Sequence[Product], context: int, path: Path
+) -> dict[str, Any]:
+    """The caches of these methods, closed with `stack`."""
+    return {
+        product.name: stack.enter_context(
+            KVSwapCache(
+                model,
+                path=path,
+                config=product.config,
+                kv_memory_bytes=product.budget_bytes,
+                max_context=context,
+                max_batch=1,
+            )
+        )
+        for product in products
+    }
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="folder of the model")],
+    methods: Annotated[str, typer.Option(help="product:..., with spaces between")],
+    length: Annotated[int, typer.Option(help="tokens of the document")] = 4096,
+    steps: Annotated[int, typer.Option(help="tokens decoded in each cache")] = 128,
+    threads: Annotated[int, typer.Option(help="of torch")] = 1,
+    path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
+    out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
+) -> None:
+    torch.set_num_threads(threads)
+    described = machine.describe(path)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (length,), 2)
+    asked = sample.ids[sample.focus :]
+    asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
+    ids = torch.cat([sample.ids[: sample.focus], asked])
+    size = Bytes(network, model_parts(network).shape, sample.focus)
+    products = [Product.named(name, parse(name)[1], size) for name in methods.split()]
+    with ExitStack() as stack:
+        caches = open_all(stack, network, products, len(ids), path)
+        beside = caches | {FULL: DynamicCache(config=network.config)}
+        told = compare(step_seconds(network, beside, ids, sample.focus), products[0].name)
+        for name, cache in caches.items():
+            stats, config = cache.stats(), cache.driver.config
+            told[name] |= {
+                "memory_share": round(stats.resident_bytes_peak / size.full, 4),
+                "bytes_read_per_token": round(stats.bytes_read_per_token),
+                "hit_rate": stats.hit_rate,
+                "ranks": list(cache.driver.ranks),
+                "groups_max": config.groups_max,
+                "group_tokens": config.group_tokens,
+            }
+    Console().print(told)
+    if out:
+        facts = {"machine": described, "model": model.resolve().name, "tokens": len(ids)}
+        machine.write(out, facts | {"threads": threads, "methods": told})
+
+
+if __name__ == "__main__":
+    typer.run(main)
