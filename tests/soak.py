@@ -32,6 +32,13 @@ from tests.python.tiny_models import SMALL, tiny_model
 WARM_UP_TURNS = 10
 DISK_BYTES = 512 << 20
 CANNOT_MOUNT = 77
+# What stays in memory for what it was paid; nothing, mostly.
+KEEPERS: tuple[dict, ...] = (
+    {},
+    {},
+    {"keeper": "observed", "keep_tokens": 10, "keep_window": 3, "keep_interval": 4},
+    {"keeper": "heavy", "keep_tokens": 8, "keep_window": 2, "keep_interval": 1},
+)
 FREE_BYTES_SLACK = 1 << 20  # the file system's own
 RESIDENT_BYTES_MAX = 64 << 20  # more than after the warm-up: the heap's own holes
 
@@ -81,6 +88,7 @@ def turn(model, folder: Path, seed: int, kernel: FaultyKernel) -> int:
         groups_max=chooser.choice((4, 12, 100)),
         pages_max=chooser.choice((100, 140)),
         reader=chooser.choice(("auto", "threads", "sync")),
+        **chooser.choice(KEEPERS),
         **SMALL,
     )
     inner = chooser.randrange(1 << 30)

@@ -149,7 +149,7 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
       needs_projection(layer)) {
     return Status::ok();
   }
-  KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer));
+  KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
   const Question question = {.query = parts_of(query), .scale = scale.value_or(usual)};
   return handed_back(*parts_, steps_.look_ahead(layer, question));
@@ -182,7 +182,7 @@ Status Engine::attend(const AttendArgs& args) {
   LayerStep& step = steps_.of(args.layer);
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
     KVSWAP_RETURN_IF_ERROR(step.drop());
-    KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer));
+    KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer, held - queries));
   }
   KVSWAP_RETURN_IF_ERROR(
       steps_.take(args.layer, {.query = parts_of(args.query), .scale = args.scale}));

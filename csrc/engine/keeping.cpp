@@ -64,15 +64,17 @@ int64_t Keeping::window(int64_t layer) const {
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
+  kept.seen_columns = window.first_column + window.count;
   kept.window = std::move(window);
   kept.next.reset();
   kept.is_due = true;
 }
 
-Status Keeping::turn(int64_t layer) {
+Status Keeping::turn(int64_t layer, int64_t column) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
   for (int64_t part = 0; part < batch_.size(); ++part) {
-    if (!batch_.pages(part).kept(layer).is_due || batch_.fits(layer, part)) continue;
+    const KeptTokens& kept = batch_.pages(part).kept(layer);
+    if (!kept.is_due || column < kept.seen_columns || batch_.fits(layer, part)) continue;
     const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
                           &parts_.counters.turn_seconds);
     KVSWAP_RETURN_IF_ERROR(turn_of(layer, part));
@@ -287,8 +289,11 @@ void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
-    const bool is_part_observed = is_observed(kept);
-    kept.queries_since += attended.queries;
+    const int64_t columns = batch_.layer(layer).columns;
+    const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, attended.queries);
+    const bool is_part_observed = fresh > 0 && is_observed(kept);
+    kept.seen_columns = std::max(kept.seen_columns, columns);
+    kept.queries_since += fresh;
     kept.is_due = kept.is_due || kept.queries_since >= options.keep_interval;
     if (!is_part_observed) continue;
     if (!is_weighed) {
@@ -296,7 +301,7 @@ void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
       attention_mass({.attention = attended, .mean = mean_.data()}, {.parallel = parts_.threads()});
       is_weighed = true;
     }
-    grow(kept.mass, batch_.layer(layer).columns);
+    grow(kept.mass, columns);
     const int64_t first = part * attended.pages_max;
     for (int64_t entry = 0; entry < attended.page_counts[part]; ++entry) {
       const int64_t column = attended.columns[first + entry];
@@ -307,7 +312,7 @@ void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
             column >= 0 ? column + slot : kept.columns()[-column - options.group_tokens + slot];
         for (int64_t head = 0; head < options.kv_heads; ++head) {
           kept.mass[token] +=
-              static_cast<float>(attended.queries) *
+              static_cast<float>(fresh) *
               mean_[(part * options.kv_heads + head) * slots + entry * options.group_tokens + slot];
         }
       }

@@ -32,12 +32,14 @@ class Keeping {
   /// What they were, for the turn that comes before the layer's next step.
   void observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window);
 
-  /// Chooses anew where that is due. The layer's pages must not be planned for.
-  Status turn(int64_t layer);
+  /// Chooses anew where that is due, for a step whose first token stands at `column`. The layer's
+  /// pages must not be planned for.
+  Status turn(int64_t layer, int64_t column);
 
   /// Where the attention of a step that is to be observed must leave its own; null: it is not.
   float* log_sum_exp(int64_t layer, int64_t queries);
-  /// Afterwards, with the arguments of that attention.
+  /// Afterwards, with the arguments of that attention. A step that is made again since another
+  /// layer failed counts once.
   void observe_step(int64_t layer, const PagedAttentionArgs& attended);
 
   // What it allocates: for each layer of a sequence, for each of its groups, beside each of the

@@ -193,8 +193,10 @@ void Sealer::take_back(int64_t layer, int64_t groups) {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     std::erase_if(batch_.pages(sequence).sinks(layer),
                   [&](int32_t group) { return group >= groups; });
-    batch_.pages(sequence).kept(layer).truncate(groups * parts_.options.group_tokens,
-                                                parts_.options.group_tokens);
+    batch_.pages(sequence).kept(layer).truncate({.columns = batch_.layer(layer).columns,
+                                                 .sealed = groups * parts_.options.group_tokens,
+                                                 .group_tokens = parts_.options.group_tokens,
+                                                 .step = parts_.options.select_queries_max});
   }
   parts_.store->truncate(layer, groups);
   parts_.selector->truncate(layer, groups * parts_.options.group_tokens);

@@ -31,7 +31,8 @@ class Sealer {
   /// `groups` whole groups of a chunk, from its token `first_token` on.
   Status seal_directly(int64_t layer, const KeyValueView& tokens, int64_t first_token,
                        int64_t groups);
-  /// Forgets what was sealed from group `groups` on: what is kept of it stands in the tail again.
+  /// Forgets what was sealed from group `groups` on, and of the kept tokens what is behind the
+  /// layer's columns: what is left of it stands in the tail again.
   void take_back(int64_t layer, int64_t groups);
 
   /// Everything sealed is with the writer; the first error of those on their way.

@@ -84,21 +84,18 @@ void KeptTokens::set(std::vector<int32_t> columns, int64_t group_tokens) {
 }
 
 uint64_t KeptTokens::mask(int64_t first, int64_t count) const {
-  const auto words = static_cast<int64_t>(bits_.size());
-  const int64_t word = first / 64;
-  const int64_t shift = first % 64;
-  uint64_t bits = word < words ? bits_[word] >> shift : 0;
-  if (shift != 0 && word + 1 < words) bits |= bits_[word + 1] << (64 - shift);
-  return count == 64 ? bits : bits & ((uint64_t{1} << count) - 1);
+  return bits_at(bits_, first, count);
 }
 
-void KeptTokens::truncate(int64_t columns, int64_t group_tokens) {
-  next.reset();
-  const auto end = std::lower_bound(columns_.begin(), columns_.end(), columns);
+void KeptTokens::truncate(const Cut& cut) {
+  const auto end = std::lower_bound(columns_.begin(), columns_.end(), cut.sealed);
   if (end != columns_.end()) {
-    set(std::vector<int32_t>(columns_.begin(), end), group_tokens);
+    set(std::vector<int32_t>(columns_.begin(), end), cut.group_tokens);
   }
-  if (static_cast<int64_t>(mass.size()) > columns) mass.resize(columns);
+  if (next) next->erase(std::lower_bound(next->begin(), next->end(), cut.sealed), next->end());
+  if (seen_columns - cut.columns <= cut.step) return;
+  seen_columns = cut.columns;
+  if (static_cast<int64_t>(mass.size()) > cut.columns) mass.resize(cut.columns);
 }
 
 }  // namespace kvswap

@@ -57,6 +57,7 @@ class KeptTokens {
   Window window;
   std::vector<float> mass;    // [tokens]: seen so far
   int64_t queries_since = 0;  // decoded since the last choice
+  int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;
   std::optional<std::vector<int32_t>> next;  // chosen, and not gathered yet
 
@@ -67,8 +68,16 @@ class KeptTokens {
   uint64_t mask(int64_t first, int64_t count) const;
   /// Groups of kept tokens alone, rising: there is nothing to select in them.
   const std::vector<int32_t>& whole_groups() const { return whole_groups_; }
-  /// Forgets what stands at `columns` or later.
-  void truncate(int64_t columns, int64_t group_tokens);
+  /// Where a sequence is cut.
+  struct Cut {
+    int64_t columns = 0;
+    int64_t sealed = 0;  // of them, those on disk: others cannot be kept
+    int64_t group_tokens = 0;
+    int64_t step = 0;  // columns that one step may have
+  };
+  /// Forgets what is cut. What was paid within the newest step stays: where that step failed and
+  /// is made again, its queries have counted already.
+  void truncate(const Cut& cut);
 
  private:
   std::vector<int32_t> columns_;

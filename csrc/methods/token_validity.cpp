@@ -34,12 +34,16 @@ void TokenValidity::find_bounds() {
 }
 
 uint64_t TokenValidity::mask(int64_t first, int64_t count) const {
+  return bits_at(words_, first, count);
+}
+
+uint64_t bits_at(std::span<const uint64_t> words, int64_t first, int64_t count) {
   KVSWAP_ASSERT(count > 0 && count <= 64);
-  const auto words = static_cast<int64_t>(words_.size());
+  const auto held = static_cast<int64_t>(words.size());
   const int64_t word = first / 64;
   const int64_t shift = first % 64;
-  uint64_t bits = word < words ? words_[word] >> shift : 0;
-  if (shift != 0 && word + 1 < words) bits |= words_[word + 1] << (64 - shift);
+  uint64_t bits = word < held ? words[word] >> shift : 0;
+  if (shift != 0 && word + 1 < held) bits |= words[word + 1] << (64 - shift);
   return count == 64 ? bits : bits & ((uint64_t{1} << count) - 1);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace kvswap {
@@ -29,5 +30,9 @@ class TokenValidity {
   int64_t first_valid_ = -1;
   int64_t all_valid_from_ = 0;
 };
+
+/// Bit i: bit first + i of `words`, of which the lowest comes first. Bits past the end are 0.
+/// count: 1..64.
+uint64_t bits_at(std::span<const uint64_t> words, int64_t first, int64_t count);
 
 }  // namespace kvswap

@@ -17,6 +17,7 @@ class Kept:
     columns: set[int] = field(default_factory=set)
     mass: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     queries_since: int = 0
+    seen: int = 0  # columns whose queries have counted
     is_due: bool = False
     # Of the newest long chunk: queries [heads, n, head_dim], the first one's column, and their
     # log-sum-exps [heads, n].
@@ -26,9 +27,10 @@ class Kept:
         missing = max(0, columns - len(self.mass))
         self.mass = torch.nn.functional.pad(self.mass, (0, missing))
 
-    def crop(self, sealed: int) -> None:
+    def crop(self, sealed: int, columns: int, step: int) -> None:
         self.columns = {column for column in self.columns if column < sealed}
-        self.mass = self.mass[:sealed]
+        if self.seen - columns > step:  # less may be a step that is made again
+            self.mass, self.seen = self.mass[:columns], columns
 
     def whole_groups(self, group: int) -> set[int]:
         groups = {column // group for column in self.columns}
@@ -57,7 +59,7 @@ class ReferenceKeeper:
                     state.columns - counted,
                     log_sum_exp[sequence, :, newest],
                 )
-                kept.is_due = True
+                kept.is_due, kept.seen = True, state.columns
 
     def turn(self, state, sequence: int, sinks: list[int], scale: float) -> None:
         kept, group = state.kept[sequence], self._options.group_tokens
@@ -80,11 +82,13 @@ class ReferenceKeeper:
         """After a step: weights [batch, heads, queries, columns]."""
         interval = self._options.keep_interval
         for sequence, kept in enumerate(state.kept if interval else []):
+            fresh = min(weights.shape[2], max(0, state.columns - kept.seen))
             is_observed = (
                 self._sums_up or kept.queries_since + self._options.keep_window >= interval
             )
-            kept.queries_since += weights.shape[2]
+            kept.queries_since += fresh
+            kept.seen = max(kept.seen, state.columns)
             kept.is_due = kept.is_due or kept.queries_since >= interval
             if is_observed:
                 kept.grow(state.columns)
-                kept.mass[: state.columns] += weights[sequence].sum(1).mean(0)
+                kept.mass[: state.columns] += fresh * weights[sequence].mean((0, 1))

@@ -34,6 +34,7 @@ class Layer:
     sealed: int = 0  # columns in sealed groups, a multiple of G
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
+    given: torch.Tensor | None = None  # [batch, queries, groups]
 
     @property
     def columns(self) -> int:
@@ -104,7 +105,7 @@ class ReferenceSession:
             return
         if self._is_restored(layer) or (self._must_choose(state) and self._lacks_projection(layer)):
             return
-        self._turn(state)
+        self._turn(state, state.columns)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale)
 
@@ -130,7 +131,7 @@ class ReferenceSession:
             return output
         chosen = state.predicted
         if chosen is None:
-            self._turn(state)
+            self._turn(state, state.columns - tokens)
             chosen = self._choose(layer, query, scale)
         state.predicted, state.selection = None, chosen
         visible = state.valid & self._attended_columns(state, chosen)
@@ -144,6 +145,12 @@ class ReferenceSession:
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
         self._store(layer, keys, values)  # a long chunk is sealed when it has attended
         return self.attend(layer, query, keys, values, scale, *terms)
+
+    def give_scores(self, layer: int, scores: torch.Tensor) -> None:
+        self._layers[layer].given = scores
+
+    def sealed_groups(self, layer: int) -> int:
+        return self._layers[layer].sealed // self._options.group_tokens
 
     def needs_projection(self, layer: int) -> bool:
         state = self._layers.get(layer)
@@ -182,7 +189,7 @@ class ReferenceSession:
             came_back = state.keys[:, :, state.sealed :]
             state.scored = torch.cat([state.scored[:, :, : state.sealed], came_back], 2)
             for kept in state.kept if is_cut else []:
-                kept.crop(state.sealed)
+                kept.crop(state.sealed, columns, self._options.select_queries_max)
 
     def reset(self) -> None:
         self._open()
@@ -253,9 +260,10 @@ class ReferenceSession:
     def _fits(self, state: Layer, sequence: int) -> bool:
         return len(self._groups(state, sequence)[1]) <= self._options.groups_max
 
-    def _turn(self, state: Layer) -> None:
+    def _turn(self, state: Layer, column: int) -> None:
         for sequence, kept in enumerate(state.kept):
-            if kept.is_due and not self._fits(state, sequence):
+            is_due = kept.is_due and column >= kept.seen
+            if is_due and not self._fits(state, sequence):
                 self._keeper.turn(state, sequence, self._groups(state, sequence)[0], self._scale)
 
     def _choose(self, layer: int, query: torch.Tensor, scale: float) -> list[list[int]]:
@@ -275,7 +283,9 @@ class ReferenceSession:
             candidates = [g for g in others if g not in whole]
             if self._lacks_projection(layer):
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
-            if self._options.score in ("sum", "max"):
+            if self._options.rows == "given":
+                scores = state.given[sequence]
+            elif self._options.score in ("sum", "max"):
                 scores = self._group_scores(layer, sequence, query[sequence])
             else:
                 scores = self._group_masses(layer, sequence, query[sequence], scale)

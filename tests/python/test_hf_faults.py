@@ -17,6 +17,7 @@ import torch
 
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError, StorageError
+from tests.python.faulty_conversation import converse, following, persistently, tokens_of
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import COVERING, SMALL, has_native, tiny_model
 
@@ -26,7 +27,6 @@ pytestmark = [
 ]
 
 READERS = ("uring", "threads", "sync")
-EVERY_CALL = os.environ.get("KVSWAP_TEST_EVERY_CALL") == "1"
 REPEATS = int(os.environ.get("KVSWAP_TEST_REPEATS", "100"))  # random moments
 
 
@@ -34,54 +34,6 @@ REPEATS = int(os.environ.get("KVSWAP_TEST_REPEATS", "100"))  # random moments
 def disk() -> Iterator[FaultyKernel]:
     with faulty_kernel() as kernel:
         yield kernel
-
-
-def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def persistently(step: Callable[[], Any], disk: FaultyKernel, failures: list[str]) -> Any:
-    """Makes a step again after a fault, the disk healed."""
-    try:
-        return step()
-    except StorageError as error:
-        assert error.errno
-        assert error.filename
-        failures.append(str(error))
-        disk.heal()
-    return step()
-
-
-def converse(model: Any, cache: KVSwapCache, batch: int, run: Callable[[Callable], Any]) -> list:
-    """Prefill, a second chunk, decoding, crop, select: the tokens that are most likely."""
-    told = []
-
-    @torch.no_grad()
-    def forward(new: torch.Tensor) -> torch.Tensor:
-        logits = model(new, past_key_values=cache).logits[:, -1]
-        return logits.argmax(-1, keepdim=True)
-
-    chunk = tokens_of(batch, 37)
-    told.append(run(lambda: forward(chunk)))
-    second = tokens_of(batch, 21, seed=6)
-    told.append(run(lambda: forward(second)))
-    for _ in range(6):
-        newest = told[-1]
-        told.append(run(lambda newest=newest: forward(newest)))
-    run(lambda: cache.crop(-9))
-    told.append(run(lambda: forward(tokens_of(batch, 2, seed=7))))
-    order = torch.arange(batch).flip(0)
-    run(lambda: cache.batch_select_indices(order))
-    told.append(run(lambda: forward(tokens_of(batch, 3, seed=8))))
-    for _ in range(3):
-        newest = told[-1]
-        told.append(run(lambda newest=newest: forward(newest)))
-    return told
-
-
-def following(nth: int) -> int:
-    """Every one at first, then ever fewer: faults late in a long row differ little."""
-    return nth + (1 if nth < 8 or EVERY_CALL else nth // 4)
 
 
 def open_small(model: Any, folder: Path, reader: str) -> KVSwapCache:

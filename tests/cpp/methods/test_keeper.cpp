@@ -112,12 +112,26 @@ TEST(KeptTokens, ForgetWhatIsCut) {
   kept.set({1, 4, 5, 6, 7, 70}, 4);
   kept.mass.assign(80, 1.0f);
   kept.next = Columns{1, 70};
-  kept.truncate(6, 4);
+  kept.seen_columns = 80;
+  kept.truncate({.columns = 6, .sealed = 6, .group_tokens = 4, .step = 16});
   EXPECT_EQ(kept.columns(), (Columns{1, 4, 5}));
   EXPECT_EQ(kept.mask(0, 64), 0x32u);
   EXPECT_TRUE(kept.whole_groups().empty());
   EXPECT_EQ(kept.mass.size(), 6u);
-  EXPECT_FALSE(kept.next.has_value());
+  EXPECT_EQ(kept.seen_columns, 6);
+  EXPECT_EQ(kept.next, Columns{1});
+}
+
+TEST(KeptTokens, RememberWhatAStepPaidThatIsTakenBack) {
+  KeptTokens kept;
+  kept.mass.assign(80, 1.0f);
+  kept.seen_columns = 80;
+  kept.truncate({.columns = 77, .sealed = 64, .group_tokens = 4, .step = 3});
+  EXPECT_EQ(kept.seen_columns, 80);
+  EXPECT_EQ(kept.mass.size(), 80u);
+  kept.truncate({.columns = 76, .sealed = 64, .group_tokens = 4, .step = 3});
+  EXPECT_EQ(kept.seen_columns, 76);
+  EXPECT_EQ(kept.mass.size(), 76u);
 }
 
 }  // namespace
