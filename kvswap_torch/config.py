@@ -62,10 +62,11 @@ class SwapConfig:
     )
     rows: str = one_of(
         "low_rank",
-        ("low_rank", "box", "mean", "none"),
+        ("low_rank", "box", "mean", "given", "none"),
         "what stays in memory of the keys, to score groups by: low-rank rows of each token "
         "(KVSwap); the box around the keys of a group (Quest) or their mean (ShadowKV), which need "
-        "no projection; or nothing, and every layer attends everything, restored from disk",
+        "no projection; `given`: what your own `group_scores` keeps, and says; or nothing, and "
+        "every layer attends everything, restored from disk",
     )
     records: str = one_of(
         "model",

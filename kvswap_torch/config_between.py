@@ -22,6 +22,8 @@ OWNED = (
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),
     Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
+    Idle("score", "rows", "given", "since scores come from outside"),
+    Idle("summary_dtype", "rows", "given", "since there is no summary"),
     *(
         Idle(name, "keeper", keeper, "since no token is kept for what it was paid")
         for name in ("keep_tokens", "keep_window", "keep_pool", "keep_interval")

@@ -120,6 +120,33 @@ bool Engine::needs_projection(int64_t layer) const {
          !batch_->all_fit(layer);
 }
 
+Status Engine::give_scores(int64_t layer, const GivenScores& scores) {
+  KVSWAP_RETURN_IF_ERROR(enter(layer));
+  if (options().is_exact(layer)) {
+    return Status::invalid("give_scores: layer " + std::to_string(layer) +
+                           " must choose to take scores, and attends everything");
+  }
+  const int64_t groups = sealed_groups(layer);
+  const bool fits = scores.sequences == batch_->size() && scores.groups == groups &&
+                    scores.queries >= 1 && scores.queries <= options().select_queries_max;
+  if (!fits) {
+    return Status::invalid(
+        "give_scores: scores of layer " + std::to_string(layer) + " must be of " +
+        std::to_string(batch_->size()) + " sequences, 1.." +
+        std::to_string(options().select_queries_max) + " queries and " + std::to_string(groups) +
+        " groups, got " + std::to_string(scores.sequences) + ", " + std::to_string(scores.queries) +
+        " and " + std::to_string(scores.groups));
+  }
+  return parts_->selector->give_scores(layer, scores);
+}
+
+bool Engine::needs_scores(int64_t layer, int64_t queries) {
+  steps_.settle();
+  return RowsKind::find(options().rows)->is_given && !options().is_exact(layer) &&
+         !batch_->all_fit(layer) && !attends_exactly(layer, queries) &&
+         !steps_.of(layer).is_for(queries);
+}
+
 double Engine::tokens_kept() const {
   size_t kept = 0;
   for (int64_t part = 0; part < batch_->size(); ++part) {
@@ -304,7 +331,11 @@ Status Engine::crop(int64_t columns) {
 }
 
 /// A folder has no place for who is kept.
-Status Engine::check_nothing_kept(const char* where) const {
+Status Engine::check_can_go_on(const char* where) const {
+  if (RowsKind::find(options().rows)->is_given) {
+    return Status::invalid(std::string(where) +
+                           ": rows must not be 'given', since what scores them is not saved");
+  }
   if (options().kept_pages() == 0) return Status::ok();
   return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
                          options().keeper +
@@ -313,7 +344,7 @@ Status Engine::check_nothing_kept(const char* where) const {
 
 Status Engine::save(SaveTarget& target) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  KVSWAP_RETURN_IF_ERROR(check_nothing_kept("save"));
+  KVSWAP_RETURN_IF_ERROR(check_can_go_on("save"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
   return handed_back(*parts_, saver_.save(target));
@@ -321,7 +352,7 @@ Status Engine::save(SaveTarget& target) {
 
 Result<Saver::Shared> Engine::share() {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  KVSWAP_RETURN_IF_ERROR(check_nothing_kept("fork"));
+  KVSWAP_RETURN_IF_ERROR(check_can_go_on("fork"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
   return saver_.share();

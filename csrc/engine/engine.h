@@ -87,6 +87,10 @@ class Engine {
   Status read_part(int64_t layer, int64_t part, int64_t begin, int64_t end, void* keys,
                    void* values);
   bool needs_projection(int64_t layer) const;
+  /// For the layer's next look_ahead() or attend(): [parts, queries, groups], see Selector.
+  Status give_scores(int64_t layer, const GivenScores& scores);
+  /// Must give_scores() come before attend() of so many queries?
+  bool needs_scores(int64_t layer, int64_t queries);
   bool attends_all(int64_t layer) const { return batch_->all_fit(layer); }
   /// Does a chunk attend everything, through a stream of its past? A long one does, and any in a
   /// layer that never chooses and has outgrown its pages.
@@ -133,7 +137,8 @@ class Engine {
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer);
-  Status check_nothing_kept(const char* where) const;
+  /// May what is held go on elsewhere: as a saved cache, or a fork?
+  Status check_can_go_on(const char* where) const;
   PagedAttentionArgs attention_args(const AttendArgs& args);
 
   int owner_pid_;

@@ -184,8 +184,10 @@ int64_t EngineOptions::table_bytes_per_group() const {
 int64_t EngineOptions::score_bytes(int64_t batch, int64_t groups) const {
   const int64_t kept = Keeping::turn_bytes(*this, std::min(groups, kContextMax));
   if (!selects() || (device && has_device_kernels(method()))) return kept;
+  // What is given stands beside what is chosen from: of a layer, and of the one predicted next.
+  const int64_t copies = RowsKind::find(rows)->is_given ? 3 : 1;
   const int64_t scores =
-      kept + product({batch, select_queries_max, groups, int64_t{sizeof(float)}});
+      kept + product({batch, select_queries_max, groups, copies, int64_t{sizeof(float)}});
   if (groups == 0) return scores;
   const int64_t asked_heads = score_kind() == Score::kMax ? query_heads : 1;
   if (!RowsKind::find(rows)->takes_projections) {
@@ -262,8 +264,8 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    if (options.is_exact(layer) || !options.selects()) continue;
     const RowShape rows = kind.shape(method, layer);
+    if (options.is_exact(layer) || rows.width == 0) continue;
     const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
                                   options.summary_type()};
     const int64_t bytes = product({batch, shape.bytes(summarised / rows.tokens_per_row)});

@@ -149,6 +149,24 @@ void CoreSession::look_ahead(int64_t layer, const Queries& query, std::optional<
   throw_status(engine.look_ahead(layer, query_view(query, engine.options().dtype), scale));
 }
 
+void CoreSession::give_scores(int64_t layer, std::span<const float> scores, int64_t queries) {
+  const Impl::Use use(*impl_);
+  Engine& engine = impl_->engine_with(layer);
+  const int64_t parts = engine.batch() * engine.heads_apart();
+  const int64_t groups = engine.sealed_groups(layer);
+  if (static_cast<int64_t>(scores.size()) != parts * queries * groups) {
+    throw std::invalid_argument("give_scores: scores must be [" + std::to_string(parts) + ", " +
+                                std::to_string(queries) + ", " + std::to_string(groups) +
+                                "], got " + std::to_string(scores.size()) + " numbers");
+  }
+  throw_status(engine.give_scores(layer, {scores.data(), parts, queries, groups}));
+}
+
+bool CoreSession::needs_scores(int64_t layer, int64_t queries) const {
+  const Impl::Use use(*impl_);
+  return impl_->engine_with(layer).needs_scores(layer, queries);
+}
+
 void CoreSession::append(int64_t layer, const NewTokens& tokens) {
   const Impl::Use use(*impl_);
   Engine& engine = impl_->engine();

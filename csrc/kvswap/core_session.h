@@ -118,6 +118,13 @@ class CoreSession {
   /// mass needs all heads and the scale that attend() will be given; none: 1 / sqrt(head_dim).
   void look_ahead(int64_t layer, const Queries& query, std::optional<float> scale = {});
 
+  /// With rows=given: what the layer's sealed groups are worth to its next look_ahead() or
+  /// attend(), [batch, queries, groups]; with heads=each [batch * kv_heads, queries, groups]. The
+  /// best are attended, the lower number first among equals; -inf: never.
+  void give_scores(int64_t layer, std::span<const float> scores, int64_t queries);
+  /// True where give_scores() must come before attend() of so many queries.
+  bool needs_scores(int64_t layer, int64_t queries) const;
+
   /// The first call fixes the batch. Fails before anything is written when budget, quota or disk
   /// cannot hold it.
   void append(int64_t layer, const NewTokens& tokens);

@@ -22,7 +22,8 @@ struct Settings {
   std::string heads = "all";
   /// what stays in memory of the keys, to score groups by: low-rank rows of each token
   /// (KVSwap); the box around the keys of a group (Quest) or their mean (ShadowKV), which need
-  /// no projection; or nothing, and every layer attends everything, restored from disk
+  /// no projection; given: what your own group_scores keeps, and says; or nothing, and every
+  /// layer attends everything, restored from disk
   std::string rows = "low_rank";
   /// what a record on disk, and its page in memory, holds: the model's dtype, or e4m3 with one
   /// power of two for the K of a KV head and one for its V, in half the bytes (a quarter of

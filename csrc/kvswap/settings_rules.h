@@ -75,7 +75,7 @@ template <typename Visit>
 void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
-  visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "none"}});
+  visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "given", "none"}});
   visit("records", &Settings::records, OneOf{{"model", "fp8"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
@@ -146,6 +146,10 @@ void visit_idle(Visit&& visit) {
         "since nothing is selected");
   visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
         "since nothing is selected");
+  visit("score", &Settings::score, "rows", &Settings::rows, "given",
+        "since scores come from outside");
+  visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "given",
+        "since there is no summary");
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
         "since no token is kept for what it was paid");
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",

@@ -39,6 +39,7 @@ Status HostedSelector::wait() {
 }
 
 Status HostedSelector::append(const SealedKeys& sealed) {
+  if (rows().shape(sealed.layer).width == 0) return RowSelector::append(sealed);
   const int64_t bytes = options().head_dim * dtype_bytes(sealed.keys.dtype);
   for (int64_t first = 0; first < sealed.tokens;) {
     const int64_t count = std::min(tokens_at_once(options().group_tokens), sealed.tokens - first);

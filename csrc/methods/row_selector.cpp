@@ -32,7 +32,7 @@ bool RowSelector::is_ready(int64_t layer) const {
 /// Empty summaries for all sequences, where the layer can have some.
 void RowSelector::start_layer(int64_t layer) {
   summaries_[layer].clear();
-  if (!is_ready(layer)) return;
+  if (!is_ready(layer) || rows_->shape(layer).width == 0) return;
   summaries_[layer].assign(sequences_, Summary(summary_shape(layer), memory_));
 }
 
@@ -66,6 +66,7 @@ int64_t RowSelector::bytes_to_append(int64_t layer, int64_t tokens) const {
 
 Status RowSelector::append(const SealedKeys& sealed) {
   KVSWAP_ASSERT(is_ready(sealed.layer));
+  if (rows_->shape(sealed.layer).width == 0) return Status::ok();
   const int64_t each = rows_->shape(sealed.layer).tokens_per_row;
   Summary& summary = summaries_[sealed.layer][sealed.sequence];
   const int64_t first_column = summary.rows() * each;
@@ -116,10 +117,41 @@ void RowSelector::choose(const ChooseArgs& args) {
   group_scores_.resize(scores);
   args.chosen->resize(batch);
   const bool is_by_mass = options_.score == Score::kMass || options_.score == Score::kMaxMass;
-  is_by_mass ? score_by_mass(args) : score_by_product(args);
+  if (RowsKind::find(options_.rows)->is_given) {
+    take_given(args);
+  } else {
+    is_by_mass ? score_by_mass(args) : score_by_product(args);
+  }
   run(batch, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) choose_for_sequence(args, i);
   });
+}
+
+Status RowSelector::start_choice(const ChooseArgs& args) {
+  const GivenScores wanted = {nullptr, static_cast<int64_t>(args.candidates.size()),
+                              args.query.queries, args.groups};
+  if (RowsKind::find(options_.rows)->is_given && !rows_->holds(args.layer, wanted)) {
+    return Status::invalid("attend: layer " + std::to_string(args.layer) +
+                           " must be given scores of its " + std::to_string(args.groups) +
+                           " groups for " + std::to_string(wanted.queries) +
+                           " queries, got none; call give_scores() before each step");
+  }
+  choose(args);
+  return Status::ok();
+}
+
+void RowSelector::take_given(const ChooseArgs& args) {
+  rows_->take(args.layer, group_scores_);
+  for (int64_t row = 0; row < sequences_ * queries_; ++row) {
+    const TokenValidity& valid = *args.candidates[row / queries_].valid;
+    float* scores = group_scores_.data() + row * groups_;
+    for (int64_t group = 0;
+         group * options_.group_tokens < valid.all_valid_from() && group < groups_; ++group) {
+      if (valid.mask(group * options_.group_tokens, options_.group_tokens) == 0) {
+        scores[group] = kNever;
+      }
+    }
+  }
 }
 
 void RowSelector::score_by_product(const ChooseArgs& args) {

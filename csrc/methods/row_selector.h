@@ -33,7 +33,11 @@ class RowSelector : public Selector {
 
   int64_t bytes_to_append(int64_t layer, int64_t tokens) const override;
   Status append(const SealedKeys& sealed) override;
+  Status give_scores(int64_t layer, const GivenScores& scores) override {
+    return rows_->give(layer, scores);
+  }
   void choose(const ChooseArgs& args) override;
+  Status start_choice(const ChooseArgs& args) override;
   void truncate(int64_t layer, int64_t tokens) override;
   int64_t tokens(int64_t layer) const override;
   void set_sequences(int64_t sequences) override;
@@ -65,6 +69,7 @@ class RowSelector : public Selector {
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) const;
   void score_by_product(const ChooseArgs& args);
   void score_by_mass(const ChooseArgs& args);
+  void take_given(const ChooseArgs& args);
   void start_layer(int64_t layer);
   Summary::Shape summary_shape(int64_t layer) const;
   void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);

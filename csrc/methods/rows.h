@@ -67,6 +67,13 @@ class Rows {
   virtual void ask_each_head(int64_t layer, const QueryView& query, int64_t batch, float scale,
                              float* asked) const;
 
+  /// Only where RowsKind::is_given, in the place of asking: what the layer's next choice is made
+  /// of. take() forgets it.
+  virtual Status give(int64_t layer, const GivenScores& scores);
+  /// Was give() called for as many?
+  virtual bool holds(int64_t, const GivenScores&) const { return false; }
+  virtual void take(int64_t layer, std::span<float> scores);
+
   /// Only where RowsKind::takes_projections; others refuse.
   virtual Status set_projection(int64_t layer, int64_t rank, const float* keys,
                                 const float* queries);
@@ -84,6 +91,7 @@ struct RowsKind {
   bool takes_projections;
   bool scores_by_mass;
   bool needs_all_heads;     // the query's heads must not be summed
+  bool is_given;            // scores come from outside, before each choice
   bool has_device_kernels;  // else, or by the best head, a selector on the host has them
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,

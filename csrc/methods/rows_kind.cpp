@@ -6,6 +6,7 @@
 
 #include "kernels/low_rank_score.h"
 #include "methods/box_rows.h"
+#include "methods/given_rows.h"
 #include "methods/low_rank_rows.h"
 #include "methods/mean_rows.h"
 #include "methods/no_rows.h"
@@ -20,6 +21,7 @@ constexpr std::array kKinds = {
              .takes_projections = true,
              .scores_by_mass = true,
              .needs_all_heads = false,
+             .is_given = false,
              .has_device_kernels = true,
              .shape = LowRankRows::shape_of,
              .make = LowRankRows::make},
@@ -28,6 +30,7 @@ constexpr std::array kKinds = {
              .takes_projections = false,
              .scores_by_mass = false,
              .needs_all_heads = true,
+             .is_given = false,
              .has_device_kernels = false,
              .shape = BoxRows::shape_of,
              .make = BoxRows::make},
@@ -36,14 +39,25 @@ constexpr std::array kKinds = {
              .takes_projections = false,
              .scores_by_mass = false,
              .needs_all_heads = false,
+             .is_given = false,
              .has_device_kernels = false,
              .shape = MeanRows::shape_of,
              .make = MeanRows::make},
+    RowsKind{.name = "given",
+             .source = "",
+             .takes_projections = false,
+             .scores_by_mass = false,
+             .needs_all_heads = false,
+             .is_given = true,
+             .has_device_kernels = false,
+             .shape = GivenRows::shape_of,
+             .make = GivenRows::make},
     RowsKind{.name = "none",
              .source = "FlexGen",
              .takes_projections = false,
              .scores_by_mass = false,
              .needs_all_heads = false,
+             .is_given = false,
              .has_device_kernels = false,
              .shape = NoRows::shape_of,
              .make = NoRows::make},
@@ -99,6 +113,13 @@ int64_t chunk_rows(int64_t group_tokens, int64_t tokens_per_row) {
 void Rows::ask_each_head(int64_t, const QueryView&, int64_t, float, float*) const {
   KVSWAP_ASSERT(false);
 }
+
+Status Rows::give(int64_t layer, const GivenScores&) {
+  return Status::invalid("give_scores: layer " + std::to_string(layer) +
+                         " must have rows=given to take scores, and scores its own rows");
+}
+
+void Rows::take(int64_t, std::span<float>) { KVSWAP_ASSERT(false); }
 
 Status Rows::set_projection(int64_t layer, int64_t, const float*, const float*) {
   return Status::invalid("set_projection: layer " + std::to_string(layer) +

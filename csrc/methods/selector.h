@@ -79,6 +79,14 @@ struct ChooseArgs {
   float scale = 1.0f;  // of attention
 };
 
+/// What a layer's groups are worth, said by somebody else.
+struct GivenScores {
+  const float* scores = nullptr;  // [sequences, queries, groups]; -inf: never
+  int64_t sequences = 0;
+  int64_t queries = 0;
+  int64_t groups = 0;
+};
+
 /// What a choice is for at most, where its memory is reserved ahead of it.
 struct SelectionRoom {
   int64_t batch = 0;
@@ -118,6 +126,10 @@ class Selector {
   /// Forgets the projections and the summaries made with them.
   virtual void drop_projection(int64_t layer) = 0;
   virtual int64_t projection_bytes() const = 0;
+
+  /// For the layer's next choice alone, of as many sequences, queries and groups; copied. Only
+  /// where RowsKind::is_given; others refuse.
+  virtual Status give_scores(int64_t layer, const GivenScores& scores) = 0;
 
   /// Bytes that append() of `tokens` to every sequence would allocate.
   virtual int64_t bytes_to_append(int64_t layer, int64_t tokens) const = 0;

@@ -98,6 +98,8 @@ void bind_session(py::module_& module) {
       .def("look_ahead", &Session::look_ahead, py::arg("layer"), py::arg("query"),
            py::arg("scale") = py::none(), Released())
       .def("override_selection", &Session::override_selection, py::arg("layer"), py::arg("groups"))
+      .def("give_scores", &Session::give_scores, py::arg("layer"), py::arg("scores"))
+      .def("needs_scores", &Session::needs_scores, py::arg("layer"), py::arg("queries"))
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
       .def("attend", with_terms<&Session::attend>, py::arg("layer"), py::arg("query"),

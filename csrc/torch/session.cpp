@@ -186,6 +186,21 @@ void Session::override_selection(int64_t layer, const std::vector<std::vector<in
   throw_if_error(use.engine().override_selection(layer, std::move(narrow)));
 }
 
+void Session::give_scores(int64_t layer, const at::Tensor& scores) {
+  const Impl::Use use(*impl_);
+  TORCH_CHECK_VALUE(scores.dim() == 3 && scores.is_cpu() && scores.scalar_type() == at::kFloat,
+                    "give_scores: scores must be [batch, queries, groups] fp32 of the CPU, got ",
+                    scores.sizes(), " ", scores.scalar_type(), " on ", scores.device());
+  const at::Tensor packed = scores.contiguous();
+  throw_if_error(use.engine().give_scores(
+      layer, {packed.data_ptr<float>(), packed.size(0), packed.size(1), packed.size(2)}));
+}
+
+bool Session::needs_scores(int64_t layer, int64_t queries) const {
+  const Impl::Use use(*impl_);
+  return use.engine().needs_scores(layer, queries);
+}
+
 void Session::append(int64_t layer, const at::Tensor& keys, const at::Tensor& values) {
   const Impl::Use use(*impl_);
   impl_->check_tokens("append", keys, values);

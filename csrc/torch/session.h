@@ -77,6 +77,13 @@ class Session {
   /// heads=each a KV head has its own, [batch * kv_heads][...].
   void override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups);
 
+  /// With rows=given: what the layer's sealed groups are worth to its next look_ahead() or
+  /// attend(), [batch, queries, groups] fp32 of the host; with heads=each [batch * kv_heads,
+  /// queries, groups]. The best are attended, the lower number first among equals; -inf: never.
+  void give_scores(int64_t layer, const at::Tensor& scores);
+  /// True where give_scores() must come before attend() of so many queries.
+  bool needs_scores(int64_t layer, int64_t queries) const;
+
   /// keys, values: [batch, kv_heads, tokens, head_dim], last dimension contiguous. The first call
   /// fixes the batch. Fails before anything is written when budget, quota or disk cannot hold it.
   void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);

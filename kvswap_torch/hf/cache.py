@@ -34,6 +34,7 @@ from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.token_log import TokenLog
 from kvswap_torch.hf.trial import try_attention
+from kvswap_torch.plug_ins import GroupScores
 from kvswap_torch.positions import Reach
 
 
@@ -81,6 +82,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         Show a progress bar while a long prompt is read, also inside ``generate()``.
     preset
         In the place of a config: a published system, by its name in `kvswap_torch.presets()`.
+    group_scores
+        Your own way to choose what is read; see `kvswap_torch.plug_ins`.
 
     Raises
     ------
@@ -105,13 +108,14 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         timeline_spans: int = 0,
         progress: bool = False,
         preset: str | None = None,
+        group_scores: GroupScores | None = None,
     ):
         if timeline_spans < 0:
             raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
         self.parts = model_parts(model)
         try_attention(self.parts)
         limits = (kv_memory_bytes, max_context, max_batch)
-        wish = Wish(path, config, preset, *limits, timeline_spans)
+        wish = Wish(path, config, preset, *limits, timeline_spans, group_scores)
         if self.parts.placement.is_shared:
             open_on_all_ranks(self, wish)
         else:
@@ -126,7 +130,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
 
         def make_driver(look_ahead: LookAhead) -> SessionDriver:
             rest = (config, budget, projections, look_ahead, wish.timeline_spans)
-            return SessionDriver(self.parts, wish.path, *rest)
+            return SessionDriver(self.parts, wish.path, *rest, wish.group_scores)
 
         self._attach(config or SwapConfig(), budget, make_driver)
         return alike

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ClosedError, KVSwapError, UnsupportedModelError
+from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
-from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
-from kvswap_torch.hf.settings import Budget, FirstPass, settle
+from kvswap_torch.hf.plugged import PluggedSession, open_plug_in, plug_in_bytes
+from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
+from kvswap_torch.plug_ins import GroupScores
 from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
 logger = logging.getLogger("kvswap_torch")
@@ -49,8 +51,10 @@ class SessionDriver:
         projections: list[Pair] | None,
         look_ahead: LookAhead,
         timeline_spans: int = 0,
+        plug_in: GroupScores | None = None,
     ):
         self.parts = parts
+        self.plug_in = plug_in
         self.padding = Padding()
         self.timeline_spans = timeline_spans
         self.path = path
@@ -61,23 +65,27 @@ class SessionDriver:
         self.estimated_kinds: dict[int, str] = {}
         self._declared = False  # the session holds a validity that not all layers have taken
         self._estimated_before: dict[int, str] = {}  # the pass under way
-        self.estimate_seconds = 0.0
-        self._settled = budget.is_known or not budget.matters(config)
+        self.estimate_seconds, self._settled = 0.0, budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = (0, 0)  # columns and sequences of every layer when the pass began
         self._owner_pid, self.is_open = os.getpid(), True
         self.session: Any = None
         self._open(None)
 
-    def _options(self, config: SwapConfig) -> dict[str, Any]:
+    def _options(self, config: SwapConfig, beside: int) -> dict[str, Any]:
+        """`beside`: bytes of the budget that others than the session take."""
         budget = self.budget
         if budget.kv_memory_bytes is not None:
-            left = max(1, budget.kv_memory_bytes - self._predictor_bytes(config))
+            left = max(1, budget.kv_memory_bytes - beside)
             budget = dataclasses.replace(budget, kv_memory_bytes=left)
         calibrated = self._projections is not None
         return session_module.session_options(
             config, self.parts, self.path, budget, calibrated, self.timeline_spans
         )
+
+    def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
+        plugged = plug_in_bytes(self.plug_in, batch, context)
+        return {"predictor": self._predictor_bytes(config), "plug_in": plugged}
 
     def _predictor_bytes(self, config: SwapConfig) -> int:
         return self._predictor.nbytes if config.look_ahead else 0
@@ -88,16 +96,22 @@ class SessionDriver:
         alignment = functools.cache(lambda: session_module.alignment_bytes(self.path))
 
         def need(config: SwapConfig, batch: int, context: int) -> Mapping[str, int]:
-            options = self._options(config)
+            open_plug_in(self.plug_in, config, self.parts)  # what it takes may follow from it
+            beside = self._beside(config, batch, context)
+            options = self._options(config, sum(beside.values()))
             uses = session_module.memory_need(options, batch, context, alignment())
-            beside = self._predictor_bytes(config)
-            return uses | {"predictor": beside, "total": uses["total"] + beside}
+            return uses | beside | {"total": uses["total"] + sum(beside.values())}
 
         config = settle(self._given, self.parts.shape, self.budget, need, first)
-        options = self._options(config)
+        open_plug_in(self.plug_in, config, self.parts)
+        beside = self._beside(config, *ready_for(self.budget, first))
+        options = self._options(config, sum(beside.values()))
         if config.look_ahead:
             self._predictor.build()
         session = session_module.open_session(options)
+        if self.plug_in is not None:
+            room = None if self.budget.kv_memory_bytes is None else beside["plug_in"]
+            session = PluggedSession(session, self.plug_in, config, room, lambda: self.padding)
         if self.session is not None:
             self.session.close()
         self.session, self.config, self.ranks = session, config, options["ranks"]
@@ -169,7 +183,7 @@ class SessionDriver:
                 f"KVSwapCache: batch must stay {held} until reset(), got {batch}; "
                 "to repeat sequences use batch_repeat_interleave()"
             )
-        self._refuse_rope_crossing(columns, tokens)
+        refuse_rope_crossing(self.parts, columns, tokens)
         if not self._settled:
             self._open(FirstPass(batch, tokens))
             self._settled = True
@@ -190,7 +204,7 @@ class SessionDriver:
         return columns
 
     def take_back(self, columns: int) -> None:
-        """A pass has failed: every layer has the first `columns` columns again, and no more."""
+        """A pass has failed: every layer has the first `columns` columns again."""
         if columns == 0:
             self.reset()
             return
@@ -313,10 +327,10 @@ class SessionDriver:
         keys, _ = self.session.read_back(layer, max(0, columns - 2048), columns)
         self._estimate(layer, keys, None)
 
-    @property
-    def predictor_bytes(self) -> int:
-        """Memory of what predicts queries, beside the session's."""
-        return self._predictor_bytes(self.config)
+    def bytes_beside(self) -> dict[str, int]:
+        """Memory beside the session's, by use: what predicts queries, and a plug-in's."""
+        uses = self._beside(self.config, self.session.batch(), self.columns())
+        return {use: size for use, size in uses.items() if size}
 
     @property
     def predictor_source(self) -> str:
@@ -379,20 +393,6 @@ class SessionDriver:
         self.refuse()  # the session stays, to raise ClosedError in another thread's pass
         if self.session is not None:
             self.session.close()
-
-    def _refuse_rope_crossing(self, columns: int, tokens: int) -> None:
-        """Long RoPE has other factors past the original length, which changes earlier keys."""
-        rope = getattr(self.parts.decoder, "rotary_emb", None)
-        original = getattr(self.parts.config, "original_max_position_embeddings", None)
-        if getattr(rope, "rope_type", None) != "longrope" or original is None:
-            return
-        if 0 < columns <= original < columns + tokens:
-            raise UnsupportedModelError(
-                f"KVSwapCache: {self.parts.name} changes its rotary factors past {original} "
-                f"tokens, so a cache must not grow across that length, got {columns} + {tokens}; "
-                "reset() and prefill the whole text at once (a prompt that is longer from the "
-                "start is fine)"
-            )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,17 @@ class Padding:
         """Of a cache that goes on from another one."""
         self._valid = None if valid is None else valid.clone()
 
+    def between(self, batch: int, begin: int, end: int) -> torch.Tensor:
+        """``[batch, end - begin]`` bool, of the pass under way too."""
+        valid = torch.ones(batch, end, dtype=torch.bool)
+        if self._valid is not None:
+            held = min(end, self._valid.shape[1])
+            valid[:, :held] = self._valid[:, :held]
+        columns, _, new = self._declared
+        if new is not None and columns < end:
+            valid[:, columns:] = new[:, : end - columns]
+        return valid[:, begin:]
+
     @property
     def newest(self) -> torch.Tensor | None:
         """``[batch, tokens]``: validity of the columns declared last; None: all valid."""

@@ -62,6 +62,12 @@ class FirstPass:
         return self.tokens + max(1024, self.tokens // 2)
 
 
+def ready_for(budget: Budget, first: FirstPass | None) -> tuple[int, int]:
+    """(batch, context) to be ready for, as far as that is known."""
+    context = budget.max_context or (first.context if first else 1)
+    return budget.max_batch or (first.batch if first else 1), context
+
+
 def settle(
     config: SwapConfig | None,
     shape: ModelShape,
@@ -75,8 +81,7 @@ def settle(
     does not fit or, when there is no config, uses what there is. Before the first pass, with batch
     or context not known, only what no run could do without is checked.
     """
-    context = budget.max_context or (first.context if first else 1)
-    batch = budget.max_batch or (first.batch if first else 1)
+    batch, context = ready_for(budget, first)
     base = config or default_config(shape)
     if base.table and (budget.is_known or first is not None):
         base = base.for_batch_and_context(batch, context)

@@ -170,12 +170,11 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
     session, shape = driver.session, driver.parts.shape
     counters, facts = session.counters(), session.facts()
     ledger = dict(session.ledger())
-    beside = driver.predictor_bytes
-    resident, peak = (ledger.pop(name) + beside for name in ("total", "peak"))
+    beside = driver.bytes_beside()
+    resident, peak = (ledger.pop(name) + sum(beside.values()) for name in ("total", "peak"))
     shared = ledger.pop("shared", 0)
     ledger.pop("limit", None)
-    if beside:
-        ledger["predictor"] = beside
+    ledger |= beside
     tokens, batch = driver.columns(), session.batch()
     attended, loaded = counters["groups_attended"], counters["groups_loaded"]
     decoded = counters["sequences"] / shape.layers

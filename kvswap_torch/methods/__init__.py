@@ -35,7 +35,8 @@ class Method:
         ``[kv_heads, groups * group_tokens, head_dim]`` after RoPE, valid one bool a token, query
         ``[heads, queries, head_dim]``; by the sum over heads (`SwapConfig.score`). What is
         attended are the groups with the largest scores, the lower number first among equals; a
-        group without a valid token scores -inf. None: nothing is chosen, everything is attended.
+        group without a valid token scores -inf. None: nothing is chosen, everything is attended;
+        or somebody else says what groups are worth (`kvswap_torch.plug_ins`).
     """
 
     name: str
@@ -68,5 +69,6 @@ METHODS = {
     "low_rank": Method("kvswap", "KVSwap, 3.2 and 3.3", True, kvswap.group_scores),
     "box": Method("quest", "Quest, 3.2", False, quest.group_scores),
     "mean": Method("shadowkv", "ShadowKV, 4.1", False, shadowkv.group_scores),
+    "given": Method("group_scores", "a plug-in's", False, None),
     "none": Method("exact", "FlexGen", False, None),
 }

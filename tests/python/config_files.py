@@ -52,6 +52,7 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "mean", "score": "max", "exact_layers": [0, 1], "heads": "each"},
     {"rows": "none", "group_tokens": 16, "score": "sum", "audit_every": 0, "missed_mass_max": None},
     {"projection_kind": "skewed", "score": "max"},
+    {"rows": "given", "heads": "each", "group_tokens": 16, "audit_every": 64},
     {"rows": "none", "keeper": "newest", "tail_tokens": 1020, "groups_max": 1, "pages_max": 8},
     {"rows": "box", "keeper": "observed", "keep_tokens": 1, "keep_window": 4096, "keep_pool": 63},
     {"rows": "none", "keeper": "heavy", "keep_interval": 1, "keep_pool": 5},
@@ -118,7 +119,7 @@ BAD: list[tuple[str, str]] = [
       for value in (3, "1", [1, 0], [0, 0], [-1], [1.0], [False], None)),
     *((_file(exact_layers=value), "exact_layers: must be") for value in (0, [2, 1], [-1], [2**63])),
     *((_file(rows=rows, rank=8), f"rank: must be left out where rows is {rows}")
-      for rows in ("mean", "none")),
+      for rows in ("mean", "given", "none")),
     (_file(rows="none", score="mass"), "score: must be left out where rows is none"),
     (_file(keeper="oldest"), "keeper: must be one of none, newest, observed, heavy, got 'oldest'"),
     (_file(keeper="newest"), "keeper: must be left out where rows is low_rank"),
@@ -131,6 +132,9 @@ BAD: list[tuple[str, str]] = [
                           ("keep_pool", 0), ("keep_pool", 64), ("keep_interval", -1))),
     *((_file(rows="none", **{name: value}), f"{name}: must be left out where rows is none, since")
       for name, value in (("missed_mass_max", 0.1), ("audit_every", 16))),
+    (_file(rows="given", score="max"), "score: must be left out where rows is given, since scores"),
+    (_file(rows="given", summary_dtype="int8"),
+     "summary_dtype: must be left out where rows is given, since there is no summary"),
     (_table({**_ROW, "settings": {"rows": "none", "audit_every": 1}}),
      "context 8192: audit_every: must be left out where rows is none"),
     (_file(disk_quota_bytes=0), "disk_quota_bytes: must be"),

@@ -41,6 +41,10 @@ class ReferenceHeads:
         for session, own in self._split(key_projection, query_projection, dim=0):
             session.set_projection(layer, *own)
 
+    def give_scores(self, layer: int, scores: torch.Tensor) -> None:
+        for head, session in enumerate(self._of_heads):
+            session.give_scores(layer, scores[head :: len(self._of_heads)])
+
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
         for session, own in self._split(query):
             session.look_ahead(layer, *own, scale)

@@ -43,6 +43,8 @@ def options(directory, **changes) -> Options:
         setattr(made, name, value)
     if not METHODS[made.rows].takes_projections:
         made.ranks = []
+    if made.rows == "given":
+        made.score = "sum"
     return made
 
 
@@ -88,6 +90,7 @@ class Twins:
             query = self.random(batch, HEADS, tokens, HEAD_DIM)
             predicted = query + 0.1 * self.random(batch, HEADS, tokens, HEAD_DIM)
             outputs = []
+            self.give_scores(layer, batch, tokens)
             for session in self.sessions:
                 if look_ahead and layer > 0:
                     session.look_ahead(layer, predicted)
@@ -102,6 +105,18 @@ class Twins:
             mine, theirs = (session.last_selection(layer) for session in self.sessions)
             if tokens <= self.options.select_queries_max:
                 assert [list(groups) for groups in mine] == theirs
+
+    def give_scores(self, layer: int, batch: int, tokens: int) -> None:
+        """With rows=given, before each choice; many are alike."""
+        made, specified = self.options, self.sessions[1]
+        if made.rows != "given" or layer in made.exact_layers or specified.attends_all(layer):
+            return
+        if tokens > made.select_queries_max:
+            return
+        parts = batch * (KV_HEADS if made.heads == "each" else 1)
+        size = (parts, tokens, specified.sealed_groups(layer))
+        scores = torch.randint(0, 9, size, generator=self.generator).float()
+        self.all("give_scores", layer, scores)
 
     def all(self, name: str, *arguments) -> None:
         for session in self.sessions:

@@ -1,0 +1,251 @@
+"""A session whose groups somebody else scores: `kvswap_torch.plug_ins.GroupScores` at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import BudgetError, ConfigError
+from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.padding import Padding
+from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.plug_ins import CacheShape, GroupScores
+
+
+def config_for(plug_in: Any, config: SwapConfig | None, parts: ModelParts) -> SwapConfig | None:
+    """The config of a cache with this plug-in, or with None.
+
+    Raises
+    ------
+    ConfigError
+        No plug-in, settings of other rows with one, a config that scores for itself, or a model
+        that several processes run.
+    """
+    if plug_in is None:
+        if config is not None and config.rows == "given":
+            raise ConfigError(
+                "group_scores: must be given where rows is given, got None; pass an object of "
+                "kvswap_torch.plug_ins.GroupScores, or other rows"
+            )
+        return config
+    if not isinstance(plug_in, GroupScores):
+        raise ConfigError(
+            "group_scores: must be an object of a class made from kvswap_torch.plug_ins."
+            f"GroupScores, got {plug_in!r}"
+        )
+    if config is not None and config.rows != "given":
+        raise ConfigError(
+            f"group_scores: must come with rows='given' in the config, got rows={config.rows!r}; "
+            "leave the config out, or say SwapConfig(rows='given', ...)"
+        )
+    if parts.placement.is_shared:
+        raise ConfigError(
+            "group_scores: must be used with a model that one process runs, got one of several"
+        )
+    return config or SwapConfig(rows="given")
+
+
+def plug_in_bytes(plug_in: GroupScores | None, batch: int, tokens: int) -> int:
+    """What it says it keeps, checked."""
+    if plug_in is None:
+        return 0
+    told = plug_in.nbytes(batch, tokens)
+    if not isinstance(told, int) or isinstance(told, bool) or told < 0:
+        raise ValueError(
+            f"group_scores: nbytes({batch}, {tokens}) of {type(plug_in).__name__} must be an int "
+            f"of at least 0, got {told!r}"
+        )
+    return told
+
+
+def open_plug_in(plug_in: GroupScores | None, config: SwapConfig, parts: ModelParts) -> None:
+    """Tells it what it is used for."""
+    if plug_in is None:
+        return
+    layers = parts.shape.layers
+    plug_in.open(
+        CacheShape(
+            layers=layers,
+            exact_layers=tuple(i for i in range(layers) if config.is_exact(i)),
+            heads=parts.shape.heads,
+            kv_heads=parts.shape.kv_heads,
+            head_dim=parts.shape.head_dim,
+            group_tokens=config.group_tokens,
+            heads_apart=config.heads == "each",
+            dtype=parts.dtype,
+            device=parts.device,
+        )
+    )
+
+
+class PluggedSession:
+    """A session that asks a plug-in before each choice, and tells it what is sealed.
+
+    Parameters
+    ----------
+    session
+        A `_C.Session` with rows=given.
+    plug_in
+        Opened for the same settings.
+    config
+        The session's settings.
+    room
+        Bytes of the budget that were set aside for the plug-in; None: there is no budget.
+    padding
+        Says which columns are padding.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        plug_in: GroupScores,
+        config: SwapConfig,
+        room: int | None,
+        padding: Callable[[], Padding],
+    ):
+        self._session = session
+        self._plug_in = plug_in
+        self._config = config
+        self._room = room
+        self._padding = padding
+        self._told: dict[int, int] = {}  # tokens of a layer that the plug-in has seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    # What a forward pass calls.
+
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+        if self._is_long(query) or self._config.is_exact(layer) or self.attends_all(layer):
+            return self._session.look_ahead(layer, query, scale)
+        self._give(layer, query, query.shape[-1] ** -0.5 if scale is None else scale)
+        return self._session.look_ahead(layer, query, scale)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._check_room(layer, keys)
+        # What the last append left to be sealed is sealed before these come.
+        self._tell(layer, *self._sealing(layer, None))
+        sealing = self._sealing(layer, keys) if self._is_long(keys) else None
+        self._session.append(layer, keys, values)
+        if sealing is not None:
+            self._tell(layer, *sealing)
+
+    def attend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+        if self._session.needs_scores(layer, query.shape[2]):
+            self._give(layer, query, scale)
+        sealing = self._sealing(layer, None)
+        output = self._session.attend(layer, query, keys, values, scale, *terms)
+        self._tell(layer, *sealing)
+        return output
+
+    def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+        if not self._is_long(keys):
+            self.append(layer, keys, values)
+            return self.attend(layer, query, keys, values, scale, *terms)
+        self._check_room(layer, keys)
+        sealing = self._sealing(layer, keys)
+        output = self._session.extend(layer, query, keys, values, scale, *terms)
+        self._tell(layer, *sealing)
+        return output
+
+    # The whole cache.
+
+    def crop(self, columns: int) -> None:
+        self._session.crop(columns)
+        left = self._sealed(columns)
+        for layer in [layer for layer, told in self._told.items() if told > left]:
+            self._told[layer] = left
+            self._plug_in.truncate(layer, left)
+
+    def select_sequences(self, indices: Sequence[int]) -> None:
+        self._session.select_sequences(indices)
+        self._plug_in.select_sequences(indices)
+
+    def reset(self) -> None:
+        self._session.reset()
+        self._told.clear()
+        self._plug_in.reset()
+
+    # How.
+
+    def _is_long(self, tokens: torch.Tensor) -> bool:
+        return tokens.shape[2] > self._config.select_queries_max
+
+    def _sealed(self, columns: int) -> int:
+        """Of so many columns those that are on disk once they have been attended."""
+        group = self._config.group_tokens
+        return max(0, columns - self._config.tail_tokens) // group * group
+
+    def _sealing(self, layer: int, keys: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
+        """What of the layer, and of `keys` that are to come, will be sealed: until where, and the
+        keys of it that the plug-in has not seen. Asked before: older ones are in memory still."""
+        held, told = self.columns(layer), self._told.get(layer, 0)
+        end = self._sealed(held + (0 if keys is None else keys.shape[2]))
+        if end <= told or self._config.is_exact(layer):
+            return told, None
+        parts = []
+        if held > told:
+            parts.append(self.read_back(layer, told, min(end, held))[0])
+        if end > held and keys is not None:
+            parts.append(keys[:, :, : end - held])
+        return end, parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _tell(self, layer: int, end: int, keys: torch.Tensor | None) -> None:
+        if keys is None:
+            return
+        valid = self._padding().between(len(keys), end - keys.shape[2], end)
+        with torch.no_grad(), _named(f"seal of layer {layer}"):
+            self._plug_in.seal(layer, keys, valid)
+        self._told[layer] = end
+
+    def _give(self, layer: int, query: torch.Tensor, scale: float) -> None:
+        with torch.no_grad(), _named(f"scores of layer {layer}"):
+            scores = self._plug_in.scores(layer, query, scale)
+        batch, _, queries, _ = query.shape
+        heads = (query.shape[1] // self._ratio,) if self._config.heads == "each" else ()
+        wanted = (batch, *heads, queries, self._told.get(layer, 0) // self._config.group_tokens)
+        right = isinstance(scores, torch.Tensor) and scores.is_floating_point()
+        if not right or tuple(scores.shape) != wanted:
+            came = (
+                f"{list(scores.shape)} of {scores.dtype}"
+                if isinstance(scores, torch.Tensor)
+                else repr(scores)
+            )
+            raise ValueError(
+                f"group_scores: scores of layer {layer} by {type(self._plug_in).__name__} must be "
+                f"a tensor {list(wanted)} of floating numbers, got {came}"
+            )
+        self._session.give_scores(layer, scores.detach().float().cpu().flatten(0, len(heads)))
+
+    @property
+    def _ratio(self) -> int:
+        return self._plug_in.shape.heads // self._plug_in.shape.kv_heads
+
+    def _check_room(self, layer: int, keys: torch.Tensor) -> None:
+        tokens = self.columns(layer) + keys.shape[2]
+        if self._room is None:
+            return
+        need = plug_in_bytes(self._plug_in, len(keys), tokens)
+        if need > self._room:
+            raise BudgetError(
+                f"group_scores: {type(self._plug_in).__name__} must stay within the "
+                f"{format_bytes(self._room)} set aside for it, got {format_bytes(need)} for "
+                f"{len(keys)} sequences of {tokens} tokens; open the cache with max_context and "
+                "max_batch, so that its budget is divided for them"
+            )
+
+
+class _named:
+    """Says of an exception where in the plug-in it came from."""
+
+    def __init__(self, where: str):
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(f"KVSwapCache: raised by group_scores, in {self._where}")

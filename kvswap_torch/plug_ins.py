@@ -1,0 +1,176 @@
+"""Your own way to choose, in plain torch: what groups are worth, or which tokens stay.
+
+A plug-in returns numbers, never ids. The engine keeps ties, sinks, padding, the budget, the union
+over queries and what is in memory, so that a plug-in can choose badly but breaks no promise.
+
+>>> class NewestFirst(GroupRows):
+...     '''Attends the newest groups.'''
+...
+...     def rows(self, layer, keys, valid):  # one number a group: how many came before it
+...         count = keys.shape[2] // self.shape.group_tokens
+...         first = self.groups(layer)
+...         places = torch.arange(first, first + count, dtype=torch.float32)
+...         return places.expand(len(keys), 1, count)[..., None]
+...
+...     def scores_of(self, layer, query, rows, scale):
+...         return rows[:, 0, None, :, 0].expand(-1, query.shape[2], -1)
+
+>>> cache = KVSwapCache(model, path="/fast/disk", group_scores=NewestFirst())  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CacheShape", "GroupRows", "GroupScores"]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a plug-in is used for.
+
+    Attributes
+    ----------
+    layers
+        On disk; a plug-in's `layer` counts them from 0.
+    exact_layers
+        Of them, those that attend everything: nothing is asked or told of them.
+    heads, kv_heads, head_dim
+        Of the model.
+    group_tokens
+        Tokens of a group.
+    heads_apart
+        Whether each KV head chooses for itself (``heads="each"``).
+    dtype, device
+        Of keys and queries.
+    """
+
+    layers: int
+    exact_layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    group_tokens: int
+    heads_apart: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GroupScores(ABC):
+    """Who is read: what each group is worth to a query. For ``KVSwapCache(group_scores=...)``.
+
+    An object serves one cache at a time, from one thread. What it raises ends the forward pass,
+    which is taken back; the cache goes on.
+    """
+
+    shape: CacheShape
+
+    def open(self, shape: CacheShape) -> None:
+        """A cache is opened with it: it holds nothing."""
+        self.shape = shape
+        self.reset()
+
+    @abstractmethod
+    def seal(self, layer: int, keys: torch.Tensor, valid: torch.Tensor) -> None:
+        """The layer's next groups are on disk.
+
+        Parameters
+        ----------
+        keys
+            ``[batch, kv_heads, tokens, head_dim]`` after RoPE, whole groups, not to be kept: they
+            may be a view of the model's own.
+        valid
+            ``[batch, tokens]`` bool: False is padding.
+        """
+
+    @abstractmethod
+    def scores(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """What all sealed groups of the layer are worth; the best of them are attended.
+
+        Parameters
+        ----------
+        query
+            ``[batch, heads, queries, head_dim]`` after RoPE; predicted, where the cache looks
+            ahead.
+        scale
+            Of the products in attention.
+
+        Returns
+        -------
+        Tensor
+            ``[batch, queries, groups]`` of any floating dtype, with ``heads="each"`` ``[batch,
+            kv_heads, queries, groups]``. -inf: never.
+        """
+
+    @abstractmethod
+    def truncate(self, layer: int, tokens: int) -> None:
+        """The layer has the first `tokens` sealed tokens, whole groups, and no more."""
+
+    @abstractmethod
+    def select_sequences(self, indices: Sequence[int]) -> None:
+        """Sequence i goes on as sequence ``indices[i]``: beams, repeats, another batch."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Nothing is on disk any more."""
+
+    @abstractmethod
+    def nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes that it keeps of so many sequences of `tokens`, in all layers: of the budget."""
+
+
+class GroupRows(GroupScores):
+    """`GroupScores` that keep one row of numbers for each group and KV head.
+
+    Subclasses say what a row is (`rows`), how wide (`width`), and what it is worth (`scores_of`).
+    """
+
+    width = 1
+    """Numbers of a row, fp32."""
+
+    @abstractmethod
+    def rows(self, layer: int, keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """``[batch, kv_heads or 1, groups, width]`` of newly sealed keys, as `seal` has them."""
+
+    @abstractmethod
+    def scores_of(
+        self, layer: int, query: torch.Tensor, rows: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As `scores`; rows: ``[batch, kv_heads or 1, groups, width]`` fp32, of all groups."""
+
+    def groups(self, layer: int) -> int:
+        """Groups sealed so far."""
+        return sum(part.shape[2] for part in self._rows[layer])
+
+    def seal(self, layer: int, keys: torch.Tensor, valid: torch.Tensor) -> None:
+        self._rows[layer].append(self.rows(layer, keys, valid).float())
+
+    def scores(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.scores_of(layer, query, self._joined(layer), scale)
+
+    def _joined(self, layer: int) -> torch.Tensor:
+        parts = self._rows[layer]
+        if len(parts) > 1:
+            parts[:] = [torch.cat(parts, 2)]
+        return parts[0]
+
+    def truncate(self, layer: int, tokens: int) -> None:
+        if self._rows[layer]:
+            groups = tokens // self.shape.group_tokens
+            self._rows[layer] = [self._joined(layer)[:, :, :groups].clone()]
+
+    def select_sequences(self, indices: Sequence[int]) -> None:
+        chosen = torch.as_tensor(indices, dtype=torch.long, device=self.shape.device)
+        self._rows = [[part[chosen] for part in parts] for parts in self._rows]
+
+    def reset(self) -> None:
+        self._rows: list[list[torch.Tensor]] = [[] for _ in range(self.shape.layers)]
+
+    def nbytes(self, batch: int, tokens: int) -> int:
+        layers = self.shape.layers - len(self.shape.exact_layers)
+        heads = self.shape.kv_heads
+        return 4 * layers * batch * heads * (tokens // self.shape.group_tokens) * self.width
