@@ -104,11 +104,13 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
     def fits(candidate: SwapConfig) -> bool:
         return need(candidate)["total"] <= request.kv_memory_bytes
 
-    smallest = _between(config, shape, 0)
-    if not fits(smallest):
-        raise BudgetError(too_small(request, need(smallest), smallest))
-    step = _largest(_STEPS, lambda n: fits(_between(config, shape, n)))
-    return _with_spare_pages(_between(config, shape, step), config.pages_max, fits)
+    def at(step: int) -> SwapConfig:
+        return _in_least_memory(_between(config, shape, step), config.pages_max, need)
+
+    if not fits(at(0)):
+        raise BudgetError(too_small(request, need(at(0)), at(0)))
+    step = _largest(_STEPS, lambda n: fits(at(n)))
+    return _with_spare_pages(at(step), config.pages_max, fits)
 
 
 # What a choice costs: nats of divergence from the full cache's next token, on a model of 135M
@@ -151,12 +153,13 @@ def spend_budget(request: Request, shape: ModelShape, config: SwapConfig, need: 
         return need(candidate)["total"] <= request.kv_memory_bytes
 
     def at(columns: int, groups: int) -> SwapConfig:
-        return dataclasses.replace(
+        least = dataclasses.replace(
             config,
             rank=max(1, min(columns, shape.row_width(config)) // 2),
             groups_max=groups,
             pages_max=max(groups, config.select_queries_max),
         )
+        return _in_least_memory(least, config.pages_max, need)
 
     smallest = at(MISSED_BY_COLUMNS[0][0], GROUPS_MIN)
     if not fits(smallest):
@@ -212,6 +215,25 @@ def _between(config: SwapConfig, shape: ModelShape, step: int) -> SwapConfig:
         pages_max=max(groups, config.select_queries_max),
         table=(),
     )
+
+
+def tail_pages(config: SwapConfig) -> int:
+    """Pages of a layer that its newest tokens stand in: `EngineOptions::tail_pages`."""
+    size = config.group_tokens
+    return (config.tail_tokens + config.select_queries_max + 2 * size - 2) // size + 1
+
+
+def _in_least_memory(config: SwapConfig, pages_max: int, need: Need) -> SwapConfig:
+    """`config`, or with as many pages as the tail has where that needs less memory.
+
+    A crop puts what it reads back into pages of the reuse buffer; with fewer than the tail has,
+    every layer keeps memory for it.
+    """
+    tail = tail_pages(config)
+    if not config.pages_max < tail <= pages_max:
+        return config
+    roomier = dataclasses.replace(config, pages_max=tail)
+    return min(config, roomier, key=lambda candidate: need(candidate)["total"])
 
 
 def _with_spare_pages(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "engine/engine_options.h"
 #include "kvswap/errors.h"
 #include "kvswap/memory_size.h"
 #include "methods/rows.h"
@@ -61,6 +62,19 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
   // Each query of a short chunk must find a page at least.
   chosen.pages_max = std::max(chosen.groups_max, settings.select_queries_max);
   return chosen;
+}
+
+/// The settings, or with as many pages as the tail has where that needs less memory: a crop then
+/// needs none of its own. See Python's _in_least_memory().
+template <typename NeedOf>
+Settings in_least_memory(const Settings& settings, int64_t pages_max, const NeedOf& need_of) {
+  EngineOptions options;
+  static_cast<Settings&>(options) = settings;
+  const int64_t tail = options.tail_pages();
+  if (settings.pages_max >= tail || tail > pages_max) return settings;
+  Settings roomier = settings;
+  roomier.pages_max = tail;
+  return need_of(roomier).at("total") < need_of(settings).at("total") ? roomier : settings;
 }
 
 template <typename Fits>
@@ -143,11 +157,12 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
   const auto fits = [&](const Settings& candidate) {
     return need_of(candidate).at("total") <= request.kv_memory_bytes;
   };
-  const Settings smallest = between(settings, shape, 0);
-  if (!fits(smallest)) refuse_small(request, need_of(smallest), smallest);
-  const int64_t step =
-      largest(kSteps, [&](int64_t n) { return fits(between(settings, shape, n)); });
-  return with_spare_pages(between(settings, shape, step), settings.pages_max, fits);
+  const auto at = [&](int64_t step) {
+    return in_least_memory(between(settings, shape, step), settings.pages_max, need_of);
+  };
+  if (!fits(at(0))) refuse_small(request, need_of(at(0)), at(0));
+  const int64_t step = largest(kSteps, [&](int64_t n) { return fits(at(n)); });
+  return with_spare_pages(at(step), settings.pages_max, fits);
 }
 
 /// Where nobody asks for anything: the whole context where it fits, else the columns and groups
@@ -166,7 +181,7 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
     chosen.rank = std::max<int64_t>(1, std::min(columns, width) / 2);
     chosen.groups_max = groups;
     chosen.pages_max = std::max(groups, settings.select_queries_max);
-    return chosen;
+    return in_least_memory(chosen, settings.pages_max, need_of);
   };
   const Settings smallest = at(kMissedByColumns[0].by, kGroupsMin);
   if (!fits(smallest)) refuse_small(request, need_of(smallest), smallest);

@@ -19,6 +19,7 @@ from kvswap_torch.sizing import (
     fit_budget,
     missed_by_tokens,
     spend_budget,
+    tail_pages,
 )
 
 SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
@@ -36,7 +37,9 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
     return uses | {"total": sum(uses.values())}
 
 
-def native_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) -> dict[str, int]:
+def native_need(
+    config: SwapConfig, shape: ModelShape, context: int, batch: int, budget: int | None = None
+) -> dict[str, int]:
     core = pytest.importorskip("kvswap_torch._C")
     options = core.SessionOptions()
     for item in ("layers", "kv_heads", "head_dim"):
@@ -45,6 +48,7 @@ def native_need(config: SwapConfig, shape: ModelShape, context: int, batch: int)
     for item in ("group_tokens", "groups_max", "pages_max", "sink_tokens", "tail_tokens"):
         setattr(options, item, getattr(config, item))
     options.summary_dtype = config.summary_dtype
+    options.kv_memory_bytes = budget
     options.select_queries_max = config.select_queries_max
     options.dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element_bytes]
     options.ranks = list(effective_ranks(config, shape, calibrated=False))
@@ -138,6 +142,27 @@ def test_what_memory_is_spent_on():
     assert exact.groups_max == exact.pages_max == 1024 and exact.rank == 32
     # As soon as the whole context fits it is kept, though with fewer columns.
     assert spent(14 << 20).groups_max == 1024
+
+
+@pytest.mark.parametrize("fit", [fit_budget, spend_budget])
+def test_a_crop_has_the_tails_pages_rather_than_memory_of_its_own(fit):
+    """Twelve groups fit where eight, with a crop's memory beside their pages, do not."""
+    shape = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64, element_bytes=2)
+    config = SwapConfig(rank=8, groups_max=12, score="mass", summary_dtype="int8")
+
+    def need(settings):
+        return native_need(settings, shape, 4246, 1, 7 << 20)
+
+    few = dataclasses.replace(config, groups_max=8, pages_max=8)
+    many = dataclasses.replace(config, pages_max=tail_pages(config))
+    assert many.pages_max == 12 and need(many)["total"] < need(few)["total"] - 500_000
+    enough = need(many)["total"]
+    chosen = fit(Request(enough, 4246, 1), shape, config, need)
+    assert (chosen.rank, chosen.groups_max, chosen.pages_max) == (8, 12, 12)
+    with pytest.raises(BudgetError) as refused:
+        fit(Request(1 << 20, 4246, 1), shape, config, need)
+    least = int(str(refused.value).split("at least ")[1].split(" ")[0])
+    assert least <= enough
 
 
 def test_what_is_missed_between_the_measured_numbers():
