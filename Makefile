@@ -24,7 +24,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
   wheel wheel-check golden clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check locked-cuda \
-  sanitize-address sanitize-undefined sanitize-thread \
+  sanitize-address sanitize-thread \
   sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
 
 help:  ## list the targets
@@ -64,16 +64,14 @@ locked-core:
 
 # Both in one build, which takes longer than the tests do.
 sanitize-address: FLAGS := -DKVSWAP_SANITIZE=address,undefined
-sanitize-undefined: FLAGS := -DKVSWAP_SANITIZE=undefined
 sanitize-thread: FLAGS := -DKVSWAP_SANITIZE=thread
 # They need the address layout that kernels with much randomisation do not give.
 PLAIN_LAYOUT := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 sanitize-address sanitize-thread: UNDER := $(PLAIN_LAYOUT)
 
 sanitize-address: $(STAMP)  ## torch-free tests under Address- and UndefinedBehaviorSanitizer
-sanitize-undefined: $(STAMP)  ## the same under UndefinedBehaviorSanitizer alone
 sanitize-thread: $(STAMP)  ## torch-free tests under ThreadSanitizer
-sanitize-address sanitize-undefined sanitize-thread:
+sanitize-address sanitize-thread:
 	@$(call LOCK,$@) $(SUB) locked-core DIR=build/$@ FLAGS="$(FLAGS)" UNDER="$(UNDER)"
 
 # What finds most for its time: threads and memory of I/O and store, and files from outside.

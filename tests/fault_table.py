@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 BEGIN, END = "<!-- make faults -->", "<!-- end -->"
-PHASES = ("prefill", "decode", "crop", "reset", "close")
+PHASES = ("prefill", "decode", "crop", "reset", "close", "turn")
+ABSENT = "absent"  # no such phase there: turns are the host's alone
 
 
 def rows(text: str) -> list[list[str]]:
@@ -25,14 +26,24 @@ def table(cells: list[list[str]]) -> str:
     lines = ["| fault | where | " + " | ".join(PHASES) + " |", "|---" * (2 + len(PHASES)) + "|"]
     classes = list(dict.fromkeys(row[0] for row in cells))
     for name in classes:
-        groups: dict[tuple[str, ...], list[str]] = {}
+        groups: list[tuple[list[str], list[str]]] = []
         for row in cells:
             if row[0] == name:
-                groups.setdefault(tuple(row[2:]), []).append(row[1])
-        for answers, places in groups.items():
+                add_row(groups, row[2:], row[1])
+        for answers, places in groups:
             where = "everywhere" if len(groups) == 1 else "; ".join(sorted(places))
             lines.append(f"| {name} | {where} | " + " | ".join(answers) + " |")
     return "\n".join(lines)
+
+
+def add_row(groups: list[tuple[list[str], list[str]]], answers: list[str], place: str) -> None:
+    """Beside those of the same answers, as far as there are some."""
+    for known, places in groups:
+        if all(a == b or ABSENT in (a, b) for a, b in zip(known, answers, strict=True)):
+            known[:] = [b if a == ABSENT else a for a, b in zip(known, answers, strict=True)]
+            places.append(place)
+            return
+    groups.append((list(answers), [place]))
 
 
 def empty_cells(cells: list[list[str]]) -> list[str]:

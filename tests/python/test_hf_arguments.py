@@ -20,8 +20,10 @@ from tests.python.tiny_models import TIGHT, greedy, prompt
 def test_bad_arguments(llama, sessions, tmp_path):
     with pytest.raises(ValueError, match="must be a transformers PreTrainedModel, got Linear"):
         KVSwapCache(torch.nn.Linear(2, 2), tmp_path)
-    with pytest.raises(ConfigError, match="max_context: must be a positive int"):
-        KVSwapCache(llama, tmp_path, max_context=0)
+    for name, most in (("max_context", 2**31 - 1), ("max_batch", 65536)):
+        for number in (0, -1, most + 1, 2**62, 2**80):
+            with pytest.raises(ConfigError, match=f"{name}: must be a positive int up to {most}"):
+                KVSwapCache(llama, tmp_path, **{name: number})
     with pytest.raises(ConfigError, match="kv_memory_bytes: must be a number with a unit"):
         KVSwapCache(llama, tmp_path, kv_memory_bytes="much")
     with pytest.raises(ConfigError, match="readable JSON"):

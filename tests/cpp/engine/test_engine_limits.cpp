@@ -2,6 +2,7 @@
 // refused.
 
 #include "engine_run.h"
+#include "kvswap/settings_rules.h"
 
 namespace kvswap {
 namespace {
@@ -255,6 +256,77 @@ TEST(Options, ThatCannotWorkAreRefused) {
     ASSERT_FALSE(engine.is_ok());
     EXPECT_EQ(engine.status().code(), StatusCode::kInvalid) << engine.status().message();
   }
+}
+
+/// Settings and a model that the rules allow, mostly the largest and the smallest numbers.
+EngineOptions drawn_options(std::mt19937_64& random) {
+  EngineOptions options;
+  const EngineOptions usual;
+  visit_settings([&](const char*, auto member, const auto& rule) {
+    using Value = std::remove_cvref_t<decltype(options.*member)>;
+    using Rule = std::remove_cvref_t<decltype(rule)>;
+    if constexpr (std::is_same_v<Rule, IntRange> && std::is_same_v<Value, int64_t>) {
+      if (random() % 2 == 0) options.*member = random() % 2 == 0 ? rule.low : rule.high;
+    } else if constexpr (std::is_same_v<Rule, OneOf> && std::is_same_v<Value, std::string>) {
+      options.*member = rule.choices[random() % rule.choices.size()];
+    }
+  });
+  visit_owned([&](const char*, auto member, const char*, auto owner, const std::string& word,
+                  const OneOf& values) {
+    const bool is_another = options.*owner != word && concerns(values, options.*member);
+    if (is_another) options.*member = usual.*member;
+  });
+  visit_idle(
+      [&](const char*, auto member, const char*, auto owner, const std::string& word, const char*) {
+        if (options.*owner == word) options.*member = usual.*member;
+      });
+  visit_floors([&](const char*, auto member, const char*, auto floor, const char*) {
+    options.*member = std::max(options.*member, options.*floor);
+  });
+  options.layers = random() % 2 == 0 ? 1 : 4096;
+  options.kv_heads = random() % 2 == 0 ? 1 : 1024;
+  options.query_heads = random() % 2 == 0 ? options.kv_heads : 4096;
+  options.head_dim = random() % 2 == 0 ? 1 : 1024;
+  if (options.rows == "low_rank") {
+    const int64_t width = (options.heads == "each" ? 1 : options.kv_heads) * options.head_dim;
+    options.ranks.assign(options.layers, random() % 2 == 0 ? 1 : width);
+  }
+  return options;
+}
+
+// Under UndefinedBehaviorSanitizer a product that overflows ends this.
+TEST(Numbers, AnyThatTheRulesAllowAddUp) {
+  std::mt19937_64 random(8);
+  int64_t valid = 0;
+  for (int64_t turn = 0; turn < 2000; ++turn) {
+    const EngineOptions options = drawn_options(random);
+    const Status status = options.validate();
+    if (!status.is_ok()) continue;
+    ++valid;
+    const int64_t record_bytes = (options.payload_bytes() + 4095) / 4096 * 4096;
+    const int64_t least = memory_need(options, record_bytes, 1, 1).total();
+    EXPECT_GT(least, 0);
+    EXPECT_GE(memory_need(options, record_bytes, kBatchMax, kContextMax).total(), least);
+  }
+  EXPECT_GT(valid, 500);
+}
+
+TEST(Numbers, BeyondWhatCanBeAreRefusedAtTheStart) {
+  const TestDirectory directory;
+  for (const int64_t number : {int64_t{1} << 31, int64_t{1} << 62, int64_t{-2}}) {
+    EngineOptions context = small_options(directory.path());
+    EngineOptions batch = context;
+    context.max_context = number;
+    batch.max_batch = number;
+    EXPECT_EQ(Engine::create(context, nullptr).status().code(), StatusCode::kInvalid);
+    EXPECT_EQ(Engine::create(batch, nullptr).status().code(), StatusCode::kInvalid);
+  }
+  EngineOptions options = small_options(directory.path());
+  options.max_context = kContextMax;
+  options.max_batch = kBatchMax;
+  options.kv_memory_bytes = int64_t{1} << 40;
+  EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
+  EXPECT_TRUE(directory.is_empty());
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ const FaultClass kClasses[] = {
     {"ring submit: EAGAIN once", {.call = KernelCall::kRingSubmit, .error_number = EAGAIN}},
 };
 
-constexpr const char* kPhases[] = {"prefill", "decode", "crop", "reset", "close"};
+constexpr const char* kPhases[] = {"prefill", "decode", "crop", "reset", "close", "turn"};
 
 struct Column {
   ReaderKind reader;
@@ -65,22 +65,52 @@ struct Column {
 
 /// What a cell has seen, over all places where its fault struck.
 struct Cell {
-  int struck = 0;   // runs in which the fault was injected
-  int healed = 0;   // of these, how many nobody noticed
-  int refused = 0;  // ended in a Status, and went on
+  bool is_absent = false;  // there is no such phase
+  int struck = 0;          // runs in which the fault was injected
+  int healed = 0;          // of these, how many nobody noticed
+  int refused = 0;         // ended in a Status, and went on
   std::string text() const {
+    if (is_absent) return "absent";
     if (struck == 0) return "-";
     if (refused == 0) return "healed";
     return healed == 0 ? "error" : "healed or error";
   }
 };
 
-/// Lives through one phase. Whatever fails is made again, the disk well.
-class Life {
+/// An engine on a disk that may fail. Whatever fails is made again, the disk well.
+class Persistent {
  public:
-  Life(const EngineOptions& options, FaultyKernel& kernel) : run_(options, 11), kernel_(kernel) {}
+  Persistent(const EngineOptions& options, FaultyKernel& kernel)
+      : run_(options, 11), kernel_(kernel) {}
 
   bool was_refused() const { return was_refused_; }
+
+ protected:
+  static constexpr int64_t kBatch = 2;
+
+  template <typename Call>
+  void again(const Call& call) {
+    Status status = call();
+    if (!status.is_ok()) {
+      was_refused_ = true;
+      ASSERT_EQ(status.code(), StatusCode::kStorage) << status.message();
+      ASSERT_NE(status.error_number(), 0) << status.message();
+      ASSERT_FALSE(status.path().empty()) << status.message();
+      kernel_.heal();
+      status = call();
+    }
+    ASSERT_TRUE(status.is_ok()) << status.message();
+  }
+
+  EngineRun run_;
+  FaultyKernel& kernel_;
+  bool was_refused_ = false;
+};
+
+/// Lives through one phase, beside the reference.
+class Life : public Persistent {
+ public:
+  using Persistent::Persistent;
 
   void live(const std::string& phase, const KernelFault& fault) {
     append(90);
@@ -121,22 +151,7 @@ class Life {
   }
 
  private:
-  static constexpr int64_t kBatch = 2;
   const std::vector<int64_t> kSwapped = {1, 0};
-
-  template <typename Call>
-  void again(const Call& call) {
-    Status status = call();
-    if (!status.is_ok()) {
-      was_refused_ = true;
-      ASSERT_EQ(status.code(), StatusCode::kStorage) << status.message();
-      ASSERT_NE(status.error_number(), 0) << status.message();
-      ASSERT_FALSE(status.path().empty()) << status.message();
-      kernel_.heal();
-      status = call();
-    }
-    ASSERT_TRUE(status.is_ok()) << status.message();
-  }
 
   void append(int64_t tokens) {
     for (const int64_t layer : {0, 1}) append_to(layer, tokens);
@@ -174,10 +189,69 @@ class Life {
       run_.expect_close(output, run_.reference().attend(layer, query, tokens, 0.125));
     }
   }
+};
 
-  EngineRun run_;
-  FaultyKernel& kernel_;
-  bool was_refused_ = false;
+/// Tokens that stay in memory for what they were paid are chosen after a prompt and every few
+/// steps, and read for it. The reference knows none: a life without a fault is one.
+class TurningLife : public Persistent {
+ public:
+  TurningLife(const EngineOptions& options, FaultyKernel& kernel)
+      : Persistent(turning(options), kernel) {}
+
+  const std::vector<std::byte>& attended() const { return attended_; }
+  uint64_t turns() { return run_.engine().parts().counters.turns; }
+
+  void live(const KernelFault* fault) {
+    for (const int64_t layer : {0, 1}) append(layer, 90);
+    if (fault != nullptr) kernel_.arm(*fault);
+    for (const int64_t layer : {0, 1}) {
+      append(layer, 50);
+      for (int64_t part = 0; part < kBatch; ++part) run_.engine().observe(layer, part, window());
+    }
+    for (int i = 0; i < 8 && !testing::Test::HasFatalFailure(); ++i) {
+      for (const int64_t layer : {0, 1}) attend(layer);
+    }
+  }
+
+ private:
+  static constexpr int64_t kQueryHeads = 4;
+  static constexpr int64_t kWindow = 6;
+
+  static EngineOptions turning(EngineOptions options) {
+    options.rows = "box";
+    options.ranks.clear();
+    options.head_dim = 64;
+    options.keeper = "observed";
+    options.keep_tokens = 10;
+    options.keep_window = kWindow;
+    options.keep_interval = 5;
+    return options;
+  }
+
+  void append(int64_t layer, int64_t tokens) {
+    const Tokens drawn = run_.draw_tokens(kBatch, tokens);
+    again([&] { return run_.engine().append(layer, run_.view(drawn, kBatch)); });
+  }
+
+  KeptTokens::Window window() {
+    const std::vector<float> queries = run_.numbers(kQueryHeads * kWindow * 64, 2);
+    const auto* bytes = reinterpret_cast<const std::byte*>(queries.data());
+    return {.queries = {bytes, bytes + queries.size() * sizeof(float)},
+            .log_sum_exp = std::vector<float>(kQueryHeads * kWindow, 8.0f),
+            .count = kWindow,
+            .first_column = 140 - kWindow,
+            .scale = 0.1f};
+  }
+
+  void attend(int64_t layer) {
+    append(layer, 1);
+    const std::vector<float> query = run_.draw_query(kBatch, 1);
+    std::vector<std::byte> output;
+    again([&] { return run_.attend(layer, query, 1, output); });
+    attended_.insert(attended_.end(), output.begin(), output.end());
+  }
+
+  std::vector<std::byte> attended_;
 };
 
 EngineOptions options_of(const Column& column, const std::string& directory) {
@@ -210,16 +284,42 @@ std::vector<Column> columns(const std::string& directory) {
   return all;
 }
 
-class FaultMatrix : public testing::TestWithParam<int> {};
+class FaultMatrix : public testing::TestWithParam<int> {
+ protected:
+  /// Whether a call was refused on the way to what is right.
+  bool live(const Column& column, const std::string& phase, const KernelFault& fault,
+            FaultyKernel& kernel) {
+    const EngineOptions options = options_of(column, directory_.path());
+    if (phase != "turn") {
+      Life life(options, kernel);
+      life.live(phase, fault);
+      return life.was_refused();
+    }
+    if (attended_.empty()) {
+      TurningLife undisturbed(options, kernel);
+      undisturbed.live(nullptr);
+      EXPECT_EQ(undisturbed.turns(), 4u * 2) << "after the prompt, and then";
+      attended_ = undisturbed.attended();
+    }
+    TurningLife life(options, kernel);
+    life.live(&fault);
+    EXPECT_TRUE(life.attended() == attended_);
+    return life.was_refused();
+  }
+
+  const TestDirectory directory_;
+
+ private:
+  std::vector<std::byte> attended_;  // by lives without a fault, through whatever reader
+};
 
 TEST_P(FaultMatrix, EndsInExactDataOrOneError) {
   const FaultClass& fault_class = kClasses[GetParam()];
   set_log([](const std::string&) {});
-  const TestDirectory directory;
   const bool is_whole = std::getenv("KVSWAP_FAULT_TABLE") != nullptr;
   int struck = 0;
   std::map<std::string, std::map<std::string, Cell>> cells;
-  for (const Column& column : columns(directory.path())) {
+  for (const Column& column : columns(directory_.path())) {
     // In every run of the tests one reader in each mode; all by `make faults`.
     if (!is_whole && (column.is_on_device != (column.mode == IoMode::kBuffered))) continue;
     if (fault_class.fault.call == KernelCall::kRingSubmit && column.reader != ReaderKind::kUring) {
@@ -227,18 +327,15 @@ TEST_P(FaultMatrix, EndsInExactDataOrOneError) {
     }
     for (const char* phase : kPhases) {
       Cell& cell = cells[column.name()][phase];
+      cell.is_absent = column.is_on_device && std::string(phase) == "turn";
+      if (cell.is_absent) continue;
       for (uint64_t nth = 1; nth <= (is_whole ? 6u : 2u); ++nth) {
         SCOPED_TRACE(column.name() + ", " + phase + ", call " + std::to_string(nth));
         FaultyKernel kernel;
         KernelFault fault = fault_class.fault;
         fault.nth = nth;
-        bool was_refused = false;
-        {
-          Life life(options_of(column, directory.path()), kernel);
-          life.live(phase, fault);
-          was_refused = life.was_refused();
-        }
-        if (testing::Test::HasFatalFailure()) {
+        const bool was_refused = live(column, phase, fault, kernel);
+        if (HasFailure()) {
           for (const std::string& line : kernel.log()) ADD_FAILURE() << line;
           set_log(nullptr);
           return;
@@ -254,7 +351,7 @@ TEST_P(FaultMatrix, EndsInExactDataOrOneError) {
   const bool needs_ring = fault_class.fault.call == KernelCall::kRingSubmit;
   const bool can_strike = !needs_ring || read_host_info().has_uring;
   EXPECT_TRUE(struck > 0 || !can_strike) << "an empty row";
-  EXPECT_TRUE(directory.is_empty());
+  EXPECT_TRUE(directory_.is_empty());
   if (!is_whole) return;
   std::ofstream table(std::getenv("KVSWAP_FAULT_TABLE"), std::ios::app);
   for (const auto& [column, phases] : cells) {

@@ -95,6 +95,29 @@ TEST(Forks, MayGoOnInOtherThreads) {
   EXPECT_EQ(engine_ledger(*last).at("shared"), 0) << "it is alone";
 }
 
+TEST(Forks, OfForksEndInAnErrorThatSaysHowToGoOn) {
+  TestDirectory directory;
+  auto run = long_run(small_options(directory.path()), 100);
+  std::unique_ptr<Engine> newest = run->go_on_with(nullptr);
+  int64_t forks = 0;
+  for (; forks < 2 * FileStack::kFilesMax; ++forks) {
+    (void)answers(*newest, 7);  // adds records, in a file of its own
+    const auto shared = newest->share();
+    if (!shared.is_ok()) {
+      EXPECT_NE(shared.status().message().find("save() it"), std::string::npos);
+      break;
+    }
+    newest = fork_of(*newest);
+  }
+  EXPECT_EQ(forks, FileStack::kFilesMax - 1);
+  SavedInMemory saved(directory.path());
+  ASSERT_TRUE(newest->save(saved).is_ok());
+  auto opened = saved.open(newest->options());
+  ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+  EXPECT_TRUE(answers(*opened.value(), 8) == answers(*newest, 8));
+  EXPECT_TRUE(opened.value()->share().is_ok());
+}
+
 /// Of this process; without files.
 int64_t resident_bytes() {
   std::ifstream status("/proc/self/status");
