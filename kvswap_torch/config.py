@@ -131,12 +131,13 @@ class SwapConfig:
     )
     keeper: str = one_of(
         "none",
-        ("none", "newest", "observed", "heavy"),
+        ("none", "newest", "observed", "heavy", "given"),
         "which tokens stay in memory, and are attended in every step, whatever is asked: none but "
         "sinks and tail; with rows=none `newest`, the same with nothing else attended "
         "(StreamingLLM); `observed`, those that the newest queries of a prompt paid most attention "
-        "(SnapKV, PRKV); or `heavy`, the same summed up over all steps since (H2O). With rows=none "
-        "they alone are attended: the others stay on disk",
+        "(SnapKV, PRKV); `heavy`, the same summed up over all steps since (H2O); or `given`, those "
+        "that your own `token_scores` says are worth most. With rows=none they alone are attended: "
+        "the others stay on disk",
     )
     keep_tokens: int = number(
         256,

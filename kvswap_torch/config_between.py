@@ -29,6 +29,10 @@ IDLE = (  # what would have no effect
         for name in ("keep_tokens", "keep_window", "keep_pool", "keep_interval")
         for keeper in ("none", "newest")
     ),
+    *(
+        Idle(name, "keeper", "given", "since what tokens are worth comes from outside")
+        for name in ("keep_window", "keep_pool")
+    ),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
 )
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["CacheShape", "GroupRows", "GroupScores"]
+__all__ = ["CacheShape", "GroupRows", "GroupScores", "TokenScores", "Worth"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,57 @@ class GroupScores(ABC):
         """Bytes that it keeps of so many sequences of `tokens`, in all layers: of the budget."""
 
 
+@dataclass(frozen=True)
+class Worth:
+    """What new tokens are worth to be kept.
+
+    Attributes
+    ----------
+    now
+        ``[batch, tokens]`` of any floating dtype, with ``heads="each"`` ``[batch, kv_heads,
+        tokens]``. Those with most stay, the earlier first among equals; -inf: never.
+    decay
+        As `now`: what a token loses of it with each later one; None: nothing. The logarithm of
+        a retention b^t is ``decay = -log(b)``.
+    """
+
+    now: torch.Tensor
+    decay: torch.Tensor | None = None
+
+
+class TokenScores(ABC):
+    """Who is kept: what each new token is worth. For ``KVSwapCache(token_scores=...)``.
+
+    The config says how many stay (``keeper="given"``, `keep_tokens`) and how often they are chosen
+    anew: after each prompt, and every `keep_interval` tokens. With ``rows="none"`` they alone are
+    attended, beside sinks and tail; with other rows groups are read beside them.
+
+    An object may serve several caches, each from one thread at a time. What it raises ends the
+    forward pass, which is taken back; the cache goes on.
+    """
+
+    shape: CacheShape
+
+    def open(self, shape: CacheShape) -> None:
+        """A cache is opened with it."""
+        self.shape = shape
+
+    @abstractmethod
+    def worth(
+        self, layer: int, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> Worth:
+        """What the tokens of one pass are worth in a layer.
+
+        Parameters
+        ----------
+        query
+            ``[batch, heads, tokens, head_dim]`` after RoPE; None where keys and values came
+            without (`KVSwapCache.from_cache`).
+        keys, values
+            ``[batch, kv_heads, tokens, head_dim]``, keys after RoPE.
+        """
+
+
 class GroupRows(GroupScores):
     """`GroupScores` that keep one row of numbers for each group and KV head.
 
@@ -174,3 +226,27 @@ class GroupRows(GroupScores):
         layers = self.shape.layers - len(self.shape.exact_layers)
         heads = self.shape.kv_heads
         return 4 * layers * batch * heads * (tokens // self.shape.group_tokens) * self.width
+
+
+def told_bytes(plug_in: GroupScores, batch: int, tokens: int) -> int:
+    """What it says it keeps, checked."""
+    told = plug_in.nbytes(batch, tokens)
+    if not isinstance(told, int) or isinstance(told, bool) or told < 0:
+        raise ValueError(
+            f"group_scores: nbytes({batch}, {tokens}) of {type(plug_in).__name__} must be an int "
+            f"of at least 0, got {told!r}"
+        )
+    return told
+
+
+class named:
+    """Says of an exception where in a plug-in it came from."""
+
+    def __init__(self, plug_in: str, where: str):
+        self._plug_in, self._where = plug_in, where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(f"KVSwapCache: raised by {self._plug_in}, in {self._where}")

@@ -269,7 +269,7 @@ PRESETS = (
 _BUDGETS = "a number of tokens for each layer that follows from the prompt's attention"
 _MERGED = "tokens that are merged or quantised, not dropped"
 _REREAD = "a static set for which all keys are read again every few steps"
-_RULE = "its own rule of who is kept"
+_RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _CLUSTERS = "rows of clusters"
 _OTHER = "projections of single channels"
 #: Systems that are known and cannot be had yet: what is missing.

@@ -89,6 +89,11 @@ class Engine {
   bool needs_projection(int64_t layer) const;
   /// For the layer's next look_ahead() or attend(): [parts, queries, groups], see Selector.
   Status give_scores(int64_t layer, const GivenScores& scores);
+  /// With keeper=given, after each append(): what its tokens are worth, see Keeping.
+  Status give_worth(int64_t layer, const GivenWorth& given) {
+    KVSWAP_RETURN_IF_ERROR(enter(layer));
+    return keeping_.give_worth(layer, given);
+  }
   /// Must give_scores() come before attend() of so many queries?
   bool needs_scores(int64_t layer, int64_t queries);
   bool attends_all(int64_t layer) const { return batch_->all_fit(layer); }

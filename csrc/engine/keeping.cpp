@@ -1,7 +1,10 @@
 #include "engine/keeping.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <string>
 #include <utility>
 
 #include "io/stopwatch.h"
@@ -9,57 +12,18 @@
 namespace kvswap {
 namespace {
 
-constexpr int64_t kMassUnit = 1024;  // tokens by which the memory of their mass grows
+constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 void grow(std::vector<float>& mass, int64_t tokens) {
   if (static_cast<int64_t>(mass.size()) >= tokens) return;
-  mass.reserve((tokens + kMassUnit - 1) / kMassUnit * kMassUnit);
+  mass.reserve((tokens + Keeping::kMassUnit - 1) / Keeping::kMassUnit * Keeping::kMassUnit);
   mass.resize(tokens, 0.0f);
 }
 
-bool keeps(const EngineOptions& options) { return options.kept_pages() > 0; }
-
 }  // namespace
 
-int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes) {
-  if (!keeps(apart)) return 0;
-  const int64_t window = apart.keep_window * apart.query_heads *
-                         (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
-  const int64_t mass =
-      apart.keep_interval == 0 ? 0 : (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
-  // Columns, now and next, and groups that are whole.
-  return apart.kept_pages() * (token_page_bytes + 4) + 8 * apart.keep_tokens + window + mass;
-}
-
-int64_t Keeping::bytes_per_group(const EngineOptions& apart) {
-  if (!keeps(apart)) return 0;
-  const int64_t mass = apart.keep_interval == 0 ? 0 : apart.group_tokens * int64_t{sizeof(float)};
-  return mass + (apart.group_tokens + 7) / 8;
-}
-
-int64_t Keeping::turn_bytes(const EngineOptions& apart, int64_t groups) {
-  if (!keeps(apart) || apart.keep_interval > 0 || groups == 0) return 0;
-  return (groups * apart.group_tokens + kMassUnit) * int64_t{sizeof(float)};
-}
-
-int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
-  if (!keeps(apart) || apart.keep_interval == 0) return 0;
-  return int64_t{sizeof(float)} * (apart.query_heads * apart.select_queries_max +
-                                   apart.kv_heads * apart.pages_per_layer() * apart.group_tokens);
-}
-
-int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (!keeps(apart)) return 0;
-  const int64_t block = 2 * apart.past_block_groups(record_bytes);
-  const int64_t tables = block * (20 + apart.note_bytes() + Fetch::bytes_per_load());
-  const int64_t mean = block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
-  const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
-  return tables + mean + log_sums + (apart.kept_pages() + 1) * apart.group_bytes() +
-         apart.keep_tokens * int64_t{sizeof(size_t)};
-}
-
 int64_t Keeping::window(int64_t layer) const {
-  return parts_.options.keeps_tokens(layer) ? parts_.options.keep_window : 0;
+  return parts_.options.keeps_tokens(layer) && !is_given() ? parts_.options.keep_window : 0;
 }
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
@@ -70,11 +34,72 @@ void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window wind
   kept.is_due = true;
 }
 
+Status Keeping::give_worth(int64_t layer, const GivenWorth& given) {
+  const EngineOptions& options = parts_.options;
+  const auto shown = [&] { return "give_worth: layer " + std::to_string(layer) + " "; };
+  if (!is_given()) {
+    return Status::invalid(
+        shown() + "must have keeper=given to be told what tokens are worth, has " + options.keeper);
+  }
+  if (!options.keeps_tokens(layer)) {
+    return Status::invalid(shown() +
+                           "must keep tokens to be told what they are worth, and "
+                           "attends everything");
+  }
+  const int64_t columns = batch_.layer(layer).columns;
+  const bool fits = given.tokens >= 1 && given.tokens <= columns;
+  if (given.sequences != batch_.size() || !fits) {
+    return Status::invalid(shown() + "must be told of " + std::to_string(batch_.size()) +
+                           " sequences and of at most its " + std::to_string(columns) +
+                           " tokens, got " + std::to_string(given.sequences) + " and " +
+                           std::to_string(given.tokens));
+  }
+  const auto is_wrong = [](float number) { return std::isnan(number); };
+  const int64_t count = given.sequences * given.tokens;
+  if (std::any_of(given.worth, given.worth + count, is_wrong) ||
+      (given.decay != nullptr && std::any_of(given.decay, given.decay + count, is_wrong))) {
+    return Status::invalid(shown() + "must be told numbers, got NaN");
+  }
+  const int64_t first = columns - given.tokens;
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    KeptTokens& kept = batch_.pages(part).kept(layer);
+    if (static_cast<int64_t>(kept.mass.size()) < first) {
+      return Status::invalid(shown() + "must be told of all tokens since its " +
+                             std::to_string(kept.mass.size()) + "th, got those since its " +
+                             std::to_string(first) + "th");
+    }
+    grow(kept.mass, columns);
+    grow(kept.decay, columns);
+    std::copy_n(given.worth + part * given.tokens, given.tokens, kept.mass.begin() + first);
+    std::fill_n(kept.decay.begin() + first, given.tokens, 0.0f);
+    if (given.decay != nullptr) {
+      std::copy_n(given.decay + part * given.tokens, given.tokens, kept.decay.begin() + first);
+    }
+    const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, given.tokens);
+    kept.seen_columns = std::max(kept.seen_columns, columns);
+    if (given.tokens > options.select_queries_max) {
+      kept.is_due = true;
+      kept.next.reset();
+    } else {
+      count_queries(kept, fresh);
+    }
+  }
+  return Status::ok();
+}
+
+void Keeping::count_queries(KeptTokens& kept, int64_t fresh) {
+  const int64_t interval = parts_.options.keep_interval;
+  kept.queries_since += fresh;
+  kept.is_due = kept.is_due || (interval > 0 && kept.queries_since >= interval);
+}
+
 Status Keeping::turn(int64_t layer, int64_t column) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
   for (int64_t part = 0; part < batch_.size(); ++part) {
+    if (batch_.fits(layer, part)) continue;
     const KeptTokens& kept = batch_.pages(part).kept(layer);
-    if (!kept.is_due || column < kept.seen_columns || batch_.fits(layer, part)) continue;
+    KVSWAP_RETURN_IF_ERROR(check_told(layer, kept));
+    if (!kept.is_due || column < kept.seen_columns) continue;
     const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
                           &parts_.counters.turn_seconds);
     KVSWAP_RETURN_IF_ERROR(turn_of(layer, part));
@@ -83,20 +108,28 @@ Status Keeping::turn(int64_t layer, int64_t column) {
   return Status::ok();
 }
 
+/// Nothing must be dropped, or left on disk, of which nobody has said what it is worth.
+Status Keeping::check_told(int64_t layer, const KeptTokens& kept) const {
+  const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
+  if (!is_given() || static_cast<int64_t>(kept.mass.size()) >= sealed) return Status::ok();
+  return Status::invalid("attend: layer " + std::to_string(layer) + " must be told what its " +
+                         std::to_string(sealed) + " tokens on disk are worth, got " +
+                         std::to_string(kept.mass.size()) +
+                         "; call give_worth() after each append");
+}
+
 Status Keeping::turn_of(int64_t layer, int64_t part) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   if (!kept.next) {
-    if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigh_past(layer, part));
-    std::vector<float>& mass = mass_of(kept);
-    grow(mass, sealed);
-    if (!accumulates()) pool_neighbours(mass, options.keep_pool);
-    kept.next = most_attended({.mass = std::span(mass).first(sealed),
+    KVSWAP_RETURN_IF_ERROR(weigh(layer, part, sealed));
+    kept.next = most_attended({.mass = std::span(mass_of(kept)).first(sealed),
                                .valid = &batch_.validity(part),
                                .sinks = batch_.pages(part).sinks(layer),
                                .group_tokens = options.group_tokens,
-                               .tokens = options.keep_tokens});
+                               .tokens = options.keep_tokens,
+                               .floor = is_given() ? kNever : 0});
     kept.window = {};
   }
   if (*kept.next != kept.columns()) {
@@ -114,9 +147,28 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   return Status::ok();
 }
 
-/// What is known of a sequence's tokens: from turn to turn where steps are observed.
+/// What a turn goes by: what stands from turn to turn, where steps are observed.
 std::vector<float>& Keeping::mass_of(KeptTokens& kept) {
-  return parts_.options.keep_interval > 0 ? kept.mass : mass_;
+  return parts_.options.keep_interval > 0 && !is_given() ? kept.mass : mass_;
+}
+
+/// What each sealed token is worth now, to mass_of().
+Status Keeping::weigh(int64_t layer, int64_t part, int64_t sealed) {
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  std::vector<float>& mass = mass_of(kept);
+  if (is_given()) {
+    mass.clear();
+    grow(mass, sealed);
+    const int64_t columns = batch_.layer(layer).columns;
+    for (int64_t i = 0; i < sealed; ++i) {
+      mass[i] = kept.mass[i] - static_cast<float>(columns - i) * kept.decay[i];
+    }
+    return Status::ok();
+  }
+  if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigh_past(layer, part));
+  grow(mass, sealed);
+  if (!accumulates()) pool_neighbours(mass, parts_.options.keep_pool);
+  return Status::ok();
 }
 
 /// What the window's queries paid each sealed token, summed over them.
@@ -268,7 +320,7 @@ void Keeping::put(int64_t place, const std::byte* page, int64_t slot) {
 
 bool Keeping::is_observed(const KeptTokens& kept) const {
   const EngineOptions& options = parts_.options;
-  return options.keep_interval > 0 &&
+  return options.keep_interval > 0 && !is_given() &&
          (accumulates() || kept.queries_since + options.keep_window >= options.keep_interval);
 }
 
@@ -284,7 +336,7 @@ float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
 
 void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
-  if (!options.keeps_tokens(layer) || options.keep_interval == 0) return;
+  if (!options.keeps_tokens(layer) || options.keep_interval == 0 || is_given()) return;
   const int64_t slots = attended.pages_max * options.group_tokens;
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
@@ -293,8 +345,7 @@ void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
     const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, attended.queries);
     const bool is_part_observed = fresh > 0 && is_observed(kept);
     kept.seen_columns = std::max(kept.seen_columns, columns);
-    kept.queries_since += fresh;
-    kept.is_due = kept.is_due || kept.queries_since >= options.keep_interval;
+    count_queries(kept, fresh);
     if (!is_part_observed) continue;
     if (!is_weighed) {
       mean_.resize(batch_.size() * options.kv_heads * slots);

@@ -32,6 +32,10 @@ class Keeping {
   /// What they were, for the turn that comes before the layer's next step.
   void observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window);
 
+  /// With a keeper whose KeeperKind::is_given: what the layer's newest tokens are worth. Each
+  /// token's before the turn that it may be kept by.
+  Status give_worth(int64_t layer, const GivenWorth& given);
+
   /// Chooses anew where that is due, for a step whose first token stands at `column`. The layer's
   /// pages must not be planned for.
   Status turn(int64_t layer, int64_t column);
@@ -50,11 +54,17 @@ class Keeping {
   static int64_t turn_bytes(const EngineOptions& apart, int64_t groups);
   static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
 
+  static constexpr int64_t kMassUnit = 1024;  // tokens by which the memory of their mass grows
+
  private:
   bool accumulates() const { return KeeperKind::find(parts_.options.keeper)->accumulates; }
+  bool is_given() const { return KeeperKind::find(parts_.options.keeper)->is_given; }
   bool is_observed(const KeptTokens& kept) const;
+  Status check_told(int64_t layer, const KeptTokens& kept) const;
   Status turn_of(int64_t layer, int64_t part);
+  void count_queries(KeptTokens& kept, int64_t fresh);
   std::vector<float>& mass_of(KeptTokens& kept);
+  Status weigh(int64_t layer, int64_t part, int64_t sealed);
   Status weigh_past(int64_t layer, int64_t part);
   void weigh_block(const PastReader::Groups& groups, const PastPages& listed);
   Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
@@ -69,7 +79,7 @@ class Keeping {
 
   // Of the step or block that is weighed.
   std::vector<float> log_sums_;
-  std::vector<float> mass_;  // of a turn, where none is summed up between turns
+  std::vector<float> mass_;  // of a turn, where it is not what is summed up between turns
   std::vector<float> mean_;
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;

@@ -1,5 +1,6 @@
 #include "kvswap/core_session.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -160,6 +161,22 @@ void CoreSession::give_scores(int64_t layer, std::span<const float> scores, int6
                                 "], got " + std::to_string(scores.size()) + " numbers");
   }
   throw_status(engine.give_scores(layer, {scores.data(), parts, queries, groups}));
+}
+
+void CoreSession::give_worth(int64_t layer, std::span<const float> worth,
+                             std::span<const float> decay) {
+  const Impl::Use use(*impl_);
+  Engine& engine = impl_->engine_with(layer);
+  const int64_t parts = std::max<int64_t>(1, engine.batch() * engine.heads_apart());
+  const auto count = static_cast<int64_t>(worth.size());
+  if (count % parts != 0 || (!decay.empty() && decay.size() != worth.size())) {
+    throw std::invalid_argument("give_worth: worth must be [" + std::to_string(parts) +
+                                ", tokens] and decay as much or empty, got " +
+                                std::to_string(count) + " and " + std::to_string(decay.size()) +
+                                " numbers");
+  }
+  throw_status(engine.give_worth(
+      layer, {worth.data(), decay.empty() ? nullptr : decay.data(), parts, count / parts}));
 }
 
 bool CoreSession::needs_scores(int64_t layer, int64_t queries) const {

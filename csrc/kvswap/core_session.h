@@ -125,6 +125,12 @@ class CoreSession {
   /// True where give_scores() must come before attend() of so many queries.
   bool needs_scores(int64_t layer, int64_t queries) const;
 
+  /// With keeper=given, after each append(): what the layer's newest tokens are worth to be kept,
+  /// [batch, tokens], and what they lose of it with each later token (as worth, or empty); with
+  /// heads=each [batch * kv_heads, tokens]. The best stay, the earlier one first among equals;
+  /// -inf: never.
+  void give_worth(int64_t layer, std::span<const float> worth, std::span<const float> decay = {});
+
   /// The first call fixes the batch. Fails before anything is written when budget, quota or disk
   /// cannot hold it.
   void append(int64_t layer, const NewTokens& tokens);

@@ -64,9 +64,10 @@ struct Settings {
   std::vector<int64_t> exact_layers;
   /// which tokens stay in memory, and are attended in every step, whatever is asked: none but
   /// sinks and tail; with rows=none newest, the same with nothing else attended (StreamingLLM);
-  /// observed, those that the newest queries of a prompt paid most attention (SnapKV, PRKV); or
-  /// heavy, the same summed up over all steps since (H2O). With rows=none they alone are
-  /// attended: the others stay on disk
+  /// observed, those that the newest queries of a prompt paid most attention (SnapKV, PRKV);
+  /// heavy, the same summed up over all steps since (H2O); or given, those that your own
+  /// token_scores says are worth most. With rows=none they alone are attended: the others stay
+  /// on disk
   std::string keeper = "none";
   /// tokens that stay, of each layer and sequence; with heads=each of each KV head
   int64_t keep_tokens = 256;

@@ -89,7 +89,7 @@ void visit_settings(Visit&& visit) {
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
   visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
-  visit("keeper", &Settings::keeper, OneOf{{"none", "newest", "observed", "heavy"}});
+  visit("keeper", &Settings::keeper, OneOf{{"none", "newest", "observed", "heavy", "given"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
@@ -166,6 +166,10 @@ void visit_idle(Visit&& visit) {
         "since no token is kept for what it was paid");
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "newest",
         "since no token is kept for what it was paid");
+  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "given",
+        "since what tokens are worth comes from outside");
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
+        "since what tokens are worth comes from outside");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
         "since what each step paid is summed token by token");
 }

@@ -10,16 +10,28 @@ namespace kvswap {
 namespace {
 
 constexpr std::array kKinds = {
-    KeeperKind{.name = "none", .source = "", .keeps_tokens = false, .accumulates = false},
+    KeeperKind{.name = "none",
+               .source = "",
+               .keeps_tokens = false,
+               .accumulates = false,
+               .is_given = false},
     KeeperKind{.name = "newest",
                .source = "StreamingLLM 3.2",
                .keeps_tokens = false,
-               .accumulates = false},
+               .accumulates = false,
+               .is_given = false},
     KeeperKind{.name = "observed",
                .source = "SnapKV 4, PRKV 3.4",
                .keeps_tokens = true,
-               .accumulates = false},
-    KeeperKind{.name = "heavy", .source = "H2O 4", .keeps_tokens = true, .accumulates = true},
+               .accumulates = false,
+               .is_given = false},
+    KeeperKind{.name = "heavy",
+               .source = "H2O 4",
+               .keeps_tokens = true,
+               .accumulates = true,
+               .is_given = false},
+    KeeperKind{
+        .name = "given", .source = "", .keeps_tokens = true, .accumulates = true, .is_given = true},
 };
 
 }  // namespace
@@ -55,7 +67,7 @@ std::vector<int32_t> most_attended(const KeepArgs& args) {
   for (int64_t i = args.valid->first_valid(); i < count; ++i) {
     const auto column = static_cast<int32_t>(i);
     const auto group = static_cast<int32_t>(i / args.group_tokens);
-    if (!(args.mass[i] > 0) || !args.valid->is_valid(i)) continue;
+    if (!(args.mass[i] > args.floor) || !args.valid->is_valid(i)) continue;
     if (std::find(args.sinks.begin(), args.sinks.end(), group) != args.sinks.end()) continue;
     if (static_cast<int64_t>(kept.size()) == args.tokens) {
       if (!is_better(column, kept.front())) continue;
@@ -96,6 +108,7 @@ void KeptTokens::truncate(const Cut& cut) {
   if (seen_columns - cut.columns <= cut.step) return;
   seen_columns = cut.columns;
   if (static_cast<int64_t>(mass.size()) > cut.columns) mass.resize(cut.columns);
+  if (static_cast<int64_t>(decay.size()) > cut.columns) decay.resize(cut.columns);
 }
 
 }  // namespace kvswap

@@ -17,6 +17,7 @@ struct KeeperKind {
   const char* source;  // the paper
   bool keeps_tokens;   // beside sinks and tail
   bool accumulates;    // what was paid since a prompt is summed up; else since the last turn
+  bool is_given;       // what tokens are worth comes from outside, with each append
 
   static std::span<const KeeperKind> all();
   /// Null where there is none of that name.
@@ -29,6 +30,15 @@ inline constexpr int64_t kKeepPoolMax = 63;
 /// before the first and behind the last counts as nothing. pool: 1..kKeepPoolMax.
 void pool_neighbours(std::span<float> mass, int64_t pool);
 
+/// What a layer's newest tokens are worth to be kept, said by somebody else.
+struct GivenWorth {
+  const float* worth = nullptr;  // [sequences, tokens]; -inf: never
+  const float* decay =
+      nullptr;  // as worth, what is lost of it with each later token; null: nothing
+  int64_t sequences = 0;
+  int64_t tokens = 0;
+};
+
 /// What a choice of tokens to keep is made of, for one sequence and layer.
 struct KeepArgs {
   std::span<const float> mass;  // [sealed tokens]
@@ -36,10 +46,11 @@ struct KeepArgs {
   std::span<const int32_t> sinks = {};  // groups that stay anyway
   int64_t group_tokens = 0;
   int64_t tokens = 0;  // kept at most
+  float floor = 0;     // what has no more mass is never kept
 };
 
-/// The `tokens` of them with the most mass, in rising order; ties to the lower one. Padding, sinks
-/// and what has none are never kept.
+/// The `tokens` of them with the most mass, in rising order; ties to the lower one. Padding and
+/// sinks are never kept.
 std::vector<int32_t> most_attended(const KeepArgs& args);
 
 /// Of one sequence and layer: which tokens are kept, and what the next choice will be made of.
@@ -55,7 +66,8 @@ class KeptTokens {
     float softcap = 0.0f;            // as PagedAttentionArgs
   };
   Window window;
-  std::vector<float> mass;    // [tokens]: seen so far
+  std::vector<float> mass;    // [tokens]: seen so far, or given
+  std::vector<float> decay;   // [tokens] given beside it
   int64_t queries_since = 0;  // decoded since the last choice
   int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;

@@ -99,6 +99,8 @@ void bind_session(py::module_& module) {
            py::arg("scale") = py::none(), Released())
       .def("override_selection", &Session::override_selection, py::arg("layer"), py::arg("groups"))
       .def("give_scores", &Session::give_scores, py::arg("layer"), py::arg("scores"))
+      .def("give_worth", &Session::give_worth, py::arg("layer"), py::arg("worth"),
+           py::arg("decay") = py::none())
       .def("needs_scores", &Session::needs_scores, py::arg("layer"), py::arg("queries"))
       .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())

@@ -27,6 +27,15 @@ inline DType to_dtype(at::ScalarType type) {
 
 inline Execution torch_execution() { return {.parallel = &at_parallel_for()}; }
 
+/// Contiguous fp32 numbers of the host, of so many dimensions, as a caller gives them.
+inline at::Tensor host_numbers(const char* what, const at::Tensor& numbers, int64_t dimensions) {
+  TORCH_CHECK_VALUE(
+      numbers.dim() == dimensions && numbers.is_cpu() && numbers.scalar_type() == at::kFloat, what,
+      " must have ", dimensions, " dimensions, fp32 on the CPU, got ", numbers.sizes(), " of ",
+      numbers.scalar_type(), " on ", numbers.device());
+  return numbers.contiguous();
+}
+
 /// `sizes` with -1 for any size; `names` says what they are: "[batch, tokens]".
 inline void check_shape(const char* where, const char* name, const at::Tensor& tensor,
                         const char* names, at::IntArrayRef sizes) {

@@ -112,17 +112,19 @@ class Session::Impl {
   OneCaller caller_;
 };
 
-/// The engine's options, told apart from torch's: a wrong one is a c10::ValueError here.
-EngineOptions checked_options(const CoreOptions& options) {
+/// What the torch-free part calls an invalid argument is a c10::ValueError here.
+template <typename Call>
+auto with_value_errors(const Call& call) {
   try {
-    return engine_options(options);
+    return call();
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
 }
 
 Session::Session(const CoreOptions& options) {
-  auto engine = Engine::create(checked_options(options), at_parallel_for());
+  auto engine =
+      Engine::create(with_value_errors([&] { return engine_options(options); }), at_parallel_for());
   throw_if_error(engine.status());
   impl_ = std::make_unique<Impl>(options, std::move(engine.value()));
 }
@@ -148,15 +150,8 @@ std::unique_ptr<Session> Session::fork() {
 
 std::map<std::string, int64_t> Session::memory_need(const CoreOptions& options, int64_t batch,
                                                     int64_t context, int64_t alignment_bytes) {
-  const EngineOptions engine_of = checked_options(options);
-  throw_if_error(engine_of.validate());
-  const int64_t record_bytes =
-      (engine_of.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
-  const MemoryNeed need = kvswap::memory_need(engine_of, record_bytes, batch, context);
-  return {{"pages", need.pages},     {"kept", need.kept},         {"summary", need.summary},
-          {"tables", need.tables},   {"staging", need.staging},   {"projections", need.projections},
-          {"scratch", need.scratch}, {"device", need.device},     {"pinned", need.pinned},
-          {"total", need.total()},   {"timeline", need.timeline}, {"record_bytes", record_bytes}};
+  return with_value_errors(
+      [&] { return CoreSession::memory_need(options, batch, context, alignment_bytes); });
 }
 
 void Session::declare(const at::Tensor& valid) {
@@ -181,19 +176,30 @@ void Session::look_ahead(int64_t layer, const at::Tensor& query, std::optional<d
 void Session::override_selection(int64_t layer, const std::vector<std::vector<int64_t>>& groups) {
   const Impl::Use use(*impl_);
   std::vector<std::vector<int32_t>> narrow;
-  for (const auto& of_sequence : groups)
-    narrow.emplace_back(of_sequence.begin(), of_sequence.end());
+  for (const auto& each : groups) narrow.emplace_back(each.begin(), each.end());
   throw_if_error(use.engine().override_selection(layer, std::move(narrow)));
 }
 
 void Session::give_scores(int64_t layer, const at::Tensor& scores) {
   const Impl::Use use(*impl_);
-  TORCH_CHECK_VALUE(scores.dim() == 3 && scores.is_cpu() && scores.scalar_type() == at::kFloat,
-                    "give_scores: scores must be [batch, queries, groups] fp32 of the CPU, got ",
-                    scores.sizes(), " ", scores.scalar_type(), " on ", scores.device());
-  const at::Tensor packed = scores.contiguous();
+  const at::Tensor packed = host_numbers("give_scores: scores", scores, 3);
   throw_if_error(use.engine().give_scores(
       layer, {packed.data_ptr<float>(), packed.size(0), packed.size(1), packed.size(2)}));
+}
+
+void Session::give_worth(int64_t layer, const at::Tensor& worth,
+                         const std::optional<at::Tensor>& decay) {
+  const Impl::Use use(*impl_);
+  const at::Tensor packed = host_numbers("give_worth: worth", worth, 2);
+  at::Tensor lost;
+  if (decay) {
+    lost = host_numbers("give_worth: decay", *decay, 2);
+    TORCH_CHECK_VALUE(lost.sizes() == packed.sizes(), "give_worth: decay must be as worth, ",
+                      packed.sizes(), ", got ", lost.sizes());
+  }
+  throw_if_error(use.engine().give_worth(
+      layer, {packed.data_ptr<float>(), decay ? lost.data_ptr<float>() : nullptr, packed.size(0),
+              packed.size(1)}));
 }
 
 bool Session::needs_scores(int64_t layer, int64_t queries) const {

@@ -84,6 +84,12 @@ class Session {
   /// True where give_scores() must come before attend() of so many queries.
   bool needs_scores(int64_t layer, int64_t queries) const;
 
+  /// With keeper=given, after each append(): what the layer's newest tokens are worth to be kept,
+  /// [batch, tokens] fp32 of the host, and what they lose of it with each later token (or nothing);
+  /// with heads=each [batch * kv_heads, tokens]. The best stay, the earlier one first among equals;
+  /// -inf: never.
+  void give_worth(int64_t layer, const at::Tensor& worth, const std::optional<at::Tensor>& decay);
+
   /// keys, values: [batch, kv_heads, tokens, head_dim], last dimension contiguous. The first call
   /// fixes the batch. Fails before anything is written when budget, quota or disk cannot hold it.
   void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);

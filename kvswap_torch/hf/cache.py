@@ -28,13 +28,14 @@ from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead, attention_scale
 from kvswap_torch.hf.open_pass import OpenPass, all_or_none
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
+from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from kvswap_torch.hf.saving import Saving
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.token_log import TokenLog
 from kvswap_torch.hf.trial import try_attention
-from kvswap_torch.plug_ins import GroupScores
+from kvswap_torch.plug_ins import GroupScores, TokenScores
 from kvswap_torch.positions import Reach
 
 
@@ -83,7 +84,9 @@ class KVSwapCache(convert.Converting, Saving, Cache):
     preset
         In the place of a config: a published system, by its name in `kvswap_torch.presets()`.
     group_scores
-        Your own way to choose what is read; see `kvswap_torch.plug_ins`.
+        Your own way to choose what is read, with ``rows="given"``; see `kvswap_torch.plug_ins`.
+    token_scores
+        Your own way to choose which tokens stay in memory, with ``keeper="given"``; see there.
 
     Raises
     ------
@@ -109,13 +112,16 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         progress: bool = False,
         preset: str | None = None,
         group_scores: GroupScores | None = None,
+        token_scores: TokenScores | None = None,
     ):
         if timeline_spans < 0:
             raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
         self.parts = model_parts(model)
         try_attention(self.parts)
         limits = (kv_memory_bytes, max_context, max_batch)
-        wish = Wish(path, config, preset, *limits, timeline_spans, group_scores)
+        wish = Wish(
+            path, config, preset, *limits, timeline_spans, PlugIns(group_scores, token_scores)
+        )
         if self.parts.placement.is_shared:
             open_on_all_ranks(self, wish)
         else:
@@ -130,7 +136,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
 
         def make_driver(look_ahead: LookAhead) -> SessionDriver:
             rest = (config, budget, projections, look_ahead, wish.timeline_spans)
-            return SessionDriver(self.parts, wish.path, *rest, wish.group_scores)
+            return SessionDriver(self.parts, wish.path, *rest, wish.plug_ins)
 
         self._attach(config or SwapConfig(), budget, make_driver)
         return alike

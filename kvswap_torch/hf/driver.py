@@ -21,9 +21,8 @@ from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
-from kvswap_torch.hf.plugged import PluggedSession, open_plug_in, plug_in_bytes
+from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
-from kvswap_torch.plug_ins import GroupScores
 from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
 logger = logging.getLogger("kvswap_torch")
@@ -51,10 +50,10 @@ class SessionDriver:
         projections: list[Pair] | None,
         look_ahead: LookAhead,
         timeline_spans: int = 0,
-        plug_in: GroupScores | None = None,
+        plug_ins: PlugIns | None = None,
     ):
         self.parts = parts
-        self.plug_in = plug_in
+        self.plug_ins = plug_ins or PlugIns()
         self.padding = Padding()
         self.timeline_spans = timeline_spans
         self.path = path
@@ -84,7 +83,7 @@ class SessionDriver:
         )
 
     def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
-        plugged = plug_in_bytes(self.plug_in, batch, context)
+        plugged = self.plug_ins.nbytes(batch, context)
         return {"predictor": self._predictor_bytes(config), "plug_in": plugged}
 
     def _predictor_bytes(self, config: SwapConfig) -> int:
@@ -96,22 +95,21 @@ class SessionDriver:
         alignment = functools.cache(lambda: session_module.alignment_bytes(self.path))
 
         def need(config: SwapConfig, batch: int, context: int) -> Mapping[str, int]:
-            open_plug_in(self.plug_in, config, self.parts)  # what it takes may follow from it
+            self.plug_ins.open(config, self.parts)  # what it takes may follow from it
             beside = self._beside(config, batch, context)
             options = self._options(config, sum(beside.values()))
             uses = session_module.memory_need(options, batch, context, alignment())
             return uses | beside | {"total": uses["total"] + sum(beside.values())}
 
         config = settle(self._given, self.parts.shape, self.budget, need, first)
-        open_plug_in(self.plug_in, config, self.parts)
+        self.plug_ins.open(config, self.parts)
         beside = self._beside(config, *ready_for(self.budget, first))
         options = self._options(config, sum(beside.values()))
         if config.look_ahead:
             self._predictor.build()
         session = session_module.open_session(options)
-        if self.plug_in is not None:
-            room = None if self.budget.kv_memory_bytes is None else beside["plug_in"]
-            session = PluggedSession(session, self.plug_in, config, room, lambda: self.padding)
+        room = None if self.budget.kv_memory_bytes is None else beside["plug_in"]
+        session = self.plug_ins.wrap(session, config, room, lambda: self.padding)
         if self.session is not None:
             self.session.close()
         self.session, self.config, self.ranks = session, config, options["ranks"]

@@ -17,11 +17,10 @@ from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.placement import local_config
-from kvswap_torch.hf.plugged import config_for
+from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
 from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
-from kvswap_torch.plug_ins import GroupScores
 from kvswap_torch.preset import PRESETS, find
 from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection import Pair
@@ -41,7 +40,7 @@ class Wish:
     max_context: int | None
     max_batch: int | None
     timeline_spans: int
-    group_scores: GroupScores | None = None
+    plug_ins: PlugIns
 
     def granted(
         self, parts: ModelParts
@@ -57,7 +56,7 @@ class Wish:
             config = self._config_of_preset(parts)
         if config is not None and not isinstance(config, SwapConfig):
             config = SwapConfig.load(config)
-        config = config_for(self.group_scores, config, parts)
+        config = self.plug_ins.config(config, parts)
         if config is not None:
             config.check_model(parts.identity)
         budget = budget_of(self.kv_memory_bytes, self.max_context, self.max_batch)

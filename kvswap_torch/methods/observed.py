@@ -6,18 +6,18 @@ import torch
 
 
 def most_attended(
-    mass: torch.Tensor, may_stay: torch.Tensor, tokens: int, pool: int
+    mass: torch.Tensor, may_stay: torch.Tensor, tokens: int, pool: int, floor: float = 0.0
 ) -> torch.Tensor:
     """The columns of the `tokens` with most mass, averaged over `pool` neighbours; rising.
 
     mass: ``[columns]``, the attention that each was paid (SnapKV 4.1, PRKV 3.4); may_stay: bool
-    ``[columns]``. Ties go to the lower column; what was paid nothing never stays.
+    ``[columns]``. Ties go to the lower column; what has no more than `floor` never stays.
     """
     padded = torch.nn.functional.pad(mass, ((pool - 1) // 2, pool // 2))
     pooled = torch.zeros_like(mass)
     for first in range(pool):  # in this order: who has the same neighbours has the same sum
         pooled += padded[first : first + len(mass)]
-    candidates = (may_stay & (pooled > 0)).nonzero().flatten()
+    candidates = (may_stay & (pooled > floor)).nonzero().flatten()
     order = pooled[candidates].sort(descending=True, stable=True).indices[:tokens]
     return candidates[order].sort().values
 

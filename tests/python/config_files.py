@@ -53,6 +53,7 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "none", "group_tokens": 16, "score": "sum", "audit_every": 0, "missed_mass_max": None},
     {"projection_kind": "skewed", "score": "max"},
     {"rows": "given", "heads": "each", "group_tokens": 16, "audit_every": 64},
+    {"rows": "none", "keeper": "given", "keep_tokens": 9, "keep_interval": 7},
     {"rows": "none", "keeper": "newest", "tail_tokens": 1020, "groups_max": 1, "pages_max": 8},
     {"rows": "box", "keeper": "observed", "keep_tokens": 1, "keep_window": 4096, "keep_pool": 63},
     {"rows": "none", "keeper": "heavy", "keep_interval": 1, "keep_pool": 5},
@@ -121,12 +122,13 @@ BAD: list[tuple[str, str]] = [
     *((_file(rows=rows, rank=8), f"rank: must be left out where rows is {rows}")
       for rows in ("mean", "given", "none")),
     (_file(rows="none", score="mass"), "score: must be left out where rows is none"),
-    (_file(keeper="oldest"), "keeper: must be one of none, newest, observed, heavy, got 'oldest'"),
+    (_file(keeper="oldest"), "keeper: must be one of none, newest, observed, heavy,"),
     (_file(keeper="newest"), "keeper: must be left out where rows is low_rank"),
     (_file(keep_tokens=8), "keep_tokens: must be left out where keeper is none, since no token"),
     (_file(rows="none", keeper="newest", keep_interval=8),
      "keep_interval: must be left out where keeper is newest"),
     (_file(keeper="heavy", keep_pool=3), "keep_pool: must be left out where keeper is heavy"),
+    (_file(keeper="given", keep_window=8), "keep_window: must be left out where keeper is given"),
     *((_file(keeper="observed", **{name: value}), f"{name}: must be")
       for name, value in (("keep_tokens", 0), ("keep_window", 0), ("keep_window", 4097),
                           ("keep_pool", 0), ("keep_pool", 64), ("keep_interval", -1))),

@@ -45,6 +45,12 @@ class ReferenceHeads:
         for head, session in enumerate(self._of_heads):
             session.give_scores(layer, scores[head :: len(self._of_heads)])
 
+    def give_worth(self, layer: int, worth: torch.Tensor, decay: torch.Tensor | None) -> None:
+        count = len(self._of_heads)
+        for head, session in enumerate(self._of_heads):
+            lost = None if decay is None else decay[head::count]
+            session.give_worth(layer, worth[head::count], lost)
+
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
         for session, own in self._split(query):
             session.look_ahead(layer, *own, scale)

@@ -16,6 +16,7 @@ class Kept:
 
     columns: set[int] = field(default_factory=set)
     mass: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    decay: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     queries_since: int = 0
     seen: int = 0  # columns whose queries have counted
     is_due: bool = False
@@ -30,7 +31,8 @@ class Kept:
     def crop(self, sealed: int, columns: int, step: int) -> None:
         self.columns = {column for column in self.columns if column < sealed}
         if self.seen - columns > step:  # less may be a step that is made again
-            self.mass, self.seen = self.mass[:columns], columns
+            self.mass, self.decay = self.mass[:columns], self.decay[:columns]
+            self.seen = columns
 
     def whole_groups(self, group: int) -> set[int]:
         groups = {column // group for column in self.columns}
@@ -38,17 +40,18 @@ class Kept:
 
 
 class ReferenceKeeper:
-    """``keeper="observed"`` and ``"heavy"``: turns, and what is observed between them."""
+    """``keeper="observed"``, ``"heavy"`` and ``"given"``: turns, and what happens between them."""
 
     def __init__(self, options: Any):
         self._options = options
-        self.is_on = options.keeper in ("observed", "heavy")
+        self._is_given = options.keeper == "given"
+        self.is_on = options.keeper in ("observed", "heavy", "given")
         self._sums_up = options.keeper == "heavy"
 
     def observe_chunk(self, state, query, log_sum_exp) -> None:
         """After a long chunk: query [batch, heads, n, head_dim], log_sum_exp [batch, heads, n]."""
         tokens = query.shape[2]
-        for sequence, kept in enumerate(state.kept):
+        for sequence, kept in enumerate([] if self._is_given else state.kept):
             valid = state.valid[sequence].nonzero().flatten()
             first = int(valid[0]) if len(valid) else state.columns
             counted = min(tokens, state.columns - first, self._options.keep_window)
@@ -61,8 +64,34 @@ class ReferenceKeeper:
                 )
                 kept.is_due, kept.seen = True, state.columns
 
+    def give_worth(self, state, worth: torch.Tensor, decay: torch.Tensor | None) -> None:
+        """Of the newest tokens: ``[batch, tokens]``."""
+        tokens, interval = worth.shape[1], self._options.keep_interval
+        for sequence, kept in enumerate(state.kept):
+            first = state.columns - tokens
+            lost = torch.zeros_like(worth) if decay is None else decay
+            kept.mass = torch.cat([kept.mass[:first], worth[sequence]])
+            kept.decay = torch.cat([kept.decay[:first], lost[sequence]])
+            fresh = min(tokens, max(0, state.columns - kept.seen))
+            kept.seen = max(kept.seen, state.columns)
+            if tokens > self._options.select_queries_max:
+                kept.is_due = True
+            else:
+                kept.queries_since += fresh
+                kept.is_due = kept.is_due or 0 < interval <= kept.queries_since
+
     def turn(self, state, sequence: int, sinks: list[int], scale: float) -> None:
         kept, group = state.kept[sequence], self._options.group_tokens
+        if self._is_given:
+            age = state.columns - torch.arange(state.sealed)
+            worth = kept.mass[: state.sealed] - age * kept.decay[: state.sealed]
+            may_stay = state.valid[sequence, : state.sealed].clone()
+            for sink in sinks:
+                may_stay[sink * group : (sink + 1) * group] = False
+            chosen = most_attended(worth, may_stay, self._options.keep_tokens, 1, -torch.inf)
+            kept.columns = set(chosen.tolist())
+            kept.queries_since, kept.is_due = 0, False
+            return
         if kept.window is not None:
             keys = state.keys[sequence, :, : state.sealed]
             kept.mass = attention_paid(keys, *kept.window, scale)
@@ -81,7 +110,7 @@ class ReferenceKeeper:
     def observe_step(self, state, weights) -> None:
         """After a step: weights [batch, heads, queries, columns]."""
         interval = self._options.keep_interval
-        for sequence, kept in enumerate(state.kept if interval else []):
+        for sequence, kept in enumerate(state.kept if interval and not self._is_given else []):
             fresh = min(weights.shape[2], max(0, state.columns - kept.seen))
             is_observed = (
                 self._sums_up or kept.queries_since + self._options.keep_window >= interval

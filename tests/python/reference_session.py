@@ -149,6 +149,10 @@ class ReferenceSession:
     def give_scores(self, layer: int, scores: torch.Tensor) -> None:
         self._layers[layer].given = scores
 
+    def give_worth(self, layer: int, worth: torch.Tensor, decay: torch.Tensor | None) -> None:
+        self._scale = 1.0  # nothing is weighed
+        self._keeper.give_worth(self._layers[layer], worth, decay)
+
     def sealed_groups(self, layer: int) -> int:
         return self._layers[layer].sealed // self._options.group_tokens
 

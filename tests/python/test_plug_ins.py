@@ -209,7 +209,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_it_keeps_is_of_the_budget(tmp_path: Path) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", max_position_embeddings=4096)
     limits = {"kv_memory_bytes": "3MiB", "max_context": 2000, "max_batch": 1}
     with KVSwapCache(model, tmp_path, settings(), **limits, group_scores=Boxes()) as cache:
         with torch.no_grad():

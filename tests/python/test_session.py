@@ -99,6 +99,7 @@ class Twins:
                 else:
                     session.append(layer, keys, values)
                     outputs.append(session.attend(layer, query, keys, values, 0.125))
+            self.give_worth(layer, batch, tokens)
             if valid is not None:
                 outputs = [torch.where(valid[..., None, None], out, 0.0) for out in outputs]
             torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-5, atol=2e-5)
@@ -117,6 +118,16 @@ class Twins:
         size = (parts, tokens, specified.sealed_groups(layer))
         scores = torch.randint(0, 9, size, generator=self.generator).float()
         self.all("give_scores", layer, scores)
+
+    def give_worth(self, layer: int, batch: int, tokens: int) -> None:
+        """With keeper=given, after each append; some decay."""
+        made = self.options
+        if made.keeper != "given" or self.sessions[1]._is_exact(layer):
+            return
+        size = (batch * (KV_HEADS if made.heads == "each" else 1), tokens)
+        worth = torch.randint(-5, 5, size, generator=self.generator).float()
+        decay = torch.randint(0, 4, size, generator=self.generator) / 8
+        self.all("give_worth", layer, worth, None if tokens % 2 else decay)
 
     def all(self, name: str, *arguments) -> None:
         for session in self.sessions:
@@ -216,7 +227,7 @@ def test_random_operations_by_mass(tmp_path, seed, score, heads):
 
 @pytest.mark.parametrize("rows", METHODS)
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     made = options(
@@ -224,10 +235,10 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         rows=rows,
         heads=heads,
         score=rng.choice(["sum", "mass"] if rows == "low_rank" else ["sum"]),
-        keeper=["observed", "heavy"][seed % 2],
+        keeper=["observed", "heavy", "given"][seed % 3],
         keep_tokens=rng.choice([1, 7, 16, 30]),
-        keep_window=rng.choice([1, 5, 20]),
-        keep_pool=rng.choice([1, 2, 5]) if seed % 2 == 0 else 5,
+        keep_window=rng.choice([1, 5, 20]) if seed % 3 < 2 else 32,
+        keep_pool=rng.choice([1, 2, 5]) if seed % 3 == 0 else 5,
         keep_interval=rng.choice([0, 3, 8]),
         exact_layers=rng.choice([[], [], [1]]),
         group_tokens=rng.choice([1, 3, 4, 16]),

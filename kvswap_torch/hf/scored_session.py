@@ -8,80 +8,13 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import BudgetError, ConfigError
-from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.plug_ins import CacheShape, GroupScores
+from kvswap_torch.plug_ins import GroupScores, named, told_bytes
 
 
-def config_for(plug_in: Any, config: SwapConfig | None, parts: ModelParts) -> SwapConfig | None:
-    """The config of a cache with this plug-in, or with None.
-
-    Raises
-    ------
-    ConfigError
-        No plug-in, settings of other rows with one, a config that scores for itself, or a model
-        that several processes run.
-    """
-    if plug_in is None:
-        if config is not None and config.rows == "given":
-            raise ConfigError(
-                "group_scores: must be given where rows is given, got None; pass an object of "
-                "kvswap_torch.plug_ins.GroupScores, or other rows"
-            )
-        return config
-    if not isinstance(plug_in, GroupScores):
-        raise ConfigError(
-            "group_scores: must be an object of a class made from kvswap_torch.plug_ins."
-            f"GroupScores, got {plug_in!r}"
-        )
-    if config is not None and config.rows != "given":
-        raise ConfigError(
-            f"group_scores: must come with rows='given' in the config, got rows={config.rows!r}; "
-            "leave the config out, or say SwapConfig(rows='given', ...)"
-        )
-    if parts.placement.is_shared:
-        raise ConfigError(
-            "group_scores: must be used with a model that one process runs, got one of several"
-        )
-    return config or SwapConfig(rows="given")
-
-
-def plug_in_bytes(plug_in: GroupScores | None, batch: int, tokens: int) -> int:
-    """What it says it keeps, checked."""
-    if plug_in is None:
-        return 0
-    told = plug_in.nbytes(batch, tokens)
-    if not isinstance(told, int) or isinstance(told, bool) or told < 0:
-        raise ValueError(
-            f"group_scores: nbytes({batch}, {tokens}) of {type(plug_in).__name__} must be an int "
-            f"of at least 0, got {told!r}"
-        )
-    return told
-
-
-def open_plug_in(plug_in: GroupScores | None, config: SwapConfig, parts: ModelParts) -> None:
-    """Tells it what it is used for."""
-    if plug_in is None:
-        return
-    layers = parts.shape.layers
-    plug_in.open(
-        CacheShape(
-            layers=layers,
-            exact_layers=tuple(i for i in range(layers) if config.is_exact(i)),
-            heads=parts.shape.heads,
-            kv_heads=parts.shape.kv_heads,
-            head_dim=parts.shape.head_dim,
-            group_tokens=config.group_tokens,
-            heads_apart=config.heads == "each",
-            dtype=parts.dtype,
-            device=parts.device,
-        )
-    )
-
-
-class PluggedSession:
+class ScoredSession:
     """A session that asks a plug-in before each choice, and tells it what is sealed.
 
     Parameters
@@ -197,12 +130,12 @@ class PluggedSession:
         if keys is None:
             return
         valid = self._padding().between(len(keys), end - keys.shape[2], end)
-        with torch.no_grad(), _named(f"seal of layer {layer}"):
+        with torch.no_grad(), named("group_scores", f"seal of layer {layer}"):
             self._plug_in.seal(layer, keys, valid)
         self._told[layer] = end
 
     def _give(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        with torch.no_grad(), _named(f"scores of layer {layer}"):
+        with torch.no_grad(), named("group_scores", f"scores of layer {layer}"):
             scores = self._plug_in.scores(layer, query, scale)
         batch, _, queries, _ = query.shape
         heads = (query.shape[1] // self._ratio,) if self._config.heads == "each" else ()
@@ -228,7 +161,7 @@ class PluggedSession:
         tokens = self.columns(layer) + keys.shape[2]
         if self._room is None:
             return
-        need = plug_in_bytes(self._plug_in, len(keys), tokens)
+        need = told_bytes(self._plug_in, len(keys), tokens)
         if need > self._room:
             raise BudgetError(
                 f"group_scores: {type(self._plug_in).__name__} must stay within the "
@@ -236,16 +169,3 @@ class PluggedSession:
                 f"{len(keys)} sequences of {tokens} tokens; open the cache with max_context and "
                 "max_batch, so that its budget is divided for them"
             )
-
-
-class _named:
-    """Says of an exception where in the plug-in it came from."""
-
-    def __init__(self, where: str):
-        self._where = where
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            error.add_note(f"KVSwapCache: raised by group_scores, in {self._where}")

@@ -1,0 +1,58 @@
+// The memory that kept tokens take.
+
+#include "engine/keeping.h"
+
+namespace kvswap {
+namespace {
+
+bool keeps(const EngineOptions& options) { return options.kept_pages() > 0; }
+
+/// Numbers that stand beside a token from turn to turn.
+int64_t numbers_a_token(const EngineOptions& apart) {
+  if (KeeperKind::find(apart.keeper)->is_given) return 2;  // its worth, and how that decays
+  return apart.keep_interval > 0 ? 1 : 0;
+}
+
+}  // namespace
+
+int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes) {
+  if (!keeps(apart)) return 0;
+  const bool is_given = KeeperKind::find(apart.keeper)->is_given;
+  const int64_t window =
+      is_given ? 0
+               : apart.keep_window * apart.query_heads *
+                     (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
+  const int64_t mass =
+      numbers_a_token(apart) * (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
+  // Columns, now and next, and groups that are whole.
+  return apart.kept_pages() * (token_page_bytes + 4) + 8 * apart.keep_tokens + window + mass;
+}
+
+int64_t Keeping::bytes_per_group(const EngineOptions& apart) {
+  if (!keeps(apart)) return 0;
+  const int64_t mass = numbers_a_token(apart) * apart.group_tokens * int64_t{sizeof(float)};
+  return mass + (apart.group_tokens + 7) / 8;
+}
+
+int64_t Keeping::turn_bytes(const EngineOptions& apart, int64_t groups) {
+  if (!keeps(apart) || groups == 0 || numbers_a_token(apart) == 1) return 0;
+  return (groups * apart.group_tokens + kMassUnit) * int64_t{sizeof(float)};
+}
+
+int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
+  if (!keeps(apart) || numbers_a_token(apart) != 1) return 0;
+  return int64_t{sizeof(float)} * (apart.query_heads * apart.select_queries_max +
+                                   apart.kv_heads * apart.pages_per_layer() * apart.group_tokens);
+}
+
+int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
+  if (!keeps(apart)) return 0;
+  const int64_t block = 2 * apart.past_block_groups(record_bytes);
+  const int64_t tables = block * (20 + apart.note_bytes() + Fetch::bytes_per_load());
+  const int64_t mean = block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
+  const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
+  return tables + mean + log_sums + (apart.kept_pages() + 1) * apart.group_bytes() +
+         apart.keep_tokens * int64_t{sizeof(size_t)};
+}
+
+}  // namespace kvswap

@@ -1,0 +1,155 @@
+"""Your own way to choose, in plain torch: three plug-ins to begin from.
+
+    python -m examples.plug_ins
+
+answers questions about one of the reference model's documents with each of them. What they are, and
+what the engine keeps to itself: `kvswap_torch.plug_ins`, docs/plug_ins.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from kvswap_torch.plug_ins import CacheShape, GroupRows, TokenScores, Worth
+
+
+class MostSimilarKey(GroupRows):
+    """Reads the groups whose mean key is most similar (by cosine) to the query of any head."""
+
+    @property
+    def width(self) -> int:
+        return self.shape.head_dim
+
+    def rows(self, layer: int, keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        group = self.shape.group_tokens
+        counts = valid.unflatten(1, (-1, group))[:, None, :, :, None]
+        sums = (keys.float().unflatten(2, (-1, group)) * counts).sum(3)
+        return torch.nn.functional.normalize(sums, dim=-1)
+
+    def scores_of(self, layer, query, rows, scale):
+        asked = query.float().unflatten(1, (self.shape.kv_heads, -1))  # [batch, kv_heads, each, ..]
+        similar = torch.einsum(
+            "bhgqd,bhnd->bhgqn", torch.nn.functional.normalize(asked, dim=-1), rows
+        )
+        best = similar.amax(2)
+        return best if self.shape.heads_apart else best.amax(1)
+
+
+class LearnedRetention(TokenScores):
+    """Keeps the tokens that a small trained gate says will be asked for.
+
+    What TRIM-KV, Locret and others train has this form: of each token, when it is made, a number
+    from its key and value, and how fast that is forgotten. The file, safetensors, has for layer i
+    ``layers.i.worth`` and ``layers.i.forget``, each ``[kv_heads, 2 * head_dim]``: a token is worth
+    ``w . [k, v]``, and keeps the share ``sigmoid(f . [k, v])`` of it with each later token.
+    """
+
+    def __init__(self, path: str | Path):
+        self._tensors = load_file(path)
+
+    def open(self, shape: CacheShape) -> None:
+        super().open(shape)
+        wanted = (shape.kv_heads, 2 * shape.head_dim)
+        for layer in range(shape.layers):
+            for name in ("worth", "forget"):
+                matrix = self._tensors.get(f"layers.{layer}.{name}")
+                if matrix is None or tuple(matrix.shape) != wanted:
+                    came = "nothing" if matrix is None else list(matrix.shape)
+                    raise ValueError(f"layers.{layer}.{name}: must be {list(wanted)}, got {came}")
+
+    def worth(self, layer, query, keys, values):
+        seen = torch.cat([keys, values], -1).float()  # [batch, kv_heads, tokens, 2 * head_dim]
+        of_head = [
+            torch.einsum("bhtd,hd->bht", seen, self._tensors[f"layers.{layer}.{name}"].float())
+            for name in ("worth", "forget")
+        ]
+        if not self.shape.heads_apart:
+            of_head = [part.mean(1) for part in of_head]
+        now, share = of_head
+        return Worth(now, -torch.nn.functional.logsigmoid(share))
+
+
+class AskedFromAhead(TokenScores):
+    """Keeps what the newest queries would attend if they stood where the answer will stand.
+
+    As DapQ has it, the prompt's last queries, turned on to the positions of the tokens to come,
+    stand for those tokens' queries. A prompt is to come in one pass: each pass is valued by its own
+    queries, and tokens that are decoded are worth what they get of themselves.
+    """
+
+    def __init__(self, rope_theta: float, window: int = 32, ahead: int = 32):
+        self._theta, self._window, self._ahead = rope_theta, window, ahead
+
+    def worth(self, layer, query, keys, values):
+        batch, kv_heads, tokens, _ = keys.shape
+        if query is None:
+            return Worth(torch.zeros(self._size(batch, kv_heads, tokens)))
+        asked = turned(query[:, :, -self._window :].float(), self._ahead, self._theta)
+        asked = asked.unflatten(1, (kv_heads, -1))
+        products = torch.einsum("bhgqd,bhtd->bhgqt", asked, keys.float())
+        weights = (products * keys.shape[-1] ** -0.5).softmax(-1).mean((2, 3))
+        return Worth(weights if self.shape.heads_apart else weights.mean(1))
+
+    def _size(self, batch: int, kv_heads: int, tokens: int) -> tuple[int, ...]:
+        return (batch, kv_heads, tokens) if self.shape.heads_apart else (batch, tokens)
+
+
+def turned(query: torch.Tensor, positions: int, theta: float) -> torch.Tensor:
+    """Queries ``[..., head_dim]`` that RoPE has turned, as if they stood so many positions on."""
+    half = query.shape[-1] // 2
+    angles = positions * theta ** (-torch.arange(half) / half)
+    first, second = query[..., :half], query[..., half:]
+    return torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        -1,
+    )
+
+
+def answers(tokens: int = 4000) -> dict[str, list[bool]]:
+    """By plug-in, which of a document's questions are answered right."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvswap_torch import KVSwapCache, SwapConfig
+    from tools.reference_model.documents import SOURCES, load_source, make_document
+    from tools.reference_model.tasks import extract_answer
+
+    folder = Path(__file__).resolve().parent / "reference_model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def ids(text: str) -> torch.Tensor:
+        return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+    document, questions = make_document(
+        load_source(SOURCES[0]), 1, tokens, lambda text: ids(text).shape[1]
+    )
+    theta = model.config.rope_parameters["rope_theta"]
+    kept = {"rows": "none", "keeper": "given", "keep_tokens": 1024}
+    choices: dict[str, tuple[SwapConfig | None, dict]] = {
+        "the default choice": (None, {}),
+        "MostSimilarKey": (SwapConfig(rows="given"), {"group_scores": MostSimilarKey()}),
+        "AskedFromAhead": (SwapConfig(**kept), {"token_scores": AskedFromAhead(theta)}),
+    }
+    right: dict[str, list[bool]] = {}
+    for name, (config, plug_in) in choices.items():
+        right[name] = []
+        for question in questions:
+            prompt = ids(f"{document}\nQuestion: {question.text}\nAnswer:")
+            with KVSwapCache(model, ".", config, **plug_in) as cache:
+                out = model.generate(
+                    prompt, past_key_values=cache, max_new_tokens=16, do_sample=False
+                )
+            told = extract_answer(tokenizer.decode(out[0, prompt.shape[1] :]))
+            right[name].append(told == question.answer)
+    return right
+
+
+if __name__ == "__main__":
+    for name, each in answers().items():
+        print(f"{name}: {sum(each)} of {len(each)} right")

@@ -1,0 +1,95 @@
+"""The plug-ins of one cache: which configs they go with, and the session that asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.padding import Padding
+from kvswap_torch.hf.scored_session import ScoredSession
+from kvswap_torch.hf.valued_session import ValuedSession
+from kvswap_torch.plug_ins import CacheShape, GroupScores, TokenScores, told_bytes
+
+
+@dataclass(frozen=True)
+class PlugIns:
+    """`KVSwapCache`'s parameters of the same names; None: the engine's own."""
+
+    group_scores: GroupScores | None = None
+    token_scores: TokenScores | None = None
+
+    def config(self, config: SwapConfig | None, parts: ModelParts) -> SwapConfig | None:
+        """The config of a cache with these.
+
+        Raises
+        ------
+        ConfigError
+            Settings and plug-ins that do not belong together, what is no plug-in, or a model that
+            several processes run.
+        """
+        for name, kind in (("group_scores", GroupScores), ("token_scores", TokenScores)):
+            plug_in = getattr(self, name)
+            if plug_in is not None and not isinstance(plug_in, kind):
+                raise ConfigError(
+                    f"{name}: must be an object of a class made from kvswap_torch.plug_ins."
+                    f"{kind.__name__}, got {plug_in!r}"
+                )
+            if plug_in is not None and parts.placement.is_shared:
+                raise ConfigError(
+                    f"{name}: must be used with a model that one process runs, got one of several"
+                )
+        if config is None and self.group_scores is not None:
+            config = SwapConfig(rows="given")
+        has = config or SwapConfig()
+        _check("group_scores", self.group_scores, "rows", has.rows)
+        _check("token_scores", self.token_scores, "keeper", has.keeper)
+        return config
+
+    def nbytes(self, batch: int, tokens: int) -> int:
+        """What they keep, by their own word; what tokens are worth, the session keeps."""
+        return 0 if self.group_scores is None else told_bytes(self.group_scores, batch, tokens)
+
+    def open(self, config: SwapConfig, parts: ModelParts) -> None:
+        """Tells them what they are used for."""
+        layers = parts.shape.layers
+        shape = CacheShape(
+            layers=layers,
+            exact_layers=tuple(i for i in range(layers) if config.is_exact(i)),
+            heads=parts.shape.heads,
+            kv_heads=parts.shape.kv_heads,
+            head_dim=parts.shape.head_dim,
+            group_tokens=config.group_tokens,
+            heads_apart=config.heads == "each",
+            dtype=parts.dtype,
+            device=parts.device,
+        )
+        for plug_in in (self.group_scores, self.token_scores):
+            if plug_in is not None:
+                plug_in.open(shape)
+
+    def wrap(
+        self, session: Any, config: SwapConfig, room: int | None, padding: Callable[[], Padding]
+    ) -> Any:
+        """The session, asking them; arguments as `ScoredSession`'s."""
+        if self.token_scores is not None:
+            session = ValuedSession(session, self.token_scores, config)
+        if self.group_scores is not None:
+            session = ScoredSession(session, self.group_scores, config, room, padding)
+        return session
+
+
+def _check(name: str, plug_in: Any, setting: str, word: str) -> None:
+    if plug_in is None and word == "given":
+        raise ConfigError(
+            f"{name}: must be given where {setting} is given, got None; pass an object made from "
+            f"the classes of kvswap_torch.plug_ins, or another {setting}"
+        )
+    if plug_in is not None and word != "given":
+        raise ConfigError(
+            f"{name}: must come with {setting}='given' in the config, got {setting}={word!r}; "
+            f"say SwapConfig({setting}='given', ...)"
+        )

@@ -1,0 +1,97 @@
+"""A session that keeps the tokens somebody else values: `kvswap_torch.plug_ins.TokenScores`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.plug_ins import TokenScores, Worth, named
+
+
+class ValuedSession:
+    """Tells a session what each appended token is worth, once it has been attended.
+
+    Parameters
+    ----------
+    session
+        With keeper=given.
+    plug_in
+        Opened for the same settings.
+    config
+        The session's settings.
+    """
+
+    def __init__(self, session: Any, plug_in: TokenScores, config: SwapConfig):
+        self._session = session
+        self._plug_in = plug_in
+        self._config = config
+        # Of a layer: the first column, keys and values of what nobody has attended yet.
+        self._waiting: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+        self._settle(layer)
+        self._session.look_ahead(layer, query, scale)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._settle(layer)
+        first = self._session.columns(layer)
+        self._session.append(layer, keys, values)
+        self._waiting[layer] = first, keys, values
+
+    def attend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+        output = self._session.attend(layer, query, keys, values, scale, *terms)
+        self._waiting.pop(layer, None)
+        self._value(layer, query, keys, values)
+        return output
+
+    def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+        self._settle(layer)
+        output = self._session.extend(layer, query, keys, values, scale, *terms)
+        self._value(layer, query, keys, values)
+        return output
+
+    def crop(self, columns: int) -> None:
+        self._session.crop(columns)
+        for layer, (first, *tokens) in list(self._waiting.items()):
+            del self._waiting[layer]
+            if first < columns:
+                self._value(layer, None, *(part[:, :, : columns - first] for part in tokens))
+
+    def reset(self) -> None:
+        self._waiting.clear()
+        self._session.reset()
+
+    def _settle(self, layer: int) -> None:
+        """What was appended and not attended has no queries."""
+        if layer in self._waiting:
+            self._value(layer, None, *self._waiting.pop(layer)[1:])
+
+    def _value(self, layer: int, query, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self._config.is_exact(layer):
+            return
+        with torch.no_grad(), named("token_scores", f"worth in layer {layer}"):
+            worth = self._plug_in.worth(layer, query, keys, values)
+        heads = (keys.shape[1],) if self._config.heads == "each" else ()
+        wanted = (len(keys), *heads, keys.shape[2])
+        parts = (worth.now, worth.decay) if isinstance(worth, Worth) else (None, None)
+        for name, part in zip(("now", "decay"), parts, strict=True):
+            if name == "decay" and isinstance(worth, Worth) and part is None:
+                continue
+            right = isinstance(part, torch.Tensor) and part.is_floating_point()
+            if not right or tuple(part.shape) != wanted:
+                came = f"{list(part.shape)} of {part.dtype}" if right else repr(part or worth)
+                raise ValueError(
+                    f"token_scores: {type(self._plug_in).__name__} must say what tokens of layer "
+                    f"{layer} are worth by a Worth whose {name} is a tensor {list(wanted)} of "
+                    f"floating numbers, got {came}"
+                )
+        flat = [
+            None if part is None else part.detach().float().cpu().flatten(0, len(heads))
+            for part in parts
+        ]
+        self._session.give_worth(layer, *flat)

@@ -1,0 +1,233 @@
+"""`token_scores`: somebody else says which tokens stay; and the examples' plug-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+from examples.plug_ins import AskedFromAhead, LearnedRetention, MostSimilarKey, turned
+from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.hf.convert import fill
+from kvswap_torch.plug_ins import TokenScores, Worth
+from tests.python.tiny_models import SMALL, has_native, tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
+PARTS = {name: value for name, value in SMALL.items() if name != "rank"}
+TAIL, SINKS = SMALL["tail_tokens"], SMALL["sink_tokens"]
+
+
+def settings(**changes: Any) -> SwapConfig:
+    small = {"groups_max": 3, "pages_max": 6, "rows": "none", "keeper": "given"}
+    return SwapConfig(**PARTS | small | changes)
+
+
+def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Told(TokenScores):
+    """Worth what it was told for each position, counted by layer; what is not told is worth 0."""
+
+    def __init__(
+        self, worth: dict[int, float] | None = None, decay: dict[int, float] | None = None
+    ):
+        self._worth, self._decay = worth or {}, decay or {}
+        self.queries: list[Any] = []
+
+    def open(self, shape) -> None:
+        super().open(shape)
+        self._seen = [0] * shape.layers
+
+    def worth(self, layer, query, keys, values):
+        self.queries.append(None if query is None else tuple(query.shape))
+        batch, heads, tokens, _ = keys.shape
+        places = range(self._seen[layer], self._seen[layer] + tokens)
+        self._seen[layer] += tokens
+        size = (batch, heads, tokens) if self.shape.heads_apart else (batch, tokens)
+        now = torch.tensor([self._worth.get(place, 0.0) for place in places]).expand(size)
+        return Worth(now, torch.tensor([self._decay.get(p, 0.0) for p in places]).expand(size))
+
+
+@torch.no_grad()
+def attending(model: Any, ids: torch.Tensor, attended: set[int], new: torch.Tensor) -> torch.Tensor:
+    """Logits of `new` after `ids` where only these positions, and itself, are attended."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    columns = ids.shape[1] + 1
+    mask = torch.full((1, 1, 1, columns), -torch.inf)
+    mask[..., [*attended, columns - 1]] = 0
+    return model(new, past_key_values=cache, attention_mask=mask).logits[:, -1]
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_what_is_worth_most_is_attended_and_nothing_else(heads: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids, new = tokens_of(1, 80), tokens_of(1, 1, 6)
+    worth = dict.fromkeys(range(80), -1.0) | {5: 2.0, 17: 1.0, 40: 9.0, 41: 3.0, 60: 4.0}
+    config = settings(heads=heads, keep_tokens=4)
+    with KVSwapCache(model, tmp_path, config, token_scores=Told(worth)) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        told = model(new, past_key_values=cache).logits[:, -1]
+        stats = cache.stats()
+    assert stats.tokens_kept == 4
+    tail = range((80 - TAIL) // 2 * 2, 80)
+    attended = {*range(SINKS), 5, 40, 41, 60, *tail}
+    torch.testing.assert_close(told, attending(model, ids, attended, new), rtol=2e-5, atol=2e-5)
+
+
+def test_worth_decays_until_the_next_turn(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids = tokens_of(1, 80)
+    # 30 is worth more than 50 at first, and loses a tenth with each token.
+    plug_in = Told({30: 9.0, 50: 1.0}, {30: 0.1})
+    config = settings(keep_tokens=1, keep_interval=12)
+    with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        first = model(tokens_of(1, 1, 6), past_key_values=cache).logits[:, -1]
+        for seed in range(48):
+            model(tokens_of(1, 1, seed), past_key_values=cache)
+        counters = cache.stats().counters
+    layers = model.config.num_hidden_layers
+    assert counters["turns"] == layers * (1 + 48 // 12)
+    tail = range((80 - TAIL) // 2 * 2, 80)
+    for place, decides in ((30, True), (50, False)):
+        attended = {*range(SINKS), place, *tail}
+        same = attending(model, ids, attended, tokens_of(1, 1, 6))
+        assert torch.allclose(first, same, rtol=2e-5, atol=2e-5) == decides
+
+
+@pytest.mark.parametrize("rows", ["none", "box"])
+def test_who_keeps_everything_has_dynamic_caches_tokens(rows: str, tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    prompt = torch.cat([tokens_of(2, 12)] * 4, 1)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    config = settings(rows=rows, keep_tokens=400, keep_interval=1, tail_tokens=8)
+    with KVSwapCache(model, tmp_path, config, token_scores=Told()) as cache:
+        told = model.generate(prompt, past_key_values=cache, **options)
+        assert cache.stats().tokens_kept > 40
+    assert torch.equal(told, expected)
+
+
+def test_tokens_without_queries(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    full = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens_of(1, 50), past_key_values=full)
+    plug_in = Told({7: 1.0})
+    config = settings(keep_tokens=1)
+    with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
+        fill(cache, full, None)
+        cache.crop(-2)
+        model(tokens_of(1, 1), past_key_values=cache)
+        assert None in plug_in.queries
+        assert cache.stats().tokens_kept == 1
+
+
+class Wrong(Told):
+    def __init__(self, answer: Any):
+        super().__init__()
+        self.answer = answer
+
+    def worth(self, layer, query, keys, values):
+        right = super().worth(layer, query, keys, values)
+        return right if self.answer is None else self.answer(right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            lambda right: None,
+            r"a Worth whose now is a tensor \[1, 1\] of floating numbers, got None",
+        ),
+        (lambda right: Worth(right.now[:, :0]), r"got \[1, 0\] of torch.float32"),
+        (lambda right: Worth(right.now.long()), "whose now is a tensor"),
+        (lambda right: Worth(right.now, right.now[0]), "whose decay is a tensor"),
+        (lambda right: Worth(right.now * torch.nan), "must be told numbers, got NaN"),
+    ],
+)
+def test_a_wrong_answer_is_named_and_the_cache_goes_on(answer, message, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    plug_in = Wrong(None)
+    config = settings(keep_tokens=4)
+    with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
+        model(tokens_of(1, 60), past_key_values=cache)
+        plug_in.answer = answer
+        with pytest.raises(ValueError, match=message):
+            model(tokens_of(1, 1), past_key_values=cache)
+        plug_in.answer = None
+        model(tokens_of(1, 1), past_key_values=cache)
+        assert cache.get_seq_length() == 61
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="token_scores: must be given where keeper is given"):
+        KVSwapCache(model, tmp_path, settings())
+    with pytest.raises(ConfigError, match="token_scores: must come with keeper='given'"):
+        KVSwapCache(model, tmp_path, token_scores=Told())
+    with pytest.raises(ConfigError, match="token_scores: must be an object of a class made from"):
+        KVSwapCache(model, tmp_path, settings(), token_scores=print)
+
+
+# The examples.
+
+
+def test_queries_are_turned_as_rope_turns_them() -> None:
+    query = torch.randn(1, 2, 3, 8)
+    torch.testing.assert_close(turned(turned(query, 5, 1e4), 7, 1e4), turned(query, 12, 1e4))
+    torch.testing.assert_close(turned(query, 0, 1e4), query)
+    key = torch.randn(1, 2, 3, 8)
+    # Products depend on distances alone.
+    moved = (turned(query, 9, 1e4) * turned(key, 4, 1e4)).sum(-1)
+    torch.testing.assert_close(moved, (turned(query, 5, 1e4) * key).sum(-1))
+
+
+def test_the_examples_generate(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    width = (model.config.num_key_value_heads, 2 * model.config.head_dim)
+    generator = torch.Generator().manual_seed(1)
+    gates = {
+        f"layers.{layer}.{name}": torch.randn(width, generator=generator)
+        for layer in range(model.config.num_hidden_layers)
+        for name in ("worth", "forget")
+    }
+    save_file(gates, tmp_path / "gates.safetensors")
+    prompt = torch.cat([tokens_of(2, 20)] * 4, 1)
+    for heads in ("all", "each"):
+        kept = settings(heads=heads, keep_tokens=12, keep_interval=4)
+        for config, plug_in in (
+            (kept, {"token_scores": LearnedRetention(tmp_path / "gates.safetensors")}),
+            (kept, {"token_scores": AskedFromAhead(1e4)}),
+            (
+                settings(rows="given", keeper="none", heads=heads),
+                {"group_scores": MostSimilarKey()},
+            ),
+            (
+                settings(rows="given", heads=heads, keep_tokens=12),
+                {"group_scores": MostSimilarKey(), "token_scores": AskedFromAhead(1e4)},
+            ),
+        ):
+            with KVSwapCache(model, tmp_path, config, **plug_in) as cache:
+                options = {"max_new_tokens": 12, "do_sample": False}
+                model.generate(prompt, past_key_values=cache, **options)
+                assert cache.stats().decoded > 0
+    del gates["layers.0.forget"]
+    save_file(gates, tmp_path / "gates.safetensors")
+    with pytest.raises(ValueError, match=r"layers.0.forget: must be \[2, 32\], got nothing"):
+        KVSwapCache(
+            model,
+            tmp_path,
+            settings(),
+            token_scores=LearnedRetention(tmp_path / "gates.safetensors"),
+        )
