@@ -94,6 +94,13 @@ def generate(
         str | None,
         typer.Option(help="A published system, in the config's place: see kvswap presets."),
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a preset that drops tokens: how many are attended, or a share like 0.25.",
+            metavar="N|SHARE",
+        ),
+    ] = None,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -165,6 +172,7 @@ def generate(
             saved=saved,
             config=config,
             preset=preset,
+            keep=keep,
             rows=rows,
             heads=heads,
             kv_memory=kv_memory,

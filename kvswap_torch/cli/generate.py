@@ -40,6 +40,7 @@ class GenerateOptions:
     saved: Path | None = None
     config: Path | None = None
     preset: str | None = None
+    keep: str | None = None
     rows: str | None = None
     heads: str | None = None
     kv_memory: str | None = None
@@ -73,6 +74,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     console = quiet_console(console)
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
     config = _load_config(options)
+    _keep(options.keep)
     _check_outputs(options)
     _check_saved(options)
     material = _load(options, distributed, console)
@@ -90,7 +92,13 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
 
     began = time.perf_counter()
     if options.saved is None:
-        opened = KVSwapCache(material.model, config=config, preset=options.preset, **arguments)
+        opened = KVSwapCache(
+            material.model,
+            config=config,
+            preset=options.preset,
+            keep=_keep(options.keep),
+            **arguments,
+        )
     else:
         opened = KVSwapCache.open(
             material.model, options.saved, input_ids=material.document_ids, **arguments
@@ -229,6 +237,15 @@ def _load_config(options: GenerateOptions) -> Any:
     return dataclasses.replace(config or SwapConfig(), **said) if said else config
 
 
+def _keep(text: str | None) -> float | None:
+    try:
+        return None if text is None else int(text) if text.isdecimal() else float(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--keep: must be a number of tokens or a share like 0.25, got {text!r}"
+        ) from error
+
+
 def _check_outputs(options: GenerateOptions) -> None:
     if options.compare and options.pipeline > 1:
         raise ConfigError(
@@ -245,7 +262,7 @@ def _check_saved(options: GenerateOptions) -> None:
         raise ConfigError("--document: must be given, or --open with what was saved of one")
     if options.saved is None:
         return
-    for name in ("config", "preset", "rows", "heads", "save"):
+    for name in ("config", "preset", "keep", "rows", "heads", "save"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"--{name}: must be left out with --open, which goes on with the settings that "

@@ -83,6 +83,9 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         Show a progress bar while a long prompt is read, also inside ``generate()``.
     preset
         In the place of a config: a published system, by its name in `kvswap_torch.presets()`.
+    keep
+        Of a preset that drops tokens: how many a layer attends, sinks and newest ones included. An
+        int, or a float up to 1: that share of `max_context`.
     group_scores
         Your own way to choose what is read, with ``rows="given"``; see `kvswap_torch.plug_ins`.
     token_scores
@@ -111,6 +114,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         timeline_spans: int = 0,
         progress: bool = False,
         preset: str | None = None,
+        keep: float | None = None,
         group_scores: GroupScores | None = None,
         token_scores: TokenScores | None = None,
     ):
@@ -120,7 +124,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         try_attention(self.parts)
         limits = (kv_memory_bytes, max_context, max_batch)
         wish = Wish(
-            path, config, preset, *limits, timeline_spans, PlugIns(group_scores, token_scores)
+            path, config, preset, *limits, timeline_spans, keep, PlugIns(group_scores, token_scores)
         )
         if self.parts.placement.is_shared:
             open_on_all_ranks(self, wish)

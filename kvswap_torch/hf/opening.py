@@ -21,6 +21,7 @@ from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
 from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
+from kvswap_torch.keep import with_keep
 from kvswap_torch.preset import PRESETS, find
 from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection import Pair
@@ -40,6 +41,7 @@ class Wish:
     max_context: int | None
     max_batch: int | None
     timeline_spans: int
+    keep: float | None
     plug_ins: PlugIns
 
     def granted(
@@ -56,6 +58,8 @@ class Wish:
             config = self._config_of_preset(parts)
         if config is not None and not isinstance(config, SwapConfig):
             config = SwapConfig.load(config)
+        if self.keep is not None:
+            config = with_keep(config or SwapConfig(), self.keep, self.max_context)
         config = self.plug_ins.config(config, parts)
         if config is not None:
             config.check_model(parts.identity)

@@ -80,7 +80,7 @@ def test_answers_are_those_of_plain_generate(
     result = json.loads(out.read_text())
     questions = sum(turn["question_tokens"] for turn in result["disk"]["turns"])
     made = {"path": tmp_path, "config": config, "kv_memory_bytes": 2 << 20, "max_batch": 1}
-    made |= {"timeline_spans": 0, "preset": None}
+    made |= {"timeline_spans": 0, "preset": None, "keep": None}
     context = result["document_tokens"] + questions + len(QUESTIONS) * 4
     assert full_cache == [made | {"max_context": context}, {"closed": True}]
     assert full_cache[0]["config"].source == tmp_path / "config.json"

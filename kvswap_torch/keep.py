@@ -1,0 +1,81 @@
+"""How many tokens are attended where the others are dropped: what ``keep=`` means."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ConfigError
+
+__all__ = ["with_keep"]
+
+SCALED_FROM = 64  # tokens: fewer belong to what a method is (SnapKV's window, TOVA's last token)
+
+
+def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapConfig:
+    """The settings with which a layer attends `keep` tokens: sinks, kept ones and newest.
+
+    What a method shares between kept tokens and newest ones stays shared alike.
+
+    Parameters
+    ----------
+    config
+        Of a method that drops tokens: ``rows="none"`` and a keeper.
+    keep
+        An int: tokens. A float above 0 and at most 1: a share of `max_context`.
+
+    Raises
+    ------
+    ConfigError
+        Another kind of method, a number out of range or too small for what must stay, or a share
+        of an unknown context.
+    """
+    if config.rows != "none" or config.keeper == "none":
+        kept = "restores all" if config.rows == "none" else f"reads groups by rows={config.rows}"
+        raise ConfigError(
+            "keep: must come with a preset that drops tokens (snapkv, h2o, tova, streaming, "
+            f"window), got one that {kept}; groups_max says how many it attends"
+        )
+    tokens = _tokens(keep, max_context)
+    shares = {
+        name: getattr(config, name)
+        for name in ("keep_tokens", "tail_tokens")
+        if getattr(config, name) >= SCALED_FROM
+        and (name == "tail_tokens" or config.keeper != "newest")
+    }
+    fixed = config.sink_tokens + (0 if "tail_tokens" in shares else config.tail_tokens)
+    least = fixed + len(shares)
+    if tokens < least:
+        raise ConfigError(
+            f"keep: must be at least {least} tokens ({config.sink_tokens} sinks, "
+            f"{fixed - config.sink_tokens} newest and one of what is chosen), got {keep!r}"
+            + (f", {tokens} of {max_context}" if isinstance(keep, float) else "")
+        )
+    scaled, left = {}, tokens - fixed
+    for name, share in shares.items():
+        of_left = left * share // sum(shares.values())
+        scaled[name] = max(1, of_left)
+    name = next(iter(scaled))
+    scaled[name] += left - sum(scaled.values())
+    try:
+        return dataclasses.replace(config, **scaled)
+    except ConfigError as error:
+        raise ConfigError(f"keep: {keep!r} makes {tokens} tokens, but {error}") from error
+
+
+def _tokens(keep: float, max_context: int | None) -> int:
+    is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
+    if is_number and isinstance(keep, int) and keep >= 1:
+        return keep
+    if not is_number or isinstance(keep, int) or not 0 < keep <= 1:
+        raise ConfigError(
+            "keep: must be a number of tokens (an int of at least 1) or a share above 0 and at "
+            f"most 1 (a float), got {keep!r}"
+        )
+    if max_context is None:
+        raise ConfigError(
+            f"keep: a share must come with max_context, of which it is one, got {keep!r}; or say "
+            "how many tokens"
+        )
+    return math.ceil(keep * max_context)
