@@ -30,7 +30,7 @@ from bench.quality.methods import parse
 from bench.quality.product import CHUNK, Product
 from kvswap_torch import KVSwapCache
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.tuning.texts import default_samples
+from kvswap_torch.tuning.texts import TURNS_MAX, default_samples
 
 FULL = "full"
 WARM = 8  # first steps that do not count
@@ -104,7 +104,8 @@ def main(
     torch.set_num_threads(threads)
     described = machine.describe(path)
     network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (length,), 2)
+    with_questions = length + min(length // 3, TURNS_MAX)
+    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (with_questions,), 2)
     asked = sample.ids[sample.focus :]
     asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
     ids = torch.cat([sample.ids[: sample.focus], asked])

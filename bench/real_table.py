@@ -50,8 +50,8 @@ TARGETS = {
 def product_rows(results: list[Result]) -> Iterator[str]:
     """A line for each budget: the cache itself, answers paired with the full cache's."""
     yield (
-        "| tokens, documents | memory | columns, groups | right | difference | kept | KL, answers "
-        "| same | KL, text | same | target |"
+        "| tokens, documents | memory | columns, groups of tokens | right | difference | kept "
+        "| KL, answers | same | KL, text | same | target |"
     )
     yield "|---|" + "---|" * 10
     for result in results:
@@ -83,7 +83,7 @@ def _product_row(length: int, name: str, method: Result) -> str:
     cells = [
         f"{length:,}, {method['documents']}",
         _label(name),
-        f"{_columns(method)}, {method['groups_per_step']:.0f}",
+        f"{_columns(method)}, {_groups(method)}",
         _right(method),
         interval(asked["exact_difference"], "+.2f"),
         interval(asked["kept"]),
@@ -96,6 +96,11 @@ def _product_row(length: int, name: str, method: Result) -> str:
 def _columns(method: Result) -> str:
     ranks = sorted(set(method["ranks"]))
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def _groups(method: Result) -> str:
+    groups = round(method["groups_per_step"])
+    return f"{groups} of {method['selected_tokens'] // groups}"
 
 
 def _right(method: Result) -> str:
@@ -142,7 +147,7 @@ def task_rows(results: list[Result], shares: tuple[str, ...] = ("1/8", "1/13")) 
     yield f"| text, tokens, documents | task | full cache | {' | '.join(shares)} |"
     yield "|---|---|---|" + "---|" * len(shares)
     for result in results:
-        for length, part in result["lengths"].items():
+        for length, part in result.get("lengths", {}).items():
             methods = [part["methods"].get(f"product:memory={share}") for share in shares]
             if None in methods:
                 continue

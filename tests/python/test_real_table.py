@@ -21,6 +21,7 @@ from bench.real_table import (
     verdict,
 )
 from bench.score_stages import RANK, Scores, best_of, measure_layer, summarised, ways_of
+from bench.table import TABLES
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import Choice, Steps
 from kvswap_torch.tuning.samples import Sample
@@ -138,7 +139,8 @@ def method(difference: float, kl: float, same: float) -> dict[str, Any]:
     asked = {"answers": 50, "exact": (0.6, 0.5, 0.7), "exact_difference": around}
     asked |= {"kept": (0.9, 0.8, 1.0), "kl": (kl, kl, kl), "agree": (same, same, same)}
     tasks = {"asked": asked, "language": asked}
-    return {"documents": 3, "ranks": [16, 32], "groups_per_step": 26.0, "tasks": tasks}
+    chosen = {"ranks": [16, 32], "groups_per_step": 26.0, "selected_tokens": 52}
+    return {"documents": 3, "tasks": tasks} | chosen
 
 
 @pytest.mark.parametrize(
@@ -172,13 +174,21 @@ def test_a_line_for_each_budget_and_one_for_what_does_not_fit():
     columns = rows[0].count("|")
     assert all(row.count("|") == columns for row in rows)
     assert rows[2].startswith("| 4,096, 3 | all | | 30 of 50 |")
-    assert rows[3].startswith("| 4,096, 3 | 1/8, the defaults | 16 to 32, 26 | 30 of 50 | -0.10")
+    assert rows[3].startswith(
+        "| 4,096, 3 | 1/8, the defaults | 16 to 32, 26 of 2 | 30 of 50 | -0.10"
+    )
     assert rows[3].endswith(
         "missed: answers, KL (answers and text), same token (answers and text) |"
     )
     assert rows[4].startswith("| 4,096, 3 | 1/13, the defaults |") and rows[4].endswith("met |")
     assert rows[5].startswith("| 4,096 | 1/34, tuned | does not fit: at least 3 (3 B) |")
     assert len(rows) == 6
+
+
+def test_every_table_is_written_from_the_results_that_stand_here():
+    for name, table in TABLES.items():
+        rows = list(table())
+        assert len(rows) > 2 or name == "real-speed", name
 
 
 def test_stages_name_their_model_once():
@@ -200,7 +210,8 @@ def test_by_task_answers_have_a_difference_and_continuations_a_loss():
     part = {"methods": dict(zip(names, map(methods, (0.0, -0.1, -0.3)), strict=True))}
     part |= {"able": {"quote": 0.6}, "left_out": {"turns": 0.4}}
     without = {"methods": {"full": methods(0.0)}, "able": {"quote": 0.6}, "left_out": {}}
-    rows = list(task_rows([{"text": "code", "lengths": {"2048": without, "4096": part}}]))
+    result = {"text": "code", "lengths": {"2048": without, "4096": part}}
+    rows = list(task_rows([{"rows": "of another kind"}, result]))
     assert rows[2] == (
         "| code, 4,096, 2 | quote | 0.60 of 50 | -0.10 (-0.12 to -0.08); KL 0.100, same 0.90 "
         "| -0.30 (-0.32 to -0.28); KL 0.100, same 0.90 |"
