@@ -13,7 +13,6 @@ from transformers import DynamicCache
 from examples.plug_ins import AskedFromAhead, LearnedRetention, MostSimilarKey, turned
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.hf.convert import fill
 from kvswap_torch.plug_ins import TokenScores, Worth
 from tests.python.tiny_models import SMALL, has_native, tiny_model
 
@@ -125,8 +124,8 @@ def test_tokens_without_queries(tmp_path: Path) -> None:
         model(tokens_of(1, 50), past_key_values=full)
     plug_in = Told({7: 1.0})
     config = settings(keep_tokens=1)
-    with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
-        fill(cache, full, None)
+    opened = KVSwapCache.from_cache(model, full, tmp_path, config=config, token_scores=plug_in)
+    with opened as cache, torch.no_grad():
         cache.crop(-2)
         model(tokens_of(1, 1), past_key_values=cache)
         assert None in plug_in.queries
