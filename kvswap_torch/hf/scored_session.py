@@ -131,7 +131,7 @@ class ScoredSession:
             return
         valid = self._padding().between(len(keys), end - keys.shape[2], end)
         with torch.no_grad(), named("group_scores", f"seal of layer {layer}"):
-            self._plug_in.seal(layer, keys, valid)
+            self._plug_in.seal(layer, keys, valid.to(keys.device))
         self._told[layer] = end
 
     def _give(self, layer: int, query: torch.Tensor, scale: float) -> None:

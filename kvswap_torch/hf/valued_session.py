@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ class ValuedSession:
             del self._waiting[layer]
             if first < columns:
                 self._value(layer, None, *(part[:, :, : columns - first] for part in tokens))
+
+    def select_sequences(self, indices: Sequence[int]) -> None:
+        for layer in list(self._waiting):
+            self._settle(layer)
+        self._session.select_sequences(indices)
 
     def reset(self) -> None:
         self._waiting.clear()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.plug_ins import MostSimilarKey
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.plug_ins import TokenScores, Worth
 from tests.python.faulty_conversation import converse, following, persistently
 from tests.python.faulty_kernel import faulty_kernel
 from tests.python.tiny_models import SMALL, has_native, tiny_model
@@ -19,7 +21,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("keeper", ["observed", "heavy"])
+class LongestKey(TokenScores):
+    """A token is worth the length of its key."""
+
+    def worth(self, layer, query, keys, values):
+        return Worth(keys.float().norm(dim=-1).mean(1))
+
+
+@pytest.mark.parametrize("keeper", ["observed", "heavy", "given"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_same_tokens_are_kept_after_the_nth_read_failed(
     keeper: str, batch: int, tmp_path: Path
@@ -30,20 +39,25 @@ def test_the_same_tokens_are_kept_after_the_nth_read_failed(
         pages_max=8,
         keeper=keeper,
         keep_tokens=10,
-        keep_window=3,
         keep_interval=3,
         reader="sync",
-        **SMALL,
+        **SMALL | ({"rows": "given", "rank": 32} if keeper == "given" else {"keep_window": 3}),
     )
+
+    def opened() -> KVSwapCache:
+        given = keeper == "given"
+        plug_ins = {"group_scores": MostSimilarKey(), "token_scores": LongestKey()} if given else {}
+        return KVSwapCache(model, path=tmp_path, config=config, **plug_ins)
+
     failures: list[str] = []
     with faulty_kernel() as disk:
-        with KVSwapCache(model, path=tmp_path, config=config) as cache:
+        with opened() as cache:
             undisturbed = converse(model, cache, batch, lambda step: step())
             turns = cache.stats().counters["turns"]
             assert turns > 4
         nth, struck = 1, True
         while struck:
-            with KVSwapCache(model, path=tmp_path, config=config) as cache:
+            with opened() as cache:
                 disk.arm("read", nth=nth, lasts=True, error=errno.ENODEV)
                 told = converse(
                     model, cache, batch, lambda step: persistently(step, disk, failures)

@@ -127,8 +127,14 @@ def test_tokens_without_queries(tmp_path: Path) -> None:
     opened = KVSwapCache.from_cache(model, full, tmp_path, config=config, token_scores=plug_in)
     with opened as cache, torch.no_grad():
         cache.crop(-2)
-        model(tokens_of(1, 1), past_key_values=cache)
-        assert None in plug_in.queries
+        assert plug_in.queries == [None] * model.config.num_hidden_layers
+        cache.batch_repeat_interleave(2)
+        model(tokens_of(2, 1), past_key_values=cache)
+        assert cache.stats().tokens_kept == 1
+    with KVSwapCache.from_cache(model, full, tmp_path, config=config, token_scores=Told()) as cache:
+        cache.batch_repeat_interleave(2)  # before anybody has asked what they are worth
+        with torch.no_grad():
+            model(tokens_of(2, 1), past_key_values=cache)
         assert cache.stats().tokens_kept == 1
 
 
