@@ -1,6 +1,7 @@
 #include "engine/batch.h"
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <utility>
 
@@ -130,6 +131,15 @@ uint64_t Batch::selectable(int64_t layer, int64_t sequence, int64_t group) const
   const int64_t group_tokens = parts_.options.group_tokens;
   const KeptTokens& kept = pages_[sequence]->kept(layer);
   return mask(layer, sequence, group) & ~kept.mask(group * group_tokens, group_tokens);
+}
+
+int64_t Batch::tokens_apart(int64_t layer, int64_t sequence) const {
+  int64_t tokens = 0;
+  for (int64_t group = 0; !fits(layer, sequence) && group < layers_[layer].sealed_groups; ++group) {
+    if (is_pinned(layer, sequence, group)) continue;
+    tokens += std::popcount(selectable(layer, sequence, group));
+  }
+  return tokens;
 }
 
 bool Batch::is_sink(int64_t sequence, int64_t group) const {

@@ -56,6 +56,9 @@ class Batch {
   uint64_t selectable(int64_t layer, int64_t sequence, int64_t group) const;
   /// Must the group be pinned when it is sealed?
   bool is_sink(int64_t sequence, int64_t group) const;
+  /// Tokens on disk that a step can attend only by choosing them: neither padding, nor sinks, nor
+  /// kept. None while everything fits.
+  int64_t tokens_apart(int64_t layer, int64_t sequence) const;
   bool is_pinned(int64_t layer, int64_t sequence, int64_t group) const;
   /// Can all that may be chosen be attended at once?
   bool fits(int64_t layer, int64_t sequence) const;

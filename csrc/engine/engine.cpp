@@ -147,6 +147,18 @@ bool Engine::needs_scores(int64_t layer, int64_t queries) {
          !steps_.of(layer).is_for(queries);
 }
 
+double Engine::tokens_dropped() const {
+  int64_t dropped = 0;
+  for (int64_t layer = 0; layer < options().layers; ++layer) {
+    if (options().selects() || options().is_exact(layer)) continue;
+    for (int64_t part = 0; part < batch_->size(); ++part) {
+      dropped += batch_->tokens_apart(layer, part);
+    }
+  }
+  const int64_t each = std::max<int64_t>(1, batch_->size() * options().layers);
+  return static_cast<double>(dropped) / static_cast<double>(each);
+}
+
 double Engine::tokens_kept() const {
   size_t kept = 0;
   for (int64_t part = 0; part < batch_->size(); ++part) {

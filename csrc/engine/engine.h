@@ -127,8 +127,9 @@ class Engine {
   /// long chunk fast is large blocks. A layer that never chooses gets its own pages, which nobody
   /// else uses. Otherwise PastReader::blocks().
   Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
-  /// By a layer of a part (see above), on average.
+  /// By a layer of a part (see above), on average; dropped: on disk, and never attended.
   double tokens_kept() const;
+  double tokens_dropped() const;
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }

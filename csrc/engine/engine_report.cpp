@@ -9,9 +9,12 @@
 namespace kvswap {
 namespace {
 
-/// Tokens of each sequence that are kept in a layer, on average.
+/// Tokens of each sequence that are kept in a layer, and that are dropped, on average.
 void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.parts().options;
+  if (!options.selects() && options.keeper != "none") {
+    counters["tokens_dropped"] = engine.tokens_dropped();
+  }
   if (options.kept_pages() == 0) return;
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;

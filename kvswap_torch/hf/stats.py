@@ -41,6 +41,9 @@ class CacheStats:
         With `SwapConfig.keeper`: tokens that stay in a layer for what they were paid, on average
         over layers and sequences (and KV heads, with ``heads="each"``); how often they were chosen
         anew, and how long that took, in `counters` (`turns`, `turn_seconds`). None without.
+    tokens_dropped
+        With ``rows="none"`` and a keeper: tokens that a layer does not attend any more, on average
+        as `tokens_kept`; they stay on disk. None without.
     hit_rate
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
@@ -93,6 +96,7 @@ class CacheStats:
     missed_mass_error: float | None
     missed_mass_excess: float | None
     tokens_kept: float | None
+    tokens_dropped: float | None
     hit_rate: float | None
     groups_per_step: float
     wait_seconds: float
@@ -192,6 +196,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         missed_mass_error=counters.get("missed_mass_error"),
         missed_mass_excess=counters.get("missed_mass_excess"),
         tokens_kept=counters.get("tokens_kept"),
+        tokens_dropped=counters.get("tokens_dropped"),
         hit_rate=1 - loaded / attended if attended else None,
         groups_per_step=attended * each / shape.layers,
         wait_seconds=counters["wait_seconds"],
@@ -262,6 +267,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
     if stats.tokens_kept is not None:
         turns = f"{stats.counters['turns']:,.0f} turns"
         rows.append(("tokens kept", f"{stats.tokens_kept:,.0f} a layer, {turns}"))
+    if stats.tokens_dropped is not None:
+        rows.append(("tokens dropped", f"{stats.tokens_dropped:,.0f} a layer, kept on disk"))
     if stats.missed_mass is not None:
         rows.append(
             ("attention missed", f"{stats.missed_mass:.1%} ± {stats.missed_mass_error:.1%}")

@@ -80,6 +80,7 @@ def test_what_is_worth_most_is_attended_and_nothing_else(heads: str, tmp_path: P
     assert stats.tokens_kept == 4
     tail = range((80 - TAIL) // 2 * 2, 80)
     attended = {*range(SINKS), 5, 40, 41, 60, *tail}
+    assert stats.tokens_dropped == 81 - len(attended) - 1
     torch.testing.assert_close(told, attending(model, ids, attended, new), rtol=2e-5, atol=2e-5)
 
 
