@@ -149,11 +149,10 @@ def task_rows(results: list[Result], shares: tuple[str, ...] = ("1/8", "1/13")) 
     for result in results:
         for length, part in result.get("lengths", {}).items():
             methods = [part["methods"].get(f"product:memory={share}") for share in shares]
-            if None in methods:
-                continue
             full = part["methods"]["full"]
             title = f"{result['text']}, {int(length):,}, {full['documents']}"
-            for task in (*part["able"], *(task for task in LOSSES if task in full["tasks"])):
+            measured = (*part["able"], *(task for task in LOSSES if task in full["tasks"]))
+            for task in measured if None not in methods else ():
                 told = full["tasks"][task]
                 of_all = f"loss {told['loss'][0]:.2f}" if task in LOSSES else _share_of(told)
                 cells = " | ".join(_task_cell(task, each["tasks"][task]) for each in methods)

@@ -209,15 +209,16 @@ def test_by_task_answers_have_a_difference_and_continuations_a_loss():
     names = ("full", "product:memory=1/8", "product:memory=1/13")
     part = {"methods": dict(zip(names, map(methods, (0.0, -0.1, -0.3)), strict=True))}
     part |= {"able": {"quote": 0.6}, "left_out": {"turns": 0.4}}
-    without = {"methods": {"full": methods(0.0)}, "able": {"quote": 0.6}, "left_out": {}}
+    without = {"methods": {"full": methods(0.0)}, "able": {}, "left_out": {"quote": 0.1}}
     result = {"text": "code", "lengths": {"2048": without, "4096": part}}
     rows = list(task_rows([{"rows": "of another kind"}, result]))
-    assert rows[2] == (
+    assert rows[2] == "| code, 2,048, 2 | quote | 0.10 | left out | |"
+    assert rows[3] == (
         "| code, 4,096, 2 | quote | 0.60 of 50 | -0.10 (-0.12 to -0.08); KL 0.100, same 0.90 "
         "| -0.30 (-0.32 to -0.28); KL 0.100, same 0.90 |"
     )
-    assert rows[3].startswith("|  | language | loss 1.50 | +0.020 (+0.010 to +0.030); KL 0.100")
-    assert rows[4] == "|  | turns | 0.40 | left out | |" and len(rows) == 5
+    assert rows[4].startswith("|  | language | loss 1.50 | +0.020 (+0.010 to +0.030); KL 0.100")
+    assert rows[5] == "|  | turns | 0.40 | left out | |" and len(rows) == 6
     assert {row.count("|") for row in rows} == {6}
 
 
