@@ -123,7 +123,8 @@ sanitize-short-thread: $(STAMP)  ## readers, write queue and store under ThreadS
 sanitize-python: $(STAMP)  ## sessions and caches of Python over libraries under ASan and UBSan
 	@$(call LOCK,sanitize-python) $(SUB) locked-sanitize-python
 
-# A subprocess without the preloaded runtime could not load the libraries.
+# A subprocess without the preloaded runtime could not load the libraries. Files are copied: the
+# package looks for its libraries beside the file that a link stands for.
 PRELOADED = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0
 SANITIZED_TESTS ?= tests/python/test_session.py tests/python/test_hf_cache.py
@@ -134,7 +135,9 @@ locked-sanitize-python:
 	  -DKVSWAP_SANITIZE_ROOMS='io|store|memory|device|methods|engine|public'
 	@$(NINJA) -C build/sanitize-python libraries
 	@cd build/sanitize-python/kvswap_torch && for part in $(CURDIR)/kvswap_torch/*; do \
-	  case $$part in *.so|*/lib|*/include|*/share) ;; *) ln -sfn $$part . ;; esac; done
+	  case $$part in *.so|*/lib|*/include|*/share) ;; \
+	    *) if [[ -d $$part ]]; then ln -sfn $$part .; else cp --remove-destination $$part .; fi ;; \
+	  esac; done
 	$(PRELOADED) $(PY) -m pytest -q -o pythonpath="build/sanitize-python . tests" \
 	  $(SANITIZED_TESTS) $(ARGS)
 

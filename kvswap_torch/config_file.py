@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvswap_torch.config_parts import ModelIdentity, Solution
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.outside_file import CONFIG_BYTES_MAX, read_start
+from kvswap_torch.outside_file import CONFIG_BYTES_MAX, check_characters, read_start
 
 if TYPE_CHECKING:
     from kvswap_torch.config import SwapConfig
@@ -32,6 +32,7 @@ def load(path: Path) -> SwapConfig:
         raise ConfigError(f"config {path}: must be a readable JSON file: {error}") from error
     try:
         fields = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        check_characters(text, fields)
     except (json.JSONDecodeError, RecursionError, ConfigError, ValueError) as error:
         raise ConfigError(
             f"config {path}: must be valid JSON: {error}; restore the file or tune again"

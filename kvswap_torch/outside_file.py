@@ -36,20 +36,39 @@ def read_start(path: str | Path, length_bytes: int, offset_bytes: int = 0) -> by
 def strict_json(text: str) -> Any:
     """JSON whose fields are given once, whose integers have 64 bits and whose numbers are finite.
 
+    Strings are Unicode: half of a surrogate pair is no character.
+
     Raises
     ------
     ValueError
         For all else, values nested too deeply too.
     """
     try:
-        return json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=_no_duplicates,
             parse_constant=_no_constant,
             parse_int=_int64,
         )
+        check_characters(text, value)
+        return value
     except RecursionError as error:
         raise ValueError("values are nested too deeply") from error
+
+
+def check_characters(text: str, value: Any) -> None:
+    """That no string of what the JSON `text` says has half of a surrogate pair.
+
+    Raises
+    ------
+    ValueError
+    """
+    if "\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("strings must be Unicode, got half of a surrogate pair") from error
 
 
 def check_safetensors(path: str | Path) -> None:

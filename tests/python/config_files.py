@@ -184,6 +184,7 @@ BAD: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 PARSERS_OWN = [
+    r'{"version": 1, "projection_file": "21\ud8008a"}',
     "",
     '{"version": 1}\x00, "layout": "clusters"}',
     "{",

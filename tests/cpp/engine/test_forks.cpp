@@ -129,6 +129,9 @@ int64_t resident_bytes() {
 }
 
 TEST(Forks, TakeTheMemoryOfWhatTheyAddAlone) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer's notes of what is touched count as memory";
+#endif
   TestDirectory directory;
   EngineOptions options = small_options(directory.path());
   options.layers = 1;
