@@ -19,6 +19,8 @@ PAPERS = {
     "loki": "34.0 of 91.6 at 1/13, 85.4 at 1/34",
     "quest": "12.7 of 30.8 with 1,024 tokens",
     "arkvale": "1.2 of 30.8 with 1,024 tokens",
+    "snapkv": "1.2 of 30.8 with 1,024 tokens",
+    "prkv": "0.0 of 30.8 with 1,024 tokens",
 }
 
 
