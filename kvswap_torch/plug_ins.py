@@ -60,6 +60,11 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def told_heads(self) -> tuple[int, ...]:
+        """Of what a plug-in tells, the dimension of heads, where there is one."""
+        return (self.kv_heads,) if self.heads_apart else ()
+
 
 class GroupScores(ABC):
     """Who is read: what each group is worth to a query. For ``KVSwapCache(group_scores=...)``.
@@ -237,6 +242,25 @@ def told_bytes(plug_in: GroupScores, batch: int, tokens: int) -> int:
             f"of at least 0, got {told!r}"
         )
     return told
+
+
+def flat_numbers(
+    what: str, told: object, batch: int, heads: tuple[int, ...], rest: tuple[int, ...]
+) -> torch.Tensor:
+    """What a plug-in told, ``[batch * heads, *rest]`` fp32 of the host.
+
+    Raises
+    ------
+    ValueError
+        `told` is no tensor ``[batch, *heads, *rest]`` of floating numbers; `what` begins the
+        sentence.
+    """
+    wanted = (batch, *heads, *rest)
+    is_tensor = isinstance(told, torch.Tensor)
+    if not is_tensor or not told.is_floating_point() or tuple(told.shape) != wanted:
+        came = f"{list(told.shape)} of {told.dtype}" if is_tensor else repr(told)
+        raise ValueError(f"{what} a tensor {list(wanted)} of floating numbers, got {came}")
+    return told.detach().float().cpu().flatten(0, len(heads))
 
 
 class named:

@@ -11,7 +11,7 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.plug_ins import GroupScores, named, told_bytes
+from kvswap_torch.plug_ins import GroupScores, flat_numbers, named, told_bytes
 
 
 class ScoredSession:
@@ -138,24 +138,12 @@ class ScoredSession:
         with torch.no_grad(), named("group_scores", f"scores of layer {layer}"):
             scores = self._plug_in.scores(layer, query, scale)
         batch, _, queries, _ = query.shape
-        heads = (query.shape[1] // self._ratio,) if self._config.heads == "each" else ()
-        wanted = (batch, *heads, queries, self._told.get(layer, 0) // self._config.group_tokens)
-        right = isinstance(scores, torch.Tensor) and scores.is_floating_point()
-        if not right or tuple(scores.shape) != wanted:
-            came = (
-                f"{list(scores.shape)} of {scores.dtype}"
-                if isinstance(scores, torch.Tensor)
-                else repr(scores)
-            )
-            raise ValueError(
-                f"group_scores: scores of layer {layer} by {type(self._plug_in).__name__} must be "
-                f"a tensor {list(wanted)} of floating numbers, got {came}"
-            )
-        self._session.give_scores(layer, scores.detach().float().cpu().flatten(0, len(heads)))
-
-    @property
-    def _ratio(self) -> int:
-        return self._plug_in.shape.heads // self._plug_in.shape.kv_heads
+        groups = self._told.get(layer, 0) // self._config.group_tokens
+        what = f"group_scores: scores of layer {layer} by {type(self._plug_in).__name__} must be"
+        heads = self._plug_in.shape.told_heads
+        self._session.give_scores(
+            layer, flat_numbers(what, scores, batch, heads, (queries, groups))
+        )
 
     def _check_room(self, layer: int, keys: torch.Tensor) -> None:
         tokens = self.columns(layer) + keys.shape[2]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.plug_ins import TokenScores, Worth, named
+from kvswap_torch.plug_ins import TokenScores, Worth, flat_numbers, named
 
 
 class ValuedSession:
@@ -82,22 +82,12 @@ class ValuedSession:
             return
         with torch.no_grad(), named("token_scores", f"worth in layer {layer}"):
             worth = self._plug_in.worth(layer, query, keys, values)
-        heads = (keys.shape[1],) if self._config.heads == "each" else ()
-        wanted = (len(keys), *heads, keys.shape[2])
-        parts = (worth.now, worth.decay) if isinstance(worth, Worth) else (None, None)
-        for name, part in zip(("now", "decay"), parts, strict=True):
-            if name == "decay" and isinstance(worth, Worth) and part is None:
-                continue
-            right = isinstance(part, torch.Tensor) and part.is_floating_point()
-            if not right or tuple(part.shape) != wanted:
-                came = f"{list(part.shape)} of {part.dtype}" if right else repr(part or worth)
-                raise ValueError(
-                    f"token_scores: {type(self._plug_in).__name__} must say what tokens of layer "
-                    f"{layer} are worth by a Worth whose {name} is a tensor {list(wanted)} of "
-                    f"floating numbers, got {came}"
-                )
-        flat = [
-            None if part is None else part.detach().float().cpu().flatten(0, len(heads))
-            for part in parts
-        ]
-        self._session.give_worth(layer, *flat)
+        parts = (worth.now, worth.decay) if isinstance(worth, Worth) else (worth, None)
+        what = (
+            f"token_scores: {type(self._plug_in).__name__} must say what tokens of layer {layer} "
+            "are worth by a Worth whose"
+        )
+        size = (len(keys), self._plug_in.shape.told_heads, (keys.shape[2],))
+        now = flat_numbers(f"{what} now is", parts[0], *size)
+        decay = None if parts[1] is None else flat_numbers(f"{what} decay is", parts[1], *size)
+        self._session.give_worth(layer, now, decay)

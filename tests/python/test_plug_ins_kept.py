@@ -158,6 +158,8 @@ class Wrong(Told):
         ),
         (lambda right: Worth(right.now[:, :0]), r"got \[1, 0\] of torch.float32"),
         (lambda right: Worth(right.now.long()), "whose now is a tensor"),
+        (lambda right: Worth(right.now.expand(1, 3).int()), r"got \[1, 3\] of torch.int32"),
+        (lambda right: right.now.expand(1, 3), r"whose now is a tensor \[1, 1\]"),
         (lambda right: Worth(right.now, right.now[0]), "whose decay is a tensor"),
         (lambda right: Worth(right.now * torch.nan), "must be told numbers, got NaN"),
     ],
