@@ -28,7 +28,6 @@ from bench import machine
 from bench.quality.budget import Bytes
 from bench.quality.methods import parse
 from bench.quality.product import CHUNK, Product
-from kvswap_torch import KVSwapCache
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.tuning.texts import TURNS_MAX, default_samples
 
@@ -78,16 +77,7 @@ def open_all(
 ) -> dict[str, Any]:
     """The caches of these methods, closed with `stack`."""
     return {
-        product.name: stack.enter_context(
-            KVSwapCache(
-                model,
-                path=path,
-                config=product.config,
-                kv_memory_bytes=product.budget_bytes,
-                max_context=context,
-                max_batch=1,
-            )
-        )
+        product.name: stack.enter_context(product.opened(model, path, context))
         for product in products
     }
 

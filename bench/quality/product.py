@@ -13,7 +13,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from bench.quality.document import Document, Sample
 from bench.quality.told import Told, score_sample
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.preset import PRESETS, find
+
+if TYPE_CHECKING:
+    from kvswap_torch import KVSwapCache
 
 CHUNK = 4096  # tokens of the document per forward pass
 OWN = ("memory", "config", "question", "preset")
@@ -93,22 +96,26 @@ class Product:
             return size.with_fewer_tokens(config, budget)
         return (size.fitted if preset.divides else size.with_fewer_groups)(config, budget)
 
+    def opened(self, model: Any, path: str | Path, context: int) -> KVSwapCache:
+        """Its cache for one sequence of so many tokens; the caller closes it."""
+        from kvswap_torch import KVSwapCache
+
+        return KVSwapCache(
+            model,
+            path=path,
+            config=self.config,
+            kv_memory_bytes=self.budget_bytes,
+            max_context=context,
+            max_batch=1,
+        )
+
     @torch.inference_mode()
     def run(self, model: Any, document: Document, told: Told) -> dict[str, Any]:
         """Lets every sample follow the document; as `measure.run`, without what only it can see."""
-        from kvswap_torch import KVSwapCache
-
         context = len(document.ids) + max(len(sample.ids) for sample in document.samples)
         with (
             tempfile.TemporaryDirectory() as folder,
-            KVSwapCache(
-                model,
-                path=folder,
-                config=self.config,
-                kv_memory_bytes=self.budget_bytes,
-                max_context=context,
-                max_batch=1,
-            ) as cache,
+            self.opened(model, folder, context) as cache,
         ):
             for ids in document.ids.split(CHUNK):
                 model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
