@@ -74,7 +74,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     console = quiet_console(console)
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
     config = _load_config(options)
-    _keep(options.keep)
+    keep = _keep(options.keep)
     _check_outputs(options)
     _check_saved(options)
     material = _load(options, distributed, console)
@@ -93,11 +93,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     began = time.perf_counter()
     if options.saved is None:
         opened = KVSwapCache(
-            material.model,
-            config=config,
-            preset=options.preset,
-            keep=_keep(options.keep),
-            **arguments,
+            material.model, config=config, preset=options.preset, keep=keep, **arguments
         )
     else:
         opened = KVSwapCache.open(
@@ -238,8 +234,10 @@ def _load_config(options: GenerateOptions) -> Any:
 
 
 def _keep(text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else int(text) if text.isdecimal() else float(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError as error:
         raise ConfigError(
             f"--keep: must be a number of tokens or a share like 0.25, got {text!r}"
