@@ -3,9 +3,10 @@ SHELL := /bin/bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 JOBS ?= $(shell nproc)
-# Test files run beside each other; the threads of one that wait leave the processor to another.
+# Test files run beside each other; the threads of one that wait leave the processor to another. A
+# worker that crashes ends the run: xdist 3.8 replaces it and then waits for its file for ever.
 WORKERS := $(shell n=$(JOBS); echo $$(( n < 4 ? n : 4 )))
-BESIDE := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
+BESIDE := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 ROOM ?=
 ARGS ?=
 
@@ -38,7 +39,7 @@ build: $(STAMP)  ## incremental build of the libraries into kvswap_torch/
 	@$(call LOCK,dev) $(SUB) locked-build
 
 locked-build: build/dev/build.ninja
-	@$(NINJA) -C build/dev libraries config_probe faulty_kernel
+	@$(NINJA) -C build/dev libraries config_probe faulty_kernel native_stack
 	@$(SUB) $(EDITABLE)
 
 # So that `.venv/bin/kvswap-tune` and `import kvswap_torch` work from any folder. Only into an

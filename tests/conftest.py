@@ -1,5 +1,6 @@
 """What all Python tests share: a tiny model with a tokenizer, and settings for busy machines."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -14,6 +15,15 @@ settings.register_profile(
     "kvswap", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("kvswap")
+
+_NATIVE_STACK = Path(__file__).parents[1] / "build/dev/tests/cpp/libnative_stack.so"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A fatal signal shows the native frames of its thread before Python's."""
+    if _NATIVE_STACK.exists():
+        ctypes.CDLL(str(_NATIVE_STACK)).show_native_stacks(os.dup(2))
 
 
 def skip_reasons(config: pytest.Config, watched: tuple[str, ...] = ("",)) -> list[str]:

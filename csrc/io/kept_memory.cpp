@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <mutex>
 #include <new>
 
 namespace kvswap {
@@ -21,11 +22,33 @@ class Kernel final : public std::pmr::memory_resource {
   bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
 };
 
+Kernel& the_kernel() {
+  static Kernel kernel;
+  return kernel;
+}
+
+// Not std::pmr::synchronized_pool_resource: libstdc++ gives every thread pools of its own, which
+// the thread's end hands back to the resource. A thread whose work is done may end after the
+// resource is freed, and would then write into freed memory.
+class KeptMemory final : public std::pmr::memory_resource {
+  void* do_allocate(size_t bytes, size_t alignment) override {
+    const std::lock_guard lock(mutex_);
+    return pools_.allocate(bytes, alignment);
+  }
+  void do_deallocate(void* memory, size_t bytes, size_t alignment) override {
+    const std::lock_guard lock(mutex_);
+    pools_.deallocate(memory, bytes, alignment);
+  }
+  bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+
+  std::mutex mutex_;
+  std::pmr::unsynchronized_pool_resource pools_{kPools, &the_kernel()};
+};
+
 }  // namespace
 
 std::unique_ptr<std::pmr::memory_resource> make_kept_memory() {
-  static Kernel kernel;
-  return std::make_unique<std::pmr::synchronized_pool_resource>(kPools, &kernel);
+  return std::make_unique<KeptMemory>();
 }
 
 }  // namespace kvswap

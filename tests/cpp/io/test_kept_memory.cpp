@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <thread>
@@ -50,6 +51,33 @@ TEST(KeptMemory, ServesThreads) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// As when a thread has generated a text and another closes the cache: its work is done, but it has
+// not ended. Pools kept by thread would be handed back to freed memory at the end of it.
+TEST(KeptMemory, IsFreedWhileAThreadThatUsedItEnds) {
+  for (int round = 0; round < 1000; ++round) {
+    auto memory = make_kept_memory();
+    for (int i = 0; i < 1000; ++i) (void)memory->allocate(512, 8);  // to free them takes a while
+    std::atomic<bool> done = false;
+    std::thread user([&] {
+      for (int i = 0; i < 20; ++i) (void)memory->allocate(48, 8);
+      done = true;
+    });
+    while (!done) continue;
+    memory.reset();
+    user.join();
+  }
+}
+
+// A key for thread-local storage each would end at 1,024 of them (PTHREAD_KEYS_MAX).
+TEST(KeptMemory, IsHadByThousands) {
+  std::vector<std::unique_ptr<std::pmr::memory_resource>> memories;
+  for (int i = 0; i < 3000; ++i) {
+    memories.push_back(make_kept_memory());
+    void* const lent = memories.back()->allocate(48, 8);
+    memories.back()->deallocate(lent, 48, 8);
+  }
 }
 
 }  // namespace
