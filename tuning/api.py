@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.positions import most_positions
 from kvswap_torch.tuning.pipeline import TuneOptions, find_settings, measure_all, projection_beside
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.result import TuneResult
@@ -121,7 +122,8 @@ def tune(
     model
         A transformers model that `kvswap_torch.KVSwapCache` supports.
     max_context_len, max_batch_size
-        Tokens of a sequence, and sequences, to be ready for.
+        Tokens of a sequence, at most those that the model was made for, and sequences, to be
+        ready for.
     kv_memory
         Limit for everything the cache keeps in memory, bytes or like ``"512MiB"``.
     path
@@ -155,6 +157,7 @@ def tune(
     options = options or TuneOptions()
     budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
+    _check_context(model, max_context_len)
     if Path(path).is_dir():
         check_budget(
             model,
@@ -215,6 +218,16 @@ def _check(max_context_len: int, max_batch_size: int, options: TuneOptions) -> N
     for name in ("min_recall", "exposed_share"):
         if not 0 <= getattr(options, name) <= 1:
             raise ConfigError(f"tune: {name} must be 0 to 1, got {getattr(options, name)}")
+
+
+def _check_context(model: Any, context: int) -> None:
+    most = most_positions(model.config.get_text_config())
+    if most is not None and context > most:
+        raise ConfigError(
+            f"tune: max_context_len must be at most the {most:,} tokens that this model was made "
+            f"for, got {context:,}; or scale its positions knowingly: rope_parameters in the "
+            "model's config.json with a rope_type such as yarn"
+        )
 
 
 def _draw(

@@ -15,6 +15,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import KVSwapError
+from kvswap_torch.positions import most_positions
+
+USUAL_CONTEXT = 32768  # tokens
 
 app = typer.Typer(rich_markup_mode="markdown")
 
@@ -94,7 +97,14 @@ def main(
     model: Annotated[str, typer.Option(help="Folder or name of a transformers model.")],
     path: Annotated[Path, typer.Option(help="Folder on the disk to use.")],
     kv_memory: Annotated[str, typer.Option(help="Limit for the cache in memory, like 512MiB.")],
-    max_context: Annotated[int, typer.Option(min=1024, help="Tokens of a sequence.")] = 32768,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            min=1024,
+            help="Tokens of a sequence.  [default: 32768, or what the model was made for]",
+            show_default=False,
+        ),
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     out: Annotated[Path, typer.Option(help="Config to write.")] = Path("config.json"),
     calibration: Annotated[
@@ -148,7 +158,7 @@ def main(
         with _progress(console) as progress:
             result = tune(
                 network,
-                max_context_len=max_context,
+                max_context_len=max_context or _usual_context(network),
                 max_batch_size=max_batch,
                 kv_memory=kv_memory,
                 path=path,
@@ -174,3 +184,7 @@ def main(
     except (KVSwapError, OSError, ValueError) as error:
         console.print(f"[red]{escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _usual_context(model: Any) -> int:
+    return min(USUAL_CONTEXT, most_positions(model.config.get_text_config()) or USUAL_CONTEXT)

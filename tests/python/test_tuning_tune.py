@@ -66,7 +66,7 @@ def run(model, tmp_path, budget=BUDGET, **arguments):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama", **SMALL)
+    return tiny_model("llama", max_position_embeddings=CONTEXT, **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_interrupted_timings_go_on(tuned, model, tmp_path):
 
 def test_other_weights_are_measured_anew(tuned, tmp_path):
     _, folder = tuned
-    other = tiny_model("llama", seed=5, **SMALL)
+    other = tiny_model("llama", seed=5, max_position_embeddings=CONTEXT, **SMALL)
     told = set()
     run(
         other,
@@ -236,6 +236,14 @@ def test_recall_out_of_reach_is_refused(tuned, model):
 def test_wrong_options_are_named(model, tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):
         run(model, tmp_path, **arguments)
+
+
+def test_a_context_that_the_model_was_not_made_for_is_refused_before_anything_is_measured(
+    model, tmp_path
+):
+    with pytest.raises(ConfigError, match=r"at most the 1,024 tokens that.*got 1,025.*rope_type"):
+        tune(model, CONTEXT + 1, BATCH, BUDGET, tmp_path, samples=samples())
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_folder_is_named(model, tmp_path):
