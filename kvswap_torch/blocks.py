@@ -6,6 +6,8 @@
     InfiniGen's: each head's keys and queries are rotated by the right singular vectors of its
     queries, which changes no product; of the rotated columns those are kept that weigh most, in
     queries and keys.
+`channels`
+    ThinK's: single channels of each head's keys, those that the newest queries meet most.
 
 Column j belongs to KV head ``j % kv_heads``, so that the first r columns are a projection of rank r
 that treats all heads alike. With one KV head (``heads="each"``) a block is the whole.
@@ -72,6 +74,36 @@ def skewed(keys: torch.Tensor, queries: torch.Tensor, kv_heads: int, rank: int) 
         order = (votes + of_queries / (1 + 2 * of_queries.sum())).argsort(descending=True)
         chosen.append(skew[:, order])
     matrix = interleaved(chosen, rank)
+    return matrix, matrix
+
+
+def channels(keys: torch.Tensor, queries: torch.Tensor | None, kv_heads: int, rank: int) -> Pair:
+    """The channels with the largest product of norms, of queries and of keys (ThinK, section 3.2).
+
+    With fewer KV heads than heads, the queries of all that share one count together. Ties to the
+    lower channel.
+
+    Parameters
+    ----------
+    keys
+        ``[samples, kv_heads * head_dim]`` after RoPE.
+    queries
+        ``[samples, heads, head_dim]``, the newest; None: the keys' norms alone decide.
+    kv_heads, rank
+        As for `pca_per_head`.
+
+    Returns
+    -------
+    tuple
+        Twice the same ``[kv_heads * head_dim, rank]`` fp32 matrix; a column has a single one.
+    """
+    weights = keys.float().norm(dim=0).unflatten(0, (kv_heads, -1))
+    if queries is not None:
+        of_heads = queries.float().unflatten(1, (kv_heads, -1))  # [samples, kv_heads, ratio, dim]
+        weights = weights * of_heads.norm(dim=(0, 2))
+    axes = torch.eye(weights.shape[1], device=keys.device)
+    orders = weights.argsort(dim=1, descending=True, stable=True)
+    matrix = interleaved([axes[:, order] for order in orders], rank)
     return matrix, matrix
 
 

@@ -206,10 +206,11 @@ class SwapConfig:
     )
     projection_kind: str = one_of(
         "query_aware",
-        ("query_aware", "svd_keys", "pca_per_head", "skewed"),
+        ("query_aware", "svd_keys", "pca_per_head", "skewed", "channels"),
         "the best bilinear form of queries and keys, the paper's SVD of the keys, or one block for "
-        "each KV head: principal components of its keys (Loki), or the columns that weigh most of "
-        "keys and queries rotated by the queries' SVD (InfiniGen); blocks are never doubled",
+        "each KV head: principal components of its keys (Loki), the columns that weigh most of "
+        "keys and queries rotated by the queries' SVD (InfiniGen), or the channels of its keys "
+        "that the newest queries meet most (ThinK); blocks are never doubled",
     )
     model: ModelIdentity | None = plain(None, "the model it is for; None: any")
     provenance: Mapping[str, Any] = plain(dict, "how it was found: free-form, never interpreted")

@@ -186,6 +186,29 @@ PRESETS = (
         + (_NEWEST,),
     ),
     Preset(
+        "think",
+        "ThinK",
+        "To compare with: the channels that ThinK would keep choose the tokens.",
+        "In small budgets: 0.6 of every key stays in memory, 0.3 of the KV cache.",
+        {
+            "projection_kind": "channels",
+            "heads": "each",
+            "sink_tokens": 0,
+            "group_tokens": lambda shape: shape.group_of_head,
+            "rank": lambda shape: max(1, round(0.6 * shape.head_dim)),
+            "groups_max": _groups(TOKENS),
+            "pages_max": _groups(2 * TOKENS),
+            "replacement": "lru",
+        },
+        "",
+        (
+            "channels that are left out are missing where tokens are chosen, not where they are "
+            "attended; the paper drops them from the keys for good",
+            _ALIGNED,
+            _NEWEST,
+        ),
+    ),
+    Preset(
         "prkv",
         "PRKV",
         "Long answers: tokens that matter to all of it stay, the others are chosen step by step.",
@@ -271,7 +294,6 @@ _MERGED = "tokens that are merged or quantised, not dropped"
 _REREAD = "a static set for which all keys are read again every few steps"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _CLUSTERS = "rows of clusters"
-_OTHER = "projections of single channels"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
     **dict.fromkeys(("cake", "compresskv", "arkv", "arkv-origin", "arkv-quant"), _BUDGETS),
@@ -280,7 +302,7 @@ MISSING = {
     "snapkv+": _REREAD,
     "prkv-auto": "a share of kept tokens that follows from the prompt's attention",
     **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
-    **dict.fromkeys(("think", "fasa"), _OTHER),
+    "fasa": "projections of pairs of rotary channels",
     "shadowkv": "a keeper of outliers (its landmarks are rows=mean)",
 }
 

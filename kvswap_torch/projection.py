@@ -9,7 +9,7 @@ close to q . k. Ways to choose them:
     The best rank-r form of q . k itself: with Cq and Ck the second moments of queries and centred
     keys, from the SVD of Cq^1/2 Ck^1/2. Better at the same rank, since only q . k is needed.
 
-`pca_per_head`, `skewed`
+`pca_per_head`, `skewed`, `channels`
     One block for each KV head, no head's columns meeting another's keys: see `blocks`.
 
 Keys are one token's K of all KV heads side by side, after RoPE. Where groups are scored by a sum
@@ -30,6 +30,7 @@ RIDGE = 1e-2  # share of the mean variance added to a moment of one sample, less
 KEYS_MAX = 2048  # tokens of a chunk that an estimate looks at
 QUERIES_NEWEST = 512
 QUERIES_MIN = 8
+WINDOW = 32  # newest queries that choose channels (ThinK, section 4.1)
 SVD_PASSES = 4  # of subspace iteration; the spectrum of keys falls fast
 
 
@@ -167,6 +168,8 @@ def from_chunk(
         return svd_keys(sample, rank)
     if kind == "pca_per_head":
         return blocks.pca_per_head(sample, kv_heads, rank)
+    if kind == "channels":
+        return blocks.channels(sample, _newest(query, valid), kv_heads, rank)
     newest = torch.arange(max(0, tokens - max(1, QUERIES_NEWEST // len(keys))), tokens)
     looked_at = torch.cat([evenly[:: max(1, len(evenly) // max(1, len(newest)))], newest])
     queries = query[:, :, looked_at].float().transpose(1, 2).flatten(0, 1)
@@ -186,6 +189,14 @@ def from_chunk(
         head_moment(queries, queries, kv_heads) / len(queries),
     )
     return pair_from_moments("query_aware", *moments, rank, (len(sample), len(queries)))
+
+
+def _newest(query: torch.Tensor | None, valid: torch.Tensor | None) -> torch.Tensor | None:
+    """The newest `WINDOW` tokens' queries of every sequence, ``[samples, heads, head_dim]``."""
+    if query is None:
+        return None
+    window = query[:, :, -WINDOW:].transpose(1, 2).flatten(0, 1)
+    return window if valid is None else window[valid[:, -WINDOW:].flatten()]
 
 
 def of_keys_alone(kind: str) -> str:

@@ -110,7 +110,7 @@ void visit_settings(Visit&& visit) {
   visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind,
-        OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed"}});
+        OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}});
 }
 
 /// visit(name, member, floor's name, floor's member, why): what holds between two.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvswap_torch.blocks import interleaved, pca_per_head, skew_of, skewed
+from kvswap_torch.blocks import channels, interleaved, pca_per_head, skew_of, skewed
 from kvswap_torch.projection import from_chunk
 
 KV_HEADS, HEADS, DIM = 2, 6, 16
@@ -25,7 +25,7 @@ def test_a_skew_is_orthogonal(samples):
     torch.testing.assert_close(skew.T @ skew, torch.eye(DIM), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_all_columns_give_the_products_of_each_head(kind, heads):
     keys, query = drawn()
@@ -40,7 +40,7 @@ def test_all_columns_give_the_products_of_each_head(kind, heads):
         torch.testing.assert_close(whole, torch.eye(KV_HEADS * DIM), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
 def test_columns_take_turns_and_blocks_are_each_heads_own(kind):
     keys, query = drawn()
     together = from_chunk(kind, keys, query, 6, heads="all")
@@ -72,6 +72,29 @@ def test_a_skew_keeps_first_what_queries_and_keys_agree_on():
     )
     chosen = skewed(keys, queries, 1, 2)[0]
     torch.testing.assert_close(chosen.abs(), axes[:, [1, 0]], atol=1e-4, rtol=0)
+
+
+def test_channels_are_those_with_the_largest_product_of_norms():
+    """Of two query heads that share a KV head both count; ties go to the lower channel."""
+    keys = torch.tensor([[1.0, 4, 2, 2], [0, 3, 2, 2]])  # norms 1, 5, 2.8, 2.8
+    queries = torch.tensor([[[3.0, 0, 1, 1], [4.0, 0.1, 0, 0]]])  # norms 5, 0.1, 1, 1
+    matrix, same = channels(keys, queries, 1, 3)
+    assert matrix is same
+    assert matrix.argmax(0).tolist() == [0, 2, 3] and matrix.sum(0).tolist() == [1, 1, 1]
+    assert channels(keys, None, 1, 2)[0].argmax(0).tolist() == [1, 2]
+
+
+def test_the_newest_queries_choose_channels():
+    """As many as ThinK's window has; those of padding do not count."""
+    keys, query = drawn()
+    query[:, :, -32:, 3] = 100
+    query[:, :, :-32, 5] = 1e4
+    first = from_chunk("channels", keys, query, 1, heads="each")[0].unflatten(0, (KV_HEADS, DIM))
+    assert first.argmax(1).flatten().tolist() == [3, 3]
+    valid = torch.ones(1, 200, dtype=torch.bool)
+    valid[:, -32:] = False
+    blind = from_chunk("channels", keys, query, 1, valid, heads="each")[0]
+    assert blind.unflatten(0, (KV_HEADS, DIM)).argmax(1).flatten().tolist() == [0, 0]
 
 
 def test_the_first_columns_of_blocks_treat_heads_alike():

@@ -139,7 +139,7 @@ def test_kept_tokens_are_neither_saved_nor_forked(llama, tmp_path):
         assert torch.equal(greedy(llama, more, cache, tokens=8), expected)
 
 
-@pytest.mark.parametrize("kind", ["pca_per_head", "skewed"])
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
 def test_all_columns_are_the_exact_top_k(kind, tmp_path):
     """Single tokens of single heads, every column of the keys: what attention weighs most."""
     model = tiny_model("llama", num_hidden_layers=1)
@@ -212,6 +212,7 @@ def test_a_preset_is_plain_settings(tmp_path):
         assert saved == config and not config.provenance
     assert SwapConfig.preset("loki").rank == 32
     assert SwapConfig.preset("loki", model=ModelIdentity(head_dim=64)).rank == 16
+    assert SwapConfig.preset("think").rank == 77
     assert SwapConfig.preset("infinigen").group_tokens == 4
     assert find("infinigen").config(Shape(alignment_bytes=512)).group_tokens == 1
     narrow = ModelIdentity(kv_heads=1, head_dim=16)
@@ -225,6 +226,7 @@ def test_a_preset_is_plain_settings(tmp_path):
 @pytest.mark.parametrize(
     ("name", "overrides", "told"),
     [
+        ("fasa", {}, "fasa needs projections of pairs of rotary channels"),
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
         ("arkv", {}, "arkv needs a number of tokens for each layer"),
