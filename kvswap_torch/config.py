@@ -17,13 +17,11 @@ from kvswap_torch import config_file
 from kvswap_torch.config_between import check_between
 from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
-    OF_LAYERS,
     ModelIdentity,
     Solution,
+    adopt_plain_values,
     check_table,
-    checked_json,
-    identity_from,
-    solution_from,
+    nearest,
 )
 from kvswap_torch.config_rules import (
     boolean,
@@ -34,6 +32,7 @@ from kvswap_torch.config_rules import (
     one_of,
     plain,
     rank_rule,
+    real,
     share,
 )
 from kvswap_torch.errors import ConfigError
@@ -131,13 +130,14 @@ class SwapConfig:
     )
     keeper: str = one_of(
         "none",
-        ("none", "newest", "observed", "heavy", "given"),
+        ("none", "newest", "observed", "heavy", "arkv", "given"),
         "which tokens stay in memory, and are attended in every step, whatever is asked: none but "
         "sinks and tail; with rows=none `newest`, the same with nothing else attended "
         "(StreamingLLM); `observed`, those that the newest queries of a prompt paid most attention "
-        "(SnapKV, PRKV); `heavy`, the same summed up over all steps since (H2O); or `given`, those "
-        "that your own `token_scores` says are worth most. With rows=none they alone are attended: "
-        "the others stay on disk",
+        "(SnapKV, PRKV); `heavy`, the same summed up over all steps since (H2O); `arkv`, those of "
+        "a prompt whose attention is high or varies much, and all that is decoded, until there is "
+        "no room (ARKV); or `given`, those that your own `token_scores` says are worth most. With "
+        "rows=none they alone are attended: the others stay on disk",
     )
     keep_tokens: int = number(
         256,
@@ -157,6 +157,12 @@ class SwapConfig:
         1 << 20,
         "decoded tokens after which it is decided anew which tokens stay, by what the newest "
         "`keep_window` queries paid those that they attended; 0: after each prompt alone",
+    )
+    keep_variance: float = real(
+        0.0, 0.0, 1e6, "a token is worth its mean attention plus so many times the variance (gamma)"
+    )
+    keep_slack: float = real(
+        0.75, 0.0, 1.0, "share of kept tokens that stay when there is no room for more (alpha)"
     )
     audit_every: int = number(
         0,
@@ -220,7 +226,7 @@ class SwapConfig:
     source: Path | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._adopt_plain_values()
+        adopt_plain_values(self)
         for item in dataclasses.fields(self):
             if "check" in item.metadata:
                 item.metadata["check"](item.name, getattr(self, item.name))
@@ -232,21 +238,6 @@ class SwapConfig:
         check_between(self)
         check_beside("projection_file", self.projection_file)
         check_table(self.table, SOLVABLE, self._with)
-
-    def _adopt_plain_values(self) -> None:
-        """Lists and mappings, as JSON gives them, become what the fields promise."""
-        for name in OF_LAYERS:
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.model, Mapping):
-            object.__setattr__(self, "model", identity_from(self.model))
-        elif self.model is not None and not isinstance(self.model, ModelIdentity):
-            raise ConfigError(f"model: must be a ModelIdentity or None, got {self.model!r}")
-        object.__setattr__(self, "provenance", checked_json(self.provenance))
-        if isinstance(self.table, str) or not isinstance(self.table, tuple | list):
-            raise ConfigError(f"table: must be a list of solutions, got {self.table!r}")
-        rows = tuple(solution_from(row) for row in self.table)
-        object.__setattr__(self, "table", rows)
 
     def _with(self, row: Solution) -> SwapConfig:
         return dataclasses.replace(self, **dict(row.settings), table=())
@@ -307,12 +298,7 @@ class SwapConfig:
             raise ConfigError(
                 f"for_batch_and_context: both must be positive, got {batch} and {context}"
             )
-        if not self.table:
-            return self
-        nearest = min(
-            self.table, key=lambda row: (row.distance(batch, context), -row.context, -row.batch)
-        )
-        return self._with(nearest)
+        return self._with(nearest(self.table, batch, context)) if self.table else self
 
     def check_model(self, identity: ModelIdentity) -> None:
         """Refuses another model's config.

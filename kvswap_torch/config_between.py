@@ -18,6 +18,7 @@ OWNED = (
     *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
     Owned("keeper", "rows", "none", ("newest",)),
+    *(Owned(name, "keeper", "arkv") for name in ("keep_variance", "keep_slack")),
 )
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),
@@ -33,6 +34,7 @@ IDLE = (  # what would have no effect
         Idle(name, "keeper", "given", "since what tokens are worth comes from outside")
         for name in ("keep_window", "keep_pool")
     ),
+    Idle("keep_interval", "keeper", "arkv", "since it is chosen anew where there is no room"),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
 )
 

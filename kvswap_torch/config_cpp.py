@@ -163,7 +163,12 @@ def _type(item: dataclasses.Field[Any]) -> str:
     schema = item.metadata.get("schema", {})
     if "anyOf" in schema:
         return "Rank"
-    plain = {"boolean": "bool", "array": "std::vector<int64_t>", "integer": "int64_t"}
+    plain = {
+        "boolean": "bool",
+        "array": "std::vector<int64_t>",
+        "integer": "int64_t",
+        "number": "double",
+    }
     kind = schema.get("type")
     if isinstance(kind, str):
         return plain[kind]
@@ -195,7 +200,10 @@ def _rule(item: dataclasses.Field[Any]) -> str:
         return "LayerNumbers{}"
     if "exclusiveMinimum" in schema:
         return "Share{}"
-    return f"IntRange{{{schema['minimum']}, {schema['maximum']}}}"
+    low, high = schema["minimum"], schema["maximum"]
+    if schema["type"] == "number":
+        return f'RealRange{{{low}, {high}, "{low} to {high}"}}'
+    return f"IntRange{{{low}, {high}}}"
 
 
 def _values(values: tuple[str, ...]) -> str:

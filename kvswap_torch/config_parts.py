@@ -136,6 +136,27 @@ def checked_json(provenance: Any) -> dict[str, Any]:
         raise ConfigError(f"provenance: must be what JSON can hold: {error}") from error
 
 
+def adopt_plain_values(config: Any) -> None:
+    """A config's lists and mappings, as JSON gives them, become what its fields promise."""
+    for name in OF_LAYERS:
+        if isinstance(getattr(config, name), list):
+            object.__setattr__(config, name, tuple(getattr(config, name)))
+    if isinstance(config.model, Mapping):
+        object.__setattr__(config, "model", identity_from(config.model))
+    elif config.model is not None and not isinstance(config.model, ModelIdentity):
+        raise ConfigError(f"model: must be a ModelIdentity or None, got {config.model!r}")
+    object.__setattr__(config, "provenance", checked_json(config.provenance))
+    if isinstance(config.table, str) or not isinstance(config.table, tuple | list):
+        raise ConfigError(f"table: must be a list of solutions, got {config.table!r}")
+    rows = tuple(solution_from(row) for row in config.table)
+    object.__setattr__(config, "table", rows)
+
+
+def nearest(table: Sequence[Solution], batch: int, context: int) -> Solution:
+    """Of a table that is not empty; see `SwapConfig.for_batch_and_context`."""
+    return min(table, key=lambda row: (row.distance(batch, context), -row.context, -row.batch))
+
+
 def check_table(
     table: Sequence[Solution], solvable: Sequence[str], with_row: Callable[[Solution], Any]
 ) -> None:

@@ -41,6 +41,17 @@ def share(doc: str) -> Any:
     return _field(None, check, schema, doc)
 
 
+def real(default: float, low: float, high: float, doc: str) -> Any:
+    """A float from `low` to `high`."""
+
+    def check(name: str, value: Any) -> None:
+        if not (isinstance(value, float) and low <= value <= high):
+            raise ConfigError(f"{name}: must be a float from {low} to {high}, got {value!r}")
+
+    schema = {"type": "number", "minimum": low, "maximum": high}
+    return _field(default, check, schema, doc)
+
+
 def boolean(default: bool, doc: str) -> Any:
     """True or False."""
 

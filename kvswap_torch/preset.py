@@ -39,6 +39,17 @@ _STAR = {
 }
 # What is not kept is on disk only; one group is enough to see that not everything fits.
 _DROPS = {"rows": "none", "sink_tokens": 0, "groups_max": 1, "pages_max": 8}
+# B tokens in all, of which the newest W = 32 always stay.
+_ARKV = {
+    "tail_tokens": 32,
+    "keeper": "arkv",
+    "keep_tokens": TOKENS - 32,
+    "keep_variance": 263.8108280337562,
+}
+_OF_ARKV = (
+    "one choice for all KV heads of a layer, as in the text; the published code has one for each",
+    "while decoding a token's neighbours are those columns beside it that are kept",
+)
 _ON_DISK = "what it drops stays on disk: a crop, or a longer prompt, finds it again"
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
@@ -247,6 +258,15 @@ PRESETS = (
         (_ON_DISK, "of what is decoded the newest 32 tokens stay; the paper keeps all of it"),
     ),
     Preset(
+        "arkv-origin",
+        "ARKV",
+        "As snapkv, where much is decoded: that stays too, until there is no room.",
+        "Where questions come later: what the prompt's end did not attend is gone from answers.",
+        {**_DROPS, **_ARKV},
+        "",
+        (_ON_DISK, *_OF_ARKV),
+    ),
+    Preset(
         "h2o",
         "H2O",
         "To compare with: half the budget for tokens that were attended most, half for the newest.",
@@ -296,7 +316,7 @@ _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_i
 _CLUSTERS = "rows of clusters"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("cake", "compresskv", "arkv", "arkv-origin", "arkv-quant"), _BUDGETS),
+    **dict.fromkeys(("cake", "compresskv", "arkv", "arkv-quant"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
     "snapkv+": _REREAD,

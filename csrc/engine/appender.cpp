@@ -53,7 +53,7 @@ Status Appender::append(int64_t layer, const KeyValueView& tokens) {
   Batch::Layer& state = batch_.layer(layer);
   if (!is_long(layer, tokens.tokens)) {
     tail_.fill(layer, tokens, {.count = tokens.tokens, .first_column = state.columns});
-    state.columns += tokens.tokens;
+    batch_.grow(layer, state.columns + tokens.tokens);
     return Status::ok();
   }
   const int64_t sealed = state.sealed_groups;
@@ -86,7 +86,7 @@ Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
   tail_.fill(
       layer, tokens,
       {.first_token = done, .count = tokens.tokens - done, .first_column = state.columns + done});
-  state.columns = columns;
+  batch_.grow(layer, columns);
   return Status::ok();
 }
 

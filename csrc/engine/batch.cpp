@@ -120,6 +120,13 @@ int64_t Batch::due_groups(int64_t layer, int64_t columns) const {
   return std::max<int64_t>(0, parts_.options.sealed_groups(columns) - layers_[layer].sealed_groups);
 }
 
+void Batch::grow(int64_t layer, int64_t columns) {
+  Layer& state = layers_[layer];
+  const int64_t newest = (columns - 1) / parts_.options.group_tokens;
+  state.columns = columns;
+  state.first_in_tail = std::max(state.first_in_tail, newest + 1 - parts_.options.tail_pages());
+}
+
 uint64_t Batch::mask(int64_t layer, int64_t sequence, int64_t group) const {
   const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t first = group * group_tokens;
@@ -135,7 +142,11 @@ uint64_t Batch::selectable(int64_t layer, int64_t sequence, int64_t group) const
 
 int64_t Batch::tokens_apart(int64_t layer, int64_t sequence) const {
   int64_t tokens = 0;
-  for (int64_t group = 0; !fits(layer, sequence) && group < layers_[layer].sealed_groups; ++group) {
+  // Where tokens join the next step takes in what was sealed since.
+  const bool joins = KeeperKind::find(parts_.options.keeper)->joins;
+  const int64_t joined = pages_[sequence]->kept(layer).joined_columns / parts_.options.group_tokens;
+  const int64_t end = joins ? joined : layers_[layer].sealed_groups;
+  for (int64_t group = 0; !fits(layer, sequence) && group < end; ++group) {
     if (is_pinned(layer, sequence, group)) continue;
     tokens += std::popcount(selectable(layer, sequence, group));
   }
@@ -155,8 +166,7 @@ bool Batch::is_pinned(int64_t layer, int64_t sequence, int64_t group) const {
   return std::find(sinks.begin(), sinks.end(), group) != sinks.end();
 }
 
-bool Batch::fits(int64_t layer, int64_t sequence) const {
-  const int64_t sealed = layers_[layer].sealed_groups;
+bool Batch::fits(int64_t layer, int64_t sequence, int64_t sealed) const {
   const int64_t padding =
       std::min(sealed, validity_[sequence].first_valid() / parts_.options.group_tokens);
   const auto sinks = static_cast<int64_t>(pages_[sequence]->sinks(layer).size());

@@ -22,6 +22,7 @@ class Batch {
   struct Layer {
     int64_t columns = 0;
     int64_t sealed_groups = 0;
+    int64_t first_in_tail = 0;  // sealed groups from here on still stand in the tail's pages
   };
 
   Batch(EngineParts& parts, Account& account)
@@ -31,6 +32,8 @@ class Batch {
   int64_t spares() const { return static_cast<int64_t>(spares_.size()); }
   Layer& layer(int64_t index) { return layers_[index]; }
   const Layer& layer(int64_t index) const { return layers_[index]; }
+  /// The layer has so many columns now, the newest in the tail.
+  void grow(int64_t layer, int64_t columns);
   SequencePages& pages(int64_t sequence) const { return *pages_[sequence]; }
   const TokenValidity& validity(int64_t sequence) const { return validity_[sequence]; }
 
@@ -61,7 +64,11 @@ class Batch {
   int64_t tokens_apart(int64_t layer, int64_t sequence) const;
   bool is_pinned(int64_t layer, int64_t sequence, int64_t group) const;
   /// Can all that may be chosen be attended at once?
-  bool fits(int64_t layer, int64_t sequence) const;
+  bool fits(int64_t layer, int64_t sequence) const {
+    return fits(layer, sequence, layers_[layer].sealed_groups);
+  }
+  /// The same once so many groups are sealed.
+  bool fits(int64_t layer, int64_t sequence, int64_t sealed) const;
   bool all_fit(int64_t layer) const;
   /// Must the layer attend everything, and has not all of it in pages? Then its steps restore the
   /// rest from disk.

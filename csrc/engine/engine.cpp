@@ -40,7 +40,7 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       saver_(*parts_, *batch_, sealer_, *past_),
       loader_(*parts_, *batch_, tail_, editor_, account_),
       audit_(*parts_, *batch_, sealer_),
-      keeping_(*parts_, *batch_, sealer_, *past_) {}
+      keeping_(*parts_, *batch_, tail_, sealer_, *past_) {}
 
 Engine::~Engine() {
   if (getpid() == owner_pid_) {

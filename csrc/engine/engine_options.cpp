@@ -218,8 +218,10 @@ int64_t EngineOptions::kept_pages() const {
 }
 
 int64_t EngineOptions::tail_pages() const {
-  return (tail_tokens + group_tokens - 1 + select_queries_max + group_tokens - 1) / group_tokens +
-         1;
+  const int64_t step = group_tokens - 1 + select_queries_max;
+  // What a step seals stands there until it has joined.
+  const int64_t sealed = KeeperKind::find(keeper)->joins ? step / group_tokens : 0;
+  return (tail_tokens + step + group_tokens - 1) / group_tokens + 1 + sealed;
 }
 
 int64_t EngineOptions::sealed_groups(int64_t columns) const {

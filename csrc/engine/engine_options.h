@@ -107,7 +107,8 @@ struct EngineOptions : Settings {
   int64_t table_bytes_per_group() const;
   /// Pages that can hold sinks: they may straddle a group's edge.
   int64_t sink_pages() const;
-  /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max.
+  /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max; where what
+  /// leaves it joins the kept tokens, of that too.
   int64_t tail_pages() const;
   /// Pages of kept tokens; 0 without a keeper of tokens.
   int64_t kept_pages() const;

@@ -99,11 +99,12 @@ Status Keeping::turn(int64_t layer, int64_t column) {
     if (batch_.fits(layer, part)) continue;
     const KeptTokens& kept = batch_.pages(part).kept(layer);
     KVSWAP_RETURN_IF_ERROR(check_told(layer, kept));
-    if (!kept.is_due || column < kept.seen_columns) continue;
+    const bool is_due = kept.is_due && column >= kept.seen_columns;
+    const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
+    if (!is_due && !(joins() && kept.joined_columns < sealed)) continue;
     const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
                           &parts_.counters.turn_seconds);
-    KVSWAP_RETURN_IF_ERROR(turn_of(layer, part));
-    ++parts_.counters.turns;
+    KVSWAP_RETURN_IF_ERROR(is_due ? turn_of(layer, part) : join(layer, part));
   }
   return Status::ok();
 }
@@ -119,6 +120,7 @@ Status Keeping::check_told(int64_t layer, const KeptTokens& kept) const {
 }
 
 Status Keeping::turn_of(int64_t layer, int64_t part) {
+  if (joins()) return turn_after_prompt(layer, part);
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
@@ -132,18 +134,26 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
                                .floor = is_given() ? kNever : 0});
     kept.window = {};
   }
-  if (*kept.next != kept.columns()) {
-    KVSWAP_RETURN_IF_ERROR(gather(layer, part, *kept.next));
-    for (int64_t page = 0; page < options.kept_pages(); ++page) {
-      std::memcpy(batch_.pages(part).kept_page(layer, page),
-                  gathered_.data() + page * options.group_bytes(), options.group_bytes());
-    }
-    kept.set(*std::move(kept.next), options.group_tokens);
-  }
+  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, *kept.next));
   kept.next.reset();
   if (!accumulates()) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   kept.queries_since = 0;
   kept.is_due = false;
+  ++parts_.counters.turns;
+  return Status::ok();
+}
+
+/// Those are kept from now on.
+Status Keeping::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  if (columns == kept.columns()) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
+  for (int64_t page = 0; page < options.kept_pages(); ++page) {
+    std::memcpy(batch_.pages(part).kept_page(layer, page),
+                gathered_.data() + page * options.group_bytes(), options.group_bytes());
+  }
+  kept.set(std::move(columns), options.group_tokens);
   return Status::ok();
 }
 
@@ -206,7 +216,12 @@ void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& lis
   const auto count = static_cast<int32_t>(groups.count);
   const int64_t tokens = groups.count * options.group_tokens;
   const int64_t query_bytes = options.head_dim * dtype_bytes(options.dtype);
+  const bool has_variance = options.keep_variance > 0;
   mean_.resize(options.kv_heads * tokens);
+  square_.resize(has_variance ? mean_.size() : 0);
+  means_.assign(square_.size(), 0.0f);
+  squares_.assign(square_.size(), 0.0f);
+  float* mass = mass_of(kept).data() + groups.first * options.group_tokens;
   for (int64_t first = 0; first < window.count; first += kChunkQueriesMax) {
     const int64_t queries = std::min(kChunkQueriesMax, window.count - first);
     log_sums_.clear();
@@ -234,100 +249,36 @@ void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& lis
                        .softcap = window.softcap,
                        .shape = options.record_shape(),
                        .dtype = options.dtype},
-         .mean = mean_.data()},
+         .mean = mean_.data(),
+         .square = has_variance ? square_.data() : nullptr},
         {.parallel = parts_.threads()});
-    float* mass = mass_of(kept).data() + groups.first * options.group_tokens;
+    const float share = static_cast<float>(queries) / static_cast<float>(window.count);
+    for (size_t i = 0; i < square_.size(); ++i) {
+      means_[i] += share * mean_[i];
+      squares_[i] += share * square_[i];
+    }
+    if (has_variance) continue;
     for (int64_t head = 0; head < options.kv_heads; ++head) {
       for (int64_t token = 0; token < tokens; ++token) {
         mass[token] += static_cast<float>(queries) * mean_[head * tokens + token];
       }
     }
   }
-}
-
-/// The tokens of `columns`, packed to gathered_: from where they are kept now, or from the file.
-Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> columns) {
-  const EngineOptions& options = parts_.options;
-  SequencePages& pages = batch_.pages(part);
-  const std::vector<int32_t>& kept = pages.kept(layer).columns();
-  gathered_.resize(options.kept_pages() * options.group_bytes());
-  decoded_.resize(options.group_bytes());
-  missing_.clear();
-  for (size_t i = 0; i < columns.size(); ++i) {
-    const auto found = std::lower_bound(kept.begin(), kept.end(), columns[i]);
-    if (found == kept.end() || *found != columns[i]) {
-      missing_.push_back(i);
-      continue;
-    }
-    const int64_t place = found - kept.begin();
-    put(static_cast<int64_t>(i), pages.kept_page(layer, place / options.group_tokens),
-        place % options.group_tokens);
-  }
-  for (size_t first = 0, end = 0; first < missing_.size(); first = end) {
-    KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
-  }
-  return Status::ok();
-}
-
-/// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.
-Status Keeping::read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns,
-                            size_t first, size_t& end) {
-  const EngineOptions& options = parts_.options;
-  auto blocks = past_.blocks();
-  if (!blocks.is_ok()) return blocks.status();
-  const int64_t most = 2 * blocks.value().groups;
-  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(layer));
-  fetch_.layer = layer;
-  fetch_.loads.clear();
-  const auto group_of = [&](size_t i) {
-    return columns[missing_[i]] / static_cast<int32_t>(options.group_tokens);
-  };
-  for (end = first; end < missing_.size(); ++end) {
-    const int32_t group = group_of(end);
-    if (!fetch_.loads.empty() && fetch_.loads.back().group == group) continue;
-    const auto count = static_cast<int64_t>(fetch_.loads.size());
-    if (count == most) break;
-    std::byte* target = blocks.value().slots[0] + count * parts_.record_bytes();
-    fetch_.loads.push_back({part, group, -1, target, nullptr});
-  }
-  KVSWAP_RETURN_IF_ERROR(parts_.fetcher->submit(fetch_));
-  Status arrived = parts_.fetcher->finish(fetch_);
-  if (arrived.is_pending()) parts_.fetcher->abandon(fetch_, blocks.value().memory);
-  KVSWAP_RETURN_IF_ERROR(arrived);
-  std::vector<int8_t> note(options.note_bytes());
-  size_t i = first;
-  for (const Load& load : fetch_.loads) {
-    parts_.store->copy_note(layer, part, load.group, note.data());
-    const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
-    for (; i < end && group_of(i) == load.group; ++i) {
-      put(static_cast<int64_t>(missing_[i]), page, columns[missing_[i]] % options.group_tokens);
-    }
-  }
-  return Status::ok();
-}
-
-/// Token `slot` of a page becomes kept token `place`.
-void Keeping::put(int64_t place, const std::byte* page, int64_t slot) {
-  const EngineOptions& options = parts_.options;
-  const int64_t row = options.head_dim * dtype_bytes(options.dtype);
-  const int64_t group_tokens = options.group_tokens;
-  std::byte* target = gathered_.data() + place / group_tokens * options.group_bytes();
-  for (int64_t side = 0; side < 2 * options.record_shape().kv_heads; ++side) {  // K and V of a head
-    std::memcpy(target + (side * group_tokens + place % group_tokens) * row,
-                page + (side * group_tokens + slot) * row, row);
+  for (size_t i = 0; i < square_.size(); ++i) {
+    mass[i % tokens] += worth_of(means_[i], squares_[i], options.keep_variance);
   }
 }
 
 bool Keeping::is_observed(const KeptTokens& kept) const {
   const EngineOptions& options = parts_.options;
-  return options.keep_interval > 0 && !is_given() &&
+  return options.keep_interval > 0 && !is_given() && !joins() &&
          (accumulates() || kept.queries_since + options.keep_window >= options.keep_interval);
 }
 
 float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
   if (!parts_.options.keeps_tokens(layer)) return nullptr;
   for (int64_t part = 0; part < batch_.size(); ++part) {
-    if (!is_observed(batch_.pages(part).kept(layer))) continue;
+    if (!is_observed(batch_.pages(part).kept(layer)) && !lacks_room(layer, part)) continue;
     log_sums_.resize(batch_.size() * parts_.options.query_heads * queries);
     return log_sums_.data();
   }
@@ -336,6 +287,7 @@ float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
 
 void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
+  if (joins()) return observe_kept(layer, attended);
   if (!options.keeps_tokens(layer) || options.keep_interval == 0 || is_given()) return;
   const int64_t slots = attended.pages_max * options.group_tokens;
   bool is_weighed = false;

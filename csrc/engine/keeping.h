@@ -9,6 +9,7 @@
 #include "engine/engine_parts.h"
 #include "engine/past_reader.h"
 #include "engine/sealer.h"
+#include "engine/tail.h"
 #include "kernels/attention_mass.h"
 
 namespace kvswap {
@@ -21,11 +22,15 @@ namespace kvswap {
 /// `keep_interval` tokens, by what the newest `keep_window` queries paid the tokens that they
 /// attended, or by what all queries since the prompt did (H2O 4). Kept tokens are copied to pages
 /// of their own; on disk everything stays where it is. While everything fits, nobody is kept. A
-/// turn that fails leaves the old set. Not thread-safe.
+/// turn that fails leaves the old set.
+///
+/// With a keeper whose KeeperKind::joins (joining.cpp) what leaves the tail is kept before the next
+/// step, and a turn follows a step after which there is no room for it: of those kept a share
+/// stays, by what that step paid them. Nothing is read for it. Not thread-safe.
 class Keeping {
  public:
-  Keeping(EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past)
-      : parts_(parts), batch_(batch), sealer_(sealer), past_(past) {}
+  Keeping(EngineParts& parts, Batch& batch, const Tail& tail, Sealer& sealer, PastReader& past)
+      : parts_(parts), batch_(batch), tail_(tail), sealer_(sealer), past_(past) {}
 
   /// Of a long chunk's newest queries so many are to be observed; 0: none.
   int64_t window(int64_t layer) const;
@@ -59,9 +64,11 @@ class Keeping {
  private:
   bool accumulates() const { return KeeperKind::find(parts_.options.keeper)->accumulates; }
   bool is_given() const { return KeeperKind::find(parts_.options.keeper)->is_given; }
+  bool joins() const { return KeeperKind::find(parts_.options.keeper)->joins; }
   bool is_observed(const KeptTokens& kept) const;
   Status check_told(int64_t layer, const KeptTokens& kept) const;
   Status turn_of(int64_t layer, int64_t part);
+  Status adopt(int64_t layer, int64_t part, std::vector<int32_t> columns);
   void count_queries(KeptTokens& kept, int64_t fresh);
   std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh(int64_t layer, int64_t part, int64_t sealed);
@@ -71,9 +78,22 @@ class Keeping {
   Status read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns, size_t first,
                      size_t& end);
   void put(int64_t place, const std::byte* page, int64_t slot);
+  /// Token `slot` of a page becomes token `place` of another.
+  void copy_token(std::byte* target, int64_t place, const std::byte* page, int64_t slot) const;
+
+  // Where tokens join.
+  std::vector<int32_t> newcomers(int64_t layer, int64_t part, int64_t begin, int64_t end) const;
+  bool lacks_room(int64_t layer, int64_t part) const;
+  Status turn_after_prompt(int64_t layer, int64_t part);
+  Status join(int64_t layer, int64_t part);
+  Status append(int64_t layer, int64_t part, std::span<const int32_t> columns);
+  const std::byte* page_in_tail(int64_t layer, int64_t part, int64_t group);
+  void observe_kept(int64_t layer, const PagedAttentionArgs& attended);
+  void choose_who_stays(int64_t layer, int64_t part, const PagedAttentionArgs& attended);
 
   EngineParts& parts_;
   Batch& batch_;
+  const Tail& tail_;
   Sealer& sealer_;
   PastReader& past_;
 
@@ -81,12 +101,16 @@ class Keeping {
   std::vector<float> log_sums_;
   std::vector<float> mass_;  // of a turn, where it is not what is summed up between turns
   std::vector<float> mean_;
+  std::vector<float> square_;
+  std::vector<float> means_;    // of the calls for a window, summed up
+  std::vector<float> squares_;  // the same
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;
   PastPages listed_;
   // Of the turn that is made.
   std::vector<std::byte> gathered_;  // [kept_pages, group_bytes]
   std::vector<std::byte> decoded_;   // [group_bytes]
+  std::vector<std::byte> rounded_;   // [payload_bytes]: of records in e4m3, before that
   std::vector<size_t> missing_;      // of the new columns, those that are to be read
   Fetch fetch_;
 };

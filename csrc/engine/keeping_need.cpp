@@ -40,18 +40,27 @@ int64_t Keeping::turn_bytes(const EngineOptions& apart, int64_t groups) {
 }
 
 int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
-  if (!keeps(apart) || numbers_a_token(apart) != 1) return 0;
-  return int64_t{sizeof(float)} * (apart.query_heads * apart.select_queries_max +
-                                   apart.kv_heads * apart.pages_per_layer() * apart.group_tokens);
+  const bool joins = KeeperKind::find(apart.keeper)->joins;
+  if (!keeps(apart) || (numbers_a_token(apart) != 1 && !joins)) return 0;
+  const int64_t copies = apart.keep_variance > 0 ? 2 : 1;
+  return int64_t{sizeof(float)} *
+         (apart.query_heads * apart.select_queries_max +
+          copies * apart.kv_heads * apart.pages_per_layer() * apart.group_tokens);
 }
 
 int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   if (!keeps(apart)) return 0;
   const int64_t block = 2 * apart.past_block_groups(record_bytes);
   const int64_t tables = block * (20 + apart.note_bytes() + Fetch::bytes_per_load());
-  const int64_t mean = block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
+  // Means, and with a variance squares, of one call and of a window's.
+  const int64_t copies = apart.keep_variance > 0 ? 4 : 1;
+  const int64_t mean =
+      copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
+  // Where tokens join: new ones, of those kept what they are worth and their order, a record.
+  const int64_t staying =
+      KeeperKind::find(apart.keeper)->joins ? apart.keep_tokens * 32 + apart.payload_bytes() : 0;
   const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
-  return tables + mean + log_sums + (apart.kept_pages() + 1) * apart.group_bytes() +
+  return tables + mean + log_sums + staying + (apart.kept_pages() + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};
 }
 

@@ -57,7 +57,7 @@ Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Select
                              : load_summaries(counts, saved));
   if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    batch_.layer(layer) = {counts.columns, counts.groups};
+    batch_.layer(layer) = {counts.columns, counts.groups, counts.groups};
     KVSWAP_RETURN_IF_ERROR(load_sinks(layer, counts, saved));
     KVSWAP_RETURN_IF_ERROR(load_tail(layer, counts, saved));
   }

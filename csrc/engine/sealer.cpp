@@ -92,6 +92,7 @@ Status Sealer::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t 
   }
   parts_.counters.records_sealed += batch_.size() * groups;
   batch_.layer(layer).sealed_groups += groups;
+  batch_.layer(layer).first_in_tail = batch_.layer(layer).sealed_groups;
   return Status::ok();
 }
 
@@ -200,7 +201,9 @@ void Sealer::take_back(int64_t layer, int64_t groups) {
   }
   parts_.store->truncate(layer, groups);
   parts_.selector->truncate(layer, groups * parts_.options.group_tokens);
-  batch_.layer(layer).sealed_groups = groups;
+  Batch::Layer& state = batch_.layer(layer);
+  state.sealed_groups = groups;
+  state.first_in_tail = std::min(state.first_in_tail, groups);
   account_.settle(batch_);
 }
 

@@ -25,6 +25,15 @@ struct IntRange {
   }
 };
 
+/// From low to high; `range` says it.
+struct RealRange {
+  double low;
+  double high;
+  const char* range;
+  bool holds(double value) const { return value >= low && value <= high; }
+  std::string words() const { return std::string("a float from ") + range; }
+};
+
 /// Between 0 and 1, neither of them.
 struct Share {
   bool holds(double value) const { return value > 0 && value < 1; }

@@ -65,9 +65,10 @@ struct Settings {
   /// which tokens stay in memory, and are attended in every step, whatever is asked: none but
   /// sinks and tail; with rows=none newest, the same with nothing else attended (StreamingLLM);
   /// observed, those that the newest queries of a prompt paid most attention (SnapKV, PRKV);
-  /// heavy, the same summed up over all steps since (H2O); or given, those that your own
-  /// token_scores says are worth most. With rows=none they alone are attended: the others stay
-  /// on disk
+  /// heavy, the same summed up over all steps since (H2O); arkv, those of a prompt whose
+  /// attention is high or varies much, and all that is decoded, until there is no room (ARKV);
+  /// or given, those that your own token_scores says are worth most. With rows=none they alone
+  /// are attended: the others stay on disk
   std::string keeper = "none";
   /// tokens that stay, of each layer and sequence; with heads=each of each KV head
   int64_t keep_tokens = 256;
@@ -78,6 +79,10 @@ struct Settings {
   /// decoded tokens after which it is decided anew which tokens stay, by what the newest
   /// keep_window queries paid those that they attended; 0: after each prompt alone
   int64_t keep_interval = 0;
+  /// a token is worth its mean attention plus so many times the variance (gamma)
+  double keep_variance = 0.0;
+  /// share of kept tokens that stay when there is no room for more (alpha)
+  double keep_slack = 0.75;
   /// decoding steps between two looks of a layer at groups that were not selected, to estimate
   /// how much attention they would have had (missed_mass in stats()); 0: never
   int64_t audit_every = 0;

@@ -31,6 +31,8 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "keep_window",
                                                 "keep_pool",
                                                 "keep_interval",
+                                                "keep_variance",
+                                                "keep_slack",
                                                 "audit_every",
                                                 "audit_groups",
                                                 "missed_mass_max",
@@ -63,6 +65,7 @@ inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
                                             "exact_layers",    "keeper",
                                             "keep_tokens",     "keep_window",
                                             "keep_pool",       "keep_interval",
+                                            "keep_variance",   "keep_slack",
                                             "audit_every",     "audit_groups",
                                             "missed_mass_max", "layout",
                                             "reader",          "io_mode",
@@ -89,11 +92,14 @@ void visit_settings(Visit&& visit) {
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
   visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
-  visit("keeper", &Settings::keeper, OneOf{{"none", "newest", "observed", "heavy", "given"}});
+  visit("keeper", &Settings::keeper,
+        OneOf{{"none", "newest", "observed", "heavy", "arkv", "given"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
   visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
+  visit("keep_variance", &Settings::keep_variance, RealRange{0.0, 1000000.0, "0.0 to 1000000.0"});
+  visit("keep_slack", &Settings::keep_slack, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
@@ -136,6 +142,8 @@ void visit_owned(Visit&& visit) {
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
   visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
 }
 
 /// visit(name, member, owner's name, its member, word, why): the setting has its default
@@ -170,6 +178,8 @@ void visit_idle(Visit&& visit) {
         "since what tokens are worth comes from outside");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
         "since what tokens are worth comes from outside");
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",
+        "since it is chosen anew where there is no room");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
         "since what each step paid is summed token by token");
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "io/status.h"
@@ -14,24 +15,38 @@ constexpr std::array kKinds = {
                .source = "",
                .keeps_tokens = false,
                .accumulates = false,
-               .is_given = false},
+               .is_given = false,
+               .joins = false},
     KeeperKind{.name = "newest",
                .source = "StreamingLLM 3.2",
                .keeps_tokens = false,
                .accumulates = false,
-               .is_given = false},
+               .is_given = false,
+               .joins = false},
     KeeperKind{.name = "observed",
                .source = "SnapKV 4, PRKV 3.4",
                .keeps_tokens = true,
                .accumulates = false,
-               .is_given = false},
+               .is_given = false,
+               .joins = false},
     KeeperKind{.name = "heavy",
                .source = "H2O 4",
                .keeps_tokens = true,
                .accumulates = true,
-               .is_given = false},
-    KeeperKind{
-        .name = "given", .source = "", .keeps_tokens = true, .accumulates = true, .is_given = true},
+               .is_given = false,
+               .joins = false},
+    KeeperKind{.name = "arkv",
+               .source = "ARKV IV",
+               .keeps_tokens = true,
+               .accumulates = false,
+               .is_given = false,
+               .joins = true},
+    KeeperKind{.name = "given",
+               .source = "",
+               .keeps_tokens = true,
+               .accumulates = true,
+               .is_given = true,
+               .joins = false},
 };
 
 }  // namespace
@@ -81,6 +96,26 @@ std::vector<int32_t> most_attended(const KeepArgs& args) {
   return kept;
 }
 
+std::vector<int32_t> who_stays(const StayArgs& args) {
+  const std::span<const int32_t> columns = args.columns;
+  const auto count = static_cast<int64_t>(columns.size());
+  std::vector<float> pooled(count, 0.0f);
+  for (int64_t i = 0, first = 0; i < count; ++i) {
+    while (columns[first] < columns[i] - (args.pool - 1) / 2) ++first;
+    for (int64_t j = first; j < count && columns[j] <= columns[i] + args.pool / 2; ++j) {
+      pooled[i] += args.worth[j];
+    }
+  }
+  std::vector<int64_t> order(count);
+  std::iota(order.begin(), order.end(), int64_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t one, int64_t other) { return pooled[one] > pooled[other]; });
+  std::vector<int32_t> stay;
+  for (int64_t i = 0; i < std::min(count, args.tokens); ++i) stay.push_back(columns[order[i]]);
+  std::sort(stay.begin(), stay.end());
+  return stay;
+}
+
 void KeptTokens::set(std::vector<int32_t> columns, int64_t group_tokens) {
   columns_ = std::move(columns);
   bits_.assign(columns_.empty() ? 0 : columns_.back() / 64 + 1, 0);
@@ -105,6 +140,7 @@ void KeptTokens::truncate(const Cut& cut) {
     set(std::vector<int32_t>(columns_.begin(), end), cut.group_tokens);
   }
   if (next) next->erase(std::lower_bound(next->begin(), next->end(), cut.sealed), next->end());
+  joined_columns = std::min(joined_columns, cut.sealed);
   if (seen_columns - cut.columns <= cut.step) return;
   seen_columns = cut.columns;
   if (static_cast<int64_t>(mass.size()) > cut.columns) mass.resize(cut.columns);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -18,6 +19,9 @@ struct KeeperKind {
   bool keeps_tokens;   // beside sinks and tail
   bool accumulates;    // what was paid since a prompt is summed up; else since the last turn
   bool is_given;       // what tokens are worth comes from outside, with each append
+  /// What leaves the tail joins those that are kept. Where there is no room for it a share of them
+  /// stays, by what the step before paid them.
+  bool joins;
 
   static std::span<const KeeperKind> all();
   /// Null where there is none of that name.
@@ -29,6 +33,11 @@ inline constexpr int64_t kKeepPoolMax = 63;
 /// Each becomes the sum of `pool` neighbours, itself in the middle (SnapKV 4.1); what would stand
 /// before the first and behind the last counts as nothing. pool: 1..kKeepPoolMax.
 void pool_neighbours(std::span<float> mass, int64_t pool);
+
+/// ARKV (9): a token's mean attention, and how much it varies, `variance` times.
+inline float worth_of(float mean, float square, double variance) {
+  return mean + static_cast<float>(variance) * std::max(0.0f, square - mean * mean);
+}
 
 /// What a layer's newest tokens are worth to be kept, said by somebody else.
 struct GivenWorth {
@@ -53,6 +62,17 @@ struct KeepArgs {
 /// sinks are never kept.
 std::vector<int32_t> most_attended(const KeepArgs& args);
 
+/// What of the kept tokens stays.
+struct StayArgs {
+  std::span<const int32_t> columns;  // kept, rising
+  std::span<const float> worth;      // of each
+  int64_t pool = 1;                  // neighbours by column, as pool_neighbours(); of the kept ones
+  int64_t tokens = 0;                // that stay
+};
+
+/// Those that are worth most, in rising order; ties to the lower one.
+std::vector<int32_t> who_stays(const StayArgs& args);
+
 /// Of one sequence and layer: which tokens are kept, and what the next choice will be made of.
 class KeptTokens {
  public:
@@ -71,7 +91,9 @@ class KeptTokens {
   int64_t queries_since = 0;  // decoded since the last choice
   int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;
-  std::optional<std::vector<int32_t>> next;  // chosen, and not gathered yet
+  /// Chosen, and not gathered yet; where tokens join, who stays if there is no room.
+  std::optional<std::vector<int32_t>> next;
+  int64_t joined_columns = 0;  // where tokens join: those before here had their chance
 
   /// Rising. Token i stands in slot i % group_tokens of kept page i / group_tokens.
   const std::vector<int32_t>& columns() const { return columns_; }

@@ -29,7 +29,18 @@ def attention_paid(
     log_sum_exp: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """What each token is paid, summed over queries, averaged over heads: ``[tokens]``.
+    """What each token is paid, summed over queries, averaged over heads: ``[tokens]``."""
+    return attention_weights(keys, query, first_column, log_sum_exp, scale).sum(1).mean(0)
+
+
+def attention_weights(
+    keys: torch.Tensor,
+    query: torch.Tensor,
+    first_column: int,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """What each query of each head pays each token: ``[heads, queries, tokens]``.
 
     keys: ``[kv_heads, tokens, head_dim]``; query: ``[heads, queries, head_dim]``, of which query i
     stands at column first_column + i and sees no later one; log_sum_exp: ``[heads, queries]``, of
@@ -37,5 +48,4 @@ def attention_paid(
     """
     keys = keys.float().repeat_interleave(len(query) // len(keys), 0)
     scores = query.float() @ keys.transpose(1, 2) * scale
-    weights = (scores - log_sum_exp[..., None]).exp()
-    return weights.tril(first_column).sum(1).mean(0)
+    return (scores - log_sum_exp[..., None]).exp().tril(first_column)

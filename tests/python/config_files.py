@@ -57,6 +57,9 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "none", "keeper": "newest", "tail_tokens": 1020, "groups_max": 1, "pages_max": 8},
     {"rows": "box", "keeper": "observed", "keep_tokens": 1, "keep_window": 4096, "keep_pool": 63},
     {"rows": "none", "keeper": "heavy", "keep_interval": 1, "keep_pool": 5},
+    {"rows": "none", "keeper": "arkv", "keep_variance": 263.8108280337562, "keep_slack": 0.0},
+    {"rows": "box", "keeper": "arkv", "keep_variance": 1e6, "keep_slack": 1.0, "keep_pool": 3},
+    {"keeper": "observed", "keep_variance": 0.0, "keep_slack": 0.75},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,
@@ -134,6 +137,14 @@ BAD: list[tuple[str, str]] = [
                           ("keep_pool", 0), ("keep_pool", 64), ("keep_interval", -1))),
     *((_file(rows="none", **{name: value}), f"{name}: must be left out where rows is none, since")
       for name, value in (("missed_mass_max", 0.1), ("audit_every", 16))),
+    *((_file(keeper="observed", **{name: 0.5}),
+       f"{name}: must be left out where keeper is observed, since it belongs to arkv")
+      for name in ("keep_variance", "keep_slack")),
+    (_file(keeper="arkv", keep_interval=4), "keep_interval: must be left out where keeper is arkv"),
+    *((_file(keeper="arkv", keep_slack=value), "keep_slack: must be a float from 0.0 to 1.0")
+      for value in (1, -0.5, 1.5, "all", None, True)),
+    (_file(keeper="arkv", keep_variance=-1.0),
+     "keep_variance: must be a float from 0.0 to 1000000.0, got -1.0"),
     (_file(rows="given", score="max"), "score: must be left out where rows is given, since scores"),
     (_file(rows="given", summary_dtype="int8"),
      "summary_dtype: must be left out where rows is given, since there is no summary"),

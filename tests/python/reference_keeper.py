@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvswap_torch.methods.observed import attention_paid, most_attended
+from kvswap_torch.methods.arkv import token_worth
+from kvswap_torch.methods.observed import attention_paid, attention_weights, most_attended
 
 
 @dataclass
@@ -20,6 +22,8 @@ class Kept:
     queries_since: int = 0
     seen: int = 0  # columns whose queries have counted
     is_due: bool = False
+    joined: int = 0  # columns before here had their chance to join
+    stay: list[int] | None = None  # who stays if there is no room, rising
     # Of the newest long chunk: queries [heads, n, head_dim], the first one's column, and their
     # log-sum-exps [heads, n].
     window: tuple[torch.Tensor, int, torch.Tensor] | None = None
@@ -30,6 +34,9 @@ class Kept:
 
     def crop(self, sealed: int, columns: int, step: int) -> None:
         self.columns = {column for column in self.columns if column < sealed}
+        self.joined = min(self.joined, sealed)
+        if self.stay is not None:
+            self.stay = [column for column in self.stay if column < sealed]
         if self.seen - columns > step:  # less may be a step that is made again
             self.mass, self.decay = self.mass[:columns], self.decay[:columns]
             self.seen = columns
@@ -40,12 +47,13 @@ class Kept:
 
 
 class ReferenceKeeper:
-    """``keeper="observed"``, ``"heavy"`` and ``"given"``: turns, and what happens between them."""
+    """Turns, and what happens between them."""
 
     def __init__(self, options: Any):
         self._options = options
         self._is_given = options.keeper == "given"
-        self.is_on = options.keeper in ("observed", "heavy", "given")
+        self.is_on = options.keeper in ("observed", "heavy", "arkv", "given")
+        self.joins = options.keeper == "arkv"
         self._sums_up = options.keeper == "heavy"
 
     def observe_chunk(self, state, query, log_sum_exp) -> None:
@@ -82,6 +90,8 @@ class ReferenceKeeper:
 
     def turn(self, state, sequence: int, sinks: list[int], scale: float) -> None:
         kept, group = state.kept[sequence], self._options.group_tokens
+        if self.joins:
+            return self._turn_after_prompt(state, sequence, sinks, scale)
         if self._is_given:
             age = state.columns - torch.arange(state.sealed)
             worth = kept.mass[: state.sealed] - age * kept.decay[: state.sealed]
@@ -107,10 +117,65 @@ class ReferenceKeeper:
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
         kept.window, kept.queries_since, kept.is_due = None, 0, False
 
+    def _may_stay(self, state, sequence: int, sinks: list[int], begin: int, end: int):
+        """bool [end]"""
+        may_stay, group = state.valid[sequence, :end].clone(), self._options.group_tokens
+        may_stay[:begin] = False
+        for sink in sinks:
+            may_stay[sink * group : (sink + 1) * group] = False
+        return may_stay
+
+    def _newcomers(self, *which: Any) -> list[int]:
+        """The newest, where there are more than there is room for."""
+        columns = self._may_stay(*which).nonzero().flatten().tolist()
+        return columns[-self._options.keep_tokens :]
+
+    def _turn_after_prompt(self, state, sequence: int, sinks: list[int], scale: float) -> None:
+        kept, options = state.kept[sequence], self._options
+        observed = min(state.sealed, kept.window[1] + kept.window[0].shape[1])
+        keys = state.keys[sequence, :, : state.sealed]
+        weights = attention_weights(keys, *kept.window, scale)
+        worth = token_worth(weights, len(keys), options.keep_variance)
+        worth = worth * state.valid[sequence, : state.sealed]
+        fresh = self._newcomers(state, sequence, sinks, observed, state.sealed)
+        may_stay = self._may_stay(state, sequence, sinks, 0, state.sealed)
+        may_stay[observed:] = False
+        room = options.keep_tokens - len(fresh)
+        chosen = most_attended(worth, may_stay, room, options.keep_pool).tolist()
+        kept.columns = {*chosen, *fresh}
+        kept.window, kept.stay, kept.is_due, kept.joined = None, None, False, state.sealed
+
+    def join(self, state, sequence: int, sinks: list[int]) -> None:
+        """What was sealed since is kept, where there is no room in the place of some that are."""
+        kept = state.kept[sequence]
+        fresh = self._newcomers(state, sequence, sinks, kept.joined, state.sealed)
+        room = self._options.keep_tokens - len(fresh)
+        if len(kept.columns) > room:
+            stay = sorted(kept.columns) if kept.stay is None else kept.stay
+            kept.columns = set(stay[:room])
+        kept.columns |= set(fresh)
+        kept.joined, kept.stay = state.sealed, None
+
+    def observe_kept(self, state, sequence: int, sinks: list[int], weights) -> None:
+        """After a step that nothing is sealed of yet: weights [heads, queries, columns]."""
+        kept, options = state.kept[sequence], self._options
+        kept.stay = None
+        if kept.is_due or not kept.columns:
+            return
+        fresh = self._newcomers(state, sequence, sinks, kept.joined, state.sealed)
+        if len(kept.columns) + len(fresh) <= options.keep_tokens:
+            return
+        is_kept = torch.zeros(state.columns, dtype=torch.bool)
+        is_kept[sorted(kept.columns)] = True
+        worth = token_worth(weights, state.keys.shape[1], options.keep_variance) * is_kept
+        stay = math.floor(options.keep_slack * len(kept.columns))
+        kept.stay = most_attended(worth, is_kept, stay, options.keep_pool, -torch.inf).tolist()
+
     def observe_step(self, state, weights) -> None:
         """After a step: weights [batch, heads, queries, columns]."""
         interval = self._options.keep_interval
-        for sequence, kept in enumerate(state.kept if interval and not self._is_given else []):
+        is_counted = interval and not self._is_given and not self.joins
+        for sequence, kept in enumerate(state.kept if is_counted else []):
             fresh = min(weights.shape[2], max(0, state.columns - kept.seen))
             is_observed = (
                 self._sums_up or kept.queries_since + self._options.keep_window >= interval

@@ -138,6 +138,7 @@ class ReferenceSession:
         output, (weights, _) = self._attention(state, query, visible, (scale, softcap, sinks))
         if self._keeper.is_on and not self._is_exact(layer):
             self._keeper.observe_step(state, weights)
+            self._observe_kept(state, weights)
         self._count(chosen)
         self._seal(state)
         return output
@@ -267,8 +268,24 @@ class ReferenceSession:
     def _turn(self, state: Layer, column: int) -> None:
         for sequence, kept in enumerate(state.kept):
             is_due = kept.is_due and column >= kept.seen
-            if is_due and not self._fits(state, sequence):
-                self._keeper.turn(state, sequence, self._groups(state, sequence)[0], self._scale)
+            if self._fits(state, sequence):
+                continue
+            sinks = self._groups(state, sequence)[0]
+            if is_due:
+                self._keeper.turn(state, sequence, sinks, self._scale)
+            elif self._keeper.joins:
+                self._keeper.join(state, sequence, sinks)
+
+    def _observe_kept(self, state: Layer, weights: torch.Tensor) -> None:
+        """As if what is due had left the tail."""
+        then = copy.copy(state)
+        then.sealed = max(state.sealed, self._sealed_at(state.columns))
+        for sequence in range(len(state.keys) if self._keeper.joins else 0):
+            state.kept[sequence].seen = max(state.kept[sequence].seen, state.columns)
+            state.kept[sequence].stay = None
+            if not self._fits(then, sequence):
+                sinks = self._groups(then, sequence)[0]
+                self._keeper.observe_kept(then, sequence, sinks, weights[sequence])
 
     def _choose(self, layer: int, query: torch.Tensor, scale: float) -> list[list[int]]:
         """Per sequence: union over the queries of each one's best groups, in rising order."""

@@ -28,7 +28,15 @@ class LongestKey(TokenScores):
         return Worth(keys.float().norm(dim=-1).mean(1))
 
 
-@pytest.mark.parametrize("keeper", ["observed", "heavy", "given"])
+OWN = {
+    "observed": {"keep_interval": 3, "keep_window": 3},
+    "heavy": {"keep_interval": 3, "keep_window": 3},
+    "arkv": {"keep_window": 3, "keep_variance": 263.8},
+    "given": {"keep_interval": 3, "rows": "given", "rank": 32},
+}
+
+
+@pytest.mark.parametrize("keeper", ["observed", "heavy", "arkv", "given"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_same_tokens_are_kept_after_the_nth_read_failed(
     keeper: str, batch: int, tmp_path: Path
@@ -39,9 +47,8 @@ def test_the_same_tokens_are_kept_after_the_nth_read_failed(
         pages_max=8,
         keeper=keeper,
         keep_tokens=10,
-        keep_interval=3,
         reader="sync",
-        **SMALL | ({"rows": "given", "rank": 32} if keeper == "given" else {"keep_window": 3}),
+        **SMALL | OWN[keeper],
     )
 
     def opened() -> KVSwapCache:

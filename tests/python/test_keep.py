@@ -15,7 +15,7 @@ from kvswap_torch.cli.generate import _keep
 from kvswap_torch.keep import with_keep
 from tests.python.tiny_models import has_native, tiny_model
 
-DROPPING = ("snapkv", "h2o", "tova", "streaming", "window")
+DROPPING = ("snapkv", "arkv-origin", "h2o", "tova", "streaming", "window")
 
 
 def attended(config: SwapConfig) -> int:
@@ -31,7 +31,7 @@ def test_so_many_are_attended_and_shared_alike(name: str, tokens: int) -> None:
     assert (config.sink_tokens, config.keeper) == (usual.sink_tokens, usual.keeper)
     if name == "h2o":
         assert abs(config.keep_tokens - config.tail_tokens) <= 1
-    if name in ("snapkv", "tova"):
+    if name in ("snapkv", "arkv-origin", "tova"):
         assert config.tail_tokens == usual.tail_tokens
 
 
@@ -103,8 +103,9 @@ def test_everything_kept_is_the_full_cache(name: str, tmp_path: Path) -> None:
             resident[keep] = stats.resident_bytes_peak
             # The last token is told and not read; groups wait in the tail for their end.
             dropped = 719 - math.ceil(keep * 720)
-            # What leaves the tail after the prompt's turn is dropped where no turn follows.
-            late = 20 if name == "snapkv" else 1
+            # What leaves the tail after the prompt's turn is dropped where no turn follows; in one
+            # of arkv's a quarter.
+            late = {"snapkv": 20, "arkv-origin": math.ceil(keep * 720) // 4}.get(name, 1)
             assert dropped - 64 <= stats.tokens_dropped <= max(0, dropped) + late
         if keep == 1.0:
             assert torch.equal(told, model.generate(prompt, **options))

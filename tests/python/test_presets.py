@@ -89,7 +89,7 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
         assert cache.stats().bytes_read > 0
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova", "prkv"])
+@pytest.mark.parametrize("name", ["snapkv", "arkv-origin", "h2o", "tova", "prkv"])
 def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     """With one group in pages nothing fits, and everything is kept."""
     model = model_of(2)

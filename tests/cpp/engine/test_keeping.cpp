@@ -73,13 +73,23 @@ class Pair {
   EngineRun other_;
 };
 
-TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
+EngineOptions joining_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keeper = "arkv";
+  options.keep_interval = 0;
+  options.keep_variance = 263.8;
+  return options;
+}
+
+/// Turns of each layer and sequence in 8 steps, whatever read fails.
+void expect_right_after_faults(EngineOptions (*made)(const std::string&, const std::string&),
+                               const std::string& rows, uint64_t turns) {
   int64_t failures = 0;
   for (uint64_t read = 1; read <= 60 && !testing::Test::HasFailure(); ++read) {
     SCOPED_TRACE(read);
     const TestDirectory directory;
     ReadFaults faults;
-    EngineOptions options = keeping_options(directory.path());
+    EngineOptions options = made(directory.path(), rows);
     const EngineOptions undisturbed = options;
     options.merge_bytes_max = 4096;
     options.merge_gap_bytes = 0;
@@ -92,10 +102,57 @@ TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
     for (int64_t step = 0; step < 8; ++step) {
       for (const int64_t layer : {0, 1}) failures += pair.step(layer, faults) - 1;
     }
-    EXPECT_EQ(pair.one().engine().parts().counters.turns, 4u * 2) << "after the prompt, and then";
+    EXPECT_EQ(pair.one().engine().parts().counters.turns, turns * kBatch * 2) << "of two layers";
     EXPECT_EQ(pair.one().engine().tokens_kept(), 10);
   }
   EXPECT_GT(failures, 50);
+}
+
+TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
+  expect_right_after_faults(keeping_options, "box", 2);
+}
+
+TEST(Joining, ATurnThatFailsIsMadeAgainAndRight) {
+  expect_right_after_faults(joining_options, "box", 3);
+}
+
+TEST(Joining, WhatLeavesTheTailIsKeptUntilThereIsNoRoomAndNothingIsRead) {
+  const TestDirectory directory;
+  EngineOptions options = joining_options(directory.path(), "none");
+  options.keep_tokens = 20;
+  ReadFaults faults;
+  Pair pair(options, options);
+  const EngineParts& parts = pair.one().engine().parts();
+  std::vector<double> kept;
+  std::vector<uint64_t> turns;
+  uint64_t read = 0;
+  for (int64_t step = 0; step < 24; ++step) {
+    pair.step(0, faults);
+    if (step == 0) read = parts.fetcher->reader().counters().bytes;
+    if (step % 4 != 0) continue;
+    kept.push_back(2 * pair.one().engine().tokens_kept());  // one of two layers keeps them
+    turns.push_back(parts.counters.turns / kBatch);
+    EXPECT_EQ(pair.one().engine().tokens_dropped(), (151 + step - 11 - kept.back()) / 2);
+  }
+  // Groups of 4 are sealed after the steps that make 152, 156 ... tokens of 151.
+  EXPECT_EQ(kept, (std::vector<double>{20, 15 + 4, 14 + 4, 13 + 4, 12 + 4, 20}));
+  EXPECT_EQ(turns, (std::vector<uint64_t>{1, 2, 3, 4, 5, 5}));
+  EXPECT_EQ(parts.fetcher->reader().counters().bytes, read) << "kept tokens and the tail suffice";
+  ASSERT_TRUE(pair.one().engine().crop(160).is_ok());
+  EXPECT_LE(2 * pair.one().engine().tokens_kept(), 20);
+  ASSERT_TRUE(pair.one().engine().crop(5).is_ok());
+  EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
+}
+
+TEST(Joining, AllThatIsDecodedStaysWhereThereIsRoom) {
+  const TestDirectory directory;
+  EngineOptions options = joining_options(directory.path(), "none");
+  options.keep_tokens = 200;
+  ReadFaults faults;
+  Pair pair(options, options);
+  for (int64_t step = 0; step < 40; ++step) pair.step(0, faults);
+  EXPECT_EQ(pair.one().engine().tokens_dropped(), 0.0);
+  EXPECT_EQ(pair.one().engine().parts().counters.turns, 2u) << "after the prompt alone";
 }
 
 TEST(Keeping, NothingIsKeptWhileEverythingFits) {
@@ -121,9 +178,7 @@ TEST(Keeping, WithoutRowsOnlyWhatIsKeptIsAttended) {
   EXPECT_TRUE(options.is_exact(0));
 }
 
-TEST(Keeping, CountsAgainstTheBudget) {
-  const TestDirectory directory;
-  EngineOptions options = keeping_options(directory.path());
+void expect_counted(EngineOptions options) {
   const int64_t record_bytes = options.payload_bytes();
   options.kv_memory_bytes = 4 << 20;  // write buffers follow from it
   const MemoryNeed need = memory_need(options, record_bytes, kBatch, 200);
@@ -143,6 +198,12 @@ TEST(Keeping, CountsAgainstTheBudget) {
   EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
   options.kv_memory_bytes = need.total() / 2;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
+}
+
+TEST(Keeping, CountsAgainstTheBudget) {
+  const TestDirectory directory;
+  expect_counted(keeping_options(directory.path()));
+  expect_counted(joining_options(directory.path(), "box"));
 }
 
 TEST(Keeping, IsNeitherForDevicesNorSaved) {

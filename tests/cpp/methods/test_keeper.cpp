@@ -94,6 +94,53 @@ TEST(MostAttended, SetsNestAsMoreAreKept) {
   }
 }
 
+TEST(WhoStays, AreThoseWorthMostWithTheirNeighbours) {
+  const Columns columns = {2, 3, 7, 8, 9, 20};
+  const std::vector<float> worth = {4, 1, 2, 3, 2, 6};
+  const auto stay = [&](int64_t tokens, int64_t pool) {
+    return who_stays({.columns = columns, .worth = worth, .pool = pool, .tokens = tokens});
+  };
+  EXPECT_EQ(stay(0, 1), Columns{});
+  EXPECT_EQ(stay(2, 1), (Columns{2, 20}));
+  EXPECT_EQ(stay(4, 1), (Columns{2, 7, 8, 20})) << "the lower of equals";
+  EXPECT_EQ(stay(1, 3), (Columns{8})) << "2 + 3 + 2";
+  EXPECT_EQ(stay(3, 3), (Columns{2, 8, 20})) << "5, 5, 5, 7, 5, 6";
+  EXPECT_EQ(stay(9, 5), columns) << "all there are";
+}
+
+TEST(WhoStays, CountsOnlyWhatIsKeptBeside) {
+  std::mt19937_64 random(3);
+  for (int64_t pool = 1; pool <= 9; ++pool) {
+    Columns columns;
+    std::vector<float> worth, dense(120, 0.0f);
+    for (int32_t column = 0; column < 120; ++column) {
+      if (random() % 3 == 0) continue;
+      columns.push_back(column);
+      worth.push_back(static_cast<float>(random() % 16));
+      dense[column] = worth.back();
+    }
+    pool_neighbours(dense, pool);
+    const Columns stay =
+        who_stays({.columns = columns, .worth = worth, .pool = pool, .tokens = 30});
+    ASSERT_EQ(stay.size(), 30u);
+    for (const int32_t column : columns) {
+      if (std::binary_search(stay.begin(), stay.end(), column)) continue;
+      for (const int32_t other : stay) {
+        ASSERT_GE(dense[other], dense[column]) << pool;
+        if (dense[other] == dense[column]) {
+          ASSERT_LT(other, column);
+        }
+      }
+    }
+  }
+}
+
+TEST(WorthOf, IsTheMeanAndWhatItVaries) {
+  EXPECT_EQ(worth_of(0.5f, 0.25f, 100), 0.5f);
+  EXPECT_EQ(worth_of(0.5f, 0.5f, 2), 1.0f);
+  EXPECT_EQ(worth_of(0.5f, 0.2f, 100), 0.5f) << "rounding makes no variance below 0";
+}
+
 TEST(KeptTokens, KnowTheirColumnsAndWholeGroups) {
   KeptTokens kept;
   EXPECT_EQ(kept.mask(0, 64), 0u);

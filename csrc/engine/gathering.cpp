@@ -1,0 +1,119 @@
+// How the bytes of kept tokens come together.
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/keeping.h"
+
+namespace kvswap {
+
+/// The tokens of `columns`, packed to gathered_: from where they are kept now, or from the file.
+Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+  const EngineOptions& options = parts_.options;
+  SequencePages& pages = batch_.pages(part);
+  const std::vector<int32_t>& kept = pages.kept(layer).columns();
+  gathered_.resize(options.kept_pages() * options.group_bytes());
+  decoded_.resize(options.group_bytes());
+  missing_.clear();
+  const std::byte* page = nullptr;
+  int64_t group = -1;  // that stands in the page
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto to = static_cast<int64_t>(i);
+    const auto found = std::lower_bound(kept.begin(), kept.end(), columns[i]);
+    if (found != kept.end() && *found == columns[i]) {
+      const int64_t place = found - kept.begin();
+      put(to, pages.kept_page(layer, place / options.group_tokens), place % options.group_tokens);
+      continue;
+    }
+    if (columns[i] / options.group_tokens != group) {
+      group = columns[i] / options.group_tokens;
+      page = page_in_tail(layer, part, group);
+    }
+    if (page == nullptr) {
+      missing_.push_back(i);
+    } else {
+      put(to, page, columns[i] % options.group_tokens);
+    }
+  }
+  for (size_t first = 0, end = 0; first < missing_.size(); first = end) {
+    KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
+  }
+  return Status::ok();
+}
+
+/// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.
+Status Keeping::read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns,
+                            size_t first, size_t& end) {
+  const EngineOptions& options = parts_.options;
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const int64_t most = 2 * blocks.value().groups;
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(layer));
+  fetch_.layer = layer;
+  fetch_.loads.clear();
+  const auto group_of = [&](size_t i) {
+    return columns[missing_[i]] / static_cast<int32_t>(options.group_tokens);
+  };
+  for (end = first; end < missing_.size(); ++end) {
+    const int32_t group = group_of(end);
+    if (!fetch_.loads.empty() && fetch_.loads.back().group == group) continue;
+    const auto count = static_cast<int64_t>(fetch_.loads.size());
+    if (count == most) break;
+    std::byte* target = blocks.value().slots[0] + count * parts_.record_bytes();
+    fetch_.loads.push_back({part, group, -1, target, nullptr});
+  }
+  KVSWAP_RETURN_IF_ERROR(parts_.fetcher->submit(fetch_));
+  Status arrived = parts_.fetcher->finish(fetch_);
+  if (arrived.is_pending()) parts_.fetcher->abandon(fetch_, blocks.value().memory);
+  KVSWAP_RETURN_IF_ERROR(arrived);
+  std::vector<int8_t> note(options.note_bytes());
+  size_t i = first;
+  for (const Load& load : fetch_.loads) {
+    parts_.store->copy_note(layer, part, load.group, note.data());
+    const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
+    for (; i < end && group_of(i) == load.group; ++i) {
+      put(static_cast<int64_t>(missing_[i]), page, columns[missing_[i]] % options.group_tokens);
+    }
+  }
+  return Status::ok();
+}
+
+/// Token `slot` of a page becomes kept token `place`.
+void Keeping::put(int64_t place, const std::byte* page, int64_t slot) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  copy_token(gathered_.data() + place / group_tokens * parts_.options.group_bytes(),
+             place % group_tokens, page, slot);
+}
+
+void Keeping::copy_token(std::byte* target, int64_t place, const std::byte* page,
+                         int64_t slot) const {
+  const EngineOptions& options = parts_.options;
+  const int64_t row = options.head_dim * dtype_bytes(options.dtype);
+  const int64_t group_tokens = options.group_tokens;
+  for (int64_t side = 0; side < 2 * options.record_shape().kv_heads; ++side) {  // K and V of a head
+    std::memcpy(target + (side * group_tokens + place) * row,
+                page + (side * group_tokens + slot) * row, row);
+  }
+}
+
+/// A sealed group that still stands in the tail's pages, as its record has it; null: it does not.
+const std::byte* Keeping::page_in_tail(int64_t layer, int64_t part, int64_t group) {
+  const EngineOptions& options = parts_.options;
+  if (!joins() || group < batch_.layer(layer).first_in_tail) return nullptr;
+  const std::byte* page = tail_.page(layer, part, group);
+  if (!options.has_float8_records()) return page;
+  rounded_.resize(options.payload_bytes());
+  std::vector<int8_t> exponents(options.note_bytes());
+  const void* from = page;
+  void* to = rounded_.data();
+  encode_records({.shape = options.record_shape(),
+                  .dtype = options.dtype,
+                  .from = &from,
+                  .to = &to,
+                  .exponents = exponents.data(),
+                  .count = 1},
+                 {});
+  return tokens_of_page(options, rounded_.data(), exponents.data(), decoded_.data());
+}
+
+}  // namespace kvswap

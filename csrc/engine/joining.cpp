@@ -1,0 +1,153 @@
+// Keepers whose KeeperKind::joins: what leaves the tail is kept until there is no room.
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "engine/keeping.h"
+
+namespace kvswap {
+
+/// Sealed tokens of [begin, end) that may be kept; of more than there is room for the newest.
+std::vector<int32_t> Keeping::newcomers(int64_t layer, int64_t part, int64_t begin,
+                                        int64_t end) const {
+  const EngineOptions& options = parts_.options;
+  const TokenValidity& validity = batch_.validity(part);
+  std::vector<int32_t> columns;
+  for (int64_t column = end; column-- > begin;) {
+    if (static_cast<int64_t>(columns.size()) == options.keep_tokens) break;
+    const int64_t group = column / options.group_tokens;
+    const bool is_sink = batch_.is_sink(part, group) || batch_.is_pinned(layer, part, group);
+    if (validity.is_valid(column) && !is_sink) columns.push_back(static_cast<int32_t>(column));
+  }
+  std::reverse(columns.begin(), columns.end());
+  return columns;
+}
+
+/// Once what is due has left the tail.
+bool Keeping::lacks_room(int64_t layer, int64_t part) const {
+  const EngineOptions& options = parts_.options;
+  if (!joins() || !options.keeps_tokens(layer)) return false;
+  const Batch::Layer& state = batch_.layer(layer);
+  const KeptTokens& kept = batch_.pages(part).kept(layer);
+  const int64_t sealed = std::max(state.sealed_groups, options.sealed_groups(state.columns));
+  if (kept.is_due || kept.columns().empty() || batch_.fits(layer, part, sealed)) return false;
+  const std::vector<int32_t> fresh =
+      newcomers(layer, part, kept.joined_columns, sealed * options.group_tokens);
+  return static_cast<int64_t>(kept.columns().size() + fresh.size()) > options.keep_tokens;
+}
+
+/// By what the window's queries paid; what was decoded since stays.
+Status Keeping::turn_after_prompt(int64_t layer, int64_t part) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
+  const int64_t observed = std::min(sealed, kept.window.first_column + kept.window.count);
+  KVSWAP_RETURN_IF_ERROR(weigh(layer, part, sealed));
+  const std::vector<int32_t> fresh = newcomers(layer, part, observed, sealed);
+  std::vector<int32_t> columns =
+      most_attended({.mass = std::span(mass_).first(observed),
+                     .valid = &batch_.validity(part),
+                     .sinks = batch_.pages(part).sinks(layer),
+                     .group_tokens = options.group_tokens,
+                     .tokens = options.keep_tokens - static_cast<int64_t>(fresh.size())});
+  columns.insert(columns.end(), fresh.begin(), fresh.end());
+  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns)));
+  kept.window = {};
+  kept.next.reset();
+  kept.is_due = false;
+  kept.joined_columns = sealed;
+  ++parts_.counters.turns;
+  return Status::ok();
+}
+
+/// What has left the tail is kept, where there is no room in the place of some that are.
+Status Keeping::join(int64_t layer, int64_t part) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
+  const std::vector<int32_t> fresh = newcomers(layer, part, kept.joined_columns, sealed);
+  const auto room = options.keep_tokens - static_cast<int64_t>(fresh.size());
+  if (static_cast<int64_t>(kept.columns().size()) > room) {
+    std::vector<int32_t> columns = kept.next ? *kept.next : kept.columns();
+    if (static_cast<int64_t>(columns.size()) > room) columns.resize(room);
+    columns.insert(columns.end(), fresh.begin(), fresh.end());
+    KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns)));
+    ++parts_.counters.turns;
+  } else if (!fresh.empty()) {
+    KVSWAP_RETURN_IF_ERROR(append(layer, part, fresh));
+  }
+  kept.next.reset();
+  kept.joined_columns = sealed;
+  return Status::ok();
+}
+
+/// Behind those that are kept.
+Status Keeping::append(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
+  std::vector<int32_t> all = kept.columns();
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto from = static_cast<int64_t>(i);
+    const auto to = static_cast<int64_t>(all.size());
+    copy_token(batch_.pages(part).kept_page(layer, to / group_tokens), to % group_tokens,
+               gathered_.data() + from / group_tokens * parts_.options.group_bytes(),
+               from % group_tokens);
+    all.push_back(columns[i]);
+  }
+  kept.set(std::move(all), group_tokens);
+  return Status::ok();
+}
+
+/// After a step behind which there is no room.
+void Keeping::observe_kept(int64_t layer, const PagedAttentionArgs& attended) {
+  const EngineOptions& options = parts_.options;
+  if (!options.keeps_tokens(layer)) return;
+  bool is_weighed = false;
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    KeptTokens& kept = batch_.pages(part).kept(layer);
+    kept.seen_columns = std::max(kept.seen_columns, batch_.layer(layer).columns);
+    kept.next.reset();
+    if (!lacks_room(layer, part)) continue;
+    if (!is_weighed) {
+      const bool has_variance = options.keep_variance > 0;
+      mean_.resize(batch_.size() * options.kv_heads * attended.pages_max * options.group_tokens);
+      square_.resize(has_variance ? mean_.size() : 0);
+      attention_mass({.attention = attended,
+                      .mean = mean_.data(),
+                      .square = has_variance ? square_.data() : nullptr},
+                     {.parallel = parts_.threads()});
+      is_weighed = true;
+    }
+    choose_who_stays(layer, part, attended);
+  }
+}
+
+void Keeping::choose_who_stays(int64_t layer, int64_t part, const PagedAttentionArgs& attended) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  const auto count = static_cast<int64_t>(kept.columns().size());
+  const int64_t slots = attended.pages_max * options.group_tokens;
+  mass_.assign(count, 0.0f);
+  for (int64_t entry = 0; entry < attended.page_counts[part]; ++entry) {
+    const int64_t column = attended.columns[part * attended.pages_max + entry];
+    if (column >= 0) continue;
+    const int64_t first = -column - options.group_tokens;  // see PageTable
+    for (int64_t slot = 0; slot < std::min(options.group_tokens, count - first); ++slot) {
+      for (int64_t head = 0; head < options.kv_heads; ++head) {
+        const int64_t at =
+            (part * options.kv_heads + head) * slots + entry * options.group_tokens + slot;
+        mass_[first + slot] +=
+            square_.empty() ? mean_[at] : worth_of(mean_[at], square_[at], options.keep_variance);
+      }
+    }
+  }
+  kept.next = who_stays({.columns = kept.columns(),
+                         .worth = mass_,
+                         .pool = options.keep_pool,
+                         .tokens = static_cast<int64_t>(
+                             std::floor(options.keep_slack * static_cast<double>(count)))});
+}
+
+}  // namespace kvswap
