@@ -1,0 +1,99 @@
+"""The C++ session against the executable specification, where tokens are kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvswap_torch.methods import METHODS
+from tests.python.test_session import (
+    BACK_ENDS,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    Twins,
+    live,
+    options,
+)
+
+
+@pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
+    rng = random.Random(seed)
+    keeper = ["observed", "heavy", "given", "arkv"][seed % 4]
+    arkv = {"keep_variance": rng.choice([0.0, 263.8]), "keep_slack": rng.choice([0.0, 0.75, 1.0])}
+    made = options(
+        tmp_path,
+        rows=rows,
+        heads=heads,
+        score=rng.choice(["sum", "mass"] if rows == "low_rank" else ["sum"]),
+        keeper=keeper,
+        keep_tokens=rng.choice([1, 7, 16, 30]),
+        keep_window=32 if keeper == "given" else rng.choice([1, 5, 20]),
+        keep_pool=rng.choice([1, 2, 5]) if keeper in ("observed", "arkv") else 5,
+        keep_interval=0 if keeper == "arkv" else rng.choice([0, 3, 8]),
+        **(arkv if keeper == "arkv" else {}),
+        exact_layers=rng.choice([[], [], [1]]),
+        group_tokens=rng.choice([1, 3, 4, 16]),
+        groups_max=rng.choice([1, 3, 8]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        sink_tokens=rng.choice([0, 4, 6]),
+        select_queries_max=rng.choice([1, 4, 8]),
+        **rng.choice(BACK_ENDS[:4]),
+    )
+    if heads == "all" and made.group_tokens >= 3:
+        made.records = rng.choice(["model", "fp8"])
+    twins = live(made, rng, seed)
+    assert 0 <= twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens
+
+
+@pytest.mark.parametrize("rows", ["box", "none"])
+def test_turns_follow_prompts_and_intervals(tmp_path, rows):
+    made = options(tmp_path, rows=rows, keeper="observed", keep_tokens=16, keep_window=4)
+    made.keep_interval = 6
+    twins = Twins(made)
+    turns = []
+    for tokens in (150, 1, 1, 1, 1, 1, 1, 1, 1, 30, 1):
+        twins.forward(2, tokens)
+        turns.append(twins.sessions[0].counters()["turns"])
+    of_all = 2 * LAYERS  # each sequence and layer
+    assert turns == [of_all * n for n in (0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3)]
+    assert twins.sessions[0].counters()["tokens_kept"] == 16
+    ledger = twins.sessions[0].ledger()
+    assert ledger["kept"] >= 2 * LAYERS * 16 * 2 * KV_HEADS * HEAD_DIM * 4
+    twins.all("crop", 20)
+    assert twins.sessions[0].counters()["tokens_kept"] <= 12
+    twins.forward(2, 1)
+    twins.all("reset")
+    assert twins.sessions[0].counters()["tokens_kept"] == 0
+
+
+@pytest.mark.parametrize("rows", ["box", "none"])
+@pytest.mark.parametrize("records", ["model", "fp8"])
+def test_what_is_decoded_is_kept_until_there_is_no_room(tmp_path, rows, records):
+    """Groups of 4 leave the tail of 8: what the prompt left of the room, then a quarter of it."""
+    made = options(tmp_path, rows=rows, keeper="arkv", keep_tokens=150, records=records)
+    made.keep_variance, made.group_tokens = 263.8, 4 if records == "model" else 16
+    twins = Twins(made, seed=1)
+    kept, turns, read = [], [], []
+    for tokens in (150, *[1] * 80):
+        twins.forward(2, tokens)
+        counters = twins.sessions[0].counters()
+        kept.append(counters["tokens_kept"])
+        turns.append(counters["turns"] / (2 * LAYERS))
+        read.append(counters["bytes_read"])
+    sealed = 150 - 8 - (150 - 8) % made.group_tokens
+    sinks = made.group_tokens
+    assert kept[1] == sealed - sinks and turns[1] == 1
+    assert max(kept) > 150 - made.group_tokens and max(kept) <= 150
+    first = turns.index(2)
+    assert kept[first] == int(0.75 * kept[first - 1]) + made.group_tokens
+    if rows == "none":
+        assert read[-1] == read[1], "nothing is read for what joins"
+        assert counters["tokens_dropped"] > 0
+    twins.all("select_sequences", [1, 1, 0])
+    for tokens in (1, 3, 40, 1, 2):
+        twins.forward(3, tokens)
