@@ -84,8 +84,8 @@ struct SaveArgs;
 ///   append(i, tokens)    the new tokens' K and V
 ///   attend(i, query, scale, output)
 /// Up to select_queries_max tokens attend over sinks, selected groups and tail; a longer chunk
-/// attends exactly over everything before it, which is streamed from disk. With records=fp8 those of
-/// its own tokens that the append has sealed are rounded, too.
+/// attends exactly over everything before it, which is streamed from disk. With records=fp8 those
+/// of its own tokens that the append has sealed are rounded, too.
 ///
 /// A layer that must choose among more groups than groups_max needs a projection first.
 ///
