@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import machine
 from bench.quality.harness import REFERENCE, Harness, Setting
-from bench.quality.methods import FAMILIES, SETTINGS
+from bench.quality.methods import FAMILIES, OF_CLUSTERS, SETTINGS
 from bench.quality.plan import make_plan
 from bench.quality.report import RESULTS, print_summary, summarise, write
 from bench.quality.tasks import LANGUAGE, OF_TEXT, TASKS
@@ -36,6 +36,10 @@ Methods are written FAMILY:SETTING=VALUE,SETTING=VALUE and separated by spaces. 
 kvswap.json has it. Settings of kvswap:
 
 {chr(10).join(f"{name}: {text}" + chr(10) for name, text in SETTINGS.items())}
+
+Settings of clusters (DynaKV; emulated alone, the engine has no clusters yet):
+
+{chr(10).join(f"{name}: {text}" + chr(10) for name, text in OF_CLUSTERS.items())}
 
 Sets: core (what is compared), grid (one setting varied at a time), layers (one layer at a time on
 the full cache: shows which layer a gap comes from), presets (each at three shares of the memory).

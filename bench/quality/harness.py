@@ -235,7 +235,8 @@ def _line(document: Document, method: Resolved, size: Bytes) -> dict[str, Any]:
         "summary_bytes": method.summary_bytes,
         "full_bytes": size.full,
         "record_bytes": method.record_bytes,
-        "ranks": None if method.config is None else list(method.config.ranks(size.shape.layers)),
+        "layers_read": size.shape.layers,
+        "ranks": None if method.frame is None else list(method.config.ranks(size.shape.layers)),
         "groups_max": None if method.frame is None else method.frame.groups_max,
         "group_tokens": None if method.frame is None else method.frame.group_tokens,
     }

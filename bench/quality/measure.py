@@ -13,13 +13,11 @@ from bench.quality.document import Document, Sample
 from bench.quality.emulate import Emulation, Past
 from bench.quality.methods import Resolved
 from bench.quality.others import Full
-from bench.quality.tasks import LOSSES
+from bench.quality.reading import Reading
 from bench.quality.told import Told, answer_rows, score_sample
 from bench.quality.view import View
-from kvswap_torch.tuning.traffic import hit_rate
 
 MASS_ROWS = 96  # of a document, whose attention mass is compared with the choice
-REPLAYED = 2  # samples whose choices are replayed through a reuse buffer
 BATCH_ROWS = 192  # tokens of samples that follow at once: bounds the memory of scores
 PAD = 0
 
@@ -105,8 +103,8 @@ def run(
     Returns
     -------
     dict
-        ``samples`` (see `score_sample`), ``layers`` (see `Layers`), ``hit_rate`` and
-        ``groups_per_step``; fit for JSON.
+        ``samples`` (see `score_sample`), ``layers`` (see `Layers`), and what `Reading` counts; fit
+        for JSON.
     """
     observer = _Observer(resolved, document, len(past.layers), emulation.parts.shape.heads)
     answered: dict[int, dict[str, Any]] = {}
@@ -118,8 +116,7 @@ def run(
     return {
         "samples": [answered[i] for i in sorted(answered)],
         "layers": observer.layers.as_dict(),
-        "hit_rate": observer.hit_rate(),
-        "groups_per_step": observer.groups_per_step(),
+        **observer.reading.as_dict(),
     }
 
 
@@ -170,15 +167,9 @@ class _Observer:
     """Compares choices with true attention mass, layer by layer."""
 
     def __init__(self, resolved: Resolved, document: Document, layers: int, heads: int):
-        self._resolved = resolved
         self._frame = resolved.frame
         self._share = MASS_ROWS / max(1, sum(len(sample.ids) - 1 for sample in document.samples))
-        self._replayed = {
-            i for i, sample in enumerate(document.samples) if sample.task not in LOSSES
-        }
-        self._replayed = set(sorted(self._replayed)[:REPLAYED])
-        self._choices: list[list[list[int]]] = []
-        self._steps = self._groups = 0
+        self.reading = Reading(resolved, document, layers)
         self.layers = Layers(
             defaultdict(lambda: torch.zeros(layers, heads)),
             defaultdict(lambda: torch.zeros(layers)),
@@ -188,7 +179,7 @@ class _Observer:
 
     def begin(self, batch: list[int], samples: list[Sample], rows: int) -> None:
         """The next calls are of these samples, padded to so many rows."""
-        self._batch, self._samples = batch, samples
+        self.reading.begin(batch, samples)
         numbers, tasks = [], []
         for place, sample in enumerate(samples):
             count = len(sample.ids) - 1
@@ -215,7 +206,7 @@ class _Observer:
                 self.layers.recall[task][view.layer, head] += value
         if self._frame is not None:
             self._compare(view, total / view.query.shape[1], mask)
-            self._note_choices(view, mask)
+        self.reading.note(view, mask)
 
     def _measured(self, view: View, mask: torch.Tensor) -> torch.Tensor:
         """[batch, k, n, columns] -> the measured rows, [count, k, columns]."""
@@ -239,33 +230,6 @@ class _Observer:
         for i, task in enumerate(self._tasks):
             self.layers.best[task][view.layer] += best[i]
             self.layers.overlap[task][view.layer] += shared[i]
-
-    def _note_choices(self, view: View, mask: torch.Tensor | None) -> None:
-        if mask is None or self._resolved.record_bytes == 0:
-            return
-        chosen = self._frame.chosen(mask, view)
-        for place, number in enumerate(self._batch):
-            rows = len(self._samples[place].ids) - 1
-            for head in chosen[place, :, :rows]:
-                # Rows that attend everything chose nothing.
-                steps = head[head.sum(1) <= self._frame.groups_max]
-                self._steps += len(steps)
-                self._groups += int(steps.sum())
-                if number in self._replayed:
-                    self._choices.append([row.nonzero().flatten().tolist() for row in steps])
-
-    def hit_rate(self) -> float | None:
-        """Of the reuse buffer, over the replayed samples; None where nothing is read."""
-        pages = self._resolved.pages
-        usable = [c for c in self._choices if len(c) > 1]
-        if not usable:
-            return None
-        policy = self._resolved.config.replacement
-        return round(sum(hit_rate(c, pages, policy) for c in usable) / len(usable), 4)
-
-    def groups_per_step(self) -> float:
-        """Groups chosen per layer and step."""
-        return round(self._groups / self._steps, 2) if self._steps else 0.0
 
 
 def _rounded(values: torch.Tensor) -> Any:

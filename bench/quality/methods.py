@@ -12,12 +12,18 @@ from dataclasses import dataclass
 
 from bench.quality.budget import Bytes
 from bench.quality.choosing import Frame
+from bench.quality.cluster_bytes import cluster_need, cluster_pages, pages_that_fit
+from bench.quality.cluster_updates import UPDATES
+from bench.quality.clusters import ClusterMethod, ClusterSettings
 from bench.quality.emulate import Method
 from bench.quality.others import Chance, Full, Oracle, Recent, Snap
 from bench.quality.product import CHANGED, OWN, Product
 from bench.quality.projections import Projections
 from bench.quality.swap import SCORES, Swap
+from bench.quality.values import number, one_of, whole
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.methods import cluster_choice
+from kvswap_torch.methods.clusters import ClusterOptions
 from kvswap_torch.preset import presets
 from kvswap_torch.projection import Pair
 
@@ -37,6 +43,17 @@ SETTINGS = {
     "question": "decoded (token by token, like the answer) or exact (as a long chunk)",
     "memory": "share of the full cache, such as 1/13: settings are lowered until they fit",
 }
+OF_CLUSTERS = {
+    "tokens": "of a cluster, as k-means aims at; none is more than twice as large",
+    "heads": "who chooses: all KV heads together, or each for itself",
+    "update": "adaptive (DynaKV), static (the prompt's for good) or local (later ones apart)",
+    "score": f"one of {', '.join(cluster_choice.SCORES)}",
+    "attend": "tokens chosen at most, of each row; as many as the config's groups have",
+    "groups": "pages chosen at most, instead of tokens",
+    "sinks": "first tokens attended anyway",
+    "tail": "newest tokens attended anyway",
+    "memory": "share of the full cache, such as 1/13: pages are fewer until they fit",
+}
 FAMILIES = {
     "full": (),
     "oracle-tokens": ("groups",),
@@ -45,6 +62,7 @@ FAMILIES = {
     "recent": ("memory", "sinks"),
     "snapkv": ("memory",),
     "kvswap": tuple(SETTINGS),
+    "clusters": tuple(OF_CLUSTERS),
     "product": (*OWN, *CHANGED),
 }
 # Each runs as the product itself; of two that are emulated here too the product is
@@ -151,6 +169,7 @@ class Resolver:
             "recent": self._recent,
             "snapkv": self._snap,
             "kvswap": self._swap,
+            "clusters": self._clusters,
             "product": self._product,
         }
         if family in build:
@@ -166,7 +185,7 @@ class Resolver:
     def _oracle_tokens(self, name: str, settings: dict[str, str]) -> Resolved:
         """As many tokens as the config's groups have, each read by itself."""
         tokens = self.config.groups_max * self.config.group_tokens
-        groups = _whole(settings, "groups", tokens)
+        groups = whole(settings, "groups", tokens)
         config = _sized(self.config, {"group": "1", "groups": str(groups)})
         return self._reading(name, Oracle(_frame(config)), config)
 
@@ -191,7 +210,7 @@ class Resolver:
 
     def _recent(self, name: str, settings: dict[str, str]) -> Resolved:
         budget = self._memory(settings)
-        sinks = _whole(settings, "sinks", self.config.sink_tokens)
+        sinks = whole(settings, "sinks", self.config.sink_tokens)
         kept = max(self.size.kept_tokens(budget), sinks + 1)
         return Resolved(name, Recent(kept, sinks), memory_bytes=self.size.shape.kv_bytes(kept))
 
@@ -226,7 +245,7 @@ class Resolver:
             _layers(settings.get("exact", "")),
             config.projection_kind,
             config.heads,
-            _whole(settings, "first", 0),
+            whole(settings, "first", 0),
         )
         need = self.size.need(config)
         if settings.get("question", "decoded") not in ("decoded", "exact"):
@@ -241,6 +260,41 @@ class Resolver:
             config.pages_max,
             settings.get("question") == "exact",
             config,
+        )
+
+    def _clusters(self, name: str, settings: dict[str, str]) -> Resolved:
+        """Clusters of similar keys (DynaKV), with sinks, tail and buffers of the config."""
+        config = _sized(self.config, {k: v for k, v in settings.items() if k in ("sinks", "tail")})
+        frame = _frame(config)
+        sinks = -(-frame.sink_tokens // frame.group_tokens) * frame.group_tokens
+        tokens = whole(settings, "tokens", ClusterOptions.cluster_tokens)
+        options = ClusterOptions(tokens, 2 * tokens, sink_tokens=sinks)
+        heads = one_of(settings, "heads", ("all", "each"))
+        pages = cluster_pages(self.size.shape, heads)
+        attend = whole(settings, "attend", config.groups_max * config.group_tokens)
+        # Of a cluster's pages one is half empty, on average.
+        chosen = round(attend / pages.page_tokens + attend / (2 * tokens))
+        if "groups" in settings:
+            attend, chosen = self.size.context, whole(settings, "groups", chosen)
+        kept = max(chosen, round(chosen * config.pages_max / config.groups_max))
+        if "memory" in settings:
+            budget = self.size.share(settings["memory"])
+            kept = min(kept, pages_that_fit(self.size, config, options, pages, budget))
+        most = min(kept, chosen) if "groups" in settings else kept
+        score = one_of(settings, "score", cluster_choice.SCORES)
+        update = one_of(settings, "update", tuple(UPDATES))
+        need = cluster_need(self.size, config, options, pages, kept)
+        return Resolved(
+            name,
+            ClusterMethod(
+                frame,
+                ClusterSettings(options, heads, update, score, attend, most, pages.page_tokens),
+            ),
+            memory_bytes=need["total"],
+            summary_bytes=need["centroids"] + need["sizes"],
+            record_bytes=pages.record_bytes * pages.rows,
+            pages=kept,
+            config=config,
         )
 
     def _pairs(
@@ -263,8 +317,8 @@ class Resolver:
         if text == "fit":
             return self.size.widest(config, self.budget)
         if not text.startswith("x"):
-            return dataclasses.replace(config, rank=_whole(settings, "rank", 1))
-        factor = _number("rank", text[1:])
+            return dataclasses.replace(config, rank=whole(settings, "rank", 1))
+        factor = number("rank", text[1:])
         if factor == 1 and self.config.projection_file is None:
             factor = 2  # as the cache does where nobody calibrated
         ranks = tuple(max(1, min(width, round(factor * rank))) for rank in config.ranks(layers))
@@ -273,17 +327,17 @@ class Resolver:
 
 def _sized(config: SwapConfig, settings: dict[str, str]) -> SwapConfig:
     """Groups, sinks and tail as asked for; pages grow with what is selected."""
-    group = _whole(settings, "group", config.group_tokens)
+    group = whole(settings, "group", config.group_tokens)
     selected = config.groups_max * config.group_tokens
-    groups = _whole(settings, "groups", max(1, selected // group))
+    groups = whole(settings, "groups", max(1, selected // group))
     pages = max(groups, round(groups * config.pages_max / config.groups_max))
     return dataclasses.replace(
         config,
         group_tokens=group,
         groups_max=groups,
         pages_max=max(pages, config.select_queries_max),
-        sink_tokens=_whole(settings, "sinks", config.sink_tokens),
-        tail_tokens=_whole(settings, "tail", config.tail_tokens),
+        sink_tokens=whole(settings, "sinks", config.sink_tokens),
+        tail_tokens=whole(settings, "tail", config.tail_tokens),
     )
 
 
@@ -309,17 +363,3 @@ def _layers(text: str) -> frozenset[int]:
     if not all(part.isdigit() for part in text.split("+") if part):
         raise ValueError(f"exact: must be layers such as 0+3, got {text!r}")
     return frozenset(int(part) for part in text.split("+") if part)
-
-
-def _whole(settings: dict[str, str], name: str, otherwise: int) -> int:
-    text = settings.get(name, str(otherwise))
-    if not text.isdigit():
-        raise ValueError(f"{name}: must be a whole number, got {text!r}")
-    return int(text)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: must be a number after x, got {text!r}") from error

@@ -89,7 +89,7 @@ def _of_method(lines: Lines, full: Lines, able: dict, unable: dict) -> dict[str,
     memory = [line["memory_bytes"] for line in lines if line["memory_bytes"] is not None]
     chosen = _mean([line["groups_per_step"] for line in lines])
     hits = [line["hit_rate"] for line in lines if line["hit_rate"] is not None]
-    layers = len(first["ranks"] or ())  # of a method that reads
+    layers = len(first["ranks"] or ()) or first.get("layers_read", 0)
     chosen_bytes = chosen * first["record_bytes"] * layers
     read = [line["bytes_read_per_token"] for line in lines if "bytes_read_per_token" in line]
     return {
@@ -100,7 +100,10 @@ def _of_method(lines: Lines, full: Lines, able: dict, unable: dict) -> dict[str,
         "selected_tokens": (first["groups_max"] or 0) * (first["group_tokens"] or 0),
         "ranks": first["ranks"],
         "groups_per_step": round(chosen, 2),
+        "tokens_per_step": _mean_of(lines, "tokens_per_step"),
+        "clusters": _mean_of(lines, "clusters"),
         "hit_rate": round(_mean(hits), 4) if hits else None,
+        "disk": _disk(lines),
         "bytes_chosen_per_token": round(chosen_bytes),
         "bytes_read_per_token": round(
             _mean(read) if read else chosen_bytes * (1 - (_mean(hits) if hits else 0.0))
@@ -260,6 +263,27 @@ def _depths(lines: Lines, tasks: Sequence[str]) -> list[tuple[float, float]]:
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
+
+
+def _mean_of(lines: Lines, name: str) -> float | None:
+    """Of lines that say it."""
+    numbers = [line[name] for line in lines if line.get(name) is not None]
+    return round(_mean(numbers), 1) if numbers else None
+
+
+def _disk(lines: Lines) -> dict[str, Any] | None:
+    """Requests, bytes and modelled ms of a token; None where nothing of it was noted."""
+    noted = [line["disk"] for line in lines if line.get("disk")]
+    if not noted:
+        return None
+    names = set.intersection(*(set(each["ms"]) for each in noted))
+    return {
+        "requests": round(_mean([each["requests"] for each in noted]), 2),
+        "bytes": round(_mean([each["bytes"] for each in noted])),
+        "ms": {
+            name: round(_mean([each["ms"][name] for each in noted]), 3) for name in sorted(names)
+        },
+    }
 
 
 def write(name: str, summary: dict[str, Any]) -> Path:
