@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.clusters_table import cluster_rows, drift_rows
 from bench.quality import report
 from bench.quality.budget import Bytes
 from bench.quality.choosing import Frame
@@ -280,6 +281,9 @@ def test_a_short_run_tells_what_clusters_read(tmp_path):
         assert 0 < told["disk"]["bytes"] < 2 * told["bytes_chosen_per_token"]
     assert methods["kvswap"]["tokens_per_step"] == 400
     assert methods["snapkv"]["disk"] is None
+    header, _, full, *rows = cluster_rows([report.summarise(harness)])
+    assert len(rows) == 3 and "| full |" in full
+    assert {row.count("|") for row in (full, *rows)} == {header.count("|")}
     for name in names[1:3]:
         told = methods[name]
         assert 150 < told["tokens_per_step"] <= 200 and told["clusters"] > 20
@@ -306,6 +310,11 @@ def test_a_drift_run_takes_in_all_that_follows(heads):
             assert [position for position, _ in row["recall"]] == [700, 732]
             assert all(0 < recall <= 1 for _, recall in row["recall"])
         assert means(told)["variance"] > 0 and update in UPDATES
+    asked = {"heads": heads, "score": "sum"}
+    header, _, *lines = drift_rows(
+        [{"asked": asked, "mean": {update: means(told) for update, told in found.items()}}]
+    )
+    assert {line.count("|") for line in lines} == {header.count("|")} and len(lines) == 3
     # All three begin with the same clusters.
     starts = [[row["recall"][0] for row in told] for told in found.values()]
     assert starts[0] == starts[1] == starts[2]
