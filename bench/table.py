@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.clusters_table import cluster_rows
+from bench.clusters_table import cluster_rows, drift_rows
 from bench.machine import RESULTS
 from bench.presets_table import preset_rows
 from bench.quality.plan import CORE
@@ -218,6 +218,7 @@ TABLES |= {"real-speed": lambda: speed_rows(load("real_speed*.json"))}
 TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
 TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
+TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
 TABLES |= {"presets": lambda: preset_rows(load("quality/presets_*.json"))}
 
 

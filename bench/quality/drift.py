@@ -10,6 +10,8 @@ Measured are the variance within clusters and the attention mass that a choice h
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +173,15 @@ def drift(
     }
 
 
+def by_thousand(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Recall over layers and rows, by where in the text: ``[position, mean of 1,024]``."""
+    blocks: dict[int, list[float]] = {}
+    for row in rows:
+        for position, recall in row["recall"]:
+            blocks.setdefault(position // END * END, []).append(recall)
+    return [[first, round(sum(found) / len(found), 4)] for first, found in blocks.items()]
+
+
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Over layers and rows."""
     names = [name for name in rows[0] if name != "recall"]
@@ -219,7 +230,11 @@ def main(
         asked |= {"cluster_tokens": cluster_tokens, "heads": heads, "score": score}
         asked |= {"attend": attend}
         facts = machine.describe(Path("."))
-        results = {"machine": facts, "asked": asked, "mean": told, "rows": found}
+        facts["command"] = shlex.join(["python", "-m", "bench.quality.drift", *sys.argv[1:]])
+        recall = {update: by_thousand(rows) for update, rows in found.items()}
+        for row in (row for rows in found.values() for row in rows):
+            del row["recall"]
+        results = {"machine": facts, "asked": asked, "mean": told, "recall": recall, "rows": found}
         print(f"wrote {machine.write(out, results)}")
 
 

@@ -19,7 +19,7 @@ from bench.quality.cluster_bytes import cluster_pages
 from bench.quality.cluster_updates import LOCAL_CLUSTERS, UPDATES, clusters_of
 from bench.quality.clusters import ClusterMethod, ClusterSettings, Extents
 from bench.quality.disk import DEVICES, Device, DiskUse, Want, read_sizes, replay
-from bench.quality.drift import drift, means
+from bench.quality.drift import by_thousand, drift, means
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import Resolver, parse
 from bench.quality.plan import make_plan
@@ -310,6 +310,9 @@ def test_a_drift_run_takes_in_all_that_follows(heads):
             assert [position for position, _ in row["recall"]] == [700, 732]
             assert all(0 < recall <= 1 for _, recall in row["recall"])
         assert means(told)["variance"] > 0 and update in UPDATES
+    pairs = [pair for row in found["adaptive"] for pair in row["recall"]]
+    ((first, mean),) = by_thousand(found["adaptive"])
+    assert first == 0 and mean == pytest.approx(sum(r for _, r in pairs) / len(pairs), abs=1e-4)
     asked = {"heads": heads, "score": "sum"}
     header, _, *lines = drift_rows(
         [{"asked": asked, "mean": {update: means(told) for update, told in found.items()}}]
