@@ -164,6 +164,14 @@ class SwapConfig:
     keep_slack: float = real(
         0.75, 0.0, 1.0, "share of kept tokens that stay when there is no room for more (alpha)"
     )
+    keep_ratio: float | None = real(
+        1.0,
+        0.0,
+        1.0,
+        "share of `keep_tokens` that stays in the model's dtype when there is no room for more; "
+        "others become e4m3 and take as much less; None: what a prompt's attention says of a layer",
+        optional=True,
+    )
     audit_every: int = number(
         0,
         0,

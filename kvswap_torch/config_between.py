@@ -18,7 +18,7 @@ OWNED = (
     *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
     Owned("keeper", "rows", "none", ("newest",)),
-    *(Owned(name, "keeper", "arkv") for name in ("keep_variance", "keep_slack")),
+    *(Owned(name, "keeper", "arkv") for name in ("keep_variance", "keep_slack", "keep_ratio")),
 )
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),

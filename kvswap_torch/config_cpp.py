@@ -201,7 +201,7 @@ def _rule(item: dataclasses.Field[Any]) -> str:
     if "exclusiveMinimum" in schema:
         return "Share{}"
     low, high = schema["minimum"], schema["maximum"]
-    if schema["type"] == "number":
+    if "number" in schema["type"]:
         return f'RealRange{{{low}, {high}, "{low} to {high}"}}'
     return f"IntRange{{{low}, {high}}}"
 

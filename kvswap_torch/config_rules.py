@@ -41,14 +41,17 @@ def share(doc: str) -> Any:
     return _field(None, check, schema, doc)
 
 
-def real(default: float, low: float, high: float, doc: str) -> Any:
-    """A float from `low` to `high`."""
+def real(default: float, low: float, high: float, doc: str, optional: bool = False) -> Any:
+    """A float from `low` to `high`; None too where it is `optional`."""
 
     def check(name: str, value: Any) -> None:
+        if value is None and optional:
+            return
         if not (isinstance(value, float) and low <= value <= high):
             raise ConfigError(f"{name}: must be a float from {low} to {high}, got {value!r}")
 
-    schema = {"type": "number", "minimum": low, "maximum": high}
+    kind = ["number", "null"] if optional else "number"
+    schema = {"type": kind, "minimum": low, "maximum": high}
     return _field(default, check, schema, doc)
 
 

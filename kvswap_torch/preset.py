@@ -50,6 +50,12 @@ _OF_ARKV = (
     "one choice for all KV heads of a layer, as in the text; the published code has one for each",
     "while decoding a token's neighbours are those columns beside it that are kept",
 )
+_MIXED_ARKV = (
+    "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens",
+    "e4m3 tokens are attended; the published code drops them by mistake",
+    "one power of two for each KV head of a page, and one for its V, where the paper has a scale "
+    "for each token",
+)
 _ON_DISK = "what it drops stays on disk: a crop, or a longer prompt, finds it again"
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
@@ -267,6 +273,25 @@ PRESETS = (
         (_ON_DISK, *_OF_ARKV),
     ),
     Preset(
+        "arkv",
+        "ARKV",
+        "As arkv-origin with more tokens in the same memory: most become e4m3 in layers whose "
+        "attention is even.",
+        "Where questions come later: what the prompt's end did not attend is gone from answers.",
+        {**_DROPS, **_ARKV, "keep_ratio": None},
+        "",
+        (_ON_DISK, *_OF_ARKV, *_MIXED_ARKV),
+    ),
+    Preset(
+        "arkv-quant",
+        "ARKV",
+        "To compare with: every kept token becomes e4m3 as soon as there is no room.",
+        "Where answers must be the full cache's own: what is kept is rounded.",
+        {**_DROPS, **_ARKV, "keep_ratio": 0.0},
+        "",
+        (_ON_DISK, *_OF_ARKV, *_MIXED_ARKV),
+    ),
+    Preset(
         "h2o",
         "H2O",
         "To compare with: half the budget for tokens that were attended most, half for the newest.",
@@ -316,7 +341,7 @@ _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_i
 _CLUSTERS = "rows of clusters"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("cake", "compresskv", "arkv", "arkv-quant"), _BUDGETS),
+    **dict.fromkeys(("cake", "compresskv"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
     "snapkv+": _REREAD,

@@ -38,6 +38,7 @@ KEEPERS: tuple[dict, ...] = (
     {},
     {"keeper": "observed", "keep_tokens": 10, "keep_window": 3, "keep_interval": 4},
     {"keeper": "arkv", "keep_tokens": 10, "keep_window": 3, "keep_variance": 263.8},
+    {"keeper": "arkv", "keep_tokens": 10, "keep_window": 3, "keep_ratio": None},
     {"keeper": "heavy", "keep_tokens": 8, "keep_window": 2, "keep_interval": 1},
 )
 FREE_BYTES_SLACK = 1 << 20  # the file system's own

@@ -159,11 +159,13 @@ double Engine::tokens_dropped() const {
   return static_cast<double>(dropped) / static_cast<double>(each);
 }
 
-double Engine::tokens_kept() const {
+double Engine::tokens_kept(Precision precision) const {
   size_t kept = 0;
   for (int64_t part = 0; part < batch_->size(); ++part) {
     for (int64_t layer = 0; layer < options().layers; ++layer) {
-      kept += batch_->pages(part).kept(layer).columns().size();
+      const KeptTokens& tokens = batch_->pages(part).kept(layer);
+      kept += tokens.float8().size();
+      if (precision == Precision::kAny) kept += tokens.columns().size();
     }
   }
   const int64_t each = std::max<int64_t>(1, batch_->size() * options().layers);
@@ -252,7 +254,7 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
                 .pages_max = options().pages_per_layer(),
                 .queries = args.query.queries,
                 .heads_apart = heads_apart(),
-                .note_bytes = parts_->options.note_bytes()},
+                .note_bytes = parts_->options.page_note_bytes()},
                *batch_, tail_, steps_.of(args.layer), *parts_->store);
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;

@@ -128,7 +128,8 @@ class Engine {
   /// else uses. Otherwise PastReader::blocks().
   Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
   /// By a layer of a part (see above), on average; dropped: on disk, and never attended.
-  double tokens_kept() const;
+  enum class Precision { kAny, kFloat8 };
+  double tokens_kept(Precision precision = Precision::kAny) const;
   double tokens_dropped() const;
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }

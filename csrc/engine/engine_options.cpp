@@ -214,7 +214,12 @@ bool EngineOptions::keeps_tokens(int64_t layer) const {
 
 int64_t EngineOptions::kept_pages() const {
   if (!KeeperKind::find(keeper)->keeps_tokens) return 0;
-  return (keep_tokens + group_tokens - 1) / group_tokens;
+  // Of each precision the last page may be partly empty.
+  return (keep_tokens + group_tokens - 1) / group_tokens + (keeps_float8() ? 1 : 0);
+}
+
+bool EngineOptions::keeps_float8() const {
+  return KeeperKind::find(keeper)->joins && keep_ratio != 1.0;
 }
 
 int64_t EngineOptions::tail_pages() const {
@@ -290,7 +295,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const bool lends = !options.device && options.pages_max >= options.tail_pages();
   const int64_t crop_layers = lends ? 1 : options.layers;
   need.scratch = options.score_bytes(batch, groups) +
-                 product({batch, options.pages_per_layer(), 20 + options.note_bytes()}) +
+                 product({batch, options.pages_per_layer(), 20 + options.page_note_bytes()}) +
                  product({batch, Audit::sequence_bytes(options)}) +
                  product({batch, Keeping::sequence_bytes(options)}) +
                  product({crop_layers, batch, options.tail_pages(), record_bytes});

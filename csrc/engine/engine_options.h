@@ -90,10 +90,18 @@ struct EngineOptions : Settings {
 
   /// Do tokens stay in the layer's memory because of what they were paid?
   bool keeps_tokens(int64_t layer) const;
+  /// Are some of them in e4m3?
+  bool keeps_float8() const;
+  /// So many of e4m3 take the room of one of the model's dtype.
+  int64_t float8_per_token() const { return dtype_bytes(dtype); }
   /// Are groups selected? Else what is kept is attended alone.
   bool selects() const { return rows != "none"; }
 
   bool has_float8_records() const { return records == "fp8"; }
+  /// Exponents of a page that a step attends over; 0: all pages are of the model's dtype.
+  int64_t page_note_bytes() const {
+    return has_float8_records() || keeps_float8() ? 2 * record_shape().kv_heads : 0;
+  }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
   int64_t group_bytes() const { return record_shape().payload_bytes(); }
@@ -110,9 +118,13 @@ struct EngineOptions : Settings {
   /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max; where what
   /// leaves it joins the kept tokens, of that too.
   int64_t tail_pages() const;
-  /// Pages of kept tokens; 0 without a keeper of tokens.
+  /// Pages of kept tokens; 0 without a keeper of tokens. Those in e4m3 share them from behind.
   int64_t kept_pages() const;
-  int64_t pages_per_layer() const { return pages_max + sink_pages() + tail_pages() + kept_pages(); }
+  /// In a page table: where all of them are divided among tokens in e4m3.
+  int64_t kept_entries() const { return kept_pages() * (keeps_float8() ? float8_per_token() : 1); }
+  int64_t pages_per_layer() const {
+    return pages_max + sink_pages() + tail_pages() + kept_entries();
+  }
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
   int64_t write_buffer_bytes(int64_t record_bytes) const;

@@ -19,6 +19,8 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;
   counters["tokens_kept"] = engine.tokens_kept();
+  if (!options.keeps_float8()) return;
+  counters["tokens_kept_fp8"] = engine.tokens_kept(Engine::Precision::kFloat8);
 }
 
 /// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.

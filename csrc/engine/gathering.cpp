@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "engine/keeping.h"
 
@@ -39,6 +40,63 @@ Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> col
     KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
   }
   return Status::ok();
+}
+
+/// The tokens of `columns`, all of them kept, to gathered_, from behind.
+void Keeping::encode_kept(int64_t layer, int64_t part, std::span<const int32_t> columns,
+                          std::vector<int8_t>& exponents) {
+  const EngineOptions& options = parts_.options;
+  const int64_t group_tokens = options.group_tokens;
+  const int64_t each = options.float8_per_token();
+  const int64_t note_bytes = options.page_note_bytes();
+  SequencePages& pages = batch_.pages(part);
+  const KeptTokens& kept = pages.kept(layer);
+  const auto count = static_cast<int64_t>(columns.size());
+  exponents.resize((count + group_tokens - 1) / group_tokens * note_bytes);
+  int64_t decoded = -1;  // page that stands in decoded_
+  for (int64_t page = 0; page * group_tokens < count; ++page) {
+    unencoded_.assign(options.group_bytes(), std::byte{0});
+    for (int64_t i = page * group_tokens; i < std::min(count, (page + 1) * group_tokens); ++i) {
+      const std::vector<int32_t>& in_dtype = kept.columns();
+      const std::vector<int32_t>& float8 = kept.float8();
+      const auto found = std::lower_bound(float8.begin(), float8.end(), columns[i]);
+      const bool is_float8 = found != float8.end() && *found == columns[i];
+      const int64_t place =
+          is_float8
+              ? found - float8.begin()
+              : std::lower_bound(in_dtype.begin(), in_dtype.end(), columns[i]) - in_dtype.begin();
+      const int64_t from = place / group_tokens;
+      if (is_float8 && std::exchange(decoded, from) != from) decode_kept(layer, part, from);
+      copy_token(unencoded_.data(), i % group_tokens,
+                 is_float8 ? decoded_.data() : pages.kept_page(layer, from), place % group_tokens);
+    }
+    const void* from = unencoded_.data();
+    void* to = gathered_.data() + (options.kept_pages() - 1 - page / each) * options.group_bytes() +
+               page % each * (options.group_bytes() / each);
+    encode_records({.shape = options.record_shape(),
+                    .dtype = options.dtype,
+                    .from = &from,
+                    .to = &to,
+                    .exponents = exponents.data() + page * note_bytes,
+                    .count = 1},
+                   {});
+  }
+}
+
+/// A page of kept tokens in e4m3, to decoded_.
+void Keeping::decode_kept(int64_t layer, int64_t part, int64_t page) {
+  const EngineOptions& options = parts_.options;
+  SequencePages& pages = batch_.pages(part);
+  std::vector<int8_t> exponents = pages.kept(layer).exponents();
+  const void* from = pages.kept_float8_page(layer, page);
+  void* to = decoded_.data();
+  decode_records({.shape = options.record_shape(),
+                  .dtype = options.dtype,
+                  .from = &from,
+                  .to = &to,
+                  .exponents = exponents.data() + page * options.page_note_bytes(),
+                  .count = 1},
+                 {});
 }
 
 /// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.

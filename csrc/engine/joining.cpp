@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <optional>
 #include <utility>
 
 #include "engine/keeping.h"
@@ -24,6 +26,11 @@ std::vector<int32_t> Keeping::newcomers(int64_t layer, int64_t part, int64_t beg
   return columns;
 }
 
+int64_t Keeping::room_of(size_t in_dtype, size_t in_float8) const {
+  const int64_t each = parts_.options.float8_per_token();
+  return static_cast<int64_t>(in_dtype) + (static_cast<int64_t>(in_float8) + each - 1) / each;
+}
+
 /// Once what is due has left the tail.
 bool Keeping::lacks_room(int64_t layer, int64_t part) const {
   const EngineOptions& options = parts_.options;
@@ -31,10 +38,10 @@ bool Keeping::lacks_room(int64_t layer, int64_t part) const {
   const Batch::Layer& state = batch_.layer(layer);
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = std::max(state.sealed_groups, options.sealed_groups(state.columns));
-  if (kept.is_due || kept.columns().empty() || batch_.fits(layer, part, sealed)) return false;
+  if (kept.is_due || kept.count() == 0 || batch_.fits(layer, part, sealed)) return false;
   const std::vector<int32_t> fresh =
       newcomers(layer, part, kept.joined_columns, sealed * options.group_tokens);
-  return static_cast<int64_t>(kept.columns().size() + fresh.size()) > options.keep_tokens;
+  return room_of(kept.columns().size() + fresh.size(), kept.float8().size()) > options.keep_tokens;
 }
 
 /// By what the window's queries paid; what was decoded since stays.
@@ -67,19 +74,57 @@ Status Keeping::join(int64_t layer, int64_t part) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   const std::vector<int32_t> fresh = newcomers(layer, part, kept.joined_columns, sealed);
-  const auto room = options.keep_tokens - static_cast<int64_t>(fresh.size());
-  if (static_cast<int64_t>(kept.columns().size()) > room) {
-    std::vector<int32_t> columns = kept.next ? *kept.next : kept.columns();
-    if (static_cast<int64_t>(columns.size()) > room) columns.resize(room);
-    columns.insert(columns.end(), fresh.begin(), fresh.end());
-    KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns)));
-    ++parts_.counters.turns;
+  if (room_of(kept.columns().size() + fresh.size(), kept.float8().size()) > options.keep_tokens) {
+    KVSWAP_RETURN_IF_ERROR(make_room(layer, part, fresh));
   } else if (!fresh.empty()) {
     KVSWAP_RETURN_IF_ERROR(append(layer, part, fresh));
   }
   kept.next.reset();
   kept.joined_columns = sealed;
   return Status::ok();
+}
+
+/// Of those kept the best stay beside the new ones: a share in the model's dtype, the next in e4m3.
+Status Keeping::make_room(int64_t layer, int64_t part, std::span<const int32_t> fresh) {
+  const EngineOptions& options = parts_.options;
+  const KeptTokens& kept = batch_.pages(part).kept(layer);
+  std::vector<int32_t> order;  // the best first; where nothing is known of them, the oldest
+  if (kept.next) {
+    order = *kept.next;
+  } else {
+    std::merge(kept.columns().begin(), kept.columns().end(), kept.float8().begin(),
+               kept.float8().end(), std::back_inserter(order));
+  }
+  const auto most = static_cast<int64_t>(
+      std::floor(ratio(layer, part) * static_cast<double>(options.keep_tokens) + 0.5));
+  std::vector<int32_t> columns, float8;
+  for (const int32_t column : order) {
+    const bool is_full = static_cast<int64_t>(columns.size()) >= most;
+    const bool is_float8 =
+        is_full || std::binary_search(kept.float8().begin(), kept.float8().end(), column);
+    (is_float8 ? float8 : columns).push_back(column);
+    if (room_of(columns.size() + fresh.size(), float8.size()) <= options.keep_tokens) continue;
+    (is_float8 ? float8 : columns).pop_back();
+    break;
+  }
+  std::sort(columns.begin(), columns.end());
+  std::sort(float8.begin(), float8.end());
+  columns.insert(columns.end(), fresh.begin(), fresh.end());
+  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns), std::move(float8)));
+  ++parts_.counters.turns;
+  return Status::ok();
+}
+
+/// What stays in the model's dtype, of all there is room for: ARKV (7).
+double Keeping::ratio(int64_t layer, int64_t part) const {
+  const EngineOptions& options = parts_.options;
+  const std::optional<double> own = batch_.pages(part).kept(layer).quality;
+  if (options.keep_ratio || !own) return options.keep_ratio.value_or(1.0);
+  double most = 0;
+  for (int64_t other = 0; other < options.layers; ++other) {
+    most = std::max(most, batch_.pages(part).kept(other).quality.value_or(0.0));
+  }
+  return most > 0 ? *own / most : 1.0;
 }
 
 /// Behind those that are kept.
@@ -127,27 +172,42 @@ void Keeping::observe_kept(int64_t layer, const PagedAttentionArgs& attended) {
 void Keeping::choose_who_stays(int64_t layer, int64_t part, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  const auto count = static_cast<int64_t>(kept.columns().size());
-  const int64_t slots = attended.pages_max * options.group_tokens;
-  mass_.assign(count, 0.0f);
+  const int64_t group_tokens = options.group_tokens;
+  const int64_t slots = attended.pages_max * group_tokens;
+  const auto in_dtype = static_cast<int64_t>(kept.columns().size());
+  const int64_t first_float8 = (in_dtype + group_tokens - 1) / group_tokens * group_tokens;
+  std::vector<std::pair<int32_t, float>> paid;
+  paid.reserve(kept.count());
   for (int64_t entry = 0; entry < attended.page_counts[part]; ++entry) {
     const int64_t column = attended.columns[part * attended.pages_max + entry];
     if (column >= 0) continue;
-    const int64_t first = -column - options.group_tokens;  // see PageTable
-    for (int64_t slot = 0; slot < std::min(options.group_tokens, count - first); ++slot) {
+    const int64_t first = -column - group_tokens;  // see PageTable
+    const bool is_float8 = first >= first_float8;
+    const std::vector<int32_t>& columns = is_float8 ? kept.float8() : kept.columns();
+    const int64_t place = first - (is_float8 ? first_float8 : 0);
+    const int64_t tokens = std::min(group_tokens, static_cast<int64_t>(columns.size()) - place);
+    for (int64_t slot = 0; slot < tokens; ++slot) {
+      float worth = 0;
       for (int64_t head = 0; head < options.kv_heads; ++head) {
-        const int64_t at =
-            (part * options.kv_heads + head) * slots + entry * options.group_tokens + slot;
-        mass_[first + slot] +=
+        const int64_t at = (part * options.kv_heads + head) * slots + entry * group_tokens + slot;
+        worth +=
             square_.empty() ? mean_[at] : worth_of(mean_[at], square_[at], options.keep_variance);
       }
+      paid.emplace_back(columns[place + slot], worth);
     }
   }
-  kept.next = who_stays({.columns = kept.columns(),
+  std::sort(paid.begin(), paid.end());
+  std::vector<int32_t> columns;
+  mass_.clear();
+  for (const auto& [column, worth] : paid) {
+    columns.push_back(column);
+    mass_.push_back(worth);
+  }
+  const double stay = std::floor(options.keep_slack * static_cast<double>(columns.size()));
+  kept.next = who_stays({.columns = columns,
                          .worth = mass_,
                          .pool = options.keep_pool,
-                         .tokens = static_cast<int64_t>(
-                             std::floor(options.keep_slack * static_cast<double>(count)))});
+                         .tokens = static_cast<int64_t>(stay)});
 }
 
 }  // namespace kvswap

@@ -144,15 +144,19 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
 }
 
 /// Those are kept from now on.
-Status Keeping::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns) {
+Status Keeping::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
+                      std::vector<int32_t> float8) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  if (columns == kept.columns()) return Status::ok();
+  if (columns == kept.columns() && float8 == kept.float8()) return Status::ok();
   KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
+  std::vector<int8_t> exponents;
+  encode_kept(layer, part, float8, exponents);
   for (int64_t page = 0; page < options.kept_pages(); ++page) {
     std::memcpy(batch_.pages(part).kept_page(layer, page),
                 gathered_.data() + page * options.group_bytes(), options.group_bytes());
   }
+  kept.set_float8(std::move(float8), std::move(exponents));
   kept.set(std::move(columns), options.group_tokens);
   return Status::ok();
 }
@@ -188,6 +192,7 @@ Status Keeping::weigh_past(int64_t layer, int64_t part) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
   mass_of(kept).clear();
   grow(mass_of(kept), sealed * group_tokens);
+  shape_ = {};
   auto blocks = past_.blocks();
   if (!blocks.is_ok()) return blocks.status();
   const int64_t most = 2 * blocks.value().groups;
@@ -199,6 +204,7 @@ Status Keeping::weigh_past(int64_t layer, int64_t part) {
     KVSWAP_RETURN_IF_ERROR(past_.list(groups, target, listed_));
     weigh_block(groups, listed_);
   }
+  if (!parts_.options.keep_ratio) kept.quality = shape_.quality();
   return Status::ok();
 }
 
@@ -216,9 +222,8 @@ void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& lis
   const auto count = static_cast<int32_t>(groups.count);
   const int64_t tokens = groups.count * options.group_tokens;
   const int64_t query_bytes = options.head_dim * dtype_bytes(options.dtype);
-  const bool has_variance = options.keep_variance > 0;
   mean_.resize(options.kv_heads * tokens);
-  square_.resize(has_variance ? mean_.size() : 0);
+  square_.resize(weighs_heads() ? mean_.size() : 0);
   means_.assign(square_.size(), 0.0f);
   squares_.assign(square_.size(), 0.0f);
   float* mass = mass_of(kept).data() + groups.first * options.group_tokens;
@@ -250,14 +255,14 @@ void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& lis
                        .shape = options.record_shape(),
                        .dtype = options.dtype},
          .mean = mean_.data(),
-         .square = has_variance ? square_.data() : nullptr},
+         .square = weighs_heads() ? square_.data() : nullptr},
         {.parallel = parts_.threads()});
     const float share = static_cast<float>(queries) / static_cast<float>(window.count);
     for (size_t i = 0; i < square_.size(); ++i) {
       means_[i] += share * mean_[i];
       squares_[i] += share * square_[i];
     }
-    if (has_variance) continue;
+    if (weighs_heads()) continue;
     for (int64_t head = 0; head < options.kv_heads; ++head) {
       for (int64_t token = 0; token < tokens; ++token) {
         mass[token] += static_cast<float>(queries) * mean_[head * tokens + token];
@@ -266,6 +271,15 @@ void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& lis
   }
   for (size_t i = 0; i < square_.size(); ++i) {
     mass[i % tokens] += worth_of(means_[i], squares_[i], options.keep_variance);
+  }
+  if (options.keep_ratio) return;
+  const int64_t first = groups.first * options.group_tokens;
+  for (int64_t token = 0; token < std::min(tokens, window.first_column - first); ++token) {
+    const uint64_t mask = masks_[token / options.group_tokens];
+    if ((mask >> (token % options.group_tokens) & 1) == 0) continue;
+    double paid = 0;
+    for (int64_t head = 0; head < options.kv_heads; ++head) paid += means_[head * tokens + token];
+    shape_.add(paid);
   }
 }
 

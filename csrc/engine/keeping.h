@@ -26,7 +26,9 @@ namespace kvswap {
 ///
 /// With a keeper whose KeeperKind::joins (joining.cpp) what leaves the tail is kept before the next
 /// step, and a turn follows a step after which there is no room for it: of those kept a share
-/// stays, by what that step paid them. Nothing is read for it. Not thread-safe.
+/// stays, by what that step paid them. Nothing is read for it. Where EngineOptions::keeps_float8()
+/// the best of them keep the model's dtype and the next become e4m3, as many as there is room for
+/// (ARKV IV-C), which they stay until a prompt's turn. Not thread-safe.
 class Keeping {
  public:
   Keeping(EngineParts& parts, Batch& batch, const Tail& tail, Sealer& sealer, PastReader& past)
@@ -68,7 +70,11 @@ class Keeping {
   bool is_observed(const KeptTokens& kept) const;
   Status check_told(int64_t layer, const KeptTokens& kept) const;
   Status turn_of(int64_t layer, int64_t part);
-  Status adopt(int64_t layer, int64_t part, std::vector<int32_t> columns);
+  Status adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
+               std::vector<int32_t> float8 = {});
+  void encode_kept(int64_t layer, int64_t part, std::span<const int32_t> columns,
+                   std::vector<int8_t>& exponents);
+  void decode_kept(int64_t layer, int64_t part, int64_t page);
   void count_queries(KeptTokens& kept, int64_t fresh);
   std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh(int64_t layer, int64_t part, int64_t sealed);
@@ -83,7 +89,15 @@ class Keeping {
 
   // Where tokens join.
   std::vector<int32_t> newcomers(int64_t layer, int64_t part, int64_t begin, int64_t end) const;
+  /// What kept tokens take, in tokens of the model's dtype.
+  int64_t room_of(size_t in_dtype, size_t in_float8) const;
   bool lacks_room(int64_t layer, int64_t part) const;
+  Status make_room(int64_t layer, int64_t part, std::span<const int32_t> fresh);
+  double ratio(int64_t layer, int64_t part) const;
+  /// Are a window's means of each KV head wanted, and their squares?
+  bool weighs_heads() const {
+    return parts_.options.keep_variance > 0 || !parts_.options.keep_ratio;
+  }
   Status turn_after_prompt(int64_t layer, int64_t part);
   Status join(int64_t layer, int64_t part);
   Status append(int64_t layer, int64_t part, std::span<const int32_t> columns);
@@ -104,14 +118,16 @@ class Keeping {
   std::vector<float> square_;
   std::vector<float> means_;    // of the calls for a window, summed up
   std::vector<float> squares_;  // the same
+  AttentionShape shape_;        // of the window's attention to what is before it
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;
   PastPages listed_;
   // Of the turn that is made.
-  std::vector<std::byte> gathered_;  // [kept_pages, group_bytes]
-  std::vector<std::byte> decoded_;   // [group_bytes]
-  std::vector<std::byte> rounded_;   // [payload_bytes]: of records in e4m3, before that
-  std::vector<size_t> missing_;      // of the new columns, those that are to be read
+  std::vector<std::byte> gathered_;   // [kept_pages, group_bytes]
+  std::vector<std::byte> decoded_;    // [group_bytes]
+  std::vector<std::byte> rounded_;    // [payload_bytes]: of records in e4m3, before that
+  std::vector<std::byte> unencoded_;  // [group_bytes]
+  std::vector<size_t> missing_;       // of the new columns, those that are to be read
   Fetch fetch_;
 };
 

@@ -13,6 +13,11 @@ int64_t numbers_a_token(const EngineOptions& apart) {
   return apart.keep_interval > 0 ? 1 : 0;
 }
 
+/// That are kept at once.
+int64_t most_tokens(const EngineOptions& apart) {
+  return apart.keep_tokens * (apart.keeps_float8() ? apart.float8_per_token() : 1);
+}
+
 }  // namespace
 
 int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes) {
@@ -24,8 +29,11 @@ int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_
                      (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
   const int64_t mass =
       numbers_a_token(apart) * (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
+  const int64_t exponents =
+      apart.keeps_float8() ? apart.kept_entries() * apart.page_note_bytes() : 0;
   // Columns, now and next, and groups that are whole.
-  return apart.kept_pages() * (token_page_bytes + 4) + 8 * apart.keep_tokens + window + mass;
+  return apart.kept_pages() * token_page_bytes + 4 * apart.kept_entries() + 8 * most_tokens(apart) +
+         exponents + window + mass;
 }
 
 int64_t Keeping::bytes_per_group(const EngineOptions& apart) {
@@ -53,12 +61,13 @@ int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   const int64_t block = 2 * apart.past_block_groups(record_bytes);
   const int64_t tables = block * (20 + apart.note_bytes() + Fetch::bytes_per_load());
   // Means, and with a variance squares, of one call and of a window's.
-  const int64_t copies = apart.keep_variance > 0 ? 4 : 1;
+  const int64_t copies = apart.keep_variance > 0 || !apart.keep_ratio ? 4 : 1;
   const int64_t mean =
       copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
-  // Where tokens join: new ones, of those kept what they are worth and their order, a record.
+  // Where tokens join: new ones, of those kept what they are worth and their order, a record and
+  // a page that are encoded.
   const int64_t staying =
-      KeeperKind::find(apart.keeper)->joins ? apart.keep_tokens * 32 + apart.payload_bytes() : 0;
+      KeeperKind::find(apart.keeper)->joins ? most_tokens(apart) * 40 + 2 * apart.group_bytes() : 0;
   const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
   return tables + mean + log_sums + staying + (apart.kept_pages() + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};

@@ -32,12 +32,25 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
     for (size_t i = 0; i < sinks.size(); ++i) {
       add(sinks[i], pages.sink_page(layer, static_cast<int64_t>(i)));
     }
-    const auto kept = static_cast<int64_t>(pages.kept(layer).columns().size());
-    for (int64_t done = 0; done < kept; done += group_tokens) {
-      pages_[entry] = pages.kept_page(layer, done / group_tokens);
-      masks_[entry] = ~uint64_t{0} >> (64 - std::min(group_tokens, kept - done));
-      columns_[entry] = static_cast<int32_t>(-(done + group_tokens));
+    const KeptTokens& kept = pages.kept(layer);
+    int64_t before = 0;  // slots of kept pages
+    const auto add_kept = [&](const std::byte* page, int64_t tokens) {
+      before += group_tokens;
+      pages_[entry] = page;
+      masks_[entry] = ~uint64_t{0} >> (64 - std::min(group_tokens, tokens));
+      columns_[entry] = static_cast<int32_t>(-before);
       ++entry;
+    };
+    const auto in_dtype = static_cast<int64_t>(kept.columns().size());
+    for (int64_t done = 0; done < in_dtype; done += group_tokens) {
+      add_kept(pages.kept_page(layer, done / group_tokens), in_dtype - done);
+    }
+    const auto in_float8 = static_cast<int64_t>(kept.float8().size());
+    for (int64_t done = 0; done < in_float8; done += group_tokens) {
+      const int64_t page = done / group_tokens;
+      std::copy_n(kept.exponents().begin() + page * note_bytes, note_bytes,
+                  exponents_.begin() + entry * note_bytes);
+      add_kept(pages.kept_float8_page(layer, page), in_float8 - done);
     }
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
     for (size_t i = 0; i < chosen.size(); ++i) {

@@ -22,7 +22,7 @@ class PageTable {
     int64_t note_bytes = 0;  // of a record; 0: all pages are of the model's dtype
   };
   /// Sinks, kept tokens, the step's groups and the tail. Of kept tokens, which every query sees,
-  /// page i stands as if at column -(i + 1) * group_tokens.
+  /// page i stands as if at column -(i + 1) * group_tokens, those in e4m3 behind the others.
   void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
              const RecordStore& store);
   /// The table's part of the kernel's arguments.

@@ -54,6 +54,12 @@ std::byte* SequencePages::kept_page(int64_t layer, int64_t index) const {
                                            options_.tail_pages() + index));
 }
 
+std::byte* SequencePages::kept_float8_page(int64_t layer, int64_t index) const {
+  const int64_t each = options_.float8_per_token();
+  return kept_page(layer, options_.kept_pages() - 1 - index / each) +
+         index % each * (options_.group_bytes() / each);
+}
+
 void SequencePages::copy_from(SequencePages& other) {
   space_.compute().copy(tokens_.page(0), other.tokens_.page(0), tokens_.resident_bytes());
   sinks_ = other.sinks_;

@@ -36,6 +36,8 @@ class SequencePages {
   std::byte* sink_page(int64_t layer, int64_t index) const;
   std::byte* tail_page(int64_t layer, int64_t group) const;
   std::byte* kept_page(int64_t layer, int64_t index) const;
+  /// Of those in e4m3, a part of a page: from the last one on.
+  std::byte* kept_float8_page(int64_t layer, int64_t index) const;
   KeptTokens& kept(int64_t layer) { return kept_[layer]; }
 
   /// Takes over tail, sinks and kept tokens of another sequence; the reuse buffer begins empty.

@@ -83,6 +83,9 @@ struct Settings {
   double keep_variance = 0.0;
   /// share of kept tokens that stay when there is no room for more (alpha)
   double keep_slack = 0.75;
+  /// share of keep_tokens that stays in the model's dtype when there is no room for more;
+  /// others become e4m3 and take as much less; None: what a prompt's attention says of a layer
+  std::optional<double> keep_ratio = 1.0;
   /// decoding steps between two looks of a layer at groups that were not selected, to estimate
   /// how much attention they would have had (missed_mass in stats()); 0: never
   int64_t audit_every = 0;

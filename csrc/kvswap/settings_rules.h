@@ -33,6 +33,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "keep_interval",
                                                 "keep_variance",
                                                 "keep_slack",
+                                                "keep_ratio",
                                                 "audit_every",
                                                 "audit_groups",
                                                 "missed_mass_max",
@@ -66,12 +67,13 @@ inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
                                             "keep_tokens",     "keep_window",
                                             "keep_pool",       "keep_interval",
                                             "keep_variance",   "keep_slack",
-                                            "audit_every",     "audit_groups",
-                                            "missed_mass_max", "layout",
-                                            "reader",          "io_mode",
-                                            "read_depth",      "merge_gap_bytes",
-                                            "merge_bytes_max", "device_model",
-                                            "projection_file", "projection_kind"};
+                                            "keep_ratio",      "audit_every",
+                                            "audit_groups",    "missed_mass_max",
+                                            "layout",          "reader",
+                                            "io_mode",         "read_depth",
+                                            "merge_gap_bytes", "merge_bytes_max",
+                                            "device_model",    "projection_file",
+                                            "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
@@ -100,6 +102,7 @@ void visit_settings(Visit&& visit) {
   visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
   visit("keep_variance", &Settings::keep_variance, RealRange{0.0, 1000000.0, "0.0 to 1000000.0"});
   visit("keep_slack", &Settings::keep_slack, RealRange{0.0, 1.0, "0.0 to 1.0"});
+  visit("keep_ratio", &Settings::keep_ratio, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
@@ -144,6 +147,7 @@ void visit_owned(Visit&& visit) {
   visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
 }
 
 /// visit(name, member, owner's name, its member, word, why): the setting has its default

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -112,20 +114,55 @@ std::vector<int32_t> who_stays(const StayArgs& args) {
                    [&](int64_t one, int64_t other) { return pooled[one] > pooled[other]; });
   std::vector<int32_t> stay;
   for (int64_t i = 0; i < std::min(count, args.tokens); ++i) stay.push_back(columns[order[i]]);
-  std::sort(stay.begin(), stay.end());
   return stay;
+}
+
+void AttentionShape::add(double paid) {
+  tokens_ += 1;
+  if (!(paid > 0)) return;
+  const double square = paid * paid;
+  sum_ += paid;
+  logs_ += paid * std::log(paid);
+  squares_ += square;
+  cubes_ += square * paid;
+  fourths_ += square * square;
+}
+
+double AttentionShape::quality() const {
+  if (tokens_ < 2 || !(sum_ > 0)) return 0;
+  // Of p = paid / sum: its mean is 1 / tokens.
+  const double entropy = std::log(sum_) - logs_ / sum_;
+  const double mean = 1 / tokens_;
+  const double square = squares_ / (sum_ * sum_) / tokens_;
+  const double cube = cubes_ / (sum_ * sum_ * sum_) / tokens_;
+  const double fourth = fourths_ / (sum_ * sum_ * sum_ * sum_) / tokens_;
+  const double variance = square - mean * mean;
+  const double central =
+      fourth - 4 * mean * cube + 6 * mean * mean * square - 3 * mean * mean * mean * mean;
+  if (!(entropy > 0) || !(variance > 1e-12 * square) || !(central > 0)) return 0;
+  return std::pow(entropy, 1 / 7.774380648611771) * std::pow(variance, 1 / 5.407015096778621) *
+         std::pow(central / (variance * variance), 1 / 5.527702582901318);
+}
+
+void KeptTokens::set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents) {
+  float8_ = std::move(columns);
+  exponents_ = std::move(exponents);
 }
 
 void KeptTokens::set(std::vector<int32_t> columns, int64_t group_tokens) {
   columns_ = std::move(columns);
-  bits_.assign(columns_.empty() ? 0 : columns_.back() / 64 + 1, 0);
-  for (const int32_t column : columns_) bits_[column / 64] |= uint64_t{1} << (column % 64);
+  std::vector<int32_t> all;
+  all.reserve(count());
+  std::merge(columns_.begin(), columns_.end(), float8_.begin(), float8_.end(),
+             std::back_inserter(all));
+  bits_.assign(all.empty() ? 0 : all.back() / 64 + 1, 0);
+  for (const int32_t column : all) bits_[column / 64] |= uint64_t{1} << (column % 64);
   whole_groups_.clear();
-  for (size_t i = 0; i + group_tokens <= columns_.size(); ++i) {
+  for (size_t i = 0; i + group_tokens <= all.size(); ++i) {
     // Rising and distinct: where the first and the last of a group are so far apart, all are there.
-    const bool is_first = columns_[i] % group_tokens == 0;
-    if (is_first && columns_[i + group_tokens - 1] == columns_[i] + group_tokens - 1) {
-      whole_groups_.push_back(static_cast<int32_t>(columns_[i] / group_tokens));
+    const bool is_first = all[i] % group_tokens == 0;
+    if (is_first && all[i + group_tokens - 1] == all[i] + group_tokens - 1) {
+      whole_groups_.push_back(static_cast<int32_t>(all[i] / group_tokens));
     }
   }
 }
@@ -136,10 +173,12 @@ uint64_t KeptTokens::mask(int64_t first, int64_t count) const {
 
 void KeptTokens::truncate(const Cut& cut) {
   const auto end = std::lower_bound(columns_.begin(), columns_.end(), cut.sealed);
-  if (end != columns_.end()) {
+  const auto float8_end = std::lower_bound(float8_.begin(), float8_.end(), cut.sealed);
+  if (end != columns_.end() || float8_end != float8_.end()) {
+    float8_.erase(float8_end, float8_.end());
     set(std::vector<int32_t>(columns_.begin(), end), cut.group_tokens);
   }
-  if (next) next->erase(std::lower_bound(next->begin(), next->end(), cut.sealed), next->end());
+  if (next) std::erase_if(*next, [&](int32_t column) { return column >= cut.sealed; });
   joined_columns = std::min(joined_columns, cut.sealed);
   if (seen_columns - cut.columns <= cut.step) return;
   seen_columns = cut.columns;

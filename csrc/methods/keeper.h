@@ -70,8 +70,26 @@ struct StayArgs {
   int64_t tokens = 0;                // that stay
 };
 
-/// Those that are worth most, in rising order; ties to the lower one.
+/// Those that are worth most, the best first; ties to the lower one.
 std::vector<int32_t> who_stays(const StayArgs& args);
+
+/// ARKV (3)-(6): how unevenly a prompt's newest queries look at the tokens before them. Fed with
+/// what each token was paid, in any unit.
+class AttentionShape {
+ public:
+  void add(double paid);
+  /// H^(1/t1) V^(1/t2) Kurt^(1/t3), of the paper's temperatures; 0 of fewer than two tokens, and
+  /// where all are paid alike.
+  double quality() const;
+
+ private:
+  double tokens_ = 0;
+  double sum_ = 0;
+  double logs_ = 0;  // sum of x ln x
+  double squares_ = 0;
+  double cubes_ = 0;
+  double fourths_ = 0;
+};
 
 /// Of one sequence and layer: which tokens are kept, and what the next choice will be made of.
 class KeptTokens {
@@ -91,12 +109,22 @@ class KeptTokens {
   int64_t queries_since = 0;  // decoded since the last choice
   int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;
-  /// Chosen, and not gathered yet; where tokens join, who stays if there is no room.
+  /// Chosen, and not gathered yet; where tokens join, who stays if there is no room, the best
+  /// first.
   std::optional<std::vector<int32_t>> next;
   int64_t joined_columns = 0;  // where tokens join: those before here had their chance
 
-  /// Rising. Token i stands in slot i % group_tokens of kept page i / group_tokens.
+  std::optional<double> quality;  // of the newest prompt, where it is asked for
+
+  /// In the model's dtype, rising. Token i stands in slot i % group_tokens of kept page
+  /// i / group_tokens.
   const std::vector<int32_t>& columns() const { return columns_; }
+  /// In e4m3, rising, in pages of their own.
+  const std::vector<int32_t>& float8() const { return float8_; }
+  const std::vector<int8_t>& exponents() const { return exponents_; }  // [pages, kv_heads, 2]
+  int64_t count() const { return static_cast<int64_t>(columns_.size() + float8_.size()); }
+  /// What those in e4m3 are, before set().
+  void set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents);
   void set(std::vector<int32_t> columns, int64_t group_tokens);
   /// Bit i: column first + i is kept. count <= 64.
   uint64_t mask(int64_t first, int64_t count) const;
@@ -115,7 +143,9 @@ class KeptTokens {
 
  private:
   std::vector<int32_t> columns_;
-  std::vector<uint64_t> bits_;
+  std::vector<int32_t> float8_;
+  std::vector<int8_t> exponents_;
+  std::vector<uint64_t> bits_;  // of both
   std::vector<int32_t> whole_groups_;
 };
 

@@ -40,7 +40,8 @@ class CacheStats:
     tokens_kept
         With `SwapConfig.keeper`: tokens that stay in a layer for what they were paid, on average
         over layers and sequences (and KV heads, with ``heads="each"``); how often they were chosen
-        anew, and how long that took, in `counters` (`turns`, `turn_seconds`). None without.
+        anew, and how long that took, in `counters` (`turns`, `turn_seconds`; `tokens_kept_fp8`: of
+        those that stay, how many are in e4m3). None without.
     tokens_dropped
         With ``rows="none"`` and a keeper: tokens that a layer does not attend any more, on average
         as `tokens_kept`; they stay on disk. None without.

@@ -8,7 +8,14 @@ import torch
 def most_attended(
     mass: torch.Tensor, may_stay: torch.Tensor, tokens: int, pool: int, floor: float = 0.0
 ) -> torch.Tensor:
-    """The columns of the `tokens` with most mass, averaged over `pool` neighbours; rising.
+    """The columns of the `tokens` with most mass, averaged over `pool` neighbours; rising."""
+    return by_mass(mass, may_stay, pool, floor)[:tokens].sort().values
+
+
+def by_mass(
+    mass: torch.Tensor, may_stay: torch.Tensor, pool: int, floor: float = 0.0
+) -> torch.Tensor:
+    """All columns that may stay, those with most mass first, averaged over `pool` neighbours.
 
     mass: ``[columns]``, the attention that each was paid (SnapKV 4.1, PRKV 3.4); may_stay: bool
     ``[columns]``. Ties go to the lower column; what has no more than `floor` never stays.
@@ -18,8 +25,7 @@ def most_attended(
     for first in range(pool):  # in this order: who has the same neighbours has the same sum
         pooled += padded[first : first + len(mass)]
     candidates = (may_stay & (pooled > floor)).nonzero().flatten()
-    order = pooled[candidates].sort(descending=True, stable=True).indices[:tokens]
-    return candidates[order].sort().values
+    return candidates[pooled[candidates].sort(descending=True, stable=True).indices]
 
 
 def attention_paid(

@@ -59,7 +59,9 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "none", "keeper": "heavy", "keep_interval": 1, "keep_pool": 5},
     {"rows": "none", "keeper": "arkv", "keep_variance": 263.8108280337562, "keep_slack": 0.0},
     {"rows": "box", "keeper": "arkv", "keep_variance": 1e6, "keep_slack": 1.0, "keep_pool": 3},
-    {"keeper": "observed", "keep_variance": 0.0, "keep_slack": 0.75},
+    {"keeper": "observed", "keep_variance": 0.0, "keep_slack": 0.75, "keep_ratio": 1.0},
+    {"rows": "none", "keeper": "arkv", "keep_ratio": None},
+    {"keeper": "arkv", "keep_ratio": 0.0},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,
@@ -139,7 +141,11 @@ BAD: list[tuple[str, str]] = [
       for name, value in (("missed_mass_max", 0.1), ("audit_every", 16))),
     *((_file(keeper="observed", **{name: 0.5}),
        f"{name}: must be left out where keeper is observed, since it belongs to arkv")
-      for name in ("keep_variance", "keep_slack")),
+      for name in ("keep_variance", "keep_slack", "keep_ratio")),
+    (_file(keeper="observed", keep_ratio=None),
+     "keep_ratio: must be left out where keeper is observed, since it belongs to arkv"),
+    *((_file(keeper="arkv", keep_ratio=value), "keep_ratio: must be a float from 0.0 to 1.0")
+      for value in (1, -0.5, 1.5, "half", False)),
     (_file(keeper="arkv", keep_interval=4), "keep_interval: must be left out where keeper is arkv"),
     *((_file(keeper="arkv", keep_slack=value), "keep_slack: must be a float from 0.0 to 1.0")
       for value in (1, -0.5, 1.5, "all", None, True)),

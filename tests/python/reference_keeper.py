@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvswap_torch.methods.arkv import token_worth
-from kvswap_torch.methods.observed import attention_paid, attention_weights, most_attended
+from kvswap_torch.methods.arkv import layer_quality, token_worth
+from kvswap_torch.methods.observed import (
+    attention_paid,
+    attention_weights,
+    by_mass,
+    most_attended,
+)
+from tests.reference import float8_rounded
 
 
 @dataclass
@@ -23,7 +30,10 @@ class Kept:
     seen: int = 0  # columns whose queries have counted
     is_due: bool = False
     joined: int = 0  # columns before here had their chance to join
-    stay: list[int] | None = None  # who stays if there is no room, rising
+    stay: list[int] | None = None  # who stays if there is no room, the best first
+    # Of `columns`, those in e4m3: K and V [kv_heads, head_dim].
+    rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    quality: float | None = None
     # Of the newest long chunk: queries [heads, n, head_dim], the first one's column, and their
     # log-sum-exps [heads, n].
     window: tuple[torch.Tensor, int, torch.Tensor] | None = None
@@ -35,6 +45,7 @@ class Kept:
     def crop(self, sealed: int, columns: int, step: int) -> None:
         self.columns = {column for column in self.columns if column < sealed}
         self.joined = min(self.joined, sealed)
+        self.rounded = {column: kv for column, kv in self.rounded.items() if column < sealed}
         if self.stay is not None:
             self.stay = [column for column in self.stay if column < sealed]
         if self.seen - columns > step:  # less may be a step that is made again
@@ -142,19 +153,71 @@ class ReferenceKeeper:
         may_stay[observed:] = False
         room = options.keep_tokens - len(fresh)
         chosen = most_attended(worth, may_stay, room, options.keep_pool).tolist()
-        kept.columns = {*chosen, *fresh}
+        kept.columns, kept.rounded = {*chosen, *fresh}, {}
+        if options.keep_ratio is None:
+            before = min(kept.window[1], state.sealed)
+            is_valid = state.valid[sequence, :before]
+            kept.quality = layer_quality(weights[:, :, :before].sum((0, 1))[is_valid])
         kept.window, kept.stay, kept.is_due, kept.joined = None, None, False, state.sealed
 
-    def join(self, state, sequence: int, sinks: list[int]) -> None:
+    def _fit(self, in_dtype: int, in_float8: int) -> bool:
+        each = self._options.dtype.itemsize
+        return in_dtype + math.ceil(in_float8 / each) <= self._options.keep_tokens
+
+    def join(self, state, sequence: int, sinks: list[int], layers: Any) -> None:
         """What was sealed since is kept, where there is no room in the place of some that are."""
         kept = state.kept[sequence]
         fresh = self._newcomers(state, sequence, sinks, kept.joined, state.sealed)
-        room = self._options.keep_tokens - len(fresh)
-        if len(kept.columns) > room:
-            stay = sorted(kept.columns) if kept.stay is None else kept.stay
-            kept.columns = set(stay[:room])
+        in_dtype = len(kept.columns) - len(kept.rounded)
+        if not self._fit(in_dtype + len(fresh), len(kept.rounded)):
+            self._make_room(state, sequence, len(fresh), self._ratio(state, sequence, layers))
         kept.columns |= set(fresh)
         kept.joined, kept.stay = state.sealed, None
+
+    def _ratio(self, state, sequence: int, layers: Any) -> float:
+        """Of a layer's kept tokens that stay in the model's dtype."""
+        own = state.kept[sequence].quality
+        if self._options.keep_ratio is not None or own is None:
+            return 1.0 if self._options.keep_ratio is None else self._options.keep_ratio
+        most = max(layer.kept[sequence].quality or 0.0 for layer in layers)
+        return own / most if most > 0 else 1.0
+
+    def _make_room(self, state, sequence: int, fresh: int, ratio: float) -> None:
+        kept = state.kept[sequence]
+        most = math.floor(ratio * self._options.keep_tokens + 0.5)
+        in_dtype: list[int] = []
+        in_float8: list[int] = []
+        for column in sorted(kept.columns) if kept.stay is None else kept.stay:
+            is_float8 = len(in_dtype) >= most or column in kept.rounded
+            more = (0, 1) if is_float8 else (1, 0)
+            if not self._fit(len(in_dtype) + fresh + more[0], len(in_float8) + more[1]):
+                break
+            (in_float8 if is_float8 else in_dtype).append(column)
+        kept.rounded = self._rounded(state, sequence, sorted(in_float8))
+        kept.columns = {*in_dtype, *in_float8}
+
+    def _rounded(self, state, sequence: int, columns: list[int]) -> dict:
+        """In pages of a group's tokens, which share an exponent of each KV head and side."""
+        rounded = {}
+        kept, group = state.kept[sequence], self._options.group_tokens
+        for first in range(0, len(columns), group):
+            page = columns[first : first + group]
+            sides = [
+                float8_rounded(
+                    torch.stack(
+                        [
+                            kept.rounded[column][side]
+                            if column in kept.rounded
+                            else (state.keys, state.values)[side][sequence, :, column]
+                            for column in page
+                        ],
+                        1,
+                    )
+                )
+                for side in (0, 1)
+            ]
+            rounded |= {column: (sides[0][:, i], sides[1][:, i]) for i, column in enumerate(page)}
+        return rounded
 
     def observe_kept(self, state, sequence: int, sinks: list[int], weights) -> None:
         """After a step that nothing is sealed of yet: weights [heads, queries, columns]."""
@@ -163,13 +226,14 @@ class ReferenceKeeper:
         if kept.is_due or not kept.columns:
             return
         fresh = self._newcomers(state, sequence, sinks, kept.joined, state.sealed)
-        if len(kept.columns) + len(fresh) <= options.keep_tokens:
+        in_dtype = len(kept.columns) - len(kept.rounded)
+        if self._fit(in_dtype + len(fresh), len(kept.rounded)):
             return
         is_kept = torch.zeros(state.columns, dtype=torch.bool)
         is_kept[sorted(kept.columns)] = True
         worth = token_worth(weights, state.keys.shape[1], options.keep_variance) * is_kept
         stay = math.floor(options.keep_slack * len(kept.columns))
-        kept.stay = most_attended(worth, is_kept, stay, options.keep_pool, -torch.inf).tolist()
+        kept.stay = by_mass(worth, is_kept, options.keep_pool, -torch.inf)[:stay].tolist()
 
     def observe_step(self, state, weights) -> None:
         """After a step: weights [batch, heads, queries, columns]."""
@@ -186,3 +250,16 @@ class ReferenceKeeper:
             if is_observed:
                 kept.grow(state.columns)
                 kept.mass[: state.columns] += fresh * weights[sequence].mean((0, 1))
+
+
+def as_kept(state: Any) -> Any:
+    """A layer with those in e4m3 as they are."""
+    if not any(kept.rounded for kept in state.kept):
+        return state
+    seen = copy.copy(state)
+    seen.keys, seen.values = state.keys.clone(), state.values.clone()
+    for sequence, kept in enumerate(state.kept):
+        for column, (key, value) in kept.rounded.items():
+            seen.keys[sequence, :, column] = key
+            seen.values[sequence, :, column] = value
+    return seen

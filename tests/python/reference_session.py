@@ -17,7 +17,7 @@ import torch
 
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
-from tests.python.reference_keeper import Kept, ReferenceKeeper
+from tests.python.reference_keeper import Kept, ReferenceKeeper, as_kept
 from tests.python.reference_options import COUNTERS, Options
 from tests.reference import float8_rounded
 
@@ -135,7 +135,8 @@ class ReferenceSession:
             chosen = self._choose(layer, query, scale)
         state.predicted, state.selection = None, chosen
         visible = state.valid & self._attended_columns(state, chosen)
-        output, (weights, _) = self._attention(state, query, visible, (scale, softcap, sinks))
+        terms = (scale, softcap, sinks)
+        output, (weights, _) = self._attention(as_kept(state), query, visible, terms)
         if self._keeper.is_on and not self._is_exact(layer):
             self._keeper.observe_step(state, weights)
             self._observe_kept(state, weights)
@@ -274,7 +275,7 @@ class ReferenceSession:
             if is_due:
                 self._keeper.turn(state, sequence, sinks, self._scale)
             elif self._keeper.joins:
-                self._keeper.join(state, sequence, sinks)
+                self._keeper.join(state, sequence, sinks, self._layers.values())
 
     def _observe_kept(self, state: Layer, weights: torch.Tensor) -> None:
         """As if what is due had left the tail."""

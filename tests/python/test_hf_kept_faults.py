@@ -32,11 +32,12 @@ OWN = {
     "observed": {"keep_interval": 3, "keep_window": 3},
     "heavy": {"keep_interval": 3, "keep_window": 3},
     "arkv": {"keep_window": 3, "keep_variance": 263.8},
+    "arkv-mixed": {"keep_window": 3, "keep_variance": 263.8, "keep_ratio": 0.4},
     "given": {"keep_interval": 3, "rows": "given", "rank": 32},
 }
 
 
-@pytest.mark.parametrize("keeper", ["observed", "heavy", "arkv", "given"])
+@pytest.mark.parametrize("keeper", list(OWN))
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_same_tokens_are_kept_after_the_nth_read_failed(
     keeper: str, batch: int, tmp_path: Path
@@ -45,7 +46,7 @@ def test_the_same_tokens_are_kept_after_the_nth_read_failed(
     config = SwapConfig(
         groups_max=6,
         pages_max=8,
-        keeper=keeper,
+        keeper=keeper.split("-")[0],
         keep_tokens=10,
         reader="sync",
         **SMALL | OWN[keeper],

@@ -89,7 +89,9 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
         assert cache.stats().bytes_read > 0
 
 
-@pytest.mark.parametrize("name", ["snapkv", "arkv-origin", "h2o", "tova", "prkv"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", "arkv", "arkv-origin", "arkv-quant", "h2o", "tova", "prkv"]
+)
 def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     """With one group in pages nothing fits, and everything is kept."""
     model = model_of(2)
@@ -229,7 +231,7 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("fasa", {}, "fasa needs projections of pairs of rotary channels"),
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
-        ("arkv", {}, "arkv needs a number of tokens for each layer"),
+        ("cake", {}, "cake needs a number of tokens for each layer"),
         ("snapkv+", {}, "all keys are read again"),
         ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
@@ -274,7 +276,7 @@ def test_the_command_lists_and_tells():
     assert 1 / 16 > share["quest"] > 0.9 * 30 / 32 / 16
     assert 1 / 8 <= share["loki"] < 0.14 and share["infinigen"] > 0.148
     with pytest.raises(ConfigError, match="number of tokens for each"):
-        CliRunner().invoke(app, ["presets", "arkv"], catch_exceptions=False)
+        CliRunner().invoke(app, ["presets", "cake"], catch_exceptions=False)
 
 
 def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from kvswap_torch.methods import METHODS
 from tests.python.test_session import (
     BACK_ENDS,
     HEAD_DIM,
+    HEADS,
     KV_HEADS,
     LAYERS,
     Twins,
     live,
+    native,
     options,
 )
 
@@ -24,7 +27,11 @@ from tests.python.test_session import (
 def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     keeper = ["observed", "heavy", "given", "arkv"][seed % 4]
-    arkv = {"keep_variance": rng.choice([0.0, 263.8]), "keep_slack": rng.choice([0.0, 0.75, 1.0])}
+    arkv = {
+        "keep_variance": rng.choice([0.0, 263.8]),
+        "keep_slack": rng.choice([0.0, 0.75, 1.0]),
+        "keep_ratio": rng.choice([None, 0.0, 0.3, 1.0]),
+    }
     made = options(
         tmp_path,
         rows=rows,
@@ -47,7 +54,8 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     if heads == "all" and made.group_tokens >= 3:
         made.records = rng.choice(["model", "fp8"])
     twins = live(made, rng, seed)
-    assert 0 <= twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens
+    each = 4 if keeper == "arkv" and made.keep_ratio != 1.0 else 1  # in fp32's room
+    assert 0 <= twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens * each
 
 
 @pytest.mark.parametrize("rows", ["box", "none"])
@@ -97,3 +105,43 @@ def test_what_is_decoded_is_kept_until_there_is_no_room(tmp_path, rows, records)
     twins.all("select_sequences", [1, 1, 0])
     for tokens in (1, 3, 40, 1, 2):
         twins.forward(3, tokens)
+
+
+@pytest.mark.parametrize("rows", ["box", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, rows, dtype, ratio):
+    made = options(tmp_path, rows=rows, keeper="arkv", keep_tokens=100, keep_ratio=ratio)
+    made.keep_variance, made.dtype = 263.8, dtype
+    session = native(made)
+    generator, kept, float8 = torch.Generator().manual_seed(0), [], []
+    for tokens in (150, *[1] * 150):
+        for layer in range(LAYERS):
+            size = (2, KV_HEADS, tokens, HEAD_DIM)
+            keys, values = torch.randn(2, *size, generator=generator).to(dtype)
+            query = torch.randn(2, HEADS, tokens, HEAD_DIM, generator=generator).to(dtype)
+            session.append(layer, keys, values)
+            session.attend(layer, query, keys, values, 0.125)
+        counters = session.counters()
+        kept.append(counters["tokens_kept"])
+        float8.append(counters.get("tokens_kept_fp8", 0))
+        room = kept[-1] - float8[-1] + -(-float8[-1] // dtype.itemsize)
+        assert room <= 100
+    assert kept[1] == 100 and float8[1] == 0, "of a prompt all are in the model's dtype"
+    first = kept.index(75 + 4)
+    assert float8[first] == max(0, 75 - round(100 * ratio))
+    assert (float8[-1] == 0) == (ratio == 1.0)
+    assert (max(kept[-60:]) > 100) == (ratio < 1.0), "more in the same room"
+
+
+def test_a_layer_of_even_attention_has_more_in_e4m3(tmp_path):
+    made = options(tmp_path, rows="none", keeper="arkv", keep_tokens=100, keep_ratio=None)
+    made.keep_variance = 263.8
+    twins = Twins(made)
+    for tokens in (150, *[1] * 40):
+        twins.forward(2, tokens)
+    kept = [state.kept for state in twins.sessions[1]._layers.values()]
+    quality = torch.tensor([[one.quality for one in of_layer] for of_layer in kept])
+    assert (quality > 0).all() and (quality[0] != quality[1]).all()
+    rounded = sum(len(one.rounded) for of_layer in kept for one in of_layer)
+    assert rounded == 4 * twins.sessions[0].counters()["tokens_kept_fp8"]
