@@ -56,6 +56,7 @@ _MIXED_ARKV = (
     "one power of two for each KV head of a page, and one for its V, where the paper has a scale "
     "for each token",
 )
+_RECALLED = "the paper drops tokens; here those of low rank that a query asks for are read again"
 _ON_DISK = "what it drops stays on disk: a crop, or a longer prompt, finds it again"
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
@@ -252,6 +253,17 @@ PRESETS = (
             "reads all keys again",
             "a fixed share of 0.25 is kept",
         ),
+    ),
+    Preset(
+        "arkv-recall",
+        "ARKV, KVSwap",
+        "As kvswap where much is decoded: half the tokens stay, the others are read on demand.",
+        "Where a budget is small: kvswap divides it better.",
+        {**_ARKV, "keep_tokens": TOKENS // 2, "keep_ratio": None, "score": "mass"}
+        | {"rank": lambda shape: min(32, shape.width), "groups_max": TOKENS // 8}
+        | {"pages_max": TOKENS // 4},
+        "as kvswap",
+        (_RECALLED, *_OF_ARKV, *_MIXED_ARKV),
     ),
     Preset(
         "snapkv",
