@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from bench.quality.methods import parse
@@ -112,6 +113,8 @@ def _label(name: str) -> str:
     settings = parse(name)[1]
     memory, config = settings.pop("memory", "no limit"), settings.pop("config", None)
     parts = [memory, "the defaults" if config is None else "tuned"]
+    if config is not None and Path(config).stem.endswith("_true"):
+        parts.append("true query")
     parts += [f"`{key}={value}`" for key, value in settings.items()]
     return ", ".join(parts)
 

@@ -13,6 +13,7 @@ from bench.lookups import Lookups, parse
 from bench.quality.swap import Swap
 from bench.real_speed import compare
 from bench.real_table import (
+    _label,
     lookup_rows,
     product_rows,
     speed_rows,
@@ -234,3 +235,9 @@ def test_speeds_are_paired_with_the_first():
         "| 4,100 | 1/8, tuned | 8 to 32, 12 of 4 | 20.0 (10.0 to 30.0) | 1.00 | 2.00 KiB |",
         "|  | all (`DynamicCache`) | | 40.0 (20.0 to 60.0) | 2.00 | |",
     ]
+
+
+def test_a_config_without_look_ahead_says_so():
+    name = "product:config=build/tuned_8_true.json,memory=1/8"
+    assert _label(name) == "1/8, tuned, true query"
+    assert _label("product:config=true.json,memory=1/8") == "1/8, tuned"
