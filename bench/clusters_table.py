@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from bench.quality.report import right_answers
 from kvswap_torch import format_bytes
 
 Result = dict[str, Any]
@@ -22,7 +23,7 @@ def cluster_rows(results: list[Result]) -> Iterator[str]:
         for length, part in result["lengths"].items():
             full = part["methods"]["full"]
             title = f"{result['model']}, {int(length):,}, {full['documents']}"
-            right = _right(full)
+            right = right_answers(full)
             yield f"| {title} | full | 1/1.0 | all | | 1.000 | {right} | | | |"
             reading = {name: m for name, m in part["methods"].items() if m.get("disk")}
             for name in sorted(reading, key=lambda name: -_recall(reading[name])):
@@ -40,7 +41,7 @@ def _cells(method: Result) -> str:
             f"{method['tokens_per_step']:.0f}",
             "" if clusters is None else f"{clusters:.0f}",
             f"{_recall(method):.3f}",
-            _right(method),
+            right_answers(method),
             format_bytes(disk["bytes"]),
             f"{disk['requests']:.0f}",
             ", ".join(f"{disk['ms'][name]:.1f}" for name in DEVICES if name in disk["ms"]),
@@ -51,11 +52,6 @@ def _cells(method: Result) -> str:
 def _recall(method: Result) -> float:
     layers = method["layers"]["recall"]
     return sum(layer[0] for layer in layers) / len(layers)
-
-
-def _right(method: Result) -> str:
-    asked = method["tasks"]["asked"]
-    return f"{round(asked['exact'][0] * asked['answers'])} of {asked['answers']}"
 
 
 def drift_rows(results: list[Result]) -> Iterator[str]:

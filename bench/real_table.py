@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.quality.methods import parse
-from bench.quality.report import interval
+from bench.quality.report import interval, right_answers
 from bench.quality.tasks import LOSSES
 from kvswap_torch import format_bytes
 
@@ -58,9 +58,8 @@ def product_rows(results: list[Result]) -> Iterator[str]:
     for result in results:
         for length, part in result["lengths"].items():
             full = part["methods"]["full"]
-            yield (
-                f"| {int(length):,}, {full['documents']} | all | | {_right(full)} | | | | | | | |"
-            )
+            title = f"{int(length):,}, {full['documents']}"
+            yield f"| {title} | all | | {right_answers(full)} | | | | | | | |"
             for name in sorted(filter(_is_shown, part["methods"]), key=_order):
                 yield _product_row(int(length), name, part["methods"][name])
             for name, why in part["impossible"].items():
@@ -85,7 +84,7 @@ def _product_row(length: int, name: str, method: Result) -> str:
         f"{length:,}, {method['documents']}",
         _label(name),
         f"{_columns(method)}, {_groups(method)}",
-        _right(method),
+        right_answers(method),
         interval(asked["exact_difference"], "+.2f"),
         interval(asked["kept"]),
         *(f"{part[what][0]:.3f}" for part in (asked, text) for what in ("kl", "agree")),
@@ -102,11 +101,6 @@ def _columns(method: Result) -> str:
 def _groups(method: Result) -> str:
     groups = round(method["groups_per_step"])
     return f"{groups} of {method['selected_tokens'] // groups}"
-
-
-def _right(method: Result) -> str:
-    asked = method["tasks"]["asked"]
-    return f"{round(asked['exact'][0] * asked['answers'])} of {asked['answers']}"
 
 
 def _label(name: str) -> str:

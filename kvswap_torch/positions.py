@@ -5,6 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+#: What helps where more tokens are wanted than a model was made for.
+REMEDY = (
+    "scale its positions knowingly: rope_parameters in the model's config.json with a rope_type "
+    "such as yarn"
+)
+
 
 def most_positions(config: Any) -> int | None:
     """Tokens that a model was made for, by its (text) config.
@@ -35,8 +41,7 @@ class Reach:
         most, self._most = self._most, None
         warnings.warn(
             f"KVSwapCache: holds {tokens:,} tokens, and the model was made for {most:,}; what it "
-            "says of more is not to be trusted. Scale its positions knowingly: rope_parameters in "
-            "the model's config.json with a rope_type such as yarn",
+            f"says of more is not to be trusted. {REMEDY[0].upper()}{REMEDY[1:]}",
             RuntimeWarning,
             stacklevel=2,
         )

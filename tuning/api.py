@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
-from kvswap_torch.positions import most_positions
+from kvswap_torch.positions import REMEDY, most_positions
 from kvswap_torch.tuning.pipeline import TuneOptions, find_settings, measure_all, projection_beside
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.result import TuneResult
@@ -225,8 +225,7 @@ def _check_context(model: Any, context: int) -> None:
     if most is not None and context > most:
         raise ConfigError(
             f"tune: max_context_len must be at most the {most:,} tokens that this model was made "
-            f"for, got {context:,}; or scale its positions knowingly: rope_parameters in the "
-            "model's config.json with a rope_type such as yarn"
+            f"for, got {context:,}; or {REMEDY}"
         )
 
 

@@ -331,6 +331,12 @@ def _cells(method: dict[str, Any]) -> list[str]:
     ]
 
 
+def right_answers(method: dict[str, Any]) -> str:
+    """``3 of 6``, of all that was asked."""
+    asked = method["tasks"]["asked"]
+    return f"{round(asked['exact'][0] * asked['answers'])} of {asked['answers']}"
+
+
 def interval(value: Interval | None, form: str = ".2f") -> str:
     """``0.95 (0.90 to 1.00)``."""
     if value is None:

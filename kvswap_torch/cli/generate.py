@@ -18,7 +18,7 @@ from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_consol
 from kvswap_torch.cli.prompt import Prompt, make_prompt
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
-from kvswap_torch.positions import most_positions
+from kvswap_torch.positions import REMEDY, most_positions
 from kvswap_torch.timeline import SPANS
 
 if TYPE_CHECKING:
@@ -210,8 +210,7 @@ def _check_context(context: int, material: Material) -> None:
     raise ConfigError(
         f"--document: document, questions and answers must be at most the {most:,} tokens that "
         f"this model was made for, come to {context:,}; shorten them, lower --max-new-tokens, or "
-        "scale its positions knowingly: rope_parameters in the model's config.json with a "
-        "rope_type such as yarn"
+        f"{REMEDY}"
     )
 
 

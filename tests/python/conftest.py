@@ -27,15 +27,25 @@ def no_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads over matrices as small as the tests' only wait for one another."""
+def _with_one_thread() -> Iterator[None]:
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads over matrices as small as the tests' only wait for one another."""
+    yield from _with_one_thread()
+
+
+@pytest.fixture(scope="module")
+def one_thread_throughout() -> Iterator[None]:
+    """The same for a whole file, what its fixtures make included."""
+    yield from _with_one_thread()
 
 
 @pytest.fixture(params=["reference", "native", "host device"])

@@ -39,13 +39,7 @@ OPTIONS = st.builds(
 )
 KINDS = st.sampled_from(["normal", "equal", "few", "moving", "odd"])
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 def drawn(kind: str, tokens: int, width: int, seed: int) -> torch.Tensor:

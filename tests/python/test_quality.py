@@ -29,13 +29,7 @@ TEXT = str(REFERENCE / "documents" / "python_logging.txt")
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 SMALL = {"groups_max": 12, "pages_max": 20}  # few of a short document's groups
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 @pytest.fixture(scope="module")

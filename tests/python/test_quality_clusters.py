@@ -40,13 +40,7 @@ ALL = 10_000
 ROOT = Path(__file__).resolve().parents[2]
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 def make_view(seed: int = 0) -> View:

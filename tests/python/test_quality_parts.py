@@ -33,13 +33,7 @@ HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH, ROWS = 4, 2, 8, 90, 2, 11
 FRAME = Frame(group_tokens=4, groups_max=3, sink_tokens=6, tail_tokens=10)
 TEXT = str(REFERENCE / "documents" / "python_logging.txt")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 def make_view(seed: int = 0, predicted: bool = True) -> View:
