@@ -209,23 +209,23 @@ int64_t EngineOptions::sink_pages() const {
 }
 
 bool EngineOptions::keeps_tokens(int64_t layer) const {
-  return KeeperKind::find(keeper)->keeps_tokens && !is_exact(layer);
+  return keeper_kind().keeps_tokens && !is_exact(layer);
 }
 
 int64_t EngineOptions::kept_pages() const {
-  if (!KeeperKind::find(keeper)->keeps_tokens) return 0;
+  if (!keeper_kind().keeps_tokens) return 0;
   // Of each precision the last page may be partly empty.
   return (keep_tokens + group_tokens - 1) / group_tokens + (keeps_float8() ? 1 : 0);
 }
 
 bool EngineOptions::keeps_float8() const {
-  return KeeperKind::find(keeper)->joins && keep_ratio != 1.0;
+  return keeper_kind().joins && keep_ratio != 1.0;
 }
 
 int64_t EngineOptions::tail_pages() const {
   const int64_t step = group_tokens - 1 + select_queries_max;
   // What a step seals stands there until it has joined.
-  const int64_t sealed = KeeperKind::find(keeper)->joins ? step / group_tokens : 0;
+  const int64_t sealed = keeper_kind().joins ? step / group_tokens : 0;
   return (tail_tokens + step + group_tokens - 1) / group_tokens + 1 + sealed;
 }
 

@@ -19,6 +19,7 @@
 #include "kvswap/settings.h"
 #include "memory/page_pool.h"
 #include "memory/replacement.h"
+#include "methods/keeper.h"
 #include "methods/rows.h"
 
 namespace kvswap {
@@ -88,6 +89,7 @@ struct EngineOptions : Settings {
   }
   static constexpr int64_t kStepsBetweenLooks = 32;
 
+  const KeeperKind& keeper_kind() const { return *KeeperKind::find(keeper); }
   /// Do tokens stay in the layer's memory because of what they were paid?
   bool keeps_tokens(int64_t layer) const;
   /// Are some of them in e4m3?

@@ -66,37 +66,19 @@ void Keeping::encode_kept(int64_t layer, int64_t part, std::span<const int32_t> 
               ? found - float8.begin()
               : std::lower_bound(in_dtype.begin(), in_dtype.end(), columns[i]) - in_dtype.begin();
       const int64_t from = place / group_tokens;
-      if (is_float8 && std::exchange(decoded, from) != from) decode_kept(layer, part, from);
+      if (is_float8 && std::exchange(decoded, from) != from) {
+        decode_page(options, pages.kept_float8_page(layer, from),
+                    kept.exponents().data() + from * note_bytes, decoded_.data());
+      }
       copy_token(unencoded_.data(), i % group_tokens,
                  is_float8 ? decoded_.data() : pages.kept_page(layer, from), place % group_tokens);
     }
-    const void* from = unencoded_.data();
-    void* to = gathered_.data() + (options.kept_pages() - 1 - page / each) * options.group_bytes() +
-               page % each * (options.group_bytes() / each);
-    encode_records({.shape = options.record_shape(),
-                    .dtype = options.dtype,
-                    .from = &from,
-                    .to = &to,
-                    .exponents = exponents.data() + page * note_bytes,
-                    .count = 1},
-                   {});
+    encode_page(options, unencoded_.data(),
+                gathered_.data() +
+                    (options.kept_pages() - 1 - page / each) * options.group_bytes() +
+                    page % each * (options.group_bytes() / each),
+                exponents.data() + page * note_bytes);
   }
-}
-
-/// A page of kept tokens in e4m3, to decoded_.
-void Keeping::decode_kept(int64_t layer, int64_t part, int64_t page) {
-  const EngineOptions& options = parts_.options;
-  SequencePages& pages = batch_.pages(part);
-  std::vector<int8_t> exponents = pages.kept(layer).exponents();
-  const void* from = pages.kept_float8_page(layer, page);
-  void* to = decoded_.data();
-  decode_records({.shape = options.record_shape(),
-                  .dtype = options.dtype,
-                  .from = &from,
-                  .to = &to,
-                  .exponents = exponents.data() + page * options.page_note_bytes(),
-                  .count = 1},
-                 {});
 }
 
 /// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.
@@ -162,15 +144,7 @@ const std::byte* Keeping::page_in_tail(int64_t layer, int64_t part, int64_t grou
   if (!options.has_float8_records()) return page;
   rounded_.resize(options.payload_bytes());
   std::vector<int8_t> exponents(options.note_bytes());
-  const void* from = page;
-  void* to = rounded_.data();
-  encode_records({.shape = options.record_shape(),
-                  .dtype = options.dtype,
-                  .from = &from,
-                  .to = &to,
-                  .exponents = exponents.data(),
-                  .count = 1},
-                 {});
+  encode_page(options, page, rounded_.data(), exponents.data());
   return tokens_of_page(options, rounded_.data(), exponents.data(), decoded_.data());
 }
 

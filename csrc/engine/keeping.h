@@ -64,9 +64,9 @@ class Keeping {
   static constexpr int64_t kMassUnit = 1024;  // tokens by which the memory of their mass grows
 
  private:
-  bool accumulates() const { return KeeperKind::find(parts_.options.keeper)->accumulates; }
-  bool is_given() const { return KeeperKind::find(parts_.options.keeper)->is_given; }
-  bool joins() const { return KeeperKind::find(parts_.options.keeper)->joins; }
+  bool accumulates() const { return parts_.options.keeper_kind().accumulates; }
+  bool is_given() const { return parts_.options.keeper_kind().is_given; }
+  bool joins() const { return parts_.options.keeper_kind().joins; }
   bool is_observed(const KeptTokens& kept) const;
   Status check_told(int64_t layer, const KeptTokens& kept) const;
   Status turn_of(int64_t layer, int64_t part);
@@ -74,7 +74,6 @@ class Keeping {
                std::vector<int32_t> float8 = {});
   void encode_kept(int64_t layer, int64_t part, std::span<const int32_t> columns,
                    std::vector<int8_t>& exponents);
-  void decode_kept(int64_t layer, int64_t part, int64_t page);
   void count_queries(KeptTokens& kept, int64_t fresh);
   std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh(int64_t layer, int64_t part, int64_t sealed);

@@ -9,7 +9,7 @@ bool keeps(const EngineOptions& options) { return options.kept_pages() > 0; }
 
 /// Numbers that stand beside a token from turn to turn.
 int64_t numbers_a_token(const EngineOptions& apart) {
-  if (KeeperKind::find(apart.keeper)->is_given) return 2;  // its worth, and how that decays
+  if (apart.keeper_kind().is_given) return 2;  // its worth, and how that decays
   return apart.keep_interval > 0 ? 1 : 0;
 }
 
@@ -22,7 +22,7 @@ int64_t most_tokens(const EngineOptions& apart) {
 
 int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes) {
   if (!keeps(apart)) return 0;
-  const bool is_given = KeeperKind::find(apart.keeper)->is_given;
+  const bool is_given = apart.keeper_kind().is_given;
   const int64_t window =
       is_given ? 0
                : apart.keep_window * apart.query_heads *
@@ -48,7 +48,7 @@ int64_t Keeping::turn_bytes(const EngineOptions& apart, int64_t groups) {
 }
 
 int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
-  const bool joins = KeeperKind::find(apart.keeper)->joins;
+  const bool joins = apart.keeper_kind().joins;
   if (!keeps(apart) || (numbers_a_token(apart) != 1 && !joins)) return 0;
   const int64_t copies = apart.keep_variance > 0 ? 2 : 1;
   return int64_t{sizeof(float)} *
@@ -67,7 +67,7 @@ int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   // Where tokens join: new ones, of those kept what they are worth and their order, a record and
   // a page that are encoded.
   const int64_t staying =
-      KeeperKind::find(apart.keeper)->joins ? most_tokens(apart) * 40 + 2 * apart.group_bytes() : 0;
+      apart.keeper_kind().joins ? most_tokens(apart) * 40 + 2 * apart.group_bytes() : 0;
   const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
   return tables + mean + log_sums + staying + (apart.kept_pages() + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};

@@ -31,6 +31,11 @@ struct PastBlocks {
 /// A page's tokens in the model's dtype: the page, or what it is decoded to, [group_bytes()].
 const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
                                 const int8_t* exponents, std::byte* room);
+/// A page of e4m3 in the model's dtype, [group_bytes()]; and one of these as e4m3.
+void decode_page(const EngineOptions& options, const std::byte* page, const int8_t* exponents,
+                 std::byte* target);
+void encode_page(const EngineOptions& options, const std::byte* page, std::byte* target,
+                 int8_t* exponents);
 
 /// Reads what the layers hold, outside of a step: sealed groups from the file, the rest from the
 /// tail. Not thread-safe.
