@@ -33,6 +33,7 @@ from kvswap_torch.config_rules import (
     plain,
     rank_rule,
     real,
+    reals,
     share,
 )
 from kvswap_torch.errors import ConfigError
@@ -171,6 +172,19 @@ class SwapConfig:
         "share of `keep_tokens` that stays in the model's dtype when there is no room for more; "
         "others become e4m3 and take as much less; None: what a prompt's attention says of a layer",
         optional=True,
+    )
+    keep_count: str = one_of(
+        "bytes",
+        ("bytes", "tokens"),
+        "what `keep_tokens` counts where some are e4m3: the bytes of so many in the model's dtype, "
+        "so that more of e4m3 fit, or tokens of either kind",
+    )
+    keep_temperatures: tuple[float, ...] = reals(
+        (7.774380648611771, 5.407015096778621, 5.527702582901318),
+        0.1,
+        1e6,
+        "with `keep_ratio` None: roots that are taken of a prompt's entropy, variance and kurtosis "
+        "before they are multiplied (tau); the larger, the less it counts",
     )
     audit_every: int = number(
         0,

@@ -1,4 +1,10 @@
-"""What holds between two settings of a `SwapConfig`."""
+"""What holds between two settings of a `SwapConfig`.
+
+No floor says that `keep_tokens` is at least `keep_window` and a group. The newest tokens stand in
+the tail, beside those that are kept: PRKV keeps 64 tokens of a budget of 256 by what a window of 64
+queries paid, and TOVA may keep one. Only where a group joins the kept tokens at once (arkv) would
+fewer than that be dropped as soon as they come.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ __all__ = ["FLOORS", "IDLE", "OWNED", "check_between"]
 FLOORS = (
     Floor("pages_max", "groups_max", "since what a step attends must be in memory"),
     Floor("pages_max", "select_queries_max", "a page for each query's choice"),
+    Floor("keep_tokens", "group_tokens", "since a group joins what is kept at once", "arkv"),
     Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
 )
 # What other rows than these would ignore.
@@ -18,7 +25,11 @@ OWNED = (
     *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
     Owned("keeper", "rows", "none", ("newest",)),
-    *(Owned(name, "keeper", "arkv") for name in ("keep_variance", "keep_slack", "keep_ratio")),
+    *(
+        Owned(name, "keeper", "arkv")
+        for name in ("keep_variance", "keep_slack", "keep_ratio", "keep_count")
+    ),
+    Owned("keep_temperatures", "keep_ratio", "null"),
 )
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),
@@ -34,6 +45,7 @@ IDLE = (  # what would have no effect
         Idle(name, "keeper", "given", "since what tokens are worth comes from outside")
         for name in ("keep_window", "keep_pool")
     ),
+    Idle("keep_count", "keep_ratio", "1", "since no token is rounded"),
     Idle("keep_interval", "keeper", "arkv", "since it is chosen anew where there is no room"),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
 )

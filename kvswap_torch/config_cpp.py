@@ -110,7 +110,7 @@ def _between_two() -> list[str]:
     """What holds between two settings."""
     floors = [
         f'  visit("{floor.name}", &Settings::{floor.name}, "{floor.floor}", '
-        f'&Settings::{floor.floor}, "{floor.why}");'
+        f'&Settings::{floor.floor}, "{floor.why}", "{floor.keeper}");'
         for floor in FLOORS
     ]
     owned = [
@@ -124,7 +124,8 @@ def _between_two() -> list[str]:
         for each in IDLE
     ]
     return [
-        "/// visit(name, member, floor's name, floor's member, why): what holds between two.",
+        "/// visit(name, member, floor's name, floor's member, why, keeper): what holds between two,",
+        "/// with that keeper, or where it is empty with any.",
         "template <typename Visit>",
         "void visit_floors(Visit&& visit) {",
         *floors,
@@ -170,6 +171,8 @@ def _type(item: dataclasses.Field[Any]) -> str:
         "number": "double",
     }
     kind = schema.get("type")
+    if kind == "array" and schema["items"]["type"] == "number":
+        return "std::vector<double>"
     if isinstance(kind, str):
         return plain[kind]
     optional = {"integer": "std::optional<int64_t>", "number": "std::optional<double>"}
@@ -181,6 +184,8 @@ def _type(item: dataclasses.Field[Any]) -> str:
 def _initial(item: dataclasses.Field[Any]) -> str:
     if item.default in (None, ()):
         return ""
+    if isinstance(item.default, tuple):
+        return "{" + ", ".join(map(str, item.default)) + "}"
     if isinstance(item.default, bool):
         return str(item.default).lower()
     return f'"{item.default}"' if isinstance(item.default, str) else str(item.default)
@@ -196,6 +201,9 @@ def _rule(item: dataclasses.Field[Any]) -> str:
         return f"RankRange{{{schema['anyOf'][0]['maximum']}}}"
     if schema["type"] == "boolean":
         return "Boolean{}"
+    if schema["type"] == "array" and "minItems" in schema:
+        low, high = schema["items"]["minimum"], schema["items"]["maximum"]
+        return f'RealsRange{{{schema["minItems"]}, {low}, {high}, "{low} to {high}"}}'
     if schema["type"] == "array":
         return "LayerNumbers{}"
     if "exclusiveMinimum" in schema:

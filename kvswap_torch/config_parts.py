@@ -12,8 +12,8 @@ from typing import Any
 from kvswap_torch.config_rules import INT_MAX
 from kvswap_torch.errors import ConfigError
 
-# Settings that may be one value for each layer, or numbers of layers: lists in a file, tuples here.
-OF_LAYERS = ("rank", "true_query_layers", "exact_layers")
+# Settings that may be several values: lists in a file, tuples here.
+SEVERAL = ("rank", "true_query_layers", "exact_layers", "keep_temperatures")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Solution:
             if not is_int or not 0 < value <= INT_MAX:
                 raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
-        for name in OF_LAYERS:
+        for name in SEVERAL:
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         object.__setattr__(self, "settings", tuple(sorted(given.items())))
@@ -138,7 +138,7 @@ def checked_json(provenance: Any) -> dict[str, Any]:
 
 def adopt_plain_values(config: Any) -> None:
     """A config's lists and mappings, as JSON gives them, become what its fields promise."""
-    for name in OF_LAYERS:
+    for name in SEVERAL:
         if isinstance(getattr(config, name), list):
             object.__setattr__(config, name, tuple(getattr(config, name)))
     if isinstance(config.model, Mapping):

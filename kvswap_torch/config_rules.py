@@ -55,6 +55,23 @@ def real(default: float, low: float, high: float, doc: str, optional: bool = Fal
     return _field(default, check, schema, doc)
 
 
+def reals(default: tuple[float, ...], low: float, high: float, doc: str) -> Any:
+    """As many floats from `low` to `high` as the default has."""
+    count = len(default)
+
+    def check(name: str, value: Any) -> None:
+        good = isinstance(value, tuple) and len(value) == count
+        if not good or not all(isinstance(x, float) and low <= x <= high for x in value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(
+                f"{name}: must be {count} floats from {low} to {high}, got {shown!r}"
+            )
+
+    one = {"type": "number", "minimum": low, "maximum": high}
+    schema = {"type": "array", "items": one, "minItems": count, "maxItems": count}
+    return _field(default, check, schema, doc)
+
+
 def boolean(default: bool, doc: str) -> Any:
     """True or False."""
 
@@ -113,11 +130,20 @@ def checked_rank(rank: Any, width: int) -> None:
         )
 
 
+def _word(value: Any) -> str:
+    """A setting as messages and rules name it: whole floats as C++ writes them, without a point."""
+    if value is None:
+        return "null"
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)
+
+
 @dataclass(frozen=True)
 class Owned:
     """A setting of one method: left at its default unless `owner` is `word`.
 
-    With `values` only those belong to it, and all may have the others.
+    With `values` only those belong to it, and all may have the others. A word is what the owner's
+    value is in JSON, without quotes: ``null`` for None.
     """
 
     name: str
@@ -127,7 +153,7 @@ class Owned:
 
     def check(self, settings: Any) -> None:
         """Raises `ConfigError` where another method would ignore it."""
-        value, other = getattr(settings, self.name), getattr(settings, self.owner)
+        value, other = getattr(settings, self.name), _word(getattr(settings, self.owner))
         default = type(settings).__dataclass_fields__[self.name].default
         is_owned = value in self.values if self.values else value != default
         if other != self.word and is_owned:
@@ -139,7 +165,10 @@ class Owned:
 
 @dataclass(frozen=True)
 class Idle:
-    """A setting without effect where `owner` is `word`, and why: left at its default there."""
+    """A setting without effect where `owner` is `word`, and why: left at its default there.
+
+    A word as in `Owned`.
+    """
 
     name: str
     owner: str
@@ -150,7 +179,7 @@ class Idle:
         """Raises `ConfigError` where it would do nothing."""
         value = getattr(settings, self.name)
         default = type(settings).__dataclass_fields__[self.name].default
-        if getattr(settings, self.owner) == self.word and value != default:
+        if _word(getattr(settings, self.owner)) == self.word and value != default:
             raise ConfigError(
                 f"{self.name}: must be left out where {self.owner} is {self.word}, {self.why}, got "
                 f"{value!r}"
@@ -159,14 +188,20 @@ class Idle:
 
 @dataclass(frozen=True)
 class Floor:
-    """What holds between two settings: `name` is at least `floor`, and why."""
+    """What holds between two settings: `name` is at least `floor`, and why.
+
+    With a `keeper` only where that is the setting of that name.
+    """
 
     name: str
     floor: str
     why: str
+    keeper: str = ""
 
     def check(self, settings: Any) -> None:
         """Raises `ConfigError` where it does not hold."""
+        if self.keeper and settings.keeper != self.keeper:
+            return
         value, least = getattr(settings, self.name), getattr(settings, self.floor)
         if value < least:
             raise ConfigError(

@@ -51,7 +51,8 @@ _OF_ARKV = (
     "while decoding a token's neighbours are those columns beside it that are kept",
 )
 _MIXED_ARKV = (
-    "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens",
+    "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens, as "
+    "keep_count=tokens does",
     "e4m3 tokens are attended; the published code drops them by mistake",
     "one power of two for each KV head of a page, and one for its V, where the paper has a scale "
     "for each token",

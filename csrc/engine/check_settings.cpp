@@ -32,9 +32,10 @@ std::string json(const std::string& value) {
   return text + '"';
 }
 
-std::string json(const std::vector<int64_t>& values) {
+template <typename T>
+std::string json(const std::vector<T>& values) {
   std::string text;
-  for (const int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  for (const T value : values) text += (text.empty() ? "" : ", ") + json(value);
   return "[" + text + "]";
 }
 
@@ -47,6 +48,13 @@ std::string json(const std::optional<T>& value) {
   return value ? json(*value) : "null";
 }
 
+/// As rules and messages name a setting: JSON without quotes.
+std::string word_of(const std::string& value) { return value; }
+template <typename T>
+std::string word_of(const T& value) {
+  return json(value);
+}
+
 }  // namespace
 
 Status check_settings(const Settings& settings) {
@@ -55,26 +63,28 @@ Status check_settings(const Settings& settings) {
     if (!broken.empty() || holds(rule, settings.*member)) return;
     broken = std::string(name) + ": must be " + rule.words() + ", got " + json(settings.*member);
   });
-  visit_floors(
-      [&](const char* name, auto member, const char* floor, auto floor_member, const char* why) {
-        if (!broken.empty() || settings.*member >= settings.*floor_member) return;
-        broken = std::string(name) + ": must be at least " + floor + " (" +
-                 json(settings.*floor_member) + "), " + why + ", got " + json(settings.*member);
-      });
+  visit_floors([&](const char* name, auto member, const char* floor, auto floor_member,
+                   const char* why, const std::string& keeper) {
+    const bool is_meant = keeper.empty() || settings.keeper == keeper;
+    if (!broken.empty() || !is_meant || settings.*member >= settings.*floor_member) return;
+    broken = std::string(name) + ": must be at least " + floor + " (" +
+             json(settings.*floor_member) + "), " + why + ", got " + json(settings.*member);
+  });
   const Settings defaults;
   visit_owned([&](const char* name, auto member, const char* owner, auto owner_member,
                   const std::string& word, const OneOf& values) {
     const bool is_default = settings.*member == defaults.*member;
     if (!broken.empty() || is_default || !concerns(values, settings.*member) ||
-        settings.*owner_member == word)
+        word_of(settings.*owner_member) == word)
       return;
     broken = std::string(name) + ": must be left out where " + owner + " is " +
-             settings.*owner_member + ", since it belongs to " + word + ", got " +
+             word_of(settings.*owner_member) + ", since it belongs to " + word + ", got " +
              json(settings.*member);
   });
   visit_idle([&](const char* name, auto member, const char* owner, auto owner_member,
                  const std::string& word, const char* why) {
-    if (!broken.empty() || settings.*member == defaults.*member || settings.*owner_member != word)
+    if (!broken.empty() || settings.*member == defaults.*member ||
+        word_of(settings.*owner_member) != word)
       return;
     broken = std::string(name) + ": must be left out where " + owner + " is " + word + ", " + why +
              ", got " + json(settings.*member);

@@ -94,8 +94,10 @@ struct EngineOptions : Settings {
   bool keeps_tokens(int64_t layer) const;
   /// Are some of them in e4m3?
   bool keeps_float8() const;
-  /// So many of e4m3 take the room of one of the model's dtype.
+  /// So many of e4m3 take the bytes of one of the model's dtype.
   int64_t float8_per_token() const { return dtype_bytes(dtype); }
+  /// So many of e4m3 count as one of the model's dtype.
+  int64_t float8_a_room() const { return keep_count == "bytes" ? float8_per_token() : 1; }
   /// Are groups selected? Else what is kept is attended alone.
   bool selects() const { return rows != "none"; }
 
@@ -123,7 +125,7 @@ struct EngineOptions : Settings {
   /// Pages of kept tokens; 0 without a keeper of tokens. Those in e4m3 share them from behind.
   int64_t kept_pages() const;
   /// In a page table: where all of them are divided among tokens in e4m3.
-  int64_t kept_entries() const { return kept_pages() * (keeps_float8() ? float8_per_token() : 1); }
+  int64_t kept_entries() const { return kept_pages() * (keeps_float8() ? float8_a_room() : 1); }
   int64_t pages_per_layer() const {
     return pages_max + sink_pages() + tail_pages() + kept_entries();
   }

@@ -27,7 +27,7 @@ std::vector<int32_t> Keeping::newcomers(int64_t layer, int64_t part, int64_t beg
 }
 
 int64_t Keeping::room_of(size_t in_dtype, size_t in_float8) const {
-  const int64_t each = parts_.options.float8_per_token();
+  const int64_t each = parts_.options.float8_a_room();
   return static_cast<int64_t>(in_dtype) + (static_cast<int64_t>(in_float8) + each - 1) / each;
 }
 

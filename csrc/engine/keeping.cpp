@@ -204,7 +204,9 @@ Status Keeping::weigh_past(int64_t layer, int64_t part) {
     KVSWAP_RETURN_IF_ERROR(past_.list(groups, target, listed_));
     weigh_block(groups, listed_);
   }
-  if (!parts_.options.keep_ratio) kept.quality = shape_.quality();
+  if (!parts_.options.keep_ratio) {
+    kept.quality = shape_.quality(parts_.options.keep_temperatures);
+  }
   return Status::ok();
 }
 

@@ -28,7 +28,7 @@ namespace kvswap {
 /// step, and a turn follows a step after which there is no room for it: of those kept a share
 /// stays, by what that step paid them. Nothing is read for it. Where EngineOptions::keeps_float8()
 /// the best of them keep the model's dtype and the next become e4m3, as many as there is room for
-/// (ARKV IV-C), which they stay until a prompt's turn. Not thread-safe.
+/// (ARKV IV-C; keep_count says what of), which they stay until a prompt's turn. Not thread-safe.
 class Keeping {
  public:
   Keeping(EngineParts& parts, Batch& batch, const Tail& tail, Sealer& sealer, PastReader& past)
@@ -88,7 +88,7 @@ class Keeping {
 
   // Where tokens join.
   std::vector<int32_t> newcomers(int64_t layer, int64_t part, int64_t begin, int64_t end) const;
-  /// What kept tokens take, in tokens of the model's dtype.
+  /// What kept tokens take of keep_tokens.
   int64_t room_of(size_t in_dtype, size_t in_float8) const;
   bool lacks_room(int64_t layer, int64_t part) const;
   Status make_room(int64_t layer, int64_t part, std::span<const int32_t> fresh);

@@ -15,7 +15,7 @@ int64_t numbers_a_token(const EngineOptions& apart) {
 
 /// That are kept at once.
 int64_t most_tokens(const EngineOptions& apart) {
-  return apart.keep_tokens * (apart.keeps_float8() ? apart.float8_per_token() : 1);
+  return apart.keep_tokens * (apart.keeps_float8() ? apart.float8_a_room() : 1);
 }
 
 }  // namespace

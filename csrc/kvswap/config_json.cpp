@@ -47,7 +47,8 @@ bool take(const Json& value, std::string& field) {
   return value.is_string();
 }
 
-bool take(const Json& value, std::vector<int64_t>& field) {
+template <typename T>
+bool take(const Json& value, std::vector<T>& field) {
   field.resize(value.is_array() ? value.size() : 0);
   for (size_t i = 0; i < field.size(); ++i) {
     if (!take(value[i], field[i])) return false;

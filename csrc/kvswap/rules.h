@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -32,6 +33,19 @@ struct RealRange {
   const char* range;
   bool holds(double value) const { return value >= low && value <= high; }
   std::string words() const { return std::string("a float from ") + range; }
+};
+
+/// So many from low to high; `range` says it.
+struct RealsRange {
+  size_t count;
+  double low;
+  double high;
+  const char* range;
+  bool holds(const std::vector<double>& values) const {
+    const auto fits = [&](double one) { return one >= low && one <= high; };
+    return values.size() == count && std::all_of(values.begin(), values.end(), fits);
+  }
+  std::string words() const { return std::to_string(count) + " floats from " + range; }
 };
 
 /// Between 0 and 1, neither of them.

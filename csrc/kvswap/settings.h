@@ -86,6 +86,12 @@ struct Settings {
   /// share of keep_tokens that stays in the model's dtype when there is no room for more;
   /// others become e4m3 and take as much less; None: what a prompt's attention says of a layer
   std::optional<double> keep_ratio = 1.0;
+  /// what keep_tokens counts where some are e4m3: the bytes of so many in the model's dtype, so
+  /// that more of e4m3 fit, or tokens of either kind
+  std::string keep_count = "bytes";
+  /// with keep_ratio None: roots that are taken of a prompt's entropy, variance and kurtosis
+  /// before they are multiplied (tau); the larger, the less it counts
+  std::vector<double> keep_temperatures = {7.774380648611771, 5.407015096778621, 5.527702582901318};
   /// decoding steps between two looks of a layer at groups that were not selected, to estimate
   /// how much attention they would have had (missed_mass in stats()); 0: never
   int64_t audit_every = 0;

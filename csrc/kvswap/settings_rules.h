@@ -34,6 +34,8 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "keep_variance",
                                                 "keep_slack",
                                                 "keep_ratio",
+                                                "keep_count",
+                                                "keep_temperatures",
                                                 "audit_every",
                                                 "audit_groups",
                                                 "missed_mass_max",
@@ -56,23 +58,42 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
-                                            "records",         "rank",
-                                            "summary_dtype",   "score",
-                                            "groups_max",      "pages_max",
-                                            "sink_tokens",     "tail_tokens",
-                                            "replacement",     "select_queries_max",
-                                            "look_ahead",      "true_query_layers",
-                                            "exact_layers",    "keeper",
-                                            "keep_tokens",     "keep_window",
-                                            "keep_pool",       "keep_interval",
-                                            "keep_variance",   "keep_slack",
-                                            "keep_ratio",      "audit_every",
-                                            "audit_groups",    "missed_mass_max",
-                                            "layout",          "reader",
-                                            "io_mode",         "read_depth",
-                                            "merge_gap_bytes", "merge_bytes_max",
-                                            "device_model",    "projection_file",
+inline constexpr const char* kSolvable[] = {"group_tokens",
+                                            "rows",
+                                            "records",
+                                            "rank",
+                                            "summary_dtype",
+                                            "score",
+                                            "groups_max",
+                                            "pages_max",
+                                            "sink_tokens",
+                                            "tail_tokens",
+                                            "replacement",
+                                            "select_queries_max",
+                                            "look_ahead",
+                                            "true_query_layers",
+                                            "exact_layers",
+                                            "keeper",
+                                            "keep_tokens",
+                                            "keep_window",
+                                            "keep_pool",
+                                            "keep_interval",
+                                            "keep_variance",
+                                            "keep_slack",
+                                            "keep_ratio",
+                                            "keep_count",
+                                            "keep_temperatures",
+                                            "audit_every",
+                                            "audit_groups",
+                                            "missed_mass_max",
+                                            "layout",
+                                            "reader",
+                                            "io_mode",
+                                            "read_depth",
+                                            "merge_gap_bytes",
+                                            "merge_bytes_max",
+                                            "device_model",
+                                            "projection_file",
                                             "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
@@ -103,6 +124,9 @@ void visit_settings(Visit&& visit) {
   visit("keep_variance", &Settings::keep_variance, RealRange{0.0, 1000000.0, "0.0 to 1000000.0"});
   visit("keep_slack", &Settings::keep_slack, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("keep_ratio", &Settings::keep_ratio, RealRange{0.0, 1.0, "0.0 to 1.0"});
+  visit("keep_count", &Settings::keep_count, OneOf{{"bytes", "tokens"}});
+  visit("keep_temperatures", &Settings::keep_temperatures,
+        RealsRange{3, 0.1, 1000000.0, "0.1 to 1000000.0"});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
@@ -122,15 +146,18 @@ void visit_settings(Visit&& visit) {
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}});
 }
 
-/// visit(name, member, floor's name, floor's member, why): what holds between two.
+/// visit(name, member, floor's name, floor's member, why, keeper): what holds between two,
+/// with that keeper, or where it is empty with any.
 template <typename Visit>
 void visit_floors(Visit&& visit) {
   visit("pages_max", &Settings::pages_max, "groups_max", &Settings::groups_max,
-        "since what a step attends must be in memory");
+        "since what a step attends must be in memory", "");
   visit("pages_max", &Settings::pages_max, "select_queries_max", &Settings::select_queries_max,
-        "a page for each query's choice");
+        "a page for each query's choice", "");
+  visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
+        "since a group joins what is kept at once", "arkv");
   visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
-        &Settings::merge_gap_bytes, "since a merged read holds its gaps");
+        &Settings::merge_gap_bytes, "since a merged read holds its gaps", "");
 }
 
 /// visit(name, member, owner's name, its member, word, values): the setting has its
@@ -148,6 +175,9 @@ void visit_owned(Visit&& visit) {
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keep_count", &Settings::keep_count, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keep_temperatures", &Settings::keep_temperatures, "keep_ratio", &Settings::keep_ratio,
+        "null", OneOf{});
 }
 
 /// visit(name, member, owner's name, its member, word, why): the setting has its default
@@ -182,6 +212,8 @@ void visit_idle(Visit&& visit) {
         "since what tokens are worth comes from outside");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
         "since what tokens are worth comes from outside");
+  visit("keep_count", &Settings::keep_count, "keep_ratio", &Settings::keep_ratio, "1",
+        "since no token is rounded");
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",
         "since it is chosen anew where there is no room");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",

@@ -128,7 +128,8 @@ void AttentionShape::add(double paid) {
   fourths_ += square * square;
 }
 
-double AttentionShape::quality() const {
+double AttentionShape::quality(std::span<const double> temperatures) const {
+  KVSWAP_ASSERT(temperatures.size() == 3);
   if (tokens_ < 2 || !(sum_ > 0)) return 0;
   // Of p = paid / sum: its mean is 1 / tokens.
   const double entropy = std::log(sum_) - logs_ / sum_;
@@ -140,8 +141,8 @@ double AttentionShape::quality() const {
   const double central =
       fourth - 4 * mean * cube + 6 * mean * mean * square - 3 * mean * mean * mean * mean;
   if (!(entropy > 0) || !(variance > 1e-12 * square) || !(central > 0)) return 0;
-  return std::pow(entropy, 1 / 7.774380648611771) * std::pow(variance, 1 / 5.407015096778621) *
-         std::pow(central / (variance * variance), 1 / 5.527702582901318);
+  return std::pow(entropy, 1 / temperatures[0]) * std::pow(variance, 1 / temperatures[1]) *
+         std::pow(central / (variance * variance), 1 / temperatures[2]);
 }
 
 void KeptTokens::set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents) {

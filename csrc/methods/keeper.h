@@ -78,9 +78,9 @@ std::vector<int32_t> who_stays(const StayArgs& args);
 class AttentionShape {
  public:
   void add(double paid);
-  /// H^(1/t1) V^(1/t2) Kurt^(1/t3), of the paper's temperatures; 0 of fewer than two tokens, and
-  /// where all are paid alike.
-  double quality() const;
+  /// H^(1/t1) V^(1/t2) Kurt^(1/t3) with these t; 0 of fewer than two tokens, and where all are paid
+  /// alike.
+  double quality(std::span<const double> temperatures) const;
 
  private:
   double tokens_ = 0;

@@ -19,7 +19,10 @@ def token_worth(weights: torch.Tensor, kv_heads: int, variance: float) -> torch.
     return (mean + variance * (square - mean * mean).clamp_min(0)).sum(0)
 
 
-def layer_quality(paid: torch.Tensor) -> float:
+PAPERS = (7.774380648611771, 5.407015096778621, 5.527702582901318)
+
+
+def layer_quality(paid: torch.Tensor, temperatures: tuple[float, ...] = PAPERS) -> float:
     """How unevenly tokens were paid, ``[tokens]`` in any unit: (3)-(6).
 
     0 of fewer than two tokens, and where all are paid alike.
@@ -32,8 +35,6 @@ def layer_quality(paid: torch.Tensor) -> float:
     variance, fourth = apart.square().mean().item(), apart.pow(4).mean().item()
     if entropy <= 0 or variance <= 1e-12 * share.square().mean().item():
         return 0.0
-    return (
-        entropy ** (1 / 7.774380648611771)
-        * variance ** (1 / 5.407015096778621)
-        * (fourth / variance**2) ** (1 / 5.527702582901318)
-    )
+    of_entropy, of_variance, of_kurtosis = (1 / temperature for temperature in temperatures)
+    kurtosis = fourth / variance**2
+    return entropy**of_entropy * variance**of_variance * kurtosis**of_kurtosis

@@ -61,7 +61,10 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "box", "keeper": "arkv", "keep_variance": 1e6, "keep_slack": 1.0, "keep_pool": 3},
     {"keeper": "observed", "keep_variance": 0.0, "keep_slack": 0.75, "keep_ratio": 1.0},
     {"rows": "none", "keeper": "arkv", "keep_ratio": None},
-    {"keeper": "arkv", "keep_ratio": 0.0},
+    {"keeper": "arkv", "keep_ratio": 0.0, "keep_count": "tokens"},
+    {"keeper": "arkv", "keep_ratio": None, "keep_temperatures": [0.1, 1e6, 2.5]},
+    {"keeper": "arkv", "keep_ratio": 1.0, "keep_count": "bytes", "keep_tokens": 4},
+    {"keeper": "observed", "keep_tokens": 1, "group_tokens": 64},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
         "group_tokens": 2,
@@ -146,6 +149,20 @@ BAD: list[tuple[str, str]] = [
      "keep_ratio: must be left out where keeper is observed, since it belongs to arkv"),
     *((_file(keeper="arkv", keep_ratio=value), "keep_ratio: must be a float from 0.0 to 1.0")
       for value in (1, -0.5, 1.5, "half", False)),
+    (_file(keeper="arkv", keep_tokens=3),
+     "keep_tokens: must be at least group_tokens (4), since a group joins what is kept at once"),
+    (_file(keeper="arkv", keep_count="pages", keep_ratio=0.5), "keep_count: must be one of bytes"),
+    (_file(keeper="arkv", keep_count="tokens"),
+     "keep_count: must be left out where keep_ratio is 1, since no token is rounded"),
+    (_file(keeper="heavy", keep_count="tokens"), "keep_count: must be left out where keeper is h"),
+    *((_file(keeper="arkv", keep_ratio=None, keep_temperatures=value),
+       "keep_temperatures: must be 3 floats from 0.1 to 1000000.0, got")
+      for value in ([1.0, 2.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 0.0], [1.0, 2.0, 3], 2.0, None,
+                    ["1", 2.0, 3.0], [])),
+    (_file(keeper="arkv", keep_ratio=0.5, keep_temperatures=[1.0, 2.0, 3.0]),
+     "keep_temperatures: must be left out where keep_ratio is 0.5, since it belongs to null"),
+    (_file(keep_temperatures=[1.0, 2.0, 3.0]),
+     "keep_temperatures: must be left out where keep_ratio is 1, since it belongs to null"),
     (_file(keeper="arkv", keep_interval=4), "keep_interval: must be left out where keeper is arkv"),
     *((_file(keeper="arkv", keep_slack=value), "keep_slack: must be a float from 0.0 to 1.0")
       for value in (1, -0.5, 1.5, "all", None, True)),

@@ -157,11 +157,13 @@ class ReferenceKeeper:
         if options.keep_ratio is None:
             before = min(kept.window[1], state.sealed)
             is_valid = state.valid[sequence, :before]
-            kept.quality = layer_quality(weights[:, :, :before].sum((0, 1))[is_valid])
+            paid = weights[:, :, :before].sum((0, 1))[is_valid]
+            kept.quality = layer_quality(paid, options.keep_temperatures)
         kept.window, kept.stay, kept.is_due, kept.joined = None, None, False, state.sealed
 
     def _fit(self, in_dtype: int, in_float8: int) -> bool:
-        each = self._options.dtype.itemsize
+        is_bytes = self._options.keep_count == "bytes"
+        each = self._options.dtype.itemsize if is_bytes else 1
         return in_dtype + math.ceil(in_float8 / each) <= self._options.keep_tokens
 
     def join(self, state, sequence: int, sinks: list[int], layers: Any) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kvswap_torch import SwapConfig
 from kvswap_torch.methods import METHODS
 from tests.python.test_session import (
     BACK_ENDS,
@@ -32,19 +33,25 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         "keep_slack": rng.choice([0.0, 0.75, 1.0]),
         "keep_ratio": rng.choice([None, 0.0, 0.3, 1.0]),
     }
+    if arkv["keep_ratio"] != 1.0:
+        arkv["keep_count"] = rng.choice(["bytes", "tokens"])
+    if arkv["keep_ratio"] is None:
+        arkv["keep_temperatures"] = rng.choice([SwapConfig().keep_temperatures, (1.0, 0.5, 2.0)])
+    group_tokens = rng.choice([1, 3, 4, 16])
+    least = group_tokens if keeper == "arkv" else 1
     made = options(
         tmp_path,
         rows=rows,
         heads=heads,
         score=rng.choice(["sum", "mass"] if rows == "low_rank" else ["sum"]),
         keeper=keeper,
-        keep_tokens=rng.choice([1, 7, 16, 30]),
+        keep_tokens=max(least, rng.choice([1, 7, 16, 30])),
         keep_window=32 if keeper == "given" else rng.choice([1, 5, 20]),
         keep_pool=rng.choice([1, 2, 5]) if keeper in ("observed", "arkv") else 5,
         keep_interval=0 if keeper == "arkv" else rng.choice([0, 3, 8]),
         **(arkv if keeper == "arkv" else {}),
         exact_layers=rng.choice([[], [], [1]]),
-        group_tokens=rng.choice([1, 3, 4, 16]),
+        group_tokens=group_tokens,
         groups_max=rng.choice([1, 3, 8]),
         tail_tokens=rng.choice([0, 3, 32]),
         sink_tokens=rng.choice([0, 4, 6]),
@@ -54,7 +61,8 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     if heads == "all" and made.group_tokens >= 3:
         made.records = rng.choice(["model", "fp8"])
     twins = live(made, rng, seed)
-    each = 4 if keeper == "arkv" and made.keep_ratio != 1.0 else 1  # in fp32's room
+    is_mixed = keeper == "arkv" and made.keep_ratio != 1.0 and made.keep_count == "bytes"
+    each = 4 if is_mixed else 1  # in fp32's room
     assert 0 <= twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens * each
 
 
@@ -109,9 +117,13 @@ def test_what_is_decoded_is_kept_until_there_is_no_room(tmp_path, rows, records)
 
 @pytest.mark.parametrize("rows", ["box", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, rows, dtype, ratio):
+@pytest.mark.parametrize(
+    ("ratio", "count"),
+    [(0.0, "bytes"), (0.5, "bytes"), (1.0, "bytes"), (0.0, "tokens"), (0.5, "tokens")],
+)
+def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, rows, dtype, ratio, count):
     made = options(tmp_path, rows=rows, keeper="arkv", keep_tokens=100, keep_ratio=ratio)
+    made.keep_count = count
     made.keep_variance, made.dtype = 263.8, dtype
     session = native(made)
     generator, kept, float8 = torch.Generator().manual_seed(0), [], []
@@ -125,13 +137,15 @@ def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, rows, dtype, rati
         counters = session.counters()
         kept.append(counters["tokens_kept"])
         float8.append(counters.get("tokens_kept_fp8", 0))
-        room = kept[-1] - float8[-1] + -(-float8[-1] // dtype.itemsize)
+        each = dtype.itemsize if count == "bytes" else 1
+        room = kept[-1] - float8[-1] + -(-float8[-1] // each)
         assert room <= 100
     assert kept[1] == 100 and float8[1] == 0, "of a prompt all are in the model's dtype"
     first = kept.index(75 + 4)
     assert float8[first] == max(0, 75 - round(100 * ratio))
     assert (float8[-1] == 0) == (ratio == 1.0)
-    assert (max(kept[-60:]) > 100) == (ratio < 1.0), "more in the same room"
+    more = ratio < 1.0 and count == "bytes"
+    assert (max(kept[-60:]) > 100) == more, "more in the same room"
 
 
 def test_a_layer_of_even_attention_has_more_in_e4m3(tmp_path):

@@ -271,16 +271,25 @@ EngineOptions drawn_options(std::mt19937_64& random) {
       options.*member = rule.choices[random() % rule.choices.size()];
     }
   });
+  // Of owners that are no words none is drawn.
+  const auto is_word = [&](auto owner, const std::string& word) {
+    if constexpr (std::is_convertible_v<decltype(options.*owner), std::string>) {
+      return options.*owner == word;
+    }
+    return true;
+  };
   visit_owned([&](const char*, auto member, const char*, auto owner, const std::string& word,
                   const OneOf& values) {
-    const bool is_another = options.*owner != word && concerns(values, options.*member);
+    const bool is_another = !is_word(owner, word) && concerns(values, options.*member);
     if (is_another) options.*member = usual.*member;
   });
   visit_idle(
       [&](const char*, auto member, const char*, auto owner, const std::string& word, const char*) {
-        if (options.*owner == word) options.*member = usual.*member;
+        if (is_word(owner, word)) options.*member = usual.*member;
       });
-  visit_floors([&](const char*, auto member, const char*, auto floor, const char*) {
+  visit_floors([&](const char*, auto member, const char*, auto floor, const char*,
+                   const std::string& keeper) {
+    if (!keeper.empty() && options.keeper != keeper) return;
     options.*member = std::max(options.*member, options.*floor);
   });
   options.layers = random() % 2 == 0 ? 1 : 4096;

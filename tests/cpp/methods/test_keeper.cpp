@@ -144,7 +144,8 @@ TEST(WorthOf, IsTheMeanAndWhatItVaries) {
 
 TEST(AttentionShape, IsThatOfThePaperInAnyUnit) {
   AttentionShape one, other, even;
-  EXPECT_EQ(one.quality(), 0);
+  const std::vector<double> papers = {7.774380648611771, 5.407015096778621, 5.527702582901318};
+  EXPECT_EQ(one.quality(papers), 0);
   for (const double paid : {1.0, 2.0, 0.0, 5.0}) {
     one.add(paid);
     other.add(paid * 0x1p-20);
@@ -154,9 +155,11 @@ TEST(AttentionShape, IsThatOfThePaperInAnyUnit) {
   const double expected = std::pow(0.9002561, 1 / 7.774380648611771) *
                           std::pow(0.0546875, 1 / 5.407015096778621) *
                           std::pow(2.0, 1 / 5.527702582901318);
-  EXPECT_NEAR(one.quality(), expected, 1e-6);
-  EXPECT_NEAR(other.quality(), expected, 1e-6);
-  EXPECT_EQ(even.quality(), 0);
+  EXPECT_NEAR(one.quality(papers), expected, 1e-6);
+  EXPECT_NEAR(other.quality(papers), expected, 1e-6);
+  EXPECT_EQ(even.quality(papers), 0);
+  EXPECT_NEAR(one.quality(std::vector{1.0, 0.5, 2.0}),
+              0.9002561 * 0.0546875 * 0.0546875 * std::sqrt(2.0), 1e-8);
 }
 
 TEST(KeptTokens, OfBothPrecisionsAreKeptAndCut) {
