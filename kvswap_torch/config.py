@@ -15,6 +15,7 @@ from typing import Any
 
 from kvswap_torch import config_file
 from kvswap_torch.config_between import check_between
+from kvswap_torch.config_facts import ConfigFacts
 from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
     ModelIdentity,
@@ -48,7 +49,7 @@ APART = ("model", "provenance", "table", "version", "source")
 
 @documented
 @dataclass(frozen=True)
-class SwapConfig:
+class SwapConfig(ConfigFacts):
     """What the tuner decides and the cache obeys. Checked on construction, then immutable."""
 
     group_tokens: int = number(
@@ -159,6 +160,13 @@ class SwapConfig:
         "decoded tokens after which it is decided anew which tokens stay, by what the newest "
         "`keep_window` queries paid those that they attended; 0: after each prompt alone",
     )
+    keep_scores: str = one_of(
+        "attended",
+        ("attended", "disk"),
+        "what such a decision goes by: what queries paid the tokens that they attended, or what "
+        "they would have paid all tokens, for which every `keep_interval` tokens a layer's records "
+        "are read twice",
+    )
     keep_variance: float = real(
         0.0, 0.0, 1e6, "a token is worth its mean attention plus so many times the variance (gamma)"
     )
@@ -268,41 +276,6 @@ class SwapConfig:
     def solutions(self) -> tuple[SwapConfig, ...]:
         """Each row of the table as a config without one."""
         return tuple(map(self._with, self.table))
-
-    @property
-    def takes_projections(self) -> bool:
-        """Does a layer need a pair of projections before it can choose?"""
-        return self.rows == "low_rank"
-
-    def is_exact(self, layer: int) -> bool:
-        """Does this layer on disk attend everything, whatever its queries are?"""
-        return (self.rows == "none" and self.keeper == "none") or layer in self.exact_layers
-
-    @property
-    def doubles_estimates(self) -> bool:
-        """Does a projection from the prompt get twice the columns? Blocks are published without."""
-        return self.projection_kind in ("query_aware", "svd_keys")
-
-    def row_heads(self, kv_heads: int) -> int:
-        """How many of a model's KV heads choose together."""
-        return 1 if self.heads == "each" else kv_heads
-
-    def ranks(self, layers: int) -> tuple[int, ...]:
-        """The rank of each of `layers` layers.
-
-        Raises
-        ------
-        ConfigError
-            When there is one rank a layer, for another number of layers.
-        """
-        if isinstance(self.rank, int):
-            return (self.rank,) * layers
-        if len(self.rank) != layers:
-            raise ConfigError(
-                f"rank: must be one number or {layers}, one for each layer on disk, got "
-                f"{len(self.rank)}"
-            )
-        return self.rank
 
     def for_batch_and_context(self, batch: int, context: int) -> SwapConfig:
         """The config for a run, without a table: the exact pair's solution, or the nearest's.

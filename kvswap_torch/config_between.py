@@ -29,6 +29,7 @@ OWNED = (
         Owned(name, "keeper", "arkv")
         for name in ("keep_variance", "keep_slack", "keep_ratio", "keep_count")
     ),
+    Owned("keep_scores", "keeper", "observed"),
     Owned("keep_temperatures", "keep_ratio", "null"),
 )
 IDLE = (  # what would have no effect
@@ -45,6 +46,7 @@ IDLE = (  # what would have no effect
         Idle(name, "keeper", "given", "since what tokens are worth comes from outside")
         for name in ("keep_window", "keep_pool")
     ),
+    Idle("keep_scores", "keep_interval", "0", "since nothing is decided while decoding"),
     Idle("keep_count", "keep_ratio", "1", "since no token is rounded"),
     Idle("keep_interval", "keeper", "arkv", "since it is chosen anew where there is no room"),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),

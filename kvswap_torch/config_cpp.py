@@ -124,8 +124,8 @@ def _between_two() -> list[str]:
         for each in IDLE
     ]
     return [
-        "/// visit(name, member, floor's name, floor's member, why, keeper): what holds between two,",
-        "/// with that keeper, or where it is empty with any.",
+        "/// visit(name, member, floor's name, floor's member, why, keeper): what holds between",
+        "/// two, with that keeper, or where it is empty with any.",
         "template <typename Visit>",
         "void visit_floors(Visit&& visit) {",
         *floors,

@@ -63,9 +63,7 @@ def reals(default: tuple[float, ...], low: float, high: float, doc: str) -> Any:
         good = isinstance(value, tuple) and len(value) == count
         if not good or not all(isinstance(x, float) and low <= x <= high for x in value):
             shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(
-                f"{name}: must be {count} floats from {low} to {high}, got {shown!r}"
-            )
+            raise ConfigError(f"{name}: must be {count} floats from {low} to {high}, got {shown!r}")
 
     one = {"type": "number", "minimum": low, "maximum": high}
     schema = {"type": "array", "items": one, "minItems": count, "maxItems": count}

@@ -10,11 +10,10 @@ import difflib
 from collections.abc import Callable
 
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.preset_parts import Preset, Shape
+from kvswap_torch.preset_kept import KEEPING
+from kvswap_torch.preset_parts import TOKENS, Preset, Shape
 
 __all__ = ["MISSING", "PRESETS", "find", "presets"]
-
-TOKENS = 1024  # attended by methods whose papers give a budget of tokens
 
 
 def _groups(tokens: int) -> Callable[[Shape], int]:
@@ -37,28 +36,6 @@ _STAR = {
     "rank": lambda shape: max(1, round(0.3 * shape.width)),
     "groups_max": 400,
 }
-# What is not kept is on disk only; one group is enough to see that not everything fits.
-_DROPS = {"rows": "none", "sink_tokens": 0, "groups_max": 1, "pages_max": 8}
-# B tokens in all, of which the newest W = 32 always stay.
-_ARKV = {
-    "tail_tokens": 32,
-    "keeper": "arkv",
-    "keep_tokens": TOKENS - 32,
-    "keep_variance": 263.8108280337562,
-}
-_OF_ARKV = (
-    "one choice for all KV heads of a layer, as in the text; the published code has one for each",
-    "while decoding a token's neighbours are those columns beside it that are kept",
-)
-_MIXED_ARKV = (
-    "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens, as "
-    "keep_count=tokens does",
-    "e4m3 tokens are attended; the published code drops them by mistake",
-    "one power of two for each KV head of a page, and one for its V, where the paper has a scale "
-    "for each token",
-)
-_RECALLED = "the paper drops tokens; here those of low rank that a query asks for are read again"
-_ON_DISK = "what it drops stays on disk: a crop, or a longer prompt, finds it again"
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
 _ALIGNED = "groups of one token only where the disk reads so little at once, else of the fewest"
@@ -227,129 +204,11 @@ PRESETS = (
             _NEWEST,
         ),
     ),
-    Preset(
-        "prkv",
-        "PRKV",
-        "Long answers: tokens that matter to all of it stay, the others are chosen step by step.",
-        "In small budgets: its boxes take one part in 32 of the KV cache.",
-        {
-            "rows": "box",
-            "heads": "each",
-            "replacement": "lru",
-            "sink_tokens": 0,
-            "tail_tokens": 64,
-            "group_tokens": 32,
-            "groups_max": (TOKENS - 256) // 32,
-            "pages_max": (TOKENS - 256) // 16,
-            "keeper": "observed",
-            "keep_tokens": 256,
-            "keep_window": 64,
-            "keep_pool": 1,
-            "keep_interval": 128,
-        },
-        "",
-        (
-            "records are not rewritten: a page that is chosen has holes where its tokens are kept",
-            "while decoding tokens are kept for what those were paid that were attended; the paper "
-            "reads all keys again",
-            "a fixed share of 0.25 is kept",
-        ),
-    ),
-    Preset(
-        "arkv-recall",
-        "ARKV, KVSwap",
-        "As kvswap where much is decoded: half the tokens stay, the others are read on demand.",
-        "Where a budget is small: kvswap divides it better.",
-        {**_ARKV, "keep_tokens": TOKENS // 2, "keep_ratio": None, "score": "mass"}
-        | {"rank": lambda shape: min(32, shape.width), "groups_max": TOKENS // 8}
-        | {"pages_max": TOKENS // 4},
-        "as kvswap",
-        (_RECALLED, *_OF_ARKV, *_MIXED_ARKV),
-    ),
-    Preset(
-        "snapkv",
-        "SnapKV",
-        "One question, at the end of the prompt: nothing is read while decoding.",
-        "Where questions come later: what the prompt's end did not attend is gone from answers.",
-        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
-        | {"tail_tokens": 32, "keeper": "observed", "keep_tokens": TOKENS},
-        "",
-        (_ON_DISK, "of what is decoded the newest 32 tokens stay; the paper keeps all of it"),
-    ),
-    Preset(
-        "arkv-origin",
-        "ARKV",
-        "As snapkv, where much is decoded: that stays too, until there is no room.",
-        "Where questions come later: what the prompt's end did not attend is gone from answers.",
-        {**_DROPS, **_ARKV},
-        "",
-        (_ON_DISK, *_OF_ARKV),
-    ),
-    Preset(
-        "arkv",
-        "ARKV",
-        "As arkv-origin with more tokens in the same memory: most become e4m3 in layers whose "
-        "attention is even.",
-        "Where questions come later: what the prompt's end did not attend is gone from answers.",
-        {**_DROPS, **_ARKV, "keep_ratio": None},
-        "",
-        (_ON_DISK, *_OF_ARKV, *_MIXED_ARKV),
-    ),
-    Preset(
-        "arkv-quant",
-        "ARKV",
-        "To compare with: every kept token becomes e4m3 as soon as there is no room.",
-        "Where answers must be the full cache's own: what is kept is rounded.",
-        {**_DROPS, **_ARKV, "keep_ratio": 0.0},
-        "",
-        (_ON_DISK, *_OF_ARKV, *_MIXED_ARKV),
-    ),
-    Preset(
-        "h2o",
-        "H2O",
-        "To compare with: half the budget for tokens that were attended most, half for the newest.",
-        "For answers that must be found, and for speed: every step's attention is summed up.",
-        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
-        | {"tail_tokens": TOKENS // 2, "keeper": "heavy", "keep_tokens": TOKENS // 2}
-        | {"keep_interval": 1},
-        "",
-        (_ON_DISK, "of a prompt the last 32 queries count; all of them in the paper")
-        + ("a fixed number of tokens, where the paper takes a share of the prompt",),
-    ),
-    Preset(
-        "tova",
-        "TOVA",
-        "To compare with: the tokens stay that the last query paid most.",
-        "For answers that must be found, and for speed: tokens are chosen anew in every step.",
-        {**_DROPS, "tail_tokens": 1, "keeper": "observed", "keep_tokens": TOKENS}
-        | {"keep_window": 1, "keep_pool": 1, "keep_interval": 1},
-        "",
-        (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed"),
-    ),
-    Preset(
-        "streaming",
-        "StreamingLLM",
-        "Endless text of which only the newest part matters: no reads, no choice.",
-        "Where an answer stands further back than its window.",
-        {**_DROPS, "group_tokens": 16, "keeper": "newest"}
-        | {"sink_tokens": 4, "tail_tokens": TOKENS - 4},
-        "",
-        (_ON_DISK, "positions stay the text's; the paper counts them in the cache"),
-    ),
-    Preset(
-        "window",
-        "StreamingLLM",
-        "To compare with: streaming without the first tokens.",
-        "Always: models break down without them.",
-        {**_DROPS, "group_tokens": 16, "keeper": "newest", "tail_tokens": TOKENS},
-        "",
-        (_ON_DISK,),
-    ),
+    *KEEPING,
 )
 
 _BUDGETS = "a number of tokens for each layer that follows from the prompt's attention"
 _MERGED = "tokens that are merged or quantised, not dropped"
-_REREAD = "a static set for which all keys are read again every few steps"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _CLUSTERS = "rows of clusters"
 #: Systems that are known and cannot be had yet: what is missing.
@@ -357,7 +216,6 @@ MISSING = {
     **dict.fromkeys(("cake", "compresskv"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
-    "snapkv+": _REREAD,
     "prkv-auto": "a share of kept tokens that follows from the prompt's attention",
     **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
     "fasa": "projections of pairs of rotary channels",

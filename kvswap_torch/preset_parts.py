@@ -10,7 +10,9 @@ from typing import Any
 from kvswap_torch.config import SETTINGS, ModelIdentity, SwapConfig
 from kvswap_torch.errors import ConfigError
 
-__all__ = ["Preset", "Shape"]
+__all__ = ["TOKENS", "Preset", "Shape"]
+
+TOKENS = 1024  # attended by methods whose papers give a budget of tokens
 
 
 @dataclass(frozen=True)

@@ -218,9 +218,7 @@ int64_t EngineOptions::kept_pages() const {
   return (keep_tokens + group_tokens - 1) / group_tokens + (keeps_float8() ? 1 : 0);
 }
 
-bool EngineOptions::keeps_float8() const {
-  return keeper_kind().joins && keep_ratio != 1.0;
-}
+bool EngineOptions::keeps_float8() const { return keeper_kind().joins && keep_ratio != 1.0; }
 
 int64_t EngineOptions::tail_pages() const {
   const int64_t step = group_tokens - 1 + select_queries_max;

@@ -92,6 +92,12 @@ struct EngineOptions : Settings {
   const KeeperKind& keeper_kind() const { return *KeeperKind::find(keeper); }
   /// Do tokens stay in the layer's memory because of what they were paid?
   bool keeps_tokens(int64_t layer) const;
+  /// While decoding, are they chosen by what was paid those that were attended, or by all that is
+  /// on disk?
+  bool weighs_attended() const {
+    return keep_interval > 0 && !keeper_kind().is_given && keep_scores == "attended";
+  }
+  bool weighs_disk() const { return keep_interval > 0 && keep_scores == "disk"; }
   /// Are some of them in e4m3?
   bool keeps_float8() const;
   /// So many of e4m3 take the bytes of one of the model's dtype.

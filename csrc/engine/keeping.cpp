@@ -14,13 +14,13 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-void grow(std::vector<float>& mass, int64_t tokens) {
+}  // namespace
+
+void Keeping::grow(std::vector<float>& mass, int64_t tokens) {
   if (static_cast<int64_t>(mass.size()) >= tokens) return;
-  mass.reserve((tokens + Keeping::kMassUnit - 1) / Keeping::kMassUnit * Keeping::kMassUnit);
+  mass.reserve((tokens + kMassUnit - 1) / kMassUnit * kMassUnit);
   mass.resize(tokens, 0.0f);
 }
-
-}  // namespace
 
 int64_t Keeping::window(int64_t layer) const {
   return parts_.options.keeps_tokens(layer) && !is_given() ? parts_.options.keep_window : 0;
@@ -124,7 +124,9 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
-  if (!kept.next) {
+  if (!kept.next && options.weighs_disk() && kept.window.count == 0) {
+    kept.next = kept.columns();  // all that was decoded since has been cut
+  } else if (!kept.next) {
     KVSWAP_RETURN_IF_ERROR(weigh(layer, part, sealed));
     kept.next = most_attended({.mass = std::span(mass_of(kept)).first(sealed),
                                .valid = &batch_.validity(part),
@@ -132,7 +134,8 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
                                .group_tokens = options.group_tokens,
                                .tokens = options.keep_tokens,
                                .floor = is_given() ? kNever : 0});
-    kept.window = {};
+    kept.window.log_sum_exp = {};
+    if (!options.weighs_disk()) kept.window = {};
   }
   KVSWAP_RETURN_IF_ERROR(adopt(layer, part, *kept.next));
   kept.next.reset();
@@ -163,7 +166,7 @@ Status Keeping::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
 
 /// What a turn goes by: what stands from turn to turn, where steps are observed.
 std::vector<float>& Keeping::mass_of(KeptTokens& kept) {
-  return parts_.options.keep_interval > 0 && !is_given() ? kept.mass : mass_;
+  return parts_.options.weighs_attended() ? kept.mass : mass_;
 }
 
 /// What each sealed token is worth now, to mass_of().
@@ -185,109 +188,9 @@ Status Keeping::weigh(int64_t layer, int64_t part, int64_t sealed) {
   return Status::ok();
 }
 
-/// What the window's queries paid each sealed token, summed over them.
-Status Keeping::weigh_past(int64_t layer, int64_t part) {
-  const int64_t group_tokens = parts_.options.group_tokens;
-  const int64_t sealed = batch_.layer(layer).sealed_groups;
-  KeptTokens& kept = batch_.pages(part).kept(layer);
-  mass_of(kept).clear();
-  grow(mass_of(kept), sealed * group_tokens);
-  shape_ = {};
-  auto blocks = past_.blocks();
-  if (!blocks.is_ok()) return blocks.status();
-  const int64_t most = 2 * blocks.value().groups;
-  for (int64_t group = batch_.validity(part).first_valid() / group_tokens; group < sealed;
-       group += most) {
-    const PastReader::Groups groups = {layer, part, group, std::min(most, sealed - group)};
-    std::byte* target = blocks.value().slots[0];
-    KVSWAP_RETURN_IF_ERROR(past_.load(groups, target, blocks.value().memory));
-    KVSWAP_RETURN_IF_ERROR(past_.list(groups, target, listed_));
-    weigh_block(groups, listed_);
-  }
-  if (!parts_.options.keep_ratio) {
-    kept.quality = shape_.quality(parts_.options.keep_temperatures);
-  }
-  return Status::ok();
-}
-
-void Keeping::weigh_block(const PastReader::Groups& groups, const PastPages& listed) {
-  const EngineOptions& options = parts_.options;
-  KeptTokens& kept = batch_.pages(groups.sequence).kept(groups.layer);
-  const KeptTokens::Window& window = kept.window;
-  masks_.clear();
-  columns_.clear();
-  for (int64_t i = 0; i < groups.count; ++i) {
-    masks_.push_back(batch_.mask(groups.layer, groups.sequence, groups.first + i));
-    columns_.push_back(static_cast<int32_t>((groups.first + i) * options.group_tokens));
-  }
-  const std::vector<const void*> pages(listed.pages.begin(), listed.pages.end());
-  const auto count = static_cast<int32_t>(groups.count);
-  const int64_t tokens = groups.count * options.group_tokens;
-  const int64_t query_bytes = options.head_dim * dtype_bytes(options.dtype);
-  mean_.resize(options.kv_heads * tokens);
-  square_.resize(weighs_heads() ? mean_.size() : 0);
-  means_.assign(square_.size(), 0.0f);
-  squares_.assign(square_.size(), 0.0f);
-  float* mass = mass_of(kept).data() + groups.first * options.group_tokens;
-  for (int64_t first = 0; first < window.count; first += kChunkQueriesMax) {
-    const int64_t queries = std::min(kChunkQueriesMax, window.count - first);
-    log_sums_.clear();
-    for (int64_t head = 0; head < options.query_heads; ++head) {
-      const float* of_head = window.log_sum_exp.data() + head * window.count + first;
-      log_sums_.insert(log_sums_.end(), of_head, of_head + queries);
-    }
-    const auto query_column = static_cast<int32_t>(window.first_column + first);
-    attention_mass(
-        {.attention = {.query = window.queries.data() + first * query_bytes,
-                       .query_head_stride = window.count * options.head_dim,
-                       .query_token_stride = options.head_dim,
-                       .log_sum_exp = log_sums_.data(),
-                       .pages = pages.data(),
-                       .masks = masks_.data(),
-                       .columns = columns_.data(),
-                       .page_counts = &count,
-                       .query_columns = &query_column,
-                       .exponents = listed.exponents.empty() ? nullptr : listed.exponents.data(),
-                       .pages_max = count,
-                       .batch = 1,
-                       .heads = options.query_heads,
-                       .queries = queries,
-                       .scale = window.scale,
-                       .softcap = window.softcap,
-                       .shape = options.record_shape(),
-                       .dtype = options.dtype},
-         .mean = mean_.data(),
-         .square = weighs_heads() ? square_.data() : nullptr},
-        {.parallel = parts_.threads()});
-    const float share = static_cast<float>(queries) / static_cast<float>(window.count);
-    for (size_t i = 0; i < square_.size(); ++i) {
-      means_[i] += share * mean_[i];
-      squares_[i] += share * square_[i];
-    }
-    if (weighs_heads()) continue;
-    for (int64_t head = 0; head < options.kv_heads; ++head) {
-      for (int64_t token = 0; token < tokens; ++token) {
-        mass[token] += static_cast<float>(queries) * mean_[head * tokens + token];
-      }
-    }
-  }
-  for (size_t i = 0; i < square_.size(); ++i) {
-    mass[i % tokens] += worth_of(means_[i], squares_[i], options.keep_variance);
-  }
-  if (options.keep_ratio) return;
-  const int64_t first = groups.first * options.group_tokens;
-  for (int64_t token = 0; token < std::min(tokens, window.first_column - first); ++token) {
-    const uint64_t mask = masks_[token / options.group_tokens];
-    if ((mask >> (token % options.group_tokens) & 1) == 0) continue;
-    double paid = 0;
-    for (int64_t head = 0; head < options.kv_heads; ++head) paid += means_[head * tokens + token];
-    shape_.add(paid);
-  }
-}
-
 bool Keeping::is_observed(const KeptTokens& kept) const {
   const EngineOptions& options = parts_.options;
-  return options.keep_interval > 0 && !is_given() && !joins() &&
+  return options.weighs_attended() && !joins() &&
          (accumulates() || kept.queries_since + options.keep_window >= options.keep_interval);
 }
 
@@ -305,6 +208,7 @@ void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   if (joins()) return observe_kept(layer, attended);
   if (!options.keeps_tokens(layer) || options.keep_interval == 0 || is_given()) return;
+  if (options.weighs_disk()) take_queries(layer, attended);
   const int64_t slots = attended.pages_max * options.group_tokens;
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {

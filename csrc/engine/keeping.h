@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -20,7 +21,9 @@ namespace kvswap {
 /// A turn follows a prompt: what its newest `keep_window` queries paid all tokens before them is
 /// found out exactly, by reading the layer's records once. While decoding one follows every
 /// `keep_interval` tokens, by what the newest `keep_window` queries paid the tokens that they
-/// attended, or by what all queries since the prompt did (H2O 4). Kept tokens are copied to pages
+/// attended, or by what all queries since the prompt did (H2O 4); with keep_scores=disk by what
+/// those would pay all tokens, read twice: for the sums of their softmax, and for the weights
+/// (weighing.cpp; PRKV algorithm 1). Kept tokens are copied to pages
 /// of their own; on disk everything stays where it is. While everything fits, nobody is kept. A
 /// turn that fails leaves the old set.
 ///
@@ -77,8 +80,17 @@ class Keeping {
   void count_queries(KeptTokens& kept, int64_t fresh);
   std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh(int64_t layer, int64_t part, int64_t sealed);
+  static void grow(std::vector<float>& mass, int64_t tokens);
   Status weigh_past(int64_t layer, int64_t part);
-  void weigh_block(const PastReader::Groups& groups, const PastPages& listed);
+  void take_queries(int64_t layer, const PagedAttentionArgs& attended);
+  using MeetBlock = std::function<void(const PastReader::Groups&)>;
+  Status walk_sealed(int64_t layer, int64_t part, const MeetBlock& meet);
+  void list_block(const PastReader::Groups& groups);
+  PagedAttentionArgs asked(const KeptTokens::Window& window, int64_t first);
+  Status sum_past(int64_t layer, int64_t part);
+  void sum_block(const KeptTokens::Window& window);
+  void weigh_block(const PastReader::Groups& groups);
+  void weigh_shape(const PastReader::Groups& groups, int64_t end);
   Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
   Status read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns, size_t first,
                      size_t& end);
@@ -115,12 +127,17 @@ class Keeping {
   std::vector<float> mass_;  // of a turn, where it is not what is summed up between turns
   std::vector<float> mean_;
   std::vector<float> square_;
-  std::vector<float> means_;    // of the calls for a window, summed up
-  std::vector<float> squares_;  // the same
-  AttentionShape shape_;        // of the window's attention to what is before it
+  std::vector<float> means_;        // of the calls for a window, summed up
+  std::vector<float> squares_;      // the same
+  AttentionShape shape_;            // of the window's attention to what is before it
+  std::vector<float> window_sums_;  // [heads, queries]: log-sum-exps of a window
+  std::vector<std::byte> output_;   // of attention whose log-sum-exps alone are wanted
+  PastPages listed_;
+  std::vector<const void*> pages_;
   std::vector<uint64_t> masks_;
   std::vector<int32_t> columns_;
-  PastPages listed_;
+  int32_t page_count_ = 0;
+  int32_t query_column_ = 0;
   // Of the turn that is made.
   std::vector<std::byte> gathered_;   // [kept_pages, group_bytes]
   std::vector<std::byte> decoded_;    // [group_bytes]

@@ -10,7 +10,7 @@ bool keeps(const EngineOptions& options) { return options.kept_pages() > 0; }
 /// Numbers that stand beside a token from turn to turn.
 int64_t numbers_a_token(const EngineOptions& apart) {
   if (apart.keeper_kind().is_given) return 2;  // its worth, and how that decays
-  return apart.keep_interval > 0 ? 1 : 0;
+  return apart.weighs_attended() ? 1 : 0;
 }
 
 /// That are kept at once.
@@ -68,8 +68,13 @@ int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   // a page that are encoded.
   const int64_t staying =
       apart.keeper_kind().joins ? most_tokens(apart) * 40 + 2 * apart.group_bytes() : 0;
-  const int64_t log_sums = apart.query_heads * kChunkQueriesMax * int64_t{sizeof(float)};
-  return tables + mean + log_sums + staying + (apart.kept_pages() + 1) * apart.group_bytes() +
+  const int64_t log_sums =
+      apart.query_heads * (kChunkQueriesMax + apart.keep_window) * int64_t{sizeof(float)};
+  const int64_t output = apart.weighs_disk() ? apart.query_heads * kChunkQueriesMax *
+                                                   apart.head_dim * dtype_bytes(apart.dtype)
+                                             : 0;
+  return tables + mean + log_sums + output + staying +
+         (apart.kept_pages() + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};
 }
 

@@ -79,6 +79,10 @@ struct Settings {
   /// decoded tokens after which it is decided anew which tokens stay, by what the newest
   /// keep_window queries paid those that they attended; 0: after each prompt alone
   int64_t keep_interval = 0;
+  /// what such a decision goes by: what queries paid the tokens that they attended, or what
+  /// they would have paid all tokens, for which every keep_interval tokens a layer's records
+  /// are read twice
+  std::string keep_scores = "attended";
   /// a token is worth its mean attention plus so many times the variance (gamma)
   double keep_variance = 0.0;
   /// share of kept tokens that stay when there is no room for more (alpha)

@@ -31,6 +31,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "keep_window",
                                                 "keep_pool",
                                                 "keep_interval",
+                                                "keep_scores",
                                                 "keep_variance",
                                                 "keep_slack",
                                                 "keep_ratio",
@@ -58,43 +59,25 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",
-                                            "rows",
-                                            "records",
-                                            "rank",
-                                            "summary_dtype",
-                                            "score",
-                                            "groups_max",
-                                            "pages_max",
-                                            "sink_tokens",
-                                            "tail_tokens",
-                                            "replacement",
-                                            "select_queries_max",
-                                            "look_ahead",
-                                            "true_query_layers",
-                                            "exact_layers",
-                                            "keeper",
-                                            "keep_tokens",
-                                            "keep_window",
-                                            "keep_pool",
-                                            "keep_interval",
-                                            "keep_variance",
-                                            "keep_slack",
-                                            "keep_ratio",
-                                            "keep_count",
-                                            "keep_temperatures",
-                                            "audit_every",
-                                            "audit_groups",
-                                            "missed_mass_max",
-                                            "layout",
-                                            "reader",
-                                            "io_mode",
-                                            "read_depth",
-                                            "merge_gap_bytes",
-                                            "merge_bytes_max",
-                                            "device_model",
-                                            "projection_file",
-                                            "projection_kind"};
+inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
+                                            "records",         "rank",
+                                            "summary_dtype",   "score",
+                                            "groups_max",      "pages_max",
+                                            "sink_tokens",     "tail_tokens",
+                                            "replacement",     "select_queries_max",
+                                            "look_ahead",      "true_query_layers",
+                                            "exact_layers",    "keeper",
+                                            "keep_tokens",     "keep_window",
+                                            "keep_pool",       "keep_interval",
+                                            "keep_scores",     "keep_variance",
+                                            "keep_slack",      "keep_ratio",
+                                            "keep_count",      "keep_temperatures",
+                                            "audit_every",     "audit_groups",
+                                            "missed_mass_max", "layout",
+                                            "reader",          "io_mode",
+                                            "read_depth",      "merge_gap_bytes",
+                                            "merge_bytes_max", "device_model",
+                                            "projection_file", "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
@@ -121,6 +104,7 @@ void visit_settings(Visit&& visit) {
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
   visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
+  visit("keep_scores", &Settings::keep_scores, OneOf{{"attended", "disk"}});
   visit("keep_variance", &Settings::keep_variance, RealRange{0.0, 1000000.0, "0.0 to 1000000.0"});
   visit("keep_slack", &Settings::keep_slack, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("keep_ratio", &Settings::keep_ratio, RealRange{0.0, 1.0, "0.0 to 1.0"});
@@ -146,8 +130,8 @@ void visit_settings(Visit&& visit) {
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}});
 }
 
-/// visit(name, member, floor's name, floor's member, why, keeper): what holds between two,
-/// with that keeper, or where it is empty with any.
+/// visit(name, member, floor's name, floor's member, why, keeper): what holds between
+/// two, with that keeper, or where it is empty with any.
 template <typename Visit>
 void visit_floors(Visit&& visit) {
   visit("pages_max", &Settings::pages_max, "groups_max", &Settings::groups_max,
@@ -176,6 +160,7 @@ void visit_owned(Visit&& visit) {
   visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_count", &Settings::keep_count, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keep_scores", &Settings::keep_scores, "keeper", &Settings::keeper, "observed", OneOf{});
   visit("keep_temperatures", &Settings::keep_temperatures, "keep_ratio", &Settings::keep_ratio,
         "null", OneOf{});
 }
@@ -212,6 +197,8 @@ void visit_idle(Visit&& visit) {
         "since what tokens are worth comes from outside");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
         "since what tokens are worth comes from outside");
+  visit("keep_scores", &Settings::keep_scores, "keep_interval", &Settings::keep_interval, "0",
+        "since nothing is decided while decoding");
   visit("keep_count", &Settings::keep_count, "keep_ratio", &Settings::keep_ratio, "1",
         "since no token is rounded");
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",

@@ -181,6 +181,7 @@ void KeptTokens::truncate(const Cut& cut) {
   }
   if (next) std::erase_if(*next, [&](int32_t column) { return column >= cut.sealed; });
   joined_columns = std::min(joined_columns, cut.sealed);
+  if (window.log_sum_exp.empty()) window.truncate(cut.columns);
   if (seen_columns - cut.columns <= cut.step) return;
   seen_columns = cut.columns;
   if (static_cast<int64_t>(mass.size()) > cut.columns) mass.resize(cut.columns);

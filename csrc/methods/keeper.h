@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "methods/query_window.h"
 #include "methods/token_validity.h"
 
 namespace kvswap {
@@ -94,15 +95,9 @@ class AttentionShape {
 /// Of one sequence and layer: which tokens are kept, and what the next choice will be made of.
 class KeptTokens {
  public:
-  /// The queries at the end of a long chunk, until what they attend is found out.
-  struct Window {
-    std::vector<std::byte> queries;  // [heads, count, head_dim] of the model's dtype
-    std::vector<float> log_sum_exp;  // [heads, count]: of all that each attended
-    int64_t count = 0;               // 0: there is none
-    int64_t first_column = 0;        // where the first of them stands
-    float scale = 1.0f;              // of attention
-    float softcap = 0.0f;            // as PagedAttentionArgs
-  };
+  /// The queries at the end of a long chunk, until what they attend is found out. Where steps are
+  /// told them too, the newest of all.
+  using Window = QueryWindow;
   Window window;
   std::vector<float> mass;    // [tokens]: seen so far, or given
   std::vector<float> decay;   // [tokens] given beside it

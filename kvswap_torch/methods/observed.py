@@ -34,9 +34,34 @@ def attention_paid(
     first_column: int,
     log_sum_exp: torch.Tensor,
     scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """What each token is paid, summed over queries, averaged over heads: ``[tokens]``."""
-    return attention_weights(keys, query, first_column, log_sum_exp, scale).sum(1).mean(0)
+    weights = attention_weights(keys, query, first_column, log_sum_exp, scale, softcap)
+    return weights.sum(1).mean(0)
+
+
+def log_sum_exp(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    query: torch.Tensor,
+    first_column: int,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Of all products of each query with the tokens that it sees: ``[heads, queries]``.
+
+    valid: bool ``[tokens]``; the others as `attention_weights`.
+    """
+    scores = _scores(keys, query, scale, softcap)
+    seen = torch.ones_like(scores[0], dtype=torch.bool).tril(first_column) & valid
+    return scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+
+
+def _scores(keys: torch.Tensor, query: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    keys = keys.float().repeat_interleave(len(query) // len(keys), 0)
+    scores = query.float() @ keys.transpose(1, 2) * scale
+    return softcap * (scores / softcap).tanh() if softcap else scores
 
 
 def attention_weights(
@@ -45,13 +70,13 @@ def attention_weights(
     first_column: int,
     log_sum_exp: torch.Tensor,
     scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """What each query of each head pays each token: ``[heads, queries, tokens]``.
 
     keys: ``[kv_heads, tokens, head_dim]``; query: ``[heads, queries, head_dim]``, of which query i
     stands at column first_column + i and sees no later one; log_sum_exp: ``[heads, queries]``, of
-    all that they attended.
+    all that they attended; softcap: scores become softcap * tanh(score / softcap).
     """
-    keys = keys.float().repeat_interleave(len(query) // len(keys), 0)
-    scores = query.float() @ keys.transpose(1, 2) * scale
+    scores = _scores(keys, query, scale, softcap)
     return (scores - log_sum_exp[..., None]).exp().tril(first_column)

@@ -14,6 +14,7 @@ from kvswap_torch.methods.observed import (
     attention_paid,
     attention_weights,
     by_mass,
+    log_sum_exp,
     most_attended,
 )
 from tests.reference import float8_rounded
@@ -34,9 +35,9 @@ class Kept:
     # Of `columns`, those in e4m3: K and V [kv_heads, head_dim].
     rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     quality: float | None = None
-    # Of the newest long chunk: queries [heads, n, head_dim], the first one's column, and their
-    # log-sum-exps [heads, n].
-    window: tuple[torch.Tensor, int, torch.Tensor] | None = None
+    # Of the newest long chunk, or with keep_scores=disk the newest of all: queries
+    # [heads, n, head_dim], the first one's column, and their log-sum-exps [heads, n] or None.
+    window: tuple[torch.Tensor, int, torch.Tensor | None] | None = None
 
     def grow(self, columns: int) -> None:
         missing = max(0, columns - len(self.mass))
@@ -51,10 +52,28 @@ class Kept:
         if self.seen - columns > step:  # less may be a step that is made again
             self.mass, self.decay = self.mass[:columns], self.decay[:columns]
             self.seen = columns
+        if self.window is not None and self.window[2] is None:
+            self.window = _until(self.window, columns)
+
+    def take_queries(self, query: torch.Tensor, first_column: int, most: int) -> None:
+        """Decoded ones, ``[heads, n, head_dim]``."""
+        old = None if self.window is None else _until(self.window, first_column)
+        if old is not None and old[1] + old[0].shape[1] == first_column:
+            first_column, query = old[1], torch.cat([old[0], query], 1)
+        first_column += max(0, query.shape[1] - most)
+        self.window = (query[:, -most:], first_column, None)
 
     def whole_groups(self, group: int) -> set[int]:
         groups = {column // group for column in self.columns}
         return {g for g in groups if self.columns >= set(range(g * group, (g + 1) * group))}
+
+
+def _until(window: Any, columns: int) -> Any:
+    """A window without the queries that stand there or later; None: there is none left."""
+    query, first_column, _ = window
+    return (
+        (query[:, : columns - first_column], first_column, None) if columns > first_column else None
+    )
 
 
 class ReferenceKeeper:
@@ -62,10 +81,13 @@ class ReferenceKeeper:
 
     def __init__(self, options: Any):
         self._options = options
+        self.softcap = 0.0  # of the newest attention, as the next
+        self.head_sinks: torch.Tensor | None = None  # [heads]
         self._is_given = options.keeper == "given"
         self.is_on = options.keeper in ("observed", "heavy", "arkv", "given")
         self.joins = options.keeper == "arkv"
         self._sums_up = options.keeper == "heavy"
+        self._reads_disk = options.keep_scores == "disk"
 
     def observe_chunk(self, state, query, log_sum_exp) -> None:
         """After a long chunk: query [batch, heads, n, head_dim], log_sum_exp [batch, heads, n]."""
@@ -113,9 +135,18 @@ class ReferenceKeeper:
             kept.columns = set(chosen.tolist())
             kept.queries_since, kept.is_due = 0, False
             return
+        if self._reads_disk and kept.window is None:
+            kept.queries_since, kept.is_due = 0, False
+            return
         if kept.window is not None:
+            query, first_column, sums = kept.window
+            if sums is None:
+                all_keys, valid = state.keys[sequence], state.valid[sequence]
+                sums = log_sum_exp(all_keys, valid, query, first_column, scale, self.softcap)
+                if self.head_sinks is not None:
+                    sums = torch.logaddexp(sums, self.head_sinks[:, None])
             keys = state.keys[sequence, :, : state.sealed]
-            kept.mass = attention_paid(keys, *kept.window, scale)
+            kept.mass = attention_paid(keys, query, first_column, sums, scale, self.softcap)
             kept.mass = kept.mass * state.valid[sequence, : state.sealed]
         kept.grow(state.sealed)
         may_stay = state.valid[sequence, : len(kept.mass)].clone()
@@ -126,7 +157,8 @@ class ReferenceKeeper:
         pool = 1 if self._sums_up else pool
         kept.columns = set(most_attended(kept.mass, may_stay, most, pool).tolist())
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
-        kept.window, kept.queries_since, kept.is_due = None, 0, False
+        kept.queries_since, kept.is_due = 0, False
+        kept.window = (*kept.window[:2], None) if self._reads_disk else None
 
     def _may_stay(self, state, sequence: int, sinks: list[int], begin: int, end: int):
         """bool [end]"""
@@ -145,7 +177,7 @@ class ReferenceKeeper:
         kept, options = state.kept[sequence], self._options
         observed = min(state.sealed, kept.window[1] + kept.window[0].shape[1])
         keys = state.keys[sequence, :, : state.sealed]
-        weights = attention_weights(keys, *kept.window, scale)
+        weights = attention_weights(keys, *kept.window, scale, self.softcap)
         worth = token_worth(weights, len(keys), options.keep_variance)
         worth = worth * state.valid[sequence, : state.sealed]
         fresh = self._newcomers(state, sequence, sinks, observed, state.sealed)
@@ -237,8 +269,8 @@ class ReferenceKeeper:
         stay = math.floor(options.keep_slack * len(kept.columns))
         kept.stay = by_mass(worth, is_kept, options.keep_pool, -torch.inf)[:stay].tolist()
 
-    def observe_step(self, state, weights) -> None:
-        """After a step: weights [batch, heads, queries, columns]."""
+    def observe_step(self, state, weights, query) -> None:
+        """After a step: weights [batch, heads, queries, columns], query as in attend()."""
         interval = self._options.keep_interval
         is_counted = interval and not self._is_given and not self.joins
         for sequence, kept in enumerate(state.kept if is_counted else []):
@@ -249,7 +281,10 @@ class ReferenceKeeper:
             kept.queries_since += fresh
             kept.seen = max(kept.seen, state.columns)
             kept.is_due = kept.is_due or kept.queries_since >= interval
-            if is_observed:
+            if self._reads_disk:
+                first, most = state.columns - query.shape[2], self._options.keep_window
+                kept.take_queries(query[sequence], first, most)
+            elif is_observed:
                 kept.grow(state.columns)
                 kept.mass[: state.columns] += fresh * weights[sequence].mean((0, 1))
 

@@ -115,6 +115,7 @@ class ReferenceSession:
         """query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim]."""
         self._open()
         state = self._layers[layer]
+        self._keeper.softcap, self._keeper.head_sinks = softcap, sinks
         tokens = query.shape[2]
         if tokens > self._options.select_queries_max or self._is_restored(layer):
             seen = copy.copy(state)
@@ -138,7 +139,7 @@ class ReferenceSession:
         terms = (scale, softcap, sinks)
         output, (weights, _) = self._attention(as_kept(state), query, visible, terms)
         if self._keeper.is_on and not self._is_exact(layer):
-            self._keeper.observe_step(state, weights)
+            self._keeper.observe_step(state, weights, query)
             self._observe_kept(state, weights)
         self._count(chosen)
         self._seal(state)

@@ -90,14 +90,16 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "arkv", "arkv-origin", "arkv-quant", "h2o", "tova", "prkv"]
+    "name", ["snapkv", "snapkv+", "arkv", "arkv-origin", "arkv-quant", "h2o", "tova", "prkv"]
 )
 def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     """With one group in pages nothing fits, and everything is kept."""
     model = model_of(2)
     inputs = prompt(3, 60, padding=(0, 7, 3))
     config = small(name, model, 1, keep_tokens=1000, tail_tokens=2)
-    tokens = 2 if name in ("snapkv", "prkv") else 30  # the others choose anew in each step
+    tokens = (
+        2 if name in ("snapkv", "snapkv+", "prkv") else 30
+    )  # the others choose anew in each step
     with KVSwapCache(model, tmp_path, config) as cache:
         ours = greedy(model, inputs, cache, tokens=tokens)
         assert torch.equal(ours, greedy(model, inputs, tokens=tokens))
@@ -232,7 +234,7 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
         ("cake", {}, "cake needs a number of tokens for each layer"),
-        ("snapkv+", {}, "all keys are read again"),
+        ("prkv-auto", {}, "a share of kept tokens that follows"),
         ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
         ("shadowkv", {}, "rows=mean"),

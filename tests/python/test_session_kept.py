@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.methods import METHODS
+from tests.python.reference_heads import reference
 from tests.python.test_session import (
     BACK_ENDS,
     HEAD_DIM,
@@ -37,6 +39,10 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         arkv["keep_count"] = rng.choice(["bytes", "tokens"])
     if arkv["keep_ratio"] is None:
         arkv["keep_temperatures"] = rng.choice([SwapConfig().keep_temperatures, (1.0, 0.5, 2.0)])
+    interval = 0 if keeper == "arkv" else rng.choice([0, 3, 8])
+    from_disk = (
+        rng.choice(["attended", "disk"]) if keeper == "observed" and interval else "attended"
+    )
     group_tokens = rng.choice([1, 3, 4, 16])
     least = group_tokens if keeper == "arkv" else 1
     made = options(
@@ -48,7 +54,8 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         keep_tokens=max(least, rng.choice([1, 7, 16, 30])),
         keep_window=32 if keeper == "given" else rng.choice([1, 5, 20]),
         keep_pool=rng.choice([1, 2, 5]) if keeper in ("observed", "arkv") else 5,
-        keep_interval=0 if keeper == "arkv" else rng.choice([0, 3, 8]),
+        keep_interval=interval,
+        keep_scores=from_disk,
         **(arkv if keeper == "arkv" else {}),
         exact_layers=rng.choice([[], [], [1]]),
         group_tokens=group_tokens,
@@ -85,6 +92,60 @@ def test_turns_follow_prompts_and_intervals(tmp_path, rows):
     twins.forward(2, 1)
     twins.all("reset")
     assert twins.sessions[0].counters()["tokens_kept"] == 0
+
+
+@pytest.mark.parametrize("rows", ["box", "none"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("interval", [3, 8])
+@pytest.mark.parametrize("records", ["model", "fp8"])
+def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, rows, heads, interval, records):
+    """Of a window of 5: with an interval of 3 a choice goes by queries of the prompt too."""
+    made = options(tmp_path, rows=rows, heads=heads, keeper="observed", keep_tokens=12)
+    made.keep_window, made.keep_interval, made.keep_scores = 5, interval, "disk"
+    made.records, made.group_tokens = records, 16 if records == "fp8" else 4
+    twins = Twins(made, seed=2)
+    turns, read = [], []
+    for tokens in (150, *[1] * 9, 2, 4, 3, 40, 1, 1, *[1] * 9):
+        twins.forward(2, tokens)
+        counters = twins.sessions[0].counters()
+        turns.append(counters["turns"])
+        read.append(counters["bytes_read"])
+    parts = 2 * LAYERS * (KV_HEADS if heads == "each" else 1)
+    decoded = 9 + 2 + 4 + 3
+    assert turns[13] > parts * (1 + (decoded - 4) // interval - 2)
+    of_turns = {read[i + 1] - read[i] for i in range(len(read) - 1) if turns[i + 1] > turns[i]}
+    others = {read[i + 1] - read[i] for i in range(1, 12) if turns[i + 1] == turns[i]}
+    assert min(of_turns) > 2 * max(others), "all records are read, twice"
+    twins.all("crop", 150)  # in the middle of what is chosen by
+    twins.all("select_sequences", [1, 1, 0])
+    for tokens in (1, 1, 4, 1, 1, 1, 2, 1, 1):
+        twins.forward(3, tokens)
+    twins.all("crop", 120)  # all that was decoded
+    for tokens in (1, 1, 1, 1, 40, 1):
+        twins.forward(3, tokens)
+
+
+@pytest.mark.parametrize("scores", ["attended", "disk"])
+def test_capped_scores_and_sinks_count_where_tokens_are_chosen(tmp_path, scores):
+    """Sinks that leave the heads of one KV head nothing: the other's alone choose."""
+    made = options(tmp_path, rows="none", keeper="observed", keep_tokens=6, keep_window=3)
+    made.keep_interval, made.keep_scores, made.keep_pool = 3, scores, 1
+    alone = copy.copy(made)
+    alone.kv_heads, alone.query_heads = 1, HEADS // KV_HEADS
+    session, of_second = native(made), reference(alone)
+    generator = torch.Generator().manual_seed(4)
+    sinks = torch.tensor([80.0, 80.0, -torch.inf, 0.0])
+    for tokens in (150, *[1] * 12):
+        size = (1, KV_HEADS, tokens, HEAD_DIM)
+        keys, values = torch.randn(2, *size, generator=generator)
+        query = torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
+        for layer in range(LAYERS):
+            session.append(layer, keys, values)
+            output = session.attend(layer, query, keys, values, 0.6, 5.0, sinks)
+            own = keys[:, 1:], values[:, 1:]
+            of_second.append(layer, *own)
+            expected = of_second.attend(layer, query[:, 2:], *own, 0.6, 5.0, sinks[2:])
+            torch.testing.assert_close(output[:, :, 2:], expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("rows", ["box", "none"])

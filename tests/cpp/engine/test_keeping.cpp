@@ -73,6 +73,12 @@ class Pair {
   EngineRun other_;
 };
 
+EngineOptions disk_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keep_scores = "disk";
+  return options;
+}
+
 EngineOptions joining_options(const std::string& directory, const std::string& rows) {
   EngineOptions options = keeping_options(directory, rows);
   options.keeper = "arkv";
@@ -89,9 +95,10 @@ EngineOptions mixed_options(const std::string& directory, const std::string& row
 
 /// Turns of each layer and sequence in 8 steps, whatever read fails.
 void expect_right_after_faults(EngineOptions (*made)(const std::string&, const std::string&),
-                               const std::string& rows, uint64_t turns, int64_t kept) {
+                               const std::string& rows, uint64_t turns, double kept,
+                               uint64_t reads = 60) {
   int64_t failures = 0;
-  for (uint64_t read = 1; read <= 60 && !testing::Test::HasFailure(); ++read) {
+  for (uint64_t read = 1; read <= reads && !testing::Test::HasFailure(); ++read) {
     SCOPED_TRACE(read);
     const TestDirectory directory;
     ReadFaults faults;
@@ -116,6 +123,10 @@ void expect_right_after_faults(EngineOptions (*made)(const std::string&, const s
 
 TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
   expect_right_after_faults(keeping_options, "box", 2, 10);
+}
+
+TEST(Keeping, AWalkOverAllThatIsOnDiskThatFailsIsMadeAgainAndRight) {
+  expect_right_after_faults(disk_options, "none", 2, 10, 150);
 }
 
 TEST(Joining, ATurnThatFailsIsMadeAgainAndRight) {
@@ -211,6 +222,7 @@ void expect_counted(EngineOptions options) {
 TEST(Keeping, CountsAgainstTheBudget) {
   const TestDirectory directory;
   expect_counted(keeping_options(directory.path()));
+  expect_counted(disk_options(directory.path(), "box"));
   expect_counted(joining_options(directory.path(), "box"));
   expect_counted(mixed_options(directory.path(), "box"));
   EngineOptions of_prompt = mixed_options(directory.path(), "none");
