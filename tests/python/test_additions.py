@@ -1,0 +1,153 @@
+"""A setting and a method, added to a copy of the sources as CONTRIBUTING.md says, work.
+
+The setting is one field of `SwapConfig`; the method one C++ file, one Python module, a line in each
+registry and its name among `SwapConfig.rows`. Everything else, files, rules, schema, C++ settings
+and the engine, takes them from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDED = ROOT / "tests" / "packaging" / "additions"
+SHAPE = {"kv_heads": 2, "head_dim": 16}
+CONFIG = {"version": 1, "rows": "first", "score": "sum", "groups_max": 6, "pages_max": 16}
+CONFIG |= {"sink_tokens": 0, "tail_tokens": 8, "group_tokens": 4, "patience": 30}
+
+FIELD = '    patience: int = number(7, 1, 100, "steps that nobody waits for")\n'
+REGISTERED = """    RowsKind{.name = "first", .source = "", .takes_projections = false,
+             .scores_by_mass = false, .needs_all_heads = false, .is_given = false,
+             .has_device_kernels = false, .shape = FirstRows::shape_of, .make = FirstRows::make},
+"""
+PROGRAM = """
+add_executable(additions main.cpp)
+target_link_libraries(additions PRIVATE kvswap_options kvswap_core)
+"""
+
+
+def insert(path: Path, before: str, text: str) -> None:
+    """Puts `text` before the one place of `before`."""
+    source = path.read_text(encoding="utf-8")
+    assert source.count(before) == 1, f"{path.name}: {before!r}"
+    path.write_text(source.replace(before, text + before), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources with both additions, built without torch."""
+    tree = tmp_path_factory.mktemp("additions")
+    for part in ("csrc", "cmake"):
+        shutil.copytree(ROOT / part, tree / part)
+    shutil.copytree(
+        ROOT / "kvswap_torch",
+        tree / "kvswap_torch",
+        symlinks=True,
+        ignore=shutil.ignore_patterns("*.so", "lib", "include", "__pycache__"),
+    )
+    shutil.copy(ROOT / "CMakeLists.txt", tree)
+    shutil.copy(ADDED / "main.cpp", tree)
+
+    # The setting: one field. The method: its C++ file, its module, and where each is registered.
+    config = tree / "kvswap_torch" / "config.py"
+    insert(config, "    look_ahead: bool = boolean(\n", FIELD)
+    insert(config, '"mean", "given", "none"),', '"first", ')
+    shutil.copy(ADDED / "first_rows.h", tree / "csrc" / "methods")
+    kinds = tree / "csrc" / "methods" / "rows_kind.cpp"
+    insert(kinds, '#include "methods/given_rows.h"', '#include "methods/first_rows.h"\n')
+    insert(kinds, '    RowsKind{.name = "given",', REGISTERED)
+    methods = tree / "kvswap_torch" / "methods"
+    shutil.copy(ADDED / "first.py", methods)
+    insert(methods / "__init__.py", "kvswap, quest, shadowkv\n", "first, ")
+    line = '    "first": Method("first", "a test", False, first.group_scores),\n'
+    insert(methods / "__init__.py", '    "given": Method(', line)
+
+    # What `make schema` does.
+    for name, said in (("settings.h", "settings"), ("settings_rules.h", "rules")):
+        code = f"from kvswap_torch import config_cpp; print(config_cpp.{said}(), end='')"
+        (tree / "csrc" / "kvswap" / name).write_text(run_python(tree, code), encoding="utf-8")
+    with (tree / "CMakeLists.txt").open("a", encoding="utf-8") as file:
+        file.write(PROGRAM)
+    options = ["-DKVSWAP_BUILD_TORCH=OFF", "-DKVSWAP_BUILD_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
+    built = tree / "build"
+    run(["cmake", "-S", tree, "-B", built, "-GNinja", *options, "-DCMAKE_CXX_FLAGS_DEBUG=-O0"])
+    run(["ninja", "-C", built, f"-j{os.cpu_count()}", "additions"])
+    return tree
+
+
+def run(command: list[object]) -> str:
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def run_python(tree: Path, code: str) -> str:
+    return run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tree)!r})\n{code}"])
+
+
+def ask(tree: Path, folder: Path, config: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    command = [tree / "build" / "additions", path, folder]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_config_file_has_both_in_both_languages(tree: Path, tmp_path: Path) -> None:
+    keys = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    tmp_path.joinpath("keys.bin").write_bytes(keys[:64].numpy().tobytes())
+    tmp_path.joinpath("query.bin").write_bytes(keys[:64].numpy().tobytes())
+    told = ask(tree, tmp_path, CONFIG)
+    assert told.returncode == 0, told.stdout
+    assert told.stdout.split()[0] == "30"
+    for value in (0, 101, "soon"):
+        told = ask(tree, tmp_path, CONFIG | {"patience": value})
+        assert told.returncode == 1
+        assert "patience" in told.stdout
+    code = f"""
+import json
+from kvswap_torch import SwapConfig
+from kvswap_torch.config_file import schema
+assert SwapConfig.load({str(tmp_path / "config.json")!r})
+"""
+    tmp_path.joinpath("config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    run_python(tree, code + "assert schema()['properties']['patience']['maximum'] == 100")
+    refused = """
+from kvswap_torch import ConfigError, SwapConfig
+try:
+    SwapConfig(patience=101)
+except ConfigError as error:
+    print(error)
+"""
+    assert "patience" in run_python(tree, refused)
+
+
+def test_the_method_chooses_as_its_reference(tree: Path, tmp_path: Path) -> None:
+    tokens, draw = 203, torch.Generator().manual_seed(1)
+    keys = torch.randn(SHAPE["kv_heads"], tokens, SHAPE["head_dim"], generator=draw)
+    query = torch.randn(4, 1, SHAPE["head_dim"], generator=draw)
+    tmp_path.joinpath("keys.bin").write_bytes(keys.numpy().tobytes())
+    tmp_path.joinpath("query.bin").write_bytes(query.numpy().tobytes())
+    told = ask(tree, tmp_path, CONFIG)
+    assert told.returncode == 0, told.stdout
+
+    # Groups of all but the newest tokens, which are the tail.
+    sealed = (tokens - CONFIG["tail_tokens"]) // CONFIG["group_tokens"]
+    torch.save((keys[:, : 4 * sealed], query), tmp_path / "tensors.pt")
+    code = f"""
+import torch
+from kvswap_torch.methods import METHODS
+keys, query = torch.load({str(tmp_path / "tensors.pt")!r})
+scores = METHODS["first"].group_scores(keys, torch.ones(keys.shape[1]).bool(), query, 4)
+print(*scores[0].topk(6).indices.sort().values.tolist())
+"""
+    assert told.stdout.split()[1:] == run_python(tree, code).split()
