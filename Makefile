@@ -270,7 +270,7 @@ QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=21474
 quality: build  ## which method finds what the full cache finds; ARGS="--help" tells all
 	$(QUALITY_MALLOC) $(PY) -m bench.quality $(ARGS)
 
-golden: build  ## tokens, choices, bytes, counters of 46 runs; ARGS="--against FILE" compares
+golden: build  ## tokens, choices, bytes, counters of 59 runs; ARGS="--against FILE" compares
 	$(PY) -m tests.golden build/golden.json $(ARGS)
 
 docs-run: $(STAMP)  ## the shell blocks of README and docs/, in a fresh clone; minutes

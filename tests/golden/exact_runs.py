@@ -1,6 +1,8 @@
 """Layers fed with small whole numbers: products and sums are exact in any order.
 
-So the scores, and with them the choices, bytes and counters, are the same on every CPU.
+So the scores, and with them the choices, bytes and counters, are the same on every CPU. What tokens
+were paid is not exact, but no two of so few are paid within 1e-5 of the same: who is kept, which
+shows in what is read, does not depend on it either.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "io_mode": "buffered",
     "reader": "threads",
 }
+BOX: dict[str, Any] = {"rows": "box", "ranks": [], "keep_pool": 1}
+DROPS: dict[str, Any] = {"rows": "none", "ranks": [], "groups_max": 1}
 CASES: dict[str, dict[str, Any]] = {
     "exact, float32": {},
     "exact, float32, batch 1": {"batch": 1},
@@ -40,6 +44,19 @@ CASES: dict[str, dict[str, Any]] = {
     "exact, merged": {"merge_gap_bytes": 4096, "merge_bytes_max": 16384, "groups_max": 9},
     "exact, host": {"device": "host"},
     "exact, host, bfloat16": {"device": "host", "dtype": torch.bfloat16},
+    "exact, prkv": BOX
+    | {"heads": "each", "keeper": "observed", "keep_tokens": 8, "keep_window": 6}
+    | {"keep_interval": 3},
+    "exact, snapkv+": DROPS
+    | {"keeper": "observed", "keep_tokens": 13, "keep_window": 6, "keep_interval": 3}
+    | {"keep_scores": "disk"},
+    "exact, arkv": DROPS
+    | {"keeper": "arkv", "keep_tokens": 12, "keep_window": 6, "keep_variance": 263.8}
+    | {"keep_ratio": None, "keep_temperatures": (1.0, 0.5, 0.5)},
+    "exact, arkv, tokens counted": BOX
+    | {"keeper": "arkv", "keep_tokens": 12, "keep_window": 6, "keep_ratio": 0.5}
+    | {"keep_count": "tokens", "group_tokens": 2},
+    "exact, h2o": DROPS | {"keeper": "heavy", "keep_tokens": 9, "keep_interval": 1},
     "exact, budget": {"kv_memory_bytes": 2 << 20, "max_context": 400, "max_batch": 4},
 }
 
@@ -57,8 +74,10 @@ def run(changes: dict[str, Any]) -> dict[str, Any]:
         for name, value in (OPTIONS | changes | {"directory": folder}).items():
             setattr(options, name, value)
         session = _C.Session(options)
-        choices = _Passes(session, changes.get("dtype", torch.float32), look_ahead).run(batch)
-        told = {"choices": choices} | counted(session)
+        dtype, has_rank = changes.get("dtype", torch.float32), "rows" not in changes
+        passes = _Passes(session, dtype, look_ahead, has_rank)
+        told: dict[str, Any] = {"choices": passes.run(batch)}
+        told |= ({"kept": passes.kept} if "keeper" in changes else {}) | counted(session)
         session.close()
     return told
 
@@ -66,11 +85,12 @@ def run(changes: dict[str, Any]) -> dict[str, Any]:
 class _Passes:
     """A prompt with padding, decoding, a crop, other sequences, a long chunk, a reset."""
 
-    def __init__(self, session: Any, dtype: torch.dtype, look_ahead: bool):
+    def __init__(self, session: Any, dtype: torch.dtype, look_ahead: bool, has_rank: bool):
         self._session, self._dtype, self._look_ahead = session, dtype, look_ahead
         self._generator = torch.Generator().manual_seed(5)
         self._choices: list[Any] = []
-        for layer in range(LAYERS):
+        self.kept: list[Any] = []  # after each pass: tokens kept, of them in e4m3, bytes read
+        for layer in range(LAYERS if has_rank else 0):
             pair = (self._whole(KV_HEADS * HEAD_DIM, RANK).float() for _ in range(2))
             session.set_projection(layer, *pair)
 
@@ -105,3 +125,6 @@ class _Passes:
                 self._session.look_ahead(layer, query)
             self._session.extend(layer, query, keys, values, 0.125)
             self._choices.append(self._session.last_selection(layer))
+        counters = self._session.counters()
+        names = ("tokens_kept", "tokens_kept_fp8", "bytes_read")
+        self.kept.append([counters.get(name) for name in names])

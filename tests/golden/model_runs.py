@@ -23,6 +23,10 @@ from tests.python.tiny_models import TIGHT, forward, greedy, host_device_options
 MODELS = ("llama", "qwen3")
 PROMPT_TOKENS = 70
 DECODED_TOKENS = 14
+PRKV = {"rows": "box", "rank": 32, "keeper": "observed", "keep_tokens": 12, "keep_window": 8,
+        "keep_pool": 1, "keep_interval": 5}  # fmt: skip
+ARKV = {"rows": "none", "rank": 32, "keeper": "arkv", "keep_tokens": 20, "keep_window": 8,
+        "keep_variance": 263.8108280337562, "keep_ratio": None}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ def cases() -> list[Case]:
             Case(model, is_edited=True, device="host"),
             Case(model, settings={"replacement": "lru", "true_query_layers": (1,)}),
             Case(model, settings={"groups_max": 60, "pages_max": 60}),
+            Case(model, settings=PRKV),
+            Case(model, settings=PRKV | {"keep_scores": "disk"}, is_edited=True),
+            Case(model, settings=ARKV),
+            Case(model, torch.bfloat16, settings=ARKV, is_edited=True),
             Case(model, settings=None, promises={"kv_memory_bytes": 2 << 20, "max_context": 300,
                                                  "max_batch": 4}),
             Case(model, settings={}, promises={"kv_memory_bytes": 3 << 20}),
