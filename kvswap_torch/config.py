@@ -109,10 +109,11 @@ class SwapConfig(ConfigFacts):
     )
     replacement: str = one_of(
         "fifo",
-        ("fifo", "lru", "unused", "none"),
+        ("fifo", "lru", "unused", "none", "score"),
         "who leaves the reuse buffer: the oldest load (the paper), the least recently used, "
         "whatever this step did not use (the published research code), or with none everybody "
-        "before the next step, to measure what reuse saves",
+        "before the next step, to measure what reuse saves; with score who was paid least "
+        "attention when it was last attended, which costs a look at the keys in each step",
     )
     select_queries_max: int = number(
         8, 1, 16, "longest chunk that attends the union of its selections; longer ones are exact"

@@ -120,7 +120,7 @@ PRESETS = (
         | {"sink_tokens": 64, "tail_tokens": 64},
         "",
         (
-            "pages leave by when they were last used, not by their score",
+            "pages leave by when they were last used, not by their score (replacement=score)",
             "the cuboid is the digest; the paper has balls too",
             _RESTORED,
         ),

@@ -40,7 +40,8 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       saver_(*parts_, *batch_, sealer_, *past_),
       loader_(*parts_, *batch_, tail_, editor_, account_),
       audit_(*parts_, *batch_, sealer_),
-      keeping_(*parts_, *batch_, tail_, sealer_, *past_) {}
+      keeping_(*parts_, *batch_, tail_, sealer_, *past_),
+      page_scores_(*parts_, *batch_) {}
 
 Engine::~Engine() {
   if (getpid() == owner_pid_) {
@@ -229,8 +230,11 @@ Status Engine::attend(const AttendArgs& args) {
       steps_.take(args.layer, {.query = parts_of(args.query), .scale = args.scale}));
   KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, step, queries));
   PagedAttentionArgs kernel = attention_args(args);
-  float* kept_log_sum_exp = keeping_.log_sum_exp(args.layer, queries);
-  kernel.log_sum_exp = audit_.log_sum_exp() ? audit_.log_sum_exp() : kept_log_sum_exp;
+  // One serves all.
+  for (float* wanted : {page_scores_.log_sum_exp(queries),
+                        keeping_.log_sum_exp(args.layer, queries), audit_.log_sum_exp()}) {
+    if (wanted != nullptr) kernel.log_sum_exp = wanted;
+  }
   {
     const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
                           &parts_->counters.attend_seconds);
@@ -238,6 +242,7 @@ Status Engine::attend(const AttendArgs& args) {
   }
   Status finished = audit_.finish(kernel);
   keeping_.observe_step(args.layer, kernel);
+  page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
   return handed_back(*parts_, std::move(finished));
 }

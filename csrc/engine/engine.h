@@ -16,6 +16,7 @@
 #include "engine/keeping.h"
 #include "engine/layer_steps.h"
 #include "engine/loader.h"
+#include "engine/page_scores.h"
 #include "engine/page_table.h"
 #include "engine/past_reader.h"
 #include "engine/saver.h"
@@ -164,6 +165,7 @@ class Engine {
   PageTable table_;
   Audit audit_;
   Keeping keeping_;
+  PageScores page_scores_;
 };
 
 }  // namespace kvswap

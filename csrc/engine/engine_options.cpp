@@ -9,6 +9,7 @@
 #include "engine/device_space.h"
 #include "engine/fetcher.h"
 #include "engine/keeping.h"
+#include "engine/page_scores.h"
 #include "io/timeline.h"
 #include "kernels/paged_attention.h"
 #include "memory/page_map.h"
@@ -105,6 +106,11 @@ Status EngineOptions::validate() const {
   if (device && keeper != "none") {
     return Status::invalid("session: keeper must be 'none' where pages are a device's, got '" +
                            keeper + "', which the CPU alone has; keep the cache in host memory");
+  }
+  if (device && replacement == "score") {
+    return Status::invalid(
+        "session: replacement must not be 'score' where pages are a device's, since the CPU alone "
+        "finds out what they were paid; take lru, or keep the cache in host memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
@@ -296,6 +302,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
                  product({batch, options.pages_per_layer(), 20 + options.page_note_bytes()}) +
                  product({batch, Audit::sequence_bytes(options)}) +
                  product({batch, Keeping::sequence_bytes(options)}) +
+                 product({batch, PageScores::sequence_bytes(options)}) +
                  product({crop_layers, batch, options.tail_pages(), record_bytes});
   need.timeline = Timeline::bytes(options.timeline_spans);
   // What a device needs beside is a small part of such sizes, and would not change the answer.

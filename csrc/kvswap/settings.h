@@ -49,7 +49,8 @@ struct Settings {
   int64_t tail_tokens = 32;
   /// who leaves the reuse buffer: the oldest load (the paper), the least recently used,
   /// whatever this step did not use (the published research code), or with none everybody
-  /// before the next step, to measure what reuse saves
+  /// before the next step, to measure what reuse saves; with score who was paid least attention
+  /// when it was last attended, which costs a look at the keys in each step
   std::string replacement = "fifo";
   /// longest chunk that attends the union of its selections; longer ones are exact
   int64_t select_queries_max = 8;

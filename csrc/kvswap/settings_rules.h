@@ -93,7 +93,7 @@ void visit_settings(Visit&& visit) {
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("sink_tokens", &Settings::sink_tokens, IntRange{0, 4096});
   visit("tail_tokens", &Settings::tail_tokens, IntRange{0, 4096});
-  visit("replacement", &Settings::replacement, OneOf{{"fifo", "lru", "unused", "none"}});
+  visit("replacement", &Settings::replacement, OneOf{{"fifo", "lru", "unused", "none", "score"}});
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});

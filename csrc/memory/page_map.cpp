@@ -12,6 +12,7 @@ std::optional<Replacement> parse_replacement(const std::string& name) {
   if (name == "lru") return Replacement::kLru;
   if (name == "unused") return Replacement::kUnused;
   if (name == "none") return Replacement::kNone;
+  if (name == "score") return Replacement::kScore;
   return std::nullopt;
 }
 
@@ -100,6 +101,11 @@ void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignm
 void PageMap::forget(uint64_t key) {
   const int32_t index = buckets_[bucket_of(key)];
   if (index >= 0) erase(index);
+}
+
+void PageMap::rate(int32_t page, float score) {
+  KVSWAP_ASSERT(page >= first_page_ && page - first_page_ < pages() && score >= 0);
+  states_[page - first_page_].score = score;
 }
 
 void PageMap::vacate(int64_t count) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@ struct PageState {
   uint64_t loaded_step = 0;
   uint64_t used_step = 0;
   bool is_filled = false;
+  float score = 0;  // not negative; see PageMap::rate()
 };
 
 /// Who leaves first.
@@ -20,6 +22,7 @@ enum class Replacement {
   kLru,     ///< the one not used for longest
   kUnused,  ///< any that the last step did not use, in page order (the published research code)
   kNone,    ///< everybody, before the next step: no reuse, to measure what reuse saves
+  kScore,   ///< whose score is the lowest (ArkVale, DynaKV)
 };
 
 std::optional<Replacement> parse_replacement(const std::string& name);
@@ -35,6 +38,8 @@ inline uint64_t leaving_rank(Replacement replacement, const PageState& page) {
     case Replacement::kUnused:
     case Replacement::kNone:
       return 1;
+    case Replacement::kScore:
+      return 1 + uint64_t{std::bit_cast<uint32_t>(page.score)};  // as they are ordered
   }
   return 0;
 }

@@ -57,6 +57,7 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "none", "keeper": "newest", "tail_tokens": 1020, "groups_max": 1, "pages_max": 8},
     {"rows": "box", "keeper": "observed", "keep_tokens": 1, "keep_window": 4096, "keep_pool": 63},
     {"keeper": "observed", "keep_interval": 128, "keep_scores": "disk"},
+    {"rows": "mean", "replacement": "score"},
     {"rows": "none", "keeper": "heavy", "keep_interval": 1, "keep_pool": 5},
     {"rows": "none", "keeper": "arkv", "keep_variance": 263.8108280337562, "keep_slack": 0.0},
     {"rows": "box", "keeper": "arkv", "keep_variance": 1e6, "keep_slack": 1.0, "keep_pool": 3},

@@ -36,6 +36,7 @@ class ModelMap {
     }
     return result;
   }
+  void rate(int32_t page, float score) { pages_[page - first_].score = score; }
   void forget(uint64_t key) {
     for (PageState& page : pages_) {
       if (page.is_filled && page.key == key) page = {};
@@ -61,6 +62,7 @@ class ModelMap {
       if (page.is_filled && replacement_ == Replacement::kFifo) rank = 1 + page.loaded_step;
       if (page.is_filled && replacement_ == Replacement::kLru) rank = 1 + page.used_step;
       if (page.is_filled && replacement_ == Replacement::kUnused) rank = 1;
+      if (page.is_filled && replacement_ == Replacement::kScore) rank = 1 + 4 * page.score;
       if (rank < best_rank) {
         best = i;
         best_rank = rank;
@@ -102,6 +104,11 @@ TEST_P(PageMapTest, EqualsAModel) {
         ASSERT_EQ(assignments[i].is_load, expected[i].is_load);
         ASSERT_EQ(map.find(keys[i]), expected[i].page);
       }
+      for (const PageMap::Assignment& assigned : assignments) {
+        const float score = static_cast<float>(random() % 8) / 4;  // with ties
+        map.rate(assigned.page, score);
+        model.rate(assigned.page, score);
+      }
       if (random() % 3 == 0) {
         const uint64_t draw = random() % (3 * pages);
         const uint64_t key = draw << 32 | draw % 4;
@@ -120,7 +127,8 @@ TEST_P(PageMapTest, EqualsAModel) {
 
 INSTANTIATE_TEST_SUITE_P(Replacements, PageMapTest,
                          testing::Values(Replacement::kFifo, Replacement::kLru,
-                                         Replacement::kUnused, Replacement::kNone));
+                                         Replacement::kUnused, Replacement::kNone,
+                                         Replacement::kScore));
 
 TEST(PageMap, WithoutReuseNothingIsHitTwice) {
   PageMap map(0, 4, Replacement::kNone);
@@ -144,6 +152,23 @@ TEST(PageMap, WhatAStepUsesNeverLeavesInThatStep) {
   EXPECT_EQ(map.find(2), -1);
 }
 
+TEST(PageMap, WhoWasPaidLeastLeavesFirst) {
+  PageMap map(10, 3, Replacement::kScore);
+  PageMap::Assignment assigned[3];
+  map.plan(std::vector<uint64_t>{1, 2, 3}, assigned);
+  const float scores[] = {0.5f, 1e-30f, 0.75f};
+  for (int i = 0; i < 3; ++i) map.rate(assigned[i].page, scores[i]);
+  PageMap::Assignment next[1];
+  map.plan(std::vector<uint64_t>{4}, next);
+  EXPECT_EQ(next[0].page, assigned[1].page);
+  map.plan(std::vector<uint64_t>{5}, next);
+  EXPECT_EQ(next[0].page, assigned[1].page) << "nobody has rated 4 yet";
+  map.rate(next[0].page, 2.0f);
+  map.plan(std::vector<uint64_t>{6}, next);
+  EXPECT_EQ(next[0].page, assigned[0].page) << "0.5 of 0.5, 2 and 0.75";
+  EXPECT_EQ(map.find(3), assigned[2].page);
+}
+
 TEST(PageMapDeathTest, MoreThanThePagesIsOurMistake) {
   PageMap map(0, 2, Replacement::kFifo);
   PageMap::Assignment assignments[3];
@@ -155,6 +180,7 @@ TEST(Replacement, IsParsedByName) {
   EXPECT_EQ(parse_replacement("lru"), Replacement::kLru);
   EXPECT_EQ(parse_replacement("unused"), Replacement::kUnused);
   EXPECT_EQ(parse_replacement("none"), Replacement::kNone);
+  EXPECT_EQ(parse_replacement("score"), Replacement::kScore);
   EXPECT_EQ(parse_replacement("FIFO"), std::nullopt);
 }
 

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+#include "engine/layer_step.h"
+#include "kernels/attention_mass.h"
+
+namespace kvswap {
+
+/// With replacement=score: what each page of a reuse buffer was paid when its group was last
+/// attended, the mean over heads and queries, is what it leaves by. With others it does nothing.
+/// Not thread-safe.
+class PageScores {
+ public:
+  PageScores(EngineParts& parts, const Batch& batch) : parts_(parts), batch_(batch) {}
+
+  /// Where a step's attention must leave its own, unless another asks for it too; null: not wanted.
+  float* log_sum_exp(int64_t queries);
+  /// Afterwards, with the arguments of that attention, before anything is sealed.
+  void rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended);
+
+  /// What it allocates, beside each of the parts' sequences.
+  static int64_t sequence_bytes(const EngineOptions& apart);
+
+ private:
+  EngineParts& parts_;
+  const Batch& batch_;
+  std::vector<float> log_sums_;
+  std::vector<float> mean_;
+};
+
+}  // namespace kvswap

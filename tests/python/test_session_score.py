@@ -1,0 +1,82 @@
+"""replacement=score: who was paid least when it was last attended leaves first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, LAYERS, Twins, native, options
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("records", ["model", "fp8"])
+def test_what_is_loaded_is_what_such_a_buffer_lacks(tmp_path, heads, records):
+    """Choices drift, from step to step: a buffer of 7 pages beside one of a few lines."""
+    made = options(tmp_path, rows="box", heads=heads, records=records, replacement="score")
+    made.group_tokens, made.groups_max, made.pages_max = 16, 4, 7
+    made.select_queries_max = 2
+    twins = Twins(made)
+    specified = twins.sessions[1]
+    of_heads = getattr(specified, "_of_heads", [specified])
+    paid: dict[tuple[int, int, int], torch.Tensor] = {}  # [columns]
+    for head, session in enumerate(of_heads):
+        watch(session, head, paid)
+    buffers: dict[tuple[int, int, int], dict[int, float]] = {}
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, HEADS, 1, HEAD_DIM, generator=generator)
+    twins.forward(2, 400)
+    expected = loaded = 0
+    differs = False
+    for _ in range(30):
+        query = 0.9 * query + 0.4 * torch.randn(query.shape, generator=generator)
+        keys, values = twins.random(2, 2, KV_HEADS, 1, HEAD_DIM)
+        for layer in range(LAYERS):
+            for session in twins.sessions:
+                session.append(layer, keys, values)
+                session.attend(layer, query, keys, values, 0.125)
+            for place, buffer in ((p, buffers.setdefault(p, {})) for p in paid if p[0] == layer):
+                chosen = of_heads[place[2]]._layers[layer].selection[place[1]]
+                missing = [group for group in chosen if group not in buffer]
+                expected += len(missing)
+                others = sorted((g for g in buffer if g not in chosen), key=buffer.__getitem__)
+                for group in others[: max(0, len(buffer) + len(missing) - 7)]:
+                    differs |= group != next(g for g in buffer if g not in chosen)
+                    del buffer[group]
+                for group in chosen:
+                    buffer[group] = paid[place][16 * group : 16 * (group + 1)].sum().item()
+        loaded = twins.sessions[0].counters()["groups_loaded"]
+        assert loaded == expected
+    assert 0 < loaded < twins.sessions[0].counters()["groups_attended"]
+    assert differs, "fifo would do the same"
+
+
+def watch(session, head: int, paid) -> None:
+    """Keeps what each column was paid, by (layer, sequence, head)."""
+    attention = session._attention
+
+    def seen(state, query, visible, terms):
+        output, (weights, sums) = attention(state, query, visible, terms)
+        for layer, each in session._layers.items():
+            for sequence in range(len(weights) if each is state else 0):  # a step's, no chunk's
+                paid[layer, sequence, head] = weights[sequence].mean(1).sum(0)
+        return output, (weights, sums)
+
+    session._attention = seen
+
+
+def test_a_device_refuses_it(tmp_path):
+    with pytest.raises(ValueError, match="replacement must not be 'score' where pages are a dev"):
+        native(options(tmp_path, replacement="score", device="host"))
+
+
+def test_keys_that_are_no_numbers_are_rated_too(tmp_path):
+    made = options(tmp_path, rows="mean", replacement="score", groups_max=2, pages_max=4)
+    session = native(made)
+    for tokens in (100, 1, 1, 1):
+        keys = torch.randn(1, KV_HEADS, tokens, HEAD_DIM)
+        keys[:, :, : tokens // 2] = torch.nan if tokens > 1 else 1.0
+        query = torch.randn(1, HEADS, tokens, HEAD_DIM)
+        for layer in range(LAYERS):
+            session.append(layer, keys, keys)
+            session.attend(layer, query, keys, keys, 0.125)
+    assert session.counters()["groups_attended"] > 0
