@@ -148,6 +148,13 @@ class SwapConfig(ConfigFacts):
         1 << 20,
         "tokens that stay, of each layer and sequence; with heads=each of each KV head",
     )
+    keep_share: str = one_of(
+        "fixed",
+        ("fixed", "auto"),
+        "how many tokens stay: `keep_tokens`; or, decided by each prompt, as many as the first and "
+        "the last of its newest `keep_window` queries agree on, of as many as `groups_max` groups "
+        "hold, but at most `keep_tokens`. So many groups fewer are selected",
+    )
     keep_window: int = number(
         32, 1, 4096, "newest queries whose attention decides which tokens stay"
     )

@@ -29,12 +29,13 @@ OWNED = (
         Owned(name, "keeper", "arkv")
         for name in ("keep_variance", "keep_slack", "keep_ratio", "keep_count")
     ),
-    Owned("keep_scores", "keeper", "observed"),
+    *(Owned(name, "keeper", "observed") for name in ("keep_scores", "keep_share")),
     Owned("keep_temperatures", "keep_ratio", "null"),
 )
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),
     Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
+    Idle("keep_share", "rows", "none", "since no groups are selected"),
     Idle("score", "rows", "given", "since scores come from outside"),
     Idle("summary_dtype", "rows", "given", "since there is no summary"),
     *(

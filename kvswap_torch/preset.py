@@ -216,7 +216,6 @@ MISSING = {
     **dict.fromkeys(("cake", "compresskv"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
-    "prkv-auto": "a share of kept tokens that follows from the prompt's attention",
     **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
     "fasa": "projections of pairs of rotary channels",
     "shadowkv": "a keeper of outliers (its landmarks are rows=mean)",

@@ -44,6 +44,12 @@ _PRKV = {
     "keep_interval": 128,
 }
 
+_OF_PRKV = (
+    "records are not rewritten: a page that is chosen has holes where its tokens are kept",
+    "while decoding tokens are kept for what those were paid that were attended; the paper reads "
+    "all keys again, as keep_scores=disk does",
+)
+
 KEEPING = (
     Preset(
         "prkv",
@@ -52,11 +58,20 @@ KEEPING = (
         "In small budgets: its boxes take one part in 32 of the KV cache.",
         _PRKV,
         "",
+        (*_OF_PRKV, "a fixed share of 0.25 is kept"),
+    ),
+    Preset(
+        "prkv-auto",
+        "PRKV, G",
+        "As prkv, where prompts differ: how many tokens stay follows from how alike queries look.",
+        "In small budgets: its boxes take one part in 32 of the KV cache.",
+        _PRKV
+        | {"keep_share": "auto", "keep_tokens": TOKENS * 3 // 4}
+        | {"groups_max": TOKENS // 32, "pages_max": TOKENS // 16},
+        "",
         (
-            "records are not rewritten: a page that is chosen has holes where its tokens are kept",
-            "while decoding tokens are kept for what those were paid that were attended; the paper "
-            "reads all keys again, as keep_scores=disk does",
-            "a fixed share of 0.25 is kept",
+            *_OF_PRKV,
+            "at most three quarters are kept, which memory is for; one page is always read",
         ),
     ),
     Preset(

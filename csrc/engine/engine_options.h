@@ -98,6 +98,10 @@ struct EngineOptions : Settings {
     return keep_interval > 0 && !keeper_kind().is_given && keep_scores == "attended";
   }
   bool weighs_disk() const { return keep_interval > 0 && keep_scores == "disk"; }
+  /// Does each prompt decide how many?
+  bool shares_groups() const { return keep_share == "auto"; }
+  /// Tokens that the groups of a step hold.
+  int64_t selected_tokens() const { return groups_max * group_tokens; }
   /// Are some of them in e4m3?
   bool keeps_float8() const;
   /// So many of e4m3 take the bytes of one of the model's dtype.

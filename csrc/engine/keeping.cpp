@@ -30,6 +30,7 @@ void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window wind
   KeptTokens& kept = batch_.pages(part).kept(layer);
   kept.seen_columns = window.first_column + window.count;
   kept.window = std::move(window);
+  kept.overlap.reset();
   kept.next.reset();
   kept.is_due = true;
 }
@@ -95,18 +96,32 @@ void Keeping::count_queries(KeptTokens& kept, int64_t fresh) {
 
 Status Keeping::turn(int64_t layer, int64_t column) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
+  const auto begin = [&] {
+    return Stopwatch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
+                     &parts_.counters.turn_seconds);
+  };
+  // How many stay is one number for all heads, which must have been weighed by then.
+  for (int64_t part = 0; parts_.options.shares_groups() && part < batch_.size(); ++part) {
+    if (!is_due(layer, part, column)) continue;
+    const Stopwatch watch = begin();
+    KVSWAP_RETURN_IF_ERROR(choose(layer, part));
+  }
   for (int64_t part = 0; part < batch_.size(); ++part) {
     if (batch_.fits(layer, part)) continue;
     const KeptTokens& kept = batch_.pages(part).kept(layer);
     KVSWAP_RETURN_IF_ERROR(check_told(layer, kept));
-    const bool is_due = kept.is_due && column >= kept.seen_columns;
     const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
-    if (!is_due && !(joins() && kept.joined_columns < sealed)) continue;
-    const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
-                          &parts_.counters.turn_seconds);
-    KVSWAP_RETURN_IF_ERROR(is_due ? turn_of(layer, part) : join(layer, part));
+    const bool is_turn = is_due(layer, part, column);
+    if (!is_turn && !(joins() && kept.joined_columns < sealed)) continue;
+    const Stopwatch watch = begin();
+    KVSWAP_RETURN_IF_ERROR(is_turn ? turn_of(layer, part) : join(layer, part));
   }
   return Status::ok();
+}
+
+bool Keeping::is_due(int64_t layer, int64_t part, int64_t column) const {
+  const KeptTokens& kept = batch_.pages(part).kept(layer);
+  return !batch_.fits(layer, part) && kept.is_due && column >= kept.seen_columns;
 }
 
 /// Nothing must be dropped, or left on disk, of which nobody has said what it is worth.
@@ -119,25 +134,39 @@ Status Keeping::check_told(int64_t layer, const KeptTokens& kept) const {
                          "; call give_worth() after each append");
 }
 
-Status Keeping::turn_of(int64_t layer, int64_t part) {
-  if (joins()) return turn_after_prompt(layer, part);
+/// Who is to be kept, unless that is known from a turn that failed.
+Status Keeping::choose(int64_t layer, int64_t part) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
-  if (!kept.next && options.weighs_disk() && kept.window.count == 0) {
+  if (kept.next) return Status::ok();
+  if (options.weighs_disk() && kept.window.count == 0) {
     kept.next = kept.columns();  // all that was decoded since has been cut
-  } else if (!kept.next) {
-    KVSWAP_RETURN_IF_ERROR(weigh(layer, part, sealed));
-    kept.next = most_attended({.mass = std::span(mass_of(kept)).first(sealed),
-                               .valid = &batch_.validity(part),
-                               .sinks = batch_.pages(part).sinks(layer),
-                               .group_tokens = options.group_tokens,
-                               .tokens = options.keep_tokens,
-                               .floor = is_given() ? kNever : 0});
-    kept.window.log_sum_exp = {};
-    if (!options.weighs_disk()) kept.window = {};
+    return Status::ok();
   }
-  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, *kept.next));
+  KVSWAP_RETURN_IF_ERROR(weigh(layer, part, sealed));
+  const KeepArgs args = {.mass = std::span(mass_of(kept)).first(sealed),
+                         .valid = &batch_.validity(part),
+                         .sinks = batch_.pages(part).sinks(layer),
+                         .group_tokens = options.group_tokens,
+                         .tokens = options.keep_tokens,
+                         .floor = is_given() ? kNever : 0};
+  kept.next = options.shares_groups() ? by_attention(args) : most_attended(args);
+  kept.window.log_sum_exp = {};
+  if (!options.weighs_disk()) kept.window = {};
+  return Status::ok();
+}
+
+Status Keeping::turn_of(int64_t layer, int64_t part) {
+  if (joins()) return turn_after_prompt(layer, part);
+  KVSWAP_RETURN_IF_ERROR(choose(layer, part));
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  std::vector<int32_t> columns = *kept.next;
+  if (parts_.options.shares_groups()) {
+    columns.resize(std::min<int64_t>(share_of(layer, part), columns.size()));
+    std::sort(columns.begin(), columns.end());
+  }
+  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns)));
   kept.next.reset();
   if (!accumulates()) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   kept.queries_since = 0;

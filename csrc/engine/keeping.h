@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "engine/sealer.h"
 #include "engine/tail.h"
 #include "kernels/attention_mass.h"
+#include "methods/top_overlap.h"
 
 namespace kvswap {
 
@@ -25,7 +27,8 @@ namespace kvswap {
 /// those would pay all tokens, read twice: for the sums of their softmax, and for the weights
 /// (weighing.cpp; PRKV algorithm 1). Kept tokens are copied to pages
 /// of their own; on disk everything stays where it is. While everything fits, nobody is kept. A
-/// turn that fails leaves the old set.
+/// turn that fails leaves the old set. With keep_share=auto a prompt's turn finds out how many
+/// stay, and so many groups fewer are selected (PRKV G).
 ///
 /// With a keeper whose KeeperKind::joins (joining.cpp) what leaves the tail is kept before the next
 /// step, and a turn follows a step after which there is no room for it: of those kept a share
@@ -72,7 +75,10 @@ class Keeping {
   bool joins() const { return parts_.options.keeper_kind().joins; }
   bool is_observed(const KeptTokens& kept) const;
   Status check_told(int64_t layer, const KeptTokens& kept) const;
+  bool is_due(int64_t layer, int64_t part, int64_t column) const;
+  Status choose(int64_t layer, int64_t part);
   Status turn_of(int64_t layer, int64_t part);
+  int64_t share_of(int64_t layer, int64_t part) const;
   Status adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
                std::vector<int32_t> float8 = {});
   void encode_kept(int64_t layer, int64_t part, std::span<const int32_t> columns,
@@ -90,6 +96,7 @@ class Keeping {
   Status sum_past(int64_t layer, int64_t part);
   void sum_block(const KeptTokens::Window& window);
   void weigh_block(const PastReader::Groups& groups);
+  void weigh_overlap(const PastReader::Groups& groups);
   void weigh_shape(const PastReader::Groups& groups, int64_t end);
   Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
   Status read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns, size_t first,
@@ -127,8 +134,9 @@ class Keeping {
   std::vector<float> mass_;  // of a turn, where it is not what is summed up between turns
   std::vector<float> mean_;
   std::vector<float> square_;
-  std::vector<float> means_;        // of the calls for a window, summed up
-  std::vector<float> squares_;      // the same
+  std::vector<float> means_;    // of the calls for a window, summed up
+  std::vector<float> squares_;  // the same
+  std::optional<TopOverlap> overlap_;
   AttentionShape shape_;            // of the window's attention to what is before it
   std::vector<float> window_sums_;  // [heads, queries]: log-sum-exps of a window
   std::vector<std::byte> output_;   // of attention whose log-sum-exps alone are wanted

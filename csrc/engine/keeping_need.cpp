@@ -73,7 +73,9 @@ int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   const int64_t output = apart.weighs_disk() ? apart.query_heads * kChunkQueriesMax *
                                                    apart.head_dim * dtype_bytes(apart.dtype)
                                              : 0;
-  return tables + mean + log_sums + output + staying +
+  const int64_t agreed =
+      apart.shares_groups() ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
+  return tables + mean + log_sums + output + agreed + staying +
          (apart.kept_pages() + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};
 }

@@ -113,11 +113,16 @@ Status Keeping::weigh_past(int64_t layer, int64_t part) {
   mass_of(kept).clear();
   grow(mass_of(kept), tokens);
   shape_ = {};
+  overlap_.reset();
+  if (parts_.options.shares_groups() && !kept.overlap) {
+    overlap_.emplace(parts_.options.query_heads, parts_.options.selected_tokens());
+  }
   KVSWAP_RETURN_IF_ERROR(
       walk_sealed(layer, part, [&](const PastReader::Groups& groups) { weigh_block(groups); }));
   if (!parts_.options.keep_ratio) {
     kept.quality = shape_.quality(parts_.options.keep_temperatures);
   }
+  if (overlap_) kept.overlap = overlap_->mean();
   return Status::ok();
 }
 
@@ -201,6 +206,57 @@ void Keeping::weigh_block(const PastReader::Groups& groups) {
     mass[i % tokens] += worth_of(means_[i], squares_[i], options.keep_variance);
   }
   if (!options.keep_ratio) weigh_shape(groups, window.first_column);
+  if (overlap_) weigh_overlap(groups);
+}
+
+/// What the window's first and last query pay the tokens before it, each head alone.
+void Keeping::weigh_overlap(const PastReader::Groups& groups) {
+  const EngineOptions& options = parts_.options;
+  const KeptTokens::Window& window = batch_.pages(groups.sequence).kept(groups.layer).window;
+  const int64_t ratio = options.query_heads / options.kv_heads;
+  const int64_t tokens = groups.count * options.group_tokens;
+  const int64_t first_token = groups.first * options.group_tokens;
+  for (const TopOverlap::Of which : {TopOverlap::Of::kFirst, TopOverlap::Of::kLast}) {
+    const int64_t query = which == TopOverlap::Of::kFirst ? 0 : window.count - 1;
+    for (int64_t of_group = 0; of_group < ratio; ++of_group) {
+      PagedAttentionArgs args = asked(window, query);
+      args.query = static_cast<const std::byte*>(args.query) +
+                   of_group * args.query_head_stride * dtype_bytes(options.dtype);
+      args.query_head_stride *= ratio;
+      args.heads = options.kv_heads;
+      args.queries = 1;
+      log_sums_.clear();
+      for (int64_t head = of_group; head < options.query_heads; head += ratio) {
+        log_sums_.push_back(window_sums_[head * window.count + query]);
+      }
+      args.log_sum_exp = log_sums_.data();
+      attention_mass({.attention = args, .mean = mean_.data()}, {.parallel = parts_.threads()});
+      for (int64_t token = 0; token < std::min(tokens, window.first_column - first_token);
+           ++token) {
+        const uint64_t mask = masks_[token / options.group_tokens];
+        if ((mask >> (token % options.group_tokens) & 1) == 0) continue;
+        for (int64_t head = 0; head < options.kv_heads; ++head) {
+          overlap_->add(head * ratio + of_group, which, static_cast<int32_t>(first_token + token),
+                        mean_[head * tokens + token]);
+        }
+      }
+    }
+  }
+}
+
+/// Tokens of a layer that stay, whole groups, the same for all heads: PRKV (5).
+int64_t Keeping::share_of(int64_t layer, int64_t part) const {
+  const EngineOptions& options = parts_.options;
+  const int64_t first = part / options.heads_apart * options.heads_apart;
+  double agreed = 0;
+  for (int64_t other = first; other < first + options.heads_apart; ++other) {
+    // Without a prompt the paper's usual quarter.
+    const double usual = 0.25 * static_cast<double>(options.selected_tokens());
+    agreed += batch_.pages(other).kept(layer).overlap.value_or(usual);
+  }
+  const double groups = agreed / static_cast<double>(options.heads_apart * options.group_tokens);
+  const auto tokens = static_cast<int64_t>(std::floor(groups)) * options.group_tokens;
+  return std::min(tokens, options.keep_tokens / options.group_tokens * options.group_tokens);
 }
 
 /// How unevenly tokens before that column were paid.

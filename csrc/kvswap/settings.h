@@ -73,6 +73,10 @@ struct Settings {
   std::string keeper = "none";
   /// tokens that stay, of each layer and sequence; with heads=each of each KV head
   int64_t keep_tokens = 256;
+  /// how many tokens stay: keep_tokens; or, decided by each prompt, as many as the first and
+  /// the last of its newest keep_window queries agree on, of as many as groups_max groups hold,
+  /// but at most keep_tokens. So many groups fewer are selected
+  std::string keep_share = "fixed";
   /// newest queries whose attention decides which tokens stay
   int64_t keep_window = 32;
   /// neighbours, itself in the middle, that a token's attention is averaged over

@@ -28,6 +28,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "exact_layers",
                                                 "keeper",
                                                 "keep_tokens",
+                                                "keep_share",
                                                 "keep_window",
                                                 "keep_pool",
                                                 "keep_interval",
@@ -59,25 +60,45 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",    "rows",
-                                            "records",         "rank",
-                                            "summary_dtype",   "score",
-                                            "groups_max",      "pages_max",
-                                            "sink_tokens",     "tail_tokens",
-                                            "replacement",     "select_queries_max",
-                                            "look_ahead",      "true_query_layers",
-                                            "exact_layers",    "keeper",
-                                            "keep_tokens",     "keep_window",
-                                            "keep_pool",       "keep_interval",
-                                            "keep_scores",     "keep_variance",
-                                            "keep_slack",      "keep_ratio",
-                                            "keep_count",      "keep_temperatures",
-                                            "audit_every",     "audit_groups",
-                                            "missed_mass_max", "layout",
-                                            "reader",          "io_mode",
-                                            "read_depth",      "merge_gap_bytes",
-                                            "merge_bytes_max", "device_model",
-                                            "projection_file", "projection_kind"};
+inline constexpr const char* kSolvable[] = {"group_tokens",
+                                            "rows",
+                                            "records",
+                                            "rank",
+                                            "summary_dtype",
+                                            "score",
+                                            "groups_max",
+                                            "pages_max",
+                                            "sink_tokens",
+                                            "tail_tokens",
+                                            "replacement",
+                                            "select_queries_max",
+                                            "look_ahead",
+                                            "true_query_layers",
+                                            "exact_layers",
+                                            "keeper",
+                                            "keep_tokens",
+                                            "keep_share",
+                                            "keep_window",
+                                            "keep_pool",
+                                            "keep_interval",
+                                            "keep_scores",
+                                            "keep_variance",
+                                            "keep_slack",
+                                            "keep_ratio",
+                                            "keep_count",
+                                            "keep_temperatures",
+                                            "audit_every",
+                                            "audit_groups",
+                                            "missed_mass_max",
+                                            "layout",
+                                            "reader",
+                                            "io_mode",
+                                            "read_depth",
+                                            "merge_gap_bytes",
+                                            "merge_bytes_max",
+                                            "device_model",
+                                            "projection_file",
+                                            "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
@@ -101,6 +122,7 @@ void visit_settings(Visit&& visit) {
   visit("keeper", &Settings::keeper,
         OneOf{{"none", "newest", "observed", "heavy", "arkv", "given"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
+  visit("keep_share", &Settings::keep_share, OneOf{{"fixed", "auto"}});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
   visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
@@ -161,6 +183,7 @@ void visit_owned(Visit&& visit) {
   visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_count", &Settings::keep_count, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_scores", &Settings::keep_scores, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_share", &Settings::keep_share, "keeper", &Settings::keeper, "observed", OneOf{});
   visit("keep_temperatures", &Settings::keep_temperatures, "keep_ratio", &Settings::keep_ratio,
         "null", OneOf{});
 }
@@ -173,6 +196,8 @@ void visit_idle(Visit&& visit) {
         "since nothing is selected");
   visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
         "since nothing is selected");
+  visit("keep_share", &Settings::keep_share, "rows", &Settings::rows, "none",
+        "since no groups are selected");
   visit("score", &Settings::score, "rows", &Settings::rows, "given",
         "since scores come from outside");
   visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "given",

@@ -76,6 +76,12 @@ void pool_neighbours(std::span<float> mass, int64_t pool) {
 }
 
 std::vector<int32_t> most_attended(const KeepArgs& args) {
+  std::vector<int32_t> kept = by_attention(args);
+  std::sort(kept.begin(), kept.end());
+  return kept;
+}
+
+std::vector<int32_t> by_attention(const KeepArgs& args) {
   const auto count = static_cast<int64_t>(args.mass.size());
   const auto is_better = [&](int32_t one, int32_t other) {
     return args.mass[one] != args.mass[other] ? args.mass[one] > args.mass[other] : one < other;
@@ -94,7 +100,7 @@ std::vector<int32_t> most_attended(const KeepArgs& args) {
     kept.push_back(column);
     std::push_heap(kept.begin(), kept.end(), is_better);
   }
-  std::sort(kept.begin(), kept.end());
+  std::sort_heap(kept.begin(), kept.end(), is_better);
   return kept;
 }
 

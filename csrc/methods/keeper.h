@@ -62,6 +62,8 @@ struct KeepArgs {
 /// The `tokens` of them with the most mass, in rising order; ties to the lower one. Padding and
 /// sinks are never kept.
 std::vector<int32_t> most_attended(const KeepArgs& args);
+/// The same, the best first.
+std::vector<int32_t> by_attention(const KeepArgs& args);
 
 /// What of the kept tokens stays.
 struct StayArgs {
@@ -104,12 +106,14 @@ class KeptTokens {
   int64_t queries_since = 0;  // decoded since the last choice
   int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;
-  /// Chosen, and not gathered yet; where tokens join, who stays if there is no room, the best
-  /// first.
+  /// Chosen, and not gathered yet, the best first where it is not known how many stay; where tokens
+  /// join, who stays if there is no room, the best first.
   std::optional<std::vector<int32_t>> next;
   int64_t joined_columns = 0;  // where tokens join: those before here had their chance
 
-  std::optional<double> quality;  // of the newest prompt, where it is asked for
+  // Of the newest prompt, where they are asked for.
+  std::optional<double> quality;
+  std::optional<double> overlap;  // TopOverlap::mean()
 
   /// In the model's dtype, rising. Token i stands in slot i % group_tokens of kept page
   /// i / group_tokens.

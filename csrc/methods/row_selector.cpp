@@ -239,17 +239,17 @@ void RowSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int64_t 
 void RowSelector::choose_for_sequence(const ChooseArgs& args, int64_t sequence) {
   std::vector<int32_t>& chosen = (*args.chosen)[sequence];
   chosen.clear();
+  const int64_t wanted = args.groups_per_query - args.candidates[sequence].fewer;
+  const int64_t k = std::min(std::max<int64_t>(1, wanted), groups_);
   for (int64_t query = 0; query < queries_; ++query) {
     float* scores = group_scores(sequence, query);
     for (const int32_t group : args.candidates[sequence].excluded) {
       if (group < groups_) scores[group] = kNever;
     }
     const auto before = static_cast<int64_t>(chosen.size());
-    chosen.resize(before + std::min(args.groups_per_query, groups_));
-    const int64_t count = top_k({.scores = scores,
-                                 .indices = chosen.data() + before,
-                                 .count = groups_,
-                                 .k = std::min(args.groups_per_query, groups_)});
+    chosen.resize(before + k);
+    const int64_t count =
+        top_k({.scores = scores, .indices = chosen.data() + before, .count = groups_, .k = k});
     chosen.resize(before + count);
   }
   if (queries_ > 1) {

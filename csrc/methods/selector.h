@@ -66,6 +66,7 @@ enum class Score : int8_t {
 struct Candidates {
   const TokenValidity* valid = nullptr;  // invalid tokens do not score
   std::span<const int32_t> excluded;     // attended anyway (sinks)
+  int64_t fewer = 0;  // groups that each query chooses less, but one; on the host alone
 };
 
 struct ChooseArgs {

@@ -28,6 +28,21 @@ def by_mass(
     return candidates[pooled[candidates].sort(descending=True, stable=True).indices]
 
 
+def agreement(weights: torch.Tensor, k: int) -> float:
+    """On how many of their k best tokens a window's first and last query agree (PRKV (4)).
+
+    weights: ``[heads, queries, tokens]``; the mean over heads. Ties go to the lower column.
+    """
+    agreed = 0
+    for of_head in weights:
+        first, last = (
+            set(of_head[query].sort(descending=True, stable=True).indices[:k].tolist())
+            for query in (0, -1)
+        )
+        agreed += len(first & last)
+    return agreed / len(weights)
+
+
 def attention_paid(
     keys: torch.Tensor,
     query: torch.Tensor,

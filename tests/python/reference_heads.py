@@ -19,6 +19,9 @@ class ReferenceHeads:
         own.heads, own.kv_heads = "all", 1
         own.query_heads = options.query_heads // options.kv_heads
         self._of_heads = [ReferenceSession(own) for _ in range(options.kv_heads)]
+        keepers = [session._keeper for session in self._of_heads]
+        for keeper in keepers:
+            keeper.siblings = keepers
 
     def __getattr__(self, name: str) -> Any:
         """What has one answer for all heads, and what comes in without tensors of heads."""

@@ -11,6 +11,7 @@ import torch
 
 from kvswap_torch.methods.arkv import layer_quality, token_worth
 from kvswap_torch.methods.observed import (
+    agreement,
     attention_paid,
     attention_weights,
     by_mass,
@@ -35,6 +36,7 @@ class Kept:
     # Of `columns`, those in e4m3: K and V [kv_heads, head_dim].
     rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     quality: float | None = None
+    overlap: float | None = None
     # Of the newest long chunk, or with keep_scores=disk the newest of all: queries
     # [heads, n, head_dim], the first one's column, and their log-sum-exps [heads, n] or None.
     window: tuple[torch.Tensor, int, torch.Tensor | None] | None = None
@@ -81,12 +83,14 @@ class ReferenceKeeper:
 
     def __init__(self, options: Any):
         self._options = options
+        self.states: dict[int, Any] = {}  # [layer]
         self.softcap = 0.0  # of the newest attention, as the next
         self.head_sinks: torch.Tensor | None = None  # [heads]
         self._is_given = options.keeper == "given"
         self.is_on = options.keeper in ("observed", "heavy", "arkv", "given")
         self.joins = options.keeper == "arkv"
         self._sums_up = options.keeper == "heavy"
+        self.siblings = [self]  # of the other KV heads, with heads=each
         self._reads_disk = options.keep_scores == "disk"
 
     def observe_chunk(self, state, query, log_sum_exp) -> None:
@@ -103,7 +107,7 @@ class ReferenceKeeper:
                     state.columns - counted,
                     log_sum_exp[sequence, :, newest],
                 )
-                kept.is_due, kept.seen = True, state.columns
+                kept.is_due, kept.seen, kept.overlap = True, state.columns, None
 
     def give_worth(self, state, worth: torch.Tensor, decay: torch.Tensor | None) -> None:
         """Of the newest tokens: ``[batch, tokens]``."""
@@ -138,13 +142,12 @@ class ReferenceKeeper:
         if self._reads_disk and kept.window is None:
             kept.queries_since, kept.is_due = 0, False
             return
+        most = self._options.keep_tokens
+        if self._options.keep_share == "auto":
+            most = self._share(state, sequence, scale)
         if kept.window is not None:
             query, first_column, sums = kept.window
-            if sums is None:
-                all_keys, valid = state.keys[sequence], state.valid[sequence]
-                sums = log_sum_exp(all_keys, valid, query, first_column, scale, self.softcap)
-                if self.head_sinks is not None:
-                    sums = torch.logaddexp(sums, self.head_sinks[:, None])
+            sums = self._sums(state, sequence, scale) if sums is None else sums
             keys = state.keys[sequence, :, : state.sealed]
             kept.mass = attention_paid(keys, query, first_column, sums, scale, self.softcap)
             kept.mass = kept.mass * state.valid[sequence, : state.sealed]
@@ -153,12 +156,43 @@ class ReferenceKeeper:
         may_stay[state.sealed :] = False
         for sink in sinks:
             may_stay[sink * group : (sink + 1) * group] = False
-        most, pool = self._options.keep_tokens, self._options.keep_pool
-        pool = 1 if self._sums_up else pool
+        pool = 1 if self._sums_up else self._options.keep_pool
         kept.columns = set(most_attended(kept.mass, may_stay, most, pool).tolist())
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
         kept.queries_since, kept.is_due = 0, False
         kept.window = (*kept.window[:2], None) if self._reads_disk else None
+
+    def _sums(self, state, sequence: int, scale: float) -> torch.Tensor:
+        """Of what the window's queries see: [heads, queries]."""
+        query, first_column, _ = state.kept[sequence].window
+        all_keys, valid = state.keys[sequence], state.valid[sequence]
+        sums = log_sum_exp(all_keys, valid, query, first_column, scale, self.softcap)
+        if self.head_sinks is None:
+            return sums
+        return torch.logaddexp(sums, self.head_sinks[:, None])
+
+    def _share(self, state, sequence: int, scale: float) -> int:
+        """Tokens that stay, as many in all heads."""
+        layer = next(i for i, each in self.states.items() if each is state)
+        options, overlaps = self._options, []
+        for sibling in self.siblings:
+            kept = sibling.states[layer].kept[sequence]
+            if kept.overlap is None and kept.window is not None:
+                kept.overlap = sibling.overlap(sibling.states[layer], sequence, scale)
+            usual = 0.25 * options.groups_max * options.group_tokens
+            overlaps.append(usual if kept.overlap is None else kept.overlap)
+        groups = math.floor(sum(overlaps) / len(overlaps) / options.group_tokens)
+        return min(groups, options.keep_tokens // options.group_tokens) * options.group_tokens
+
+    def overlap(self, state, sequence: int, scale: float) -> float:
+        """Of the window's first and last query."""
+        query, first_column, sums = state.kept[sequence].window
+        sums = self._sums(state, sequence, scale) if sums is None else sums
+        keys = state.keys[sequence, :, : state.sealed]
+        weights = attention_weights(keys, query, first_column, sums, scale, self.softcap)
+        before = min(first_column, state.sealed)
+        weights = weights[:, :, :before][:, :, state.valid[sequence, :before]]
+        return agreement(weights, self._options.groups_max * self._options.group_tokens)
 
     def _may_stay(self, state, sequence: int, sinks: list[int], begin: int, end: int):
         """bool [end]"""

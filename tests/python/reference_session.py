@@ -115,6 +115,7 @@ class ReferenceSession:
         """query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim]."""
         self._open()
         state = self._layers[layer]
+        self._scale = scale
         self._keeper.softcap, self._keeper.head_sinks = softcap, sinks
         tokens = query.shape[2]
         if tokens > self._options.select_queries_max or self._is_restored(layer):
@@ -126,7 +127,6 @@ class ReferenceSession:
             output, (_, log_sum_exp) = self._attention(seen, query, state.valid, terms)
             if self._keeper.is_on and not self._is_exact(layer):
                 self._keeper.observe_chunk(state, query, log_sum_exp)
-                self._scale = scale
             self._seal(state)
             state.selection = []  # nothing was chosen
             return output
@@ -201,6 +201,7 @@ class ReferenceSession:
     def reset(self) -> None:
         self._open()
         self._layers: dict[int, Layer] = {}
+        self._keeper.states = self._layers
         self._declared: dict[int, torch.Tensor] = {}
 
     def close(self) -> None:
@@ -292,7 +293,7 @@ class ReferenceSession:
     def _choose(self, layer: int, query: torch.Tensor, scale: float) -> list[list[int]]:
         """Per sequence: union over the queries of each one's best groups, in rising order."""
         state, queries = self._layers[layer], query.shape[2]
-        count = min(self._options.groups_max, max(1, self._options.pages_max // queries))
+        at_most = min(self._options.groups_max, max(1, self._options.pages_max // queries))
         chosen = []
         for sequence in range(len(state.keys)):
             _, others = self._groups(state, sequence)
@@ -313,6 +314,9 @@ class ReferenceSession:
             else:
                 scores = self._group_masses(layer, sequence, query[sequence], scale)
             best = scores[:, candidates]
+            is_shared, kept = self._options.keep_share == "auto", state.kept[sequence]
+            fewer = len(kept.columns) // self._options.group_tokens if is_shared else 0
+            count = max(1, at_most - fewer)
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
             chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
         return chosen

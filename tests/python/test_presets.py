@@ -90,7 +90,8 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "snapkv+", "arkv", "arkv-origin", "arkv-quant", "h2o", "tova", "prkv"]
+    "name",
+    ["snapkv", "snapkv+", "arkv", "arkv-origin", "arkv-quant", "h2o", "tova", "prkv"],
 )
 def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     """With one group in pages nothing fits, and everything is kept."""
@@ -234,7 +235,6 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
         ("cake", {}, "cake needs a number of tokens for each layer"),
-        ("prkv-auto", {}, "a share of kept tokens that follows"),
         ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
         ("shadowkv", {}, "rows=mean"),

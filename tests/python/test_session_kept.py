@@ -43,6 +43,7 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     from_disk = (
         rng.choice(["attended", "disk"]) if keeper == "observed" and interval else "attended"
     )
+    is_shared = keeper == "observed" and rows != "none" and rng.random() < 0.5
     group_tokens = rng.choice([1, 3, 4, 16])
     least = group_tokens if keeper == "arkv" else 1
     made = options(
@@ -56,6 +57,7 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         keep_pool=rng.choice([1, 2, 5]) if keeper in ("observed", "arkv") else 5,
         keep_interval=interval,
         keep_scores=from_disk,
+        keep_share="auto" if is_shared else "fixed",
         **(arkv if keeper == "arkv" else {}),
         exact_layers=rng.choice([[], [], [1]]),
         group_tokens=group_tokens,
@@ -123,6 +125,46 @@ def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, rows, heads, interval, r
     twins.all("crop", 120)  # all that was decoded
     for tokens in (1, 1, 1, 1, 40, 1):
         twins.forward(3, tokens)
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("scores", ["attended", "disk"])
+def test_a_prompt_decides_how_many_tokens_stay(tmp_path, heads, scores):
+    """Of 12 groups of 4: whole groups, the same for all heads, and so many groups fewer."""
+    made = options(tmp_path, rows="box", heads=heads, keeper="observed", keep_tokens=40)
+    made.keep_share, made.keep_window, made.keep_interval = "auto", 6, 5
+    made.keep_scores, made.groups_max = scores, 12
+    made.pages_max = 24
+    twins = Twins(made, seed=1)
+    shares = set()
+    for prompt in (130, 90, 60):
+        twins.forward(2, prompt)
+        for _ in range(12):
+            twins.forward(2, 1)
+            specified = twins.sessions[1]
+            of_heads = getattr(specified, "_of_heads", [specified])
+            for layer in range(LAYERS):
+                for sequence in range(2):
+                    counts = {len(one._layers[layer].kept[sequence].columns) for one in of_heads}
+                    assert len(counts) == 1
+                    (kept,) = counts
+                    shares.add(kept)
+                    assert kept % 4 == 0 and kept <= 40
+                    for one in of_heads:
+                        chosen = one._layers[layer].selection[sequence]
+                        assert len(chosen) == 12 - kept // 4
+    assert len(shares) > 1, "prompts differ"
+    kept = [len(kept.columns) for one in of_heads for s in one._layers.values() for kept in s.kept]
+    assert twins.sessions[0].counters()["tokens_kept"] == sum(kept) / len(kept)
+
+
+def test_without_a_prompt_a_quarter_stays(tmp_path):
+    made = options(tmp_path, rows="box", keeper="observed", keep_tokens=40, groups_max=12)
+    made.keep_share, made.keep_interval, made.pages_max = "auto", 5, 24
+    twins = Twins(made)
+    for _ in range(40):
+        twins.forward(1, 4)
+    assert twins.sessions[0].counters()["tokens_kept"] == 12
 
 
 @pytest.mark.parametrize("scores", ["attended", "disk"])

@@ -79,6 +79,12 @@ EngineOptions disk_options(const std::string& directory, const std::string& rows
   return options;
 }
 
+EngineOptions shared_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keep_share = "auto";
+  return options;
+}
+
 EngineOptions joining_options(const std::string& directory, const std::string& rows) {
   EngineOptions options = keeping_options(directory, rows);
   options.keeper = "arkv";
@@ -223,6 +229,7 @@ TEST(Keeping, CountsAgainstTheBudget) {
   const TestDirectory directory;
   expect_counted(keeping_options(directory.path()));
   expect_counted(disk_options(directory.path(), "box"));
+  expect_counted(shared_options(directory.path(), "box"));
   expect_counted(joining_options(directory.path(), "box"));
   expect_counted(mixed_options(directory.path(), "box"));
   EngineOptions of_prompt = mixed_options(directory.path(), "none");
