@@ -21,6 +21,7 @@ from kvswap_torch.tuning.observe import Observed, attention_weights
 SOUGHT_MIN = 0.1  # of a head's mass: less on what comes next is no look-up
 SOURCE_BEFORE = 6  # tokens before a place that belong to it: what it is found by
 
+FEW = 4  # of the groups attended one in so many: where selections are tight, predictions show
 RANKS = (4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 QUERIES = ("predicted", "true")
 
@@ -290,6 +291,7 @@ class RecallTable:
         self.query = query
         self._sums = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
         self._found = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
+        self._found_by_few = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
         self._sought = [0.0] * len(pairs)
         self._best = [0.0] * len(pairs)
         self._samples = [0] * len(pairs)
@@ -304,6 +306,8 @@ class RecallTable:
             chosen = steps.select(scores.at(rank, self.summary_dtype, [steps])[0])
             self._sums[seen.layer][rank] += steps.recall(chosen)
             self._found[seen.layer][rank] += steps.found(chosen)
+            few = chosen[:, : max(1, steps.choice.groups_max // FEW)]
+            self._found_by_few[seen.layer][rank] += steps.found(few)
         self._sought[seen.layer] += steps.sought()
         self._best[seen.layer] += steps.best_recall()
         self._samples[seen.layer] += 1
@@ -318,6 +322,14 @@ class RecallTable:
     def worth(self) -> list[dict[int, float]]:
         """For each layer, rank -> what it is worth; see `worth`."""
         return worth(self.recall(), self._found, self._sought)
+
+    def found_by_few(self) -> list[float]:
+        """For each layer the look-ups that a quarter of the groups finds, mean over ranks.
+
+        As shares of all layers' look-ups; 0 where nothing is looked up.
+        """
+        whole = len(self.ranks) * (sum(self._sought) or 1.0)
+        return [sum(layer.values()) / whole for layer in self._found_by_few]
 
     def best(self) -> list[float]:
         """For each layer what the best possible choice holds."""

@@ -186,20 +186,48 @@ def test_the_budget_is_kept_and_written_down(calibrated, budget, tmp_path):
     assert (tmp_path / "kvswap.json").read_bytes() == before
 
 
-def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated, tmp_path):
-    _, calibration = calibrated
+def fake(values, found=(0.0, 0.0, 0.0)):
+    recall = [{4: value - 0.1, 8: value} for value in values]
+    return SimpleNamespace(
+        worth=lambda: recall,
+        recall=lambda: recall,
+        best=lambda: [1.0] * 3,
+        found_by_few=lambda: list(found),
+    )
 
-    def fake(values):
-        recall = [{4: value - 0.1, 8: value} for value in values]
-        return SimpleNamespace(worth=lambda: recall, recall=lambda: recall, best=lambda: [1.0] * 3)
 
-    found = {"predicted": fake([0.8, 0.3, 0.79]), "true": fake([0.8, 0.7, 0.8])}
+def with_tables(calibration, predicted, true):
     tables = {
         ("query_aware", dtype, query): table
         for dtype in ("model", "int8")
-        for query, table in found.items()
+        for query, table in (("predicted", predicted), ("true", true))
     }
-    faked = dataclasses.replace(calibration, tables=tables)
+    return dataclasses.replace(calibration, tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("by_prediction", "layers"),
+    [
+        ((0.3, 0.3, 0.4), ()),
+        ((0.2955, 0.3, 0.4), ()),  # 0.005 of all look-ups may be lost
+        ((0.294, 0.3, 0.4), (0,)),
+        ((0.2975, 0.2975, 0.3985), (1,)),  # by all predicted layers together, the later ones first
+        ((0.2, 0.5, 0.3), (0, 2)),  # more that is found elsewhere does not make up for it
+    ],
+)
+def test_layers_whose_look_ups_prediction_loses_choose_with_their_true_query(
+    calibrated, by_prediction, layers
+):
+    _, calibration = calibrated
+    same = [0.8, 0.7, 0.6]
+    tables = fake(same, by_prediction), fake(same, (0.3, 0.3, 0.4))
+    assert true_query_layers(with_tables(calibration, *tables)) == layers
+
+
+def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated, tmp_path):
+    _, calibration = calibrated
+
+    faked = with_tables(calibration, fake([0.8, 0.3, 0.79]), fake([0.8, 0.7, 0.8]))
     assert true_query_layers(faked) == (1,)
     chosen = choose_settings(faked, Demand(4096, 1, 2000), columns_need)
     assert chosen.config.true_query_layers == (1,)

@@ -141,6 +141,22 @@ def test_worth_gives_columns_to_layers_that_seek():
     assert worth(held, [{4: 0.0, 8: 0.0}] * 2, [0.0, 0.0]) == held
 
 
+def test_few_groups_find_less():
+    sample, positions = seen(), torch.arange(40, TOKENS)
+    wanted = torch.zeros(len(positions), TOKENS, dtype=torch.bool)
+    wanted[:, 8:24] = True
+    choice = Choice(4, 8, 6, 10)
+    table = RecallTable([full_pair()] * 2, (WIDTH,), query="true")
+    steps = Steps(sample, positions, choice, wanted=wanted)
+    for _ in range(3):  # samples of the first layer; the second has none
+        table.add(sample, steps)
+    scores = GroupScores(sample, sample.query, full_pair(), positions, choice)
+    chosen = steps.select(scores.at(WIDTH, "model", [steps])[0])
+    few = steps.found(chosen[:, : choice.groups_max // 4])
+    assert 0 < few < steps.found(chosen)
+    assert table.found_by_few() == pytest.approx([few / steps.sought(), 0.0])
+
+
 def recall_of(sample: Observed, query: str) -> tuple[dict[int, float], float]:
     table = RecallTable([full_pair()], (4, WIDTH), query=query)
     table.add(sample, Steps(sample, torch.arange(40, TOKENS), CHOICE))
