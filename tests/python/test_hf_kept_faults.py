@@ -30,6 +30,8 @@ class LongestKey(TokenScores):
 
 OWN = {
     "observed": {"keep_interval": 3, "keep_window": 3},
+    "observed-disk": {"keep_interval": 3, "keep_window": 5, "keep_scores": "disk"},
+    "observed-shared": {"keep_interval": 3, "keep_window": 3, "keep_share": "auto"},
     "heavy": {"keep_interval": 3, "keep_window": 3},
     "arkv": {"keep_window": 3, "keep_variance": 263.8},
     "arkv-mixed": {"keep_window": 3, "keep_variance": 263.8, "keep_ratio": 0.4},
