@@ -8,9 +8,19 @@ import math
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 
-__all__ = ["with_keep"]
+__all__ = ["drops", "drops_for_good", "with_keep"]
 
 SCALED_FROM = 64  # tokens: fewer belong to what a method is (SnapKV's window, TOVA's last token)
+
+
+def drops(config: SwapConfig | None) -> bool:
+    """Whether what is neither sink, kept nor newest is never attended again."""
+    return config is not None and config.rows == "none" and config.keeper != "none"
+
+
+def drops_for_good(config: SwapConfig | None) -> bool:
+    """Whether it also never reads what it has dropped: then no disk is needed."""
+    return drops(config) and not config.exact_layers and config.keep_scores == "attended"
 
 
 def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapConfig:
@@ -31,7 +41,7 @@ def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapC
         Another kind of method, a number out of range or too small for what must stay, or a share
         of an unknown context.
     """
-    if config.rows != "none" or config.keeper == "none":
+    if not drops(config):
         kept = "restores all" if config.rows == "none" else f"reads groups by rows={config.rows}"
         raise ConfigError(
             "keep: must come with a preset that drops tokens (snapkv, arkv, h2o, tova, "

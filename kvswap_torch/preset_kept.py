@@ -27,7 +27,8 @@ _MIXED_ARKV = (
     "for each token",
 )
 _RECALLED = "the paper drops tokens; here those of low rank that a query asks for are read again"
-_ON_DISK = "what it drops stays on disk: a crop, or a longer prompt, finds it again"
+_ON_DISK = "with a path what it drops stays on disk: a crop, or a longer prompt, finds it again"
+_REREAD = "it needs a path: what it drops is read again"
 _PRKV = {
     "rows": "box",
     "heads": "each",
@@ -105,7 +106,7 @@ KEEPING = (
         | {"keep_pool": 1, "keep_interval": 128, "keep_scores": "disk"},
         "",
         (
-            _ON_DISK,
+            _REREAD,
             "PRKV with a budget that is all static; of what is decoded the newest 64 tokens stay "
             "until the next choice",
         ),

@@ -59,6 +59,7 @@ Status Account::check_room(int64_t batch, int64_t context) const {
       break;
     }
   }
+  if (options.drops()) return Status::ok();
   if (options.disk_quota_bytes && disk_bytes > *options.disk_quota_bytes) {
     return Status::budget("session: disk_quota_bytes must be at least " +
                           std::to_string(disk_bytes) + of + ", got " +
@@ -140,12 +141,15 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
   const int64_t table_bytes =
       batch.size() * (due - charged) * parts_.options.table_bytes_per_group();
   const std::string what = "a context of " + std::to_string(columns) + " tokens";
-  const int64_t bytes = summary_bytes + table_bytes + scratch_bytes;
+  const int64_t record_bytes =
+      parts_.options.drops() ? batch.size() * (due - charged) * parts_.record_bytes() : 0;
+  const int64_t bytes = summary_bytes + table_bytes + scratch_bytes + record_bytes;
   if (!reserve(batch.size(), groups).is_ok()) batch.release_spares(0);
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
   if (!parts_.ledger.check(bytes, what).is_ok()) batch.release_spares(0);
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kStaging, record_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
   scored_bytes_ += scratch_bytes;
@@ -205,11 +209,14 @@ void Account::settle(const Batch& batch) {
   const int64_t sequences = batch.size() + batch.spares();
   int64_t summary = parts_.selector->resident_bytes();
   int64_t tables = memory_need(options, parts_.record_bytes(), sequences, 0).tables;
+  int64_t staging = memory_need(options, parts_.record_bytes(), 0, 0).staging +
+                    (options.drops() ? parts_.store->bytes_held() : 0);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const Batch::Layer& state = batch.layer(layer);
     const int64_t due = batch.due_groups(layer, state.columns);
     summary += parts_.selector->bytes_to_append(layer, due * options.group_tokens);
     tables += batch.size() * (state.sealed_groups + due) * options.table_bytes_per_group();
+    if (options.drops()) staging += batch.size() * due * parts_.record_bytes();
   }
   const auto lower = [this](Use use, int64_t bytes) {
     const int64_t used = parts_.ledger.used(use);
@@ -217,6 +224,7 @@ void Account::settle(const Batch& batch) {
   };
   lower(Use::kSummary, summary);
   lower(Use::kTables, tables);
+  lower(Use::kStaging, staging);
   lower(Use::kProjections, parts_.selector->projection_bytes());
 }
 

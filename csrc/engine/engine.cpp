@@ -13,9 +13,7 @@ namespace kvswap {
 
 namespace {
 
-constexpr int64_t kAllLayers = 0;            // a call that names no layer: any will do
-constexpr int64_t kBlockTokensEnough = 512;  // for which no reuse buffer is given up
-constexpr int64_t kBlockTokensMax = 2048;    // more gains nothing
+constexpr int64_t kAllLayers = 0;  // a call that names no layer: any will do
 
 /// The caller's tensors are its own again.
 Status handed_back(EngineParts& parts, Status status) {
@@ -63,6 +61,7 @@ Engine::~Engine() {
 
 Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, ParallelFor parallel) {
   KVSWAP_RETURN_IF_ERROR(options.validate());
+  KVSWAP_RETURN_IF_ERROR(options.check_place());
   const EngineOptions apart = options.apart();
   auto parts = EngineParts::open(apart, std::move(parallel));
   if (!parts.is_ok()) return parts.status();
@@ -103,6 +102,7 @@ Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
 
 Status Engine::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(begin_chunk(layer, tokens));
   return appender_.prepare(layer, batch * heads_apart(), tokens);
 }
 
@@ -110,6 +110,7 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
   const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
                         &parts_->counters.append_seconds);
   KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(begin_chunk(layer, tokens.tokens));
   KeyValueView parts = tokens;
   parts.batch = tokens.batch * heads_apart();
   parts.heads_apart = heads_apart();
@@ -244,6 +245,7 @@ Status Engine::attend(const AttendArgs& args) {
   keeping_.observe_step(args.layer, kernel);
   page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
+  if (finished.is_ok()) keeping_.let_go(args.layer);
   return handed_back(*parts_, std::move(finished));
 }
 
@@ -278,52 +280,6 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
   return kernel;
 }
 
-Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
-                         void* values) {
-  const int64_t bytes =
-      std::max<int64_t>(0, end - begin) * options().head_dim * dtype_bytes(options().dtype);
-  for (int64_t head = 0; head < heads_apart(); ++head) {
-    KVSWAP_RETURN_IF_ERROR(read_part(layer, sequence * heads_apart() + head, begin, end,
-                                     static_cast<std::byte*>(keys) + head * bytes,
-                                     static_cast<std::byte*>(values) + head * bytes));
-  }
-  return Status::ok();
-}
-
-Status Engine::read_part(int64_t layer, int64_t part, int64_t begin, int64_t end, void* keys,
-                         void* values) {
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
-  return past_->read({layer, part, begin, end}, keys, values);
-}
-
-Result<PastBlocks> Engine::past_blocks(int64_t layer, int64_t part, int64_t groups) {
-  const EngineOptions& options = parts_->options;
-  const int64_t record_bytes = parts_->record_bytes();
-  SequencePages& pages = batch_->pages(part);
-  const int64_t own = options.past_block_groups(record_bytes);
-  // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
-  const int64_t pages_each = 2 + (options.group_bytes() + record_bytes - 1) / record_bytes;
-  const bool is_own = options.is_exact(layer);
-  const int64_t lendable = is_own ? options.pages_max : pages.reuse_pages();
-  const int64_t lent =
-      std::min({groups, lendable / pages_each, kBlockTokensMax / options.group_tokens});
-  const int64_t first_layer = is_own ? layer : 0;
-  std::byte* base = parts_->space->landing().landing_in(pages.first_reuse_page(first_layer));
-  if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
-    return past_->blocks();
-  }
-  steps_.settle();
-  for (int64_t lender = 0; lender * options.pages_max < pages_each * lent; ++lender) {
-    KVSWAP_RETURN_IF_ERROR(steps_.drop(first_layer + lender));
-    pages.map(first_layer + lender).clear();
-  }
-  const int64_t bytes = lent * record_bytes;
-  return PastBlocks{.memory = pages.memory(),
-                    .slots = {base, base + bytes},
-                    .room = base + 2 * bytes,
-                    .groups = lent};
-}
-
 Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
                               const float* queries) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
@@ -354,6 +310,11 @@ Status Engine::check_can_go_on(const char* where) const {
   if (RowsKind::find(options().rows)->is_given) {
     return Status::invalid(std::string(where) +
                            ": rows must not be 'given', since what scores them is not saved");
+  }
+  if (options().drops()) {
+    return Status::invalid(std::string(where) +
+                           ": the session must have a directory, since without one what it drops "
+                           "is gone; open the cache with a path");
   }
   if (options().kept_pages() == 0) return Status::ok();
   return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +

@@ -79,6 +79,12 @@ class Engine {
   void observe(int64_t layer, int64_t part, KeptTokens::Window window) {
     keeping_.observe_chunk(layer, part, std::move(window));
   }
+  /// A chunk that attends_exactly() is appended and has attended. Where nothing is on disk a first
+  /// one has its turn here, and is dropped a layer at a time; a later one, that a crop may take
+  /// back whole, by the next step. A turn that fails here is made again there, too.
+  void end_chunk(int64_t layer, int64_t tokens);
+  /// What of a part's dropped tokens is left; see Keeping.
+  const Keeping::Left& left(int64_t layer, int64_t part) { return keeping_.left(layer, part); }
 
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
   /// host.
@@ -128,7 +134,7 @@ class Engine {
   /// long chunk fast is large blocks. A layer that never chooses gets its own pages, which nobody
   /// else uses. Otherwise PastReader::blocks().
   Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
-  /// By a layer of a part (see above), on average; dropped: on disk, and never attended.
+  /// By a layer of a part (see above), on average; dropped: on disk or gone, and never attended.
   enum class Precision { kAny, kFloat8 };
   double tokens_kept(Precision precision = Precision::kAny) const;
   double tokens_dropped() const;
@@ -145,6 +151,7 @@ class Engine {
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer);
+  Status begin_chunk(int64_t layer, int64_t tokens);
   /// May what is held go on elsewhere: as a saved cache, or a fork?
   Status check_can_go_on(const char* where) const;
   PagedAttentionArgs attention_args(const AttendArgs& args);

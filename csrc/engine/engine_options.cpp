@@ -128,6 +128,31 @@ Status EngineOptions::validate() const {
   return Status::ok();
 }
 
+Status EngineOptions::check_place() const {
+  if (!directory.empty()) return Status::ok();
+  const std::string end = "; name a folder on a disk";
+  if (!drops()) {
+    return Status::invalid("session: directory must be given where every token is kept (rows=" +
+                           rows + ", keeper=" + keeper + "), got none" + end +
+                           ", or take what drops tokens: rows=none and a keeper");
+  }
+  if (!exact_layers.empty()) {
+    return Status::invalid(
+        "session: exact_layers must be empty without a directory, since they attend everything, "
+        "got some" +
+        end);
+  }
+  if (weighs_disk()) {
+    return Status::invalid(
+        "session: keep_scores must be attended without a directory, since what is dropped cannot "
+        "be read again, got disk" +
+        end);
+  }
+  if (base == nullptr) return Status::ok();
+  return Status::invalid("session: directory must be given to continue what was saved, got none" +
+                         end);
+}
+
 EngineOptions EngineOptions::apart() const {
   EngineOptions options = *this;
   if (heads != "each" || heads_apart > 1) return options;
@@ -244,6 +269,16 @@ int64_t EngineOptions::write_buffer_bytes(int64_t record_bytes) const {
   return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
 }
 
+int64_t EngineOptions::write_buffers() const { return drops() ? 1 : kWriteBuffers; }
+
+int64_t EngineOptions::records_held(int64_t batch, int64_t context) const {
+  if (!drops()) return 0;
+  const int64_t sealed = sealed_groups(std::min(context, kContextMax));
+  // Of a layer the whole prompt; of the others what a crop may ask for, and the next turn.
+  const int64_t waiting = (columns_to_crop() + keep_interval) / group_tokens + 2;
+  return product({batch, sealed + product({layers, std::min(sealed, waiting)})});
+}
+
 int64_t EngineOptions::past_block_groups(int64_t record_bytes) const {
   return std::max<int64_t>(1, write_buffer_bytes(record_bytes) / record_bytes);
 }
@@ -290,8 +325,9 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
                 product({batch, (context + 63) / 64, 8});
   // Blocks of the past, and what they are unpacked to.
   const int64_t block = options.past_block_groups(record_bytes);
-  need.staging = kWriteBuffers * options.write_buffer_bytes(record_bytes) +
-                 options.merge_gap_bytes + 2 * block * record_bytes + 2 * block * token_page_bytes +
+  need.staging = options.write_buffers() * options.write_buffer_bytes(record_bytes) +
+                 product({options.records_held(batch, context), record_bytes}) +
+                 options.gap_bytes() + 2 * block * record_bytes + 2 * block * token_page_bytes +
                  options.encoded_at_once(record_bytes) * token_page_bytes + moving +
                  Audit::fixed_bytes(options, record_bytes) +
                  Keeping::fixed_bytes(options, record_bytes);

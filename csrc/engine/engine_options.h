@@ -39,7 +39,7 @@ struct EngineOptions : Settings {
   std::vector<int64_t> ranks;  // [layers]; in the place of `rank`
 
   // The place.
-  std::string directory;  // on the disk to use; must exist
+  std::string directory;  // on the disk to use; must exist; empty: none, see drops()
   int64_t file_extend_bytes = 64 << 20;
   std::optional<DeviceKind> device;  // where pages, summaries and tokens live; none: host memory
   // Put something between the engine and its file or reader: a measurement, a fault.
@@ -66,6 +66,8 @@ struct EngineOptions : Settings {
 
   /// The first thing that is wrong with them: a setting that breaks its rule, a model's shape.
   Status validate() const;
+  /// Beside it, what an engine needs to open: a directory, or a method that drops.
+  Status check_place() const;
 
   // What the words of settings stand for, in options that are valid.
   DataFileOptions file_options() const;
@@ -110,6 +112,13 @@ struct EngineOptions : Settings {
   int64_t float8_a_room() const { return keep_count == "bytes" ? float8_per_token() : 1; }
   /// Are groups selected? Else what is kept is attended alone.
   bool selects() const { return rows != "none"; }
+  /// Is what is neither sink nor kept nor newest gone for good, and no file opened? Records then
+  /// stand in memory until it is chosen who is kept.
+  bool drops() const { return directory.empty() && !selects() && keeper != "none"; }
+  /// So many of the newest columns may be cropped at any time where it is: two steps.
+  int64_t columns_to_crop() const { return 2 * select_queries_max; }
+  /// Records that stand in memory at once where it is, of a batch's context.
+  int64_t records_held(int64_t batch, int64_t context) const;
 
   bool has_float8_records() const { return records == "fp8"; }
   /// Exponents of a page that a step attends over; 0: all pages are of the model's dtype.
@@ -142,6 +151,9 @@ struct EngineOptions : Settings {
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
   int64_t write_buffer_bytes(int64_t record_bytes) const;
+  int64_t write_buffers() const;
+  /// Neighbours on disk that are nearer become one read.
+  int64_t gap_bytes() const { return drops() ? 0 : merge_gap_bytes; }
   /// Scores of a choice among `groups` of each sequence, where the CPU makes it, and of a turn.
   int64_t score_bytes(int64_t batch, int64_t groups) const;
   /// Groups streamed at once when a long chunk attends over the past.

@@ -5,6 +5,7 @@
 #include "engine/account.h"
 #include "engine/device_space.h"
 #include "engine/saved_names.h"
+#include "io/memory_file.h"
 #include "methods/make_selector.h"
 
 namespace kvswap {
@@ -22,7 +23,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
   KVSWAP_RETURN_IF_ERROR(parts->open_store());
   auto fetcher = Fetcher::create(std::move(reader.value()), parts->store.get(),
                                  {.path = options.directory,
-                                  .merge_gap_bytes = options.merge_gap_bytes,
+                                  .merge_gap_bytes = options.gap_bytes(),
                                   .merge_bytes_max = options.merge_bytes_max,
                                   .scrap_at_end = options.memory_at_end(),
                                   .parallel = parts->threads(),
@@ -35,6 +36,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
 }
 
 Result<std::unique_ptr<DataFile>> EngineParts::open_own_file() {
+  if (options.drops()) return std::unique_ptr<DataFile>(new MemoryFile(options.wipe_on_close));
   DataFileOptions wanted = options.file_options();
   auto opened = DataFile::open(wanted);
   if (!opened.is_ok()) return opened;
@@ -82,7 +84,7 @@ Result<std::unique_ptr<BlockReader>> EngineParts::open_reader_of_file() {
   if (!opened.is_ok()) return opened.status();
   if (!opened.value().reason.empty()) fallbacks.push_back(opened.value().reason);
   std::unique_ptr<BlockReader> reader = std::move(opened.value().reader);
-  if (options.device_model) {
+  if (options.device_model && !options.drops()) {
     const auto model = find_device_model(*options.device_model);
     reader = make_modelled_reader(std::move(reader), *model, timeline.get());
   }
@@ -115,7 +117,7 @@ Status EngineParts::open_store() {
   Result<std::unique_ptr<Layout>> layout =
       base != nullptr ? SequenceLayout::continuing(base->record_bytes, options.layers)
                       : SequenceLayout::create(options.payload_bytes(), file->alignment_bytes(),
-                                               options.layers);
+                                               options.layers, options.drops() ? 1 : kRunRecords);
   if (!layout.is_ok()) return layout.status();
   const int64_t record_bytes = layout.value()->record_bytes();
   const RecordStoreOptions store_options = {
@@ -128,9 +130,10 @@ Status EngineParts::open_store() {
       .seeds_below = base != nullptr ? base->seeds : std::vector<SeedRange>{}};
   auto opened = RecordStore::create(file.get(), std::move(layout.value()), store_options,
                                     {.buffer_bytes = options.write_buffer_bytes(record_bytes),
-                                     .buffers = kWriteBuffers,
+                                     .buffers = static_cast<int>(options.write_buffers()),
                                      .is_wiped = options.wipe_on_close,
-                                     .timeline = timeline.get(),
+                                     .is_within_calls = options.drops(),
+                                     .timeline = options.drops() ? nullptr : timeline.get(),
                                      .patience = &patience});
   if (!opened.is_ok()) return opened.status();
   store = std::move(opened.value());

@@ -60,6 +60,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   const ReaderCounters reader = engine.parts().fetcher->reader().counters();
   const SpaceCounters space = engine.parts().space->counters();
   const auto number = [](auto count) { return static_cast<double>(count); };
+  const double is_on_disk = engine.options().drops() ? 0 : 1;
   std::map<std::string, double> counters = {
       {"steps", number(steps.steps)},
       {"sequences", number(steps.sequences)},
@@ -79,10 +80,10 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"read_retries", number(reader.retries)},
       {"wait_seconds", number(reads.wait_seconds)},
       {"hidden_seconds", number(reads.hidden_seconds)},
-      {"bytes_written", number(engine.parts().store->bytes_written())},
+      {"bytes_written", is_on_disk * number(engine.parts().store->bytes_written())},
       {"write_blocked_seconds", number(engine.parts().store->write_blocked_seconds())},
-      {"bytes_on_disk", number(engine.parts().store->bytes_on_disk())},
-      {"bytes_allocated_on_disk", number(engine.parts().file->allocated_bytes())},
+      {"bytes_on_disk", is_on_disk * number(engine.parts().store->bytes_held())},
+      {"bytes_allocated_on_disk", is_on_disk * number(engine.parts().file->allocated_bytes())},
       {"record_bytes", number(engine.parts().record_bytes())},
       {"device_bytes", number(engine.parts().space->device_bytes())},
       {"pinned_bytes", number(engine.parts().space->pinned_bytes())},
@@ -91,6 +92,9 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"device_wait_seconds", space.device_wait_seconds},
       {"choice_wait_seconds", engine.parts().selector->wait_seconds()},
   };
+  if (engine.options().drops()) {
+    counters["bytes_allocated"] = number(engine.parts().file->allocated_bytes());
+  }
   add_kept(engine, counters);
   add_missed_mass(engine, counters);
   return counters;
@@ -102,7 +106,9 @@ std::map<std::string, std::string> engine_facts(const Engine& engine) {
     fallbacks += (fallbacks.empty() ? "" : "\n") + fallback;
   }
   return {{"reader", engine.parts().fetcher->reader().name()},
-          {"io_mode", engine.parts().file->is_direct() ? "direct" : "buffered"},
+          {"io_mode", engine.options().drops()           ? "none"
+                      : engine.parts().file->is_direct() ? "direct"
+                                                         : "buffered"},
           {"simd", simd_level()},
           {"device", engine.parts().space->name()},
           {"fallbacks", fallbacks}};

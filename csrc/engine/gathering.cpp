@@ -13,6 +13,7 @@ Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> col
   const EngineOptions& options = parts_.options;
   SequencePages& pages = batch_.pages(part);
   const std::vector<int32_t>& kept = pages.kept(layer).columns();
+  const int64_t gone = parts_.store->first_group(layer, part) * options.group_tokens;
   gathered_.resize(options.kept_pages() * options.group_bytes());
   decoded_.resize(options.group_bytes());
   missing_.clear();
@@ -24,6 +25,10 @@ Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> col
     if (found != kept.end() && *found == columns[i]) {
       const int64_t place = found - kept.begin();
       put(to, pages.kept_page(layer, place / options.group_tokens), place % options.group_tokens);
+      continue;
+    }
+    if (columns[i] < gone) {
+      put_rounded(layer, part, columns[i], to);
       continue;
     }
     if (columns[i] / options.group_tokens != group) {
@@ -40,6 +45,22 @@ Status Keeping::gather(int64_t layer, int64_t part, std::span<const int32_t> col
     KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
   }
   return Status::ok();
+}
+
+/// One that is kept in e4m3 alone, to gathered_ in the model's dtype.
+void Keeping::put_rounded(int64_t layer, int64_t part, int32_t column, int64_t place) {
+  const EngineOptions& options = parts_.options;
+  SequencePages& pages = batch_.pages(part);
+  const KeptTokens& kept = pages.kept(layer);
+  const std::vector<int32_t>& float8 = kept.float8();
+  const auto found = std::lower_bound(float8.begin(), float8.end(), column);
+  KVSWAP_ASSERT(found != float8.end() && *found == column);
+  const int64_t from = found - float8.begin();
+  const int64_t page = from / options.group_tokens;
+  unencoded_.resize(options.group_bytes());
+  decode_page(options, pages.kept_float8_page(layer, page),
+              kept.exponents().data() + page * options.page_note_bytes(), unencoded_.data());
+  put(place, unencoded_.data(), from % options.group_tokens);
 }
 
 /// The tokens of `columns`, all of them kept, to gathered_, from behind.

@@ -171,6 +171,7 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   if (!accumulates()) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   kept.queries_since = 0;
   kept.is_due = false;
+  kept.joined_columns = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
   ++parts_.counters.turns;
   return Status::ok();
 }
@@ -209,11 +210,13 @@ Status Keeping::weigh(int64_t layer, int64_t part, int64_t sealed) {
     for (int64_t i = 0; i < sealed; ++i) {
       mass[i] = kept.mass[i] - static_cast<float>(columns - i) * kept.decay[i];
     }
+    forget_gone(layer, part, mass);
     return Status::ok();
   }
   if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigh_past(layer, part));
   grow(mass, sealed);
   if (!accumulates()) pool_neighbours(mass, parts_.options.keep_pool);
+  forget_gone(layer, part, mass);
   return Status::ok();
 }
 

@@ -53,6 +53,21 @@ class Keeping {
   /// pages must not be planned for.
   Status turn(int64_t layer, int64_t column);
 
+  /// Where nothing is on disk (EngineOptions::drops()): drops the layer's records that no turn
+  /// will ask for, but for those of its newest columns, which a crop may.
+  void let_go(int64_t layer);
+  /// There, before a chunk that is not the first: what is due, unless it goes by queries that were
+  /// cropped, which the chunk's own will replace.
+  Status turn_before_chunk(int64_t layer);
+  /// What is left of the tokens whose records are gone: sinks and kept ones, in the model's dtype.
+  /// Stands until the next call.
+  struct Left {
+    int64_t count = 0;
+    std::vector<int32_t> columns;  // [pages, group_tokens]
+    std::vector<std::byte> pages;  // [pages, group_bytes]: token i in slot i % group_tokens
+  };
+  const Left& left(int64_t layer, int64_t part);
+
   /// Where the attention of a step that is to be observed must leave its own; null: it is not.
   float* log_sum_exp(int64_t layer, int64_t queries);
   /// Afterwards, with the arguments of that attention. A step that is made again since another
@@ -95,13 +110,18 @@ class Keeping {
   PagedAttentionArgs asked(const KeptTokens::Window& window, int64_t first);
   Status sum_past(int64_t layer, int64_t part);
   void sum_block(const KeptTokens::Window& window);
-  void weigh_block(const PastReader::Groups& groups);
+  /// columns: of the listed tokens, all before the window; null: those of the groups.
+  void weigh_block(const PastReader::Groups& groups, const int32_t* columns = nullptr);
   void weigh_overlap(const PastReader::Groups& groups);
-  void weigh_shape(const PastReader::Groups& groups, int64_t end);
+  void weigh_shape(int64_t count);
+  void weigh_left(int64_t layer, int64_t part);
+  void forget_gone(int64_t layer, int64_t part, std::span<float> mass) const;
+  void add_left(const std::byte* page, int64_t slot, int64_t column);
   Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
   Status read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns, size_t first,
                      size_t& end);
   void put(int64_t place, const std::byte* page, int64_t slot);
+  void put_rounded(int64_t layer, int64_t part, int32_t column, int64_t place);
   /// Token `slot` of a page becomes token `place` of another.
   void copy_token(std::byte* target, int64_t place, const std::byte* page, int64_t slot) const;
 
@@ -147,8 +167,9 @@ class Keeping {
   int32_t page_count_ = 0;
   int32_t query_column_ = 0;
   // Of the turn that is made.
-  std::vector<std::byte> gathered_;   // [kept_pages, group_bytes]
-  std::vector<std::byte> decoded_;    // [group_bytes]
+  std::vector<std::byte> gathered_;  // [kept_pages, group_bytes]
+  std::vector<std::byte> decoded_;   // [group_bytes]
+  Left left_;
   std::vector<std::byte> rounded_;    // [payload_bytes]: of records in e4m3, before that
   std::vector<std::byte> unencoded_;  // [group_bytes]
   std::vector<size_t> missing_;       // of the new columns, those that are to be read

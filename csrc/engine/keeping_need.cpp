@@ -57,7 +57,11 @@ int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
 }
 
 int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (!keeps(apart)) return 0;
+  const int64_t left_pages =
+      apart.drops() ? apart.sink_pages() + most_tokens(apart) / apart.group_tokens + 1 : 0;
+  const int64_t left =
+      left_pages * (apart.group_bytes() + apart.group_tokens * int64_t{sizeof(int32_t)});
+  if (!keeps(apart)) return left;
   const int64_t block = 2 * apart.past_block_groups(record_bytes);
   const int64_t tables = block * (20 + apart.note_bytes() + Fetch::bytes_per_load());
   // Means, and with a variance squares, of one call and of a window's.
@@ -75,7 +79,7 @@ int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
                                              : 0;
   const int64_t agreed =
       apart.shares_groups() ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
-  return tables + mean + log_sums + output + agreed + staying +
+  return left + tables + mean + log_sums + output + agreed + staying +
          (apart.kept_pages() + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};
 }

@@ -6,6 +6,13 @@
 
 namespace kvswap {
 
+Status dropped(const char* where, int64_t columns, int64_t gone) {
+  return {StatusCode::kDropped,
+          std::string(where) + ": columns must be at least " + std::to_string(gone) +
+              ", since tokens before were dropped for good, got " + std::to_string(columns) +
+              "; open the cache with a path, or reset() it"};
+}
+
 Status PastReader::start(const Groups& groups, std::byte* target, Fetch& fetch) {
   KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(groups.layer));
   fetch.layer = groups.layer;
@@ -87,6 +94,9 @@ Status PastReader::read(const Columns& columns, void* keys, void* values) {
                            std::to_string(columns.sequence / apart));
   }
   if (columns.begin == columns.end) return Status::ok();
+  const int64_t gone =
+      parts_.store->first_group(columns.layer, columns.sequence) * parts_.options.group_tokens;
+  if (columns.begin < gone) return dropped("read_back", columns.begin, gone);
   const int64_t head_dim = parts_.options.head_dim;
   const int64_t head_stride = (columns.end - columns.begin) * head_dim;
   const TokenView target = {.keys = keys,

@@ -28,6 +28,9 @@ struct PastBlocks {
   int64_t groups = 0;
 };
 
+/// What `where` answers who asks for columns before `gone`.
+Status dropped(const char* where, int64_t columns, int64_t gone);
+
 /// A page's tokens in the model's dtype: the page, or what it is decoded to, [group_bytes()].
 const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
                                 const int8_t* exponents, std::byte* room);

@@ -15,6 +15,8 @@ class PastVisitor {
   virtual ~PastVisitor() = default;
   /// Sealed groups; their records are the host's, and there during the call.
   virtual Status visit_sealed(const PastStream::Block& block) = 0;
+  /// What is left of the tokens whose records are gone; all are before the chunk, and count.
+  virtual Status visit_left(const Keeping::Left& left) = 0;
   /// Columns [begin, end), newer than all sealed ones that were visited: keys and values
   /// [kv_heads, end - begin, head_dim] of the host.
   virtual Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
@@ -29,7 +31,8 @@ struct PastWalk {
 };
 
 /// The exact walk: every column before the chunk once, from the first valid group on. Sealed groups
-/// stream through in blocks, what is newer comes last.
+/// stream through in blocks, what is newer comes last. Of those that were dropped for good what is
+/// left comes first.
 Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor);
 
 }  // namespace kvswap

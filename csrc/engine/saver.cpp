@@ -49,8 +49,8 @@ bool Saver::may_link() const {
   const RecordStore& store = *parts_.store;
   const int64_t used = store.end_bytes() - parts_.file->own_begin_bytes();
   // A file that is mostly holes would be larger than a copy, and slower to read.
-  return store.bytes_on_disk() > 0 && !parts_.file->is_full() && store.is_alone() &&
-         2 * store.bytes_on_disk() >= used;
+  return store.bytes_held() > 0 && !parts_.file->is_full() && store.is_alone() &&
+         2 * store.bytes_held() >= used;
 }
 
 /// Makes the own file fit to be kept, and gives it to the target.

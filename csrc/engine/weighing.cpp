@@ -51,8 +51,9 @@ Status Keeping::walk_sealed(int64_t layer, int64_t part, const MeetBlock& meet) 
   auto blocks = past_.blocks();
   if (!blocks.is_ok()) return blocks.status();
   const int64_t most = 2 * blocks.value().groups;
-  for (int64_t group = batch_.validity(part).first_valid() / parts_.options.group_tokens;
-       group < sealed; group += most) {
+  const int64_t valid = batch_.validity(part).first_valid() / parts_.options.group_tokens;
+  for (int64_t group = std::max(valid, parts_.store->first_group(layer, part)); group < sealed;
+       group += most) {
     const PastReader::Groups groups = {layer, part, group, std::min(most, sealed - group)};
     std::byte* target = blocks.value().slots[0];
     KVSWAP_RETURN_IF_ERROR(past_.load(groups, target, blocks.value().memory));
@@ -117,6 +118,7 @@ Status Keeping::weigh_past(int64_t layer, int64_t part) {
   if (parts_.options.shares_groups() && !kept.overlap) {
     overlap_.emplace(parts_.options.query_heads, parts_.options.selected_tokens());
   }
+  weigh_left(layer, part);
   KVSWAP_RETURN_IF_ERROR(
       walk_sealed(layer, part, [&](const PastReader::Groups& groups) { weigh_block(groups); }));
   if (!parts_.options.keep_ratio) {
@@ -168,7 +170,7 @@ void Keeping::sum_block(const KeptTokens::Window& window) {
   }
 }
 
-void Keeping::weigh_block(const PastReader::Groups& groups) {
+void Keeping::weigh_block(const PastReader::Groups& groups, const int32_t* columns) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(groups.sequence).kept(groups.layer);
   const KeptTokens::Window& window = kept.window;
@@ -177,7 +179,10 @@ void Keeping::weigh_block(const PastReader::Groups& groups) {
   square_.resize(weighs_heads() ? mean_.size() : 0);
   means_.assign(square_.size(), 0.0f);
   squares_.assign(square_.size(), 0.0f);
-  float* mass = mass_of(kept).data() + groups.first * options.group_tokens;
+  std::vector<float>& mass = mass_of(kept);
+  const auto column_of = [&](int64_t token) {
+    return columns == nullptr ? groups.first * options.group_tokens + token : columns[token];
+  };
   for (int64_t first = 0; first < window.count;) {
     const int64_t queries = std::min(kChunkQueriesMax, window.in_a_row(first));
     log_sums_.clear();
@@ -198,15 +203,18 @@ void Keeping::weigh_block(const PastReader::Groups& groups) {
     if (weighs_heads()) continue;
     for (int64_t head = 0; head < options.kv_heads; ++head) {
       for (int64_t token = 0; token < tokens; ++token) {
-        mass[token] += static_cast<float>(queries) * mean_[head * tokens + token];
+        mass[column_of(token)] += static_cast<float>(queries) * mean_[head * tokens + token];
       }
     }
   }
   for (size_t i = 0; i < square_.size(); ++i) {
-    mass[i % tokens] += worth_of(means_[i], squares_[i], options.keep_variance);
+    mass[column_of(static_cast<int64_t>(i) % tokens)] +=
+        worth_of(means_[i], squares_[i], options.keep_variance);
   }
-  if (!options.keep_ratio) weigh_shape(groups, window.first_column);
   if (overlap_) weigh_overlap(groups);
+  if (options.keep_ratio) return;
+  const int64_t before = window.first_column - groups.first * options.group_tokens;
+  weigh_shape(columns == nullptr ? std::min(tokens, before) : tokens);
 }
 
 /// What the window's first and last query pay the tokens before it, each head alone.
@@ -259,12 +267,11 @@ int64_t Keeping::share_of(int64_t layer, int64_t part) const {
   return std::min(tokens, options.keep_tokens / options.group_tokens * options.group_tokens);
 }
 
-/// How unevenly tokens before that column were paid.
-void Keeping::weigh_shape(const PastReader::Groups& groups, int64_t end) {
+/// How unevenly so many of the listed tokens were paid.
+void Keeping::weigh_shape(int64_t count) {
   const EngineOptions& options = parts_.options;
-  const int64_t tokens = groups.count * options.group_tokens;
-  const int64_t first = groups.first * options.group_tokens;
-  for (int64_t token = 0; token < std::min(tokens, end - first); ++token) {
+  const int64_t tokens = page_count_ * options.group_tokens;
+  for (int64_t token = 0; token < count; ++token) {
     const uint64_t mask = masks_[token / options.group_tokens];
     if ((mask >> (token % options.group_tokens) & 1) == 0) continue;
     double paid = 0;

@@ -53,7 +53,7 @@ class BlockReader {
   /// True when wait(ticket) would return at once.
   virtual bool is_done(Ticket ticket) = 0;
   virtual ReaderCounters counters() const = 0;
-  /// "uring", "threads", "sync", or these under a wrapper: "nvme(uring)".
+  /// "uring", "threads", "sync", "memory", or these under a wrapper: "nvme(uring)".
   virtual std::string name() const = 0;
 };
 

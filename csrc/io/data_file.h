@@ -18,6 +18,8 @@ struct FilePlace {
   int64_t offset_bytes = 0;
 };
 
+class MemoryFile;
+
 enum class IoMode { kAuto, kDirect, kBuffered };
 
 /// "auto", "direct" or "buffered"; nothing for another word.
@@ -70,6 +72,13 @@ class DataFile {
   /// Buffered files only: drops what was written or read from the page cache. Else nothing. Needed
   /// only to be exact: write() and the readers drop what they left there every few MiB.
   virtual void drop_cached(int64_t offset_bytes, int64_t length_bytes) = 0;
+
+  /// Nobody will read that range before it is written again. A file on disk keeps the space.
+  virtual void discard(int64_t offset_bytes, int64_t length_bytes) {
+    (void)offset_bytes, (void)length_bytes;
+  }
+  /// Where it is none on disk: what its bytes are read from.
+  virtual const MemoryFile* memory() const { return nullptr; }
 
   /// Gives back what lies past `size_bytes`, and what was taken ahead of need.
   virtual Status shrink(int64_t size_bytes) = 0;

@@ -54,6 +54,11 @@ void FileStack::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
   part.file->drop_cached(offset_bytes - part.begin_bytes, length_bytes);
 }
 
+void FileStack::discard(int64_t offset_bytes, int64_t length_bytes) {
+  KVSWAP_ASSERT(offset_bytes >= own_begin_bytes());
+  own().file->discard(offset_bytes - own_begin_bytes(), length_bytes);
+}
+
 Status FileStack::shrink(int64_t size_bytes) {
   return own().file->shrink(size_bytes - own_begin_bytes());
 }

@@ -54,6 +54,9 @@ class FileStack final : public DataFile {
   /// Of the own file.
   int64_t allocated_bytes() const override { return own().file->allocated_bytes(); }
   void drop_cached(int64_t offset_bytes, int64_t length_bytes) override;
+  /// Of the own file.
+  void discard(int64_t offset_bytes, int64_t length_bytes) override;
+  const MemoryFile* memory() const override { return own().file->memory(); }
   Status shrink(int64_t size_bytes) override;
   void keep() override { own().file->keep(); }
 

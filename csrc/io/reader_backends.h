@@ -16,6 +16,9 @@ Result<std::unique_ptr<BlockReader>> make_thread_reader(const DataFile& file,
 Result<std::unique_ptr<BlockReader>> make_uring_reader(const DataFile& file,
                                                        const ReaderOptions& options);
 
+/// Of a file that is memory.
+std::unique_ptr<BlockReader> make_memory_reader(const DataFile& file);
+
 /// Whether a ring can be set up here, or why not.
 Status check_uring();
 

@@ -155,6 +155,10 @@ Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& opti
                            std::to_string(options.call_bytes_max));
   }
   OpenedReader opened;
+  if (file.memory() != nullptr) {
+    opened.reader = std::make_unique<GuardedReader>(make_memory_reader(file), file);
+    return opened;
+  }
   auto reader = options.kind == ReaderKind::kAuto ? open_best_reader(file, options, opened.reason)
                                                   : make_reader(file, options);
   if (!reader.is_ok()) return reader.status();

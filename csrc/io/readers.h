@@ -36,7 +36,8 @@ struct OpenedReader {
 ///
 /// Only kAuto falls back, one rung at a time: a ring of `depth`, 64 or 16 reads, as many threads as
 /// the system grants, reads within the calls. KVSWAP_IO in the environment names the rung that
-/// kAuto begins at: uring, uring64, uring16, threads or sync.
+/// kAuto begins at: uring, uring64, uring16, threads or sync. What is read from a MemoryFile is
+/// copied within the calls, whatever is asked.
 Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options);
 
 /// A modelled device: what a read costs there, whatever the disk underneath.

@@ -17,6 +17,7 @@ enum class StatusCode {
   kBudget,   ///< The memory budget or the disk quota cannot hold what was asked.
   kStorage,  ///< The world is wrong: a system call failed.
   kCorrupt,  ///< Bytes came back that were not the ones written.
+  kDropped,  ///< What was asked for is gone for good, as was wished when it was opened.
   kLate,  ///< The disk hangs: what was waited for is still in flight, and may be waited for again.
   kInterrupted,  ///< The call was asked to end: as kLate, nothing is lost.
 };

@@ -1,6 +1,5 @@
 #include "io/write_queue.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "io/io_thread.h"
+#include "io/mapped_memory.h"
 #include "io/stopwatch.h"
 
 namespace kvswap {
@@ -21,34 +21,6 @@ namespace {
 
 constexpr int64_t kBufferAlignment = 4096;
 constexpr int kPauseMicroseconds = 1000;  // before a write is tried once more
-
-/// Staging memory: whole pages that neither a forked child nor a core dump gets.
-class StagingMemory {
- public:
-  StagingMemory(int64_t bytes, bool is_wiped)
-      : bytes_(static_cast<size_t>(bytes)), is_wiped_(is_wiped) {
-    void* base =
-        ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base == MAP_FAILED) return;
-    base_ = static_cast<std::byte*>(base);
-    (void)::madvise(base_, bytes_, MADV_DONTFORK);
-    (void)::madvise(base_, bytes_, MADV_DONTDUMP);
-  }
-  ~StagingMemory() {
-    if (base_ == nullptr) return;
-    if (is_wiped_) ::explicit_bzero(base_, bytes_);
-    ::munmap(base_, bytes_);
-  }
-  StagingMemory(const StagingMemory&) = delete;
-  StagingMemory& operator=(const StagingMemory&) = delete;
-
-  std::byte* base() const { return base_; }
-
- private:
-  size_t bytes_;
-  bool is_wiped_;
-  std::byte* base_ = nullptr;
-};
 
 /// The queue itself, apart from its owner so that a forked child can leave it alone.
 class QueueState {
@@ -74,11 +46,12 @@ class QueueState {
   }
 
   Status start() {
-    if (memory_.base() == nullptr) {
+    if (!memory_.is_there()) {
       return Status::budget("write queue: " + std::to_string(resident_bytes()) +
                             " bytes of staging memory must be available, but the system refused "
                             "them; lower buffer_bytes or buffers");
     }
+    if (options_.is_within_calls) return Status::ok();
     Result<std::thread> thread = start_io_thread("kvswap-write", [this] { run(); });
     if (thread.is_ok()) {
       thread_ = std::move(thread.value());
@@ -110,7 +83,7 @@ class QueueState {
   }
   int64_t resident_bytes() const { return options_.buffer_bytes * options_.buffers; }
   std::span<std::byte> memory() const {
-    return {memory_.base(), static_cast<size_t>(resident_bytes())};
+    return {memory_.data(), static_cast<size_t>(resident_bytes())};
   }
 
  private:
@@ -122,7 +95,7 @@ class QueueState {
     bool is_unwanted = false;  // an error of it is nobody's
   };
 
-  std::byte* address(int index) const { return memory_.base() + options_.buffer_bytes * index; }
+  std::byte* address(int index) const { return memory_.data() + options_.buffer_bytes * index; }
   uint64_t finished() const { return jobs_.empty() ? submitted_ : jobs_.front().number - 1; }
   bool has_work() const { return !jobs_.empty() && error_.is_ok(); }
   std::string describe() const;
@@ -135,7 +108,7 @@ class QueueState {
 
   DataFile* const file_;
   const WriteQueueOptions options_;
-  const StagingMemory memory_;
+  const MappedMemory memory_;
   mutable std::mutex mutex_;
   std::condition_variable work_;      // for our thread
   std::condition_variable progress_;  // for the producer

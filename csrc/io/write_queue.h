@@ -16,6 +16,7 @@ struct WriteQueueOptions {
   int64_t buffer_bytes = 4 << 20;  // size of one staging buffer
   int buffers = 3;                 // how many; the bound on what prefill keeps in flight
   bool is_wiped = false;           // the staging buffers are zeros before they are given back
+  bool is_within_calls = false;    // submit() writes; there is no thread
   Timeline* timeline = nullptr;    // is notified of each write; outlives the queue; null: nobody
   const Patience* patience = nullptr;  // outlives the queue; null: its defaults
 };
@@ -31,7 +32,7 @@ struct WriteQueueOptions {
 /// acquire() or wait() tries it again and goes on, or says why it cannot. forget() and drop() take
 /// writes out that nobody will read.
 ///
-/// Where no thread can be had, submit() writes. Waiting ends as `patience` says.
+/// Where no thread can be had, or is wanted, submit() writes. Waiting ends as `patience` says.
 ///
 /// Thread rules: one producer thread. The destructor finishes the write under way and drops the
 /// others. Not valid in a forked child.

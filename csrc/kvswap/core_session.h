@@ -27,7 +27,9 @@ struct CoreOptions {
   ModelShape shape;
   Settings settings;           // projection_file, projection_kind and look_ahead are not used
   std::vector<int64_t> ranks;  // one per layer, or one for all; empty: the settings'
-  std::string directory;       // on the disk to use; must exist; nothing is left behind in it
+  /// On the disk to use; must exist; nothing is left behind in it. Empty, for rows=none and a
+  /// keeper: what is neither sink, kept nor newest is gone for good, and no file is opened.
+  std::string directory;
   std::string device = "cpu";  // where pages, summaries and tensors are: see find_device()
   Budget budget;
   Threads threads;             // empty: the calling thread
@@ -198,7 +200,7 @@ class CoreSession {
 struct OpenArgs {
   ModelShape shape;
   std::string model_type;  // such as "qwen3"; empty: not compared with the config's
-  std::string directory;   // on the disk to use
+  std::string directory;   // on the disk to use; empty: as CoreOptions'
   std::string device = "cpu";
   std::string config_path;  // of a config file; empty: the defaults
   Budget budget;

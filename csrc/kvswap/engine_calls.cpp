@@ -34,6 +34,8 @@ void throw_status(const Status& status) {
       throw SessionError(Kind::kStorage, status.message(), status.error_number(), status.path());
     case StatusCode::kCorrupt:
       throw SessionError(Kind::kCorrupt, status.message(), status.error_number(), status.path());
+    case StatusCode::kDropped:
+      throw SessionError(Kind::kDropped, status.message());
     case StatusCode::kInterrupted:
       throw SessionError(status.error_number() == ECANCELED ? Kind::kClosed : Kind::kInterrupted,
                          status.message());

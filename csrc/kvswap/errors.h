@@ -24,6 +24,7 @@ class SessionError : public std::runtime_error {
     kClosed,       ///< the session was closed
     kBusy,         ///< another thread is in a call
     kInterrupted,  ///< the call was asked to end while it waited for the disk
+    kDropped,      ///< tokens that a session without a directory has dropped for good
   };
 
   SessionError(Kind kind, const std::string& message, int error_number = 0,

@@ -53,6 +53,18 @@ class Chunk final : public PastVisitor {
     return Status::ok();
   }
 
+  Status visit_left(const Keeping::Left& left) override {
+    const int64_t group_tokens = options_.group_tokens;
+    for (int64_t token = 0; token < left.count; token += group_tokens) {
+      const int64_t count = std::min(group_tokens, left.count - token);
+      pages_.push_back(left.pages.data() + token / group_tokens * options_.group_bytes());
+      masks_.push_back(~uint64_t{0} >> (64 - count));
+      columns_.push_back(0);  // before every query of the chunk
+    }
+    if (left.count > 0) attend();
+    return Status::ok();
+  }
+
   /// Packed as records are.
   Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                       const std::byte* values) override {
@@ -235,6 +247,7 @@ Status attend_exactly(Engine& engine, const AttendArgs& args, const ParallelFor&
     const int64_t first = part / apart * args.query.queries * row + part % apart * row / apart;
     chunk.write(static_cast<std::byte*>(args.output) + first * dtype_bytes(options.dtype), row);
   }
+  engine.end_chunk(args.layer, args.query.queries);
   return Status::ok();
 }
 

@@ -9,6 +9,7 @@ namespace kvswap {
 namespace {
 
 constexpr int64_t kAlignmentUnknown = 4096;
+constexpr int64_t kAlignmentOfMemory = 512;  // as a MemoryFile's
 
 /// Columns to read of each layer: the widest rank that the config or a solution of it asks for.
 std::vector<int64_t> widest_ranks(const SwapConfig& config, int64_t layers) {
@@ -23,6 +24,7 @@ std::vector<int64_t> widest_ranks(const SwapConfig& config, int64_t layers) {
 }
 
 int64_t alignment_of(const std::string& directory) {
+  if (directory.empty()) return kAlignmentOfMemory;
   const auto probe = probe_directory(directory);
   return probe.is_ok() ? probe.value().alignment_bytes : kAlignmentUnknown;
 }

@@ -109,7 +109,7 @@ class KeptTokens {
   /// Chosen, and not gathered yet, the best first where it is not known how many stay; where tokens
   /// join, who stays if there is no room, the best first.
   std::optional<std::vector<int32_t>> next;
-  int64_t joined_columns = 0;  // where tokens join: those before here had their chance
+  int64_t joined_columns = 0;  // sealed ones before here had their chance to be kept
 
   // Of the newest prompt, where they are asked for.
   std::optional<double> quality;

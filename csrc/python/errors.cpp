@@ -26,6 +26,7 @@ const char* class_of(SessionError::Kind kind) {
       return "ClosedError";
     case SessionError::Kind::kBusy:
     case SessionError::Kind::kInterrupted:
+    case SessionError::Kind::kDropped:
       break;
   }
   return "KVSwapError";

@@ -34,6 +34,8 @@ class Layout {
   virtual void each_hole(const std::function<void(int64_t, int64_t)>& hole) const = 0;
 };
 
+inline constexpr int64_t kRunRecords = 64;
+
 /// Records in the order in which they are sealed, so that neighbours in the text are neighbours on
 /// disk. Single groups sealed while decoding come from an open run of each layer (`run_records`
 /// long at most), so that they stand together, too.
@@ -41,10 +43,10 @@ class SequenceLayout final : public Layout {
  public:
   /// Refuses a payload that padding to `alignment_bytes` would more than double.
   static Result<std::unique_ptr<Layout>> create(int64_t payload_bytes, int64_t alignment_bytes,
-                                                int64_t layers, int64_t run_records = 64);
+                                                int64_t layers, int64_t run_records = kRunRecords);
   /// Records that go on after some of `record_bytes` that are saved.
   static std::unique_ptr<Layout> continuing(int64_t record_bytes, int64_t layers,
-                                            int64_t run_records = 64);
+                                            int64_t run_records = kRunRecords);
 
   int64_t record_bytes() const override { return record_bytes_; }
   int64_t place(int64_t layer, int64_t count) override;

@@ -82,8 +82,8 @@ void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
     record.serial = next_serial_++;
     record.references = 1;
     const uint32_t index = add_record(record);
-    run.entries.push_back({index, static_cast<int64_t>(table.size())});
-    table.push_back(index);
+    run.entries.push_back({index, table.groups()});
+    table.numbers.push_back(index);
   }
 }
 
@@ -161,12 +161,15 @@ void RecordStore::let_go(uint32_t index) {
   if (--record.references > 0) return;
   --live_records_;
   const int64_t offset = record.place * record_bytes();
-  if (offset >= begin_bytes_) layout_->release(offset - begin_bytes_);
+  if (offset >= begin_bytes_) {
+    layout_->release(offset - begin_bytes_);
+    file_->discard(offset, record_bytes());
+  }
   unused_records_.push_back(index);
 }
 
 int64_t RecordStore::groups(int64_t layer, int64_t sequence) const {
-  return static_cast<int64_t>(tables_.at(layer).at(sequence).size());
+  return tables_.at(layer).at(sequence).groups();
 }
 
 const RecordStore::Record& RecordStore::record(int64_t layer, int64_t sequence,
@@ -208,12 +211,22 @@ bool RecordStore::verify(int64_t layer, int64_t sequence, int64_t group,
   return sum(bytes, layer, group, expected.serial, seed_of(expected)) == expected.checksum;
 }
 
+void RecordStore::drop(int64_t layer, int64_t sequence, int64_t end) {
+  Table& table = tables_.at(layer).at(sequence);
+  KVSWAP_ASSERT(end <= table.groups());
+  for (; table.first < end; ++table.first) {
+    let_go(table.numbers.front());
+    table.numbers.pop_front();
+  }
+}
+
 void RecordStore::truncate(int64_t layer, int64_t groups) {
   for (Table& table : tables_.at(layer)) {
-    while (static_cast<int64_t>(table.size()) > groups) {
-      let_go(table.back());
-      table.pop_back();
+    while (!table.numbers.empty() && table.groups() > groups) {
+      let_go(table.numbers.back());
+      table.numbers.pop_back();
     }
+    table.first = std::min(table.first, groups);
   }
   drop_unread_writes();
 }
@@ -232,10 +245,10 @@ void RecordStore::select_sequences(std::span<const int64_t> indices) {
     selected.reserve(indices.size());
     for (const int64_t index : indices) {
       selected.emplace_back(layer.at(index), kept_.get());
-      for (const uint32_t shared : selected.back()) ++records_[shared].references;
+      for (const uint32_t shared : selected.back().numbers) ++records_[shared].references;
     }
     for (const Table& table : layer) {
-      for (const uint32_t dropped : table) let_go(dropped);
+      for (const uint32_t dropped : table.numbers) let_go(dropped);
     }
     layer = std::move(selected);
   }
@@ -254,6 +267,7 @@ void RecordStore::clear() {
   records_.clear();
   notes_.clear();
   unused_records_.clear();
+  file_->discard(begin_bytes_, layout_->end_bytes());
   layout_->clear();
   live_records_ = 0;
 }
@@ -270,7 +284,7 @@ void RecordStore::restore(const SavedTables& saved) {
   for (size_t layer = 0; layer < tables_.size(); ++layer) {
     for (size_t sequence = 0; sequence < tables_[layer].size(); ++sequence) {
       for (const uint32_t number : saved.tables[layer].at(sequence)) {
-        tables_[layer][sequence].push_back(number);
+        tables_[layer][sequence].numbers.push_back(number);
         if (records_.at(number).references++ == 0) ++live_records_;
       }
     }

@@ -85,6 +85,12 @@ class RecordStore {
   /// True when `bytes` (payload and padding) are what was committed; always, without checksums.
   bool verify(int64_t layer, int64_t sequence, int64_t group, const std::byte* bytes) const;
 
+  /// Frees the records of a table's groups before `end`, for good: what is said above of a
+  /// group holds from first_group() on. groups() stays.
+  void drop(int64_t layer, int64_t sequence, int64_t end);
+  int64_t first_group(int64_t layer, int64_t sequence) const {
+    return tables_[layer][sequence].first;
+  }
   /// Drops the groups from `groups` on in a layer, of all sequences. Writes that are not done and
   /// that no table holds any more are dropped, too: so is what failed of them.
   void truncate(int64_t layer, int64_t groups);
@@ -129,7 +135,8 @@ class RecordStore {
   std::span<std::byte> staging() const { return queue_->memory(); }
   uint64_t bytes_written() const { return queue_->bytes_written(); }
   double write_blocked_seconds() const { return queue_->blocked_seconds(); }
-  int64_t bytes_on_disk() const { return live_records_ * record_bytes(); }
+  /// Of all records that tables hold.
+  int64_t bytes_held() const { return live_records_ * record_bytes(); }
   Status flush();
 
  private:
@@ -150,8 +157,18 @@ class RecordStore {
     int64_t end_bytes = 0;
     std::vector<RecordOnce> records;
   };
-  // Deques: they grow without the copy (and the doubled memory) of a vector.
-  using Table = std::pmr::deque<uint32_t>;  // [groups]: index into records_
+  /// Of one layer and sequence.
+  struct Table {
+    int64_t first = 0;  // groups before this one have no records any more
+    // A deque grows without the copy (and the doubled memory) of a vector.
+    std::pmr::deque<uint32_t> numbers;  // [groups - first]: index into records_
+
+    explicit Table(std::pmr::memory_resource* memory) : numbers(memory) {}
+    Table(const Table& other, std::pmr::memory_resource* memory)
+        : first(other.first), numbers(other.numbers, memory) {}
+    int64_t groups() const { return first + static_cast<int64_t>(numbers.size()); }
+    uint32_t at(int64_t group) const { return numbers.at(group - first); }
+  };
 
   RecordStore(DataFile* file, std::unique_ptr<Layout> layout, const RecordStoreOptions& options,
               std::unique_ptr<WriteQueue> queue, int64_t buffer_bytes);

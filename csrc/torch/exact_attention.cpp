@@ -160,6 +160,39 @@ class Chunk final : public PastVisitor {
     return Status::ok();
   }
 
+  Status visit_left(const Keeping::Left& left) override {
+    const EngineOptions& options = engine_.parts().options;
+    const int64_t group_tokens = options.group_tokens;
+    const int64_t pages = (left.count + group_tokens - 1) / group_tokens;
+    if (pages == 0) return Status::ok();
+    const at::Tensor keys =
+        at::empty({options.kv_heads, pages * group_tokens, options.head_dim}, query_.options());
+    const at::Tensor values = at::empty_like(keys);
+    std::vector<void*> records(pages);
+    std::vector<int64_t> first_tokens(pages);
+    for (int64_t i = 0; i < pages; ++i) {
+      records[i] = const_cast<std::byte*>(left.pages.data()) + i * options.group_bytes();
+      first_tokens[i] = i * group_tokens;
+    }
+    const int64_t head_stride = pages * group_tokens * options.head_dim;
+    unpack_records({.shape = options.record_shape(),
+                    .tokens = {.keys = keys.data_ptr(),
+                               .values = values.data_ptr(),
+                               .key_head_stride = head_stride,
+                               .key_token_stride = options.head_dim,
+                               .value_head_stride = head_stride,
+                               .value_token_stride = options.head_dim},
+                    .records = records.data(),
+                    .first_tokens = first_tokens.data(),
+                    .slots = nullptr,
+                    .lengths = nullptr,
+                    .count = pages});
+    const at::Tensor left_keys = keys.narrow(1, 0, left.count);
+    const at::Tensor left_values = values.narrow(1, 0, left.count);
+    merge_part(partial_, attend_part(query_, left_keys, left_values, Causal::kNo, {}, rule_));
+    return Status::ok();
+  }
+
   Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                       const std::byte* values) override {
     const EngineOptions& options = engine_.parts().options;
@@ -208,7 +241,12 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
     is_plain = is_plain && engine.validity(sequence * apart).all_valid_from() == 0;
   }
+  // Where the chunk is appended by now; else who appends it does this.
+  const auto end_chunk = [&] {
+    if (engine.columns(args.layer) > past) engine.end_chunk(args.layer, tokens);
+  };
   if (is_plain) {
+    end_chunk();
     return at::scaled_dot_product_attention(query, args.keys, args.values, {}, 0.0, true,
                                             args.scale, true)
         .transpose(1, 2)
@@ -248,6 +286,7 @@ at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
     }
     slice(output.transpose(1, 2)).copy_(chunk.output());
   }
+  end_chunk();
   return output;
 }
 

@@ -168,8 +168,7 @@ void Session::look_ahead(int64_t layer, const at::Tensor& query, std::optional<d
   const EngineOptions& options = use.engine().options();
   impl_->check("look_ahead", "query", query, options.query_heads, options.kv_heads);
   const at::Tensor packed = plain(query);
-  std::optional<float> narrow;
-  if (scale) narrow = static_cast<float>(*scale);
+  const auto narrow = scale ? std::optional(static_cast<float>(*scale)) : std::nullopt;
   throw_if_error(use.engine().look_ahead(layer, query_view(packed), narrow));
 }
 
@@ -267,6 +266,7 @@ at::Tensor Session::extend(int64_t layer, const at::Tensor& query, const at::Ten
   at::Tensor output = attend_exactly(
       engine, {layer, engine.columns(layer), query, k, v, scale, terms.softcap, sinks});
   throw_if_error(engine.append(layer, token_view(k, v)));
+  engine.end_chunk(layer, k.size(2));
   return output;
 }
 

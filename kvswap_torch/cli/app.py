@@ -118,8 +118,13 @@ def generate(
         typer.Option(help="Most memory the KV cache may take.", metavar="512MiB"),
     ] = None,
     path: Annotated[
-        Path, typer.Option(help="Folder on the disk that holds the KV cache.", metavar="DIR")
-    ] = Path("."),
+        Path | None,
+        typer.Option(
+            help="Folder on the disk that holds the KV cache; else this one, or none with a preset "
+            "that drops tokens.",
+            metavar="DIR",
+        ),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run with the full cache in memory.")
     ] = False,

@@ -44,7 +44,7 @@ class GenerateOptions:
     rows: str | None = None
     heads: str | None = None
     kv_memory: str | None = None
-    path: Path = Path(".")
+    path: Path | None = None
     compare: bool = False
     json_out: Path | None = None
     timeline: Path | None = None
@@ -81,7 +81,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     context = _context(options, material)
     _check_context(context, material)
     arguments = {
-        "path": options.path,
+        "path": _path(options, config),
         "kv_memory_bytes": kv_memory,
         "max_context": context,
         "max_batch": 1,
@@ -101,7 +101,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
         )
     opening = time.perf_counter() - began
     with opened as cache:
-        console.rule("KV cache on disk")
+        console.rule("KV cache on disk" if arguments["path"] else "KV cache that drops tokens")
         conversation, disk = _converse(options, material, cache, console, opening)
         disk.stats = report.plain_stats(cache.stats())
         _save_timeline(options, cache, console)
@@ -149,7 +149,11 @@ def _converse(
 
     conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
     unread = [] if cache.get_seq_length() > 0 else material.document_ids
-    if unread:
+    asks_at_once = unread and getattr(getattr(cache, "driver", None), "path", "") is None
+    if asks_at_once:  # what reads it last decides what is kept: the first question does
+        conversation.ids.extend(unread)
+        seconds = 0.0
+    elif unread:
         seconds = _read(conversation, unread, options.prefill_chunk, console)
         if options.save is not None and hasattr(cache, "save"):
             save(cache, options.save, console)
@@ -165,6 +169,8 @@ def _converse(
         )
         console.print()
     gc.collect()
+    if asks_at_once:
+        seconds = conversation.turns[0].first_token_seconds
     return conversation, report.Run(
         prefill_tokens=len(unread),
         prefill_seconds=seconds,
@@ -230,6 +236,18 @@ def _load_config(options: GenerateOptions) -> Any:
                     f"{getattr(options, name)}; SwapConfig.preset() takes other settings"
                 )
     return dataclasses.replace(config or SwapConfig(), **said) if said else config
+
+
+def _path(options: GenerateOptions, config: Any) -> Path | None:
+    """Where the cache is; none is needed for what drops tokens, unless it is saved."""
+    from kvswap_torch.keep import drops_for_good
+    from kvswap_torch.preset import find
+
+    if options.path is not None:
+        return options.path
+    if options.preset is not None:
+        config = find(options.preset).config()
+    return None if drops_for_good(config) and options.save is None else Path(".")
 
 
 def _keep(text: str | None) -> float | None:

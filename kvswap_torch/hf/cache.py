@@ -65,7 +65,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         A decoder-only transformers model on the CPU or on one CUDA device, or PEFT's wrapper of
         one. Pages and summaries are where the model is.
     path
-        A directory on the disk to use. Nothing is left behind in it.
+        A directory on the disk to use; nothing is left behind in it. None, where the settings drop
+        tokens (``rows="none"`` and a keeper): what they drop is gone, and no file is opened.
     config
         A `SwapConfig`, the path of a config file, or None for the defaults.
     kv_memory_bytes
@@ -106,7 +107,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
     def __init__(
         self,
         model: Any,
-        path: str | Path,
+        path: str | Path | None = None,
         config: SwapConfig | str | Path | None = None,
         kv_memory_bytes: int | str | None = None,
         max_context: int | None = None,
@@ -131,6 +132,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         else:
             self._open(wish)
         shown = progress and self.parts.placement.rank == 0
+        self.driver.preset = preset or ""
         queries_max = self.driver.config.select_queries_max
         self._bar = PrefillBar(len(self.parts.kinds), queries_max) if shown else None
 

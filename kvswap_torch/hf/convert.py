@@ -23,7 +23,7 @@ class Converting:
         cls: type[KVSwapCache],
         model: Any,
         cache: Any,
-        path: str | Path,
+        path: str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
         **arguments: Any,
     ) -> KVSwapCache:

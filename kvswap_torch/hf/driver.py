@@ -40,11 +40,12 @@ class SessionDriver:
     """
 
     probe = ""  # of an opened saved cache: whether it was compared with the model
+    preset = ""  # that it was opened with
 
     def __init__(
         self,
         parts: ModelParts,
-        path: str | Path,
+        path: str | Path | None,
         config: SwapConfig | None,
         budget: Budget,
         projections: list[Pair] | None,

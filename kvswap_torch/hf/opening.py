@@ -21,7 +21,7 @@ from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
 from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
-from kvswap_torch.keep import with_keep
+from kvswap_torch.keep import drops, with_keep
 from kvswap_torch.preset import PRESETS, find
 from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection import Pair
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Wish:
     """What a cache was asked to be; the fields are `KVSwapCache`'s parameters."""
 
-    path: str | Path
+    path: str | Path | None
     config: SwapConfig | str | Path | None
     preset: str | None
     kv_memory_bytes: int | str | None
@@ -61,6 +61,7 @@ class Wish:
         if self.keep is not None:
             config = with_keep(config or SwapConfig(), self.keep, self.max_context)
         config = self.plug_ins.config(config, parts)
+        _check_path(self.path, config)
         if config is not None:
             config.check_model(parts.identity)
         budget = budget_of(self.kv_memory_bytes, self.max_context, self.max_batch)
@@ -76,6 +77,31 @@ class Wish:
         if preset is PRESETS[0]:
             return None
         return preset.config(Shape.of(parts.identity, alignment_bytes(self.path)))
+
+
+def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:
+    """Without a path only what drops tokens can be had, and nothing that asks for them again."""
+    if path == "":
+        raise ConfigError("path: must name a folder on a disk, got ''")
+    if path is not None:
+        return
+    if not drops(config):
+        config = config or SwapConfig()
+        raise ConfigError(
+            f"path: must be given where every token is kept (rows={config.rows}, "
+            f"keeper={config.keeper}), got None; name a folder on a disk, or take a preset that "
+            "drops tokens (snapkv, arkv, h2o, tova, streaming, window)"
+        )
+    for name, needed, usual in (
+        ("exact_layers", "empty", ()),
+        ("keep_scores", "attended", "attended"),
+    ):
+        value = getattr(config, name)
+        if value != usual:
+            raise ConfigError(
+                f"{name}: must be {needed} without a path, since what is dropped is gone, got "
+                f"{value!r}; name a folder on a disk"
+            )
 
 
 def layers_of(parts: ModelParts, driver: SessionDriver) -> list[Any]:

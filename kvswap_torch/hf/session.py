@@ -16,6 +16,8 @@ from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
 from kvswap_torch.sizing import effective_ranks
 
+ALIGNMENT_OF_MEMORY = 512  # of records that stand there
+
 
 class ScoreTerms(NamedTuple):
     """How attention makes scores of products."""
@@ -28,7 +30,7 @@ class ScoreTerms(NamedTuple):
 def session_options(
     config: SwapConfig,
     parts: ModelParts,
-    path: str | Path,
+    path: str | Path | None,
     budget: Budget,
     calibrated: bool,
     timeline_spans: int = 0,
@@ -43,7 +45,7 @@ def session_options(
         "head_dim": parts.shape.head_dim,
         "dtype": parts.dtype,
         "device": str(parts.device),
-        "directory": str(path),
+        "directory": "" if path is None else str(path),
         "ranks": list(effective_ranks(config, parts.shape, calibrated)),
         "timeline_spans": timeline_spans,
     }
@@ -72,10 +74,12 @@ def open_session(options: dict[str, Any]) -> Any:
     return _C.Session(_native(options))
 
 
-def alignment_bytes(path: str | Path) -> int:
+def alignment_bytes(path: str | Path | None) -> int:
     """What reads and writes in a directory must be aligned to; 4096 where that is not known."""
     from kvswap_torch import _C
 
+    if path is None:
+        return ALIGNMENT_OF_MEMORY
     return _C.system_info(str(path)).get("alignment_bytes", 4096)
 
 

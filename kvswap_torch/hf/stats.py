@@ -22,6 +22,8 @@ class CacheStats:
 
     Parameters
     ----------
+    preset
+        That the cache was opened with; else empty.
     tokens, batch
         Tokens of each sequence, padding included, and sequences in the cache now.
     decoded
@@ -44,7 +46,7 @@ class CacheStats:
         those that stay, how many are in e4m3). None without.
     tokens_dropped
         With ``rows="none"`` and a keeper: tokens that a layer does not attend any more, on average
-        as `tokens_kept`; they stay on disk. None without.
+        as `tokens_kept`; with a path they stay on disk, else they are gone. None without.
     hit_rate
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
@@ -68,7 +70,8 @@ class CacheStats:
     device_wait_seconds, choice_wait_seconds
         Time that the device's attention waited for records, and the host for its selection.
     kv_bytes_full, kv_bytes_on_disk
-        What a cache in memory would take for the same tokens, and what is on disk.
+        What a cache in memory would take for the same tokens, and what is on disk: 0 without a
+        path.
     ranks
         Which part of the model this process has, where several run one model; else empty. All
         numbers are this process's own.
@@ -86,6 +89,7 @@ class CacheStats:
         Of ``stats(timeline=True)`` alone: what each step's time was spent on.
     """
 
+    preset: str
     tokens: int
     batch: int
     decoded: int
@@ -186,6 +190,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
     each = 1 / max(1.0, decoded)
     written = counters["bytes_written"]
     return CacheStats(
+        preset=driver.preset,
         tokens=tokens,
         batch=batch,
         decoded=int(decoded),
@@ -269,13 +274,16 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         turns = f"{stats.counters['turns']:,.0f} turns"
         rows.append(("tokens kept", f"{stats.tokens_kept:,.0f} a layer, {turns}"))
     if stats.tokens_dropped is not None:
-        rows.append(("tokens dropped", f"{stats.tokens_dropped:,.0f} a layer, kept on disk"))
+        where = "gone" if stats.io_mode == "none" else "kept on disk"
+        rows.append(("tokens dropped", f"{stats.tokens_dropped:,.0f} a layer, {where}"))
     if stats.missed_mass is not None:
         rows.append(
             ("attention missed", f"{stats.missed_mass:.1%} ± {stats.missed_mass_error:.1%}")
         )
     if stats.missed_mass_excess:
         rows.append(("above missed_mass_max", f"{stats.missed_mass_excess:.1%}"))
+    if stats.preset:
+        rows.insert(0, ("preset", stats.preset))
     if stats.probe:
         rows.append(("probe", stats.probe))
     if stats.ranks:

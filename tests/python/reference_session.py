@@ -17,6 +17,7 @@ import torch
 
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
+from tests.python.reference_dropping import Dropping
 from tests.python.reference_keeper import Kept, ReferenceKeeper, as_kept
 from tests.python.reference_options import COUNTERS, Options
 from tests.reference import float8_rounded
@@ -35,13 +36,14 @@ class Layer:
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
     given: torch.Tensor | None = None  # [batch, queries, groups]
+    gone: list[int] = field(default_factory=list)  # [batch]: columns before have no records
 
     @property
     def columns(self) -> int:
         return self.keys.shape[2]
 
 
-class ReferenceSession:
+class ReferenceSession(Dropping):
     """Exact selection semantics of KVSwap (sections 3.2-3.4) over tensors in memory."""
 
     def __init__(self, options: Options):
@@ -79,7 +81,10 @@ class ReferenceSession:
         if old is None:
             kept = [Kept() for _ in range(batch)]
             self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone(), kept)
+            self._layers[layer].gone = [0] * batch
         else:
+            if tokens > self._options.select_queries_max:
+                self._have_turn(old)
             old.keys = torch.cat([old.keys, keys], 2)
             old.values = torch.cat([old.values, values], 2)
             old.valid = torch.cat([old.valid, valid], 1)
@@ -124,10 +129,13 @@ class ReferenceSession:
             seen.keys = torch.cat([state.keys[:, :, :-tokens], keys], 2)
             seen.values = torch.cat([state.values[:, :, :-tokens], values], 2)
             terms = (scale, softcap, sinks)
-            output, (_, log_sum_exp) = self._attention(seen, query, state.valid, terms)
+            visible = state.valid & ~self._dropped(state)
+            output, (_, log_sum_exp) = self._attention(seen, query, visible, terms)
             if self._keeper.is_on and not self._is_exact(layer):
                 self._keeper.observe_chunk(state, query, log_sum_exp)
             self._seal(state)
+            if state.columns == tokens and not self._keeper._is_given:  # its worth comes later
+                self._have_turn(state)
             state.selection = []  # nothing was chosen
             return output
         chosen = state.predicted
@@ -143,6 +151,7 @@ class ReferenceSession:
             self._observe_kept(state, weights)
         self._count(chosen)
         self._seal(state)
+        self._let_go(state)
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
@@ -184,9 +193,11 @@ class ReferenceSession:
             state.valid, state.predicted = state.valid[index], None
             state.scored = state.scored[index]
             state.kept = [copy.deepcopy(state.kept[i]) for i in indices]
+            state.gone = [state.gone[i] for i in indices]
 
     def crop(self, columns: int) -> None:
         self._open()
+        self._crop_gone(columns)
         self._declared = {}
         for state in self._layers.values():
             is_cut = columns < state.columns
@@ -267,17 +278,6 @@ class ReferenceSession:
 
     def _fits(self, state: Layer, sequence: int) -> bool:
         return len(self._groups(state, sequence)[1]) <= self._options.groups_max
-
-    def _turn(self, state: Layer, column: int) -> None:
-        for sequence, kept in enumerate(state.kept):
-            is_due = kept.is_due and column >= kept.seen
-            if self._fits(state, sequence):
-                continue
-            sinks = self._groups(state, sequence)[0]
-            if is_due:
-                self._keeper.turn(state, sequence, sinks, self._scale)
-            elif self._keeper.joins:
-                self._keeper.join(state, sequence, sinks, self._layers.values())
 
     def _observe_kept(self, state: Layer, weights: torch.Tensor) -> None:
         """As if what is due had left the tail."""

@@ -49,8 +49,8 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
         ASSERT_EQ(cropped.engine().parts().ledger.used(use),
                   fresh.engine().parts().ledger.used(use));
       }
-      ASSERT_EQ(cropped.engine().parts().store->bytes_on_disk(),
-                fresh.engine().parts().store->bytes_on_disk());
+      ASSERT_EQ(cropped.engine().parts().store->bytes_held(),
+                fresh.engine().parts().store->bytes_held());
     }
     ASSERT_TRUE(outputs[0] == outputs[1]);
   }
@@ -101,15 +101,15 @@ TEST(SelectSequences, SharedPastIsOnceOnDisk) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 2);
   run.forward(1, 200);
-  const int64_t bytes = run.engine().parts().store->bytes_on_disk();
+  const int64_t bytes = run.engine().parts().store->bytes_held();
   run.select({0, 0, 0, 0});
-  EXPECT_EQ(run.engine().parts().store->bytes_on_disk(), bytes);
+  EXPECT_EQ(run.engine().parts().store->bytes_held(), bytes);
   run.forward(4, 4);
   run.forward(4, 40);
   run.compare_contents();
   run.select({3});
   run.crop(199);
-  EXPECT_LE(run.engine().parts().store->bytes_on_disk(), bytes);
+  EXPECT_LE(run.engine().parts().store->bytes_held(), bytes);
   run.compare_contents();
 }
 
@@ -146,7 +146,7 @@ TEST(Reset, FreesTheWayForAnotherBatchUnderTheSameBudget) {
     run.forward(1, 4);
     run.compare_contents();
     run.reset();
-    EXPECT_EQ(run.engine().parts().store->bytes_on_disk(), 0);
+    EXPECT_EQ(run.engine().parts().store->bytes_held(), 0);
   }
 }
 

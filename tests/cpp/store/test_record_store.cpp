@@ -93,7 +93,7 @@ TEST_F(RecordStoreTest, WhatWasCommittedComesBackAlsoFromASlowDisk) {
       }
     }
     must(store_->flush());
-    EXPECT_EQ(store_->bytes_on_disk(), 40 * kRecord);
+    EXPECT_EQ(store_->bytes_held(), 40 * kRecord);
     EXPECT_EQ(store_->bytes_written(), 40u * kRecord);
   }
 }
@@ -127,12 +127,12 @@ TEST_F(RecordStoreTest, SpaceIsUsedAgainWhenTheLastTableLetsGo) {
   store_->set_sequences(1);
   for (uint64_t group = 0; group < 10; ++group) must(seal(0, {0}, group));
   store_->select_sequences(std::vector<int64_t>{0, 0, 0});
-  EXPECT_EQ(store_->bytes_on_disk(), 10 * kRecord);
+  EXPECT_EQ(store_->bytes_held(), 10 * kRecord);
   EXPECT_EQ(store_->key(0, 0, 4), store_->key(0, 2, 4));
   must(seal(0, {0, 1, 2}, 50));  // from here on they differ
   EXPECT_NE(store_->key(0, 0, 10), store_->key(0, 2, 10));
   store_->select_sequences(std::vector<int64_t>{2, 1});
-  EXPECT_EQ(store_->bytes_on_disk(), 12 * kRecord);
+  EXPECT_EQ(store_->bytes_held(), 12 * kRecord);
   for (uint64_t group = 0; group < 10; ++group) expect_content(0, 1, group, group);
   expect_content(0, 0, 10, 52);
   expect_content(0, 1, 10, 51);
@@ -140,7 +140,7 @@ TEST_F(RecordStoreTest, SpaceIsUsedAgainWhenTheLastTableLetsGo) {
   for (int turn = 0; turn < 50; ++turn) {
     if (turn == 20) allocated = file_->allocated_bytes();
     store_->truncate(0, 3);
-    EXPECT_EQ(store_->bytes_on_disk(), 3 * kRecord);
+    EXPECT_EQ(store_->bytes_held(), 3 * kRecord);
     for (uint64_t group = 3; group < 11; ++group) must(seal(0, {0, 1}, 1000 * turn + 10 * group));
     for (uint64_t group = 3; group < 11; ++group) {
       expect_content(0, 1, group, 1000 * turn + 10 * group + 1);
@@ -199,7 +199,7 @@ TEST_F(RecordStoreTest, RandomLivesEqualAModelAndKeysNeverRepeat) {
         ASSERT_EQ(content_of[store_->key(of, sequence, group)], table[group]);
       }
     }
-    ASSERT_EQ(store_->bytes_on_disk(), static_cast<int64_t>(distinct.size()) * kRecord);
+    ASSERT_EQ(store_->bytes_held(), static_cast<int64_t>(distinct.size()) * kRecord);
     if (HasFailure()) return;
   }
 }
@@ -215,7 +215,7 @@ TEST_F(RecordStoreTest, AFullQuotaRefusesTheNextRecordAndHarmsNoOther) {
     ++sealed;
   }
   EXPECT_EQ(status.code(), StatusCode::kBudget);
-  EXPECT_EQ(store_->bytes_on_disk(), 100 * kRecord) << "the quota holds records, nothing ahead";
+  EXPECT_EQ(store_->bytes_held(), 100 * kRecord) << "the quota holds records, nothing ahead";
   for (uint64_t i = 0; i < sealed; ++i) expect_content(i % 2, 1, i / 2, 10 * i + 1);
   store_->truncate(1, 10);
   must(seal(0, {0, 1}, 7));

@@ -1,0 +1,137 @@
+// Without a directory: no file, no thread, and what is dropped is gone.
+
+#include "engine_run.h"
+#include "io/kernel.h"
+
+namespace kvswap {
+namespace {
+
+EngineOptions dropping_options(const std::string& keeper = "newest") {
+  EngineOptions options = small_options("");
+  options.rows = "none";
+  options.ranks.clear();
+  options.head_dim = 64;
+  options.keeper = keeper;
+  options.groups_max = 1;
+  return options;
+}
+
+/// Counts what would reach a file.
+class CountingKernel final : public Kernel {
+ public:
+  CountingKernel() { use_kernel(this); }
+  ~CountingKernel() override { use_kernel(nullptr); }
+  int open(const char* path, int flags, mode_t mode) override {
+    ++calls;
+    return Kernel::open(path, flags, mode);
+  }
+  int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset) override {
+    ++calls;
+    return Kernel::pwrite(fd, data, bytes, offset);
+  }
+  int64_t preadv(int fd, const iovec* targets, int count, int64_t offset) override {
+    ++calls;
+    return Kernel::preadv(fd, targets, count, offset);
+  }
+  int ring_setup(unsigned entries, io_uring* ring, unsigned flags) override {
+    ++calls;
+    return Kernel::ring_setup(entries, ring, flags);
+  }
+  int calls = 0;
+};
+
+/// A prompt in both layers, as who attends it does.
+void read_prompt(EngineRun& run, int64_t batch, int64_t tokens) {
+  for (const int64_t layer : {0, 1}) {
+    const Tokens drawn = run.draw_tokens(batch, tokens);
+    ASSERT_TRUE(run.engine().append(layer, run.view(drawn, batch)).is_ok());
+    run.engine().end_chunk(layer, tokens);
+  }
+}
+
+TEST(Dropping, TouchesNoFile) {
+  CountingKernel kernel;
+  {
+    const EngineOptions options = dropping_options();
+    EngineRun run(options, 3);
+    read_prompt(run, 2, 200);
+    for (int step = 0; step < 40; ++step) {
+      for (const int64_t layer : {0, 1}) {
+        const Tokens drawn = run.draw_tokens(2, 1);
+        const std::vector<float> query = run.draw_query(2, 1);
+        ASSERT_TRUE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
+        std::vector<std::byte> output;
+        ASSERT_TRUE(run.attend(layer, query, 1, output).is_ok());
+      }
+    }
+    EXPECT_GT(run.engine().tokens_dropped(), 200);
+  }
+  EXPECT_EQ(kernel.calls, 0);
+}
+
+TEST(Dropping, ALayersPromptIsLetGoOfBeforeTheNextComes) {
+  EngineOptions options = dropping_options();
+  EngineRun run(options, 3);
+  const Ledger& ledger = run.engine().parts().ledger;
+  const int64_t record_bytes = run.engine().parts().record_bytes();
+  const int64_t prompt_bytes = 2 * 400 / options.group_tokens * record_bytes;
+  const int64_t before = ledger.used(Use::kStaging);
+  read_prompt(run, 2, 400);
+  // Two steps of 4 queries and what is under way in a group.
+  const int64_t waiting = 2 * 2 * 3 * record_bytes;
+  EXPECT_LE(ledger.used(Use::kStaging) - before, waiting);
+  EXPECT_LE(run.engine().parts().store->bytes_held(), waiting);
+  EXPECT_LE(ledger.peak() - ledger.total(), prompt_bytes + waiting);
+  EXPECT_LE(run.engine().parts().file->allocated_bytes(), 4 * (64 << 10));
+  ASSERT_TRUE(run.engine().crop(0).is_ok());
+  EXPECT_EQ(run.engine().parts().store->bytes_held(), 0);
+  EXPECT_EQ(run.engine().parts().file->allocated_bytes(), 0);
+  EXPECT_EQ(ledger.used(Use::kStaging), before);
+}
+
+TEST(Dropping, OneLayersPromptMustFitTheBudget) {
+  EngineOptions options = dropping_options();
+  options.max_batch = 1;
+  options.max_context = 4000;
+  const int64_t prompt_bytes =
+      4000 / options.group_tokens * EngineRun(options, 1).engine().parts().record_bytes();
+  options.kv_memory_bytes = prompt_bytes;
+  const auto refused = Engine::create(options, nullptr);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_EQ(refused.status().code(), StatusCode::kBudget);
+  options.kv_memory_bytes = prompt_bytes + (2 << 20);
+  EXPECT_LT(options.kv_memory_bytes, 2 * prompt_bytes) << "of two layers";
+  EngineRun run(options, 3);
+  read_prompt(run, 1, 4000);
+}
+
+TEST(Dropping, WhatIsGoneIsSaidAndNothingChanges) {
+  EngineRun run(dropping_options(), 3);
+  read_prompt(run, 1, 200);
+  Engine& engine = run.engine();
+  EXPECT_EQ(engine.crop(100).code(), StatusCode::kDropped);
+  std::vector<float> keys(2 * 10 * 64), values(2 * 10 * 64);
+  EXPECT_EQ(engine.read_back(0, 0, 100, 110, keys.data(), values.data()).code(),
+            StatusCode::kDropped);
+  EXPECT_EQ(engine.columns(0), 200);
+  EXPECT_TRUE(engine.read_back(0, 0, 190, 200, keys.data(), values.data()).is_ok());
+  EXPECT_FALSE(engine.share().is_ok());
+  EXPECT_TRUE(engine.crop(196).is_ok()) << "a step may be taken back";
+  EXPECT_EQ(engine.columns(1), 196);
+}
+
+TEST(Dropping, WhoKeepsEverythingNeedsADirectory) {
+  EngineOptions kept = dropping_options();
+  kept.keeper = "none";
+  EngineOptions exact = dropping_options();
+  exact.exact_layers = {0};
+  for (const EngineOptions& options : {small_options(""), kept, exact}) {
+    const auto refused = Engine::create(options, nullptr);
+    ASSERT_FALSE(refused.is_ok());
+    EXPECT_EQ(refused.status().code(), StatusCode::kInvalid);
+    EXPECT_NE(refused.status().message().find("directory"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace kvswap

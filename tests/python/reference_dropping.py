@@ -1,0 +1,86 @@
+"""Turns, and what is gone after them: the part of `ReferenceSession` without a disk."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from kvswap_torch.errors import KVSwapError
+
+
+class Dropping:
+    """Without a directory tokens are gone once they are neither kept, sinks nor new."""
+
+    _options: Any
+    _keeper: Any
+    _layers: dict[int, Any]
+
+    @property
+    def _drops(self) -> bool:
+        options = self._options
+        return not options.directory and options.rows == "none" and options.keeper != "none"
+
+    def _let_go(self, state: Any) -> None:
+        """Of what has had its turn, but for the newest columns, which a crop may ask for."""
+        options = self._options
+        newest = self._sealed_at(state.columns - 2 * options.select_queries_max)
+        for sequence, kept in enumerate(state.kept if self._drops else []):
+            then = copy.copy(state)
+            then.sealed = min(state.sealed, newest)
+            if self._keeper.is_on and (options.keep_interval > 0 or self._keeper.joins):
+                then.sealed = min(then.sealed, kept.joined)
+            if not kept.is_due and not self._fits(then, sequence):
+                state.gone[sequence] = max(state.gone[sequence], then.sealed)
+        self._stay_rounded(state)
+
+    def _stay_rounded(self, state: Any) -> None:
+        """What is left of a token in e4m3 is what that made of it."""
+        for sequence, (kept, gone) in enumerate(zip(state.kept, state.gone, strict=True)):
+            for column, (key, value) in kept.rounded.items():
+                if column < gone:
+                    state.keys[sequence, :, column] = key
+                    state.values[sequence, :, column] = value
+
+    def _dropped(self, state: Any) -> torch.Tensor:
+        """bool [batch, columns]: neither there nor kept any more."""
+        dropped = torch.zeros_like(state.valid)
+        group = self._options.group_tokens
+        for sequence, gone in enumerate(state.gone):
+            dropped[sequence, :gone] = True
+            dropped[sequence, sorted(state.kept[sequence].columns)] = False
+            for sink in self._groups(state, sequence)[0]:
+                dropped[sequence, sink * group : (sink + 1) * group] = False
+        return dropped
+
+    def _have_turn(self, state: Any) -> None:
+        """Before a later chunk, and at the end of a first one; not by queries that were cropped."""
+        ends = (kept.window[1] + kept.window[0].shape[1] for kept in state.kept if kept.window)
+        if self._drops and max(ends, default=0) <= state.columns:
+            self._turn(state, state.columns)
+            self._let_go(state)
+
+    def _crop_gone(self, columns: int) -> None:
+        sealed, states = self._sealed_at(columns), self._layers.values()
+        if any(0 < columns < state.columns and sealed < max(state.gone) for state in states):
+            raise KVSwapError(f"crop: must not reach what is gone, got {columns}")
+        for state in states:
+            state.gone = [min(gone, sealed) for gone in state.gone]
+
+    def _turn(self, state: Any, column: int) -> None:
+        valid = state.valid
+        there = valid & ~self._dropped(state)
+        for sequence, kept in enumerate(state.kept):
+            is_due = kept.is_due and column >= kept.seen
+            if self._fits(state, sequence):
+                continue
+            sinks = self._groups(state, sequence)[0]
+            state.valid = there  # for whom the others are padding
+            if is_due:
+                self._keeper.turn(state, sequence, sinks, self._scale)
+                kept.joined = state.sealed
+            elif self._keeper.joins:
+                self._keeper.join(state, sequence, sinks, self._layers.values())
+            state.valid = valid
+        self._stay_rounded(state)
