@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
@@ -169,6 +170,18 @@ def test_what_is_gone_cannot_be_had_again(tmp_path):
         assert again.shape == ours.shape
         cache.crop(-cache.get_seq_length())
         assert torch.equal(greedy(model, prompt(1, 90), cache, tokens=6), ours)
+
+
+def test_a_cache_in_memory_goes_on_without_a_path():
+    model = model_of(2)
+    full = DynamicCache(config=model.config)
+    greedy(model, prompt(1, 60), full, tokens=4)
+    with KVSwapCache.from_cache(model, full, config=few("streaming", model)) as cache:
+        for _ in range(5):
+            model(prompt(1, 1)["input_ids"], past_key_values=cache)
+        stats = cache.stats()
+        assert cache.get_seq_length() == 68 and stats.tokens_dropped == 60
+        assert stats.counters["bytes_allocated"] == 65536
 
 
 def test_a_pass_that_fails_is_taken_back(monkeypatch):
