@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clusters_table import cluster_rows, drift_rows
+from bench.float8_records import COLUMNS, lines
 from bench.machine import RESULTS
 from bench.presets_table import preset_rows
 from bench.quality.plan import CORE
@@ -206,6 +207,18 @@ def scoring_table() -> Iterator[str]:
             )
 
 
+def float8_table() -> Iterator[str]:
+    """What records in e4m3 take and save, a line a cache."""
+    yield f"| shape, disk | {' | '.join(COLUMNS)} |"
+    yield "|---" * (len(COLUMNS) + 1) + "|"
+    for results in load("float8_*.json"):
+        place = f"`{results['shape']}`, {results['layers']} layers, {results['context']:,} tokens, "
+        place += f"batch {results['batch']}, {results['device']}"
+        for line in lines(results):
+            yield f"| {place} | {' | '.join(line)} |"
+            place = ""
+
+
 TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
@@ -219,6 +232,7 @@ TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
 TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
 TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
+TABLES |= {"float8": float8_table}
 TABLES |= {"presets": lambda: preset_rows(load("quality/presets_*.json"))}
 
 
