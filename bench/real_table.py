@@ -39,6 +39,8 @@ class Target:
     worse: float
 
 
+# How a tuned config chooses, by how its file's name ends.
+WAYS = {"_true": "true query", "_predicted": "predicted but for one layer"}
 # By share of the full cache's memory, and whether the config is a tuned one.
 TARGETS = {
     ("1/8", False): Target(0.03, 0.97, 0.0),
@@ -107,8 +109,7 @@ def _label(name: str) -> str:
     settings = parse(name)[1]
     memory, config = settings.pop("memory", "no limit"), settings.pop("config", None)
     parts = [memory, "the defaults" if config is None else "tuned"]
-    if config is not None and Path(config).stem.endswith("_true"):
-        parts.append("true query")
+    parts += [words for end, words in WAYS.items() if Path(config or "").stem.endswith(end)]
     parts += [f"`{key}={value}`" for key, value in settings.items()]
     return ", ".join(parts)
 
