@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
+#include <utility>
 
 #include "engine/audit.h"
 #include "engine/check_settings.h"
@@ -147,6 +148,18 @@ Status EngineOptions::check_place() const {
         "session: keep_scores must be attended without a directory, since what is dropped cannot "
         "be read again, got disk" +
         end);
+  }
+  const Settings usual;
+  const std::pair<const char*, bool> of_a_disk[] = {
+      {"device_model", device_model == usual.device_model},
+      {"disk_quota_bytes", disk_quota_bytes == usual.disk_quota_bytes},
+  };
+  for (const auto& [name, is_usual] : of_a_disk) {
+    if (is_usual) continue;
+    return Status::invalid("session: " + std::string(name) +
+                           " must be left out without a directory, since there is no disk, got "
+                           "a value" +
+                           end);
   }
   if (base == nullptr) return Status::ok();
   return Status::invalid("session: directory must be given to continue what was saved, got none" +

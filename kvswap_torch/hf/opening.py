@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
 
 
+# What promises something of a disk; how one is read is of no matter without it.
+OF_A_DISK = ("device_model", "disk_quota_bytes")
+
+
 @dataclass(frozen=True)
 class Wish:
     """What a cache was asked to be; the fields are `KVSwapCache`'s parameters."""
@@ -101,6 +105,14 @@ def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:
             raise ConfigError(
                 f"{name}: must be {needed} without a path, since what is dropped is gone, got "
                 f"{value!r}; name a folder on a disk"
+            )
+    usual = SwapConfig()
+    for name in OF_A_DISK:
+        value = getattr(config, name)
+        if value != getattr(usual, name):
+            raise ConfigError(
+                f"{name}: must be left out without a path, since there is no disk, got {value!r}; "
+                "name a folder on a disk"
             )
 
 

@@ -217,6 +217,14 @@ def _fail(*_):
             {"config": SwapConfig.preset("snapkv", exact_layers=(0,))},
             r"exact_layers: must be empty without a path, .* got \(0,\)",
         ),
+        (
+            {"config": SwapConfig.preset("snapkv", device_model="emmc")},
+            "device_model: must be left out without a path, since there is no disk, got 'emmc'",
+        ),
+        (
+            {"config": SwapConfig.preset("h2o", disk_quota_bytes=1 << 30)},
+            "disk_quota_bytes: must be left out without a path",
+        ),
     ],
 )
 def test_what_wants_a_path_says_so(arguments, message):

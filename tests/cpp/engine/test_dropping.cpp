@@ -133,5 +133,18 @@ TEST(Dropping, WhoKeepsEverythingNeedsADirectory) {
   }
 }
 
+TEST(Dropping, RefusesWhatIsOfADisk) {
+  const auto told = [](EngineOptions options) { return options.check_place().message(); };
+  EngineOptions options = dropping_options();
+  EXPECT_EQ(told(options), "");
+  options.device_model = "emmc";
+  EXPECT_NE(told(options).find("device_model must be left out"), std::string::npos);
+  options = dropping_options();
+  options.disk_quota_bytes = 1 << 20;
+  EXPECT_NE(told(options).find("disk_quota_bytes must be left out"), std::string::npos);
+  options.directory = "/tmp";
+  EXPECT_EQ(told(options), "");
+}
+
 }  // namespace
 }  // namespace kvswap
