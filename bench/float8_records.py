@@ -2,9 +2,9 @@
 
     python -m bench.float8_records --shape 1b --context 32768 --batch 8 --out float8_1b_32k_b8
 
-Three caches of the same random keys and values attend as many tokens a step, in turn: records in
-bf16 with groups of G, in e4m3 with the same groups, and in e4m3 with groups of 2 G, which are as
-large on disk as those in bf16. Then each reads chunks over the whole past, exactly, and forgets
+Four caches of the same random keys and values attend as many tokens a step, in turn: records in
+bf16 and in e4m3, with groups of G and of 2 G; those of 2 G in e4m3 are as large on disk as those
+of G in bf16. Then each reads chunks over the whole past, exactly, and forgets
 them again. Ratios are of pairs: what else the machine does falls on all alike.
 """
 
@@ -149,7 +149,8 @@ def main(
     if layers:
         shape = replace(shape, layers=layers)
     model = make_model(shape, context + chunk)
-    kinds = [Kind("model", group_tokens), Kind("fp8", group_tokens), Kind("fp8", 2 * group_tokens)]
+    sizes = (group_tokens, 2 * group_tokens)
+    kinds = [Kind(records, size) for size in sizes for records in ("model", "fp8")]
     contenders = []
     for kind in kinds:
         with console.status(f"filling {kind.name}"):
