@@ -51,6 +51,18 @@ PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
   return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
 }
 
+/// [kv_heads, pages * group_tokens, head_dim] twice, from pages in the model's dtype,
+/// [pages, group_bytes()] bytes.
+std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options, const at::Tensor& bytes,
+                                              at::ScalarType dtype) {
+  const at::Tensor tokens =
+      bytes.view(dtype)
+          .view({bytes.size(0), options.kv_heads, 2, options.group_tokens, options.head_dim})
+          .permute({2, 1, 0, 3, 4})
+          .reshape({2, options.kv_heads, -1, options.head_dim});
+  return {tokens[0], tokens[1]};
+}
+
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records on another device, in torch's
 /// own operations.
 std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
@@ -60,13 +72,8 @@ std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
       at::from_blob(const_cast<std::byte*>(block.records), {block.groups, record_bytes}, at::kByte)
           .to(like.device())
           .narrow(1, 0, options.payload_bytes())
-          .contiguous()
-          .view(c10::typeMetaToScalarType(like.dtype()));
-  const at::Tensor tokens =
-      records.view({block.groups, options.kv_heads, 2, options.group_tokens, options.head_dim})
-          .permute({2, 1, 0, 3, 4})
-          .reshape({2, options.kv_heads, -1, options.head_dim});
-  return {tokens[0], tokens[1]};
+          .contiguous();
+  return split_pages(options, records, c10::typeMetaToScalarType(like.dtype()));
 }
 
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
@@ -165,28 +172,9 @@ class Chunk final : public PastVisitor {
     const int64_t group_tokens = options.group_tokens;
     const int64_t pages = (left.count + group_tokens - 1) / group_tokens;
     if (pages == 0) return Status::ok();
-    const at::Tensor keys =
-        at::empty({options.kv_heads, pages * group_tokens, options.head_dim}, query_.options());
-    const at::Tensor values = at::empty_like(keys);
-    std::vector<void*> records(pages);
-    std::vector<int64_t> first_tokens(pages);
-    for (int64_t i = 0; i < pages; ++i) {
-      records[i] = const_cast<std::byte*>(left.pages.data()) + i * options.group_bytes();
-      first_tokens[i] = i * group_tokens;
-    }
-    const int64_t head_stride = pages * group_tokens * options.head_dim;
-    unpack_records({.shape = options.record_shape(),
-                    .tokens = {.keys = keys.data_ptr(),
-                               .values = values.data_ptr(),
-                               .key_head_stride = head_stride,
-                               .key_token_stride = options.head_dim,
-                               .value_head_stride = head_stride,
-                               .value_token_stride = options.head_dim},
-                    .records = records.data(),
-                    .first_tokens = first_tokens.data(),
-                    .slots = nullptr,
-                    .lengths = nullptr,
-                    .count = pages});
+    const at::Tensor bytes = at::from_blob(const_cast<std::byte*>(left.pages.data()),
+                                           {pages, options.group_bytes()}, at::kByte);
+    const auto [keys, values] = split_pages(options, bytes, query_.scalar_type());
     const at::Tensor left_keys = keys.narrow(1, 0, left.count);
     const at::Tensor left_values = values.narrow(1, 0, left.count);
     merge_part(partial_, attend_part(query_, left_keys, left_values, Causal::kNo, {}, rule_));
