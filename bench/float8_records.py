@@ -4,8 +4,8 @@
 
 Four caches of the same random keys and values attend as many tokens a step, in turn: records in
 bf16 and in e4m3, with groups of G and of 2 G; those of 2 G in e4m3 are as large on disk as those
-of G in bf16. Then each reads chunks over the whole past, exactly, and forgets
-them again. Ratios are of pairs: what else the machine does falls on all alike.
+of G in bf16. Then each reads chunks over the whole past, exactly, and forgets them again. Ratios
+are of pairs: what else the machine does falls on all alike.
 """
 
 from __future__ import annotations

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
 
 
-# What promises something of a disk; how one is read is of no matter without it.
-OF_A_DISK = ("device_model", "disk_quota_bytes")
+# What keeps its default without a path: what asks again for what is dropped, or promises something
+# of a disk. How one is read is of no matter then.
+WITHOUT_A_PATH = (
+    ("exact_layers", "empty", "what is dropped is gone"),
+    ("keep_scores", "attended", "what is dropped is gone"),
+    ("device_model", "left out", "there is no disk"),
+    ("disk_quota_bytes", "left out", "there is no disk"),
+)
 
 
 @dataclass(frozen=True)
@@ -96,23 +102,13 @@ def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:
             f"keeper={config.keeper}), got None; name a folder on a disk, or take a preset that "
             "drops tokens (snapkv, arkv, h2o, tova, streaming, window)"
         )
-    for name, needed, usual in (
-        ("exact_layers", "empty", ()),
-        ("keep_scores", "attended", "attended"),
-    ):
-        value = getattr(config, name)
-        if value != usual:
-            raise ConfigError(
-                f"{name}: must be {needed} without a path, since what is dropped is gone, got "
-                f"{value!r}; name a folder on a disk"
-            )
     usual = SwapConfig()
-    for name in OF_A_DISK:
+    for name, needed, why in WITHOUT_A_PATH:
         value = getattr(config, name)
         if value != getattr(usual, name):
             raise ConfigError(
-                f"{name}: must be left out without a path, since there is no disk, got {value!r}; "
-                "name a folder on a disk"
+                f"{name}: must be {needed} without a path, since {why}, got {value!r}; name a "
+                "folder on a disk"
             )
 
 
