@@ -46,33 +46,26 @@ def pca_per_head(keys: torch.Tensor, kv_heads: int, rank: int) -> Pair:
     return matrix, matrix
 
 
-def skewed(keys: torch.Tensor, queries: torch.Tensor, kv_heads: int, rank: int) -> Pair:
+def skewed(queries: torch.Tensor, kv_heads: int, rank: int) -> Pair:
     """The columns that weigh most after InfiniGen's skew (sections 4.2, 4.3).
 
-    A column has a vote where it is among the first by its summed size in the rotated queries, and
-    one where it is in the rotated keys; more votes come first, then the size in queries. With
-    fewer KV heads than heads, the queries of all that share one are rotated together.
+    That is by their summed size in the rotated queries, as the published code that fetches tokens
+    has it (`bench/oracles`); what it measures accuracy with adds those that are largest in the
+    rotated keys, so that columns are more than the ratio says. With fewer KV heads than heads, the
+    queries of all that share one are rotated together.
 
     Parameters
     ----------
-    keys
-        ``[samples, kv_heads * head_dim]`` after RoPE.
     queries
-        ``[samples, heads, head_dim]``.
+        ``[samples, heads, head_dim]`` after RoPE.
     kv_heads, rank
         As for `pca_per_head`.
     """
     chosen = []
-    each = -(-rank // kv_heads)
-    for own, asked in zip(
-        keys.float().chunk(kv_heads, 1), queries.float().chunk(kv_heads, 1), strict=True
-    ):
+    for asked in queries.float().chunk(kv_heads, 1):
         skew = skew_of(asked.flatten(0, 1))
-        of_queries = (asked @ skew).abs().sum((0, 1))
-        of_keys = (own @ skew).abs().sum(0)
-        votes = _is_among_first(of_queries, each).float() + _is_among_first(of_keys, each).float()
-        order = (votes + of_queries / (1 + 2 * of_queries.sum())).argsort(descending=True)
-        chosen.append(skew[:, order])
+        sizes = (asked @ skew).abs().sum((0, 1))
+        chosen.append(skew[:, sizes.argsort(descending=True)])
     matrix = interleaved(chosen, rank)
     return matrix, matrix
 
@@ -119,9 +112,3 @@ def interleaved(of_heads: list[torch.Tensor], rank: int) -> torch.Tensor:
     columns = of_heads[0].shape[1]
     in_turn = torch.arange(whole.shape[1]).unflatten(0, (len(of_heads), columns)).T.flatten()
     return whole[:, in_turn[:rank].to(whole.device)].contiguous()
-
-
-def _is_among_first(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    first = torch.zeros_like(sizes, dtype=torch.bool)
-    first[sizes.argsort(descending=True)[:count]] = True
-    return first

@@ -39,6 +39,7 @@ _STAR = {
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
 _ALIGNED = "groups of one token only where the disk reads so little at once, else of the fewest"
+_JOINED = "each KV head chooses by its query heads' sum; each query head for itself in the paper"
 _FIXED = "a fixed number of tokens for every layer and head, where the paper varies it"
 
 PRESETS = (
@@ -142,7 +143,7 @@ PRESETS = (
             "replacement": "none",
         },
         "the paper finds the skew beforehand; else it is made of the prompt",
-        (_FIXED, _ALIGNED, _NEWEST),
+        (_FIXED, _JOINED, _ALIGNED, _NEWEST),
     ),
     Preset(
         "infinigen-star",
@@ -178,8 +179,8 @@ PRESETS = (
             "replacement": "lru",
         },
         "the paper finds the components beforehand; else they are made of the prompt",
-        ("a fixed number of tokens, where the paper takes a share of the context", _ALIGNED)
-        + (_NEWEST,),
+        ("a fixed number of tokens, where the paper takes a share of the context", _JOINED)
+        + (_ALIGNED, _NEWEST),
     ),
     Preset(
         "think",

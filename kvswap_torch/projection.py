@@ -178,7 +178,7 @@ def from_chunk(
     if len(queries) < QUERIES_MIN:
         return from_chunk(of_keys_alone(kind), keys, None, rank, valid)
     if kind == "skewed":
-        return blocks.skewed(sample, queries, kv_heads, rank)
+        return blocks.skewed(queries, kv_heads, rank)
     if score == "sum":
         return query_aware(sample, queries.unflatten(1, (kv_heads, -1)).sum(2).flatten(1), rank)
     _check("from_chunk", sample, rank)

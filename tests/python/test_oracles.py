@@ -1,0 +1,176 @@
+"""What our presets keep of a prompt, against what the published systems' own code keeps.
+
+The numbers stand in `bench/oracles`, whose programs made them; no code of others runs here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from bench.oracles import models
+from kvswap_torch import SwapConfig
+from kvswap_torch.config import SETTINGS, ModelIdentity
+from kvswap_torch.projection import from_chunk
+from tests.python.reference_options import Options
+from tests.python.test_session import native
+
+ROOM = Path(models.__file__).parent
+KVPRESS = json.loads((ROOM / "kvpress.json").read_text())
+PUBLISHED = json.loads((ROOM / "published.json").read_text())
+MULTI_HEAD = [name for name in models.MODELS if name in PUBLISHED]
+CHOSEN, FAR = 24, 128  # tokens of each head, of so many
+
+
+class Layer(NamedTuple):
+    """What attention computes with, after RoPE: ``[1, heads or kv_heads, tokens, HEAD_DIM]``."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+
+
+def layers_of(name: str, tokens: int) -> list[Layer]:
+    """Of the first `tokens` of a model's prompt."""
+    seen: list[Layer] = []
+
+    def take(module, query, key, value, mask, **others):
+        seen.append(Layer(query.contiguous(), key.contiguous()))
+        return sdpa_attention_forward(module, query, key, value, mask, **others)
+
+    AttentionInterface.register("of_oracles", take)
+    model = models.model_of(name, "of_oracles")
+    with torch.no_grad():
+        model(models.prompt_of(name, tokens))
+    return seen
+
+
+def attended(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list[list[int]]]:
+    """``[layers][kv_heads]``: of the prompt's tokens those that the next one attends.
+
+    A query of zeros pays all alike; which they are stands in values that have a one for a single
+    token. Values decide nothing, so that each `HEAD_DIM` tokens have a run of their own.
+    """
+    kv_heads, tokens, dim = layers[0].keys.shape[1:]
+    told = {name: getattr(config, name) for name in SETTINGS}
+    shape = {"query_heads": layers[0].query.shape[1], "kv_heads": kv_heads, "head_dim": dim}
+    made = Options(layers=len(layers), directory=str(folder), **shape, **told)
+    found: list[list[list[int]]] = [[[] for _ in range(kv_heads)] for _ in layers]
+    for first in range(0, tokens, dim):
+        session = native(made)
+        for number, layer in enumerate(layers):
+            values = torch.zeros_like(layer.keys)
+            each = torch.arange(first, min(tokens, first + dim))
+            values[:, :, each, each - first] = 1
+            session.extend(number, layer.query, layer.keys, values, dim**-0.5)
+        for number, layer in enumerate(layers):
+            one = torch.zeros_like(layer.keys[:, :, :1])
+            query = torch.zeros_like(layer.query[:, :, :1])
+            output = session.extend(number, query, one, one, 1.0)[0, 0]  # [heads, dim]
+            of_heads = output.unflatten(0, (kv_heads, -1))[:, 0]
+            for head in range(kv_heads):
+                found[number][head] += (first + torch.where(of_heads[head] > 0)[0]).tolist()
+        session.close()
+    return found
+
+
+def preset(name: str, kv_heads: int, **changes) -> SwapConfig:
+    """For the models of oracles; `changes`: of what follows from the budget or the disk."""
+    shape = (models.LAYERS, models.HEADS, kv_heads, models.HEAD_DIM)
+    model = ModelIdentity("llama", *shape, dtype="float32")
+    return SwapConfig.preset(name, **{"model": model, "group_tokens": 4} | changes)
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_snapkv_keeps_what_the_original_keeps(tmp_path, model):
+    layers = layers_of(model, 160)
+    config = preset("snapkv", layers[0].keys.shape[1], keep_tokens=KVPRESS["kept"] - 32)
+    assert attended(tmp_path, config, layers) == KVPRESS[model]["snapkv"]
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_tova_keeps_what_the_original_keeps(tmp_path, model):
+    layers = layers_of(model, 161)
+    config = preset("tova", layers[0].keys.shape[1], keep_tokens=KVPRESS["kept"] - 1)
+    assert attended(tmp_path, config, layers) == KVPRESS[model]["tova"]
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_streaming_keeps_what_the_original_keeps(tmp_path, model):
+    layers = layers_of(model, 160)
+    config = preset("streaming", layers[0].keys.shape[1], tail_tokens=KVPRESS["kept"] - 4)
+    assert attended(tmp_path, config, layers) == KVPRESS[model]["streaming"]
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_h2o_keeps_what_was_paid_most_in_all(tmp_path, model):
+    """The original divides what a token was paid by the queries that could pay it; H2O, and we, do
+    not. `keep_window` covers the prompt here; the preset looks at its end alone."""
+    layers, half = layers_of(model, 160), KVPRESS["kept"] // 2
+    sizes = {"keep_tokens": half, "tail_tokens": half, "keep_window": 160}
+    means = torch.tensor(KVPRESS[model]["mean_attention"])  # [layers, kv_heads, tokens]
+    paid = means * torch.arange(160, 0, -1)
+    most = paid[..., : 160 - half].topk(half).indices.sort().values.tolist()
+    newest = list(range(160 - half, 160))
+    expected = [[head + newest for head in layer] for layer in most]
+    config = preset("h2o", layers[0].keys.shape[1], **sizes)
+    assert attended(tmp_path, config, layers) == expected
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_think_drops_the_channels_that_the_original_drops(model):
+    for layer, dropped in zip(layers_of(model, 160), KVPRESS[model]["channels"], strict=True):
+        rank = models.HEAD_DIM - len(dropped[0])
+        keys, queries = from_chunk("channels", layer.keys, layer.query, rank, heads="each")
+        assert torch.equal(keys, queries)
+        of_heads = keys.unflatten(0, (layer.keys.shape[1], -1)).abs().sum(dim=2)
+        found = [torch.where(head == 0)[0].tolist() for head in of_heads]
+        assert found == dropped
+
+
+def chosen(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list[list[int]]]:
+    """``[layers][kv_heads]``: the groups that the prompt's newest query chooses."""
+    kv_heads, _, dim = layers[0].keys.shape[1:]
+    told = {name: getattr(config, name) for name in SETTINGS}
+    shape = {"query_heads": layers[0].query.shape[1], "kv_heads": kv_heads, "head_dim": dim}
+    ranks = [config.rank] if config.takes_projections else []
+    session = native(
+        Options(layers=len(layers), directory=str(folder), ranks=ranks, **shape, **told)
+    )
+    found = []
+    for number, (query, keys) in enumerate(layers):
+        if ranks:
+            kind = config.projection_kind
+            pair = from_chunk(kind, keys, query, config.rank, heads=config.heads)
+            session.set_projection(number, *pair)
+        session.extend(number, query, keys, keys, dim**-0.5)
+        one = keys[:, :, -1:]
+        session.extend(number, query[:, :, -1:], one, one, dim**-0.5)
+        found.append(session.last_selection(number))
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("model", MULTI_HEAD)
+def test_quest_chooses_the_pages_that_the_original_chooses(tmp_path, model):
+    config = preset("quest", models.HEADS, group_tokens=16, groups_max=3, tail_tokens=32)
+    config = dataclasses.replace(config, exact_layers=())
+    assert chosen(tmp_path, config, layers_of(model, 160)) == PUBLISHED[model]["quest"]
+
+
+@pytest.mark.parametrize("model", MULTI_HEAD)
+def test_loki_chooses_the_tokens_that_the_original_chooses(tmp_path, model):
+    config = preset("loki", models.HEADS, group_tokens=1, groups_max=CHOSEN)
+    assert chosen(tmp_path, config, layers_of(model, 160)) == PUBLISHED[model]["loki"]
+
+
+@pytest.mark.parametrize("model", MULTI_HEAD)
+def test_infinigen_chooses_the_tokens_that_the_original_chooses(tmp_path, model):
+    config = preset("infinigen", models.HEADS, group_tokens=1, groups_max=CHOSEN)
+    assert chosen(tmp_path, config, layers_of(model, 160)) == PUBLISHED[model]["infinigen"]
