@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from bench.full_restore import FullRestoreCache
 from bench.kv_file import KvFile
 from bench.shapes import Shape
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.hf.families import model_parts
 
 FILL_TOKENS = 2048
 SELECTED_TOKENS = 400
+WINDOW_TOKENS = 64  # read by the model before the first step, where who is kept depends on queries
 ROOM_TOKENS = 512  # decoded at most
 # Of the modelled devices (csrc/io/modelled_reader.cpp).
 MODELLED_BYTES_PER_SECOND = {"nvme": 1.8e9, "ufs": 2.9e9, "emmc": 0.25e9}
@@ -82,10 +85,10 @@ class Contender:
         gc.collect()
 
 
-def set_random_projections(session: Any, layers: int, width: int, rank: int) -> None:
-    """Orthonormal columns, ``[width, rank]``, the same for every layer."""
+def set_random_projections(session: Any, layers: Iterable[int], width: int, rank: int) -> None:
+    """Orthonormal columns, ``[width, rank]``, the same for every one of these layers."""
     basis = torch.linalg.qr(torch.randn(width, rank, generator=torch.Generator().manual_seed(1)))[0]
-    for layer in range(layers):
+    for layer in layers:
         session.set_projection(layer, basis, basis)
 
 
@@ -108,9 +111,37 @@ def open_kvswap(
         max_batch=batch,
     )
     width = shape.kv_heads * shape.head_dim
-    set_random_projections(cache.driver.session, shape.layers, width, cache.driver.ranks[0])
+    set_random_projections(cache.driver.session, range(shape.layers), width, cache.driver.ranks[0])
     fill(shape, batch, context, cache.driver.session.append)
     return Contender("kvswap", model, cache, batch, context)
+
+
+def open_preset(
+    name: str, model: Any, shape: Shape, batch: int, context: int, path: Path, device: str | None
+) -> Contender:
+    """By the preset's own settings, in the memory that they take.
+
+    Where it keeps tokens, the model reads the newest `WINDOW_TOKENS`: who is kept follows from
+    their attention.
+    """
+    config = SwapConfig.preset(name, model=model_parts(model).identity)
+    config = dataclasses.replace(config, device_model=device)
+    most = {"max_context": context + ROOM_TOKENS, "max_batch": batch}
+    cache = KVSwapCache(model, path=path, config=config, **most)
+    session = cache.driver.session
+    if config.keeper == "none":
+        if config.takes_projections:
+            chosen = [layer for layer in range(shape.layers) if not config.is_exact(layer)]
+            width = shape.kv_heads * shape.head_dim
+            set_random_projections(session, chosen, width, cache.driver.ranks[0])
+        fill(shape, batch, context, session.append)
+    else:
+        fill(shape, batch, context - WINDOW_TOKENS, session.append)
+        positions = torch.arange(context - WINDOW_TOKENS, context).expand(batch, -1)
+        call = {"past_key_values": cache, "position_ids": positions, "use_cache": True}
+        with torch.inference_mode():
+            model(input_ids=positions % 4096, **call)
+    return Contender(name, model, cache, batch, context)
 
 
 def open_dynamic(model: Any, shape: Shape, batch: int, context: int) -> Contender:

@@ -60,7 +60,7 @@ def open_cache(
         max_batch=1,
     )
     width = shape.kv_heads * shape.head_dim
-    set_random_projections(cache.driver.session, shape.layers, width, rank)
+    set_random_projections(cache.driver.session, range(shape.layers), width, rank)
     return Contender("kvswap", model, cache, 1, 0)
 
 

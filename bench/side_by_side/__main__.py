@@ -21,15 +21,17 @@ from bench.side_by_side.plan import (
     BATCHES,
     CONTEXTS,
     LABELS,
+    PRESET,
     Cell,
     Room,
     cells,
     estimate_seconds,
+    in_order,
 )
 from bench.side_by_side.report import FOLDER, print_cell
 from bench.side_by_side.roofline import DiskBandwidth, memory_bytes_per_second
 from bench.side_by_side.weights import read_through, weights_file
-from kvswap_torch import format_bytes
+from kvswap_torch import format_bytes, presets
 
 _TEXT = f"""Decodes with each contender in turn, each in a process of its own: one token of every
 sequence at a time, so that what else the machine does falls on all alike. Caches are filled with
@@ -37,7 +39,7 @@ random K and V, so no prefill is needed, and choices have no locality (the worst
 Each cell is one JSON file under bench/results/side_by_side; a cell that has one is left
 alone, so that a plan can be run in parts. Tables and the figure: python -m bench.table
 
-Contenders: {", ".join(LABELS)}.
+Contenders: {", ".join(LABELS)}, and {PRESET}NAME: a preset with its own settings and memory.
 
 Example: python -m bench.side_by_side --shapes small --contexts 8192 --batches 1
 """
@@ -144,11 +146,11 @@ def _file(cell: Cell, folder: Path) -> Path:
 
 def _known(only: str) -> list[str]:
     keys = _words(only)
-    unknown = [key for key in keys if key not in LABELS]
+    known = [*LABELS, *(f"{PRESET}{preset.name}" for preset in presets())]
+    unknown = [key for key in keys if key not in known]
     if unknown:
-        raise typer.BadParameter(f"only: must be among {', '.join(LABELS)}, got {unknown[0]!r}")
-    # kvswap first: mmap is given as much memory as it holds.
-    return [key for key in LABELS if key in keys]
+        raise typer.BadParameter(f"only: must be among {', '.join(known)}, got {unknown[0]!r}")
+    return in_order(keys)
 
 
 def _words(text: str) -> list[str]:

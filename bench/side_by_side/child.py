@@ -160,6 +160,7 @@ def open_contender(runner: Runner) -> Any:
     """Opens and fills the order's cache."""
     from bench import contenders as known
     from bench.side_by_side.mapped import MappedCache
+    from bench.side_by_side.plan import PRESET
 
     model, cell, key = runner.model, runner.cell, runner.order.key
     shape, batch, context = cell.shape, cell.batch, cell.context
@@ -175,6 +176,9 @@ def open_contender(runner: Runner) -> Any:
     if key == "mmap":
         cache = MappedCache(open_file(runner.order.kv_file, cell))
         return known.Contender(key, model, cache, batch, context)
+    if key.startswith(PRESET):
+        folder, name = Path(runner.order.folder), key.removeprefix(PRESET)
+        return known.open_preset(name, model, shape, batch, context, folder, cell.device)
     return open_session_contender(runner)
 
 
@@ -212,11 +216,11 @@ def session_report(runner: Runner) -> dict[str, Any]:
     attended = grown["groups_attended"]
     return {
         "kv_memory_bytes": stats.resident_bytes,
-        "budget_bytes": runner.fitted.budget_bytes,
+        "budget_bytes": None if runner.fitted is None else runner.fitted.budget_bytes,
         "ledger": dict(stats.ledger),
         "config": {
             "group_tokens": config.group_tokens,
-            "rank": cache.driver.ranks[0],
+            "rank": max(cache.driver.ranks, default=0),
             "summary_dtype": config.summary_dtype,
             "groups_max": config.groups_max,
             "pages_max": config.pages_max,

@@ -15,6 +15,7 @@ LAYERS = {"1b": 4}  # cut, since every layer costs the same
 CONTEXTS = (8192, 32768, 131072)
 BATCHES = (1, 8)
 MEMORY_PART = 13  # of a full cache, one part in this many is what kvswap may hold
+PRESET_PART = 2  # of a full cache, what a preset holds at most where a layer may stay in memory
 GROUP_TOKENS = {None: 4, "emmc": 8}
 MODELLED_CONTEXTS = (32768,)  # of the modelled devices, unless more is asked for
 RECORD_ALIGNMENT = 512
@@ -32,6 +33,7 @@ LABELS = {
     "tokens": "tokens per head",
     "tokens_no_reuse": "tokens per head, no reuse",
 }
+PRESET = "preset:"  # before a preset's name: a contender with its own settings and memory
 ALWAYS = ("kvswap", "floor")  # in every wave, so that all are paired with them
 ON_FILE = ("restore", "mmap")
 ON_SESSION = ("kvswap", "tokens", "tokens_no_reuse")
@@ -44,6 +46,21 @@ FILL_SECONDS_PER_GIB = {
 }  # fmt: skip
 START_SECONDS = 2.5  # of a child; they start together
 STEP_SECONDS_PER_GIB = {"dynamic": 1.2, "static": 0.15, "restore": 0.9, "mmap": 5.0}
+
+
+def label(key: str) -> str:
+    """What tables call a contender."""
+    return LABELS.get(key, key)
+
+
+def is_on_session(key: str) -> bool:
+    return key in ON_SESSION or key.startswith(PRESET)
+
+
+def in_order(keys: Iterable[str]) -> list[str]:
+    """kvswap first, since mmap is given as much memory as it holds; presets last."""
+    given = set(keys)
+    return [key for key in LABELS if key in given] + sorted(given - set(LABELS))
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,8 @@ def memory_need(cell: Cell, key: str) -> int:
         "restore": 2 * layer,
     }
     chosen = cell.budget_bytes + 3 * cell.selected_bytes
+    if key.startswith(PRESET):
+        chosen = whole // PRESET_PART + 3 * cell.selected_bytes
     return PROCESS_BYTES + cache.get(key, chosen)
 
 
@@ -130,7 +149,8 @@ def disk_need(cell: Cell, key: str) -> int:
     padded = -(-row // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     if key.startswith("tokens"):
         return int(1.05 * cell.kv_bytes * padded / row)
-    return int(1.05 * cell.kv_bytes) if key in ("kvswap", *ON_FILE) else 0
+    is_whole = key in ON_FILE or is_on_session(key)
+    return int(1.05 * cell.kv_bytes) if is_whole else 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +211,7 @@ def estimate_seconds(cell: Cell, keys: Iterable[str], seconds: float) -> float:
     total = 0.0
     for key in keys:
         step = 0.1 + STEP_SECONDS_PER_GIB.get(key, 0.05) * gib
-        fill = FILL_SECONDS_PER_GIB[key] * gib
+        fill = FILL_SECONDS_PER_GIB.get(key, FILL_SECONDS_PER_GIB["kvswap"]) * gib
         if cell.device and key == "restore":
             step = cell.kv_bytes / 250e6
         total += START_SECONDS + fill + max(5 * step, min(seconds, 40 * step))

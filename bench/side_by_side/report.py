@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import RESULTS
-from bench.side_by_side.plan import LABELS
+from bench.side_by_side.plan import LABELS, PRESET, in_order, label
 from kvswap_torch import format_bytes
 
 FOLDER = RESULTS / "side_by_side"
+OF_PRESETS = RESULTS / "side_by_side_presets"
 IN_FULL = "1b_32k_b8_local"  # the cell that the results page shows with everything
 COLUMNS = (
     "contender", "ms per step (quartiles)", "against kvswap", "KV memory", "seen from outside",
@@ -43,9 +44,9 @@ def title(result: dict[str, Any]) -> str:
     )
 
 
-def in_order(result: dict[str, Any]) -> list[str]:
-    """Keys of the cell's contenders, those without a result included."""
-    return [key for key in LABELS if key in result["contenders"] or key in result["empty"]]
+def keys_of(result: dict[str, Any]) -> list[str]:
+    """Of the cell's contenders, those without a result included."""
+    return in_order([*result["contenders"], *result["empty"]])
 
 
 def cells_of(row: dict[str, Any], full_bytes: int) -> list[str]:
@@ -72,12 +73,12 @@ def print_cell(console: Console, result: dict[str, Any]) -> None:
     table = Table(title=f"{title(result)}, {result['device']}", padding=(0, 0))
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
-    for key in in_order(result):
+    for key in keys_of(result):
         row = result["contenders"].get(key)
         if row is None:
-            table.add_row(LABELS[key], result["empty"][key])
+            table.add_row(label(key), result["empty"][key])
         else:
-            table.add_row(LABELS[key], *cells_of(row, result["kv_bytes_full"]))
+            table.add_row(label(key), *cells_of(row, result["kv_bytes_full"]))
     console.print(table)
 
 
@@ -103,13 +104,13 @@ def full_rows(result: dict[str, Any]) -> Iterator[str]:
     """Everything about one cell."""
     yield "| " + " | ".join(COLUMNS) + " |"
     yield "|" + "---|" * len(COLUMNS)
-    for key in in_order(result):
+    for key in keys_of(result):
         row = result["contenders"].get(key)
         if row is None:
             line = [result["empty"][key]] + [""] * (len(COLUMNS) - 2)
         else:
             line = cells_of(row, result["kv_bytes_full"])
-        yield "| " + " | ".join([LABELS[key], *line]) + " |"
+        yield "| " + " | ".join([label(key), *line]) + " |"
 
 
 def in_full(folder: Path = FOLDER) -> Iterator[str]:
@@ -117,6 +118,21 @@ def in_full(folder: Path = FOLDER) -> Iterator[str]:
     path = folder / f"{IN_FULL}.json"
     if path.exists():
         yield from full_rows(json.loads(path.read_text()))
+
+
+def preset_rows(folder: Path = OF_PRESETS) -> Iterator[str]:
+    """A line a preset and cell, kvswap's own first."""
+    columns = ("preset", *COLUMNS[1:4], "read per step", "hits")
+    for result in load(folder):
+        yield f"| {title(result)}, {result['device']}" + " |" * len(columns)
+        yield "|" + "---|" * len(columns)
+        yield "| " + " | ".join(columns) + " |"
+        for key in keys_of(result):
+            name, row = key.removeprefix(PRESET), result["contenders"].get(key)
+            cells = cells_of(row, result["kv_bytes_full"]) if row else []
+            told = [*cells[:3], cells[4], cells[7]] if cells else [result["empty"][key]]
+            yield "| " + " | ".join([name, *told]) + " |" * (len(columns) - len(told))
+        yield ""
 
 
 def write_all(folder: Path = FOLDER) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.contenders import SELECTED_TOKENS
-from bench.side_by_side.plan import ON_SESSION, Cell
+from bench.side_by_side.plan import Cell, is_on_session
 from bench.side_by_side.weights import touched_bytes
 
 BUFFER_BYTES = 1 << 30
@@ -98,7 +98,7 @@ def floor_of(
     selected = cell.shape.kv_bytes(cell.batch, SELECTED_TOKENS)
     kept = cell.shape.kv_bytes(cell.batch, KEPT_TOKENS)
     kv_bytes = {"floor": selected}.get(key, cell.kv_bytes)
-    if key in ON_SESSION:
+    if is_on_session(key):
         kv_bytes = selected + kept
     read = row["bytes_read"]
     size = row.get("bytes_per_read", LARGE_READ_BYTES)

@@ -18,12 +18,13 @@ from bench.side_by_side import figure, memory_cap, report
 from bench.side_by_side.child import Order
 from bench.side_by_side.mapped import MappedCache
 from bench.side_by_side.measure import Measurement, Run
-from bench.side_by_side.plan import LABELS, MEMORY_PART, Cell, Room, cells, memory_need
+from bench.side_by_side.plan import LABELS, MEMORY_PART, PRESET, Cell, Room, cells, memory_need
 from bench.side_by_side.roofline import Floor, describe
 from bench.side_by_side.settings import fit_kvswap, fit_per_head
 from bench.side_by_side.steering import Child, ChildError
 from bench.side_by_side.weights import load_model, touched_bytes, weights_file
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, prompt, tiny_model
 
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -305,3 +306,18 @@ def test_a_readme_without_marks_stays_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(table.side_by_side_figure, "draw", lambda: None)
     table.main()
     assert readme.read_text() == "# No tables here\n"
+
+
+@needs_native
+@pytest.mark.parametrize("preset", ["prkv", "loki"])
+def test_a_preset_is_measured_by_its_own_settings(tiny, tmp_path, preset):
+    """One that keeps tokens by what the model's own queries paid them, one with projections."""
+    key = f"{PRESET}{preset}"
+    cell = Cell("tiny", 2048, 1)
+    measured = Measurement(cell, tmp_path, tiny[1], seconds=0.01, say=lambda what: None)
+    measured.run([key], PLENTY)
+    assert measured.empty == {}
+    row = measured.results(1e10, _Disk())["contenders"][key]
+    own = SwapConfig.preset(preset, model=model_parts(tiny[0]).identity)
+    assert row["config"]["groups_max"] == own.groups_max
+    assert 0 < row["kv_memory_bytes"] < memory_need(cell, key)
