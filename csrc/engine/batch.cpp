@@ -143,9 +143,8 @@ uint64_t Batch::selectable(int64_t layer, int64_t sequence, int64_t group) const
 int64_t Batch::tokens_apart(int64_t layer, int64_t sequence) const {
   int64_t tokens = 0;
   // Where tokens join the next step takes in what was sealed since.
-  const bool joins = parts_.options.keeper_kind().joins;
   const int64_t joined = pages_[sequence]->kept(layer).joined_columns / parts_.options.group_tokens;
-  const int64_t end = joins ? joined : layers_[layer].sealed_groups;
+  const int64_t end = parts_.keeper.joins ? joined : layers_[layer].sealed_groups;
   for (int64_t group = 0; !fits(layer, sequence) && group < end; ++group) {
     if (is_pinned(layer, sequence, group)) continue;
     tokens += std::popcount(selectable(layer, sequence, group));

@@ -245,7 +245,7 @@ Status Engine::attend(const AttendArgs& args) {
   keeping_.observe_step(args.layer, kernel);
   page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
-  if (finished.is_ok()) keeping_.let_go(args.layer);
+  if (finished.is_ok()) keeping_.dropping().drop_past(args.layer);
   return handed_back(*parts_, std::move(finished));
 }
 

@@ -83,8 +83,10 @@ class Engine {
   /// one has its turn here, and is dropped a layer at a time; a later one, that a crop may take
   /// back whole, by the next step. A turn that fails here is made again there, too.
   void end_chunk(int64_t layer, int64_t tokens);
-  /// What of a part's dropped tokens is left; see Keeping.
-  const Keeping::Left& left(int64_t layer, int64_t part) { return keeping_.left(layer, part); }
+  /// What of a part's dropped tokens is left; see Dropping.
+  const LeftTokens& left(int64_t layer, int64_t part) {
+    return keeping_.dropping().left(layer, part);
+  }
 
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
   /// host.
@@ -96,10 +98,10 @@ class Engine {
   bool needs_projection(int64_t layer) const;
   /// For the layer's next look_ahead() or attend(): [parts, queries, groups], see Selector.
   Status give_scores(int64_t layer, const GivenScores& scores);
-  /// With keeper=given, after each append(): what its tokens are worth, see Keeping.
+  /// With keeper=given, after each append(): what its tokens are worth, see GivenWorths.
   Status give_worth(int64_t layer, const GivenWorth& given) {
     KVSWAP_RETURN_IF_ERROR(enter(layer));
-    return keeping_.give_worth(layer, given);
+    return keeping_.given().give(layer, given);
   }
   /// Must give_scores() come before attend() of so many queries?
   bool needs_scores(int64_t layer, int64_t queries);

@@ -40,6 +40,7 @@ struct EngineParts {
   EngineParts(const EngineOptions& options, ParallelFor parallel)
       : options(options),
         parallel(std::move(parallel)),
+        keeper(this->options.keeper_kind()),
         ledger(options.kv_memory_bytes),
         group_counts(this->options),
         patience(static_cast<double>(options.io_timeout_seconds)) {}
@@ -55,6 +56,7 @@ struct EngineParts {
 
   const EngineOptions options;
   const ParallelFor parallel;
+  const KeeperKind& keeper;
   Ledger ledger;
   EngineCounters counters;
   GroupCounts group_counts;

@@ -23,7 +23,7 @@ Status Engine::begin_chunk(int64_t layer, int64_t tokens) {
 
 void Engine::end_chunk(int64_t layer, int64_t tokens) {
   if (!options().drops() || columns(layer) != tokens) return;
-  if (keeping_.turn(layer, tokens).is_ok()) keeping_.let_go(layer);
+  if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }
 
 Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,

@@ -1,4 +1,4 @@
-// Keepers whose KeeperKind::joins: what leaves the tail is kept until there is no room.
+#include "engine/joining.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,12 +6,15 @@
 #include <optional>
 #include <utility>
 
-#include "engine/keeping.h"
-
 namespace kvswap {
 
+int64_t Joining::fixed_bytes(const EngineOptions& apart) {
+  // New tokens, and of those kept what they are worth and their order.
+  return apart.keeper_kind().joins ? KeptPages::tokens_max(apart) * 40 : 0;
+}
+
 /// Sealed tokens of [begin, end) that may be kept; of more than there is room for the newest.
-std::vector<int32_t> Keeping::newcomers(int64_t layer, int64_t part, int64_t begin,
+std::vector<int32_t> Joining::newcomers(int64_t layer, int64_t part, int64_t begin,
                                         int64_t end) const {
   const EngineOptions& options = parts_.options;
   const TokenValidity& validity = batch_.validity(part);
@@ -26,15 +29,14 @@ std::vector<int32_t> Keeping::newcomers(int64_t layer, int64_t part, int64_t beg
   return columns;
 }
 
-int64_t Keeping::room_of(size_t in_dtype, size_t in_float8) const {
+int64_t Joining::room_of(size_t in_dtype, size_t in_float8) const {
   const int64_t each = parts_.options.float8_a_room();
   return static_cast<int64_t>(in_dtype) + (static_cast<int64_t>(in_float8) + each - 1) / each;
 }
 
-/// Once what is due has left the tail.
-bool Keeping::lacks_room(int64_t layer, int64_t part) const {
+bool Joining::lacks_room(int64_t layer, int64_t part) const {
   const EngineOptions& options = parts_.options;
-  if (!joins() || !options.keeps_tokens(layer)) return false;
+  if (!parts_.keeper.joins || !options.keeps_tokens(layer)) return false;
   const Batch::Layer& state = batch_.layer(layer);
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = std::max(state.sealed_groups, options.sealed_groups(state.columns));
@@ -44,22 +46,25 @@ bool Keeping::lacks_room(int64_t layer, int64_t part) const {
   return room_of(kept.columns().size() + fresh.size(), kept.float8().size()) > options.keep_tokens;
 }
 
-/// By what the window's queries paid; what was decoded since stays.
-Status Keeping::turn_after_prompt(int64_t layer, int64_t part) {
+bool Joining::is_behind(int64_t layer, int64_t part) const {
+  const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
+  return parts_.keeper.joins && batch_.pages(part).kept(layer).joined_columns < sealed;
+}
+
+Status Joining::turn_after_prompt(int64_t layer, int64_t part, std::span<const float> mass) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   const int64_t observed = std::min(sealed, kept.window.first_column + kept.window.count);
-  KVSWAP_RETURN_IF_ERROR(weigh(layer, part, sealed));
   const std::vector<int32_t> fresh = newcomers(layer, part, observed, sealed);
   std::vector<int32_t> columns =
-      most_attended({.mass = std::span(mass_).first(observed),
+      most_attended({.mass = mass.first(observed),
                      .valid = &batch_.validity(part),
                      .sinks = batch_.pages(part).sinks(layer),
                      .group_tokens = options.group_tokens,
                      .tokens = options.keep_tokens - static_cast<int64_t>(fresh.size())});
   columns.insert(columns.end(), fresh.begin(), fresh.end());
-  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns)));
+  KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
   kept.window = {};
   kept.next.reset();
   kept.is_due = false;
@@ -68,8 +73,7 @@ Status Keeping::turn_after_prompt(int64_t layer, int64_t part) {
   return Status::ok();
 }
 
-/// What has left the tail is kept, where there is no room in the place of some that are.
-Status Keeping::join(int64_t layer, int64_t part) {
+Status Joining::join(int64_t layer, int64_t part) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
@@ -77,7 +81,7 @@ Status Keeping::join(int64_t layer, int64_t part) {
   if (room_of(kept.columns().size() + fresh.size(), kept.float8().size()) > options.keep_tokens) {
     KVSWAP_RETURN_IF_ERROR(make_room(layer, part, fresh));
   } else if (!fresh.empty()) {
-    KVSWAP_RETURN_IF_ERROR(append(layer, part, fresh));
+    KVSWAP_RETURN_IF_ERROR(kept_pages_.append(layer, part, fresh));
   }
   kept.next.reset();
   kept.joined_columns = sealed;
@@ -85,7 +89,7 @@ Status Keeping::join(int64_t layer, int64_t part) {
 }
 
 /// Of those kept the best stay beside the new ones: a share in the model's dtype, the next in e4m3.
-Status Keeping::make_room(int64_t layer, int64_t part, std::span<const int32_t> fresh) {
+Status Joining::make_room(int64_t layer, int64_t part, std::span<const int32_t> fresh) {
   const EngineOptions& options = parts_.options;
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   std::vector<int32_t> order;  // the best first; where nothing is known of them, the oldest
@@ -110,13 +114,13 @@ Status Keeping::make_room(int64_t layer, int64_t part, std::span<const int32_t> 
   std::sort(columns.begin(), columns.end());
   std::sort(float8.begin(), float8.end());
   columns.insert(columns.end(), fresh.begin(), fresh.end());
-  KVSWAP_RETURN_IF_ERROR(adopt(layer, part, std::move(columns), std::move(float8)));
+  KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns), std::move(float8)));
   ++parts_.counters.turns;
   return Status::ok();
 }
 
 /// What stays in the model's dtype, of all there is room for: ARKV (7).
-double Keeping::ratio(int64_t layer, int64_t part) const {
+double Joining::ratio(int64_t layer, int64_t part) const {
   const EngineOptions& options = parts_.options;
   const std::optional<double> own = batch_.pages(part).kept(layer).quality;
   if (options.keep_ratio || !own) return options.keep_ratio.value_or(1.0);
@@ -127,26 +131,7 @@ double Keeping::ratio(int64_t layer, int64_t part) const {
   return most > 0 ? *own / most : 1.0;
 }
 
-/// Behind those that are kept.
-Status Keeping::append(int64_t layer, int64_t part, std::span<const int32_t> columns) {
-  const int64_t group_tokens = parts_.options.group_tokens;
-  KeptTokens& kept = batch_.pages(part).kept(layer);
-  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
-  std::vector<int32_t> all = kept.columns();
-  for (size_t i = 0; i < columns.size(); ++i) {
-    const auto from = static_cast<int64_t>(i);
-    const auto to = static_cast<int64_t>(all.size());
-    copy_token(batch_.pages(part).kept_page(layer, to / group_tokens), to % group_tokens,
-               gathered_.data() + from / group_tokens * parts_.options.group_bytes(),
-               from % group_tokens);
-    all.push_back(columns[i]);
-  }
-  kept.set(std::move(all), group_tokens);
-  return Status::ok();
-}
-
-/// After a step behind which there is no room.
-void Keeping::observe_kept(int64_t layer, const PagedAttentionArgs& attended) {
+void Joining::observe_step(int64_t layer, const PagedAttentionArgs& attended, StepMass& mass) {
   const EngineOptions& options = parts_.options;
   if (!options.keeps_tokens(layer)) return;
   bool is_weighed = false;
@@ -156,24 +141,19 @@ void Keeping::observe_kept(int64_t layer, const PagedAttentionArgs& attended) {
     kept.next.reset();
     if (!lacks_room(layer, part)) continue;
     if (!is_weighed) {
-      const bool has_variance = options.keep_variance > 0;
-      mean_.resize(batch_.size() * options.kv_heads * attended.pages_max * options.group_tokens);
-      square_.resize(has_variance ? mean_.size() : 0);
-      attention_mass({.attention = attended,
-                      .mean = mean_.data(),
-                      .square = has_variance ? square_.data() : nullptr},
-                     {.parallel = parts_.threads()});
+      mass.weigh(attended, options.keep_variance > 0 ? StepMass::Numbers::kMeansAndSquares
+                                                     : StepMass::Numbers::kMeans);
       is_weighed = true;
     }
-    choose_who_stays(layer, part, attended);
+    choose_who_stays(layer, part, attended, mass);
   }
 }
 
-void Keeping::choose_who_stays(int64_t layer, int64_t part, const PagedAttentionArgs& attended) {
+void Joining::choose_who_stays(int64_t layer, int64_t part, const PagedAttentionArgs& attended,
+                               const StepMass& mass) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t group_tokens = options.group_tokens;
-  const int64_t slots = attended.pages_max * group_tokens;
   const auto in_dtype = static_cast<int64_t>(kept.columns().size());
   const int64_t first_float8 = (in_dtype + group_tokens - 1) / group_tokens * group_tokens;
   std::vector<std::pair<int32_t, float>> paid;
@@ -189,23 +169,23 @@ void Keeping::choose_who_stays(int64_t layer, int64_t part, const PagedAttention
     for (int64_t slot = 0; slot < tokens; ++slot) {
       float worth = 0;
       for (int64_t head = 0; head < options.kv_heads; ++head) {
-        const int64_t at = (part * options.kv_heads + head) * slots + entry * group_tokens + slot;
-        worth +=
-            square_.empty() ? mean_[at] : worth_of(mean_[at], square_[at], options.keep_variance);
+        const float mean = mass.means(part, head, entry)[slot];
+        const float* squares = mass.squares(part, head, entry);
+        worth += squares == nullptr ? mean : worth_of(mean, squares[slot], options.keep_variance);
       }
       paid.emplace_back(columns[place + slot], worth);
     }
   }
   std::sort(paid.begin(), paid.end());
   std::vector<int32_t> columns;
-  mass_.clear();
+  worth_.clear();
   for (const auto& [column, worth] : paid) {
     columns.push_back(column);
-    mass_.push_back(worth);
+    worth_.push_back(worth);
   }
   const double stay = std::floor(options.keep_slack * static_cast<double>(columns.size()));
   kept.next = who_stays({.columns = columns,
-                         .worth = mass_,
+                         .worth = worth_,
                          .pool = options.keep_pool,
                          .tokens = static_cast<int64_t>(stay)});
 }

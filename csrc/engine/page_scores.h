@@ -1,12 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "engine/batch.h"
 #include "engine/engine_parts.h"
 #include "engine/layer_step.h"
-#include "kernels/attention_mass.h"
+#include "engine/step_mass.h"
 
 namespace kvswap {
 
@@ -15,7 +14,8 @@ namespace kvswap {
 /// Not thread-safe.
 class PageScores {
  public:
-  PageScores(EngineParts& parts, const Batch& batch) : parts_(parts), batch_(batch) {}
+  PageScores(EngineParts& parts, const Batch& batch)
+      : parts_(parts), batch_(batch), mass_(parts, batch) {}
 
   /// Where a step's attention must leave its own, unless another asks for it too; null: not wanted.
   float* log_sum_exp(int64_t queries);
@@ -28,8 +28,7 @@ class PageScores {
  private:
   EngineParts& parts_;
   const Batch& batch_;
-  std::vector<float> log_sums_;
-  std::vector<float> mean_;
+  StepMass mass_;
 };
 
 }  // namespace kvswap

@@ -147,39 +147,6 @@ Status PastReader::read_tail(const Columns& columns, const TokenView& target) {
   return Status::ok();
 }
 
-const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
-                                const int8_t* exponents, std::byte* room) {
-  if (!options.has_float8_records() || *exponents == kNotFloat8) return page;
-  decode_page(options, page, exponents, room);
-  return room;
-}
-
-void decode_page(const EngineOptions& options, const std::byte* page, const int8_t* exponents,
-                 std::byte* target) {
-  const void* from = page;
-  void* to = target;
-  decode_records({.shape = options.record_shape(),
-                  .dtype = options.dtype,
-                  .from = &from,
-                  .to = &to,
-                  .exponents = const_cast<int8_t*>(exponents),
-                  .count = 1},
-                 {});
-}
-
-void encode_page(const EngineOptions& options, const std::byte* page, std::byte* target,
-                 int8_t* exponents) {
-  const void* from = page;
-  void* to = target;
-  encode_records({.shape = options.record_shape(),
-                  .dtype = options.dtype,
-                  .from = &from,
-                  .to = &to,
-                  .exponents = exponents,
-                  .count = 1},
-                 {});
-}
-
 /// Those of the group's tokens that were asked for.
 void PastReader::unpack(const std::byte* record, int64_t group, const Columns& columns,
                         const TokenView& target) const {

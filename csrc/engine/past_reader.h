@@ -9,6 +9,7 @@
 
 #include "engine/batch.h"
 #include "engine/engine_parts.h"
+#include "engine/page_tokens.h"
 #include "engine/sealer.h"
 
 namespace kvswap {
@@ -30,15 +31,6 @@ struct PastBlocks {
 
 /// What `where` answers who asks for columns before `gone`.
 Status dropped(const char* where, int64_t columns, int64_t gone);
-
-/// A page's tokens in the model's dtype: the page, or what it is decoded to, [group_bytes()].
-const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
-                                const int8_t* exponents, std::byte* room);
-/// A page of e4m3 in the model's dtype, [group_bytes()]; and one of these as e4m3.
-void decode_page(const EngineOptions& options, const std::byte* page, const int8_t* exponents,
-                 std::byte* target);
-void encode_page(const EngineOptions& options, const std::byte* page, std::byte* target,
-                 int8_t* exponents);
 
 /// Reads what the layers hold, outside of a step: sealed groups from the file, the rest from the
 /// tail. Not thread-safe.

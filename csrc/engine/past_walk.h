@@ -16,7 +16,7 @@ class PastVisitor {
   /// Sealed groups; their records are the host's, and there during the call.
   virtual Status visit_sealed(const PastStream::Block& block) = 0;
   /// What is left of the tokens whose records are gone; all are before the chunk, and count.
-  virtual Status visit_left(const Keeping::Left& left) = 0;
+  virtual Status visit_left(const LeftTokens& left) = 0;
   /// Columns [begin, end), newer than all sealed ones that were visited: keys and values
   /// [kv_heads, end - begin, head_dim] of the host.
   virtual Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,

@@ -53,7 +53,7 @@ class Chunk final : public PastVisitor {
     return Status::ok();
   }
 
-  Status visit_left(const Keeping::Left& left) override {
+  Status visit_left(const LeftTokens& left) override {
     const int64_t group_tokens = options_.group_tokens;
     for (int64_t token = 0; token < left.count; token += group_tokens) {
       const int64_t count = std::min(group_tokens, left.count - token);

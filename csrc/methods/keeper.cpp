@@ -151,6 +151,17 @@ double AttentionShape::quality(std::span<const double> temperatures) const {
          std::pow(central / (variance * variance), 1 / temperatures[2]);
 }
 
+void grow_mass(std::vector<float>& mass, int64_t tokens) {
+  if (static_cast<int64_t>(mass.size()) >= tokens) return;
+  mass.reserve((tokens + kMassUnit - 1) / kMassUnit * kMassUnit);
+  mass.resize(tokens, 0.0f);
+}
+
+void KeptTokens::count_queries(int64_t fresh, int64_t interval) {
+  queries_since += fresh;
+  is_due = is_due || (interval > 0 && queries_since >= interval);
+}
+
 void KeptTokens::set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents) {
   float8_ = std::move(columns);
   exponents_ = std::move(exponents);

@@ -94,6 +94,11 @@ class AttentionShape {
   double fourths_ = 0;
 };
 
+inline constexpr int64_t kMassUnit = 1024;  // tokens by which the memory of their mass grows
+
+/// So many numbers at least, new ones 0, in memory that grows by kMassUnit.
+void grow_mass(std::vector<float>& mass, int64_t tokens);
+
 /// Of one sequence and layer: which tokens are kept, and what the next choice will be made of.
 class KeptTokens {
  public:
@@ -122,6 +127,8 @@ class KeptTokens {
   const std::vector<int32_t>& float8() const { return float8_; }
   const std::vector<int8_t>& exponents() const { return exponents_; }  // [pages, kv_heads, 2]
   int64_t count() const { return static_cast<int64_t>(columns_.size() + float8_.size()); }
+  /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
+  void count_queries(int64_t fresh, int64_t interval);
   /// What those in e4m3 are, before set().
   void set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents);
   void set(std::vector<int32_t> columns, int64_t group_tokens);

@@ -167,7 +167,7 @@ class Chunk final : public PastVisitor {
     return Status::ok();
   }
 
-  Status visit_left(const Keeping::Left& left) override {
+  Status visit_left(const LeftTokens& left) override {
     const EngineOptions& options = engine_.parts().options;
     const int64_t group_tokens = options.group_tokens;
     const int64_t pages = (left.count + group_tokens - 1) / group_tokens;

@@ -1,0 +1,214 @@
+#include "engine/kept_pages.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "engine/page_tokens.h"
+
+namespace kvswap {
+namespace {
+
+/// Where a column stands among some that rise; their number: it does not.
+int64_t place_of(const std::vector<int32_t>& columns, int32_t column) {
+  const auto found = std::lower_bound(columns.begin(), columns.end(), column);
+  if (found == columns.end() || *found != column) return std::ssize(columns);
+  return found - columns.begin();
+}
+
+}  // namespace
+
+int64_t KeptPages::tokens_max(const EngineOptions& apart) {
+  return apart.keep_tokens * (apart.keeps_float8() ? apart.float8_a_room() : 1);
+}
+
+int64_t KeptPages::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
+  if (apart.kept_pages() == 0) return 0;
+  const int64_t loads = 2 * apart.past_block_groups(record_bytes) * Fetch::bytes_per_load();
+  // A record, and a page that is encoded.
+  const int64_t rounded = apart.keeper_kind().joins ? 2 * apart.group_bytes() : 0;
+  return loads + rounded + (apart.kept_pages() + 1) * apart.group_bytes() +
+         apart.keep_tokens * int64_t{sizeof(size_t)};
+}
+
+Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
+                        std::vector<int32_t> float8) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  if (columns == kept.columns() && float8 == kept.float8()) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
+  std::vector<int8_t> exponents;
+  encode(layer, part, float8, exponents);
+  for (int64_t page = 0; page < options.kept_pages(); ++page) {
+    std::memcpy(batch_.pages(part).kept_page(layer, page),
+                gathered_.data() + page * options.group_bytes(), options.group_bytes());
+  }
+  kept.set_float8(std::move(float8), std::move(exponents));
+  kept.set(std::move(columns), options.group_tokens);
+  return Status::ok();
+}
+
+Status KeptPages::append(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const RecordShape shape = parts_.options.record_shape();
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
+  std::vector<int32_t> all = kept.columns();
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto from = static_cast<int64_t>(i);
+    const auto to = static_cast<int64_t>(all.size());
+    copy_token(shape, {batch_.pages(part).kept_page(layer, to / group_tokens), to % group_tokens},
+               gathered_.data() + from / group_tokens * shape.payload_bytes(), from % group_tokens);
+    all.push_back(columns[i]);
+  }
+  kept.set(std::move(all), group_tokens);
+  return Status::ok();
+}
+
+/// The tokens of `columns`, packed to gathered_.
+Status KeptPages::gather(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+  const EngineOptions& options = parts_.options;
+  SequencePages& pages = batch_.pages(part);
+  const std::vector<int32_t>& kept = pages.kept(layer).columns();
+  const int64_t gone = parts_.store->first_group(layer, part) * options.group_tokens;
+  gathered_.resize(options.kept_pages() * options.group_bytes());
+  decoded_.resize(options.group_bytes());
+  missing_.clear();
+  const std::byte* page = nullptr;
+  int64_t group = -1;  // that stands in the page
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto to = static_cast<int64_t>(i);
+    const int64_t place = place_of(kept, columns[i]);
+    if (place < std::ssize(kept)) {
+      put(to, pages.kept_page(layer, place / options.group_tokens), place % options.group_tokens);
+      continue;
+    }
+    if (columns[i] < gone) {
+      put_rounded(layer, part, columns[i], to);
+      continue;
+    }
+    if (columns[i] / options.group_tokens != group) {
+      group = columns[i] / options.group_tokens;
+      page = page_in_tail(layer, part, group);
+    }
+    if (page == nullptr) {
+      missing_.push_back(i);
+    } else {
+      put(to, page, columns[i] % options.group_tokens);
+    }
+  }
+  for (size_t first = 0, end = 0; first < missing_.size(); first = end) {
+    KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
+  }
+  return Status::ok();
+}
+
+/// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.
+Status KeptPages::read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns,
+                              size_t first, size_t& end) {
+  const EngineOptions& options = parts_.options;
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const int64_t most = 2 * blocks.value().groups;
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(layer));
+  fetch_.layer = layer;
+  fetch_.loads.clear();
+  const auto group_of = [&](size_t i) {
+    return columns[missing_[i]] / static_cast<int32_t>(options.group_tokens);
+  };
+  for (end = first; end < missing_.size(); ++end) {
+    const int32_t group = group_of(end);
+    if (!fetch_.loads.empty() && fetch_.loads.back().group == group) continue;
+    const auto count = static_cast<int64_t>(fetch_.loads.size());
+    if (count == most) break;
+    std::byte* target = blocks.value().slots[0] + count * parts_.record_bytes();
+    fetch_.loads.push_back({part, group, -1, target, nullptr});
+  }
+  KVSWAP_RETURN_IF_ERROR(parts_.fetcher->submit(fetch_));
+  Status arrived = parts_.fetcher->finish(fetch_);
+  if (arrived.is_pending()) parts_.fetcher->abandon(fetch_, blocks.value().memory);
+  KVSWAP_RETURN_IF_ERROR(arrived);
+  std::vector<int8_t> note(options.note_bytes());
+  size_t i = first;
+  for (const Load& load : fetch_.loads) {
+    parts_.store->copy_note(layer, part, load.group, note.data());
+    const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
+    for (; i < end && group_of(i) == load.group; ++i) {
+      put(static_cast<int64_t>(missing_[i]), page, columns[missing_[i]] % options.group_tokens);
+    }
+  }
+  return Status::ok();
+}
+
+/// A sealed group that still stands in the tail's pages, as its record has it; null: it does not.
+const std::byte* KeptPages::page_in_tail(int64_t layer, int64_t part, int64_t group) {
+  const EngineOptions& options = parts_.options;
+  if (!parts_.keeper.joins || group < batch_.layer(layer).first_in_tail) return nullptr;
+  const std::byte* page = tail_.page(layer, part, group);
+  if (!options.has_float8_records()) return page;
+  rounded_.resize(options.payload_bytes());
+  std::vector<int8_t> exponents(options.note_bytes());
+  encode_page(options, page, rounded_.data(), exponents.data());
+  return tokens_of_page(options, rounded_.data(), exponents.data(), decoded_.data());
+}
+
+const std::byte* KeptPages::decoded(int64_t layer, int64_t part, int64_t page) {
+  const EngineOptions& options = parts_.options;
+  SequencePages& pages = batch_.pages(part);
+  decoded_.resize(options.group_bytes());
+  decode_page(options, pages.kept_float8_page(layer, page),
+              pages.kept(layer).exponents().data() + page * options.page_note_bytes(),
+              decoded_.data());
+  return decoded_.data();
+}
+
+/// One that is kept in e4m3 alone, to gathered_ in the model's dtype.
+void KeptPages::put_rounded(int64_t layer, int64_t part, int32_t column, int64_t place) {
+  const std::vector<int32_t>& float8 = batch_.pages(part).kept(layer).float8();
+  const int64_t from = place_of(float8, column);
+  KVSWAP_ASSERT(from < std::ssize(float8));
+  const int64_t group_tokens = parts_.options.group_tokens;
+  put(place, decoded(layer, part, from / group_tokens), from % group_tokens);
+}
+
+void KeptPages::put(int64_t place, const std::byte* page, int64_t slot) {
+  const RecordShape shape = parts_.options.record_shape();
+  std::byte* target = gathered_.data() + place / shape.group_tokens * shape.payload_bytes();
+  copy_token(shape, {target, place % shape.group_tokens}, page, slot);
+}
+
+/// The tokens of `columns`, all of them kept, to gathered_, from behind.
+void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> columns,
+                       std::vector<int8_t>& exponents) {
+  const EngineOptions& options = parts_.options;
+  const RecordShape shape = options.record_shape();
+  const int64_t group_tokens = options.group_tokens;
+  const int64_t each = options.float8_per_token();
+  const int64_t note_bytes = options.page_note_bytes();
+  SequencePages& pages = batch_.pages(part);
+  const KeptTokens& kept = pages.kept(layer);
+  const auto count = static_cast<int64_t>(columns.size());
+  exponents.resize((count + group_tokens - 1) / group_tokens * note_bytes);
+  int64_t in_room = -1;  // page that stands in decoded_
+  for (int64_t page = 0; page * group_tokens < count; ++page) {
+    unencoded_.assign(options.group_bytes(), std::byte{0});
+    for (int64_t i = page * group_tokens; i < std::min(count, (page + 1) * group_tokens); ++i) {
+      const int64_t in_float8 = place_of(kept.float8(), columns[i]);
+      const bool is_float8 = in_float8 < std::ssize(kept.float8());
+      const int64_t place = is_float8 ? in_float8 : place_of(kept.columns(), columns[i]);
+      const int64_t from = place / group_tokens;
+      if (is_float8 && std::exchange(in_room, from) != from) {
+        decoded(layer, part, from);
+      }
+      copy_token(shape, {unencoded_.data(), i % group_tokens},
+                 is_float8 ? decoded_.data() : pages.kept_page(layer, from), place % group_tokens);
+    }
+    encode_page(options, unencoded_.data(),
+                gathered_.data() +
+                    (options.kept_pages() - 1 - page / each) * options.group_bytes() +
+                    page % each * (options.group_bytes() / each),
+                exponents.data() + page * note_bytes);
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,226 @@
+#include "engine/window_weigher.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/attention_mass.h"
+#include "kernels/record_codec.h"
+
+namespace kvswap {
+namespace {
+
+/// The log of the sum of what both are logs of.
+float add_logs(float one, float other) {
+  const float most = std::max(one, other);
+  if (most == -std::numeric_limits<float>::infinity()) return most;
+  return most + std::log1p(std::exp(std::min(one, other) - most));
+}
+
+}  // namespace
+
+int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
+  if (apart.kept_pages() == 0) return 0;
+  const int64_t block = 2 * apart.past_block_groups(record_bytes);
+  // Means, and with a variance squares, of one call and of a window's.
+  const int64_t copies = apart.keep_variance > 0 || !apart.keep_ratio ? 4 : 1;
+  const int64_t mean =
+      copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
+  const int64_t log_sums =
+      apart.query_heads * (kChunkQueriesMax + apart.keep_window) * int64_t{sizeof(float)};
+  const int64_t output = apart.weighs_disk() ? apart.query_heads * kChunkQueriesMax *
+                                                   apart.head_dim * dtype_bytes(apart.dtype)
+                                             : 0;
+  const int64_t agreed =
+      apart.shares_groups() ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
+  return WindowBlock::bytes(apart, block) + mean + log_sums + output + agreed;
+}
+
+Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mass) {
+  const EngineOptions& options = parts_.options;
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  if (kept.window.log_sum_exp.empty()) {
+    KVSWAP_RETURN_IF_ERROR(sum_past(layer, part));
+  } else {
+    window_sums_ = kept.window.log_sum_exp;
+  }
+  mass.clear();
+  grow_mass(mass, batch_.layer(layer).sealed_groups * options.group_tokens);
+  shape_ = {};
+  overlap_.reset();
+  if (options.shares_groups() && !kept.overlap) {
+    overlap_.emplace(options.query_heads, options.selected_tokens());
+  }
+  const Block all = {.window = &kept.window, .mass = mass.data()};
+  weigh_left(layer, part, all);
+  KVSWAP_RETURN_IF_ERROR(walk_sealed(layer, part, [&](const PastReader::Groups& groups) {
+    Block block = all;
+    block.first_token = groups.first * options.group_tokens;
+    weigh_block(block);
+  }));
+  if (!options.keep_ratio) kept.quality = shape_.quality(options.keep_temperatures);
+  if (overlap_) kept.overlap = overlap_->mean();
+  return Status::ok();
+}
+
+/// Reads the sealed groups, and calls `meet` for each block of them.
+Status WindowWeigher::walk_sealed(int64_t layer, int64_t part, const MeetBlock& meet) {
+  const int64_t sealed = batch_.layer(layer).sealed_groups;
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const int64_t most = 2 * blocks.value().groups;
+  const int64_t valid = batch_.validity(part).first_valid() / parts_.options.group_tokens;
+  for (int64_t group = std::max(valid, parts_.store->first_group(layer, part)); group < sealed;
+       group += most) {
+    const PastReader::Groups groups = {layer, part, group, std::min(most, sealed - group)};
+    std::byte* target = blocks.value().slots[0];
+    KVSWAP_RETURN_IF_ERROR(past_.load(groups, target, blocks.value().memory));
+    KVSWAP_RETURN_IF_ERROR(past_.list(groups, target, block_.listed()));
+    block_.take(groups, batch_);
+    meet(groups);
+  }
+  return Status::ok();
+}
+
+/// The log-sum-exps of the window's queries, of all tokens that they see, to window_sums_.
+Status WindowWeigher::sum_past(int64_t layer, int64_t part) {
+  const EngineOptions& options = parts_.options;
+  const QueryWindow& window = batch_.pages(part).kept(layer).window;
+  window_sums_.assign(options.query_heads * window.count, -std::numeric_limits<float>::infinity());
+  KVSWAP_RETURN_IF_ERROR(
+      walk_sealed(layer, part, [&](const PastReader::Groups&) { sum_block(window); }));
+  // What is newer stands in the tail.
+  const Batch::Layer& state = batch_.layer(layer);
+  const int64_t end = (state.columns + options.group_tokens - 1) / options.group_tokens;
+  const PastReader::Groups newest = {layer, part, state.sealed_groups, end - state.sealed_groups};
+  PastPages& listed = block_.listed();
+  listed.pages.clear();
+  for (int64_t group = newest.first; group < end; ++group) {
+    listed.pages.push_back(tail_.page(layer, part, group));
+  }
+  listed.exponents.assign(newest.count * options.note_bytes(), kNotFloat8);
+  block_.take(newest, batch_);
+  if (newest.count > 0) sum_block(window);
+  for (size_t i = 0; !window.sinks.empty() && i < window_sums_.size(); ++i) {
+    window_sums_[i] = add_logs(window_sums_[i], window.sinks[i / window.count]);
+  }
+  return Status::ok();
+}
+
+void WindowWeigher::sum_block(const QueryWindow& window) {
+  const EngineOptions& options = parts_.options;
+  log_sums_.resize(options.query_heads * kChunkQueriesMax);
+  output_.resize(log_sums_.size() * options.head_dim * dtype_bytes(options.dtype));
+  for (int64_t first = 0; first < window.count;) {
+    PagedAttentionArgs args = block_.asked(window, first, log_sums_.data());
+    args.output = output_.data();
+    paged_attention(args, {.parallel = parts_.threads()});
+    for (int64_t head = 0; head < options.query_heads; ++head) {
+      for (int64_t query = 0; query < args.queries; ++query) {
+        float& sum = window_sums_[head * window.count + first + query];
+        sum = add_logs(sum, log_sums_[head * args.queries + query]);
+      }
+    }
+    first += args.queries;
+  }
+}
+
+/// Those whose records are gone.
+void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
+  const EngineOptions& options = parts_.options;
+  if (parts_.store->first_group(layer, part) == 0) return;
+  const LeftTokens& left = dropping_.left(layer, part);
+  const int64_t pages = (left.count + options.group_tokens - 1) / options.group_tokens;
+  const int64_t most = 2 * options.past_block_groups(parts_.record_bytes());
+  for (int64_t first = 0; first < pages; first += most) {
+    block_.take(left, first, std::min(most, pages - first));
+    block.columns = left.columns.data() + first * options.group_tokens;
+    weigh_block(block);
+  }
+}
+
+void WindowWeigher::weigh_block(const Block& block) {
+  const EngineOptions& options = parts_.options;
+  const QueryWindow& window = *block.window;
+  const int64_t tokens = block_.tokens();
+  mean_.resize(options.kv_heads * tokens);
+  square_.resize(weighs_heads() ? mean_.size() : 0);
+  means_.assign(square_.size(), 0.0f);
+  squares_.assign(square_.size(), 0.0f);
+  for (int64_t first = 0; first < window.count;) {
+    const int64_t queries = std::min(kChunkQueriesMax, window.in_a_row(first));
+    log_sums_.clear();
+    for (int64_t head = 0; head < options.query_heads; ++head) {
+      const float* of_head = window_sums_.data() + head * window.count + first;
+      log_sums_.insert(log_sums_.end(), of_head, of_head + queries);
+    }
+    attention_mass({.attention = block_.asked(window, first, log_sums_.data()),
+                    .mean = mean_.data(),
+                    .square = weighs_heads() ? square_.data() : nullptr},
+                   {.parallel = parts_.threads()});
+    first += queries;
+    const float share = static_cast<float>(queries) / static_cast<float>(window.count);
+    for (size_t i = 0; i < square_.size(); ++i) {
+      means_[i] += share * mean_[i];
+      squares_[i] += share * square_[i];
+    }
+    if (weighs_heads()) continue;
+    for (int64_t head = 0; head < options.kv_heads; ++head) {
+      for (int64_t token = 0; token < tokens; ++token) {
+        block.mass[block.column(token)] +=
+            static_cast<float>(queries) * mean_[head * tokens + token];
+      }
+    }
+  }
+  for (size_t i = 0; i < square_.size(); ++i) {
+    block.mass[block.column(static_cast<int64_t>(i) % tokens)] +=
+        worth_of(means_[i], squares_[i], options.keep_variance);
+  }
+  if (overlap_) weigh_overlap(block);
+  if (!options.keep_ratio) weigh_shape(block);
+}
+
+/// What the window's first and last query pay the tokens before it, each head alone.
+void WindowWeigher::weigh_overlap(const Block& block) {
+  const EngineOptions& options = parts_.options;
+  const QueryWindow& window = *block.window;
+  const int64_t ratio = options.query_heads / options.kv_heads;
+  const int64_t tokens = block_.tokens();
+  for (const TopOverlap::Of which : {TopOverlap::Of::kFirst, TopOverlap::Of::kLast}) {
+    const int64_t query = which == TopOverlap::Of::kFirst ? 0 : window.count - 1;
+    for (int64_t of_group = 0; of_group < ratio; ++of_group) {
+      log_sums_.clear();
+      for (int64_t head = of_group; head < options.query_heads; head += ratio) {
+        log_sums_.push_back(window_sums_[head * window.count + query]);
+      }
+      PagedAttentionArgs args = block_.asked(window, query, log_sums_.data());
+      args.query = static_cast<const std::byte*>(args.query) +
+                   of_group * args.query_head_stride * dtype_bytes(options.dtype);
+      args.query_head_stride *= ratio;
+      args.heads = options.kv_heads;
+      args.queries = 1;
+      attention_mass({.attention = args, .mean = mean_.data()}, {.parallel = parts_.threads()});
+      for (int64_t token = 0; token < block.before(tokens); ++token) {
+        if (!block_.counts(token)) continue;
+        for (int64_t head = 0; head < options.kv_heads; ++head) {
+          overlap_->add(head * ratio + of_group, which, static_cast<int32_t>(block.column(token)),
+                        mean_[head * tokens + token]);
+        }
+      }
+    }
+  }
+}
+
+/// How unevenly the block's tokens before the window were paid.
+void WindowWeigher::weigh_shape(const Block& block) {
+  const EngineOptions& options = parts_.options;
+  const int64_t tokens = block_.tokens();
+  for (int64_t token = 0; token < block.before(tokens); ++token) {
+    if (!block_.counts(token)) continue;
+    double paid = 0;
+    for (int64_t head = 0; head < options.kv_heads; ++head) paid += means_[head * tokens + token];
+    shape_.add(paid);
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/batch.h"
+#include "engine/dropping.h"
+#include "engine/engine_parts.h"
+#include "engine/past_reader.h"
+#include "engine/tail.h"
+#include "engine/window_block.h"
+#include "methods/keeper.h"
+#include "methods/top_overlap.h"
+
+namespace kvswap {
+
+/// Finds out exactly what the queries of a part's window paid all tokens before them, by reading
+/// the layer's records once (SnapKV 4, PRKV 3.4); twice where it is not known what each query
+/// attended: for the sums of their softmax first, and for the weights (PRKV algorithm 1). Tokens
+/// whose records are gone count with what is left of them. Not thread-safe.
+class WindowWeigher {
+ public:
+  WindowWeigher(EngineParts& parts, Batch& batch, const Tail& tail, PastReader& past,
+                Dropping& dropping)
+      : parts_(parts),
+        batch_(batch),
+        tail_(tail),
+        past_(past),
+        dropping_(dropping),
+        block_(parts.options) {}
+
+  /// mass: [sealed tokens] out, what each was paid by the window's queries, summed over them; where
+  /// heads are weighed alone, what it is worth for that, see worth_of(). Also to the part's kept
+  /// tokens, where the settings ask for it: how unevenly the queries look, and on how many tokens
+  /// they agree (KeptTokens::quality, overlap).
+  Status weigh(int64_t layer, int64_t part, std::vector<float>& mass);
+
+  /// What it allocates.
+  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
+
+ private:
+  using MeetBlock = std::function<void(const PastReader::Groups&)>;
+  /// A block of the past, and whose it is.
+  struct Block {
+    const QueryWindow* window = nullptr;
+    int64_t first_token = 0;
+    const int32_t* columns = nullptr;  // of its tokens, all before the window; null: from the first
+    float* mass = nullptr;             // of all tokens
+
+    int64_t column(int64_t token) const {
+      return columns == nullptr ? first_token + token : columns[token];
+    }
+    /// How many of so many tokens are before the window.
+    int64_t before(int64_t tokens) const {
+      return columns == nullptr ? std::min(tokens, window->first_column - first_token) : tokens;
+    }
+  };
+
+  Status walk_sealed(int64_t layer, int64_t part, const MeetBlock& meet);
+  Status sum_past(int64_t layer, int64_t part);
+  void sum_block(const QueryWindow& window);
+  void weigh_left(int64_t layer, int64_t part, Block block);
+  void weigh_block(const Block& block);
+  void weigh_overlap(const Block& block);
+  void weigh_shape(const Block& block);
+  /// Are means of each KV head wanted over all of a window, and their squares?
+  bool weighs_heads() const {
+    return parts_.options.keep_variance > 0 || !parts_.options.keep_ratio;
+  }
+
+  EngineParts& parts_;
+  Batch& batch_;
+  const Tail& tail_;
+  PastReader& past_;
+  Dropping& dropping_;
+
+  std::vector<float> window_sums_;  // [heads, queries]: log-sum-exps of a window
+  std::optional<TopOverlap> overlap_;
+  AttentionShape shape_;  // of the window's attention to what is before it
+  // Of the block that is weighed.
+  WindowBlock block_;
+  std::vector<float> log_sums_;    // [heads, queries] of a call
+  std::vector<std::byte> output_;  // of attention whose log-sum-exps alone are wanted
+  std::vector<float> mean_;        // [kv_heads, tokens] of a call
+  std::vector<float> square_;
+  std::vector<float> means_;    // of the calls for a window, summed up
+  std::vector<float> squares_;  // the same
+};
+
+}  // namespace kvswap
