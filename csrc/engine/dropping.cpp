@@ -28,7 +28,7 @@ void Dropping::drop_past(int64_t layer) {
         end = std::min(end, kept.joined_columns / options.group_tokens);
       }
     }
-    const bool is_new = end > parts_.store->first_group(layer, part);
+    const bool is_new = end > parts_.store->tables().first_group(layer, part);
     if (is_new && !batch_.fits(layer, part, end)) parts_.store->drop(layer, part, end);
   }
   parts_.ledger.release(Use::kStaging, held_bytes - parts_.store->bytes_held());
@@ -39,7 +39,7 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
   SequencePages& pages = batch_.pages(part);
   const KeptTokens& kept = pages.kept(layer);
   const int64_t group_tokens = options.group_tokens;
-  const int64_t gone = parts_.store->first_group(layer, part) * group_tokens;
+  const int64_t gone = parts_.store->tables().first_group(layer, part) * group_tokens;
   left_.count = 0;
   left_.columns.clear();
   left_.pages.clear();
@@ -79,7 +79,8 @@ void Dropping::add(const std::byte* page, int64_t slot, int64_t column) {
 }
 
 void Dropping::forget_gone(int64_t layer, int64_t part, std::span<float> mass) const {
-  const int64_t gone = parts_.store->first_group(layer, part) * parts_.options.group_tokens;
+  const int64_t gone =
+      parts_.store->tables().first_group(layer, part) * parts_.options.group_tokens;
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   for (int64_t column = 0; column < std::min<int64_t>(gone, std::ssize(mass)); ++column) {
     if (kept.mask(column, 1) == 0) mass[column] = -std::numeric_limits<float>::infinity();

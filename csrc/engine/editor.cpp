@@ -34,7 +34,7 @@ Result<Editor::Returning> Editor::read_returning(int64_t layer, int64_t columns)
   const int64_t sealed = std::min(state.sealed_groups, parts_.options.sealed_groups(columns));
   const int64_t end = (columns + group_tokens - 1) / group_tokens;
   for (int64_t sequence = 0; columns > 0 && sequence < batch_.size(); ++sequence) {
-    const int64_t gone = parts_.store->first_group(layer, sequence);
+    const int64_t gone = parts_.store->tables().first_group(layer, sequence);
     // The tail begins at what is sealed.
     if (sealed < gone) {
       return dropped("crop", columns, gone * group_tokens + parts_.options.tail_tokens);

@@ -45,7 +45,7 @@ Engine::~Engine() {
   if (getpid() == owner_pid_) {
     // Pages go only when nothing lands there any more.
     parts_->patience.wait_for_all();
-    parts_->store->forget_writes();
+    parts_->store->writes().forget();
     steps_.settle();
     // Errors were reported by the calls before this one.
     (void)steps_.drop_all().is_ok();

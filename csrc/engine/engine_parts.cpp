@@ -148,7 +148,7 @@ Status EngineParts::open_space() {
     selector = make_selector(method, nullptr);
     return Status::ok();
   }
-  auto opened = DeviceSpace::create(options, record_bytes(), store->staging());
+  auto opened = DeviceSpace::create(options, record_bytes(), store->writes().queue().memory());
   if (!opened.is_ok()) return opened.status();
   selector = make_selector(method, &opened.value()->device());
   space = std::move(opened.value());

@@ -70,7 +70,7 @@ Status KeptPages::gather(int64_t layer, int64_t part, std::span<const int32_t> c
   const EngineOptions& options = parts_.options;
   SequencePages& pages = batch_.pages(part);
   const std::vector<int32_t>& kept = pages.kept(layer).columns();
-  const int64_t gone = parts_.store->first_group(layer, part) * options.group_tokens;
+  const int64_t gone = parts_.store->tables().first_group(layer, part) * options.group_tokens;
   gathered_.resize(options.kept_pages() * options.group_bytes());
   decoded_.resize(options.group_bytes());
   missing_.clear();

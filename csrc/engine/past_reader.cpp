@@ -94,8 +94,8 @@ Status PastReader::read(const Columns& columns, void* keys, void* values) {
                            std::to_string(columns.sequence / apart));
   }
   if (columns.begin == columns.end) return Status::ok();
-  const int64_t gone =
-      parts_.store->first_group(columns.layer, columns.sequence) * parts_.options.group_tokens;
+  const int64_t gone = parts_.store->tables().first_group(columns.layer, columns.sequence) *
+                       parts_.options.group_tokens;
   if (columns.begin < gone) return dropped("read_back", columns.begin, gone);
   const int64_t head_dim = parts_.options.head_dim;
   const int64_t head_stride = (columns.end - columns.begin) * head_dim;

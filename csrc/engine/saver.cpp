@@ -11,6 +11,7 @@
 
 #include "engine/saved_names.h"
 #include "io/kernel.h"
+#include "store/checksum.h"
 
 namespace kvswap {
 namespace {
@@ -34,7 +35,7 @@ Status Saver::settle() {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
   }
   KVSWAP_RETURN_IF_ERROR(sealer_.settle());
-  return parts_.store->flush();
+  return parts_.store->writes().flush();
 }
 
 SavedCounts Saver::counts() const {
@@ -42,15 +43,15 @@ SavedCounts Saver::counts() const {
           .columns = batch_.layer(0).columns,
           .groups = batch_.layer(0).sealed_groups,
           .record_bytes = parts_.record_bytes(),
-          .seed = parts_.store->seed()};
+          .seed = parts_.store->places().seed()};
 }
 
 bool Saver::may_link() const {
   const RecordStore& store = *parts_.store;
-  const int64_t used = store.end_bytes() - parts_.file->own_begin_bytes();
+  const int64_t used = store.places().end_bytes() - parts_.file->own_begin_bytes();
   // A file that is mostly holes would be larger than a copy, and slower to read.
-  return store.bytes_held() > 0 && !parts_.file->is_full() && store.is_alone() &&
-         2 * store.bytes_held() >= used;
+  return store.bytes_held() > 0 && !parts_.file->is_full() &&
+         store.records().stand_from(store.places().first_place()) && 2 * store.bytes_held() >= used;
 }
 
 /// Makes the own file fit to be kept, and gives it to the target.
@@ -59,13 +60,13 @@ Result<bool> Saver::link(SaveTarget& target) {
   const int64_t begin = parts_.file->own_begin_bytes();
   int error = 0;
   // What was there once is nobody's business.
-  parts_.store->each_hole([&](int64_t offset, int64_t length) {
+  parts_.store->places().each_hole([&](int64_t offset, int64_t length) {
     const int punched = kernel().fallocate(
         parts_.file->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset - begin, length);
     if (error == 0) error = punched;
   });
   if (error != 0) return false;
-  KVSWAP_RETURN_IF_ERROR(parts_.file->shrink(parts_.store->end_bytes()));
+  KVSWAP_RETURN_IF_ERROR(parts_.file->shrink(parts_.store->places().end_bytes()));
   return target.link_records(parts_.file->fd());
 }
 
@@ -80,7 +81,7 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       const auto is_new = [&](int64_t group) {
-        return numbers[parts_.store->number(layer, sequence, group)] == kNoNumber;
+        return numbers[parts_.store->tables().number(layer, sequence, group)] == kNoNumber;
       };
       for (int64_t group = 0; group < sealed;) {
         int64_t count = 0;
@@ -104,9 +105,9 @@ Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::G
   for (int64_t i = 0; i < groups.count; ++i) {
     const int64_t group = groups.first + i;
     const auto number = static_cast<uint32_t>(records.sums.size());
-    numbers[parts_.store->number(groups.layer, groups.sequence, group)] = number;
-    const uint32_t sum =
-        parts_.store->sum(buffer.get() + i * record_bytes, groups.layer, group, number + 1, seed);
+    numbers[parts_.store->tables().number(groups.layer, groups.sequence, group)] = number;
+    const std::span bytes(buffer.get() + i * record_bytes, record_bytes);
+    const uint32_t sum = record_checksum(bytes, {seed, groups.layer, group, number + 1});
     records.sums.push_back({number, number + 1, sum});
     const size_t noted = records.notes.size();
     records.notes.resize(noted + parts_.options.note_bytes());
@@ -121,7 +122,8 @@ Status Saver::save(SaveTarget& target) {
   auto linked = link(target);
   if (!linked.is_ok()) return linked.status();
   std::vector<uint32_t> numbers;
-  Records records = {parts_.store->live_records(numbers), parts_.store->live_notes()};
+  Records records = {parts_.store->records().held_records(numbers),
+                     parts_.store->records().held_notes()};
   std::shared_ptr<DataFile> next;
   if (linked.value()) {
     auto opened = parts_.open_own_file();
@@ -150,7 +152,7 @@ Result<Saver::Shared> Saver::share() {
   KVSWAP_RETURN_IF_ERROR(settle());
   Shared shared;
   shared.counts = counts();
-  const bool has_written = parts_.store->end_bytes() > parts_.file->own_begin_bytes();
+  const bool has_written = parts_.store->places().end_bytes() > parts_.file->own_begin_bytes();
   if (has_written) {
     if (parts_.file->is_full()) {
       return Status::invalid("fork: a session must stand on at most " +
@@ -165,13 +167,14 @@ Result<Saver::Shared> Saver::share() {
   auto base = std::make_shared<BaseFiles>();
   base->parts = parts_.file->parts();
   base->parts.pop_back();
-  base->seeds = parts_.store->seeds();
+  base->seeds = parts_.store->places().seeds();
   base->seeds.pop_back();
   base->end_bytes = parts_.file->own_begin_bytes();
   base->record_bytes = parts_.record_bytes();
   base->groups = shared.counts.groups;
   std::vector<uint32_t> numbers;
-  Records records = {parts_.store->live_records(numbers), parts_.store->live_notes()};
+  Records records = {parts_.store->records().held_records(numbers),
+                     parts_.store->records().held_notes()};
   shared.counts.records = static_cast<int64_t>(records.sums.size());
   shared.tensors =
       list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)),
@@ -182,9 +185,10 @@ Result<Saver::Shared> Saver::share() {
 
 /// From now on records go to `next`.
 void Saver::seal_file(std::shared_ptr<DataFile> next) {
-  const int64_t begin = FileStack::begin_above(parts_.store->end_bytes(), parts_.record_bytes());
+  const int64_t begin =
+      FileStack::begin_above(parts_.store->places().end_bytes(), parts_.record_bytes());
   parts_.file->seal(std::move(next), begin);
-  parts_.store->begin_file(begin, random_seed());
+  parts_.store->places().begin_file(begin, random_seed());
 }
 
 std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bool has_summaries) {
@@ -251,7 +255,7 @@ void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedT
          [this, layer, groups, numbers](int64_t first, int64_t count, std::byte* target) {
            for (int64_t i = 0; i < count * groups; ++i) {
              const uint32_t number =
-                 (*numbers)[parts_.store->number(layer, first + i / groups, i % groups)];
+                 (*numbers)[parts_.store->tables().number(layer, first + i / groups, i % groups)];
              std::memcpy(target + i * sizeof(number), &number, sizeof(number));
            }
            return Status::ok();

@@ -70,8 +70,8 @@ Status WindowWeigher::walk_sealed(int64_t layer, int64_t part, const MeetBlock& 
   if (!blocks.is_ok()) return blocks.status();
   const int64_t most = 2 * blocks.value().groups;
   const int64_t valid = batch_.validity(part).first_valid() / parts_.options.group_tokens;
-  for (int64_t group = std::max(valid, parts_.store->first_group(layer, part)); group < sealed;
-       group += most) {
+  for (int64_t group = std::max(valid, parts_.store->tables().first_group(layer, part));
+       group < sealed; group += most) {
     const PastReader::Groups groups = {layer, part, group, std::min(most, sealed - group)};
     std::byte* target = blocks.value().slots[0];
     KVSWAP_RETURN_IF_ERROR(past_.load(groups, target, blocks.value().memory));
@@ -128,7 +128,7 @@ void WindowWeigher::sum_block(const QueryWindow& window) {
 /// Those whose records are gone.
 void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
   const EngineOptions& options = parts_.options;
-  if (parts_.store->first_group(layer, part) == 0) return;
+  if (parts_.store->tables().first_group(layer, part) == 0) return;
   const LeftTokens& left = dropping_.left(layer, part);
   const int64_t pages = (left.count + options.group_tokens - 1) / options.group_tokens;
   const int64_t most = 2 * options.past_block_groups(parts_.record_bytes());

@@ -71,7 +71,7 @@ TEST_P(Recorded, TotalsAreTheCounters) {
   decode(run);
   Engine& engine = run.engine();
   run.select({0, 1});  // waits for what is under way
-  const uint64_t written = engine.parts().store->bytes_written();
+  const uint64_t written = engine.parts().store->writes().queue().bytes_written();
   const std::vector<Span> spans = engine.parts().timeline->spans();
   ASSERT_LT(engine.parts().timeline->recorded(),
             static_cast<uint64_t>(kSpans));  // none was overwritten

@@ -29,6 +29,12 @@ class SlowFile final : public ForwardingFile {
   std::chrono::milliseconds delay_;
 };
 
+Status commit(RecordStore& store, RecordStore::StagedRun& run,
+              const std::vector<int64_t>& sequences) {
+  store.enter(run, sequences);
+  return store.hand_over(run);
+}
+
 class RecordStoreTest : public testing::Test {
  protected:
   void open(std::chrono::milliseconds delay = {}, int64_t quota_bytes = -1) {
@@ -53,7 +59,7 @@ class RecordStoreTest : public testing::Test {
     for (size_t i = 0; i < sequences.size(); ++i) {
       fill_random({run.value().data() + i * kRecord, kPayload}, content + i);
     }
-    return store_->commit(run.value(), sequences);
+    return commit(*store_, run.value(), sequences);
   }
 
   std::vector<std::byte> read(int64_t layer, int64_t sequence, int64_t group) {
@@ -92,9 +98,9 @@ TEST_F(RecordStoreTest, WhatWasCommittedComesBackAlsoFromASlowDisk) {
         expect_content(group % 2, sequence, group / 2, 100 * group + sequence);
       }
     }
-    must(store_->flush());
+    must(store_->writes().flush());
     EXPECT_EQ(store_->bytes_held(), 40 * kRecord);
-    EXPECT_EQ(store_->bytes_written(), 40u * kRecord);
+    EXPECT_EQ(store_->writes().queue().bytes_written(), 40u * kRecord);
   }
 }
 
@@ -166,7 +172,7 @@ TEST_F(RecordStoreTest, RandomLivesEqualAModelAndKeysNeverRepeat) {
       must(seal(layer, sequences, content));
       for (size_t i = 0; i < sequences.size(); ++i) {
         model[layer][i].push_back(content + i);
-        const RecordKey key = store_->key(layer, i, store_->groups(layer, i) - 1);
+        const RecordKey key = store_->key(layer, i, store_->tables().groups(layer, i) - 1);
         ASSERT_TRUE(content_of.emplace(key, content + i).second) << "a key came again";
       }
     } else if (action < 8) {
@@ -191,7 +197,7 @@ TEST_F(RecordStoreTest, RandomLivesEqualAModelAndKeysNeverRepeat) {
     for (const int64_t of : {0, 1}) {
       for (size_t sequence = 0; sequence < model[of].size(); ++sequence) {
         const auto& table = model[of][sequence];
-        ASSERT_EQ(store_->groups(of, sequence), static_cast<int64_t>(table.size()));
+        ASSERT_EQ(store_->tables().groups(of, sequence), static_cast<int64_t>(table.size()));
         distinct.insert(table.begin(), table.end());
         if (table.empty()) continue;
         const size_t group = random() % table.size();
@@ -219,7 +225,7 @@ TEST_F(RecordStoreTest, AFullQuotaRefusesTheNextRecordAndHarmsNoOther) {
   for (uint64_t i = 0; i < sealed; ++i) expect_content(i % 2, 1, i / 2, 10 * i + 1);
   store_->truncate(1, 10);
   must(seal(0, {0, 1}, 7));
-  expect_content(0, 0, store_->groups(0, 0) - 1, 7);
+  expect_content(0, 0, store_->tables().groups(0, 0) - 1, 7);
 }
 
 TEST_F(RecordStoreTest, AFailedWriteStaysAnErrorUntilItIsWrittenOrUnread) {
@@ -233,22 +239,22 @@ TEST_F(RecordStoreTest, AFailedWriteStaysAnErrorUntilItIsWrittenOrUnread) {
   Status status;
   for (int i = 0; i < 10 && status.is_ok(); ++i) {
     auto run = store->stage(0, 1);
-    status = run.is_ok() ? store->commit(run.value(), std::vector<int64_t>{0}) : run.status();
+    status = run.is_ok() ? commit(*store, run.value(), {0}) : run.status();
   }
   EXPECT_EQ(status.code(), StatusCode::kStorage);
   EXPECT_TRUE(store->ensure_written(0, 0, 0).is_ok()) << "what was written may be read";
   EXPECT_EQ(store->ensure_written(0, 0, 2).code(), StatusCode::kStorage);
-  EXPECT_EQ(store->flush().code(), StatusCode::kStorage);
+  EXPECT_EQ(store->writes().flush().code(), StatusCode::kStorage);
   faults.fail_write = 0;
-  EXPECT_TRUE(store->flush().is_ok());
+  EXPECT_TRUE(store->writes().flush().is_ok());
   faults.fail_write = faults.writes_seen + 1;
   auto run = must(store->stage(0, 1));
-  ASSERT_TRUE(store->commit(run, std::vector<int64_t>{0}).is_ok());
-  EXPECT_EQ(store->flush().code(), StatusCode::kStorage);
-  const uint64_t written = store->bytes_written();
-  store->truncate(0, store->groups(0, 0) - 1);
-  EXPECT_TRUE(store->flush().is_ok()) << "nobody reads it any more";
-  EXPECT_EQ(store->bytes_written(), written);
+  ASSERT_TRUE(commit(*store, run, {0}).is_ok());
+  EXPECT_EQ(store->writes().flush().code(), StatusCode::kStorage);
+  const uint64_t written = store->writes().queue().bytes_written();
+  store->truncate(0, store->tables().groups(0, 0) - 1);
+  EXPECT_TRUE(store->writes().flush().is_ok()) << "nobody reads it any more";
+  EXPECT_EQ(store->writes().queue().bytes_written(), written);
 }
 
 }  // namespace
