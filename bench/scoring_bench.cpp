@@ -69,7 +69,7 @@ double measure(const Case& of) {
   const auto keys = numbers(kTokens * width, 1);
   const auto query = numbers(of.batch * kHeads * kHeadDim, 1);
   const auto projection = numbers(width * of.rank, 0.04f);
-  selector->set_sequences(of.batch);
+  selector->summaries().set_sequences(of.batch);
   TokenValidity valid;
   valid.append(kTokens, nullptr);
   for (int64_t layer = 0; layer < kLayers; ++layer) {

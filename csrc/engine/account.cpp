@@ -134,8 +134,8 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
   const int64_t charged = batch.due_groups(layer, batch.layer(layer).columns);
   const int64_t due = batch.due_groups(layer, columns);
   if (due == charged) return Status::ok();
-  const int64_t summary_bytes = parts_.selector->bytes_to_append(layer, due * group_tokens) -
-                                parts_.selector->bytes_to_append(layer, charged * group_tokens);
+  const int64_t summary_bytes = parts_.selector->summaries().bytes_to_append(layer, due * group_tokens) -
+                                parts_.selector->summaries().bytes_to_append(layer, charged * group_tokens);
   const int64_t groups = batch.layer(layer).sealed_groups + due;
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
   const int64_t table_bytes =
@@ -200,21 +200,21 @@ Status Account::charge_summary(const Batch& batch, int64_t layer) {
   const Batch::Layer& state = batch.layer(layer);
   const int64_t groups = state.sealed_groups + batch.due_groups(layer, state.columns);
   return parts_.ledger.charge(
-      Use::kSummary, parts_.selector->bytes_to_append(layer, groups * parts_.options.group_tokens),
+      Use::kSummary, parts_.selector->summaries().bytes_to_append(layer, groups * parts_.options.group_tokens),
       "the summary of what is sealed");
 }
 
 void Account::settle(const Batch& batch) {
   const EngineOptions& options = parts_.options;
   const int64_t sequences = batch.size() + batch.spares();
-  int64_t summary = parts_.selector->resident_bytes();
+  int64_t summary = parts_.selector->summaries().resident_bytes();
   int64_t tables = memory_need(options, parts_.record_bytes(), sequences, 0).tables;
   int64_t staging = memory_need(options, parts_.record_bytes(), 0, 0).staging +
                     (options.drops() ? parts_.store->bytes_held() : 0);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const Batch::Layer& state = batch.layer(layer);
     const int64_t due = batch.due_groups(layer, state.columns);
-    summary += parts_.selector->bytes_to_append(layer, due * options.group_tokens);
+    summary += parts_.selector->summaries().bytes_to_append(layer, due * options.group_tokens);
     tables += batch.size() * (state.sealed_groups + due) * options.table_bytes_per_group();
     if (options.drops()) staging += batch.size() * due * parts_.record_bytes();
   }

@@ -29,7 +29,7 @@ Status Batch::begin(int64_t sequences, int64_t tokens) {
   }
   validity_.assign(sequences, {});
   parts_.store->set_sequences(sequences);
-  parts_.selector->set_sequences(sequences);
+  parts_.selector->summaries().set_sequences(sequences);
   return Status::ok();
 }
 
@@ -77,7 +77,7 @@ void Batch::select(std::span<const int64_t> indices) {
   pages_ = std::move(selected);
   validity_ = std::move(validity);
   parts_.store->select_sequences(indices);
-  parts_.selector->select_sequences(indices);
+  parts_.selector->summaries().select_sequences(indices);
 }
 
 void Batch::crop_validity(int64_t columns) {

@@ -340,7 +340,7 @@ Result<Saver::Shared> Engine::share() {
 
 Status Engine::load(const SavedCounts& counts, const SavedTensors& saved, Engine* sharer) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  Selector* summaries = sharer == nullptr ? nullptr : sharer->parts_->selector.get();
+  Summaries* summaries = sharer == nullptr ? nullptr : &sharer->parts_->selector->summaries();
   return handed_back(*parts_, loader_.load(counts, saved, summaries));
 }
 

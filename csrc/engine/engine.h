@@ -83,10 +83,8 @@ class Engine {
   /// one has its turn here, and is dropped a layer at a time; a later one, that a crop may take
   /// back whole, by the next step. A turn that fails here is made again there, too.
   void end_chunk(int64_t layer, int64_t tokens);
-  /// What of a part's dropped tokens is left; see Dropping.
-  const LeftTokens& left(int64_t layer, int64_t part) {
-    return keeping_.dropping().left(layer, part);
-  }
+  /// What of a part's dropped tokens is left.
+  Dropping& dropping() { return keeping_.dropping(); }
 
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
   /// host.

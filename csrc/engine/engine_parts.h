@@ -14,6 +14,7 @@
 #include "io/timeline.h"
 #include "memory/ledger.h"
 #include "methods/selector.h"
+#include "methods/summaries.h"
 #include "store/record_store.h"
 
 namespace kvswap {

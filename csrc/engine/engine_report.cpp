@@ -122,7 +122,7 @@ std::map<std::string, int64_t> engine_ledger(const Engine& engine) {
     bytes[use_name(static_cast<Use>(use))] = ledger.used(static_cast<Use>(use));
   }
   // Charged, since any cache that shares it may be the last; but one alone shows it in its total.
-  const int64_t shared = engine.parts().selector->shared_bytes();
+  const int64_t shared = engine.parts().selector->summaries().shared_bytes();
   bytes[use_name(Use::kSummary)] -= shared;
   bytes["shared"] = shared;
   bytes["total"] = ledger.total() - shared;

@@ -47,7 +47,7 @@ Status Loader::check(const SavedCounts& counts, const SavedTensors& saved) const
   return Status::ok();
 }
 
-Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Selector* sharer) {
+Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Summaries* sharer) {
   KVSWAP_RETURN_IF_ERROR(check(counts, saved));
   KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.columns));
   KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
@@ -104,26 +104,26 @@ Status Loader::load_summaries(const SavedCounts& counts, const SavedTensors& sav
   const int64_t tokens = counts.groups * parts_.options.group_tokens;
   int64_t bytes = 0;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    auto of_layer = parts_.selector->bytes_to_load(layer, tokens, saved);
+    auto of_layer = parts_.selector->summaries().bytes_to_load(layer, tokens, saved);
     if (!of_layer.is_ok()) return of_layer.status();
     bytes += of_layer.value();
   }
   KVSWAP_RETURN_IF_ERROR(account_.charge_loaded(batch_, counts.groups, bytes));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    KVSWAP_RETURN_IF_ERROR(parts_.selector->load(layer, tokens, saved));
+    KVSWAP_RETURN_IF_ERROR(parts_.selector->summaries().load(layer, tokens, saved));
   }
   return Status::ok();
 }
 
 /// Held, and so charged, by each that shares them: any of them may be the last to be closed.
-Status Loader::share_summaries(int64_t groups, Selector& sharer) {
+Status Loader::share_summaries(int64_t groups, Summaries& sharer) {
   int64_t bytes = 0;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    bytes += sharer.summary_bytes(layer);
+    bytes += sharer.bytes(layer);
   }
   KVSWAP_RETURN_IF_ERROR(account_.charge_loaded(batch_, groups, bytes));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    parts_.selector->share(layer, sharer);
+    parts_.selector->summaries().share(layer, sharer);
   }
   return Status::ok();
 }

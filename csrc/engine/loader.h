@@ -21,14 +21,14 @@ class Loader {
       : parts_(parts), batch_(batch), tail_(tail), editor_(editor), account_(account) {}
 
   /// `sharer`: who has the summaries, where they are shared; null: they are among the tensors.
-  Status load(const SavedCounts& counts, const SavedTensors& saved, Selector* sharer);
+  Status load(const SavedCounts& counts, const SavedTensors& saved, Summaries* sharer);
 
  private:
   Status check(const SavedCounts& counts, const SavedTensors& saved) const;
   Status load_validity(const SavedCounts& counts, const SavedTensors& saved);
   Status load_projections(const SavedTensors& saved);
   Status load_summaries(const SavedCounts& counts, const SavedTensors& saved);
-  Status share_summaries(int64_t groups, Selector& sharer);
+  Status share_summaries(int64_t groups, Summaries& sharer);
   Status load_tables(const SavedCounts& counts, const SavedTensors& saved);
   Status load_exponents(const SavedCounts& counts, const SavedTensors& saved, SavedTables& tables);
   Status load_sinks(int64_t layer, const SavedCounts& counts, const SavedTensors& saved);

@@ -25,7 +25,8 @@ Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor) {
   const EngineOptions& options = engine.parts().options;
   const int64_t group_tokens = options.group_tokens;
   const int64_t gone = engine.parts().store->tables().first_group(walk.layer, walk.part);
-  if (gone > 0) KVSWAP_RETURN_IF_ERROR(visitor.visit_left(engine.left(walk.layer, walk.part)));
+  if (gone > 0)
+    KVSWAP_RETURN_IF_ERROR(visitor.visit_left(engine.dropping().left(walk.layer, walk.part)));
   const int64_t first_group =
       std::max(gone, std::min(walk.past, engine.validity(walk.part).first_valid()) / group_tokens);
   // append() may have sealed a group that the chunk's own first tokens fill up.

@@ -178,7 +178,7 @@ Result<Saver::Shared> Saver::share() {
   shared.counts.records = static_cast<int64_t>(records.sums.size());
   shared.tensors =
       list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)),
-           !parts_.selector->is_shareable());
+           !parts_.selector->summaries().is_shareable());
   shared.base = std::move(base);
   return shared;
 }
@@ -212,7 +212,7 @@ std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bo
     list_layer(layer, numbers, tensors);
     list_sinks(layer, tensors);
     parts_.selector->list_projections(layer, tensors);
-    if (has_summaries) parts_.selector->list_summaries(layer, tensors);
+    if (has_summaries) parts_.selector->summaries().list(layer, tensors);
   }
   return tensors;
 }

@@ -200,7 +200,7 @@ void Sealer::take_back(int64_t layer, int64_t groups) {
                                                  .step = parts_.options.select_queries_max});
   }
   parts_.store->truncate(layer, groups);
-  parts_.selector->truncate(layer, groups * parts_.options.group_tokens);
+  parts_.selector->summaries().truncate(layer, groups * parts_.options.group_tokens);
   Batch::Layer& state = batch_.layer(layer);
   state.sealed_groups = groups;
   state.first_in_tail = std::min(state.first_in_tail, groups);

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
-#include <set>
 #include <string>
 
 #include "kernels/group_topk.h"
@@ -20,76 +18,26 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 RowSelector::RowSelector(const MethodOptions& options, std::unique_ptr<Rows> rows,
                          std::shared_ptr<SummaryMemory> memory)
     : options_(options),
+      is_given_(RowsKind::find(options.rows)->is_given),
       rows_(std::move(rows)),
-      memory_(std::move(memory)),
-      summaries_(options.layers) {}
-
-bool RowSelector::is_ready(int64_t layer) const {
-  const std::vector<int64_t>& exact = options_.exact_layers;
-  return rows_->is_ready(layer) && std::find(exact.begin(), exact.end(), layer) == exact.end();
-}
-
-/// Empty summaries for all sequences, where the layer can have some.
-void RowSelector::start_layer(int64_t layer) {
-  summaries_[layer].clear();
-  if (!is_ready(layer) || rows_->shape(layer).width == 0) return;
-  summaries_[layer].assign(sequences_, Summary(summary_shape(layer), memory_));
-}
-
-Summary::Shape RowSelector::summary_shape(int64_t layer) const {
-  const RowShape rows = rows_->shape(layer);
-  return {rows.width, chunk_rows(options_.group_tokens, rows.tokens_per_row),
-          options_.summary_dtype};
-}
+      summaries_(options_, *rows_, std::move(memory)) {}
 
 Status RowSelector::set_projection(int64_t layer, int64_t rank, const float* keys,
                                    const float* queries) {
-  KVSWAP_ASSERT(tokens(layer) == 0);
+  KVSWAP_ASSERT(summaries_.tokens(layer) == 0);
   KVSWAP_RETURN_IF_ERROR(rows_->set_projection(layer, rank, keys, queries));
-  start_layer(layer);
+  summaries_.start_layer(layer);
   return Status::ok();
 }
 
 void RowSelector::drop_projection(int64_t layer) {
   rows_->drop_projection(layer);
-  start_layer(layer);
-}
-
-int64_t RowSelector::bytes_to_append(int64_t layer, int64_t tokens) const {
-  int64_t bytes = 0;
-  std::set<const Summary::Chunk*> settled;
-  for (const Summary& summary : summaries_[layer]) {
-    bytes += summary.bytes_to_append(tokens / rows_->shape(layer).tokens_per_row, &settled);
-  }
-  return bytes;
+  summaries_.start_layer(layer);
 }
 
 Status RowSelector::append(const SealedKeys& sealed) {
-  KVSWAP_ASSERT(is_ready(sealed.layer));
-  if (rows_->shape(sealed.layer).width == 0) return Status::ok();
-  const int64_t each = rows_->shape(sealed.layer).tokens_per_row;
-  Summary& summary = summaries_[sealed.layer][sealed.sequence];
-  const int64_t first_column = summary.rows() * each;
-  std::vector<RowPiece> pieces;
-  const Status appended = summary.append(
-      sealed.tokens / each,
-      [&](Summary::Chunk& chunk, int64_t first_row, int64_t first_new_row, int64_t count) {
-        const int64_t first = first_new_row * each;
-        RowPiece piece;
-        piece.sequence = sealed.sequence;
-        piece.keys = sealed.keys;
-        piece.keys.data = static_cast<const std::byte*>(sealed.keys.data) +
-                          first * sealed.keys.token_stride * dtype_bytes(sealed.keys.dtype);
-        piece.tokens = count * each;
-        piece.valid = sealed.valid;
-        piece.first_token = first_column + first;
-        piece.rows = chunk.rows.data();
-        piece.row_scale = chunk.token_scale.empty() ? nullptr : chunk.token_scale.data();
-        piece.first_row = first_row;
-        pieces.push_back(piece);
-      });
-  write(sealed.layer, pieces);
-  return appended;
+  return summaries_.append(sealed,
+                           [&](std::span<const RowPiece> pieces) { write(sealed.layer, pieces); });
 }
 
 void RowSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
@@ -105,7 +53,7 @@ void RowSelector::run(int64_t count, const std::function<void(int64_t, int64_t)>
 void RowSelector::choose(const ChooseArgs& args) {
   KVSWAP_ASSERT(is_ready(args.layer) && args.chosen != nullptr);
   const auto batch = static_cast<int64_t>(args.candidates.size());
-  KVSWAP_ASSERT(batch == sequences_);
+  KVSWAP_ASSERT(batch == summaries_.sequences());
   queries_ = args.query.queries;
   groups_ = args.groups;
   const auto scores = static_cast<size_t>(batch * queries_ * groups_);
@@ -117,7 +65,7 @@ void RowSelector::choose(const ChooseArgs& args) {
   group_scores_.resize(scores);
   args.chosen->resize(batch);
   const bool is_by_mass = options_.score == Score::kMass || options_.score == Score::kMaxMass;
-  if (RowsKind::find(options_.rows)->is_given) {
+  if (is_given_) {
     take_given(args);
   } else {
     is_by_mass ? score_by_mass(args) : score_by_product(args);
@@ -130,7 +78,7 @@ void RowSelector::choose(const ChooseArgs& args) {
 Status RowSelector::start_choice(const ChooseArgs& args) {
   const GivenScores wanted = {nullptr, static_cast<int64_t>(args.candidates.size()),
                               args.query.queries, args.groups};
-  if (RowsKind::find(options_.rows)->is_given && !rows_->holds(args.layer, wanted)) {
+  if (is_given_ && !rows_->holds(args.layer, wanted)) {
     return Status::invalid("attend: layer " + std::to_string(args.layer) +
                            " must be given scores of its " + std::to_string(args.groups) +
                            " groups for " + std::to_string(wanted.queries) +
@@ -142,7 +90,7 @@ Status RowSelector::start_choice(const ChooseArgs& args) {
 
 void RowSelector::take_given(const ChooseArgs& args) {
   rows_->take(args.layer, group_scores_);
-  for (int64_t row = 0; row < sequences_ * queries_; ++row) {
+  for (int64_t row = 0; row < sequences() * queries_; ++row) {
     const TokenValidity& valid = *args.candidates[row / queries_].valid;
     float* scores = group_scores_.data() + row * groups_;
     for (int64_t group = 0;
@@ -156,16 +104,16 @@ void RowSelector::take_given(const ChooseArgs& args) {
 
 void RowSelector::score_by_product(const ChooseArgs& args) {
   const RowShape rows = rows_->shape(args.layer);
-  asked_.resize(sequences_ * queries_ * asked_a_query(args) * rows.width);
+  asked_.resize(sequences() * queries_ * asked_a_query(args) * rows.width);
   if (options_.score == Score::kMax) {
-    rows_->ask_each_head(args.layer, args.query, sequences_, 1.0f, asked_.data());
+    rows_->ask_each_head(args.layer, args.query, sequences(), 1.0f, asked_.data());
   } else {
-    rows_->ask(args.layer, args.query, sequences_, asked_.data());
+    rows_->ask(args.layer, args.query, sequences(), asked_.data());
   }
   const int64_t chunk_groups = chunk_rows(options_.group_tokens, rows.tokens_per_row) *
                                rows.tokens_per_row / options_.group_tokens;
   const int64_t chunks = (groups_ + chunk_groups - 1) / chunk_groups;
-  run(sequences_ * chunks, [&](int64_t begin, int64_t end) {
+  run(sequences() * chunks, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) score_chunk(args, i / chunks, i % chunks);
   });
 }
@@ -173,12 +121,12 @@ void RowSelector::score_by_product(const ChooseArgs& args) {
 void RowSelector::score_by_mass(const ChooseArgs& args) {
   const int64_t heads = args.query.heads;
   const int64_t rank = rows_->shape(args.layer).width;
-  asked_.resize(sequences_ * queries_ * heads * rank);
-  rows_->ask_each_head(args.layer, args.query, sequences_, args.scale, asked_.data());
-  for (int64_t row = 0; row < sequences_ * queries_; ++row) {
+  asked_.resize(sequences() * queries_ * heads * rank);
+  rows_->ask_each_head(args.layer, args.query, sequences(), args.scale, asked_.data());
+  for (int64_t row = 0; row < sequences() * queries_; ++row) {
     const int64_t sequence = row / queries_;
     const int64_t query = row % queries_;
-    mass_.score({.summary = &summaries_[args.layer][sequence],
+    mass_.score({.summary = &summaries_.of(args.layer, sequence),
                  .query = asked_.data() + row * heads * rank,
                  .candidates = &args.candidates[sequence],
                  .heads = heads,
@@ -190,7 +138,7 @@ void RowSelector::score_by_mass(const ChooseArgs& args) {
 }
 
 void RowSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk) {
-  const Summary& summary = summaries_[args.layer][sequence];
+  const Summary& summary = summaries_.of(args.layer, sequence);
   const RowShape rows = rows_->shape(args.layer);
   const int64_t rows_a_group = options_.group_tokens / rows.tokens_per_row;
   const int64_t chunk_rows = summary.shape().chunk_tokens;
@@ -258,36 +206,8 @@ void RowSelector::choose_for_sequence(const ChooseArgs& args, int64_t sequence) 
   }
 }
 
-void RowSelector::truncate(int64_t layer, int64_t tokens) {
-  const int64_t rows = tokens / rows_->shape(layer).tokens_per_row;
-  for (Summary& summary : summaries_.at(layer)) {
-    if (summary.rows() > rows) summary.truncate(rows);
-  }
-}
-
-int64_t RowSelector::tokens(int64_t layer) const {
-  const auto& summaries = summaries_.at(layer);
-  return summaries.empty() ? 0 : summaries.front().rows() * rows_->shape(layer).tokens_per_row;
-}
-
-void RowSelector::set_sequences(int64_t sequences) {
-  sequences_ = sequences;
-  for (int64_t layer = 0; layer < options_.layers; ++layer) start_layer(layer);
-}
-
-void RowSelector::select_sequences(std::span<const int64_t> indices) {
-  sequences_ = static_cast<int64_t>(indices.size());
-  for (std::vector<Summary>& summaries : summaries_) {
-    if (summaries.empty()) continue;
-    std::vector<Summary> selected;
-    selected.reserve(indices.size());
-    for (const int64_t index : indices) selected.push_back(summaries.at(index));
-    summaries = std::move(selected);
-  }
-}
-
 void RowSelector::clear() {
-  set_sequences(0);
+  summaries_.set_sequences(0);
   group_scores_ = {};
   mass_.clear();
 }

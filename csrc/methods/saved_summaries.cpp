@@ -1,17 +1,14 @@
-// RowSelector's summaries as tensors of a saved session, each chunk once, however many sequences
-// share it, and for each sequence the numbers of its chunks; and what a fork has of them.
+// Summaries as tensors of a saved session.
 
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <optional>
-#include <set>
 #include <string>
 #include <utility>
 
 #include "kernels/low_rank_score.h"
-#include "methods/row_selector.h"
+#include "methods/summaries.h"
 
 namespace kvswap {
 namespace {
@@ -73,9 +70,9 @@ Result<SavedLayer> read_layer(int64_t layer, int64_t sequences, int64_t rows,
 
 }  // namespace
 
-void RowSelector::list_summaries(int64_t layer, std::vector<SavedTensor>& tensors) const {
+void Summaries::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
   if (!is_ready(layer) || tokens(layer) == 0) return;
-  const Summary::Shape shape = summary_shape(layer);
+  const Summary::Shape shape = this->shape(layer);
   const std::string name = summary_name(layer);
   std::map<const Summary::Chunk*, uint32_t> numbers;
   std::vector<std::vector<uint32_t>> of_sequences;
@@ -121,12 +118,12 @@ void RowSelector::list_summaries(int64_t layer, std::vector<SavedTensor>& tensor
                      }});
 }
 
-Result<int64_t> RowSelector::bytes_to_load(int64_t layer, int64_t tokens,
-                                           const SavedTensors& saved) const {
+Result<int64_t> Summaries::bytes_to_load(int64_t layer, int64_t tokens,
+                                         const SavedTensors& saved) const {
   if (!is_ready(layer) || tokens == 0) return int64_t{0};
-  const Summary::Shape shape = summary_shape(layer);
+  const Summary::Shape shape = this->shape(layer);
   auto read =
-      read_layer(layer, sequences_, tokens / rows_->shape(layer).tokens_per_row, shape, saved);
+      read_layer(layer, sequences_, tokens / rows_.shape(layer).tokens_per_row, shape, saved);
   if (!read.is_ok()) return read.status();
   int64_t bytes = 0;
   for (const auto& [number, chunk] : read.value().chunks) {
@@ -135,10 +132,10 @@ Result<int64_t> RowSelector::bytes_to_load(int64_t layer, int64_t tokens,
   return bytes;
 }
 
-Status RowSelector::load(int64_t layer, int64_t tokens, const SavedTensors& saved) {
+Status Summaries::load(int64_t layer, int64_t tokens, const SavedTensors& saved) {
   if (!is_ready(layer) || tokens == 0) return Status::ok();
-  const Summary::Shape shape = summary_shape(layer);
-  const int64_t rows = tokens / rows_->shape(layer).tokens_per_row;
+  const Summary::Shape shape = this->shape(layer);
+  const int64_t rows = tokens / rows_.shape(layer).tokens_per_row;
   auto read = read_layer(layer, sequences_, rows, shape, saved);
   if (!read.is_ok()) return read.status();
   const Summary& maker = summaries_[layer].front();
@@ -165,35 +162,6 @@ Status RowSelector::load(int64_t layer, int64_t tokens, const SavedTensors& save
     summaries_[layer][sequence].take(std::move(chunks), rows);
   }
   return Status::ok();
-}
-
-void RowSelector::share(int64_t layer, Selector& other) {
-  auto& theirs = static_cast<RowSelector&>(other).summaries_[layer];
-  KVSWAP_ASSERT(tokens(layer) == 0 && theirs.size() == summaries_[layer].size());
-  std::map<const Summary::Chunk*, std::shared_ptr<Summary::Chunk>> shared;
-  for (size_t sequence = 0; sequence < theirs.size(); ++sequence) {
-    Summary& mine = summaries_[layer][sequence];
-    std::vector<std::shared_ptr<Summary::Chunk>> chunks;
-    for (int64_t i = 0; i < theirs[sequence].chunks(); ++i) {
-      Summary::Chunk& chunk = theirs[sequence].chunk(i);
-      auto& known = shared[&chunk];
-      if (known == nullptr) known = mine.share_chunk(chunk);
-      chunks.push_back(known);
-    }
-    mine.take(std::move(chunks), theirs[sequence].rows());
-  }
-}
-
-int64_t RowSelector::summary_bytes(int64_t layer) const {
-  std::set<const Summary::Chunk*> counted;
-  int64_t bytes = 0;
-  for (const Summary& summary : summaries_[layer]) {
-    for (int64_t i = 0; i < summary.chunks(); ++i) {
-      const Summary::Chunk& chunk = summary.chunk(i);
-      if (counted.insert(&chunk).second) bytes += summary.bytes_of(chunk);
-    }
-  }
-  return bytes;
 }
 
 }  // namespace kvswap

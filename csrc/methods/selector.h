@@ -12,6 +12,7 @@
 
 namespace kvswap {
 
+class Summaries;
 class TableRing;
 struct ScratchSizes;
 
@@ -127,15 +128,18 @@ class Selector {
   /// Forgets the projections and the summaries made with them.
   virtual void drop_projection(int64_t layer) = 0;
   virtual int64_t projection_bytes() const = 0;
+  /// To be saved; they stand until the selector changes.
+  virtual void list_projections(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
 
   /// For the layer's next choice alone, of as many sequences, queries and groups; copied. Only
   /// where RowsKind::is_given; others refuse.
   virtual Status give_scores(int64_t layer, const GivenScores& scores) = 0;
 
-  /// Bytes that append() of `tokens` to every sequence would allocate.
-  virtual int64_t bytes_to_append(int64_t layer, int64_t tokens) const = 0;
-  /// The next sealed tokens of a sequence, whole groups.
+  /// What it scores groups by.
+  virtual Summaries& summaries() = 0;
+  /// The next sealed tokens of a sequence, whole groups: they are summarised.
   virtual Status append(const SealedKeys& sealed) = 0;
+
   virtual void choose(const ChooseArgs& args) = 0;
   /// choose() in two halves, for a selector that computes beside its caller: between them nothing
   /// else may be called, args.chosen stays where it is, and the candidates may change.
@@ -148,33 +152,8 @@ class Selector {
   virtual bool is_choosing() const { return false; }
   /// Seconds that callers waited for choices.
   virtual double wait_seconds() const { return 0; }
-  virtual void truncate(int64_t layer, int64_t tokens) = 0;
-  /// Tokens summarised so far.
-  virtual int64_t tokens(int64_t layer) const = 0;
-  virtual void set_sequences(int64_t sequences) = 0;
-  virtual void select_sequences(std::span<const int64_t> indices) = 0;
+  /// Without sequences, summaries and scratch; projections stay.
   virtual void clear() = 0;
-
-  /// What a layer keeps, to be saved; stands until the selector changes.
-  virtual void list_projections(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
-  virtual void list_summaries(int64_t layer, std::vector<SavedTensor>& tensors) const = 0;
-  /// Bytes that load() of `tokens` would allocate for a layer, whose projections are set.
-  virtual Result<int64_t> bytes_to_load(int64_t layer, int64_t tokens,
-                                        const SavedTensors& saved) const = 0;
-  /// The summaries of a layer that has none yet, of `tokens` in each sequence.
-  virtual Status load(int64_t layer, int64_t tokens, const SavedTensors& saved) = 0;
-
-  /// May another selector have its summaries without a copy, and outlive it?
-  virtual bool is_shareable() const = 0;
-  /// The summaries of a layer that has none yet: those of `other`, a shareable one of the same
-  /// options, as they are. What one of the two appends later it appends to a copy of a last chunk.
-  virtual void share(int64_t layer, Selector& other) = 0;
-  /// Bytes that a layer's summaries hold.
-  virtual int64_t summary_bytes(int64_t layer) const = 0;
-  /// Of all summaries, shared ones included.
-  virtual int64_t resident_bytes() const = 0;
-  /// Of resident_bytes(), what another selector counts that shares it.
-  virtual int64_t shared_bytes() const = 0;
 };
 
 }  // namespace kvswap

@@ -19,8 +19,6 @@ ABOVE = {
     "device/cuda/cuda_device.cpp::CudaDevice": (27, 203),
     "Engine": (46, 483),
     "EngineOptions": (46, 347),
-    "RowSelector": (38, 446),
-    "Selector": (27, 64),
     "Session": (31, 364),
 }
 

@@ -10,6 +10,7 @@
 #include "device/host_device.h"
 #include "kernels/low_rank_score.h"
 #include "methods/make_selector.h"
+#include "methods/summaries.h"
 
 namespace kvswap {
 namespace {
@@ -91,7 +92,7 @@ std::vector<int32_t> expected_choice(const Prompt& prompt, int64_t group_tokens,
 
 std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t group_tokens,
                             int64_t k) {
-  selector.set_sequences(1);
+  selector.summaries().set_sequences(1);
   EXPECT_TRUE(selector.reserve({}).is_ok());
   // Two pieces: the second begins in the middle of the summary's block.
   const int64_t groups = prompt.tokens / group_tokens;

@@ -9,6 +9,7 @@
 
 #include "device/host_device.h"
 #include "methods/make_selector.h"
+#include "methods/summaries.h"
 
 namespace kvswap {
 namespace {
@@ -97,7 +98,7 @@ std::vector<int32_t> expected(const Prompt& prompt, const std::string& rows, Sco
 }
 
 std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t k) {
-  selector.set_sequences(1);
+  selector.summaries().set_sequences(1);
   EXPECT_TRUE(selector.reserve({}).is_ok());
   EXPECT_TRUE(selector
                   .append({.layer = 0,
@@ -172,14 +173,14 @@ TEST(MeanRows, LevelsAreWithinHalfAStep) {
 
 TEST(MeanRows, LayersThatAttendEverythingHaveNone) {
   const auto selector = make_selector(options_of("mean", Score::kSum, DType::kFloat32), nullptr);
-  selector->set_sequences(1);
+  selector->summaries().set_sequences(1);
   EXPECT_TRUE(selector->is_ready(0));
   EXPECT_FALSE(selector->is_ready(1));
-  EXPECT_EQ(selector->bytes_to_append(1, 64), 0);
+  EXPECT_EQ(selector->summaries().bytes_to_append(1, 64), 0);
   const auto none = make_selector(options_of("none", Score::kSum, DType::kFloat32), nullptr);
-  none->set_sequences(1);
+  none->summaries().set_sequences(1);
   EXPECT_FALSE(none->is_ready(0));
-  EXPECT_EQ(none->bytes_to_append(0, 64), 0);
+  EXPECT_EQ(none->summaries().bytes_to_append(0, 64), 0);
 }
 
 }  // namespace

@@ -99,7 +99,7 @@ class Selection {
     EXPECT_TRUE(set.is_ok()) << set.message();
     std::fill(keys.begin(), keys.end(), NAN);  // the caller's again
     std::fill(queries.begin(), queries.end(), NAN);
-    selector_->set_sequences(of.batch);
+    selector_->summaries().set_sequences(of.batch);
     for (int64_t b = 0; b < of.batch; ++b) append_sequence(b);
     query_ = numbers(of.batch * of.query_heads * of.queries * kDim, 2);
   }
@@ -288,15 +288,15 @@ TEST(RowSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
                                    .summary_dtype = DType::kFloat32},
                                   nullptr);
   Selector& selector = *made;
-  EXPECT_EQ(selector.bytes_to_append(0, 100), 0) << "without a projection";
+  EXPECT_EQ(selector.summaries().bytes_to_append(0, 100), 0) << "without a projection";
   const std::vector<float> ones(kWidth * 5, 1.0f);
   ASSERT_TRUE(selector.set_projection(0, 5, ones.data(), ones.data()).is_ok());
-  selector.set_sequences(2);
+  selector.summaries().set_sequences(2);
   int64_t batch = 2;
   for (int step = 0; step < 200; ++step) {
     const int64_t tokens = 4 * (1 + random() % 120);
-    const int64_t before = selector.resident_bytes();
-    const int64_t expected = selector.bytes_to_append(0, tokens);
+    const int64_t before = selector.summaries().resident_bytes();
+    const int64_t expected = selector.summaries().bytes_to_append(0, tokens);
     const std::vector<float> keys(kWidth * tokens, 1.0f);
     for (int64_t b = 0; b < batch; ++b) {
       ASSERT_TRUE(selector
@@ -306,17 +306,17 @@ TEST(RowSelector, BytesToAppendAreWhatAppendTakesAlsoOfSharedPasts) {
                                .tokens = tokens})
                       .is_ok());
     }
-    ASSERT_EQ(selector.resident_bytes() - before, expected);
+    ASSERT_EQ(selector.summaries().resident_bytes() - before, expected);
     if (random() % 2) {
       std::vector<int64_t> indices(1 + random() % 4);
       for (int64_t& index : indices) index = random() % batch;
-      selector.select_sequences(indices);
+      selector.summaries().select_sequences(indices);
       batch = static_cast<int64_t>(indices.size());
     }
-    if (random() % 8 == 0) selector.truncate(0, selector.tokens(0) / 8 * 4);
+    if (random() % 8 == 0) selector.summaries().truncate(0, selector.summaries().tokens(0) / 8 * 4);
   }
   selector.drop_projection(0);
-  EXPECT_EQ(selector.resident_bytes(), 0);
+  EXPECT_EQ(selector.summaries().resident_bytes(), 0);
   EXPECT_EQ(selector.projection_bytes(), 0);
   EXPECT_FALSE(selector.is_ready(0));
 }

@@ -1,0 +1,125 @@
+#include "methods/summaries.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+namespace kvswap {
+
+Summaries::Summaries(const MethodOptions& options, const Rows& rows,
+                     std::shared_ptr<SummaryMemory> memory)
+    : options_(options), rows_(rows), memory_(std::move(memory)), summaries_(options.layers) {}
+
+bool Summaries::is_ready(int64_t layer) const {
+  const std::vector<int64_t>& exact = options_.exact_layers;
+  return rows_.is_ready(layer) && std::find(exact.begin(), exact.end(), layer) == exact.end();
+}
+
+void Summaries::start_layer(int64_t layer) {
+  summaries_[layer].clear();
+  if (!is_ready(layer) || rows_.shape(layer).width == 0) return;
+  summaries_[layer].assign(sequences_, Summary(shape(layer), memory_));
+}
+
+Summary::Shape Summaries::shape(int64_t layer) const {
+  const RowShape rows = rows_.shape(layer);
+  return {rows.width, chunk_rows(options_.group_tokens, rows.tokens_per_row),
+          options_.summary_dtype};
+}
+
+void Summaries::set_sequences(int64_t sequences) {
+  sequences_ = sequences;
+  for (int64_t layer = 0; layer < options_.layers; ++layer) start_layer(layer);
+}
+
+void Summaries::select_sequences(std::span<const int64_t> indices) {
+  sequences_ = static_cast<int64_t>(indices.size());
+  for (std::vector<Summary>& summaries : summaries_) {
+    if (summaries.empty()) continue;
+    std::vector<Summary> selected;
+    selected.reserve(indices.size());
+    for (const int64_t index : indices) selected.push_back(summaries.at(index));
+    summaries = std::move(selected);
+  }
+}
+
+int64_t Summaries::tokens(int64_t layer) const {
+  const auto& summaries = summaries_.at(layer);
+  return summaries.empty() ? 0 : summaries.front().rows() * rows_.shape(layer).tokens_per_row;
+}
+
+int64_t Summaries::bytes_to_append(int64_t layer, int64_t tokens) const {
+  int64_t bytes = 0;
+  std::set<const Summary::Chunk*> settled;
+  for (const Summary& summary : summaries_[layer]) {
+    bytes += summary.bytes_to_append(tokens / rows_.shape(layer).tokens_per_row, &settled);
+  }
+  return bytes;
+}
+
+Status Summaries::append(const SealedKeys& sealed, const WriteRows& write) {
+  KVSWAP_ASSERT(is_ready(sealed.layer));
+  if (rows_.shape(sealed.layer).width == 0) return Status::ok();
+  const int64_t each = rows_.shape(sealed.layer).tokens_per_row;
+  Summary& summary = summaries_[sealed.layer][sealed.sequence];
+  const int64_t first_column = summary.rows() * each;
+  std::vector<RowPiece> pieces;
+  const Status appended = summary.append(
+      sealed.tokens / each,
+      [&](Summary::Chunk& chunk, int64_t first_row, int64_t first_new_row, int64_t count) {
+        const int64_t first = first_new_row * each;
+        RowPiece piece;
+        piece.sequence = sealed.sequence;
+        piece.keys = sealed.keys;
+        piece.keys.data = static_cast<const std::byte*>(sealed.keys.data) +
+                          first * sealed.keys.token_stride * dtype_bytes(sealed.keys.dtype);
+        piece.tokens = count * each;
+        piece.valid = sealed.valid;
+        piece.first_token = first_column + first;
+        piece.rows = chunk.rows.data();
+        piece.row_scale = chunk.token_scale.empty() ? nullptr : chunk.token_scale.data();
+        piece.first_row = first_row;
+        pieces.push_back(piece);
+      });
+  write(pieces);
+  return appended;
+}
+
+void Summaries::truncate(int64_t layer, int64_t tokens) {
+  const int64_t rows = tokens / rows_.shape(layer).tokens_per_row;
+  for (Summary& summary : summaries_.at(layer)) {
+    if (summary.rows() > rows) summary.truncate(rows);
+  }
+}
+
+void Summaries::share(int64_t layer, Summaries& other) {
+  std::vector<Summary>& theirs = other.summaries_[layer];
+  KVSWAP_ASSERT(tokens(layer) == 0 && theirs.size() == summaries_[layer].size());
+  std::map<const Summary::Chunk*, std::shared_ptr<Summary::Chunk>> shared;
+  for (size_t sequence = 0; sequence < theirs.size(); ++sequence) {
+    Summary& mine = summaries_[layer][sequence];
+    std::vector<std::shared_ptr<Summary::Chunk>> chunks;
+    for (int64_t i = 0; i < theirs[sequence].chunks(); ++i) {
+      Summary::Chunk& chunk = theirs[sequence].chunk(i);
+      auto& known = shared[&chunk];
+      if (known == nullptr) known = mine.share_chunk(chunk);
+      chunks.push_back(known);
+    }
+    mine.take(std::move(chunks), theirs[sequence].rows());
+  }
+}
+
+int64_t Summaries::bytes(int64_t layer) const {
+  std::set<const Summary::Chunk*> counted;
+  int64_t bytes = 0;
+  for (const Summary& summary : summaries_[layer]) {
+    for (int64_t i = 0; i < summary.chunks(); ++i) {
+      const Summary::Chunk& chunk = summary.chunk(i);
+      if (counted.insert(&chunk).second) bytes += summary.bytes_of(chunk);
+    }
+  }
+  return bytes;
+}
+
+}  // namespace kvswap
