@@ -134,8 +134,9 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
   const int64_t charged = batch.due_groups(layer, batch.layer(layer).columns);
   const int64_t due = batch.due_groups(layer, columns);
   if (due == charged) return Status::ok();
-  const int64_t summary_bytes = parts_.selector->summaries().bytes_to_append(layer, due * group_tokens) -
-                                parts_.selector->summaries().bytes_to_append(layer, charged * group_tokens);
+  const int64_t summary_bytes =
+      parts_.selector->summaries().bytes_to_append(layer, due * group_tokens) -
+      parts_.selector->summaries().bytes_to_append(layer, charged * group_tokens);
   const int64_t groups = batch.layer(layer).sealed_groups + due;
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
   const int64_t table_bytes =
@@ -144,9 +145,9 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
   const int64_t record_bytes =
       parts_.options.drops() ? batch.size() * (due - charged) * parts_.record_bytes() : 0;
   const int64_t bytes = summary_bytes + table_bytes + scratch_bytes + record_bytes;
-  if (!reserve(batch.size(), groups).is_ok()) batch.release_spares(0);
+  if (!reserve(batch.size(), groups).is_ok()) batch.spares().release(0);
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
-  if (!parts_.ledger.check(bytes, what).is_ok()) batch.release_spares(0);
+  if (!parts_.ledger.check(bytes, what).is_ok()) batch.spares().release(0);
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kStaging, record_bytes, what));
@@ -200,13 +201,14 @@ Status Account::charge_summary(const Batch& batch, int64_t layer) {
   const Batch::Layer& state = batch.layer(layer);
   const int64_t groups = state.sealed_groups + batch.due_groups(layer, state.columns);
   return parts_.ledger.charge(
-      Use::kSummary, parts_.selector->summaries().bytes_to_append(layer, groups * parts_.options.group_tokens),
+      Use::kSummary,
+      parts_.selector->summaries().bytes_to_append(layer, groups * parts_.options.group_tokens),
       "the summary of what is sealed");
 }
 
 void Account::settle(const Batch& batch) {
   const EngineOptions& options = parts_.options;
-  const int64_t sequences = batch.size() + batch.spares();
+  const int64_t sequences = batch.size() + batch.spares().count();
   int64_t summary = parts_.selector->summaries().resident_bytes();
   int64_t tables = memory_need(options, parts_.record_bytes(), sequences, 0).tables;
   int64_t staging = memory_need(options, parts_.record_bytes(), 0, 0).staging +

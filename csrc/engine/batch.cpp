@@ -20,13 +20,10 @@ Status Batch::begin(int64_t sequences, int64_t tokens) {
   }
   const int64_t context = std::max(tokens, options.max_context);
   KVSWAP_RETURN_IF_ERROR(account_.check_room(sequences, context));
-  release_spares(sequences);
+  spares_.release(sequences);
   KVSWAP_RETURN_IF_ERROR(account_.reserve(sequences, options.sealed_groups(context)));
-  KVSWAP_RETURN_IF_ERROR(grow_spares(sequences));
-  while (size() < sequences) {
-    pages_.push_back(std::move(spares_.back()));
-    spares_.pop_back();
-  }
+  KVSWAP_RETURN_IF_ERROR(spares_.grow(sequences));
+  while (size() < sequences) pages_.push_back(spares_.take());
   validity_.assign(sequences, {});
   parts_.store->set_sequences(sequences);
   parts_.selector->summaries().set_sequences(sequences);
@@ -53,9 +50,7 @@ void Batch::select(std::span<const int64_t> indices) {
   std::vector<bool> is_used(pages_.size(), false);
   for (const int64_t index : indices) is_used[index] = true;
   for (size_t i = 0; i < pages_.size(); ++i) {
-    if (is_used[i]) continue;
-    pages_[i]->clear();
-    spares_.push_back(std::move(pages_[i]));
+    if (!is_used[i]) spares_.give(std::move(pages_[i]));
   }
 
   // The first new sequence that continues an old one takes its memory, further ones copy it.
@@ -69,8 +64,7 @@ void Batch::select(std::span<const int64_t> indices) {
       sources[index] = pages_[index].get();
       selected[i] = std::move(pages_[index]);
     } else {
-      selected[i] = std::move(spares_.back());
-      spares_.pop_back();
+      selected[i] = spares_.take();
       selected[i]->copy_from(*sources[index]);
     }
   }
@@ -87,33 +81,12 @@ void Batch::crop_validity(int64_t columns) {
 }
 
 void Batch::clear() {
-  for (auto& pages : pages_) {
-    pages->clear();
-    spares_.push_back(std::move(pages));
-  }
+  for (auto& pages : pages_) spares_.give(std::move(pages));
   pages_.clear();
   validity_.clear();
   parts_.store->clear();
   parts_.selector->clear();
   for (Layer& layer : layers_) layer = {};
-}
-
-Status Batch::grow_spares(int64_t count) {
-  while (spares() < count) {
-    KVSWAP_RETURN_IF_ERROR(account_.check_sequence());
-    auto created = SequencePages::create(parts_.options, parts_.record_bytes(), *parts_.space);
-    if (!created.is_ok()) return created.status();
-    spares_.push_back(std::move(created.value()));
-    KVSWAP_RETURN_IF_ERROR(account_.charge_sequence());
-  }
-  return Status::ok();
-}
-
-void Batch::release_spares(int64_t count) {
-  while (spares() > count) {
-    spares_.pop_back();
-    account_.release_sequence();
-  }
 }
 
 int64_t Batch::due_groups(int64_t layer, int64_t columns) const {

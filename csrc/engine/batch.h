@@ -8,6 +8,7 @@
 #include "engine/account.h"
 #include "engine/engine_parts.h"
 #include "engine/sequence_pages.h"
+#include "engine/spare_pages.h"
 #include "methods/token_validity.h"
 
 namespace kvswap {
@@ -26,10 +27,11 @@ class Batch {
   };
 
   Batch(EngineParts& parts, Account& account)
-      : parts_(parts), account_(account), layers_(parts.options.layers) {}
+      : parts_(parts), account_(account), spares_(parts, account), layers_(parts.options.layers) {}
 
   int64_t size() const { return static_cast<int64_t>(pages_.size()); }
-  int64_t spares() const { return static_cast<int64_t>(spares_.size()); }
+  SparePages& spares() { return spares_; }
+  const SparePages& spares() const { return spares_; }
   Layer& layer(int64_t index) { return layers_[index]; }
   const Layer& layer(int64_t index) const { return layers_[index]; }
   /// The layer has so many columns now, the newest in the tail.
@@ -47,9 +49,6 @@ class Batch {
   void select(std::span<const int64_t> indices);
   void crop_validity(int64_t columns);
   void clear();
-
-  Status grow_spares(int64_t count);
-  void release_spares(int64_t count);
 
   /// Groups that stand in the tail and will leave it, once the layer has `columns`.
   int64_t due_groups(int64_t layer, int64_t columns) const;
@@ -82,9 +81,9 @@ class Batch {
  private:
   EngineParts& parts_;
   Account& account_;
-  std::vector<std::unique_ptr<SequencePages>> pages_;   // [size()]
-  std::vector<std::unique_ptr<SequencePages>> spares_;  // allocated, not in the batch now
-  std::vector<TokenValidity> validity_;                 // [size()]
+  SparePages spares_;
+  std::vector<std::unique_ptr<SequencePages>> pages_;  // [size()]
+  std::vector<TokenValidity> validity_;                // [size()]
   std::vector<Layer> layers_;
 };
 

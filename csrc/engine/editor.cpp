@@ -111,7 +111,7 @@ Status Editor::select_sequences(std::span<const int64_t> indices) {
   }
   KVSWAP_RETURN_IF_ERROR(sealer_.settle());
   KVSWAP_RETURN_IF_ERROR(account_.reserve(count, 0));
-  KVSWAP_RETURN_IF_ERROR(batch_.grow_spares(count - batch_.size()));
+  KVSWAP_RETURN_IF_ERROR(batch_.spares().grow(count - batch_.size()));
   KVSWAP_RETURN_IF_ERROR(account_.charge_batch(batch_, count));
   batch_.select(indices);
   steps_.forget_choices();

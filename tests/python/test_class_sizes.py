@@ -15,8 +15,6 @@ METHODS_MAX = 25
 LINES_MAX = 400
 # (methods, lines)
 ABOVE = {
-    "Batch": (26, 231),
-    "device/cuda/cuda_device.cpp::CudaDevice": (27, 203),
     "Engine": (46, 483),
     "EngineOptions": (46, 347),
     "Session": (31, 364),

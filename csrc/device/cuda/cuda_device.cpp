@@ -38,6 +38,21 @@ Status failed(const std::string& what, cudaError_t error) {
   return Status::storage(text, 0);
 }
 
+/// Errors are sticky: the first is kept.
+class FirstError {
+ public:
+  void keep(Status status) {
+    if (status_.is_ok()) status_ = std::move(status);
+  }
+  void keep(const char* what, cudaError_t error) {
+    if (error != cudaSuccess) keep(failed(what, error));
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  Status status_;
+};
+
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(int index) : index_(index) {}
@@ -54,19 +69,19 @@ class CudaDevice final : public Device {
   Result<Event> make_event() override;
   void record(Event event) override {
     const Current current(index_);
-    keep("cudaEventRecord", cudaEventRecord(events_[event], queue()));
+    error_.keep("cudaEventRecord", cudaEventRecord(events_[event], queue()));
   }
   void wait(Event event) override {
     const Current current(index_);
-    keep("cudaStreamWaitEvent", cudaStreamWaitEvent(queue(), events_[event], 0));
+    error_.keep("cudaStreamWaitEvent", cudaStreamWaitEvent(queue(), events_[event], 0));
   }
   Status synchronize(Event event) override {
-    keep("cudaEventSynchronize", cudaEventSynchronize(events_[event]));
-    return status_;
+    error_.keep("cudaEventSynchronize", cudaEventSynchronize(events_[event]));
+    return error_.status();
   }
   double seconds_between(Event begin, Event end) override;
   Status drain() override;
-  Status hand_back() override { return status_; }
+  Status hand_back() override { return error_.status(); }
   void set_compute_stream(void* stream) override;
 
   void copy_in(void* to, const void* host, int64_t bytes) override {
@@ -81,27 +96,27 @@ class CudaDevice final : public Device {
 
   void project_keys(const cuda::BatchProjectKeysArgs& args) override {
     const Current current(index_);
-    keep(cuda::project_keys(args, queue()));
+    error_.keep(cuda::project_keys(args, queue()));
   }
   void project_query(const cuda::BatchProjectQueryArgs& args) override {
     const Current current(index_);
-    keep(cuda::project_query(args, queue()));
+    error_.keep(cuda::project_query(args, queue()));
   }
   void select_groups(const cuda::BatchSelectArgs& args) override {
     const Current current(index_);
-    keep(cuda::select_groups(args, queue()));
+    error_.keep(cuda::select_groups(args, queue()));
   }
   void pack_records(const cuda::BatchTransferArgs& args) override {
     const Current current(index_);
-    keep(cuda::pack_records(args, queue()));
+    error_.keep(cuda::pack_records(args, queue()));
   }
   void copy_records(const cuda::CopyRecordsArgs& args) override {
     const Current current(index_);
-    keep(cuda::copy_records(args, queue()));
+    error_.keep(cuda::copy_records(args, queue()));
   }
   void paged_attention(const PagedAttentionArgs& args, void* scratch) override {
     const Current current(index_);
-    keep(cuda::paged_attention(args, scratch, queue()));
+    error_.keep(cuda::paged_attention(args, scratch, queue()));
   }
 
  private:
@@ -109,23 +124,16 @@ class CudaDevice final : public Device {
   void move(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind) {
     if (bytes == 0) return;
     const Current current(index_);
-    keep("cudaMemcpyAsync", cudaMemcpyAsync(to, from, bytes, kind, queue()));
+    error_.keep("cudaMemcpyAsync", cudaMemcpyAsync(to, from, bytes, kind, queue()));
   }
   /// The first failure is the one that says why.
-  void keep(Status status) {
-    if (status_.is_ok()) status_ = std::move(status);
-  }
-  void keep(const char* what, cudaError_t error) {
-    if (error != cudaSuccess) keep(failed(what, error));
-  }
-
   int index_;
   std::array<cudaStream_t, kStreams> streams_{};  // compute is the caller's
   cudaStream_t memory_stream_ = nullptr;          // allocations alone
   cudaMemPool_t pool_ = nullptr;
   std::vector<cudaEvent_t> events_;
   cudaEvent_t changed_ = nullptr;  // of set_compute_stream()
-  Status status_;
+  FirstError error_;
 };
 
 Status CudaDevice::open() {
@@ -143,20 +151,21 @@ Status CudaDevice::open() {
   const Current current(index_);
   int low = 0;
   int high = 0;
-  keep("cudaDeviceGetStreamPriorityRange", cudaDeviceGetStreamPriorityRange(&low, &high));
+  error_.keep("cudaDeviceGetStreamPriorityRange", cudaDeviceGetStreamPriorityRange(&low, &high));
   for (const Stream each : {Stream::kScore, Stream::kLoad, Stream::kWrite}) {
     // What the next layer waits for goes first; what goes to disk fills the gaps.
     const int priority = each == Stream::kWrite ? low : high;
-    keep("cudaStreamCreate", cudaStreamCreateWithPriority(&streams_[static_cast<int>(each)],
-                                                          cudaStreamNonBlocking, priority));
+    error_.keep("cudaStreamCreate", cudaStreamCreateWithPriority(&streams_[static_cast<int>(each)],
+                                                                 cudaStreamNonBlocking, priority));
   }
-  keep("cudaStreamCreate", cudaStreamCreateWithFlags(&memory_stream_, cudaStreamNonBlocking));
-  keep("cudaEventCreate", cudaEventCreateWithFlags(&changed_, cudaEventDisableTiming));
+  error_.keep("cudaStreamCreate",
+              cudaStreamCreateWithFlags(&memory_stream_, cudaStreamNonBlocking));
+  error_.keep("cudaEventCreate", cudaEventCreateWithFlags(&changed_, cudaEventDisableTiming));
   cudaMemPoolProps properties = {};
   properties.allocType = cudaMemAllocationTypePinned;
   properties.location = {cudaMemLocationTypeDevice, index_};
-  keep("cudaMemPoolCreate", cudaMemPoolCreate(&pool_, &properties));
-  return status_;
+  error_.keep("cudaMemPoolCreate", cudaMemPoolCreate(&pool_, &properties));
+  return error_.status();
 }
 
 CudaDevice::~CudaDevice() {
@@ -194,7 +203,7 @@ Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
 void CudaDevice::free(std::byte* memory, int64_t bytes) {
   const Current current(index_);
   (void)drain().is_ok();  // kept, and returned by the next call
-  keep("cudaFreeAsync", cudaFreeAsync(memory, memory_stream_));
+  error_.keep("cudaFreeAsync", cudaFreeAsync(memory, memory_stream_));
   allocated_bytes_ -= bytes;
 }
 
@@ -212,7 +221,7 @@ Status CudaDevice::pin(std::byte* host, int64_t bytes) {
 void CudaDevice::unpin(std::byte* host, int64_t bytes) {
   const Current current(index_);
   (void)drain().is_ok();  // kept, and returned by the next call
-  keep("cudaHostUnregister", cudaHostUnregister(host));
+  error_.keep("cudaHostUnregister", cudaHostUnregister(host));
   pinned_bytes_ -= bytes;
 }
 
@@ -237,9 +246,9 @@ double CudaDevice::seconds_between(Event begin, Event end) {
 Status CudaDevice::drain() {
   const Current current(index_);
   for (const cudaStream_t stream : streams_) {
-    keep("cudaStreamSynchronize", cudaStreamSynchronize(stream));
+    error_.keep("cudaStreamSynchronize", cudaStreamSynchronize(stream));
   }
-  return status_;
+  return error_.status();
 }
 
 void CudaDevice::set_compute_stream(void* stream) {
@@ -247,9 +256,9 @@ void CudaDevice::set_compute_stream(void* stream) {
   if (stream == compute) return;
   const Current current(index_);
   // What the session did on the old stream comes before what it does on the new one.
-  keep("cudaEventRecord", cudaEventRecord(changed_, compute));
+  error_.keep("cudaEventRecord", cudaEventRecord(changed_, compute));
   compute = static_cast<cudaStream_t>(stream);
-  keep("cudaStreamWaitEvent", cudaStreamWaitEvent(compute, changed_, 0));
+  error_.keep("cudaStreamWaitEvent", cudaStreamWaitEvent(compute, changed_, 0));
 }
 
 }  // namespace

@@ -1,0 +1,37 @@
+#include "engine/spare_pages.h"
+
+#include <utility>
+
+namespace kvswap {
+
+Status SparePages::grow(int64_t wanted) {
+  while (count() < wanted) {
+    KVSWAP_RETURN_IF_ERROR(account_.check_sequence());
+    auto created = SequencePages::create(parts_.options, parts_.record_bytes(), *parts_.space);
+    if (!created.is_ok()) return created.status();
+    pages_.push_back(std::move(created.value()));
+    KVSWAP_RETURN_IF_ERROR(account_.charge_sequence());
+  }
+  return Status::ok();
+}
+
+void SparePages::release(int64_t wanted) {
+  while (count() > wanted) {
+    pages_.pop_back();
+    account_.release_sequence();
+  }
+}
+
+std::unique_ptr<SequencePages> SparePages::take() {
+  KVSWAP_ASSERT(!pages_.empty());
+  std::unique_ptr<SequencePages> taken = std::move(pages_.back());
+  pages_.pop_back();
+  return taken;
+}
+
+void SparePages::give(std::unique_ptr<SequencePages> pages) {
+  pages->clear();
+  pages_.push_back(std::move(pages));
+}
+
+}  // namespace kvswap
