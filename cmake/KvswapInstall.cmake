@@ -4,9 +4,10 @@ include(CMakePackageConfigHelpers)
 
 # Each stands alone: torch (below torch/ only), the standard library and one another.
 set(public_headers
-  kvswap/budget.h kvswap/core_session.h kvswap/errors.h kvswap/memory_size.h kvswap/model_shape.h
-  kvswap/projection_file.h kvswap/safetensors.h kvswap/saved_cache.h kvswap/settings.h kvswap/swap_config.h
-  torch/disk_cache.h torch/query_predictor.h torch/session.h)
+  kvswap/budget.h kvswap/cache.h kvswap/cache_options.h kvswap/cache_report.h kvswap/errors.h
+  kvswap/memory_size.h kvswap/model_shape.h kvswap/projection_file.h kvswap/safetensors.h
+  kvswap/saved_cache.h kvswap/settings.h kvswap/swap_config.h kvswap/tokens.h
+  torch/query_predictor.h torch/tensor_cache.h)
 
 install(TARGETS kvswap_torch LIBRARY DESTINATION lib)
 install(TARGETS kvswap_core ARCHIVE DESTINATION lib)

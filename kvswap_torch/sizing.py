@@ -1,6 +1,6 @@
 """From a memory budget to settings that fit it.
 
-What a session's memory is made of is written down once, in C++ (`Session::memory_need`); here is
+What a session's memory is made of is written down once, in C++ (`kvswap::memory_need`); here is
 only the search for settings whose need stays within a budget.
 """
 

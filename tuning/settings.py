@@ -41,7 +41,7 @@ class Demand:
 
 
 def engine_need(model: Any, demand: Demand, alignment_bytes: int = ALIGNMENT_BYTES) -> Need:
-    """`Session.memory_need` for one model and demand.
+    """`_C.memory_need` for one model and demand.
 
     Parameters
     ----------

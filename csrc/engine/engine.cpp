@@ -143,10 +143,10 @@ Status Engine::give_scores(int64_t layer, const GivenScores& scores) {
 }
 
 bool Engine::needs_scores(int64_t layer, int64_t queries) {
+  if (!RowsKind::find(options().rows)->is_given) return false;
   steps_.settle();
-  return RowsKind::find(options().rows)->is_given && !options().is_exact(layer) &&
-         !batch_->all_fit(layer) && !attends_exactly(layer, queries) &&
-         !steps_.of(layer).is_for(queries);
+  return !options().is_exact(layer) && !batch_->all_fit(layer) &&
+         !attends_exactly(layer, queries) && !steps_.of(layer).is_for(queries);
 }
 
 double Engine::tokens_dropped() const {

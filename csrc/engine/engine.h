@@ -37,7 +37,7 @@ struct AttendArgs {
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.
 ///
 /// The torch-free heart: checks who calls and in which order, and leaves the work to its parts.
-/// csrc/torch/session.h is its public face and documents the order of calls. Everything is
+/// csrc/kvswap/cache.h is its public face and documents the order of calls. Everything is
 /// allocated when the batch is known and charged to the ledger before.
 ///
 /// Callers' sequences and the parts' are the same, but where KV heads choose apart (heads=each):
@@ -62,12 +62,12 @@ class Engine {
   /// append() is all or nothing. A background write that failed is kept and tried again by the
   /// calls that need it; crop() and reset() drop what nobody will read.
   Status append(int64_t layer, const KeyValueView& tokens);
-  /// Chooses, plans and submits what `layer` will need; see Session::look_ahead(). On a device
+  /// Chooses, plans and submits what `layer` will need; see Cache::look_ahead(). On a device
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
   /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
   Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
   /// Overrides the layer's next selection, [parts][groups]. The selector still runs, so that its
-  /// cost is measured; see Session::override_selection().
+  /// cost is measured; see GroupChoice.
   Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
   /// what has left the tail. Not for what attends_exactly().

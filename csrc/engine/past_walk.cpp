@@ -34,14 +34,14 @@ Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor) {
   KVSWAP_RETURN_IF_ERROR(walk_sealed(engine, walk, first_group, end_group, visitor));
   // Padding may reach past all that is sealed.
   const int64_t begin = std::max(first_group, end_group) * group_tokens;
-  if (begin >= walk.end) return Status::ok();
+  if (begin >= walk.past) return Status::ok();
   const int64_t bytes =
-      options.kv_heads * (walk.end - begin) * options.head_dim * dtype_bytes(options.dtype);
+      options.kv_heads * (walk.past - begin) * options.head_dim * dtype_bytes(options.dtype);
   std::vector<std::byte> keys(bytes);
   std::vector<std::byte> values(bytes);
   KVSWAP_RETURN_IF_ERROR(
-      engine.read_part(walk.layer, walk.part, begin, walk.end, keys.data(), values.data()));
-  return visitor.visit_newest(begin, walk.end, keys.data(), values.data());
+      engine.read_part(walk.layer, walk.part, begin, walk.past, keys.data(), values.data()));
+  return visitor.visit_newest(begin, walk.past, keys.data(), values.data());
 }
 
 }  // namespace kvswap

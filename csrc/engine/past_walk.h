@@ -27,7 +27,6 @@ struct PastWalk {
   int64_t layer = 0;
   int64_t part = 0;  // the engine's: see Engine
   int64_t past = 0;  // columns before the chunk
-  int64_t end = 0;   // past, or all columns where the chunk is appended and attended from here
 };
 
 /// The exact walk: every column before the chunk once, from the first valid group on. Sealed groups

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "device/find_device.h"
+#include "kvswap/errors.h"
 #include "kvswap/swap_config.h"
 #include "methods/rows.h"
 
@@ -42,7 +43,7 @@ void throw_status(const Status& status) {
   }
 }
 
-EngineOptions engine_options(const CoreOptions& from) {
+EngineOptions engine_options(const CacheOptions& from) {
   EngineOptions to;
   static_cast<Settings&>(to) = from.settings;
   to.layers = from.shape.layers;

@@ -6,7 +6,7 @@
 namespace kvswap {
 
 // All messages are worded "where: what must hold, what came, what to do". A wrong argument is
-// std::invalid_argument from a CoreSession and c10::ValueError from a Session over tensors.
+// std::invalid_argument from a Cache and c10::ValueError from a TensorCache.
 
 /// A setting, a config file, a projection file or another model's: the caller's to mend.
 class ConfigError : public std::invalid_argument {

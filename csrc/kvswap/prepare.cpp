@@ -2,7 +2,7 @@
 
 #include "engine/check_settings.h"
 #include "io/host_info.h"
-#include "kvswap/core_session.h"
+#include "kvswap/cache_options.h"
 #include "kvswap/errors.h"
 
 namespace kvswap {
@@ -64,8 +64,8 @@ Opening prepare(const OpenArgs& args) {
                      .directory = args.directory,
                      .device = args.device,
                      .budget = args.budget,
-                     .threads = args.threads,
-                     .timeline_spans = args.timeline_spans};
+                     .timeline_spans = args.timeline_spans,
+                     .threads = args.threads};
   std::optional<SwapConfig> config;
   if (!args.config_path.empty()) {
     config = SwapConfig::load(args.config_path);
@@ -82,11 +82,11 @@ Opening prepare(const OpenArgs& args) {
   std::optional<int64_t> alignment;  // looked up when a budget asks for it
   const Need need = [&](const Settings& settings, int64_t batch, int64_t context) {
     if (!alignment) alignment = alignment_of(args.directory);
-    CoreOptions candidate = opening.options;
+    CacheOptions candidate = opening.options;
     candidate.settings = settings;
     candidate.budget = without_predictor(args, settings);
     candidate.ranks = effective_ranks(settings, args.shape, calibrated);
-    auto uses = CoreSession::memory_need(candidate, batch, context, *alignment);
+    auto uses = memory_need(candidate, batch, context, *alignment);
     uses["predictor"] = predictor_bytes(args, settings);
     uses["total"] += predictor_bytes(args, settings);
     return uses;
@@ -94,22 +94,13 @@ Opening prepare(const OpenArgs& args) {
   opening.options.settings = settle(config ? &*config : nullptr, args.shape, args.budget, need,
                                     args.first ? &*args.first : nullptr);
   opening.options.budget = without_predictor(args, opening.options.settings);
+  opening.options.predictor_bytes = predictor_bytes(args, opening.options.settings);
   opening.options.ranks = effective_ranks(opening.options.settings, args.shape, calibrated);
   // A budget may have lowered the rank; the first columns are the projection of that rank.
   for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
     opening.projections[layer] = opening.projections[layer].cut(opening.options.ranks[layer]);
   }
   return opening;
-}
-
-std::unique_ptr<CoreSession> open_core(const OpenArgs& args) {
-  const Opening opening = prepare(args);
-  auto session = std::make_unique<CoreSession>(opening.options);
-  for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
-    if (is_exact(opening.options.settings, static_cast<int64_t>(layer))) continue;
-    session->set_projection(static_cast<int64_t>(layer), opening.projections[layer]);
-  }
-  return session;
 }
 
 }  // namespace kvswap

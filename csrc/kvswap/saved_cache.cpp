@@ -121,19 +121,18 @@ int64_t SavedCache::sequences() const {
   return manifest.counts.sequences / (is_apart ? manifest.shape.kv_heads : 1);
 }
 
-CoreOptions SavedCache::options(const std::string& directory, const Budget& budget) const {
+CacheOptions SavedCache::options(const std::string& directory, const Budget& budget) const {
   const SavedManifest& manifest = impl_->manifest;
-  CoreOptions options = {.shape = manifest.shape,
-                         .settings = manifest.settings,
-                         .ranks = manifest.ranks,
-                         .directory = directory,
-                         .budget = budget,
-                         .threads = {}};
+  CacheOptions options = {.shape = manifest.shape,
+                          .settings = manifest.settings,
+                          .ranks = manifest.ranks,
+                          .directory = directory,
+                          .budget = budget};
   if (!budget.kv_memory_bytes) return options;
   const auto need = [&] {
     const int64_t context = std::max(tokens(), budget.max_context.value_or(0));
     const int64_t batch = std::max(sequences(), budget.max_batch.value_or(0));
-    return CoreSession::memory_need(options, batch, context).at("total");
+    return memory_need(options, batch, context).at("total");
   };
   // The most pages that fit; where the fewest do not, the session itself says what is missing.
   int64_t fewest = std::max(manifest.settings.groups_max, manifest.settings.select_queries_max);

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache_options.h"
+#include "kvswap/errors.h"
 #include "kvswap/safetensors.h"
 
 namespace kvswap {
@@ -53,7 +54,7 @@ class SavedCache {
   /// What a session over it is opened with: shape and settings as saved. Where the budget is less
   /// than they want, fewer pages are kept for reuse, which changes no answer. Throws SessionError
   /// (kBudget) where that is not enough.
-  CoreOptions options(const std::string& directory, const Budget& budget) const;
+  CacheOptions options(const std::string& directory, const Budget& budget) const;
   /// Reads every record. Throws SessionError (kCorrupt) for the first that is damaged.
   void verify() const;
   /// Removes the folder, where nobody uses it.

@@ -134,7 +134,7 @@ std::unique_ptr<Engine> loaded(const EngineOptions& options, ParallelFor paralle
 
 }  // namespace
 
-void save_engine(Engine& engine, const CoreOptions& options, const SaveArgs& args) {
+void save_engine(Engine& engine, const CacheOptions& options, const SaveArgs& args) {
   for (const KeptTensor& kept : args.tensors) {
     if (kept.name.empty() || kept.name.find('\0') != std::string::npos || kept.shape.empty()) {
       throw std::invalid_argument(
@@ -155,7 +155,7 @@ void save_engine(Engine& engine, const CoreOptions& options, const SaveArgs& arg
   throw_status(engine.save(target));
 }
 
-std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CoreOptions& options,
+std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions& options,
                                     ParallelFor parallel) {
   const SavedCache::Impl& impl = saved.impl();
   const SavedCounts& counts = impl.manifest.counts;
@@ -199,7 +199,7 @@ std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
 
 void SavedCache::verify() const {
   // Nothing is written, but a session has a file.
-  CoreOptions options = this->options(std::filesystem::temp_directory_path(), {});
+  CacheOptions options = this->options(std::filesystem::temp_directory_path(), {});
   options.settings.device_model.reset();
   EngineOptions checked = engine_options(options);
   const auto engine = open_engine(*this, options, nullptr);

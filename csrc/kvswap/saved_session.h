@@ -10,11 +10,11 @@ namespace kvswap {
 // What both sessions do to be saved, opened and forked. Each throws as throw_status() does.
 
 /// Writes the folder that args names; the session goes on.
-void save_engine(Engine& engine, const CoreOptions& options, const SaveArgs& args);
+void save_engine(Engine& engine, const CacheOptions& options, const SaveArgs& args);
 
 /// An engine that goes on from a saved one. `options` are its options(), perhaps with other
 /// promises, reader and threads.
-std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CoreOptions& options,
+std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions& options,
                                     ParallelFor parallel);
 
 /// An engine that goes on from another one of this process, which goes on as well.

@@ -6,129 +6,214 @@
 #include "python/errors.h"
 #include "python/probe.h"
 #include "python/saved.h"
-#include "torch/session.h"
+#include "torch/element_type.h"
+#include "torch/tensor_cache.h"
 
 namespace py = pybind11;
 using kvswap::Budget;
-using kvswap::CoreOptions;
-using kvswap::ElementType;
+using kvswap::Cache;
+using kvswap::CacheOptions;
+using kvswap::EstimateFrom;
+using kvswap::GroupChoice;
+using kvswap::LayerState;
 using kvswap::ModelShape;
-using kvswap::Session;
+using kvswap::Report;
+using kvswap::SavedCache;
+using kvswap::TensorCache;
 
 namespace {
 
-at::ScalarType scalar_type(ElementType type) {
-  return type == ElementType::kFloat32    ? at::kFloat
-         : type == ElementType::kBFloat16 ? at::kBFloat16
-                                          : at::kHalf;
-}
-
-ElementType element_type(at::ScalarType type) {
-  TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
-                    "session: dtype must be float32, bfloat16 or float16, got ", type);
-  return type == at::kFloat      ? ElementType::kFloat32
-         : type == at::kBFloat16 ? ElementType::kBFloat16
-                                 : ElementType::kFloat16;
-}
-
 /// A property for a member of a member.
 template <typename Inner, typename T>
-void bind_inner(py::class_<CoreOptions>& options, const char* name, Inner CoreOptions::* inner,
+void bind_inner(py::class_<CacheOptions>& options, const char* name, Inner CacheOptions::* inner,
                 T Inner::* member) {
   options.def_property(
-      name, [=](const CoreOptions& self) { return self.*inner.*member; },
-      [=](CoreOptions& self, const T& value) { self.*inner.*member = value; });
+      name, [=](const CacheOptions& self) { return self.*inner.*member; },
+      [=](CacheOptions& self, const T& value) { self.*inner.*member = value; });
 }
 
 /// Every setting of the table, and what else a session is made of, as properties of one object.
 void bind_options(py::module_& module) {
-  py::class_<CoreOptions> options(module, "SessionOptions");
+  py::class_<CacheOptions> options(module, "CacheOptions");
   options.def(py::init<>())
-      .def_readwrite("ranks", &CoreOptions::ranks)
-      .def_readwrite("directory", &CoreOptions::directory)
-      .def_readwrite("device", &CoreOptions::device)
-      .def_readwrite("timeline_spans", &CoreOptions::timeline_spans)
+      .def_readwrite("is_calibrated", &CacheOptions::is_calibrated)
+      .def_readwrite("ranks", &CacheOptions::ranks)
+      .def_readwrite("directory", &CacheOptions::directory)
+      .def_readwrite("device", &CacheOptions::device)
+      .def_readwrite("timeline_spans", &CacheOptions::timeline_spans)
       .def_property(
-          "dtype", [](const CoreOptions& self) { return scalar_type(self.shape.dtype); },
-          [](CoreOptions& self, at::ScalarType type) { self.shape.dtype = element_type(type); });
-  bind_inner(options, "layers", &CoreOptions::shape, &ModelShape::layers);
-  bind_inner(options, "query_heads", &CoreOptions::shape, &ModelShape::heads);
-  bind_inner(options, "kv_heads", &CoreOptions::shape, &ModelShape::kv_heads);
-  bind_inner(options, "head_dim", &CoreOptions::shape, &ModelShape::head_dim);
-  bind_inner(options, "kv_memory_bytes", &CoreOptions::budget, &Budget::kv_memory_bytes);
-  bind_inner(options, "max_context", &CoreOptions::budget, &Budget::max_context);
-  bind_inner(options, "max_batch", &CoreOptions::budget, &Budget::max_batch);
+          "dtype", [](const CacheOptions& self) { return kvswap::scalar_type(self.shape.dtype); },
+          [](CacheOptions& self, at::ScalarType type) {
+            self.shape.dtype = kvswap::element_type(type);
+          });
+  bind_inner(options, "layers", &CacheOptions::shape, &ModelShape::layers);
+  bind_inner(options, "query_heads", &CacheOptions::shape, &ModelShape::heads);
+  bind_inner(options, "kv_heads", &CacheOptions::shape, &ModelShape::kv_heads);
+  bind_inner(options, "head_dim", &CacheOptions::shape, &ModelShape::head_dim);
+  bind_inner(options, "kv_memory_bytes", &CacheOptions::budget, &Budget::kv_memory_bytes);
+  bind_inner(options, "max_context", &CacheOptions::budget, &Budget::max_context);
+  bind_inner(options, "max_batch", &CacheOptions::budget, &Budget::max_batch);
   kvswap::visit_settings([&](const char* name, auto member, const auto&) {
-    bind_inner(options, name, &CoreOptions::settings, member);
+    bind_inner(options, name, &CacheOptions::settings, member);
   });
 }
 
-/// attend() or extend() with the fields of ScoreTerms as arguments.
-template <auto kMethod>
-at::Tensor with_terms(Session& session, int64_t layer, const at::Tensor& query,
-                      const at::Tensor& keys, const at::Tensor& values, double scale,
-                      double softcap, const std::optional<at::Tensor>& sinks) {
-  return (session.*kMethod)(layer, query, keys, values, scale, {softcap, sinks});
+/// A method of the Cache below, which needs no tensors.
+template <typename Result, typename... Args>
+auto below(Result (Cache::*method)(Args...)) {
+  return [method](TensorCache& self, Args... args) -> Result {
+    return (self.cache().*method)(std::forward<Args>(args)...);
+  };
+}
+template <typename Result, typename... Args>
+auto below(Result (Cache::*method)(Args...) const) {
+  return [method](const TensorCache& self, Args... args) -> Result {
+    return (self.cache().*method)(std::forward<Args>(args)...);
+  };
 }
 
-std::unique_ptr<Session> with_question(std::unique_ptr<Session> session) {
-  // A signal's handler runs, and may raise, while a call waits for the disk.
-  session->set_question([] {
-    const py::gil_scoped_acquire held;
-    return PyErr_CheckSignals() != 0;
-  });
-  return session;
+/// A field of what a method of the Cache returns.
+template <auto kField>
+auto of_report(const TensorCache& self) {
+  return self.cache().report().*kField;
+}
+template <auto kField>
+auto of_layer(const TensorCache& self, int64_t layer) {
+  return self.cache().layer(layer).*kField;
 }
 
-std::unique_ptr<Session> open_session(const CoreOptions& options) {
+/// A signal's handler runs, and may raise, while a call waits for the disk.
+bool has_signal() {
+  const py::gil_scoped_acquire held;
+  return PyErr_CheckSignals() != 0;
+}
+
+std::unique_ptr<TensorCache> open_cache(CacheOptions options) {
   // Not as a call guard: pybind11 registers the new object inside of it.
   const py::gil_scoped_release released;
-  return with_question(std::make_unique<Session>(options));
+  options.shall_end = has_signal;
+  return std::make_unique<TensorCache>(options);
 }
 
-void bind_session(py::module_& module) {
+std::unique_ptr<TensorCache> open_saved(CacheOptions options, const SavedCache& saved) {
+  const py::gil_scoped_release released;
+  options.shall_end = has_signal;
+  return std::make_unique<TensorCache>(saved, options);
+}
+
+/// estimate(layer, keys, query, valid, rank) returns the key and the query matrix.
+void set_estimate(TensorCache& cache, py::function estimate) {
+  // Copied and freed by threads that do not hold the interpreter.
+  const std::shared_ptr<py::function> kept(new py::function(std::move(estimate)),
+                                           [](py::function* function) {
+                                             const py::gil_scoped_acquire held;
+                                             delete function;
+                                           });
+  cache.set_estimate([kept](const EstimateFrom& from) {
+    const py::gil_scoped_acquire held;
+    return (*kept)(from.layer, from.keys, from.query, from.valid, from.rank)
+        .cast<std::pair<at::Tensor, at::Tensor>>();
+  });
+}
+
+void bind_tensor_calls(py::class_<TensorCache>& cache) {
   // Reads, packing and attention need no interpreter.
   using Released = py::call_guard<py::gil_scoped_release>;
-  py::class_<Session> session(module, "Session");
-  kvswap::bind_saved(module, session, with_question);
-  session.def(py::init(&open_session), py::arg("options"))
-      .def_static("memory_need", &Session::memory_need, py::arg("options"), py::arg("batch"),
-                  py::arg("context"), py::arg("alignment_bytes") = 512)
-      .def("declare", &Session::declare, py::arg("valid"), Released())
-      .def("look_ahead", &Session::look_ahead, py::arg("layer"), py::arg("query"),
-           py::arg("scale") = py::none(), Released())
-      .def("override_selection", &Session::override_selection, py::arg("layer"), py::arg("groups"))
-      .def("give_scores", &Session::give_scores, py::arg("layer"), py::arg("scores"))
-      .def("give_worth", &Session::give_worth, py::arg("layer"), py::arg("worth"),
+  cache.def("declare", &TensorCache::declare, py::arg("valid"), Released())
+      .def("look_ahead",
+           py::overload_cast<int64_t, const at::Tensor&, std::optional<double>, int64_t>(
+               &TensorCache::look_ahead),
+           py::arg("layer"), py::arg("query"), py::arg("scale") = py::none(),
+           py::arg("predicting_since_ns") = 0, Released())
+      .def("set_estimate", &set_estimate, py::arg("estimate"))
+      .def("give_scores", &TensorCache::give_scores, py::arg("layer"), py::arg("scores"))
+      .def("give_worth", &TensorCache::give_worth, py::arg("layer"), py::arg("worth"),
            py::arg("decay") = py::none())
-      .def("needs_scores", &Session::needs_scores, py::arg("layer"), py::arg("queries"))
-      .def("append", &Session::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
+      .def("append", &TensorCache::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
-      .def("attend", with_terms<&Session::attend>, py::arg("layer"), py::arg("query"),
-           py::arg("keys"), py::arg("values"), py::arg("scale"), py::arg("softcap") = 0.0,
-           py::arg("sinks") = py::none(), Released())
-      .def("extend", with_terms<&Session::extend>, py::arg("layer"), py::arg("query"),
-           py::arg("keys"), py::arg("values"), py::arg("scale"), py::arg("softcap") = 0.0,
-           py::arg("sinks") = py::none(), Released())
-      .def("set_projection", &Session::set_projection, py::arg("layer"), py::arg("key_projection"),
-           py::arg("query_projection"), Released())
-      .def("needs_projection", &Session::needs_projection, py::arg("layer"))
-      .def("attends_all", &Session::attends_all, py::arg("layer"))
-      .def("read_back", &Session::read_back, py::arg("layer"), py::arg("begin"), py::arg("end"),
-           Released())
-      .def("last_selection", &Session::last_selection, py::arg("layer"))
-      .def("select_sequences", &Session::select_sequences, py::arg("indices"), Released())
-      .def("crop", &Session::crop, py::arg("columns"), Released())
-      .def("reset", &Session::reset, Released())
-      .def("close", &Session::close, Released())
-      .def("columns", &Session::columns, py::arg("layer"))
-      .def("common_columns", &Session::common_columns)
-      .def("batch", &Session::batch)
-      .def("counters", &Session::counters)
-      .def("facts", &Session::facts)
-      .def("ledger", &Session::ledger)
-      .def("timeline", &Session::timeline, Released())
-      .def("record_predict", &Session::record_predict, py::arg("layer"), py::arg("began_ns"));
+      .def(
+          "attend",
+          [](TensorCache& self, int64_t layer, const at::Tensor& query, double scale,
+             double softcap, const std::optional<at::Tensor>& sinks) {
+            return self.attend(layer, query, scale, {softcap, sinks});
+          },
+          py::arg("layer"), py::arg("query"), py::arg("scale"), py::arg("softcap") = 0.0,
+          py::arg("sinks") = py::none(), Released())
+      .def(
+          "extend",
+          [](TensorCache& self, int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+             const at::Tensor& values, double scale, double softcap,
+             const std::optional<at::Tensor>& sinks) {
+            return self.extend(layer, query, keys, values, scale, {softcap, sinks});
+          },
+          py::arg("layer"), py::arg("query"), py::arg("keys"), py::arg("values"), py::arg("scale"),
+          py::arg("softcap") = 0.0, py::arg("sinks") = py::none(), Released())
+      .def("set_projection", &TensorCache::set_projection, py::arg("layer"),
+           py::arg("key_projection"), py::arg("query_projection"), Released())
+      .def("read_back", &TensorCache::read_back, py::arg("layer"), py::arg("begin"), py::arg("end"),
+           Released());
+}
+
+void bind_plain_calls(py::class_<TensorCache>& cache) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  cache
+      .def(
+          "wants_look_ahead",
+          [](const TensorCache& self, int64_t layer, int64_t tokens) {
+            return static_cast<int>(self.cache().wants_look_ahead(layer, tokens));
+          },
+          py::arg("layer"), py::arg("tokens"))
+      .def(
+          "read_ahead",
+          [](TensorCache& self, int64_t layer, int64_t tokens) {
+            self.cache().look_ahead(layer, {.tokens = tokens});
+          },
+          py::arg("layer"), py::arg("tokens"), Released())
+      .def(
+          "override_selection",
+          [](TensorCache& self, int64_t layer, std::vector<std::vector<int64_t>> groups) {
+            self.cache().give(layer, GroupChoice{std::move(groups)});
+          },
+          py::arg("layer"), py::arg("groups"))
+      .def(
+          "needs_scores",
+          [](const TensorCache& self, int64_t layer, int64_t queries) {
+            return self.cache().layer(layer, queries).needs_scores;
+          },
+          py::arg("layer"), py::arg("queries"))
+      .def("needs_projection", &of_layer<&LayerState::needs_projection>, py::arg("layer"))
+      .def("attends_all", &of_layer<&LayerState::attends_all>, py::arg("layer"))
+      .def("columns", &of_layer<&LayerState::columns>, py::arg("layer"))
+      .def("last_selection", below(&Cache::last_selection), py::arg("layer"))
+      .def(
+          "select_sequences",
+          [](TensorCache& self, const std::vector<int64_t>& indices) {
+            self.cache().select_sequences(indices);
+          },
+          py::arg("indices"), Released())
+      .def("crop", below(&Cache::crop), py::arg("columns"), Released())
+      .def("reset", below(&Cache::reset), Released())
+      .def(
+          "close", [](TensorCache& self) { self.cache().close(); }, Released())
+      .def("common_columns", [](const TensorCache& self) { return self.cache().held().columns; })
+      .def("batch", [](const TensorCache& self) { return self.cache().held().batch; })
+      .def("counters", &of_report<&Report::counters>)
+      .def("facts", &of_report<&Report::facts>)
+      .def("ledger", &of_report<&Report::ledger>)
+      .def("timeline", below(&Cache::timeline), Released());
+}
+
+void bind_cache(py::module_& module) {
+  py::class_<TensorCache> cache(module, "TensorCache");
+  kvswap::bind_saved(module, cache);
+  cache.def(py::init(&open_cache), py::arg("options"))
+      .def(py::init(&open_saved), py::arg("options"), py::arg("saved"));
+  bind_tensor_calls(cache);
+  bind_plain_calls(cache);
+  module.def(
+      "memory_need",
+      py::overload_cast<const CacheOptions&, int64_t, int64_t, int64_t>(&kvswap::memory_need),
+      py::arg("options"), py::arg("batch"), py::arg("context"), py::arg("alignment_bytes") = 512);
 }
 
 py::dict system_info(const std::string& path) {
@@ -155,10 +240,12 @@ py::dict system_info(const std::string& path) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.doc() = "kvswap_torch's session: csrc/torch/session.h documents every call.";
+  module.doc() =
+      "kvswap_torch's cache: csrc/torch/tensor_cache.h and csrc/kvswap/cache.h document every "
+      "call.";
   kvswap::register_errors();
   bind_options(module);
-  bind_session(module);
+  bind_cache(module);
   kvswap::bind_probe(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "io/probe.h"
-#include "torch/engine_calls.h"
+#include "kvswap/engine_calls.h"
 
 namespace py = pybind11;
 
@@ -14,7 +14,7 @@ namespace {
 
 template <typename T>
 T value_of(Result<T> result) {
-  if (!result.is_ok()) throw_if_error(result.status());
+  if (!result.is_ok()) throw_status(result.status());
   return std::move(result.value());
 }
 

@@ -38,7 +38,7 @@ KeptTensor kept_of(const std::string& name, const at::Tensor& tensor) {
                     tensor.scalar_type());
 }
 
-void save(Session& session, const std::string& path, bool overwrite, const std::string& facts,
+void save(TensorCache& cache, const std::string& path, bool overwrite, const std::string& facts,
           const Tensors& tensors) {
   Tensors plain;
   SaveArgs args = {.path = path, .overwrite = overwrite, .facts = facts};
@@ -46,7 +46,7 @@ void save(Session& session, const std::string& path, bool overwrite, const std::
     plain[name] = tensor.detach().to(at::kCPU).contiguous();
     args.tensors.push_back(kept_of(name, plain[name]));
   }
-  session.save(args);
+  cache.cache().save(args);
 }
 
 /// Copies: the mapping goes with the saved cache.
@@ -67,8 +67,7 @@ Tensors tensors_of(const SavedCache& saved) {
 
 }  // namespace
 
-void bind_saved(py::module_& module, py::class_<Session>& session,
-                std::function<std::unique_ptr<Session>(std::unique_ptr<Session>)> finish) {
+void bind_saved(py::module_& module, py::class_<TensorCache>& cache) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<SavedCache, std::shared_ptr<SavedCache>>(module, "SavedCache")
       .def(py::init([](const std::string& path) {
@@ -93,17 +92,12 @@ void bind_saved(py::module_& module, py::class_<Session>& session,
           py::arg("max_context") = py::none(), py::arg("max_batch") = py::none())
       .def("verify", &SavedCache::verify, Released())
       .def_static("remove", &SavedCache::remove, py::arg("path"));
-  session
-      .def(py::init([finish](const CoreOptions& options, const SavedCache& saved) {
-             const py::gil_scoped_release released;
-             return finish(std::make_unique<Session>(saved, options));
-           }),
-           py::arg("options"), py::arg("saved"))
+  cache
       .def("save", &save, py::arg("path"), py::arg("overwrite"), py::arg("facts"),
            py::arg("tensors"), Released())
-      .def("fork", [finish](Session& self) {
+      .def("fork", [](TensorCache& self) {
         const py::gil_scoped_release released;
-        return finish(self.fork());
+        return self.fork();
       });
 }
 

@@ -18,11 +18,6 @@ constexpr int kSvdPasses = 4;
 
 using Pair = std::pair<at::Tensor, at::Tensor>;
 
-/// [batch, kv_heads, tokens, head_dim] to [batch * tokens, kv_heads * head_dim].
-at::Tensor flat_tokens(const at::Tensor& keys) {
-  return keys.transpose(1, 2).flatten(2).flatten(0, 1);
-}
-
 /// The `rank` largest singular triplets, by subspace iteration when they are few.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> leading_svd(const at::Tensor& matrix, int64_t rank) {
   const int64_t width = rank + 16;
@@ -33,7 +28,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> leading_svd(const at::Tensor& mat
   }
   // A generator of its own: sampling elsewhere must not change with it.
   auto generator = at::detail::createCPUGenerator(0);
-  at::Tensor basis = at::randn({matrix.size(1), width}, generator, matrix.options());
+  at::Tensor basis =
+      at::randn({matrix.size(1), width}, generator, matrix.options().device(at::kCPU))
+          .to(matrix.device());
   for (int pass = 0; pass < kSvdPasses; ++pass) {
     basis = std::get<0>(at::linalg_qr(matrix.matmul(basis)));
     basis = std::get<0>(at::linalg_qr(matrix.t().matmul(basis)));
@@ -91,40 +88,60 @@ Pair query_aware(const at::Tensor& key_samples, const at::Tensor& queries, int64
 
 }  // namespace
 
-Pair estimate_projection(const std::string& kind, const at::Tensor& keys,
-                         const std::optional<at::Tensor>& query, int64_t rank,
-                         const std::string& score, const std::string& heads) {
-  if (heads == "each" && keys.size(1) > 1) {
-    std::vector<at::Tensor> key_sides;
-    std::vector<at::Tensor> query_sides;
-    for (int64_t head = 0; head < keys.size(1); ++head) {
-      std::optional<at::Tensor> own;
-      if (query) own = query->tensor_split(keys.size(1), 1)[head];
-      auto [key, other] = estimate_projection(kind, keys.narrow(1, head, 1), own, rank, score);
-      key_sides.push_back(key);
-      query_sides.push_back(other);
-    }
-    return {at::cat(key_sides), at::cat(query_sides)};
+namespace {
+
+/// Every KV head for itself, one below the other.
+Pair estimate_each(const EstimateFrom& from, const EstimateOptions& options) {
+  const int64_t kv_heads = from.keys.size(1);
+  EstimateOptions alone = options;
+  alone.heads = "all";
+  std::vector<at::Tensor> key_sides;
+  std::vector<at::Tensor> query_sides;
+  for (int64_t head = 0; head < kv_heads; ++head) {
+    EstimateFrom own = from;
+    own.keys = from.keys.narrow(1, head, 1);
+    if (from.query) own.query = from.query->tensor_split(kv_heads, 1)[head];
+    auto [key, other] = estimate_projection(own, alone);
+    key_sides.push_back(key);
+    query_sides.push_back(other);
   }
-  const int64_t batch = keys.size(0);
-  const int64_t kv_heads = keys.size(1);
-  const int64_t tokens = keys.size(2);
-  const int64_t width = kv_heads * keys.size(3);
-  TORCH_CHECK_VALUE(tokens >= 1 && rank >= 1 && rank <= width,
-                    "estimate_projection: rank must be 1 to ", width, ", got ", rank);
+  return {at::cat(key_sides), at::cat(query_sides)};
+}
+
+/// [batch, heads, tokens, head_dim] at those tokens that are no padding: [samples, heads,
+/// head_dim].
+at::Tensor tokens_at(const at::Tensor& states, const at::Tensor& tokens,
+                     const std::optional<at::Tensor>& valid) {
+  const at::Tensor rows =
+      states.index_select(2, tokens.to(states.device())).transpose(1, 2).flatten(0, 1);
+  if (!valid) return rows;
+  const at::Tensor counts = valid->index_select(1, tokens).flatten();
+  return rows.index_select(0, counts.nonzero().flatten().to(states.device()));
+}
+
+}  // namespace
+
+Pair estimate_projection(const EstimateFrom& from, const EstimateOptions& options) {
+  if (options.heads == "each" && from.keys.size(1) > 1) return estimate_each(from, options);
+  const int64_t batch = from.keys.size(0);
+  const int64_t kv_heads = from.keys.size(1);
+  const int64_t tokens = from.keys.size(2);
+  const int64_t width = kv_heads * from.keys.size(3);
+  TORCH_CHECK_VALUE(tokens >= 1 && from.rank >= 1 && from.rank <= width,
+                    "estimate_projection: rank must be 1 to ", width, ", got ", from.rank);
   const int64_t per_sequence = std::max<int64_t>(1, kKeysMax / batch);
   const at::Tensor evenly =
       at::linspace(0, tokens - 1, std::min(tokens, per_sequence)).to(at::kLong);
-  const at::Tensor sample = flat_tokens(keys.index_select(2, evenly));
-  if (kind == "svd_keys" || !query) return svd_keys(sample, rank);
+  at::Tensor sample = tokens_at(from.keys, evenly, from.valid).flatten(1);
+  if (sample.size(0) == 0) sample = tokens_at(from.keys, evenly, {}).flatten(1);
+  if (options.kind == "svd_keys" || !from.query) return svd_keys(sample, from.rank);
   const int64_t newest_count = std::max<int64_t>(1, kQueriesNewest / batch);
   const at::Tensor newest = at::arange(std::max<int64_t>(0, tokens - newest_count), tokens);
   const int64_t step = std::max<int64_t>(1, evenly.size(0) / std::max<int64_t>(1, newest.size(0)));
   const at::Tensor looked_at = at::cat({evenly.slice(0, 0, evenly.size(0), step), newest});
-  const at::Tensor queries =
-      query->index_select(2, looked_at).to(at::kFloat).transpose(1, 2).flatten(0, 1);
-  if (queries.size(0) < kQueriesMin) return svd_keys(sample, rank);
-  return query_aware(sample, queries, kv_heads, score, rank);
+  const at::Tensor queries = tokens_at(*from.query, looked_at, from.valid).to(at::kFloat);
+  if (queries.size(0) < kQueriesMin) return svd_keys(sample, from.rank);
+  return query_aware(sample, queries, kv_heads, options.score, from.rank);
 }
 
 }  // namespace kvswap

@@ -1,7 +1,7 @@
 // Answers questions about a long document: Qwen3 on LibTorch, its KV cache on disk, no Python.
 
 #include <kvswap/errors.h>
-#include <kvswap/torch/disk_cache.h>
+#include <kvswap/torch/tensor_cache.h>
 
 #include <algorithm>
 #include <chrono>
@@ -40,7 +40,7 @@ std::string read_text(const std::string& path) {
 /// A model, its cache and the tokens both have seen so far.
 class Conversation {
  public:
-  Conversation(const Qwen3& model, const Tokenizer& tokenizer, kvswap::DiskCache& cache)
+  Conversation(const Qwen3& model, const Tokenizer& tokenizer, kvswap::TensorCache& cache)
       : model_(model), tokenizer_(tokenizer), cache_(cache) {}
 
   /// Prefills the document in chunks that differ by at most one token: a short last one would be
@@ -67,7 +67,7 @@ class Conversation {
     for (bool is_last = false; !is_last; ++count) {
       // What the cache has not seen: the question, then one token at a time.
       const at::Tensor logits =
-          model_.forward({tokens_.begin() + cache_.columns(), tokens_.end()}, cache_);
+          model_.forward({tokens_.begin() + cache_.cache().held().columns, tokens_.end()}, cache_);
       const auto token = logits.argmax().item<int64_t>();
       std::cout << tokenizer_.bytes_of(token) << std::flush;
       if (count == 0) began_ = Clock::now();
@@ -88,7 +88,7 @@ class Conversation {
  private:
   const Qwen3& model_;
   const Tokenizer& tokenizer_;
-  kvswap::DiskCache& cache_;
+  kvswap::TensorCache& cache_;
   std::vector<int64_t> tokens_;
   Clock::time_point began_;
   double seconds_ = 0;
@@ -116,7 +116,7 @@ void run(const Options& options) {
   args.directory = options.path;
   args.config_path = options.config;
   args.budget = {options.kv_memory_bytes, context, /*max_batch=*/1};
-  kvswap::DiskCache cache(args);
+  kvswap::TensorCache cache(args);
   Conversation conversation(model, tokenizer, cache);
   conversation.read(document, options.prefill_chunk);
   for (size_t i = 0; i < questions.size(); ++i) {
@@ -125,7 +125,7 @@ void run(const Options& options) {
     std::cout << "\n" << std::flush;
   }
   std::fprintf(stderr, "\nanswers             %.1f tokens/s\n%s", conversation.speed(),
-               cache.report().c_str());
+               kvswap::report_text(cache.cache().report()).c_str());
 }
 
 }  // namespace

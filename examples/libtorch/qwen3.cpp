@@ -141,32 +141,30 @@ Qwen3::Rotation Qwen3::rotation(int64_t first_column, int64_t tokens) const {
 }
 
 at::Tensor Qwen3::attention(int64_t index, const at::Tensor& hidden, const Rotation& rotation,
-                            kvswap::DiskCache& cache) const {
+                            kvswap::TensorCache& cache) const {
   const Layer& layer = layers_[index];
   const int64_t tokens = hidden.size(1);
   // The next layer's query is predicted from this layer's input, and its reads begin now.
-  if (cache.wants_look_ahead(index + 1, tokens)) {
-    cache.look_ahead(index + 1, tokens, [&] {
-      return predictors_[index + 1]->predict(hidden, rotation.cos, rotation.sin);
-    });
-  }
+  cache.look_ahead(index + 1, tokens, [&] {
+    return predictors_[index + 1]->predict(hidden, rotation.cos, rotation.sin);
+  });
   const auto heads = [&](const at::Tensor& weight) {
     return at::linear(hidden, weight).view({1, tokens, -1, shape_.head_dim});
   };
   const at::Tensor query = norm(heads(layer.query), layer.query_norm).transpose(1, 2);
   const at::Tensor key = norm(heads(layer.key), layer.key_norm).transpose(1, 2);
   const at::Tensor value = heads(layer.value).transpose(1, 2);
-  const at::Tensor output = cache.attend(index, rotate(query, rotation.cos, rotation.sin),
+  const at::Tensor output = cache.extend(index, rotate(query, rotation.cos, rotation.sin),
                                          rotate(key, rotation.cos, rotation.sin), value,
                                          std::pow(static_cast<double>(shape_.head_dim), -0.5));
   return at::linear(output.reshape({1, tokens, -1}), layer.output);
 }
 
-at::Tensor Qwen3::forward(const std::vector<int64_t>& tokens, kvswap::DiskCache& cache) const {
+at::Tensor Qwen3::forward(const std::vector<int64_t>& tokens, kvswap::TensorCache& cache) const {
   const at::InferenceMode inference;
   const auto count = static_cast<int64_t>(tokens.size());
   const at::Tensor ids = at::tensor(tokens, at::kLong).unsqueeze(0);
-  const Rotation turned = rotation(cache.columns(), count);
+  const Rotation turned = rotation(cache.cache().held().columns, count);
   at::Tensor hidden = at::embedding(embedding_, ids);
   for (int64_t i = 0; i < shape_.layers; ++i) {
     const Layer& layer = layers_[i];

@@ -1,14 +1,14 @@
 #pragma once
 
 #include <kvswap/model_shape.h>
-#include <kvswap/torch/disk_cache.h>
 #include <kvswap/torch/query_predictor.h>
+#include <kvswap/torch/tensor_cache.h>
 
 #include <set>
 #include <string>
 #include <vector>
 
-/// A stock Qwen3 decoder on the CPU, one sequence, whose keys and values live in a DiskCache.
+/// A stock Qwen3 decoder on the CPU, one sequence, whose keys and values live in a TensorCache.
 ///
 /// Its arithmetic is that of transformers' Qwen3ForCausalLM, step by step and in the same dtype, so
 /// that greedy answers agree.
@@ -23,7 +23,7 @@ class Qwen3 {
   const std::set<int64_t>& end_tokens() const { return end_tokens_; }
 
   /// Runs `tokens` after what is in the cache; the logits of the last one, [vocabulary] fp32.
-  at::Tensor forward(const std::vector<int64_t>& tokens, kvswap::DiskCache& cache) const;
+  at::Tensor forward(const std::vector<int64_t>& tokens, kvswap::TensorCache& cache) const;
 
  private:
   struct Layer {
@@ -40,7 +40,7 @@ class Qwen3 {
   at::Tensor norm(const at::Tensor& hidden, const at::Tensor& weight) const;
   Rotation rotation(int64_t first_column, int64_t tokens) const;
   at::Tensor attention(int64_t index, const at::Tensor& hidden, const Rotation& rotation,
-                       kvswap::DiskCache& cache) const;
+                       kvswap::TensorCache& cache) const;
 
   kvswap::ModelShape shape_;
   std::string type_;

@@ -70,14 +70,14 @@ def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[
     from kvswap_torch.sizing import ModelShape, effective_ranks
 
     model = ModelShape(shape.layers, heads, shape.kv_heads, shape.head_dim, shape.element_bytes)
-    options = _C.SessionOptions()
+    options = _C.CacheOptions()
     for each in SETTINGS:
         setattr(options, each, getattr(config, each))
     options.layers, options.query_heads = shape.layers, heads
     options.kv_heads, options.head_dim = shape.kv_heads, shape.head_dim
     options.dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     options.ranks = list(effective_ranks(config, model, calibrated=True))
-    need = _C.Session.memory_need(options, BATCH, context, shape.alignment_bytes)
+    need = _C.memory_need(options, BATCH, context, shape.alignment_bytes)
     return {
         "summary": need["summary"] + need["projections"],
         "pages": need["pages"],

@@ -20,7 +20,7 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.hf import convert, passes
 from kvswap_torch.hf.attention import Switch, check_switched
-from kvswap_torch.hf.driver import SessionDriver
+from kvswap_torch.hf.driver import Ahead, SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
@@ -381,17 +381,17 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         else:
             self._others_changed = True
         target = self.parts.disk_index.get(index + 1)
-        if target is None or not self.driver.wants_look_ahead(target, batch, tokens):
+        ahead = Ahead.NO if target is None else self.driver.wants_look_ahead(target, batch, tokens)
+        if ahead == Ahead.NO:
             return
-        if self.driver.attends_all(target):
+        if ahead == Ahead.ANY_QUERY:
             self.driver.read_ahead(target, tokens)
             return
         began_ns = time.monotonic_ns()
         query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
         if query is not None:
-            self.driver.record_predict(target, began_ns)
             scale = attention_scale(self.parts.mixers[index + 1], query.shape[-1])
-            self.driver.look_ahead(target, query, scale)
+            self.driver.look_ahead(target, query, scale, began_ns)
 
     def _other_layers(self) -> list[CacheLayerMixin]:
         self.driver.check_open()

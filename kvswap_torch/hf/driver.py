@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,14 @@ from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
 from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
 logger = logging.getLogger("kvswap_torch")
+
+
+class Ahead(enum.IntEnum):
+    """As kvswap::LookAhead: whether a layer is worth a look ahead."""
+
+    NO = 0
+    ANY_QUERY = 1  # all of it is attended, so that nothing must be predicted
+    PREDICTED = 2
 
 
 class SessionDriver:
@@ -67,7 +77,7 @@ class SessionDriver:
         self._estimated_before: dict[int, str] = {}  # the pass under way
         self.estimate_seconds, self._settled = 0.0, budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
-        self._held = (0, 0)  # columns and sequences of every layer when the pass began
+        self._held = 0  # sequences when the pass began
         self._owner_pid, self.is_open = os.getpid(), True
         self.session: Any = None
         self._open(None)
@@ -113,7 +123,7 @@ class SessionDriver:
         session = self.plug_ins.wrap(session, config, room, lambda: self.padding)
         if self.session is not None:
             self.session.close()
-        self.session, self.config, self.ranks = session, config, options["ranks"]
+        self._hold(session, config, options["ranks"])
         logger.info("settings: %s; on disk: %s", config, self.path)
         if fallbacks := session.facts()["fallbacks"]:
             logger.info("fell back: %s", fallbacks)
@@ -123,6 +133,13 @@ class SessionDriver:
             if not config.is_exact(layer):
                 key, query = (matrix[:, : self.ranks[layer]].contiguous() for matrix in pair)
                 session.set_projection(layer, key, query)
+
+    def _hold(self, session: Any, config: SwapConfig, ranks: list[int]) -> None:
+        """A session that is open, with its settings."""
+        self.session, self.config, self.ranks = session, config, ranks
+        # The session must not keep its driver alive.
+        estimate = weakref.WeakMethod(self._estimate)
+        session.set_estimate(lambda *arguments: estimate()(*arguments))
 
     # What the cache's layers ask.
 
@@ -186,7 +203,7 @@ class SessionDriver:
         if not self._settled:
             self._open(FirstPass(batch, tokens))
             self._settled = True
-        self._held = columns, held
+        self._held = held
         valid = self.padding.declare(columns, batch, tokens, mask)
         if valid is None and self._declared:
             # A pass that failed declared what it did not append.
@@ -199,7 +216,7 @@ class SessionDriver:
         """Columns before a pass that is about to begin; `take_back` comes back to this."""
         self._estimated_before, columns = dict(self.estimated_kinds), self.columns()
         if self.parts.disk[0] > 0:  # the layer before it looks ahead before begin_forward()
-            self._held = columns, self.session.batch()
+            self._held = self.session.batch()
         return columns
 
     def take_back(self, columns: int) -> None:
@@ -212,44 +229,30 @@ class SessionDriver:
         self._declared = False
         self.estimated_kinds = dict(self._estimated_before)
 
-    def look_ahead(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        """query: ``[batch, heads or kv_heads, queries, dim]``, predicted; scale: of products."""
-        self.session.look_ahead(layer, query.contiguous(), scale)
+    def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> Ahead:
+        """Whether a look ahead could be of use to `layer`."""
+        if not self.config.look_ahead or self._held != batch:
+            return Ahead.NO
+        return Ahead(self.session.wants_look_ahead(layer, tokens))
 
-    def record_predict(self, layer: int, began_ns: int) -> None:
-        """For the timeline: a query for `layer` was predicted since ``time.monotonic_ns()``."""
-        if self.timeline_spans:
-            self.session.record_predict(layer, began_ns)
+    def look_ahead(self, layer: int, query: torch.Tensor, scale: float, since_ns: int) -> None:
+        """query: ``[batch, heads or kv_heads, queries, dim]``, predicted; scale: of products.
 
-    def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> bool:
-        """Whether a prediction for `layer` could be of use."""
-        config = self.config
-        return (
-            config.look_ahead
-            and layer not in config.true_query_layers
-            and tokens <= config.select_queries_max
-            and self._held[0] >= config.tail_tokens + config.group_tokens
-            and self._held[1] == batch
-            and (not config.is_exact(layer) or self.attends_all(layer))
-        )
-
-    def attends_all(self, layer: int) -> bool:
-        """Whether no selection is needed yet, so that any query means: read everything."""
-        return self.session.attends_all(layer)
+        since_ns: when its prediction began, of ``time.monotonic_ns()``.
+        """
+        self.session.look_ahead(layer, query.contiguous(), scale, since_ns)
 
     def read_ahead(self, layer: int, tokens: int) -> None:
-        """Like `look_ahead`, where `attends_all`: nothing has to be predicted."""
-        shape = self.parts.shape
-        size = (self.session.batch(), shape.kv_heads, tokens, shape.head_dim)
-        nothing = torch.zeros(size, dtype=self.parts.dtype, device=self.parts.device)
-        self.session.look_ahead(layer, nothing)
+        """Like `look_ahead`, where any query will do: nothing has to be predicted."""
+        self.session.read_ahead(layer, tokens)
 
     def attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
         """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``."""
         type_before = query.dtype
         query_, keys, values = self._own_types(query, keys, values)
         with torch.no_grad():
-            output = self._attend(layer, query_, keys, values, terms).to(type_before)
+            output = self.session.extend(layer, query_, keys, values, *terms).to(type_before)
+        self._stored(layer)
         return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 
     def _own_types(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -266,20 +269,6 @@ class SessionDriver:
                 )
         return [_plain(tensor.to(dtype)) for tensor in tensors]
 
-    def _attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
-        if self._will_choose(layer, keys.shape[2]):
-            self._estimate(layer, keys, query)
-        can_select = self._projections is not None or layer in self.estimated_kinds
-        if can_select or keys.shape[2] > self.config.select_queries_max:
-            output = self.session.extend(layer, query, keys, values, *terms)
-            self._stored(layer)
-            return output
-        self.session.append(layer, keys, values)
-        self._stored(layer)
-        if self.session.needs_projection(layer):
-            self._estimate_from_disk(layer)
-        return self.session.attend(layer, query, keys, values, *terms)
-
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores K and V ``[batch, kv_heads, tokens, head_dim]`` that nobody attends over now."""
         self.session.append(layer, _plain(keys), _plain(values))
@@ -294,24 +283,18 @@ class SessionDriver:
 
     # Projections.
 
-    def _will_choose(self, layer: int, tokens: int) -> bool:
-        """Whether a long chunk will leave more groups than may be attended, and no projection.
-
-        Asked before the chunk is appended: then nothing must be read back for its summary.
-        """
-        config = self.config
-        is_ready = self._projections is not None or layer in self.estimated_kinds
-        if is_ready or not config.takes_projections or config.is_exact(layer):
-            return False
-        groups = (self.columns(layer) + tokens - config.tail_tokens) // config.group_tokens
-        return tokens > config.select_queries_max and groups > config.groups_max
-
-    def _estimate(self, layer: int, keys: torch.Tensor, query: torch.Tensor | None) -> None:
+    def _estimate(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        query: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        rank: int,
+    ) -> Pair:
+        """The session asks for a projection: what it is given is as `from_chunk` takes it."""
         began, config = time.perf_counter(), self.config
-        rank, kind = self.ranks[layer], config.projection_kind
-        valid = self.padding.newest if query is not None else None
+        kind = config.projection_kind
         pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
-        self.session.set_projection(layer, *pair)
         self.estimated_kinds[layer] = kind if query is not None else of_keys_alone(kind)
         seconds = time.perf_counter() - began
         self.estimate_seconds += seconds
@@ -319,12 +302,7 @@ class SessionDriver:
             "layer %d: projection (%s, rank %d) estimated from %d tokens in %.3f s",
             *(layer, self.estimated_kinds[layer], rank, keys.shape[2], seconds),
         )
-
-    def _estimate_from_disk(self, layer: int) -> None:
-        """Decoding has outgrown what may be attended: the newest keys have to do."""
-        columns = self.columns(layer)
-        keys, _ = self.session.read_back(layer, max(0, columns - 2048), columns)
-        self._estimate(layer, keys, None)
+        return pair
 
     def bytes_beside(self) -> dict[str, int]:
         """Memory beside the session's, by use: what predicts queries, and a plug-in's."""

@@ -65,7 +65,7 @@ class ContinuedDriver(SessionDriver):
         start = self._start
         if start.config.look_ahead:
             self._predictor.build()
-        self.session, self.config, self.ranks = start.session, start.config, start.ranks
+        self._hold(start.session, start.config, start.ranks)
         fallbacks = start.session.facts()["fallbacks"]
         if fallbacks:
             warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
@@ -203,12 +203,13 @@ class Saving:
         options = folder.options(os.fspath(path), left, max_context, max_batch)
         options.device = str(parts.device)
         options.timeline_spans = timeline_spans
+        options.is_calibrated = bool(facts["calibrated"])
         config = dataclasses.replace(config, pages_max=options.pages_max)
         start = Start(
-            session=_C.Session(options, folder),
+            session=_C.TensorCache(options, folder),
             config=config,
             ranks=list(options.ranks),
-            calibrated=bool(facts["calibrated"]),
+            calibrated=options.is_calibrated,
             estimated={int(layer): kind for layer, kind in facts["estimated"].items()},
             valid=tensors.get("valid"),
             ids=tensors.get("token_ids"),

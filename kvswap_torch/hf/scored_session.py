@@ -20,7 +20,7 @@ class ScoredSession:
     Parameters
     ----------
     session
-        A `_C.Session` with rows=given.
+        A `_C.TensorCache` with rows=given.
     plug_in
         Opened for the same settings.
     config
@@ -51,11 +51,12 @@ class ScoredSession:
 
     # What a forward pass calls.
 
-    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
-        if self._is_long(query) or self._config.is_exact(layer) or self.attends_all(layer):
-            return self._session.look_ahead(layer, query, scale)
-        self._give(layer, query, query.shape[-1] ** -0.5 if scale is None else scale)
-        return self._session.look_ahead(layer, query, scale)
+    def look_ahead(
+        self, layer: int, query: torch.Tensor, scale: float | None = None, since_ns: int = 0
+    ) -> None:
+        if not (self._is_long(query) or self._config.is_exact(layer) or self.attends_all(layer)):
+            self._give(layer, query, query.shape[-1] ** -0.5 if scale is None else scale)
+        self._session.look_ahead(layer, query, scale, since_ns)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._check_room(layer, keys)
@@ -66,18 +67,18 @@ class ScoredSession:
         if sealing is not None:
             self._tell(layer, *sealing)
 
-    def attend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+    def attend(self, layer, query, scale: float, *terms) -> torch.Tensor:
         if self._session.needs_scores(layer, query.shape[2]):
             self._give(layer, query, scale)
         sealing = self._sealing(layer, None)
-        output = self._session.attend(layer, query, keys, values, scale, *terms)
+        output = self._session.attend(layer, query, scale, *terms)
         self._tell(layer, *sealing)
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
-        if not self._is_long(keys):
+        if not self._is_long(keys) and not self._config.is_exact(layer):
             self.append(layer, keys, values)
-            return self.attend(layer, query, keys, values, scale, *terms)
+            return self.attend(layer, query, scale, *terms)
         self._check_room(layer, keys)
         sealing = self._sealing(layer, keys)
         output = self._session.extend(layer, query, keys, values, scale, *terms)

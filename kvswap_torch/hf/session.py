@@ -35,7 +35,7 @@ def session_options(
     calibrated: bool,
     timeline_spans: int = 0,
 ) -> dict[str, Any]:
-    """The fields of kvswap::CoreOptions by name, settings beside the others."""
+    """The fields of kvswap::CacheOptions by name, settings beside the others."""
     options: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
     return options | {
         **dataclasses.asdict(budget),
@@ -68,10 +68,10 @@ def projections_of(config: SwapConfig | None, parts: ModelParts) -> list[Pair] |
 
 
 def open_session(options: dict[str, Any]) -> Any:
-    """A `kvswap_torch._C.Session` with these options."""
+    """A `kvswap_torch._C.TensorCache` with these options."""
     from kvswap_torch import _C
 
-    return _C.Session(_native(options))
+    return _C.TensorCache(_native(options))
 
 
 def alignment_bytes(path: str | Path | None) -> int:
@@ -89,13 +89,13 @@ def memory_need(
     """Bytes by use that such a session needs for `batch` sequences of `context` tokens."""
     from kvswap_torch import _C
 
-    return _C.Session.memory_need(_native(options), batch, context, alignment)
+    return _C.memory_need(_native(options), batch, context, alignment)
 
 
 def _native(options: dict[str, Any]) -> Any:
     from kvswap_torch import _C
 
-    native = _C.SessionOptions()
+    native = _C.CacheOptions()
     for name, value in options.items():
         setattr(native, name, value)
     return native

@@ -34,9 +34,13 @@ class ValuedSession:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+    def look_ahead(self, layer: int, query: torch.Tensor, *terms: Any) -> None:
         self._settle(layer)
-        self._session.look_ahead(layer, query, scale)
+        self._session.look_ahead(layer, query, *terms)
+
+    def read_ahead(self, layer: int, tokens: int) -> None:
+        self._settle(layer)
+        self._session.read_ahead(layer, tokens)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._settle(layer)
@@ -44,10 +48,10 @@ class ValuedSession:
         self._session.append(layer, keys, values)
         self._waiting[layer] = first, keys, values
 
-    def attend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
-        output = self._session.attend(layer, query, keys, values, scale, *terms)
-        self._waiting.pop(layer, None)
-        self._value(layer, query, keys, values)
+    def attend(self, layer, query, scale: float, *terms) -> torch.Tensor:
+        output = self._session.attend(layer, query, scale, *terms)
+        if layer in self._waiting:
+            self._value(layer, query, *self._waiting.pop(layer)[1:])
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:

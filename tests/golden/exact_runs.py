@@ -70,10 +70,10 @@ def run(changes: dict[str, Any]) -> dict[str, Any]:
     """Choices of every pass and layer, counters and ledger."""
     batch, look_ahead = changes.pop("batch", 2), changes.pop("look_ahead", True)
     with tempfile.TemporaryDirectory() as folder:
-        options = _C.SessionOptions()
+        options = _C.CacheOptions()
         for name, value in (OPTIONS | changes | {"directory": folder}).items():
             setattr(options, name, value)
-        session = _C.Session(options)
+        session = _C.TensorCache(options)
         dtype, has_rank = changes.get("dtype", torch.float32), "rows" not in changes
         passes = _Passes(session, dtype, look_ahead, has_rank)
         told: dict[str, Any] = {"choices": passes.run(batch)}

@@ -21,7 +21,7 @@ from tests.python.test_session import native, options, projection
 LAYERS, CHUNKS, CHUNK_TOKENS, STEPS = 2, 96, 1024, 12
 
 
-def tell(session: _C.Session, chunks: int, steps: int) -> str:
+def tell(session: _C.TensorCache, chunks: int, steps: int) -> str:
     """A digest of every output; the last chunk and the steps choose among all groups."""
     generator = torch.Generator().manual_seed(1)
     digest = hashlib.sha256()
@@ -32,7 +32,7 @@ def tell(session: _C.Session, chunks: int, steps: int) -> str:
             session.append(layer, keys, values)
             if turn >= chunks:
                 query = torch.randn((1, 4, 1, 64), generator=generator)
-                digest.update(session.attend(layer, query, keys, values, 0.125).numpy().tobytes())
+                digest.update(session.attend(layer, query, 0.125).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     made = options(folder, layers=LAYERS, group_tokens=16, io_mode=io_mode, reader=reader)
 
-    def opened() -> _C.Session:
+    def opened() -> _C.TensorCache:
         session = native(made)
         for layer in range(LAYERS):
             session.set_projection(layer, *projection(layer))

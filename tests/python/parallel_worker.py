@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.distributed import DistributedConfig
 
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.hf.driver import Ahead
 from kvswap_torch.hf.lookahead import captured_query
 from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
 
@@ -133,7 +134,10 @@ def predicted_query(pair: Pair) -> bool:
             return query
 
         look_ahead.predict = both
-        cache.driver.attends_all = lambda layer: False
+        wants = cache.driver.wants_look_ahead
+        cache.driver.wants_look_ahead = lambda *asked: (
+            Ahead.PREDICTED if wants(*asked) else Ahead.NO
+        )
         greedy(pair.part, prompt(1, 30), cache)
     return all(seen) and len(seen) > 0
 

@@ -54,24 +54,26 @@ class ReferenceHeads:
             lost = None if decay is None else decay[head::count]
             session.give_worth(layer, worth[head::count], lost)
 
-    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+    def look_ahead(
+        self, layer: int, query: torch.Tensor, scale: float | None = None, since_ns: int = 0
+    ) -> None:
         for session, own in self._split(query):
-            session.look_ahead(layer, *own, scale)
+            session.look_ahead(layer, *own, scale, since_ns)
 
-    def attend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
-        return self._attended("attend", layer, query, keys, values, scale, softcap, sinks)
+    def attend(self, layer, query, scale, softcap=0.0, sinks=None) -> torch.Tensor:
+        return self._attended("attend", layer, (query,), scale, softcap, sinks)
 
-    def _attended(self, call, layer, query, keys, values, scale, softcap, sinks) -> torch.Tensor:
-        parts, count = self._split(query, keys, values), len(self._of_heads)
+    def extend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
+        return self._attended("extend", layer, (query, keys, values), scale, softcap, sinks)
+
+    def _attended(self, call, layer, tensors, scale, softcap, sinks) -> torch.Tensor:
+        parts, count = self._split(*tensors), len(self._of_heads)
         sinks_of = [None] * count if sinks is None else sinks.chunk(count)
         all_parts = zip(parts, sinks_of, strict=True)
         outputs = [
             getattr(s, call)(layer, *own, scale, softcap, sink) for (s, own), sink in all_parts
         ]
         return torch.cat(outputs, 2)
-
-    def extend(self, layer, query, keys, values, scale, softcap=0.0, sinks=None) -> torch.Tensor:
-        return self._attended("extend", layer, query, keys, values, scale, softcap, sinks)
 
     def read_back(self, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         sides = zip(*(one.read_back(layer, begin, end) for one in self._of_heads), strict=True)

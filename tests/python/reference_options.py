@@ -26,7 +26,7 @@ Options = make_dataclass(
         ("timeline_spans", int, 0),
         *((name, Any, getattr(SwapConfig(), name)) for name in SETTINGS),
     ],
-    namespace={"__doc__": "The fields of `_C.SessionOptions`: the table's settings and the rest."},
+    namespace={"__doc__": "The fields of `_C.CacheOptions`: the table's settings and the rest."},
 )
 
 

@@ -1,6 +1,6 @@
 """The session's executable specification: plain torch, everything in memory.
 
-`ReferenceSession` has the interface of `kvswap_torch._C.Session`, which is compared with it.
+`ReferenceSession` has the interface of `kvswap_torch._C.TensorCache`, which is compared with it.
 
 A layer's columns are, from the left: sealed groups of G columns, then the tail. What a query
 attends: the tail, the sink groups, and the chosen ones of the other sealed groups. With
@@ -17,6 +17,7 @@ import torch
 
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
+from tests.python.reference_decisions import Decisions
 from tests.python.reference_dropping import Dropping
 from tests.python.reference_keeper import Kept, ReferenceKeeper, as_kept
 from tests.python.reference_options import COUNTERS, Options
@@ -43,11 +44,11 @@ class Layer:
         return self.keys.shape[2]
 
 
-class ReferenceSession(Dropping):
+class ReferenceSession(Dropping, Decisions):
     """Exact selection semantics of KVSwap (sections 3.2-3.4) over tensors in memory."""
 
     def __init__(self, options: Options):
-        self._options = options
+        Decisions.__init__(self, options)
         ranks = list(options.ranks)
         self._ranks = ranks * options.layers if len(ranks) == 1 else ranks
         self._projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -96,13 +97,14 @@ class ReferenceSession(Dropping):
         for name, matrix in (("key", key_projection), ("query", query_projection)):
             if tuple(matrix.shape) != shape:
                 raise ValueError(f"set_projection: {name} must be {shape}, got {matrix.shape}")
+        self._estimated.pop(layer, None)
         self._projections[layer] = (key_projection.float(), query_projection.float())
         if layer in self._layers:  # what is sealed is read back for its summary
             self._layers[layer].scored = self._layers[layer].keys.clone()
 
     # What goes out.
 
-    def look_ahead(self, layer: int, query: torch.Tensor, scale: float | None = None) -> None:
+    def look_ahead(self, layer: int, query: torch.Tensor, scale=None, since_ns: int = 0) -> None:
         """query: [batch, heads or kv_heads, queries, head_dim]."""
         self._open()
         state = self._layers.get(layer)
@@ -114,9 +116,7 @@ class ReferenceSession(Dropping):
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale)
 
-    def attend(
-        self, layer, query, keys, values, scale: float, softcap: float = 0.0, sinks=None
-    ) -> torch.Tensor:
+    def attend(self, layer, query, scale: float, softcap: float = 0.0, sinks=None) -> torch.Tensor:
         """query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim]."""
         self._open()
         state = self._layers[layer]
@@ -124,13 +124,9 @@ class ReferenceSession(Dropping):
         self._keeper.softcap, self._keeper.head_sinks = softcap, sinks
         tokens = query.shape[2]
         if tokens > self._options.select_queries_max or self._is_restored(layer):
-            seen = copy.copy(state)
-            # Such a chunk has its own tokens in hand.
-            seen.keys = torch.cat([state.keys[:, :, :-tokens], keys], 2)
-            seen.values = torch.cat([state.values[:, :, :-tokens], values], 2)
             terms = (scale, softcap, sinks)
             visible = state.valid & ~self._dropped(state)
-            output, (_, log_sum_exp) = self._attention(seen, query, visible, terms)
+            output, (_, log_sum_exp) = self._attention(state, query, visible, terms)
             if self._keeper.is_on and not self._is_exact(layer):
                 self._keeper.observe_chunk(state, query, log_sum_exp)
             self._seal(state)
@@ -155,8 +151,10 @@ class ReferenceSession(Dropping):
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
-        self._store(layer, keys, values)  # a long chunk is sealed when it has attended
-        return self.attend(layer, query, keys, values, scale, *terms)
+        self._estimate_from_chunk(layer, query, keys)
+        self._store(layer, keys, values)  # what is long is sealed when it has attended
+        self._estimate_late(layer, keys.shape[2])
+        return self.attend(layer, query, scale, *terms)
 
     def give_scores(self, layer: int, scores: torch.Tensor) -> None:
         self._layers[layer].given = scores
@@ -198,6 +196,7 @@ class ReferenceSession(Dropping):
     def crop(self, columns: int) -> None:
         self._open()
         self._crop_gone(columns)
+        self._forget_estimates(columns)
         self._declared = {}
         for state in self._layers.values():
             is_cut = columns < state.columns
@@ -211,6 +210,7 @@ class ReferenceSession(Dropping):
 
     def reset(self) -> None:
         self._open()
+        self._forget_estimates(0)
         self._layers: dict[int, Layer] = {}
         self._keeper.states = self._layers
         self._declared: dict[int, torch.Tensor] = {}

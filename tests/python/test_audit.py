@@ -37,7 +37,7 @@ class Watched:
             old = self.keys.get(layer, keys[:, :, :0])
             self.keys[layer] = torch.cat([old, keys], 2)
             self.session.append(layer, keys, values)
-            output = self.session.attend(layer, query, keys, values, SCALE)
+            output = self.session.attend(layer, query, SCALE)
             if tokens <= self.options.select_queries_max:
                 self.missed.setdefault(layer, []).append(self.truly_missed(layer, query))
         return output

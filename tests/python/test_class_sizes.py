@@ -17,7 +17,6 @@ LINES_MAX = 400
 ABOVE = {
     "Engine": (46, 483),
     "EngineOptions": (46, 347),
-    "Session": (31, 364),
 }
 
 

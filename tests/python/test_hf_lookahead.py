@@ -140,7 +140,7 @@ def test_look_ahead_reaches_every_layer_but_the_first(open_cache, monkeypatch):
     session = cache.driver.session
     look_ahead = type(session).look_ahead
     monkeypatch.setattr(
-        cache.driver, "look_ahead", lambda layer, query, scale: asked.append((layer, query.shape))
+        cache.driver, "look_ahead", lambda layer, query, *_: asked.append((layer, query.shape))
     )
     greedy(model, prompt(1, 20), cache, tokens=3)
     kv_heads = 2 if LIBRARY.is_file() else 4

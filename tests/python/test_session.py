@@ -48,11 +48,11 @@ def options(directory, **changes) -> Options:
     return made
 
 
-def native(made: Options) -> _C.Session:
-    target = _C.SessionOptions()
+def native(made: Options) -> _C.TensorCache:
+    target = _C.CacheOptions()
     for name, value in vars(made).items():
         setattr(target, name, value)
-    return _C.Session(target)
+    return _C.TensorCache(target)
 
 
 def projection(seed: int, rank: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ class Twins:
                     outputs.append(session.extend(layer, query, keys, values, 0.125))
                 else:
                     session.append(layer, keys, values)
-                    outputs.append(session.attend(layer, query, keys, values, 0.125))
+                    outputs.append(session.attend(layer, query, 0.125))
             self.give_worth(layer, batch, tokens)
             if valid is not None:
                 outputs = [torch.where(valid[..., None, None], out, 0.0) for out in outputs]
@@ -276,7 +276,7 @@ def test_half_precision_reads_back_every_bit(tmp_path, dtype):
 
 
 def test_budget_is_checked_before_anything_is_written(tmp_path):
-    need = _C.Session.memory_need(options_of(tmp_path), 1, 400)["total"]
+    need = _C.memory_need(options_of(tmp_path), 1, 400)["total"]
     session = native(options(tmp_path, kv_memory_bytes=need))
     for layer in range(LAYERS):
         session.set_projection(layer, *projection(layer))
@@ -293,7 +293,7 @@ def test_budget_is_checked_before_anything_is_written(tmp_path):
 
 
 def options_of(directory):
-    target = _C.SessionOptions()
+    target = _C.CacheOptions()
     for name, value in vars(options(directory, kv_memory_bytes=4 << 20)).items():
         setattr(target, name, value)
     return target

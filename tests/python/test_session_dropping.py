@@ -115,10 +115,10 @@ def test_a_budget_counts_one_layers_prompt():
 def native_need(made, context: int) -> dict[str, int]:
     from kvswap_torch import _C
 
-    target = _C.SessionOptions()
+    target = _C.CacheOptions()
     for name, value in vars(made).items():
         setattr(target, name, value)
-    return _C.Session.memory_need(target, 1, context, 512)
+    return _C.memory_need(target, 1, context, 512)
 
 
 def test_what_is_gone_is_refused_by_name_and_nothing_changes():

@@ -183,10 +183,10 @@ def test_capped_scores_and_sinks_count_where_tokens_are_chosen(tmp_path, scores)
         query = torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
         for layer in range(LAYERS):
             session.append(layer, keys, values)
-            output = session.attend(layer, query, keys, values, 0.6, 5.0, sinks)
+            output = session.attend(layer, query, 0.6, 5.0, sinks)
             own = keys[:, 1:], values[:, 1:]
             of_second.append(layer, *own)
-            expected = of_second.attend(layer, query[:, 2:], *own, 0.6, 5.0, sinks[2:])
+            expected = of_second.attend(layer, query[:, 2:], 0.6, 5.0, sinks[2:])
             torch.testing.assert_close(output[:, :, 2:], expected, rtol=2e-5, atol=2e-5)
 
 
@@ -236,7 +236,7 @@ def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, rows, dtype, rati
             keys, values = torch.randn(2, *size, generator=generator).to(dtype)
             query = torch.randn(2, HEADS, tokens, HEAD_DIM, generator=generator).to(dtype)
             session.append(layer, keys, values)
-            session.attend(layer, query, keys, values, 0.125)
+            session.attend(layer, query, 0.125)
         counters = session.counters()
         kept.append(counters["tokens_kept"])
         float8.append(counters.get("tokens_kept_fp8", 0))

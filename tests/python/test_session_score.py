@@ -33,7 +33,7 @@ def test_what_is_loaded_is_what_such_a_buffer_lacks(tmp_path, heads, records):
         for layer in range(LAYERS):
             for session in twins.sessions:
                 session.append(layer, keys, values)
-                session.attend(layer, query, keys, values, 0.125)
+                session.attend(layer, query, 0.125)
             for place, buffer in ((p, buffers.setdefault(p, {})) for p in paid if p[0] == layer):
                 chosen = of_heads[place[2]]._layers[layer].selection[place[1]]
                 missing = [group for group in chosen if group not in buffer]
@@ -78,5 +78,5 @@ def test_keys_that_are_no_numbers_are_rated_too(tmp_path):
         query = torch.randn(1, HEADS, tokens, HEAD_DIM)
         for layer in range(LAYERS):
             session.append(layer, keys, keys)
-            session.attend(layer, query, keys, keys, 0.125)
+            session.attend(layer, query, 0.125)
     assert session.counters()["groups_attended"] > 0

@@ -41,7 +41,7 @@ def native_need(
     config: SwapConfig, shape: ModelShape, context: int, batch: int, budget: int | None = None
 ) -> dict[str, int]:
     core = pytest.importorskip("kvswap_torch._C")
-    options = core.SessionOptions()
+    options = core.CacheOptions()
     for item in ("layers", "kv_heads", "head_dim"):
         setattr(options, item, getattr(shape, item))
     options.query_heads = shape.heads
@@ -52,7 +52,7 @@ def native_need(
     options.select_queries_max = config.select_queries_max
     options.dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element_bytes]
     options.ranks = list(effective_ranks(config, shape, calibrated=False))
-    return core.Session.memory_need(options, batch, context, 4096)
+    return core.memory_need(options, batch, context, 4096)
 
 
 shapes = st.builds(

@@ -98,7 +98,7 @@ def test_steps_choose_what_a_session_chooses(score):
         session.look_ahead(0, sample.predicted[:, :, t : t + 1])
         one = sample.keys[:, :, t : t + 1]
         session.append(0, one, one)
-        session.attend(0, sample.query[:, :, t : t + 1], one, one, sample.scale)
+        session.attend(0, sample.query[:, :, t : t + 1], sample.scale)
         assert sorted(row) == session.last_selection(0)[0]
 
 

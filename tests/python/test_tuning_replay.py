@@ -92,14 +92,14 @@ def test_loads_are_the_engines(policy, tmp_path):
     projection = torch.eye(64)[:, :2].contiguous()
     session.set_projection(0, projection, projection)
     session.append(0, keys, keys)
-    session.attend(0, keys, keys, keys, 1.0)
+    session.attend(0, keys, 1.0)
     buffer, token = ReuseBuffer(9, policy), keys[:, :, :1].contiguous()
     before = session.counters()["groups_loaded"]
     for _ in range(25):
         chosen = torch.randperm(14, generator=generator)[:4].sort().values.tolist()
         session.override_selection(0, [chosen])
         session.append(0, token, token)
-        session.attend(0, token, token, token, 1.0)
+        session.attend(0, token, 1.0)
         after = session.counters()["groups_loaded"]
         assert after - before == buffer.step(chosen)[1]
         before = after

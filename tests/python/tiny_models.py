@@ -125,7 +125,7 @@ def host_device_options(options: dict[str, Any]) -> Any:
 
 def has_native() -> bool:
     try:
-        return hasattr(importlib.import_module("kvswap_torch._C"), "Session")
+        return hasattr(importlib.import_module("kvswap_torch._C"), "TensorCache")
     except ImportError:
         return False
 

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "engine/check_settings.h"
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 #include "kvswap/json.h"
 #include "kvswap/memory_size.h"
 #include "kvswap/settings_rules.h"

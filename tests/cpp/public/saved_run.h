@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 
 namespace kvswap {
 
@@ -35,8 +35,8 @@ class Folder {
   std::string path_;
 };
 
-inline CoreOptions options_in(const std::string& directory) {
-  CoreOptions options;
+inline CacheOptions options_in(const std::string& directory) {
+  CacheOptions options;
   options.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
   options.settings.rank = 8;
   options.settings.groups_max = 200;
@@ -47,7 +47,7 @@ inline CoreOptions options_in(const std::string& directory) {
 }
 
 /// One forward pass of drawn tokens; the last layer's output.
-inline std::vector<float> step(CoreSession& session, int64_t tokens, uint64_t seed) {
+inline std::vector<float> step(Cache& session, int64_t tokens, uint64_t seed) {
   const ModelShape shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
   std::mt19937_64 random(seed);
   const auto draw = [&](int64_t heads) {

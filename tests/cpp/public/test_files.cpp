@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 #include "kvswap/errors.h"
 #include "kvswap/json.h"
 #include "kvswap/safetensors.h"
@@ -138,13 +138,13 @@ TEST_F(Files, AConfigOpensASessionWithItsProjection) {
   args.config_path = write(
       R"({"version": 1, "rank": 2, "groups_max": 2, "pages_max": 9, "projection_file": "p.safetensors"})",
       "config.json");
-  const auto session = open_core(args);
-  EXPECT_EQ(session->options().ranks, std::vector<int64_t>{2});
+  Cache session(args);
+  EXPECT_EQ(session.options().ranks, std::vector<int64_t>{2});
   std::vector<float> data(16 * 100);
-  session->append(0, NewTokens::packed(data.data(), data.data(), args.shape, 1, 100));
-  EXPECT_FALSE(session->needs_projection(0));
+  session.append(0, NewTokens::packed(data.data(), data.data(), args.shape, 1, 100));
+  EXPECT_FALSE(session.layer(0).needs_projection);
   args.shape.layers = 2;
-  EXPECT_THROW(open_core(args), ConfigError);
+  EXPECT_THROW(Cache{args}, ConfigError);
 }
 
 }  // namespace

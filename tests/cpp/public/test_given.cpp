@@ -6,7 +6,7 @@
 #include <limits>
 #include <random>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 
 namespace kvswap {
 namespace {
@@ -23,8 +23,8 @@ class Given : public testing::Test {
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
-  CoreOptions options(const std::string& rows, const std::string& keeper) const {
-    CoreOptions made;
+  CacheOptions options(const std::string& rows, const std::string& keeper) const {
+    CacheOptions made;
     made.shape = {.layers = 1, .heads = kHeads, .kv_heads = 2, .head_dim = kDim};
     made.settings.rows = rows;
     made.settings.keeper = keeper;
@@ -37,18 +37,18 @@ class Given : public testing::Test {
     return made;
   }
 
-  void append(CoreSession& session, int64_t tokens) {
+  void append(Cache& session, int64_t tokens) {
     const std::vector<float> numbers = random(2 * tokens * kDim);
     const ModelShape shape = session.options().shape;
     session.append(0, NewTokens::packed(numbers.data(), numbers.data(), shape, 1, tokens));
   }
-  void attend(CoreSession& session, int64_t tokens) {
+  void attend(Cache& session, int64_t tokens) {
     const std::vector<float> query = random(kHeads * tokens * kDim);
     std::vector<float> output(query.size());
     session.attend(0, Queries::packed(query.data(), kHeads, tokens, kDim), 0.25f, output.data());
   }
   /// 100 tokens: 23 groups of 4 on disk, of which the first is a sink.
-  void prompt(CoreSession& session) {
+  void prompt(Cache& session) {
     append(session, 100);
     attend(session, 100);
   }
@@ -65,65 +65,67 @@ class Given : public testing::Test {
 };
 
 TEST_F(Given, TheBestGroupsAreChosenAndSinksAreNot) {
-  CoreSession session(options("given", "none"));
+  Cache session(options("given", "none"));
   prompt(session);
   std::vector<float> scores(23, 0.0f);
   scores[0] = 9;  // a sink
   scores[20] = 3;
   scores[7] = 2;
   append(session, 1);
-  EXPECT_TRUE(session.needs_scores(0, 1));
-  session.give_scores(0, scores, 1);
+  EXPECT_TRUE(session.layer(0, 1).needs_scores);
+  session.give(0, GroupScores{scores});
   attend(session, 1);
   using Groups = std::vector<std::vector<int64_t>>;
   EXPECT_EQ(session.last_selection(0), (Groups{{1, 7, 20}})) << "the lowest of equals";
   scores.assign(23, kNever);
   scores[5] = -1;
   append(session, 1);
-  session.give_scores(0, scores, 1);
+  session.give(0, GroupScores{scores});
   attend(session, 1);
   EXPECT_EQ(session.last_selection(0), (Groups{{5}})) << "others are never worth it";
 }
 
 TEST_F(Given, ScoresAreCheckedAndAskedFor) {
-  CoreSession session(options("given", "none"));
+  Cache session(options("given", "none"));
   prompt(session);
   append(session, 1);
   EXPECT_THROW(attend(session, 1), std::invalid_argument);
   std::vector<float> scores(23, 0.0f);
-  EXPECT_THROW(session.give_scores(0, std::span(scores).first(22), 1), std::invalid_argument);
-  EXPECT_THROW(session.give_scores(1, scores, 1), std::invalid_argument);
+  EXPECT_THROW(session.give(0, GroupScores{std::span(scores).first(22)}), std::invalid_argument);
+  EXPECT_THROW(session.give(1, GroupScores{scores}), std::invalid_argument);
   scores[3] = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_THROW(session.give_scores(0, scores, 1), std::invalid_argument);
+  EXPECT_THROW(session.give(0, GroupScores{scores}), std::invalid_argument);
   scores[3] = 0;
-  session.give_scores(0, scores, 1);
+  session.give(0, GroupScores{scores});
   attend(session, 1);
   append(session, 1);
   EXPECT_THROW(attend(session, 1), std::invalid_argument) << "they are for one choice alone";
-  CoreSession other(options("box", "none"));
+  Cache other(options("box", "none"));
   prompt(other);
-  EXPECT_THROW(other.give_scores(0, scores, 1), std::invalid_argument);
-  EXPECT_FALSE(other.needs_scores(0, 1));
+  EXPECT_THROW(other.give(0, GroupScores{scores}), std::invalid_argument);
+  EXPECT_FALSE(other.layer(0, 1).needs_scores);
 }
 
 TEST_F(Given, TheTokensThatAreWorthMostStay) {
-  CoreSession session(options("none", "given"));
+  Cache session(options("none", "given"));
   append(session, 100);
   attend(session, 100);
   append(session, 1);
   EXPECT_THROW(attend(session, 1), std::invalid_argument) << "nothing was said of them";
   std::vector<float> worth(101, -5.0f);
   worth[50] = -1;
-  session.give_worth(0, worth);
-  EXPECT_THROW(session.give_worth(0, worth, std::span(worth).first(3)), std::invalid_argument);
+  session.give(0, TokenWorth{worth});
+  EXPECT_THROW(session.give(0, TokenWorth{worth, std::span(worth).first(3)}),
+               std::invalid_argument);
   worth[3] = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_THROW(session.give_worth(0, worth), std::invalid_argument);
+  EXPECT_THROW(session.give(0, TokenWorth{worth}), std::invalid_argument);
   append(session, 1);
   attend(session, 1);
-  EXPECT_EQ(session.counters().at("tokens_kept"), 2);
-  CoreSession other(options("none", "heavy"));
+  EXPECT_EQ(session.report().counters.at("tokens_kept"), 2);
+  Cache other(options("none", "heavy"));
   prompt(other);
-  EXPECT_THROW(other.give_worth(0, std::vector<float>(100, 1.0f)), std::invalid_argument);
+  worth.assign(100, 1.0f);
+  EXPECT_THROW(other.give(0, TokenWorth{worth}), std::invalid_argument);
 }
 
 }  // namespace

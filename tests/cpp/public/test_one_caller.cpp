@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 #include "kvswap/one_caller.h"
 
 namespace kvswap {
@@ -17,8 +17,8 @@ namespace {
 
 constexpr int64_t kTokens = 24;
 
-CoreOptions small(const std::string& directory) {
-  CoreOptions options;
+CacheOptions small(const std::string& directory) {
+  CacheOptions options;
   options.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
   options.settings.rank = 8;
   options.settings.groups_max = 8;
@@ -29,8 +29,8 @@ CoreOptions small(const std::string& directory) {
 }
 
 /// Appends and attends for ever: what a text that is being generated does.
-void generate(CoreSession& session) {
-  const CoreOptions options = small("");
+void generate(Cache& session) {
+  const CacheOptions options = small("");
   const std::vector<float> numbers(4 * kTokens * 16, 0.5f);
   std::vector<float> output(numbers.size());
   for (int turn = 0;; ++turn) {
@@ -54,7 +54,7 @@ class OneCallerTest : public testing::Test {
 TEST_F(OneCallerTest, ClosingUnderARunningTextEndsItWithOneClearError) {
   std::mt19937 random(1);
   for (int turn = 0; turn < 50; ++turn) {
-    CoreSession session(small(path_));
+    Cache session(small(path_));
     std::atomic<int> kind = -1;
     std::thread other([&] {
       try {
@@ -67,13 +67,13 @@ TEST_F(OneCallerTest, ClosingUnderARunningTextEndsItWithOneClearError) {
     session.close();
     other.join();
     EXPECT_EQ(kind, static_cast<int>(SessionError::Kind::kClosed));
-    EXPECT_THROW((void)session.batch(), SessionError);
+    EXPECT_THROW((void)session.held().batch, SessionError);
     session.close();
   }
 }
 
 TEST_F(OneCallerTest, FourThreadsGetAnErrorEachTimeTheyMeet) {
-  CoreSession session(small(path_));
+  Cache session(small(path_));
   std::atomic<int> refused = 0;
   std::atomic<int> served = 0;
   std::vector<std::thread> threads;
@@ -86,7 +86,7 @@ TEST_F(OneCallerTest, FourThreadsGetAnErrorEachTimeTheyMeet) {
           if (index == 1) session.crop(3);
           session.append(turn % 2, NewTokens::packed(numbers.data(), numbers.data(),
                                                      small("").shape, 1, kTokens));
-          (void)session.counters();
+          (void)session.report().counters;
           ++served;
         } catch (const SessionError& error) {
           EXPECT_EQ(error.kind(), SessionError::Kind::kBusy) << error.what();
@@ -98,7 +98,7 @@ TEST_F(OneCallerTest, FourThreadsGetAnErrorEachTimeTheyMeet) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(refused + served, 800);
   session.reset();
-  EXPECT_EQ(session.batch(), 0);
+  EXPECT_EQ(session.held().batch, 0);
 }
 
 TEST(OneCaller, ACloseFromWithinACallTakesEffectWhenItReturns) {

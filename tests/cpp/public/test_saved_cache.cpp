@@ -27,15 +27,15 @@ namespace fs = std::filesystem;
 
 TEST(SavedCache, GoesOnAsTheOneThatWasSaved) {
   const Folder folder;
-  CoreSession session(options_in(folder.path()));
+  Cache session(options_in(folder.path()));
   step(session, 200, 1);
   session.save({.path = folder / "book.kvswap"});
   EXPECT_EQ(folder.names(), std::vector<std::string>{"book.kvswap"});
   const auto saved = SavedCache::open(folder / "book.kvswap");
   EXPECT_EQ(saved->tokens(), 200);
   EXPECT_EQ(saved->sequences(), 1);
-  CoreSession opened(*saved, saved->options(folder.path(), {}));
-  EXPECT_EQ(opened.counters().at("bytes_read"), 0);
+  Cache opened(*saved, saved->options(folder.path(), {}));
+  EXPECT_EQ(opened.report().counters.at("bytes_read"), 0);
   const auto forked = opened.fork();
   for (uint64_t i = 2; i < 30; ++i) {
     const std::vector<float> expected = step(session, i % 3 + 1, i);
@@ -55,11 +55,11 @@ TEST(SavedCache, OpensWhatPythonSaved) {
     const auto saved = SavedCache::open(folder / name);
     saved->verify();
     EXPECT_NE(saved->facts().find("\"model_type\""), std::string::npos);
-    CoreSession session(*saved, saved->options(folder.path(), {}));
+    Cache session(*saved, saved->options(folder.path(), {}));
     const ModelShape shape = session.options().shape;
     const int64_t columns = saved->tokens();
     for (int64_t layer = 0; layer < shape.layers; ++layer) {
-      ASSERT_EQ(session.columns(layer), columns);
+      ASSERT_EQ(session.layer(layer).columns, columns);
       std::vector<float> keys(shape.kv_heads * columns * shape.head_dim), values(keys.size());
       for (int64_t sequence = 0; sequence < saved->sequences(); ++sequence) {
         session.read_back(layer, sequence, columns - 1, columns, keys.data(), values.data());
@@ -68,13 +68,13 @@ TEST(SavedCache, OpensWhatPythonSaved) {
         EXPECT_LT(*least, *most);
       }
     }
-    EXPECT_GT(session.counters().at("bytes_read"), 0);
+    EXPECT_GT(session.report().counters.at("bytes_read"), 0);
   }
 }
 
 TEST(SavedCache, KeepsWhatAProgramAddsAndOnlyItsOwnerCanReadIt) {
   const Folder folder;
-  CoreSession session(options_in(folder.path()));
+  Cache session(options_in(folder.path()));
   step(session, 100, 1);
   const std::vector<int64_t> ids = {3, 1, 4};
   const mode_t before = ::umask(0277);
@@ -97,7 +97,7 @@ TEST(SavedCache, KeepsWhatAProgramAddsAndOnlyItsOwnerCanReadIt) {
 
 TEST(SavedCache, ATargetThatIsThereInUseOrNoneIsRefused) {
   const Folder folder;
-  CoreSession session(options_in(folder.path()));
+  Cache session(options_in(folder.path()));
   const auto save = [&](const std::string& path, bool overwrite) {
     return message_of([&] { session.save({.path = path, .overwrite = overwrite}); });
   };
@@ -115,7 +115,7 @@ TEST(SavedCache, ATargetThatIsThereInUseOrNoneIsRefused) {
   EXPECT_NE(save(std::string("a\0b", 3), false).find("without NUL"), std::string::npos);
   session.close();
   {
-    CoreSession other(options_in(folder.path()));
+    Cache other(options_in(folder.path()));
     step(other, 40, 3);
     other.save({.path = folder / "a", .overwrite = true});
   }
@@ -128,7 +128,7 @@ TEST(SavedCache, EveryDamageHasItsSentenceAndLeavesNothing) {
   const Folder folder;
   const std::string path = folder / "book";
   {
-    CoreSession session(options_in(folder.path()));
+    Cache session(options_in(folder.path()));
     step(session, 200, 1);
     session.save({.path = path});
   }
@@ -137,7 +137,7 @@ TEST(SavedCache, EveryDamageHasItsSentenceAndLeavesNothing) {
   const auto opened = [&] {
     return message_of([&] {
       const auto saved = SavedCache::open(path);
-      CoreSession session(*saved, saved->options(folder.path(), {}));
+      Cache session(*saved, saved->options(folder.path(), {}));
     });
   };
   ASSERT_EQ(opened(), "");
@@ -200,25 +200,24 @@ TEST(SavedCache, EveryDamageHasItsSentenceAndLeavesNothing) {
 
 TEST(SavedCache, LittleMemoryKeepsFewerPagesOrNamesTheLeast) {
   const Folder folder;
-  CoreOptions options = options_in(folder.path());
+  CacheOptions options = options_in(folder.path());
   options.settings.groups_max = 200;
   options.settings.pages_max = 20000;
-  CoreSession session(options);
+  Cache session(options);
   step(session, 400, 1);
   session.save({.path = folder / "a"});
   const auto saved = SavedCache::open(folder / "a");
-  const int64_t whole =
-      CoreSession::memory_need(saved->options(folder.path(), {}), 1, 400).at("total");
+  const int64_t whole = memory_need(saved->options(folder.path(), {}), 1, 400).at("total");
   Budget budget;
   budget.kv_memory_bytes = whole / 2;
-  const CoreOptions less = saved->options(folder.path(), budget);
+  const CacheOptions less = saved->options(folder.path(), budget);
   EXPECT_LT(less.settings.pages_max, 20000);
   EXPECT_GE(less.settings.pages_max, 200);
-  CoreSession opened(*saved, less);
-  EXPECT_LE(opened.ledger().at("peak"), whole / 2);
+  Cache opened(*saved, less);
+  EXPECT_LE(opened.report().ledger.at("peak"), whole / 2);
   budget.kv_memory_bytes = 1000;
-  const CoreOptions least = saved->options(folder.path(), budget);
-  EXPECT_NE(message_of([&] { CoreSession refused(*saved, least); }).find("kv_memory_bytes"),
+  const CacheOptions least = saved->options(folder.path(), budget);
+  EXPECT_NE(message_of([&] { Cache refused(*saved, least); }).find("kv_memory_bytes"),
             std::string::npos);
 }
 
@@ -262,13 +261,13 @@ TEST(SavedCache, AKillAtAnyStepLeavesAllOrNothingAndTheNextSaveClearsUp) {
       fs::remove_all(path);
       const int64_t before = overwrite ? 40 : 0;
       if (overwrite) {
-        CoreSession old(options_in(folder.path()));
+        Cache old(options_in(folder.path()));
         step(old, 40, 1);
         old.save({.path = path});
       }
       const pid_t child = ::fork();
       if (child == 0) {
-        CoreSession session(options_in(folder.path()));
+        Cache session(options_in(folder.path()));
         step(session, 100, 2);
         DeadlyKernel deadly(calls);
         use_kernel(&deadly);
@@ -291,7 +290,7 @@ TEST(SavedCache, AKillAtAnyStepLeavesAllOrNothingAndTheNextSaveClearsUp) {
     }
   }
   EXPECT_GT(kills, 10);
-  CoreSession session(options_in(folder.path()));
+  Cache session(options_in(folder.path()));
   step(session, 50, 3);
   session.save({.path = path, .overwrite = true});
   EXPECT_EQ(folder.names(), std::vector<std::string>{"book"});
@@ -319,8 +318,8 @@ class FullKernel final : public Kernel {
 
 TEST(SavedCache, ADiskThatIsFullOrFailsLeavesNothingAndTheSessionGoesOn) {
   const Folder folder;
-  CoreSession session(options_in(folder.path()));
-  CoreSession twin(options_in(folder.path()));
+  Cache session(options_in(folder.path()));
+  Cache twin(options_in(folder.path()));
   step(session, 100, 1);
   step(twin, 100, 1);
   bool failed = true;
@@ -341,7 +340,7 @@ TEST(SavedCache, ADiskThatIsFullOrFailsLeavesNothingAndTheSessionGoesOn) {
 TEST(SavedCache, ManyMayOpenItAtOnce) {
   const Folder folder;
   {
-    CoreSession session(options_in(folder.path()));
+    Cache session(options_in(folder.path()));
     step(session, 200, 1);
     session.save({.path = folder / "a"});
   }
@@ -350,9 +349,9 @@ TEST(SavedCache, ManyMayOpenItAtOnce) {
     children.push_back(::fork());
     if (children.back() == 0) {
       const auto saved = SavedCache::open(folder / "a");
-      CoreSession session(*saved, saved->options(folder.path(), {}));
+      Cache session(*saved, saved->options(folder.path(), {}));
       for (uint64_t seed = 0; seed < 20; ++seed) step(session, 5, seed);
-      ::_exit(session.columns(0) == 300 ? 0 : 1);
+      ::_exit(session.layer(0).columns == 300 ? 0 : 1);
     }
   }
   for (const pid_t child : children) {

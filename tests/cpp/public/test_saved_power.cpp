@@ -186,14 +186,14 @@ constexpr int64_t kOldTokens = 40;
 constexpr int64_t kNewTokens = 60;
 
 /// What the next steps of a session of so many tokens answer.
-std::vector<float> next_of(CoreSession& session) { return step(session, 30, 9); }
+std::vector<float> next_of(Cache& session) { return step(session, 30, 9); }
 
 class PowerLoss : public testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
     fs::create_directory(disk());
     for (const int64_t tokens : {kOldTokens, kNewTokens}) {
-      CoreSession session(options_in(folder_.path()));
+      Cache session(options_in(folder_.path()));
       step(session, tokens, tokens);
       expected_[tokens] = next_of(session);
     }
@@ -206,11 +206,11 @@ class PowerLoss : public testing::TestWithParam<bool> {
     fs::remove_all(disk());
     fs::create_directory(disk());
     if (GetParam()) {
-      CoreSession old(options_in(folder_.path()));
+      Cache old(options_in(folder_.path()));
       step(old, kOldTokens, kOldTokens);
       old.save({.path = saved()});
     }
-    CoreSession session(options_in(folder_.path()));
+    Cache session(options_in(folder_.path()));
     step(session, kNewTokens, kNewTokens);
     WatchedKernel watched(disk(), lost);
     use_kernel(&watched);
@@ -246,7 +246,7 @@ class PowerLoss : public testing::TestWithParam<bool> {
     try {
       const auto saved = SavedCache::open(path);
       saved->verify();
-      CoreSession session(*saved, saved->options(folder_.path(), {}));
+      Cache session(*saved, saved->options(folder_.path(), {}));
       const int64_t tokens = saved->tokens();
       if (!expected_.contains(tokens) || next_of(session) != expected_[tokens]) {
         return Outcome::kWrong;

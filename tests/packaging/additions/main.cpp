@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 
 namespace {
 
@@ -29,12 +29,12 @@ int main(int, char** arguments) try {
   args.config_path = arguments[1];
   const int64_t tokens = static_cast<int64_t>(keys.size()) / (2 * 16);
   args.budget = {.kv_memory_bytes = 8 << 20, .max_context = tokens, .max_batch = 1};
-  const auto session = kvswap::open_core(args);
-  session->append(0, kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens));
+  kvswap::Cache cache(args);
+  cache.append(0, kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens));
   std::vector<float> output(query.size());
-  session->attend(0, kvswap::Queries::packed(query.data(), 4, 1, 16), 0.25f, output.data());
-  std::cout << session->options().settings.patience;
-  const auto selected = session->last_selection(0);
+  cache.attend(0, kvswap::Queries::packed(query.data(), 4, 1, 16), 0.25f, output.data());
+  std::cout << cache.options().settings.patience;
+  const auto selected = cache.last_selection(0);
   for (const int64_t group : selected.at(0)) std::cout << ' ' << group;
   std::cout << '\n';
 } catch (const std::exception& error) {

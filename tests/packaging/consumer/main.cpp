@@ -1,4 +1,4 @@
-#include <kvswap/torch/disk_cache.h>
+#include <kvswap/torch/tensor_cache.h>
 
 #include <iostream>
 
@@ -8,17 +8,15 @@ int main(int count, char** arguments) {
   args.directory = arguments[1];
   if (count > 2) args.config_path = arguments[2];
   args.budget = {.kv_memory_bytes = 8 << 20, .max_context = 4096, .max_batch = 1};
-  kvswap::DiskCache cache(args);
+  kvswap::TensorCache cache(args);
 
   for (const int64_t tokens : {300, 1}) {  // a prompt, then a token
     for (int64_t layer = 0; layer < 2; ++layer) {
       const at::Tensor query = at::randn({1, 4, tokens, 64});  // after RoPE, as the keys
       const at::Tensor keys = at::randn({1, 2, tokens, 64}), values = at::randn_like(keys);
-      if (cache.wants_look_ahead(layer + 1, tokens)) {
-        cache.look_ahead(layer + 1, tokens, [&] { return query; });  // better: a QueryPredictor's
-      }
-      cache.attend(layer, query, keys, values, 0.125);  // [1, tokens, 4, 64]
+      cache.look_ahead(layer + 1, tokens, [&] { return query; });  // better: a QueryPredictor's
+      cache.extend(layer, query, keys, values, 0.125);             // [1, tokens, 4, 64]
     }
   }
-  std::cout << cache.report();
+  std::cout << kvswap::report_text(cache.cache().report());
 }

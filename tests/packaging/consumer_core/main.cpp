@@ -1,4 +1,4 @@
-#include <kvswap/core_session.h>
+#include <kvswap/cache.h>
 
 #include <iostream>
 #include <vector>
@@ -9,17 +9,17 @@ int main(int count, char** arguments) {
   args.directory = arguments[1];
   if (count > 2) args.config_path = arguments[2];
   args.budget = {.kv_memory_bytes = 8 << 20, .max_context = 4096, .max_batch = 1};
-  const auto session = kvswap::open_core(args);
+  kvswap::Cache cache(args);
 
   const int64_t tokens = 300;
   std::vector<float> keys(2 * tokens * 64, 0.5f), query(4 * tokens * 64, 1.0f),
       output(query.size());
   for (int64_t layer = 0; layer < 2; ++layer) {
-    session->append(layer,
-                    kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens));
-    session->attend(layer, kvswap::Queries::packed(query.data(), 4, tokens, 64), 0.125f,
-                    output.data());
+    cache.extend(layer,
+                 kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens),
+                 kvswap::Queries::packed(query.data(), 4, tokens, 64), 0.125f, output.data());
   }
-  std::cout << session->columns(1) << " tokens kept in " << session->ledger().at("total") / 1024
-            << " KiB, " << session->facts().at("reader") << " reader\n";
+  const kvswap::Report report = cache.report();
+  std::cout << report.columns << " tokens kept in " << report.ledger.at("total") / 1024
+            << " KiB, " << report.facts.at("reader") << " reader\n";
 }

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "kvswap/core_session.h"
+#include "kvswap/cache.h"
 #include "kvswap/errors.h"
 
 namespace kvswap {
@@ -17,8 +17,8 @@ constexpr int64_t kHeads = 4;
 constexpr int64_t kKvHeads = 2;
 constexpr int64_t kDim = 64;
 
-CoreOptions dropping(const std::string& directory, const std::string& keeper) {
-  CoreOptions options;
+CacheOptions dropping(const std::string& directory, const std::string& keeper) {
+  CacheOptions options;
   options.shape = {.layers = 1, .heads = kHeads, .kv_heads = kKvHeads, .head_dim = kDim};
   options.settings.rows = "none";
   options.settings.keeper = keeper;
@@ -50,7 +50,7 @@ struct Pass {
         values(drawn(random, kKvHeads * count * kDim)) {}
 
   /// [tokens, heads, head_dim]
-  std::vector<float> run(CoreSession& session) const {
+  std::vector<float> run(Cache& session) const {
     std::vector<float> output(query.size());
     session.append(
         0, NewTokens::packed(keys.data(), values.data(), session.options().shape, 1, tokens));
@@ -62,21 +62,22 @@ struct Pass {
 TEST(CoreDropping, OnePromptIsAsWithADirectory) {
   for (const char* keeper : {"newest", "observed", "heavy", "arkv"}) {
     std::mt19937 random(1);
-    CoreSession there(dropping(std::filesystem::temp_directory_path(), keeper));
-    CoreSession gone(dropping("", keeper));
+    Cache there(dropping(std::filesystem::temp_directory_path(), keeper));
+    Cache gone(dropping("", keeper));
     for (const int64_t tokens : {200, 1, 1, 3, 1, 1, 1, 1, 1}) {
       const Pass pass(random, tokens);
       EXPECT_EQ(pass.run(there), pass.run(gone)) << keeper;
     }
-    EXPECT_EQ(gone.counters().at("bytes_written"), 0);
-    EXPECT_EQ(gone.counters().at("tokens_dropped"), there.counters().at("tokens_dropped"));
-    EXPECT_GT(gone.counters().at("tokens_dropped"), 100);
+    EXPECT_EQ(gone.report().counters.at("bytes_written"), 0);
+    EXPECT_EQ(gone.report().counters.at("tokens_dropped"),
+              there.report().counters.at("tokens_dropped"));
+    EXPECT_GT(gone.report().counters.at("tokens_dropped"), 100);
   }
 }
 
 TEST(CoreDropping, ALaterPromptAttendsItselfAndWhatIsLeft) {
   std::mt19937 random(2);
-  CoreSession session(dropping("", "newest"));
+  Cache session(dropping("", "newest"));
   const Pass first(random, 200), second(random, 30);
   first.run(session);
   const std::vector<float> output = second.run(session);
@@ -109,7 +110,7 @@ TEST(CoreDropping, ALaterPromptAttendsItselfAndWhatIsLeft) {
 
 TEST(CoreDropping, WhatIsRefused) {
   std::mt19937 random(3);
-  CoreSession session(dropping("", "observed"));
+  Cache session(dropping("", "observed"));
   Pass(random, 200).run(session);
   try {
     session.crop(100);
@@ -117,15 +118,15 @@ TEST(CoreDropping, WhatIsRefused) {
   } catch (const SessionError& error) {
     EXPECT_EQ(error.kind(), SessionError::Kind::kDropped);
   }
-  EXPECT_EQ(session.columns(0), 200);
+  EXPECT_EQ(session.layer(0).columns, 200);
   session.crop(0);
   Pass(random, 20).run(session);
-  CoreOptions all = dropping("", "observed");
+  CacheOptions all = dropping("", "observed");
   all.settings = {};
-  EXPECT_THROW(CoreSession{all}, std::invalid_argument);
+  EXPECT_THROW(Cache{all}, std::invalid_argument);
   OpenArgs args;
   args.shape = all.shape;
-  EXPECT_THROW(open_core(args), std::invalid_argument);
+  EXPECT_THROW(Cache{args}, std::invalid_argument);
 }
 
 }  // namespace

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kvswap/json.h"
-#include "torch/disk_cache.h"
-#include "torch/session.h"
+#include "torch/projection.h"
+#include "torch/tensor_cache.h"
 
 namespace kvswap {
 namespace {
@@ -19,16 +19,19 @@ namespace {
 constexpr int64_t kBatch = 2;
 constexpr double kScale = 0.25;
 
-class DiskCacheTest : public testing::Test {
+int64_t columns(const TensorCache& cache) { return cache.cache().held().columns; }
+std::string told(const TensorCache& cache) { return report_text(cache.cache().report()); }
+
+class TensorCacheTest : public testing::Test {
  protected:
-  DiskCacheTest() {
+  TensorCacheTest() {
     at::manual_seed(11);
     path_ = std::filesystem::temp_directory_path() / "kvswap-cache-XXXXXX";
     EXPECT_NE(::mkdtemp(path_.data()), nullptr);
     args_.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16};
     args_.directory = path_;
   }
-  ~DiskCacheTest() override { std::filesystem::remove_all(path_); }
+  ~TensorCacheTest() override { std::filesystem::remove_all(path_); }
 
   void TearDown() override {
     std::filesystem::remove(path_ + "/config.json");
@@ -55,19 +58,17 @@ class DiskCacheTest : public testing::Test {
   }
 
   /// Every layer is given a chunk of its own and must answer as plain attention does.
-  void pass(DiskCache& cache, int64_t tokens) {
+  void pass(TensorCache& cache, int64_t tokens) {
     keys_.resize(args_.shape.layers);
     values_.resize(args_.shape.layers);
     for (int64_t layer = 0; layer < args_.shape.layers; ++layer) {
       const Chunk chunk = draw(tokens);
-      if (cache.wants_look_ahead(layer + 1, tokens)) {
-        cache.look_ahead(layer + 1, tokens, [&] {
-          ++predictions_;
-          return chunk.query;
-        });
-      }
+      cache.look_ahead(layer + 1, tokens, [&] {
+        ++predictions_;
+        return chunk.query;
+      });
       const at::Tensor output =
-          cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
+          cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
       join(keys_[layer], chunk.keys);
       join(values_[layer], chunk.values);
       const at::Tensor expected = plain(chunk.query, keys_[layer], values_[layer]);
@@ -109,118 +110,190 @@ class DiskCacheTest : public testing::Test {
   }
 };
 
-TEST_F(DiskCacheTest, AttendsAsPlainAttentionDoes) {
-  DiskCache cache(args_);
-  EXPECT_EQ(cache.columns(), 0);
+TEST_F(TensorCacheTest, AttendsAsPlainAttentionDoes) {
+  TensorCache cache(args_);
+  EXPECT_EQ(columns(cache), 0);
   for (const int64_t tokens : {37, 1, 3, 8, 20, 1, 1}) pass(cache, tokens);
-  EXPECT_EQ(cache.columns(), 71);
-  EXPECT_GT(cache.session().counters().at("bytes_written"), 0);
-  EXPECT_EQ(cache.settings().group_tokens, SwapConfig().settings.group_tokens);
+  EXPECT_EQ(columns(cache), 71);
+  EXPECT_GT(cache.cache().report().counters.at("bytes_written"), 0);
+  EXPECT_EQ(cache.cache().options().settings.group_tokens, SwapConfig().settings.group_tokens);
 }
 
-TEST_F(DiskCacheTest, CapsScoresAndHasSinksBesideThem) {
+TEST_F(TensorCacheTest, CapsScoresAndHasSinksBesideThem) {
   terms_ = {.softcap = 0.5, .sinks = at::randn(args_.shape.heads)};
-  DiskCache cache(args_);
+  TensorCache cache(args_);
   for (const int64_t tokens : {37, 1, 3, 20, 1}) pass(cache, tokens);
 }
 
-TEST_F(DiskCacheTest, LooksAheadWhereThatIsOfUse) {
+TEST_F(TensorCacheTest, LooksAheadWhereThatIsOfUse) {
   configure(R"("look_ahead": true, "rank": 8, "tail_tokens": 8, "true_query_layers": [0])");
   if (IsSkipped()) return;
-  DiskCache cache(args_);
-  const Settings& settings = cache.settings();
+  TensorCache cache(args_);
+  const Settings& settings = cache.cache().options().settings;
   pass(cache, settings.tail_tokens + settings.group_tokens - 1);
-  EXPECT_FALSE(cache.wants_look_ahead(1, 1)) << "nothing is sealed";
+  EXPECT_EQ(cache.cache().wants_look_ahead(1, 1), LookAhead::kNo) << "nothing is sealed";
   pass(cache, 1);
-  EXPECT_TRUE(cache.wants_look_ahead(1, 1));
-  EXPECT_TRUE(cache.wants_look_ahead(1, settings.select_queries_max));
-  EXPECT_FALSE(cache.wants_look_ahead(1, settings.select_queries_max + 1));
-  EXPECT_FALSE(cache.wants_look_ahead(0, 1)) << "it waits for its true query";
-  EXPECT_FALSE(cache.wants_look_ahead(2, 1)) << "there is no such layer";
+  EXPECT_EQ(cache.cache().wants_look_ahead(1, 1), LookAhead::kAnyQuery);
+  EXPECT_EQ(cache.cache().wants_look_ahead(1, settings.select_queries_max), LookAhead::kAnyQuery);
+  EXPECT_EQ(cache.cache().wants_look_ahead(1, settings.select_queries_max + 1), LookAhead::kNo);
+  EXPECT_EQ(cache.cache().wants_look_ahead(0, 1), LookAhead::kNo) << "it waits for its true query";
+  EXPECT_EQ(cache.cache().wants_look_ahead(2, 1), LookAhead::kNo) << "there is no such layer";
   pass(cache, 1);
   EXPECT_EQ(predictions_, 0) << "everything is attended: nobody need be asked";
 }
 
-TEST_F(DiskCacheTest, PredictsAndChoosesOnceTheContextIsLong) {
+TEST_F(TensorCacheTest, PredictsAndChoosesOnceTheContextIsLong) {
   configure(R"("look_ahead": true, "rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
   if (IsSkipped()) return;
-  DiskCache cache(args_);
+  TensorCache cache(args_);
   pass(cache, 100);  // a long chunk is exact; the projection is estimated from it
-  EXPECT_FALSE(cache.session().needs_projection(0));
+  EXPECT_FALSE(cache.cache().layer(0).needs_projection);
   const Chunk chunk = draw(1);
-  cache.attend(0, chunk.query, chunk.keys, chunk.values, kScale);
-  ASSERT_TRUE(cache.wants_look_ahead(1, 1));
+  cache.extend(0, chunk.query, chunk.keys, chunk.values, kScale);
+  ASSERT_EQ(cache.cache().wants_look_ahead(1, 1), LookAhead::kPredicted);
   cache.look_ahead(1, 1, [&] {
     ++predictions_;
     return chunk.query;
   });
   EXPECT_EQ(predictions_, 1);
   EXPECT_TRUE(
-      cache.attend(1, chunk.query, chunk.keys, chunk.values, kScale).isfinite().all().item<bool>());
-  for (const auto& groups : cache.session().last_selection(1)) EXPECT_EQ(groups.size(), 4u);
-  EXPECT_NE(cache.report().find("first prefill"), std::string::npos);
+      cache.extend(1, chunk.query, chunk.keys, chunk.values, kScale).isfinite().all().item<bool>());
+  for (const auto& groups : cache.cache().last_selection(1)) EXPECT_EQ(groups.size(), 4u);
+  EXPECT_NE(told(cache).find("first prefill"), std::string::npos);
 }
 
-TEST_F(DiskCacheTest, DecodingThatOutgrowsTheChoiceEstimatesFromWhatIsStored) {
+TEST_F(TensorCacheTest, DecodingThatOutgrowsTheChoiceEstimatesFromWhatIsStored) {
   configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
   if (IsSkipped()) return;
-  DiskCache cache(args_);
+  TensorCache cache(args_);
   for (int step = 0; step < 40; ++step) {
     const Chunk chunk = draw(1);
     for (const int64_t layer : {0, 1}) {
-      EXPECT_TRUE(cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale)
+      EXPECT_TRUE(cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale)
                       .isfinite()
                       .all()
                       .item<bool>());
     }
   }
-  EXPECT_FALSE(cache.session().needs_projection(0));
-  EXPECT_NE(cache.report().find("first prefill"), std::string::npos);
+  EXPECT_FALSE(cache.cache().layer(0).needs_projection);
+  EXPECT_NE(told(cache).find("first prefill"), std::string::npos);
 }
 
-TEST_F(DiskCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
+TEST_F(TensorCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
   configure(R"("heads": "each", "group_tokens": 16, "rank": 8, "groups_max": 3, "pages_max": 8)");
   if (IsSkipped()) return;
-  DiskCache cache(args_);
+  TensorCache cache(args_);
   pass(cache, 50);
   pass(cache, 70);  // exact over the chunk before, head by head
-  EXPECT_FALSE(cache.session().needs_projection(0));
+  EXPECT_FALSE(cache.cache().layer(0).needs_projection);
   const Chunk chunk = draw(1);
   for (const int64_t layer : {0, 1}) {
-    cache.attend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
+    cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
   }
-  const auto selection = cache.session().last_selection(0);
+  const auto selection = cache.cache().last_selection(0);
   ASSERT_EQ(selection.size(), static_cast<size_t>(kBatch * args_.shape.kv_heads));
   for (const auto& groups : selection) EXPECT_EQ(groups.size(), 3u);
-  EXPECT_NE(cache.report().find("121 x 2, 2 decoding steps"), std::string::npos);
+  EXPECT_NE(told(cache).find("121 x 2, 2 decoding steps"), std::string::npos);
 }
 
-TEST_F(DiskCacheTest, GoesOnAfterACropAndAReset) {
-  DiskCache cache(args_);
+TEST_F(TensorCacheTest, PaddingDoesNotWeighInAnEstimate) {
+  const Chunk chunk = draw(100);
+  EstimateFrom from = {.layer = 0,
+                       .keys = chunk.keys.narrow(0, 0, 1).clone(),
+                       .query = chunk.query.narrow(0, 0, 1).clone(),
+                       .valid = at::ones({1, 100}, at::kBool),
+                       .rank = 8};
+  from.valid->narrow(1, 0, 20).fill_(false);
+  from.keys.narrow(2, 0, 20).fill_(1e3);
+  from.query->narrow(2, 0, 20).fill_(1e3);
+  EstimateFrom alone = from;
+  alone.keys = from.keys.narrow(2, 20, 80);
+  alone.query = from.query->narrow(2, 20, 80);
+  alone.valid.reset();
+  for (const char* score : {"sum", "mass"}) {
+    const EstimateOptions options = {.kind = "query_aware", .score = score};
+    const auto padded = estimate_projection(from, options);
+    const auto expected = estimate_projection(alone, options);
+    EXPECT_TRUE(at::equal(padded.first, expected.first)) << score;
+    EXPECT_TRUE(at::equal(padded.second, expected.second)) << score;
+  }
+}
+
+TEST_F(TensorCacheTest, AProgramsOwnEstimateIsAskedOnceALayerAndToldOfPadding) {
+  configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
+  if (IsSkipped()) return;
+  TensorCache cache(args_);
+  std::vector<EstimateFrom> asked;
+  cache.set_estimate([&](const EstimateFrom& from) {
+    asked.push_back(from);
+    return estimate_projection(from, {.kind = "svd_keys"});
+  });
+  at::Tensor valid = at::ones({kBatch, 100}, at::kBool);
+  valid.narrow(0, 1, 1).narrow(1, 0, 7).fill_(false);
+  cache.declare(valid);
+  for (const int64_t layer : {0, 1}) {
+    const Chunk chunk = draw(100);
+    cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+  }
+  for (const int64_t layer : {0, 1}) {
+    const Chunk chunk = draw(30);
+    cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+  }
+  ASSERT_EQ(asked.size(), 2u);
+  ASSERT_TRUE(asked[0].valid && asked[0].query);
+  EXPECT_TRUE(at::equal(*asked[0].valid, valid));
+  EXPECT_EQ(asked[1].layer, 1);
+}
+
+TEST_F(TensorCacheTest, ALateEstimateIsToldOfPaddingToo) {
+  configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
+  if (IsSkipped()) return;
+  TensorCache cache(args_);
+  int asked = 0;
+  cache.set_estimate([&](const EstimateFrom& from) {
+    ++asked;
+    EXPECT_FALSE(from.query);
+    EXPECT_TRUE(from.valid && !(*from.valid)[0][0].item<bool>());
+    return estimate_projection(from, {.kind = "query_aware"});
+  });
+  for (int step = 0; step < 40; ++step) {
+    at::Tensor valid = at::ones({kBatch, 1}, at::kBool);
+    if (step < 3) valid.narrow(0, 0, 1).fill_(false);
+    cache.declare(valid);
+    for (const int64_t layer : {0, 1}) {
+      const Chunk chunk = draw(1);
+      cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale);
+    }
+  }
+  EXPECT_EQ(asked, 2) << "once a layer";
+}
+
+TEST_F(TensorCacheTest, GoesOnAfterACropAndAReset) {
+  TensorCache cache(args_);
   pass(cache, 50);
-  cache.session().crop(33);
+  cache.cache().crop(33);
   cut(33);
-  EXPECT_EQ(cache.columns(), 33);
+  EXPECT_EQ(columns(cache), 33);
   pass(cache, 9);
   pass(cache, 1);
-  cache.session().reset();
+  cache.cache().reset();
   keys_.clear();
   values_.clear();
-  EXPECT_EQ(cache.columns(), 0);
+  EXPECT_EQ(columns(cache), 0);
   pass(cache, 30);
   pass(cache, 1);
 }
 
-TEST_F(DiskCacheTest, ReportsWhatPythonReports) {
+TEST_F(TensorCacheTest, ReportsWhatPythonReports) {
   args_.predictor_bytes = 1 << 20;
-  EXPECT_EQ(DiskCache(args_).report().find("predictor"), std::string::npos) << "not looking ahead";
+  EXPECT_EQ(told(TensorCache(args_)).find("predictor"), std::string::npos) << "not looking ahead";
   configure(R"("look_ahead": true)");
   if (IsSkipped()) return;
-  DiskCache cache(args_);
-  EXPECT_NE(cache.report().find("none needed so far"), std::string::npos);
+  TensorCache cache(args_);
+  EXPECT_NE(told(cache).find("none needed so far"), std::string::npos);
   pass(cache, 40);
   pass(cache, 1);
-  const std::string report = cache.report();
+  const std::string report = told(cache);
   for (const char* line :
        {"tokens              41 x 2, 2 decoding steps", "KV in a full cache", "KV on disk",
         "KV memory", "  predictor", "hit rate", "reader", "projection"}) {
@@ -228,30 +301,30 @@ TEST_F(DiskCacheTest, ReportsWhatPythonReports) {
   }
 }
 
-TEST_F(DiskCacheTest, SaysWhatIsWrong) {
+TEST_F(TensorCacheTest, SaysWhatIsWrong) {
   {
-    DiskCache cache(args_);
+    TensorCache cache(args_);
     const Chunk chunk = draw(3);
     const auto attend = [&](int64_t layer, const at::Tensor& keys) {
-      cache.attend(layer, chunk.query, keys, chunk.values, kScale);
+      cache.extend(layer, chunk.query, keys, chunk.values, kScale);
     };
     EXPECT_THROW(attend(2, chunk.keys), c10::ValueError);
     EXPECT_THROW(attend(-1, chunk.keys), c10::ValueError);
     EXPECT_THROW(attend(0, chunk.keys.select(0, 0)), c10::ValueError);
     EXPECT_THROW(attend(0, chunk.keys.to(at::kHalf)), c10::ValueError);
     pass(cache, 5);  // none of that was kept
-    cache.session().close();
+    cache.cache().close();
     EXPECT_THROW(attend(0, chunk.keys), SessionError);
   }
   OpenArgs elsewhere = args_;
   elsewhere.directory = path_ + "/missing";
-  EXPECT_THROW(DiskCache{elsewhere}, SessionError);
+  EXPECT_THROW(TensorCache{elsewhere}, SessionError);
   OpenArgs configured = args_;
   configured.config_path = path_ + "/missing.json";
-  EXPECT_THROW(DiskCache{configured}, ConfigError);
+  EXPECT_THROW(TensorCache{configured}, ConfigError);
   OpenArgs small = args_;
   small.budget = {.kv_memory_bytes = 1, .max_context = 4096, .max_batch = 1};
-  EXPECT_ANY_THROW(DiskCache{small});
+  EXPECT_ANY_THROW(TensorCache{small});
 }
 
 }  // namespace

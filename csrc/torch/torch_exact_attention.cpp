@@ -1,3 +1,5 @@
+#include "torch/torch_exact_attention.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -6,15 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "engine/past_walk.h"
-#include "io/stopwatch.h"
 #include "kernels/records.h"
-#include "torch/engine_calls.h"
+#include "torch/element_type.h"
 #include "torch/parallel.h"
 #include "torch/partial_attention.h"
 
 namespace kvswap {
-
 namespace {
 
 /// Query rows that a mask is built for at once, so that it never grows with the square.
@@ -126,22 +125,23 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
   return {keys, values};
 }
 
-/// One part's chunk (a sequence's, or that of a KV head that is apart) and what it has attended so
-/// far.
-class Chunk final : public PastVisitor {
+/// What a part has attended so far.
+class TorchPart final : public ExactPart {
  public:
-  /// query: [heads, tokens, head_dim]; own: what the chunk saw of itself.
-  Chunk(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own,
-        const ScoreRule& rule)
+  /// query, output: [heads, tokens, head_dim]; own: what the chunk saw of itself; sinks: [heads] or
+  /// undefined; column: of the first token.
+  TorchPart(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own,
+            const ScoreRule& rule, at::Tensor sinks, at::Tensor output, int64_t column)
       : engine_(engine),
         validity_(engine.validity(part)),
         query_(std::move(query)),
         partial_(std::move(own)),
-        rule_(rule) {}
+        rule_(rule),
+        sinks_(std::move(sinks)),
+        output_(std::move(output)),
+        column_(column) {}
 
-  const at::Tensor& output() const { return partial_.output; }
-  /// The newest `most` queries, with what they attended; everything has been attended.
-  KeptTokens::Window window(int64_t most, int64_t end_column) const {
+  KeptTokens::Window window(int64_t most) const override {
     const int64_t count = std::min(most, query_.size(1));
     const int64_t first = query_.size(1) - count;
     const at::Tensor queries = query_.narrow(1, first, count).cpu().contiguous();
@@ -150,12 +150,12 @@ class Chunk final : public PastVisitor {
     return {.queries = {bytes, bytes + queries.nbytes()},
             .log_sum_exp = {sums.data_ptr<float>(), sums.data_ptr<float>() + sums.numel()},
             .count = count,
-            .first_column = end_column - count,
+            .first_column = column_ + first,
             .scale = static_cast<float>(rule_.scale),
             .softcap = static_cast<float>(rule_.softcap)};
   }
-  /// When everything else has been attended.
-  void add_sinks(const at::Tensor& sinks) { kvswap::add_sinks(partial_, sinks); }
+  void add_sinks() override { kvswap::add_sinks(partial_, sinks_); }
+  void write() override { output_.copy_(partial_.output); }
 
   Status visit_sealed(const PastStream::Block& block) override {
     const EngineOptions& options = engine_.parts().options;
@@ -211,71 +211,111 @@ class Chunk final : public PastVisitor {
   at::Tensor query_;
   PartialAttention partial_;
   ScoreRule rule_;
+  at::Tensor sinks_;
+  at::Tensor output_;
+  int64_t column_;
+};
+
+/// A chunk's arrays as tensors, where they are.
+class TorchChunk final : public ExactChunk {
+ public:
+  TorchChunk(Engine& engine, const ExactArgs& args, at::Device device)
+      : engine_(engine), past_(args.past) {
+    const EngineOptions& options = engine.options();
+    const AttendArgs& attention = args.attention;
+    const QueryView& query = attention.query;
+    const KeyValueView& own = args.own;
+    const int64_t batch = engine.batch();
+    const int64_t dim = options.head_dim;
+    const auto there = at::TensorOptions(scalar_type(options.dtype)).device(device);
+    const auto of_own = [&](const void* data, at::IntArrayRef strides) {
+      const auto like = args.is_own_host ? there.device(at::kCPU) : there;
+      return view_of(data, {batch, options.kv_heads, query.queries, dim}, strides, like).to(device);
+    };
+    query_ = view_of(query.data, {batch, query.heads, query.queries, dim},
+                     {query.batch_stride, query.head_stride, query.query_stride, 1}, there);
+    keys_ = of_own(own.keys, {own.key_batch_stride, own.key_head_stride, own.key_token_stride, 1});
+    values_ = of_own(own.values,
+                     {own.value_batch_stride, own.value_head_stride, own.value_token_stride, 1});
+    const int64_t row = query.heads * dim;
+    output_ = view_of(attention.output, {batch, query.heads, query.queries, dim},
+                      {query.queries * row, dim, row, 1}, there);
+    if (attention.sinks != nullptr) {
+      sinks_ = view_of(attention.sinks, {query.heads}, {1}, there.dtype(at::kFloat));
+    }
+    rule_ = {.scale = attention.scale, .softcap = attention.softcap};
+  }
+
+  bool attend_alone() override {
+    output_.copy_(
+        at::scaled_dot_product_attention(query_, keys_, values_, {}, 0.0, true, rule_.scale, true));
+    return true;
+  }
+
+  void clear() override { output_.zero_(); }
+
+  std::unique_ptr<ExactPart> part(int64_t part, int64_t begin) override {
+    const int64_t apart = engine_.heads_apart();
+    const int64_t tokens = query_.size(2) - begin;
+    const auto slice = [&](const at::Tensor& tensor) {
+      const int64_t heads = tensor.size(1) / apart;
+      return tensor[part / apart].narrow(0, part % apart * heads, heads).narrow(1, begin, tokens);
+    };
+    const int64_t column = past_ + begin;
+    const at::Tensor query = slice(query_);
+    const at::Tensor keys = slice(keys_);
+    const at::Tensor values = slice(values_);
+    const TokenValidity& validity = engine_.validity(part);
+    PartialAttention own;
+    if (validity.all_valid_from() <= column) {
+      own = attend_part(query, keys, values, Causal::kYes, std::nullopt, rule_);
+    } else {
+      const at::Tensor valid = valid_columns(validity, column, tokens, query.device());
+      own = attend_masked(query, keys, values, valid, rule_);
+    }
+    const int64_t heads = query.size(0);
+    at::Tensor sinks;
+    if (sinks_.defined()) sinks = sinks_.narrow(0, part % apart * heads, heads);
+    return std::make_unique<TorchPart>(engine_, part, query, std::move(own), rule_, sinks,
+                                       slice(output_), column);
+  }
+
+ private:
+  static at::Tensor view_of(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                            const at::TensorOptions& options) {
+    return at::for_blob(const_cast<void*>(data), sizes)
+        .strides(strides)
+        .options(options)
+        .target_device(options.device())
+        .make_tensor();
+  }
+
+  Engine& engine_;
+  int64_t past_;
+  at::Tensor query_;   // [batch, heads, tokens, head_dim], as all but sinks
+  at::Tensor keys_;    // of the chunk itself
+  at::Tensor values_;  // likewise
+  at::Tensor output_;
+  at::Tensor sinks_;  // [heads] fp32, or undefined
+  ScoreRule rule_;
+};
+
+class TorchExactAttention final : public ExactAttention {
+ public:
+  explicit TorchExactAttention(at::Device device) : device_(device) {}
+
+  Result<std::unique_ptr<ExactChunk>> begin(Engine& engine, const ExactArgs& args) const override {
+    return std::unique_ptr<ExactChunk>(std::make_unique<TorchChunk>(engine, args, device_));
+  }
+
+ private:
+  at::Device device_;
 };
 
 }  // namespace
 
-at::Tensor attend_exactly(Engine& engine, const ExactArgs& args) {
-  const Stopwatch watch(engine.parts().timeline.get(),
-                        {.kind = SpanKind::kAttendExactly, .layer = args.layer});
-  const at::Tensor& query = args.query;
-  const int64_t tokens = query.size(2);
-  engine.count_restored(args.layer, tokens);
-  const int64_t past = args.past;
-  const ScoreRule rule = {.scale = args.scale, .softcap = args.softcap};
-  const int64_t observed = engine.observed_queries(args.layer);
-  bool is_plain = past == 0 && rule.softcap == 0 && !args.sinks.defined() && observed == 0;
-  const int64_t apart = engine.heads_apart();
-  for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    is_plain = is_plain && engine.validity(sequence * apart).all_valid_from() == 0;
-  }
-  // Where the chunk is appended by now; else who appends it does this.
-  const auto end_chunk = [&] {
-    if (engine.columns(args.layer) > past) engine.end_chunk(args.layer, tokens);
-  };
-  if (is_plain) {
-    end_chunk();
-    return at::scaled_dot_product_attention(query, args.keys, args.values, {}, 0.0, true,
-                                            args.scale, true)
-        .transpose(1, 2)
-        .contiguous();
-  }
-  at::Tensor output =
-      at::zeros({query.size(0), tokens, query.size(1), query.size(3)}, query.options());
-  for (int64_t part = 0; part < engine.batch() * apart; ++part) {
-    const TokenValidity& validity = engine.validity(part);
-    const int64_t begin = std::clamp<int64_t>(validity.first_valid() - past, 0, tokens);
-    if (begin == tokens) continue;
-    const auto slice = [&](const at::Tensor& tensor) {
-      const int64_t heads = tensor.size(1) / apart;
-      return tensor[part / apart]
-          .narrow(0, part % apart * heads, heads)
-          .narrow(1, begin, tokens - begin);
-    };
-    const at::Tensor own_query = slice(query);
-    const at::Tensor keys = slice(args.keys);
-    const at::Tensor values = slice(args.values);
-    PartialAttention own;
-    if (validity.all_valid_from() <= past + begin) {
-      own = attend_part(own_query, keys, values, Causal::kYes, std::nullopt, rule);
-    } else {
-      const at::Tensor valid =
-          valid_columns(validity, past + begin, tokens - begin, query.device());
-      own = attend_masked(own_query, keys, values, valid, rule);
-    }
-    Chunk chunk(engine, part, own_query, std::move(own), rule);
-    throw_if_error(walk_past(engine, {args.layer, part, past, past}, chunk));
-    if (args.sinks.defined()) {
-      const int64_t heads = own_query.size(0);
-      chunk.add_sinks(args.sinks.narrow(0, part % apart * heads, heads));
-    }
-    if (observed > 0) {
-      engine.observe(args.layer, part, chunk.window(observed, past + tokens));
-    }
-    slice(output.transpose(1, 2)).copy_(chunk.output());
-  }
-  end_chunk();
-  return output;
+std::shared_ptr<ExactAttention> torch_exact_attention(at::Device device) {
+  return std::make_shared<TorchExactAttention>(device);
 }
 
 }  // namespace kvswap

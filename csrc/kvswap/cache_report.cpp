@@ -1,9 +1,9 @@
+#include "kvswap/cache_report.h"
+
 #include <algorithm>
 #include <cstdio>
 
 #include "kvswap/memory_size.h"
-#include "torch/disk_cache.h"
-#include "torch/session.h"
 
 namespace kvswap {
 namespace {
@@ -32,31 +32,36 @@ class Table {
   std::string text_;
 };
 
+const char* words_of(ProjectionSource source) {
+  return source == ProjectionSource::kGiven       ? "file"
+         : source == ProjectionSource::kEstimated ? "first prefill"
+                                                  : "none needed so far";
+}
+
 }  // namespace
 
-std::string DiskCache::report() const {
-  const auto counters = session_->counters();
-  const auto facts = session_->facts();
-  auto ledger = session_->ledger();
+std::string report_text(const Report& report) {
+  const auto& counters = report.counters;
   const auto bytes = [](double count) { return format_bytes(count); };
-  const double tokens = static_cast<double>(session_->columns(0));
-  const auto batch = static_cast<double>(session_->batch());
-  const double decoded = counters.at("sequences") / static_cast<double>(options_.shape.layers);
+  const auto tokens = static_cast<double>(report.columns);
+  const auto batch = static_cast<double>(report.batch);
+  const auto layers = static_cast<double>(report.shape.layers);
+  const double decoded = counters.at("sequences") / layers;
   const double each = 1 / std::max(1.0, decoded);
   const double loaded = counters.at("groups_loaded");
   const double attended = counters.at("groups_attended");
-  const double full = static_cast<double>(options_.shape.kv_bytes(1)) * tokens * batch;
-  const auto resident = static_cast<double>(ledger.at("total") + predictor_bytes_);
+  const double full = static_cast<double>(report.shape.kv_bytes(1)) * tokens * batch;
+  auto ledger = report.ledger;
+  const auto resident = static_cast<double>(ledger.at("total") + report.predictor_bytes);
   const double written = counters.at("bytes_written");
   Table table;
-  table.row("tokens", std::to_string(session_->columns(0)) + " x " +
-                          std::to_string(session_->batch()) + ", " +
+  table.row("tokens", std::to_string(report.columns) + " x " + std::to_string(report.batch) + ", " +
                           std::to_string(static_cast<int64_t>(decoded)) + " decoding steps");
   table.row("KV in a full cache", bytes(full));
   table.row("KV on disk", bytes(counters.at("bytes_on_disk")));
   table.row("KV memory",
             bytes(resident) + " (" + percent(full > 0 ? resident / full : 0) + " of full)");
-  if (predictor_bytes_) ledger["predictor"] = predictor_bytes_;
+  if (report.predictor_bytes) ledger["predictor"] = report.predictor_bytes;
   for (const auto& [name, size] : ledger) {
     const bool is_use = name != "total" && name != "peak" && name != "limit";
     if (is_use && size) table.row("  " + name, bytes(static_cast<double>(size)));
@@ -65,8 +70,7 @@ std::string DiskCache::report() const {
                         bytes(loaded * counters.at("record_bytes") * each) + " per token");
   table.row("written",
             bytes(written) + ", " + bytes(written / std::max(1.0, tokens * batch)) + " per token");
-  table.row("groups per step",
-            fixed(attended * each / static_cast<double>(options_.shape.layers), ""));
+  table.row("groups per step", fixed(attended * each / layers, ""));
   table.row("hit rate", attended > 0 ? percent(1 - loaded / attended) : "-");
   table.row("waited / hidden", fixed(counters.at("wait_seconds"), " s") + " / " +
                                    fixed(counters.at("hidden_seconds"), " s"));
@@ -75,11 +79,9 @@ std::string DiskCache::report() const {
     table.row("attention missed",
               percent(missed->second) + " ± " + percent(counters.at("missed_mass_error")));
   }
-  table.row("reader", facts.at("reader") + ", " + facts.at("io_mode"));
-  const bool any =
-      std::find(is_estimated_.begin(), is_estimated_.end(), true) != is_estimated_.end();
-  table.row("projection", is_calibrated_ ? "file" : any ? "first prefill" : "none needed so far");
-  if (!facts.at("fallbacks").empty()) table.row("fell back", facts.at("fallbacks"));
+  table.row("reader", report.facts.at("reader") + ", " + report.facts.at("io_mode"));
+  table.row("projection", words_of(report.projections));
+  if (!report.facts.at("fallbacks").empty()) table.row("fell back", report.facts.at("fallbacks"));
   return table.text();
 }
 

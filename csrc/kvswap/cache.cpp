@@ -1,0 +1,339 @@
+#include "kvswap/cache.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "engine/check_settings.h"
+#include "engine/engine_report.h"
+#include "kvswap/cache_impl.h"
+#include "kvswap/engine_calls.h"
+#include "kvswap/exact_attention.h"
+#include "kvswap/saved_session.h"
+
+namespace kvswap {
+namespace {
+
+void check_heads(const char* where, const Queries& query, const EngineOptions& options) {
+  if (query.heads != options.query_heads) {
+    throw std::invalid_argument(std::string(where) + ": query must have " +
+                                std::to_string(options.query_heads) + " heads, got " +
+                                std::to_string(query.heads));
+  }
+  if (!query.data || query.tokens < 1) {
+    throw std::invalid_argument(std::string(where) + ": query must have data and tokens, got " +
+                                std::to_string(query.tokens) + " tokens");
+  }
+}
+
+/// Also of heads that are summed.
+void check_look_ahead(const Queries& query, const EngineOptions& options) {
+  if (query.heads == options.kv_heads && query.data && query.tokens >= 1) return;
+  if (query.heads == options.query_heads) return check_heads("look_ahead", query, options);
+  throw std::invalid_argument("look_ahead: query must have data, tokens and " +
+                              std::to_string(options.query_heads) +
+                              " heads, or kv_heads summed, got " + std::to_string(query.heads));
+}
+
+void check_batch(const char* where, const Queries& query, int64_t batch) {
+  if (query.batch == 0 || query.batch == batch) return;
+  throw std::invalid_argument(std::string(where) + ": batch must be " + std::to_string(batch) +
+                              ", got " + std::to_string(query.batch));
+}
+
+void check_tokens(const char* where, const NewTokens& tokens) {
+  if (!tokens.keys || !tokens.values || tokens.batch < 1 || tokens.tokens < 1) {
+    throw std::invalid_argument(
+        std::string(where) + ": must have keys and values of a batch of tokens, got " +
+        std::to_string(tokens.batch) + " x " + std::to_string(tokens.tokens));
+  }
+}
+
+AttendArgs attend_args(int64_t layer, const Queries& query, float scale, void* output,
+                       const CapAndSinks& terms, DType dtype) {
+  if (!(terms.softcap >= 0)) {
+    throw std::invalid_argument("attend: softcap must be at least 0, got " +
+                                std::to_string(terms.softcap));
+  }
+  return {.layer = layer,
+          .query = query_view(query, dtype),
+          .output = output,
+          .scale = scale,
+          .softcap = terms.softcap,
+          .sinks = terms.sinks};
+}
+
+}  // namespace
+
+Cache::Cache(const CacheOptions& options) {
+  auto engine = Engine::create(engine_options(options), options.threads);
+  throw_status(engine.status());
+  impl_ = std::make_unique<Impl>(options, std::move(engine.value()));
+}
+
+Cache::Cache(const OpenArgs& args) : Cache(prepare(args)) {}
+
+Cache::Cache(const Opening& opening) : Cache(opening.options) {
+  for (size_t layer = 0; layer < opening.projections.size(); ++layer) {
+    if (is_exact(opening.options.settings, static_cast<int64_t>(layer))) continue;
+    set_projection(static_cast<int64_t>(layer), opening.projections[layer]);
+  }
+}
+
+Cache::Cache(const SavedCache& saved, const CacheOptions& options)
+    : impl_(std::make_unique<Impl>(options, open_engine(saved, options, options.threads))) {
+  impl_->find_projections();
+}
+
+Cache::Cache(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Cache::~Cache() = default;
+
+void Cache::save(const SaveArgs& args) {
+  const Impl::Use use(*impl_);
+  save_engine(use.engine(), impl_->options(), args);
+}
+
+std::unique_ptr<Cache> Cache::fork() {
+  const Impl::Use use(*impl_);
+  return std::unique_ptr<Cache>(new Cache(impl_->fork()));
+}
+
+void Cache::declare(int64_t batch, int64_t tokens, const bool* valid) {
+  const Impl::Use use(*impl_);
+  throw_status(use.engine().declare(batch, tokens, valid));
+}
+
+LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
+  const Impl::Use use(*impl_);
+  const EngineOptions& options = use.engine().options();
+  const std::vector<int64_t>& own = options.true_query_layers;
+  if (!options.look_ahead || layer < 0 || layer >= options.layers ||
+      std::find(own.begin(), own.end(), layer) != own.end() ||
+      tokens > options.select_queries_max ||
+      use.engine().columns(layer) < options.tail_tokens + options.group_tokens) {
+    return LookAhead::kNo;
+  }
+  if (use.engine().attends_all(layer)) return LookAhead::kAnyQuery;
+  return options.is_exact(layer) ? LookAhead::kNo : LookAhead::kPredicted;
+}
+
+void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms) {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  const EngineOptions& options = engine.options();
+  if (query.data != nullptr || !engine.attends_all(layer)) {
+    check_look_ahead(query, options);
+    if (engine.columns(layer) > 0) check_batch("look_ahead", query, engine.batch());
+  }
+  if (Timeline* timeline = engine.parts().timeline.get();
+      timeline != nullptr && terms.predicting_since_ns != 0) {
+    timeline->record({.kind = SpanKind::kPredict,
+                      .layer = layer,
+                      .begin_ns = terms.predicting_since_ns,
+                      .end_ns = Timeline::now_ns()});
+  }
+  throw_status(engine.look_ahead(layer, query_view(query, options.dtype), terms.scale));
+}
+
+void Cache::give(int64_t layer, const GroupScores& given) {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  const int64_t parts = engine.batch() * engine.heads_apart();
+  const int64_t groups = engine.sealed_groups(layer);
+  if (static_cast<int64_t>(given.scores.size()) != parts * given.queries * groups) {
+    throw std::invalid_argument("give_scores: scores must be [" + std::to_string(parts) + ", " +
+                                std::to_string(given.queries) + ", " + std::to_string(groups) +
+                                "], got " + std::to_string(given.scores.size()) + " numbers");
+  }
+  throw_status(engine.give_scores(layer, {given.scores.data(), parts, given.queries, groups}));
+}
+
+void Cache::give(int64_t layer, const TokenWorth& given) {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  const int64_t parts = std::max<int64_t>(1, engine.batch() * engine.heads_apart());
+  const auto count = static_cast<int64_t>(given.worth.size());
+  if (count % parts != 0 || (!given.decay.empty() && given.decay.size() != given.worth.size())) {
+    throw std::invalid_argument("give_worth: worth must be [" + std::to_string(parts) +
+                                ", tokens] and decay as much or empty, got " +
+                                std::to_string(count) + " and " +
+                                std::to_string(given.decay.size()) + " numbers");
+  }
+  const float* decay = given.decay.empty() ? nullptr : given.decay.data();
+  throw_status(engine.give_worth(layer, {given.worth.data(), decay, parts, count / parts}));
+}
+
+void Cache::give(int64_t layer, const GroupChoice& choice) {
+  const Impl::Use use(*impl_);
+  std::vector<std::vector<int32_t>> narrow;
+  for (const auto& groups : choice.groups) narrow.emplace_back(groups.begin(), groups.end());
+  throw_status(use.engine().override_selection(layer, std::move(narrow)));
+}
+
+void Cache::append(int64_t layer, const NewTokens& tokens) {
+  const Impl::Use use(*impl_);
+  check_tokens("append", tokens);
+  throw_status(use.engine().append(layer, key_value_view(tokens)));
+}
+
+void Cache::attend(int64_t layer, const Queries& query, float scale, void* output,
+                   const CapAndSinks& terms) {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  check_heads("attend", query, engine.options());
+  check_batch("attend", query, engine.batch());
+  impl_->attend(attend_args(layer, query, scale, output, terms, engine.options().dtype));
+}
+
+void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query, float scale,
+                   void* output, const CapAndSinks& terms) {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  check_tokens("extend", tokens);
+  check_heads("extend", query, engine.options());
+  if (query.tokens != tokens.tokens || (query.batch != 0 && query.batch != tokens.batch)) {
+    throw std::invalid_argument("extend: query must be of the " + std::to_string(tokens.batch) +
+                                " x " + std::to_string(tokens.tokens) + " new tokens, got " +
+                                std::to_string(query.batch) + " x " + std::to_string(query.tokens));
+  }
+  const AttendArgs args = attend_args(layer, query, scale, output, terms, engine.options().dtype);
+  const KeyValueView added = key_value_view(tokens);
+  if (!engine.attends_exactly(layer, tokens.tokens)) {
+    throw_status(engine.append(layer, added));
+    impl_->attend(args);
+    return;
+  }
+  throw_status(engine.prepare(layer, tokens.batch, tokens.tokens));
+  throw_status(attend_exactly(
+      engine, {.attention = args, .past = engine.columns(layer), .own = added}, impl_->exact()));
+  throw_status(engine.append(layer, added));
+  engine.end_chunk(layer, tokens.tokens);
+}
+
+EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
+  const Impl::Use use(*impl_);
+  const Engine& engine = use.engine(layer);
+  const EngineOptions& options = engine.options();
+  // Rows that have no projection have no rank either.
+  if (impl_->projection(layer).source != ProjectionSource::kNone || options.ranks.empty() ||
+      options.is_exact(layer)) {
+    return EstimateWanted::kNo;
+  }
+  if (tokens <= options.select_queries_max) return EstimateWanted::kIfOutgrown;
+  const int64_t to_seal = engine.columns(layer) + tokens - options.tail_tokens;
+  return to_seal / options.group_tokens > options.groups_max ? EstimateWanted::kFromChunk
+                                                             : EstimateWanted::kNo;
+}
+
+void Cache::set_projection(int64_t layer, const Projection& projection, ProjectionSource source) {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  const EngineOptions& options = engine.options();
+  const int64_t width = options.kv_heads * options.head_dim;
+  const auto size = static_cast<size_t>(width * projection.rank);
+  if (projection.width != width || projection.rank < 1 || projection.keys.size() != size ||
+      projection.queries.size() != size) {
+    throw std::invalid_argument(
+        "set_projection: both projections must be [" + std::to_string(width) + ", rank], got [" +
+        std::to_string(projection.width) + ", " + std::to_string(projection.rank) + "]");
+  }
+  // Made from what is there, or from a chunk that is to come.
+  const int64_t columns = engine.columns(layer) - (engine.needs_projection(layer) ? 1 : 0);
+  throw_status(engine.set_projection(layer, projection.rank, projection.keys.data(),
+                                     projection.queries.data()));
+  impl_->projection(layer) = {source, columns};
+}
+
+void Cache::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
+                      void* values) {
+  const Impl::Use use(*impl_);
+  throw_status(use.engine().read_back(layer, sequence, begin, end, keys, values));
+}
+
+std::vector<std::vector<int64_t>> Cache::last_selection(int64_t layer) const {
+  const Impl::Use use(*impl_);
+  std::vector<std::vector<int64_t>> selection;
+  for (const auto& groups : use.engine(layer).last_selection(layer)) {
+    selection.emplace_back(groups.begin(), groups.end());
+  }
+  return selection;
+}
+
+void Cache::select_sequences(std::span<const int64_t> indices) {
+  const Impl::Use use(*impl_);
+  throw_status(use.engine().select_sequences(indices));
+}
+
+void Cache::crop(int64_t columns) {
+  const Impl::Use use(*impl_);
+  throw_status(use.engine().crop(columns));
+  impl_->forget_estimates(columns);
+}
+
+void Cache::reset() {
+  const Impl::Use use(*impl_);
+  throw_status(use.engine().reset());
+  impl_->forget_estimates(0);
+}
+
+void Cache::close() noexcept { impl_->close(); }
+
+LayerState Cache::layer(int64_t layer, int64_t queries) const {
+  const Impl::Use use(*impl_);
+  Engine& engine = use.engine(layer);
+  return {.columns = engine.columns(layer),
+          .attends_all = engine.attends_all(layer),
+          .needs_projection = engine.needs_projection(layer),
+          .needs_scores = engine.needs_scores(layer, queries)};
+}
+
+Held Cache::held() const {
+  const Impl::Use use(*impl_);
+  const Engine& engine = use.engine();
+  Held held = {.batch = engine.batch(), .columns = engine.columns(0)};
+  for (int64_t layer = 1; layer < engine.options().layers; ++layer) {
+    if (engine.columns(layer) != held.columns) held.columns = -1;
+  }
+  return held;
+}
+
+bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
+  const Impl::Use use(*impl_);
+  const Engine& engine = use.engine();
+  bool is_found = false;
+  for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
+    const TokenValidity& validity = engine.validity(sequence * engine.heads_apart());
+    for (int64_t column = begin; column < end; ++column) {
+      // What nobody declared counts.
+      const bool is_valid = column >= validity.columns() || validity.is_valid(column);
+      if (valid != nullptr) *valid++ = is_valid;
+      is_found = is_found || !is_valid;
+    }
+  }
+  return is_found;
+}
+
+const CacheOptions& Cache::options() const { return impl_->options(); }
+
+Report Cache::report() const {
+  const Impl::Use use(*impl_);
+  const Engine& engine = use.engine();
+  return {.counters = engine_counters(engine),
+          .facts = engine_facts(engine),
+          .ledger = engine_ledger(engine),
+          .shape = impl_->options().shape,
+          .batch = engine.batch(),
+          .columns = engine.columns(0),
+          .projections = impl_->best_projection(),
+          .predictor_bytes = impl_->options().predictor_bytes};
+}
+
+std::string Cache::timeline() const {
+  const Impl::Use use(*impl_);
+  std::string trace;
+  throw_status(engine_timeline(use.engine(), trace));
+  return trace;
+}
+
+}  // namespace kvswap

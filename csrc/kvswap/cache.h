@@ -1,0 +1,180 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvswap/cache_options.h"
+#include "kvswap/cache_report.h"
+#include "kvswap/errors.h"
+#include "kvswap/tokens.h"
+
+namespace kvswap {
+
+class SavedCache;
+struct SaveArgs;
+
+/// What a cache holds.
+struct Held {
+  int64_t batch = 0;  // 0 before the first append
+  int64_t columns =
+      0;  // of every layer; -1 where they differ: a pass has reached some of them only
+};
+
+/// What a layer holds, and what it must be given.
+struct LayerState {
+  int64_t columns = 0;
+  bool attends_all = true;        // no group has to be left out: any query chooses all
+  bool needs_projection = false;  // it must choose among more groups than it may attend, and cannot
+  bool needs_scores = false;      // GroupScores must come before attend() of so many queries
+};
+
+/// Whether a layer is worth a look ahead.
+enum class LookAhead {
+  kNo,
+  kAnyQuery,   // all of it is attended, so that nothing must be predicted
+  kPredicted,  // a predicted query chooses
+};
+
+/// Whether a layer that is to choose must be given a projection that is estimated.
+enum class EstimateWanted {
+  kNo,          // it has one, or none is of use to it
+  kFromChunk,   // from a long chunk, before it is appended: then nothing must be read back
+  kIfOutgrown,  // after append(), if LayerState::needs_projection: from what is there
+};
+
+/// How look_ahead() may choose.
+struct LookAheadTerms {
+  /// What attend() will be given, for a score by mass; none: 1 / sqrt(head_dim).
+  std::optional<float> scale = {};
+  /// Since when the query has been predicted, of the steady clock, for the timeline; 0: not said.
+  int64_t predicting_since_ns = 0;
+};
+
+/// One generation's KV cache on disk, on raw pointers and without torch; over tensors see
+/// <kvswap/torch/tensor_cache.h>.
+///
+/// Order of calls in one forward pass of n new tokens, for each layer i in turn:
+///   declare(...)         once, before the first layer, when some new columns are padding
+///   look_ahead(i + 1, predicted query)   any time before layer i + 1's attend(); optional
+///   append(i, tokens)    the new tokens' K and V
+///   attend(i, query, scale, output)
+/// or the last two in one, extend(i, ...).
+/// Up to select_queries_max tokens attend over sinks, selected groups and tail; a longer chunk
+/// attends exactly over everything before it, which is streamed from disk. With records=fp8 those
+/// of its own tokens that an append() has sealed before attend() are rounded, too.
+///
+/// A layer that must choose among more groups than groups_max needs a projection first: a
+/// calibrated one, which OpenArgs bring, or one that the program estimates where wants_estimate().
+///
+/// On a device pointers are the device's, and calls queue work on CacheOptions::stream and on
+/// streams of their own: what they read may be freed, and what they write used, by work that is
+/// queued on that stream later. The host waits for chosen ids and for the disk.
+///
+/// Thread rules: one thread at a time; a call while another one runs throws SessionError (kBusy).
+/// close() is called by any thread: it makes the running call end at its next wait for the disk,
+/// and waits for it. Not valid in a forked child. Every method but close() throws
+/// std::invalid_argument for a wrong call and SessionError for what the world or a limit refuses.
+/// After an error the same call may be made again, when its cause is gone; crop() to the columns
+/// before a forward pass takes back what its layers have appended.
+class Cache {
+ public:
+  explicit Cache(const CacheOptions& options);
+  /// As prepare() says, with the projections it finds. Also throws ConfigError.
+  explicit Cache(const OpenArgs& args);
+  explicit Cache(const Opening& opening);
+  /// Goes on from a saved cache. `options`: saved.options(), perhaps with other promises, on
+  /// another device, with another reader and threads. Reads no record.
+  Cache(const SavedCache& saved, const CacheOptions& options);
+  ~Cache();
+  Cache(const Cache&) = delete;
+  Cache& operator=(const Cache&) = delete;
+
+  /// Validity of the columns that the next append() of each layer brings: [batch, tokens], true
+  /// where the token counts. Without it new columns are all valid.
+  void declare(int64_t batch, int64_t tokens, const bool* valid);
+
+  /// Whether a look ahead could be of use to `layer` in a forward pass of `tokens` tokens that has
+  /// not reached it. kNo for a layer that is not there, so that i + 1 may be asked for the last.
+  LookAhead wants_look_ahead(int64_t layer, int64_t tokens) const;
+  /// Predicts what `layer` will read from a predicted query, and submits the reads. Does nothing
+  /// when nothing has to be read or when there are more than select_queries_max queries. Where any
+  /// query will do its data may be null. A score by mass needs all heads.
+  void look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms = {});
+
+  // What a program decides in the place of the settings' method.
+  void give(int64_t layer, const GroupScores& scores);
+  void give(int64_t layer, const TokenWorth& worth);
+  void give(int64_t layer, const GroupChoice& choice);
+
+  /// The first call fixes the batch. Fails before anything is written when budget, quota or disk
+  /// cannot hold it.
+  void append(int64_t layer, const NewTokens& tokens);
+  /// softmax(scale * Q K^T) V of the newest query.tokens columns, into output: [batch, tokens,
+  /// heads, head_dim] contiguous, of the cache's dtype. Rows of padding mean nothing. A long chunk
+  /// takes memory in the order of its own K, V and output on top of the ledger's.
+  void attend(int64_t layer, const Queries& query, float scale, void* output,
+              const CapAndSinks& terms = {});
+  /// append() and attend() in one; on a device a long chunk is written while its attention is
+  /// computed. When it throws, nothing of a long chunk is kept; of a short one the tokens may be.
+  void extend(int64_t layer, const NewTokens& tokens, const Queries& query, float scale,
+              void* output, const CapAndSinks& terms = {});
+
+  /// Must a projection be estimated for `layer`, since so many tokens are about to be appended?
+  EstimateWanted wants_estimate(int64_t layer, int64_t tokens) const;
+  /// The pair of projections of a layer; groups that are sealed already are read back for it. With
+  /// heads=each every KV head has its own rows of it. One that was estimated is wanted anew after
+  /// reset(), and once crop() has taken back what it was estimated from.
+  void set_projection(int64_t layer, const Projection& projection,
+                      ProjectionSource source = ProjectionSource::kGiven);
+
+  /// Copies K and V of columns [begin, end) of one sequence, from disk and tail, to arrays
+  /// [kv_heads, end - begin, head_dim] of the cache's dtype, on the host.
+  void read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
+                 void* values);
+
+  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order; with
+  /// heads=each [batch * kv_heads][...].
+  std::vector<std::vector<int64_t>> last_selection(int64_t layer) const;
+
+  /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat. Nothing is rewritten.
+  void select_sequences(std::span<const int64_t> indices);
+  /// Keeps the first `columns` columns of every layer.
+  void crop(int64_t columns);
+  /// Forgets everything but projections and settings.
+  void reset();
+
+  /// Writes the folder that args names, complete or not at all, for SavedCache::open(). The cache
+  /// goes on; where its file became the folder's, new records go to another one.
+  void save(const SaveArgs& args);
+  /// Another cache that goes on from here, with the same options. Records are shared.
+  std::unique_ptr<Cache> fork();
+
+  /// Gives back file and memory; further calls throw. Idempotent, never throws.
+  void close() noexcept;
+
+  /// needs_scores: of so many queries.
+  LayerState layer(int64_t layer, int64_t queries = 1) const;
+  Held held() const;
+  /// Are some of columns [begin, end), appended or declared, padding? Then valid, if it is not
+  /// null, is [batch, end - begin], true where the column counts.
+  bool has_padding(int64_t begin, int64_t end, bool* valid = nullptr) const;
+
+  const CacheOptions& options() const;
+  Report report() const;
+  /// What the newest timeline_spans stretches of time were spent on: trace events in JSON, for
+  /// Perfetto or chrome://tracing. Of the calling thread: predict, select, plan, submit, wait,
+  /// land, attend, append, seal and, between them, the program's own; of the disk: reads and
+  /// writes.
+  std::string timeline() const;
+
+ private:
+  class Impl;
+  explicit Cache(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvswap

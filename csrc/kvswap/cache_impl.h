@@ -1,0 +1,128 @@
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "kvswap/cache.h"
+#include "kvswap/engine_calls.h"
+#include "kvswap/exact_attention.h"
+#include "kvswap/one_caller.h"
+#include "kvswap/saved_session.h"
+
+namespace kvswap {
+
+/// Where a layer's projection came from.
+struct Provenance {
+  ProjectionSource source = ProjectionSource::kNone;
+  int64_t stands_above = 0;  // columns: an estimate goes when a crop leaves as few
+};
+
+/// The engine of a Cache, who may call it, and where its projections came from.
+class Cache::Impl {
+ public:
+  Impl(const CacheOptions& options, std::unique_ptr<Engine> engine)
+      : options_(options), engine_(std::move(engine)), projections_(options.shape.layers) {
+    options_.ranks = engine_->options().ranks;
+    if (!options_.exact) options_.exact = paged_exact_attention();
+    if (options_.shall_end) engine_->patience().set_question(options_.shall_end);
+  }
+
+  /// One call: nobody else is in the cache while it lives.
+  class Use {
+   public:
+    explicit Use(Impl& impl) : impl_(impl), call_(std::in_place, impl.caller_) {
+      if (impl.options_.stream) {
+        engine().parts().space->compute().set_compute_stream(impl.options_.stream());
+      }
+    }
+    ~Use() {
+      call_.reset();
+      if (impl_.caller_.is_close_due()) impl_.close();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+    Engine& engine() const { return *impl_.engine_; }
+    /// For what Engine answers without a Status.
+    Engine& engine(int64_t layer) const {
+      const int64_t layers = engine().options().layers;
+      if (layer < 0 || layer >= layers) {
+        throw std::invalid_argument("session: layer must be 0.." + std::to_string(layers - 1) +
+                                    ", got " + std::to_string(layer));
+      }
+      return engine();
+    }
+
+   private:
+    Impl& impl_;
+    std::optional<OneCaller::Call> call_;
+  };
+
+  const CacheOptions& options() const { return options_; }
+  const ExactAttention& exact() const { return *options_.exact; }
+
+  /// Over columns that are appended.
+  void attend(const AttendArgs& args) {
+    const int64_t queries = args.query.queries;
+    if (!engine_->attends_exactly(args.layer, queries)) {
+      throw_status(engine_->attend(args));
+      return;
+    }
+    const int64_t columns = engine_->columns(args.layer);
+    if (queries > columns) {
+      throw std::invalid_argument("attend: query must be of the " + std::to_string(columns) +
+                                  " columns in the layer, got " + std::to_string(queries));
+    }
+    throw_status(attend_exactly(*engine_, {.attention = args, .past = columns - queries}, exact()));
+  }
+
+  void close() noexcept {
+    if (!caller_.close([this] { engine_->patience().stop(); })) return;
+    engine_.reset();
+    caller_.closed();
+  }
+
+  // Of projections. In a call.
+
+  Provenance& projection(int64_t layer) { return projections_[layer]; }
+  /// What a saved cache has brought.
+  void find_projections() {
+    if (engine_->options().ranks.empty()) return;  // its rows have none
+    for (size_t layer = 0; layer < projections_.size(); ++layer) {
+      if (!engine_->parts().selector->is_ready(static_cast<int64_t>(layer))) continue;
+      projections_[layer].source =
+          options_.is_calibrated ? ProjectionSource::kGiven : ProjectionSource::kEstimated;
+    }
+  }
+  /// The layers have so many columns now.
+  void forget_estimates(int64_t columns) {
+    for (Provenance& each : projections_) {
+      if (each.source == ProjectionSource::kEstimated && columns <= each.stands_above) each = {};
+    }
+  }
+  ProjectionSource best_projection() const {
+    ProjectionSource best = ProjectionSource::kNone;
+    for (const Provenance& each : projections_) best = std::max(best, each.source);
+    return best;
+  }
+
+  /// Another one that goes on from here.
+  std::unique_ptr<Impl> fork() {
+    auto forked = std::make_unique<Impl>(options_, fork_engine(*engine_, options_.threads));
+    forked->projections_ = projections_;
+    return forked;
+  }
+
+ private:
+  CacheOptions options_;
+  std::unique_ptr<Engine> engine_;
+  std::vector<Provenance> projections_;  // [layers]
+  OneCaller caller_;
+};
+
+}  // namespace kvswap

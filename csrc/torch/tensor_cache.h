@@ -1,0 +1,117 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "kvswap/cache.h"
+#include "kvswap/saved_cache.h"
+
+namespace kvswap {
+
+/// What attention does to its scores beside scaling them: Gemma 2 caps them, gpt-oss has sinks.
+struct ScoreTerms {
+  double softcap = 0;               // score = softcap * tanh(score / softcap); 0: not capped
+  std::optional<at::Tensor> sinks;  // [heads] fp32 on the cache's device, kept by the caller
+};
+
+/// What a layer's projection is estimated from.
+struct EstimateFrom {
+  int64_t layer = 0;
+  at::Tensor keys;                  // [batch, kv_heads, tokens, head_dim]
+  std::optional<at::Tensor> query;  // [batch, heads, tokens, head_dim] of the same tokens, or none
+  std::optional<at::Tensor> valid;  // [batch, tokens] bool of the host; none: no token is padding
+  int64_t rank = 0;
+};
+/// Returns the key and the query matrix, [kv_heads * head_dim, rank] fp32.
+using Estimate = std::function<std::pair<at::Tensor, at::Tensor>(const EstimateFrom& from)>;
+
+/// A Cache over tensors: checks them, hands over what they point to, and estimates projections
+/// where none was calibrated. What needs no tensors is asked of cache().
+///
+/// A program calls, for each layer i of a forward pass of `tokens` tokens:
+///
+///   cache.look_ahead(i + 1, tokens, predict);
+///   output = cache.extend(i, query, keys, values, scale);
+///
+/// On a CUDA device calls queue work on torch's current stream there and on streams of their own,
+/// as operations of torch do; tensors may come from and go to that stream at once.
+///
+/// Thread rules and order of calls: as Cache's, whose options get torch's threads, stream and
+/// attention. A wrong call of these throws c10::ValueError; all else is as Cache's. No gradient is
+/// recorded.
+class TensorCache {
+ public:
+  explicit TensorCache(const CacheOptions& options);
+  /// As prepare() says, with the projections it finds. Also throws ConfigError.
+  explicit TensorCache(const OpenArgs& args);
+  /// Goes on from a saved cache, as Cache does.
+  TensorCache(const SavedCache& saved, const CacheOptions& options);
+
+  /// Of the same tokens: crop(), reset(), report() and the like.
+  Cache& cache() { return *cache_; }
+  const Cache& cache() const { return *cache_; }
+
+  /// In the place of the settings' projection_kind. The tokens' own call is not under way in it.
+  void set_estimate(Estimate estimate) { estimate_ = std::move(estimate); }
+
+  /// valid: [batch, tokens] bool of the columns that the next append() of each layer brings.
+  void declare(const at::Tensor& valid);
+
+  /// query: [batch, heads or kv_heads, queries, head_dim] after RoPE; with kv_heads heads it is the
+  /// sum over each GQA group. scale, predicting_since_ns: as LookAheadTerms.
+  void look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale = {},
+                  int64_t predicting_since_ns = 0);
+  /// The same where Cache::wants_look_ahead() of so many tokens: `predict` returns the query. It is
+  /// not called where any query will do, nor for a layer that is not there.
+  void look_ahead(int64_t layer, int64_t tokens, const std::function<at::Tensor()>& predict,
+                  std::optional<double> scale = {});
+
+  /// scores: [batch, queries, groups] fp32 of the host; with heads=each [batch * kv_heads, ...].
+  void give_scores(int64_t layer, const at::Tensor& scores);
+  /// worth, decay: [batch, tokens] fp32 of the host; with heads=each [batch * kv_heads, tokens].
+  void give_worth(int64_t layer, const at::Tensor& worth, const std::optional<at::Tensor>& decay);
+
+  /// keys, values: [batch, kv_heads, tokens, head_dim], keys after RoPE.
+  void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);
+  /// query: [batch, heads, tokens, head_dim] after RoPE, of the newest columns. Returns [batch,
+  /// tokens, heads, head_dim].
+  at::Tensor attend(int64_t layer, const at::Tensor& query, double scale,
+                    const ScoreTerms& terms = {});
+  /// append() and attend() in one. A layer that is to choose from now on and has no projection gets
+  /// one that is estimated: from a long chunk, or from the newest tokens when decoding has outgrown
+  /// what may be attended.
+  at::Tensor extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
+                    const at::Tensor& values, double scale, const ScoreTerms& terms = {});
+
+  /// [kv_heads * head_dim, rank] each; with heads=each every KV head's own, one below the other.
+  void set_projection(int64_t layer, const at::Tensor& key_projection,
+                      const at::Tensor& query_projection);
+
+  /// K and V of columns [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
+  std::pair<at::Tensor, at::Tensor> read_back(int64_t layer, int64_t begin, int64_t end);
+
+  /// Another one that goes on from here, with the same options. Records are shared.
+  std::unique_ptr<TensorCache> fork();
+
+ private:
+  explicit TensorCache(std::unique_ptr<Cache> cache);
+  void check(const char* where, const char* name, const at::Tensor& tensor, int64_t heads) const;
+  void check_new(const char* where, const at::Tensor& keys, const at::Tensor& values) const;
+  at::Tensor output_for(const at::Tensor& query) const;
+  void estimate(int64_t layer, int64_t begin, const at::Tensor& keys,
+                const std::optional<at::Tensor>& query);
+  void estimate_late(int64_t layer);
+  void put_projection(int64_t layer, const at::Tensor& key_projection,
+                      const at::Tensor& query_projection, ProjectionSource source);
+
+  std::unique_ptr<Cache> cache_;
+  Estimate estimate_;
+  at::Device device_;  // of tensors
+};
+
+}  // namespace kvswap

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+
+#include "kvswap/exact_attention.h"
+
+namespace kvswap {
+
+/// Exact chunks by torch's own flash attention, block by block, merged by log-sum-exp in fp32;
+/// scores that are capped take plain torch instead. The arrays are on `device`.
+std::shared_ptr<ExactAttention> torch_exact_attention(at::Device device);
+
+}  // namespace kvswap
