@@ -73,7 +73,9 @@ Status Summary::own_last_chunk(int64_t rows) {
       chunks_.back()->room >= rows) {
     return Status::ok();
   }
-  const int64_t room = shape_.room(rows);
+  // Who leaves a chunk last takes one as large: that is what bytes_to_append() counts it for.
+  const bool is_last = begun > 0 && chunks_.back().use_count() == 1;
+  const int64_t room = std::max(shape_.room(rows), is_last ? chunks_.back()->room : 0);
   auto chunk = make_chunk(room);
   if (chunk == nullptr) {
     return Status::budget("summary: " + std::to_string(shape_.chunk_bytes(room)) +

@@ -212,11 +212,11 @@ TEST(Summary, ForksCountWhatTheyShareOnceInWhateverOrderTheyGo) {
       if (const uint32_t action = random() % 8; action < 4) {
         std::vector<float> numbers(random() % 400);
         for (float& number : numbers) number = static_cast<float>(random() % 1000);
-        const int64_t most = fork.memory->live_bytes() +
+        const int64_t said = fork.memory->live_bytes() +
                              next_bytes(fork.summary, static_cast<int64_t>(numbers.size()));
         append(fork.summary, numbers);
         fork.model.insert(fork.model.end(), numbers.begin(), numbers.end());
-        ASSERT_LE(fork.memory->live_bytes(), most) << "what was charged ahead is enough";
+        ASSERT_EQ(fork.memory->live_bytes(), said) << "what was charged ahead";
       } else if (action < 5) {
         fork.model.resize(random() % (fork.model.size() + 1));
         fork.summary.truncate(static_cast<int64_t>(fork.model.size()));
