@@ -73,7 +73,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, Par
 }
 
 /// Every call begins so: no choice is under way when anything else happens to the session.
-Status Engine::enter(int64_t layer) {
+Status Engine::enter(int64_t layer, bool is_own_step) {
   if (layer < 0 || layer >= options().layers) {
     return Status::invalid("session: layer must be 0.." + std::to_string(options().layers - 1) +
                            ", got " + std::to_string(layer));
@@ -83,7 +83,7 @@ Status Engine::enter(int64_t layer) {
         "session: must be used by the process that opened it, got a call from a forked child; "
         "open a session of its own there");
   }
-  steps_.settle();
+  is_own_step ? steps_.settle_before(layer) : steps_.settle();
   return Status::ok();
 }
 
@@ -109,7 +109,7 @@ Status Engine::prepare(int64_t layer, int64_t batch, int64_t tokens) {
 Status Engine::append(int64_t layer, const KeyValueView& tokens) {
   const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
                         &parts_->counters.append_seconds);
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(enter(layer, true));
   KVSWAP_RETURN_IF_ERROR(begin_chunk(layer, tokens.tokens));
   KeyValueView parts = tokens;
   parts.batch = tokens.batch * heads_apart();
@@ -209,7 +209,7 @@ const std::vector<std::vector<int32_t>>& Engine::last_selection(int64_t layer) {
 }
 
 Status Engine::attend(const AttendArgs& args) {
-  KVSWAP_RETURN_IF_ERROR(enter(args.layer));
+  KVSWAP_RETURN_IF_ERROR(enter(args.layer, true));
   const int64_t queries = args.query.queries;
   const int64_t held = columns(args.layer);
   if (batch_->is_restored(args.layer)) {

@@ -150,7 +150,7 @@ class Engine {
 
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
-  Status enter(int64_t layer);
+  Status enter(int64_t layer, bool is_own_step = false);  // see LayerSteps::settle_before()
   Status begin_chunk(int64_t layer, int64_t tokens);
   /// May what is held go on elsewhere: as a saved cache, or a fork?
   Status check_can_go_on(const char* where) const;

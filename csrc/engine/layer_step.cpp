@@ -78,11 +78,12 @@ Status LayerStep::choose() {
     }
   }
   apply_override();
+  state_ = State::kChosen;
   return Status::ok();
 }
 
 Status LayerStep::answer(const std::function<Status(int64_t loads)>& make_room) {
-  KVSWAP_RETURN_IF_ERROR(choose());
+  if (state_ == State::kAsked) KVSWAP_RETURN_IF_ERROR(choose());
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
   plan();
@@ -158,7 +159,7 @@ Status LayerStep::take() {
 }
 
 Status LayerStep::drop() {
-  KVSWAP_ASSERT(state_ != State::kAsked);
+  KVSWAP_ASSERT(state_ != State::kAsked && state_ != State::kChosen);
   // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
   Status taken = take();
   return state_ == State::kReading ? taken : Status::ok();

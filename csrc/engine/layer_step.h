@@ -18,18 +18,18 @@ struct Question {
 /// One layer's step, from the question to the pages: who is chosen, where they stand, and what is
 /// being read.
 ///
-///   idle --ask--> asked --answer--> reading --land--> ready
+///   idle --ask--> asked --choose--> chosen --answer--> reading --land--> ready
 ///
 /// take() ends a step that is reading or ready: its pages may be attended. drop() makes it idle
 /// from any state. An error that nobody waited for makes it failed; take() reports it once. An
 /// error that is returned leaves it idle, but for one that is_pending(): what is being read is
 /// still in flight, and is waited for again. What was chosen last stays readable.
 ///
-/// Of all layers one at most is asked: the selector answers one question at a time. Not
-/// thread-safe.
+/// Of all layers one at most is asked: the selector answers one question at a time. Who is asked or
+/// has chosen is not dropped. Not thread-safe.
 class LayerStep {
  public:
-  enum class State { kIdle, kAsked, kReading, kReady, kFailed };
+  enum class State { kIdle, kAsked, kChosen, kReading, kReady, kFailed };
 
   LayerStep(int64_t layer, EngineParts& parts, const Batch& batch, Sealer& sealer)
       : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer) {}
@@ -37,10 +37,13 @@ class LayerStep {
   State state() const { return state_; }
   /// Asks the selector, where there is a choice.
   Status ask(const Question& question);
-  /// The choice becomes a plan, and its reads are submitted. make_room(loads) is called between:
-  /// it lands the loads of others, where these have no place to land.
+  /// Takes the selector's answer, for which it waits: another layer may ask.
+  Status choose();
+  /// The choice, made now if it is not yet, becomes a plan, and its reads are submitted.
+  /// make_room(loads) is called between: it lands the loads of others, where these have no place to
+  /// land.
   Status answer(const std::function<Status(int64_t loads)>& make_room);
-  /// Would answer() wait for the selector?
+  /// Would choose() wait for the selector?
   bool is_choosing() const { return is_asking_selector_ && parts_.selector->is_choosing(); }
   /// The loads are in their pages.
   Status land();
@@ -61,7 +64,6 @@ class LayerStep {
   const std::vector<std::vector<int32_t>>& pages() const { return pages_; }    // [batch][groups]
 
  private:
-  Status choose();
   void apply_override();
   void plan();
   void plan_sequence(int64_t sequence);

@@ -4,16 +4,30 @@
 
 namespace kvswap {
 
-LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer) : parts_(parts) {
+LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer)
+    : parts_(parts), batch_(batch) {
   for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
     steps_.emplace_back(layer, parts, batch, sealer);
   }
 }
 
 Status LayerSteps::look_ahead(int64_t layer, const Question& question) {
-  KVSWAP_RETURN_IF_ERROR(steps_[layer].ask(question));
+  LayerStep& step = steps_[layer];
+  KVSWAP_RETURN_IF_ERROR(step.ask(question));
+  if (step.is_choosing()) {
+    asked_ = layer;
+    return Status::ok();
+  }
+  if (!is_yet_to_choose(layer - 1)) return answer(layer);
+  KVSWAP_RETURN_IF_ERROR(step.choose());
   asked_ = layer;
-  return steps_[layer].is_choosing() ? Status::ok() : answer(layer);
+  return Status::ok();
+}
+
+/// In the step that the layer behind it looks ahead for.
+bool LayerSteps::is_yet_to_choose(int64_t layer) const {
+  if (layer < 0 || parts_.options.is_exact(layer)) return false;
+  return batch_.layer(layer).columns == batch_.layer(layer + 1).columns && !steps_[layer].is_for(0);
 }
 
 Status LayerSteps::take(int64_t layer, const Question& question) {
@@ -23,6 +37,7 @@ Status LayerSteps::take(int64_t layer, const Question& question) {
     KVSWAP_RETURN_IF_ERROR(step.ask(question));
     KVSWAP_RETURN_IF_ERROR(answer(layer));
   }
+  settle();
   return step.take();
 }
 
@@ -30,8 +45,13 @@ void LayerSteps::settle() {
   if (asked_ >= 0) steps_[asked_].fail(answer(asked_));
 }
 
+void LayerSteps::settle_before(int64_t layer) {
+  const bool waits = asked_ == layer + 1 && steps_[asked_].state() == LayerStep::State::kChosen;
+  if (!waits) settle();
+}
+
 Status LayerSteps::answer(int64_t layer) {
-  asked_ = -1;
+  if (layer == asked_) asked_ = -1;
   return steps_[layer].answer([&](int64_t loads) { return make_landing_room(layer, loads); });
 }
 

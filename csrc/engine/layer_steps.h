@@ -9,8 +9,10 @@ namespace kvswap {
 
 /// The steps of all layers, and what they share: one selector, and places for loads to land.
 ///
-/// settle() comes before anything else happens to the session: it completes the choice that
-/// look_ahead() has left to a device. Not thread-safe.
+/// A layer that looks ahead while the one before it has yet to choose, with its own query, reads
+/// behind that one, which waits for the disk next. settle() comes before anything else happens to
+/// the session: it submits such reads, and completes the choice that look_ahead() has left to a
+/// device. Not thread-safe.
 class LayerSteps {
  public:
   LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer);
@@ -22,18 +24,22 @@ class LayerSteps {
   /// that is made now.
   Status take(int64_t layer, const Question& question);
   void settle();
+  /// The same before a call of this layer's own step, behind whose reads others may wait.
+  void settle_before(int64_t layer);
   Status drop(int64_t layer) { return steps_[layer].drop(); }
   Status drop_all();
   void forget_choices();
   LayerStep& of(int64_t layer) { return steps_[layer]; }
 
  private:
+  bool is_yet_to_choose(int64_t layer) const;
   Status answer(int64_t layer);
   Status make_landing_room(int64_t layer, int64_t loads);
 
   EngineParts& parts_;
+  const Batch& batch_;
   std::deque<LayerStep> steps_;  // [layers]
-  int64_t asked_ = -1;           // the layer that is asked; -1: none
+  int64_t asked_ = -1;           // the layer that is asked, or has chosen; -1: none
 };
 
 }  // namespace kvswap

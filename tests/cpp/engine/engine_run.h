@@ -156,16 +156,23 @@ class EngineRun {
       const Status declared = engine_->declare(batch, tokens, flags);
       ASSERT_TRUE(declared.is_ok()) << declared.message();
     }
+    bool has_looked = false;
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
-      if (draw(0, 3) > 0 && engine_->batch() > 0) look_ahead(layer, tokens);
-      const Tokens drawn = draw_tokens(batch, tokens);
-      reference_.append(layer, batch, drawn);
-      const Status appended = engine_->append(layer, view(drawn, batch));
-      ASSERT_TRUE(appended.is_ok()) << appended.message();
+      if (!has_looked && draw(0, 3) > 0 && engine_->batch() > 0) look_ahead(layer, tokens);
+      has_looked = layer + 1 < options_.layers && draw(0, 1) > 0 && engine_->batch() > 0;
+      if (has_looked) look_ahead(layer + 1, tokens);
+      append(layer, batch, tokens);
       if (tokens <= options_.select_queries_max && draw(0, 9) > 0)
         attend_and_compare(layer, tokens);
     }
     compare_state();
+  }
+
+  void append(int64_t layer, int64_t batch, int64_t tokens) {
+    const Tokens drawn = draw_tokens(batch, tokens);
+    reference_.append(layer, batch, drawn);
+    const Status appended = engine_->append(layer, view(drawn, batch));
+    ASSERT_TRUE(appended.is_ok()) << appended.message();
   }
 
   void look_ahead(int64_t layer, int64_t queries) {

@@ -111,6 +111,60 @@ TEST_P(Recorded, ReadsEndBeforeTheWaitOfTheirLayerEnds) {
   EXPECT_GT(compared, 10);
 }
 
+/// The layers whose reads were submitted since there were `begin` spans, in order.
+std::vector<int64_t> submitted_since(Engine& engine, size_t begin) {
+  std::vector<int64_t> layers;
+  const std::vector<Span> spans = engine.parts().timeline->spans();
+  for (size_t i = begin; i < spans.size(); ++i) {
+    if (spans[i].kind == SpanKind::kSubmit) layers.push_back(spans[i].layer);
+  }
+  return layers;
+}
+
+/// A layer that chooses with its own query waits for the disk at once: what was predicted for the
+/// next one is read behind it, but where a device is still choosing that. A layer that has looked
+/// ahead itself leaves the disk free.
+TEST_P(Recorded, ALayersOwnReadsAreSubmittedBeforeTheNextOnes) {
+  const TestDirectory directory;
+  EngineOptions options = recording(directory.path(), GetParam());
+  options.replacement = "none";  // so that every step reads
+  EngineRun run(options, 15);
+  decode(run);
+  Engine& engine = run.engine();
+  for (const bool looks_ahead : {false, true}) {
+    const size_t begin = engine.parts().timeline->spans().size();
+    if (looks_ahead) run.look_ahead(0, 1);
+    run.look_ahead(1, 1);
+    for (int64_t layer = 0; layer < 2; ++layer) {
+      run.append(layer, 2, 1);
+      run.attend_and_compare(layer, 1);
+    }
+    if (GetParam().on_device && !looks_ahead) continue;
+    EXPECT_EQ(submitted_since(engine, begin), (std::vector<int64_t>{0, 1}));
+  }
+}
+
+/// Nothing is lost where the layer before never attends, or all is given up.
+TEST_P(Recorded, ReadsThatWaitBehindALayerAreSubmittedWithoutIt) {
+  const TestDirectory directory;
+  EngineOptions options = recording(directory.path(), GetParam());
+  options.replacement = "none";
+  EngineRun run(options, 16);
+  decode(run);
+  run.look_ahead(1, 1);
+  run.append(1, 2, 1);
+  run.attend_and_compare(1, 1);
+  run.append(0, 2, 1);
+  run.attend_and_compare(0, 1);
+  run.look_ahead(1, 1);
+  run.select({1, 0});
+  run.look_ahead(1, 1);
+  run.crop(40);
+  run.forward(2, 1);
+  run.compare_contents();
+  run.look_ahead(1, 1);  // the destructor waits
+}
+
 TEST_P(Recorded, TracePairsItsBeginsAndEnds) {
   const TestDirectory directory;
   EngineRun run(recording(directory.path(), GetParam()), 14);
