@@ -126,7 +126,7 @@ Status Account::reserve(int64_t batch, int64_t groups) {
 }
 
 int64_t Account::score_bytes_to_add(int64_t sequences, int64_t groups) const {
-  return std::max<int64_t>(0, parts_.options.score_bytes(sequences, groups) - scored_bytes_);
+  return std::max<int64_t>(0, score_bytes(parts_.options, sequences, groups) - scored_bytes_);
 }
 
 Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
@@ -140,7 +140,7 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
   const int64_t groups = batch.layer(layer).sealed_groups + due;
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
   const int64_t table_bytes =
-      batch.size() * (due - charged) * parts_.options.table_bytes_per_group();
+      batch.size() * (due - charged) * table_bytes_per_group(parts_.options);
   const std::string what = "a context of " + std::to_string(columns) + " tokens";
   const int64_t record_bytes =
       parts_.options.drops() ? batch.size() * (due - charged) * parts_.record_bytes() : 0;
@@ -165,7 +165,7 @@ Status Account::charge_batch(const Batch& batch, int64_t sequences) {
     groups_max = std::max(groups_max, batch.layer(layer).sealed_groups);
   }
   const int64_t table_bytes = std::max<int64_t>(0, sequences - batch.size()) * groups *
-                              parts_.options.table_bytes_per_group();
+                              table_bytes_per_group(parts_.options);
   const int64_t scratch_bytes = score_bytes_to_add(sequences, groups_max);
   const std::string what =
       "the tables of a batch of " + std::to_string(sequences / parts_.options.heads_apart);
@@ -185,7 +185,7 @@ Status Account::charge_projection(int64_t rank) {
 
 Status Account::charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes) {
   const int64_t table_bytes =
-      parts_.options.layers * batch.size() * groups * parts_.options.table_bytes_per_group();
+      parts_.options.layers * batch.size() * groups * table_bytes_per_group(parts_.options);
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
   const std::string what = "the tables and summaries of what was saved";
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
@@ -217,7 +217,7 @@ void Account::settle(const Batch& batch) {
     const Batch::Layer& state = batch.layer(layer);
     const int64_t due = batch.due_groups(layer, state.columns);
     summary += parts_.selector->summaries().bytes_to_append(layer, due * options.group_tokens);
-    tables += batch.size() * (state.sealed_groups + due) * options.table_bytes_per_group();
+    tables += batch.size() * (state.sealed_groups + due) * table_bytes_per_group(options);
     if (options.drops()) staging += batch.size() * due * parts_.record_bytes();
   }
   const auto lower = [this](Use use, int64_t bytes) {

@@ -97,7 +97,7 @@ void Batch::grow(int64_t layer, int64_t columns) {
   Layer& state = layers_[layer];
   const int64_t newest = (columns - 1) / parts_.options.group_tokens;
   state.columns = columns;
-  state.first_in_tail = std::max(state.first_in_tail, newest + 1 - parts_.options.tail_pages());
+  state.first_in_tail = std::max(state.first_in_tail, newest + 1 - tail_pages(parts_.options));
 }
 
 uint64_t Batch::mask(int64_t layer, int64_t sequence, int64_t group) const {
@@ -117,7 +117,7 @@ int64_t Batch::tokens_apart(int64_t layer, int64_t sequence) const {
   int64_t tokens = 0;
   // Where tokens join the next step takes in what was sealed since.
   const int64_t joined = pages_[sequence]->kept(layer).joined_columns / parts_.options.group_tokens;
-  const int64_t end = parts_.keeper.joins ? joined : layers_[layer].sealed_groups;
+  const int64_t end = parts_.keep.kind.joins ? joined : layers_[layer].sealed_groups;
   for (int64_t group = 0; !fits(layer, sequence) && group < end; ++group) {
     if (is_pinned(layer, sequence, group)) continue;
     tokens += std::popcount(selectable(layer, sequence, group));

@@ -2,6 +2,7 @@
 
 #include "engine/device_space.h"
 #include "engine/landing_lanes.h"
+#include "engine/memory_need.h"
 #include "methods/device_selector.h"
 
 namespace kvswap {
@@ -18,7 +19,7 @@ int64_t attention_scratch_bytes(const EngineOptions& options, int64_t batch_max)
       args.table_heads = options.heads_apart;
       args.heads = options.heads_apart * options.query_heads;
       args.queries = queries;
-      args.pages_max = options.pages_per_layer();
+      args.pages_max = pages_per_layer(options);
       args.shape = options.record_shape();
       args.dtype = options.dtype;
       most = std::max(most, options.device->scratch.paged_attention(args));
@@ -37,23 +38,23 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
                        int64_t groups) {
   DeviceRoom room;
   room.lane_records = batch * options.pages_max;
-  room.outbox_bytes = kWriteBuffers * options.write_buffer_bytes(record_bytes);
+  room.outbox_bytes = kWriteBuffers * write_buffer_bytes(options, record_bytes);
   if (batch == 0) return room;
   if (has_device_kernels(options.method())) {
     room.choice = {.batch = batch,
                    .queries = options.select_queries_max,
                    .groups = groups,
                    .k = std::min(options.groups_max, options.pages_max),
-                   .sinks = options.sink_pages(),
+                   .sinks = sink_pages(options),
                    .rank = *std::max_element(options.ranks.begin(), options.ranks.end()),
                    .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads};
   }
   room.scratch_bytes = attention_scratch_bytes(options, batch);
-  const int64_t entries = batch * options.pages_per_layer();
+  const int64_t entries = batch * pages_per_layer(options);
   const int64_t attention = padded(entries, sizeof(void*)) + padded(entries, sizeof(uint64_t)) +
                             padded(entries, sizeof(int32_t)) + 2 * padded(batch, sizeof(int32_t));
-  const int64_t transfers = std::max(options.write_buffer_bytes(record_bytes) / record_bytes,
-                                     batch * options.tail_pages());
+  const int64_t transfers = std::max(write_buffer_bytes(options, record_bytes) / record_bytes,
+                                     batch * tail_pages(options));
   const int64_t packing = padded(transfers, sizeof(void*)) + padded(transfers, sizeof(int64_t)) +
                           3 * padded(transfers, sizeof(int32_t));
   room.segment_bytes = std::max({attention, packing, padded(room.lane_records, sizeof(void*)),

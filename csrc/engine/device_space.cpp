@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "engine/memory_need.h"
 #include "methods/device_selector.h"
 
 namespace kvswap {

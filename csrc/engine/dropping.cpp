@@ -9,7 +9,7 @@ namespace kvswap {
 
 int64_t Dropping::fixed_bytes(const EngineOptions& apart) {
   if (!apart.drops()) return 0;
-  const int64_t pages = apart.sink_pages() + KeptPages::tokens_max(apart) / apart.group_tokens + 1;
+  const int64_t pages = sink_pages(apart) + KeepPlan(apart).tokens_max / apart.group_tokens + 1;
   return pages * (apart.group_bytes() + apart.group_tokens * int64_t{sizeof(int32_t)});
 }
 
@@ -24,7 +24,7 @@ void Dropping::drop_past(int64_t layer) {
                            options.sealed_groups(columns - options.columns_to_crop()));
     if (options.keeps_tokens(layer)) {
       if (kept.is_due) continue;
-      if (options.keep_interval > 0 || parts_.keeper.joins) {
+      if (options.keep_interval > 0 || parts_.keep.kind.joins) {
         end = std::min(end, kept.joined_columns / options.group_tokens);
       }
     }

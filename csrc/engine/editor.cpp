@@ -155,12 +155,12 @@ Status Editor::summarise(int64_t layer) {
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   if (sealed == 0) return Status::ok();
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
+  const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), sealed);
   auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
   if (!shared.is_ok()) return shared.status();
   const std::shared_ptr<std::byte>& buffer = shared.value();
   const EngineOptions& options = parts_.options;
-  auto pool = parts_.space->make_pool(block, options.token_page_bytes(record_bytes));
+  auto pool = parts_.space->make_pool(block, token_page_bytes(options, record_bytes));
   if (!pool.is_ok()) return pool.status();
   const auto page = [&](int64_t i) { return pool.value().page(static_cast<int32_t>(i)); };
   std::vector<std::byte> room(options.group_bytes());

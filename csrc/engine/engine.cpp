@@ -258,10 +258,10 @@ QueryView Engine::parts_of(QueryView query) const {
 /// Over the step's groups, sinks and tail. Stands until the next call.
 PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
   table_.build({.layer = args.layer,
-                .pages_max = options().pages_per_layer(),
+                .pages_max = pages_per_layer(options()),
                 .queries = args.query.queries,
                 .heads_apart = heads_apart(),
-                .note_bytes = parts_->options.page_note_bytes()},
+                .note_bytes = page_note_bytes(parts_->options)},
                *batch_, tail_, steps_.of(args.layer), *parts_->store);
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;
@@ -316,7 +316,7 @@ Status Engine::check_can_go_on(const char* where) const {
                            ": the session must have a directory, since without one what it drops "
                            "is gone; open the cache with a path");
   }
-  if (options().kept_pages() == 0) return Status::ok();
+  if (parts_->keep.pages == 0) return Status::ok();
   return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
                          options().keeper +
                          "', whose kept tokens are not saved; open the cache without it");

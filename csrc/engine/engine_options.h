@@ -94,22 +94,8 @@ struct EngineOptions : Settings {
   const KeeperKind& keeper_kind() const { return *KeeperKind::find(keeper); }
   /// Do tokens stay in the layer's memory because of what they were paid?
   bool keeps_tokens(int64_t layer) const;
-  /// While decoding, are they chosen by what was paid those that were attended, or by all that is
-  /// on disk?
-  bool weighs_attended() const {
-    return keep_interval > 0 && !keeper_kind().is_given && keep_scores == "attended";
-  }
-  bool weighs_disk() const { return keep_interval > 0 && keep_scores == "disk"; }
-  /// Does each prompt decide how many?
-  bool shares_groups() const { return keep_share == "auto"; }
   /// Tokens that the groups of a step hold.
   int64_t selected_tokens() const { return groups_max * group_tokens; }
-  /// Are some of them in e4m3?
-  bool keeps_float8() const;
-  /// So many of e4m3 take the bytes of one of the model's dtype.
-  int64_t float8_per_token() const { return dtype_bytes(dtype); }
-  /// So many of e4m3 count as one of the model's dtype.
-  int64_t float8_a_room() const { return keep_count == "bytes" ? float8_per_token() : 1; }
   /// Are groups selected? Else what is kept is attended alone.
   bool selects() const { return rows != "none"; }
   /// Is what is neither sink nor kept nor newest gone for good, and no file opened? Records then
@@ -117,14 +103,8 @@ struct EngineOptions : Settings {
   bool drops() const { return directory.empty() && !selects() && keeper != "none"; }
   /// So many of the newest columns may be cropped at any time where it is: two steps.
   int64_t columns_to_crop() const { return 2 * select_queries_max; }
-  /// Records that stand in memory at once where it is, of a batch's context.
-  int64_t records_held(int64_t batch, int64_t context) const;
 
   bool has_float8_records() const { return records == "fp8"; }
-  /// Exponents of a page that a step attends over; 0: all pages are of the model's dtype.
-  int64_t page_note_bytes() const {
-    return has_float8_records() || keeps_float8() ? 2 * record_shape().kv_heads : 0;
-  }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
   int64_t group_bytes() const { return record_shape().payload_bytes(); }
@@ -132,61 +112,12 @@ struct EngineOptions : Settings {
   int64_t payload_bytes() const;
   /// Exponents that are kept in memory with a record of e4m3: [kv_heads, 2].
   int64_t note_bytes() const { return has_float8_records() ? 2 * record_shape().kv_heads : 0; }
-  /// A page of the tail or of a sink.
-  int64_t token_page_bytes(int64_t record_bytes) const;
-  /// Of the store's tables, for one more group.
-  int64_t table_bytes_per_group() const;
-  /// Pages that can hold sinks: they may straddle a group's edge.
-  int64_t sink_pages() const;
-  /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max; where what
-  /// leaves it joins the kept tokens, of that too.
-  int64_t tail_pages() const;
-  /// Pages of kept tokens; 0 without a keeper of tokens. Those in e4m3 share them from behind.
-  int64_t kept_pages() const;
-  /// In a page table: where all of them are divided among tokens in e4m3.
-  int64_t kept_entries() const { return kept_pages() * (keeps_float8() ? float8_a_room() : 1); }
-  int64_t pages_per_layer() const {
-    return pages_max + sink_pages() + tail_pages() + kept_entries();
-  }
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
-  int64_t write_buffer_bytes(int64_t record_bytes) const;
-  int64_t write_buffers() const;
-  /// Neighbours on disk that are nearer become one read.
-  int64_t gap_bytes() const { return drops() ? 0 : merge_gap_bytes; }
-  /// Scores of a choice among `groups` of each sequence, where the CPU makes it, and of a turn.
-  int64_t score_bytes(int64_t batch, int64_t groups) const;
-  /// Groups streamed at once when a long chunk attends over the past.
-  int64_t past_block_groups(int64_t record_bytes) const;
-  /// Groups of a long chunk that are packed before they are encoded; 0: they are packed as records.
-  int64_t encoded_at_once(int64_t record_bytes) const;
 };
 
-inline constexpr int64_t kWriteBuffers = 3;
 inline constexpr int64_t kContextMax =
     std::numeric_limits<int32_t>::max();  // columns are of 32 bits
 inline constexpr int64_t kBatchMax = 65536;
-
-/// Bytes by use at a given batch and context: the sum is what kv_memory_bytes must cover, host and
-/// device memory alike. The batch is of the options' own sequences: KV heads where they are apart.
-struct MemoryNeed {
-  int64_t pages = 0;
-  int64_t kept = 0;
-  int64_t summary = 0;
-  int64_t tables = 0;
-  int64_t staging = 0;
-  int64_t projections = 0;
-  int64_t scratch = 0;
-  int64_t device = 0;  // on the device, beside pages, summary and projections
-  int64_t pinned = 0;  // host memory that copies to and from the device go through
-  int64_t timeline = 0;
-  int64_t total() const {
-    return pages + kept + summary + tables + staging + projections + scratch + device + pinned +
-           timeline;
-  }
-};
-
-MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
-                       int64_t context);
 
 }  // namespace kvswap

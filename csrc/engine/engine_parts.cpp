@@ -23,7 +23,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
   KVSWAP_RETURN_IF_ERROR(parts->open_store());
   auto fetcher = Fetcher::create(std::move(reader.value()), parts->store.get(),
                                  {.path = options.directory,
-                                  .merge_gap_bytes = options.gap_bytes(),
+                                  .merge_gap_bytes = gap_bytes(options),
                                   .merge_bytes_max = options.merge_bytes_max,
                                   .scrap_at_end = options.memory_at_end(),
                                   .parallel = parts->threads(),
@@ -129,8 +129,8 @@ Status EngineParts::open_store() {
       .begin_bytes = file->own_begin_bytes(),
       .seeds_below = base != nullptr ? base->seeds : std::vector<SeedRange>{}};
   auto opened = RecordStore::create(file.get(), std::move(layout.value()), store_options,
-                                    {.buffer_bytes = options.write_buffer_bytes(record_bytes),
-                                     .buffers = static_cast<int>(options.write_buffers()),
+                                    {.buffer_bytes = write_buffer_bytes(options, record_bytes),
+                                     .buffers = static_cast<int>(write_buffers(options)),
                                      .is_wiped = options.wipe_on_close,
                                      .is_within_calls = options.drops(),
                                      .timeline = options.drops() ? nullptr : timeline.get(),

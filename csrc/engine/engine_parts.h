@@ -8,6 +8,8 @@
 #include "engine/engine_options.h"
 #include "engine/fetcher.h"
 #include "engine/group_counts.h"
+#include "engine/keep_plan.h"
+#include "engine/memory_need.h"
 #include "engine/page_space.h"
 #include "io/file_stack.h"
 #include "io/patience.h"
@@ -41,7 +43,7 @@ struct EngineParts {
   EngineParts(const EngineOptions& options, ParallelFor parallel)
       : options(options),
         parallel(std::move(parallel)),
-        keeper(this->options.keeper_kind()),
+        keep(this->options),
         ledger(options.kv_memory_bytes),
         group_counts(this->options),
         patience(static_cast<double>(options.io_timeout_seconds)) {}
@@ -57,7 +59,7 @@ struct EngineParts {
 
   const EngineOptions options;
   const ParallelFor parallel;
-  const KeeperKind& keeper;
+  const KeepPlan keep;
   Ledger ledger;
   EngineCounters counters;
   GroupCounts group_counts;

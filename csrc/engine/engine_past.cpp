@@ -48,7 +48,7 @@ Result<PastBlocks> Engine::past_blocks(int64_t layer, int64_t part, int64_t grou
   const EngineOptions& options = parts_->options;
   const int64_t record_bytes = parts_->record_bytes();
   SequencePages& pages = batch_->pages(part);
-  const int64_t own = options.past_block_groups(record_bytes);
+  const int64_t own = past_block_groups(options, record_bytes);
   // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
   const int64_t pages_each = 2 + (options.group_bytes() + record_bytes - 1) / record_bytes;
   const bool is_own = options.is_exact(layer);

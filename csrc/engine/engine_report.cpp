@@ -15,11 +15,11 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   if (!options.selects() && options.keeper != "none") {
     counters["tokens_dropped"] = engine.tokens_dropped();
   }
-  if (options.kept_pages() == 0) return;
+  if (engine.parts().keep.pages == 0) return;
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;
   counters["tokens_kept"] = engine.tokens_kept();
-  if (!options.keeps_float8()) return;
+  if (!engine.parts().keep.has_float8) return;
   counters["tokens_kept_fp8"] = engine.tokens_kept(Engine::Precision::kFloat8);
 }
 

@@ -9,7 +9,7 @@ namespace kvswap {
 Status GivenWorths::check(int64_t layer, const GivenWorth& given) const {
   const EngineOptions& options = parts_.options;
   const std::string shown = "give_worth: layer " + std::to_string(layer) + " ";
-  if (!parts_.keeper.is_given) {
+  if (!parts_.keep.kind.is_given) {
     return Status::invalid(shown + "must have keeper=given to be told what tokens are worth, has " +
                            options.keeper);
   }
@@ -70,7 +70,7 @@ Status GivenWorths::give(int64_t layer, const GivenWorth& given) {
 Status GivenWorths::check_given(int64_t layer, int64_t part) const {
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
-  if (!parts_.keeper.is_given || static_cast<int64_t>(kept.mass.size()) >= sealed) {
+  if (!parts_.keep.kind.is_given || static_cast<int64_t>(kept.mass.size()) >= sealed) {
     return Status::ok();
   }
   return Status::invalid("attend: layer " + std::to_string(layer) + " must be told what its " +

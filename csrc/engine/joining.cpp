@@ -10,7 +10,8 @@ namespace kvswap {
 
 int64_t Joining::fixed_bytes(const EngineOptions& apart) {
   // New tokens, and of those kept what they are worth and their order.
-  return apart.keeper_kind().joins ? KeptPages::tokens_max(apart) * 40 : 0;
+  const KeepPlan keep(apart);
+  return keep.kind.joins ? keep.tokens_max * 40 : 0;
 }
 
 /// Sealed tokens of [begin, end) that may be kept; of more than there is room for the newest.
@@ -30,13 +31,13 @@ std::vector<int32_t> Joining::newcomers(int64_t layer, int64_t part, int64_t beg
 }
 
 int64_t Joining::room_of(size_t in_dtype, size_t in_float8) const {
-  const int64_t each = parts_.options.float8_a_room();
+  const int64_t each = parts_.keep.float8_a_room;
   return static_cast<int64_t>(in_dtype) + (static_cast<int64_t>(in_float8) + each - 1) / each;
 }
 
 bool Joining::lacks_room(int64_t layer, int64_t part) const {
   const EngineOptions& options = parts_.options;
-  if (!parts_.keeper.joins || !options.keeps_tokens(layer)) return false;
+  if (!parts_.keep.kind.joins || !options.keeps_tokens(layer)) return false;
   const Batch::Layer& state = batch_.layer(layer);
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = std::max(state.sealed_groups, options.sealed_groups(state.columns));
@@ -48,7 +49,7 @@ bool Joining::lacks_room(int64_t layer, int64_t part) const {
 
 bool Joining::is_behind(int64_t layer, int64_t part) const {
   const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
-  return parts_.keeper.joins && batch_.pages(part).kept(layer).joined_columns < sealed;
+  return parts_.keep.kind.joins && batch_.pages(part).kept(layer).joined_columns < sealed;
 }
 
 Status Joining::turn_after_prompt(int64_t layer, int64_t part, std::span<const float> mass) {

@@ -13,7 +13,7 @@ namespace kvswap {
 
 /// What keepers whose KeeperKind::joins do: what leaves the tail is kept before the next step, and
 /// after a step behind which there is no room for it a share of those that are kept stays, by what
-/// that step paid them. Nothing is read for it. Where EngineOptions::keeps_float8() the best of
+/// that step paid them. Nothing is read for it. Where KeepPlan::has_float8 the best of
 /// them keep the model's dtype and the next become e4m3, as many as there is room for (ARKV IV-C;
 /// keep_count says what of), which they stay until a prompt's turn. With other keepers nothing
 /// lacks room. Not thread-safe.

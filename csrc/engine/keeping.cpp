@@ -16,7 +16,7 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 int64_t Keeping::window(int64_t layer) const {
   const EngineOptions& options = parts_.options;
-  return options.keeps_tokens(layer) && !parts_.keeper.is_given ? options.keep_window : 0;
+  return options.keeps_tokens(layer) && !parts_.keep.kind.is_given ? options.keep_window : 0;
 }
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
@@ -30,8 +30,8 @@ void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window wind
 
 bool Keeping::is_observed(const KeptTokens& kept) const {
   const EngineOptions& options = parts_.options;
-  return options.weighs_attended() && !parts_.keeper.joins &&
-         (parts_.keeper.accumulates ||
+  return parts_.keep.weighs_attended && !parts_.keep.kind.joins &&
+         (parts_.keep.kind.accumulates ||
           kept.queries_since + options.keep_window >= options.keep_interval);
 }
 
@@ -46,9 +46,10 @@ float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
 
 void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
-  if (parts_.keeper.joins) return joining_.observe_step(layer, attended, step_);
-  if (!options.keeps_tokens(layer) || options.keep_interval == 0 || parts_.keeper.is_given) return;
-  if (options.weighs_disk()) take_queries(layer, attended);
+  if (parts_.keep.kind.joins) return joining_.observe_step(layer, attended, step_);
+  if (!options.keeps_tokens(layer) || options.keep_interval == 0) return;
+  if (parts_.keep.kind.is_given) return;
+  if (parts_.keep.weighs_disk) take_queries(layer, attended);
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
@@ -118,7 +119,7 @@ Status Keeping::turn(int64_t layer, int64_t column) {
                      &parts_.counters.turn_seconds);
   };
   // How many stay is one number for all heads, which must have been weighed by then.
-  for (int64_t part = 0; parts_.options.shares_groups() && part < batch_.size(); ++part) {
+  for (int64_t part = 0; parts_.keep.shares_groups && part < batch_.size(); ++part) {
     if (!is_due(layer, part, column)) continue;
     const Stopwatch watch = begin();
     KVSWAP_RETURN_IF_ERROR(choose(layer, part));
@@ -152,19 +153,19 @@ bool Keeping::is_due(int64_t layer, int64_t part, int64_t column) const {
 
 Status Keeping::turn_of(int64_t layer, int64_t part) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  if (parts_.keeper.joins) {
+  if (parts_.keep.kind.joins) {
     KVSWAP_RETURN_IF_ERROR(weigh(layer, part));
     return joining_.turn_after_prompt(layer, part, mass_);
   }
   KVSWAP_RETURN_IF_ERROR(choose(layer, part));
   std::vector<int32_t> columns = *kept.next;
-  if (parts_.options.shares_groups()) {
+  if (parts_.keep.shares_groups) {
     columns.resize(std::min<int64_t>(share_of(layer, part), columns.size()));
     std::sort(columns.begin(), columns.end());
   }
   KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
   kept.next.reset();
-  if (!parts_.keeper.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
+  if (!parts_.keep.kind.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   kept.queries_since = 0;
   kept.is_due = false;
   kept.joined_columns = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
@@ -178,7 +179,7 @@ Status Keeping::choose(int64_t layer, int64_t part) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   if (kept.next) return Status::ok();
-  if (options.weighs_disk() && kept.window.count == 0) {
+  if (parts_.keep.weighs_disk && kept.window.count == 0) {
     kept.next = kept.columns();  // all that was decoded since has been cut
     return Status::ok();
   }
@@ -188,28 +189,28 @@ Status Keeping::choose(int64_t layer, int64_t part) {
                          .sinks = batch_.pages(part).sinks(layer),
                          .group_tokens = options.group_tokens,
                          .tokens = options.keep_tokens,
-                         .floor = parts_.keeper.is_given ? kNever : 0};
-  kept.next = options.shares_groups() ? by_attention(args) : most_attended(args);
+                         .floor = parts_.keep.kind.is_given ? kNever : 0};
+  kept.next = parts_.keep.shares_groups ? by_attention(args) : most_attended(args);
   kept.window.log_sum_exp = {};
-  if (!options.weighs_disk()) kept.window = {};
+  if (!parts_.keep.weighs_disk) kept.window = {};
   return Status::ok();
 }
 
 /// What a turn goes by: what stands from turn to turn, where steps are observed.
 std::vector<float>& Keeping::mass_of(KeptTokens& kept) {
-  return parts_.options.weighs_attended() ? kept.mass : mass_;
+  return parts_.keep.weighs_attended ? kept.mass : mass_;
 }
 
 /// What each sealed token is worth now, to mass_of().
 Status Keeping::weigh(int64_t layer, int64_t part) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
   std::vector<float>& mass = mass_of(kept);
-  if (parts_.keeper.is_given) {
+  if (parts_.keep.kind.is_given) {
     given_.weigh(layer, part, mass);
   } else {
     if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigher_.weigh(layer, part, mass));
     grow_mass(mass, batch_.layer(layer).sealed_groups * parts_.options.group_tokens);
-    if (!parts_.keeper.accumulates) pool_neighbours(mass, parts_.options.keep_pool);
+    if (!parts_.keep.kind.accumulates) pool_neighbours(mass, parts_.options.keep_pool);
   }
   dropping_.forget_gone(layer, part, mass);
   return Status::ok();

@@ -18,16 +18,13 @@ int64_t place_of(const std::vector<int32_t>& columns, int32_t column) {
 
 }  // namespace
 
-int64_t KeptPages::tokens_max(const EngineOptions& apart) {
-  return apart.keep_tokens * (apart.keeps_float8() ? apart.float8_a_room() : 1);
-}
-
 int64_t KeptPages::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (apart.kept_pages() == 0) return 0;
-  const int64_t loads = 2 * apart.past_block_groups(record_bytes) * Fetch::bytes_per_load();
+  const KeepPlan keep(apart);
+  if (keep.pages == 0) return 0;
+  const int64_t loads = 2 * past_block_groups(apart, record_bytes) * Fetch::bytes_per_load();
   // A record, and a page that is encoded.
-  const int64_t rounded = apart.keeper_kind().joins ? 2 * apart.group_bytes() : 0;
-  return loads + rounded + (apart.kept_pages() + 1) * apart.group_bytes() +
+  const int64_t rounded = keep.kind.joins ? 2 * apart.group_bytes() : 0;
+  return loads + rounded + (keep.pages + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};
 }
 
@@ -39,7 +36,7 @@ Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> column
   KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
   std::vector<int8_t> exponents;
   encode(layer, part, float8, exponents);
-  for (int64_t page = 0; page < options.kept_pages(); ++page) {
+  for (int64_t page = 0; page < parts_.keep.pages; ++page) {
     std::memcpy(batch_.pages(part).kept_page(layer, page),
                 gathered_.data() + page * options.group_bytes(), options.group_bytes());
   }
@@ -71,7 +68,7 @@ Status KeptPages::gather(int64_t layer, int64_t part, std::span<const int32_t> c
   SequencePages& pages = batch_.pages(part);
   const std::vector<int32_t>& kept = pages.kept(layer).columns();
   const int64_t gone = parts_.store->tables().first_group(layer, part) * options.group_tokens;
-  gathered_.resize(options.kept_pages() * options.group_bytes());
+  gathered_.resize(parts_.keep.pages * options.group_bytes());
   decoded_.resize(options.group_bytes());
   missing_.clear();
   const std::byte* page = nullptr;
@@ -143,7 +140,7 @@ Status KeptPages::read_groups(int64_t layer, int64_t part, std::span<const int32
 /// A sealed group that still stands in the tail's pages, as its record has it; null: it does not.
 const std::byte* KeptPages::page_in_tail(int64_t layer, int64_t part, int64_t group) {
   const EngineOptions& options = parts_.options;
-  if (!parts_.keeper.joins || group < batch_.layer(layer).first_in_tail) return nullptr;
+  if (!parts_.keep.kind.joins || group < batch_.layer(layer).first_in_tail) return nullptr;
   const std::byte* page = tail_.page(layer, part, group);
   if (!options.has_float8_records()) return page;
   rounded_.resize(options.payload_bytes());
@@ -157,7 +154,7 @@ const std::byte* KeptPages::decoded(int64_t layer, int64_t part, int64_t page) {
   SequencePages& pages = batch_.pages(part);
   decoded_.resize(options.group_bytes());
   decode_page(options, pages.kept_float8_page(layer, page),
-              pages.kept(layer).exponents().data() + page * options.page_note_bytes(),
+              pages.kept(layer).exponents().data() + page * page_note_bytes(options),
               decoded_.data());
   return decoded_.data();
 }
@@ -183,8 +180,8 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> col
   const EngineOptions& options = parts_.options;
   const RecordShape shape = options.record_shape();
   const int64_t group_tokens = options.group_tokens;
-  const int64_t each = options.float8_per_token();
-  const int64_t note_bytes = options.page_note_bytes();
+  const int64_t each = parts_.keep.float8_per_token;
+  const int64_t note_bytes = page_note_bytes(options);
   SequencePages& pages = batch_.pages(part);
   const KeptTokens& kept = pages.kept(layer);
   const auto count = static_cast<int64_t>(columns.size());
@@ -204,8 +201,7 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> col
                  is_float8 ? decoded_.data() : pages.kept_page(layer, from), place % group_tokens);
     }
     encode_page(options, unencoded_.data(),
-                gathered_.data() +
-                    (options.kept_pages() - 1 - page / each) * options.group_bytes() +
+                gathered_.data() + (parts_.keep.pages - 1 - page / each) * options.group_bytes() +
                     page % each * (options.group_bytes() / each),
                 exponents.data() + page * note_bytes);
   }

@@ -34,8 +34,6 @@ class KeptPages {
   /// call.
   const std::byte* decoded(int64_t layer, int64_t part, int64_t page);
 
-  /// Tokens that are kept at once, of both precisions.
-  static int64_t tokens_max(const EngineOptions& apart);
   /// What it allocates.
   static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
 

@@ -38,7 +38,7 @@ Status LayerStep::ask(const Question& question) {
       const std::vector<int32_t>& sinks = batch_.pages(sequence).sinks(layer_);
       const std::vector<int32_t>& kept = batch_.pages(sequence).kept(layer_).whole_groups();
       candidates[sequence] = {&batch_.validity(sequence), sinks};
-      if (options.shares_groups()) {
+      if (parts_.keep.shares_groups) {
         candidates[sequence].fewer =
             batch_.pages(sequence).kept(layer_).count() / options.group_tokens;
       }

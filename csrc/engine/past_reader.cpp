@@ -71,7 +71,7 @@ Result<PastBlocks> PastReader::blocks() {
   }
   KVSWAP_ASSERT(blocks_ == nullptr || blocks_.use_count() == 1);
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t groups = parts_.options.past_block_groups(record_bytes);
+  const int64_t groups = past_block_groups(parts_.options, record_bytes);
   if (blocks_ == nullptr) {
     auto memory = parts_.space->landing().make_landing(2 * groups * record_bytes);
     if (!memory.is_ok()) return memory.status();
@@ -116,7 +116,7 @@ Status PastReader::read_sealed(const Columns& columns, const TokenView& target) 
                                batch_.layer(columns.layer).sealed_groups);
   int64_t group = columns.begin / group_tokens;
   if (group >= end) return Status::ok();
-  const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), end - group);
+  const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), end - group);
   auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
   if (!shared.is_ok()) return shared.status();
   const std::shared_ptr<std::byte>& buffer = shared.value();

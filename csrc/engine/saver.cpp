@@ -74,7 +74,7 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
                    std::vector<uint32_t>& numbers) {
   const int64_t sealed = batch_.layer(0).sealed_groups;
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t block = std::min(parts_.options.past_block_groups(record_bytes), sealed);
+  const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), sealed);
   if (block == 0) return Status::ok();
   auto buffer = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
   if (!buffer.is_ok()) return buffer.status();

@@ -134,8 +134,8 @@ void Sealer::pack(const KeyValueView& tokens, const Piece& piece, std::byte* pag
 void Sealer::pack_and_encode(RecordStore::StagedRun& run, const KeyValueView& tokens,
                              const Piece& piece) {
   const EngineOptions& options = parts_.options;
-  const int64_t most = options.encoded_at_once(parts_.record_bytes());
-  const int64_t page_bytes = options.token_page_bytes(parts_.record_bytes());
+  const int64_t most = encoded_at_once(options, parts_.record_bytes());
+  const int64_t page_bytes = token_page_bytes(options, parts_.record_bytes());
   for (int64_t done = 0; done < piece.count; done += most) {
     Piece next = piece;
     next.first_group += done;
@@ -150,8 +150,8 @@ void Sealer::pack_and_encode(RecordStore::StagedRun& run, const KeyValueView& to
 
 Status Sealer::make_unencoded() {
   const int64_t record_bytes = parts_.record_bytes();
-  auto pool = parts_.space->make_pool(parts_.options.encoded_at_once(record_bytes),
-                                      parts_.options.token_page_bytes(record_bytes));
+  auto pool = parts_.space->make_pool(encoded_at_once(parts_.options, record_bytes),
+                                      token_page_bytes(parts_.options, record_bytes));
   if (!pool.is_ok()) return pool.status();
   unencoded_ = std::move(pool.value());
   return Status::ok();

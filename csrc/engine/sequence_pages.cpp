@@ -1,11 +1,13 @@
 #include "engine/sequence_pages.h"
 
+#include "engine/memory_need.h"
+
 namespace kvswap {
 namespace {
 
 /// Of one layer.
 int64_t token_pages(const EngineOptions& options) {
-  return options.sink_pages() + options.tail_pages() + options.kept_pages();
+  return sink_pages(options) + tail_pages(options) + KeepPlan(options).pages;
 }
 
 }  // namespace
@@ -16,7 +18,7 @@ Result<std::unique_ptr<SequencePages>> SequencePages::create(const EngineOptions
   auto records = space.make_pool(options.layers * options.pages_max, record_bytes);
   if (!records.is_ok()) return records.status();
   auto tokens = space.make_pool(options.layers * token_pages(options),
-                                options.token_page_bytes(record_bytes));
+                                token_page_bytes(options, record_bytes));
   if (!tokens.is_ok()) return tokens.status();
   return std::unique_ptr<SequencePages>(
       new SequencePages(options, std::move(records.value()), std::move(tokens.value()), space));
@@ -25,6 +27,7 @@ Result<std::unique_ptr<SequencePages>> SequencePages::create(const EngineOptions
 SequencePages::SequencePages(const EngineOptions& options, PagePool records, PagePool tokens,
                              PageSpace& space)
     : options_(options),
+      keep_(options),
       space_(space),
       records_(std::move(records)),
       tokens_(std::move(tokens)),
@@ -40,23 +43,23 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool records, Pag
 int64_t SequencePages::first_sink(int64_t layer) const { return layer * token_pages(options_); }
 
 std::byte* SequencePages::sink_page(int64_t layer, int64_t index) const {
-  KVSWAP_ASSERT(index < options_.sink_pages());
+  KVSWAP_ASSERT(index < sink_pages(options_));
   return tokens_.page(static_cast<int32_t>(first_sink(layer) + index));
 }
 
 std::byte* SequencePages::tail_page(int64_t layer, int64_t group) const {
-  return tokens_.page(static_cast<int32_t>(first_sink(layer) + options_.sink_pages() +
-                                           group % options_.tail_pages()));
+  return tokens_.page(static_cast<int32_t>(first_sink(layer) + sink_pages(options_) +
+                                           group % tail_pages(options_)));
 }
 
 std::byte* SequencePages::kept_page(int64_t layer, int64_t index) const {
-  return tokens_.page(static_cast<int32_t>(first_sink(layer) + options_.sink_pages() +
-                                           options_.tail_pages() + index));
+  return tokens_.page(static_cast<int32_t>(first_sink(layer) + sink_pages(options_) +
+                                           tail_pages(options_) + index));
 }
 
 std::byte* SequencePages::kept_float8_page(int64_t layer, int64_t index) const {
-  const int64_t each = options_.float8_per_token();
-  return kept_page(layer, options_.kept_pages() - 1 - index / each) +
+  const int64_t each = keep_.float8_per_token;
+  return kept_page(layer, keep_.pages - 1 - index / each) +
          index % each * (options_.group_bytes() / each);
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/engine_options.h"
+#include "engine/keep_plan.h"
 #include "engine/page_space.h"
 #include "memory/page_map.h"
 #include "memory/page_pool.h"
@@ -49,6 +50,7 @@ class SequencePages {
   int64_t first_sink(int64_t layer) const;
 
   EngineOptions options_;
+  KeepPlan keep_;
   PageSpace& space_;
   PagePool records_;
   PagePool tokens_;

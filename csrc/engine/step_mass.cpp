@@ -6,7 +6,7 @@ int64_t StepMass::sequence_bytes(const EngineOptions& apart, Numbers numbers) {
   const int64_t copies = numbers == Numbers::kMeansAndSquares ? 2 : 1;
   return int64_t{sizeof(float)} *
          (apart.query_heads * apart.select_queries_max +
-          copies * apart.kv_heads * apart.pages_per_layer() * apart.group_tokens);
+          copies * apart.kv_heads * pages_per_layer(apart) * apart.group_tokens);
 }
 
 float* StepMass::log_sum_exp(int64_t queries) {

@@ -20,19 +20,20 @@ float add_logs(float one, float other) {
 }  // namespace
 
 int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (apart.kept_pages() == 0) return 0;
-  const int64_t block = 2 * apart.past_block_groups(record_bytes);
+  const KeepPlan keep(apart);
+  if (keep.pages == 0) return 0;
+  const int64_t block = 2 * past_block_groups(apart, record_bytes);
   // Means, and with a variance squares, of one call and of a window's.
   const int64_t copies = apart.keep_variance > 0 || !apart.keep_ratio ? 4 : 1;
   const int64_t mean =
       copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
   const int64_t log_sums =
       apart.query_heads * (kChunkQueriesMax + apart.keep_window) * int64_t{sizeof(float)};
-  const int64_t output = apart.weighs_disk() ? apart.query_heads * kChunkQueriesMax *
-                                                   apart.head_dim * dtype_bytes(apart.dtype)
-                                             : 0;
+  const int64_t output = keep.weighs_disk ? apart.query_heads * kChunkQueriesMax * apart.head_dim *
+                                                dtype_bytes(apart.dtype)
+                                          : 0;
   const int64_t agreed =
-      apart.shares_groups() ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
+      keep.shares_groups ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
   return WindowBlock::bytes(apart, block) + mean + log_sums + output + agreed;
 }
 
@@ -48,7 +49,7 @@ Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mas
   grow_mass(mass, batch_.layer(layer).sealed_groups * options.group_tokens);
   shape_ = {};
   overlap_.reset();
-  if (options.shares_groups() && !kept.overlap) {
+  if (parts_.keep.shares_groups && !kept.overlap) {
     overlap_.emplace(options.query_heads, options.selected_tokens());
   }
   const Block all = {.window = &kept.window, .mass = mass.data()};
@@ -131,7 +132,7 @@ void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
   if (parts_.store->tables().first_group(layer, part) == 0) return;
   const LeftTokens& left = dropping_.left(layer, part);
   const int64_t pages = (left.count + options.group_tokens - 1) / options.group_tokens;
-  const int64_t most = 2 * options.past_block_groups(parts_.record_bytes());
+  const int64_t most = 2 * past_block_groups(options, parts_.record_bytes());
   for (int64_t first = 0; first < pages; first += most) {
     block_.take(left, first, std::min(most, pages - first));
     block.columns = left.columns.data() + first * options.group_tokens;

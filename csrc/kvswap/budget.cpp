@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "engine/engine_options.h"
+#include "engine/memory_need.h"
 #include "kvswap/errors.h"
 #include "kvswap/memory_size.h"
 #include "methods/rows.h"
@@ -70,7 +71,7 @@ template <typename NeedOf>
 Settings in_least_memory(const Settings& settings, int64_t pages_max, const NeedOf& need_of) {
   EngineOptions options;
   static_cast<Settings&>(options) = settings;
-  const int64_t tail = options.tail_pages();
+  const int64_t tail = tail_pages(options);
   if (settings.pages_max >= tail || tail > pages_max) return settings;
   Settings roomier = settings;
   roomier.pages_max = tail;

@@ -16,7 +16,6 @@ LINES_MAX = 400
 # (methods, lines)
 ABOVE = {
     "Engine": (46, 483),
-    "EngineOptions": (46, 347),
 }
 
 

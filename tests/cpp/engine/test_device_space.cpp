@@ -34,7 +34,7 @@ class DeviceSpaceTest : public testing::Test {
     options.head_dim = kHeadDim;
     options.ranks = {8};
     options.device = host_device({.slow = slow, .slow_us = 20000});
-    staging_.resize(kWriteBuffers * options.write_buffer_bytes(kRecordBytes));
+    staging_.resize(kWriteBuffers * write_buffer_bytes(options, kRecordBytes));
     auto space = DeviceSpace::create(options, kRecordBytes, staging_);
     ASSERT_TRUE(space.is_ok()) << space.status().message();
     space_ = std::move(space.value());

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+
+#include "engine/engine_options.h"
+
+namespace kvswap {
+
+/// What the settings of a keeper come to: by what tokens are chosen, and the pages they take.
+struct KeepPlan {
+  explicit KeepPlan(const EngineOptions& apart);
+
+  const KeeperKind& kind;
+  // While decoding, are they chosen by what was paid those that were attended, or by all that is
+  // on disk?
+  bool weighs_attended;
+  bool weighs_disk;
+  bool shares_groups;        // each prompt decides how many
+  bool has_float8;           // some of them are in e4m3
+  int64_t float8_per_token;  // so many of e4m3 take the bytes of one of the model's dtype
+  int64_t float8_a_room;     // so many of e4m3 count as one of the model's dtype
+  int64_t tokens_max;        // that are kept at once, of both precisions
+  int64_t pages;             // 0: no keeper of tokens; those in e4m3 share them, from behind
+  int64_t entries;           // in a page table: where all pages are divided among tokens in e4m3
+};
+
+}  // namespace kvswap

@@ -1,0 +1,183 @@
+#include "engine/memory_need.h"
+
+#include <algorithm>
+#include <string>
+
+#include "engine/audit.h"
+#include "engine/device_space.h"
+#include "engine/fetcher.h"
+#include "engine/keep_plan.h"
+#include "engine/keeping.h"
+#include "engine/page_scores.h"
+#include "engine/size_product.h"
+#include "io/timeline.h"
+#include "memory/page_map.h"
+#include "methods/hosted_selector.h"
+#include "methods/mass_scorer.h"
+#include "methods/rows.h"
+#include "store/record_store.h"
+
+namespace kvswap {
+namespace {
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+int64_t sink_pages(const EngineOptions& options) {
+  return options.sink_tokens == 0
+             ? 0
+             : (options.sink_tokens + options.group_tokens - 2) / options.group_tokens + 1;
+}
+
+int64_t tail_pages(const EngineOptions& options) {
+  const int64_t step = options.group_tokens - 1 + options.select_queries_max;
+  // What a step seals stands there until it has joined.
+  const int64_t sealed = options.keeper_kind().joins ? step / options.group_tokens : 0;
+  return (options.tail_tokens + step + options.group_tokens - 1) / options.group_tokens + 1 +
+         sealed;
+}
+
+int64_t pages_per_layer(const EngineOptions& options) {
+  return options.pages_max + sink_pages(options) + tail_pages(options) + KeepPlan(options).entries;
+}
+
+int64_t token_page_bytes(const EngineOptions& options, int64_t record_bytes) {
+  return options.has_float8_records() ? round_up(options.group_bytes(), 64) : record_bytes;
+}
+
+int64_t page_note_bytes(const EngineOptions& options) {
+  const bool has_float8 = options.has_float8_records() || KeepPlan(options).has_float8;
+  return has_float8 ? 2 * options.record_shape().kv_heads : 0;
+}
+
+int64_t table_bytes_per_group(const EngineOptions& options) {
+  return RecordStore::table_bytes_per_group() + options.note_bytes() +
+         Keeping::bytes_per_group(options);
+}
+
+int64_t write_buffers(const EngineOptions& options) { return options.drops() ? 1 : kWriteBuffers; }
+
+int64_t gap_bytes(const EngineOptions& options) {
+  return options.drops() ? 0 : options.merge_gap_bytes;
+}
+
+int64_t write_buffer_bytes(const EngineOptions& options, int64_t record_bytes) {
+  // A small budget must not be eaten by staging; a large one gains nothing beyond 1 MiB.
+  const int64_t wanted = options.kv_memory_bytes < 0
+                             ? 1 << 20
+                             : std::clamp<int64_t>(options.kv_memory_bytes / 96, 64 << 10, 1 << 20);
+  return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
+}
+
+int64_t past_block_groups(const EngineOptions& options, int64_t record_bytes) {
+  return std::max<int64_t>(1, write_buffer_bytes(options, record_bytes) / record_bytes);
+}
+
+int64_t encoded_at_once(const EngineOptions& options, int64_t record_bytes) {
+  if (!options.has_float8_records()) return 0;
+  return std::max<int64_t>(
+      1, write_buffer_bytes(options, record_bytes) / token_page_bytes(options, record_bytes));
+}
+
+int64_t records_held(const EngineOptions& options, int64_t batch, int64_t context) {
+  if (!options.drops()) return 0;
+  const int64_t sealed = options.sealed_groups(std::min(context, kContextMax));
+  // Of a layer the whole prompt; of the others what a crop may ask for, and the next turn.
+  const int64_t waiting =
+      (options.columns_to_crop() + options.keep_interval) / options.group_tokens + 2;
+  return size_product({batch, sealed + size_product({options.layers, std::min(sealed, waiting)})});
+}
+
+int64_t score_bytes(const EngineOptions& options, int64_t batch, int64_t groups) {
+  const int64_t kept = Keeping::turn_bytes(options, std::min(groups, kContextMax));
+  if (!options.selects() || (options.device && has_device_kernels(options.method()))) return kept;
+  // What is given stands beside what is chosen from: of a layer, and of the one predicted next.
+  const int64_t copies = RowsKind::find(options.rows)->is_given ? 3 : 1;
+  const int64_t scores = kept + size_product({batch, options.select_queries_max, groups, copies,
+                                              int64_t{sizeof(float)}});
+  if (groups == 0) return scores;
+  const int64_t asked_heads = options.score_kind() == Score::kMax ? options.query_heads : 1;
+  if (!RowsKind::find(options.rows)->takes_projections) {
+    const int64_t width = RowsKind::find(options.rows)->shape(options.method(), 0).width;
+    return scores + size_product({batch, options.select_queries_max, asked_heads, width,
+                                  int64_t{sizeof(float)}});
+  }
+  if (options.score_kind() == Score::kSum) return scores;
+  const int64_t rank = *std::max_element(options.ranks.begin(), options.ranks.end());
+  const int64_t projected = size_product(
+      {batch, options.select_queries_max, options.query_heads, rank, int64_t{sizeof(float)}});
+  if (options.score_kind() == Score::kMax) return scores + projected;
+  return scores + projected +
+         MassScorer::scratch_bytes(options.query_heads, rank, std::min(groups, kContextMax),
+                                   options.group_tokens);
+}
+
+MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+                       int64_t context) {
+  batch = std::min(batch, kTooManyBytes);
+  context = std::min(context, kTooManyBytes);
+  const EngineOptions inner = options.apart();
+  if (inner.heads_apart != options.heads_apart) {
+    return memory_need(inner, record_bytes, size_product({batch, inner.heads_apart}), context);
+  }
+  const int64_t groups = (context + options.group_tokens - 1) / options.group_tokens;
+  const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
+  const int64_t partitions = size_product({options.layers, batch});
+  MemoryNeed need;
+  const int64_t page_bytes = token_page_bytes(options, record_bytes);
+  need.pages = size_product({partitions, options.pages_max, record_bytes}) +
+               size_product({partitions, sink_pages(options) + tail_pages(options), page_bytes});
+  need.kept = size_product({partitions, Keeping::bytes_per_layer(options, page_bytes)});
+  const int64_t summarised =
+      options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
+  const MethodOptions method = options.method();
+  const RowsKind& kind = *RowsKind::find(options.rows);
+  int64_t moving = 0;
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    const RowShape rows = kind.shape(method, layer);
+    if (options.is_exact(layer) || rows.width == 0) continue;
+    const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
+                                  options.summary_type()};
+    const int64_t bytes = size_product({batch, shape.bytes(summarised / rows.tokens_per_row)});
+    need.summary = std::min(need.summary + bytes, kTooManyBytes);
+    moving = std::max(moving, shape.moving_bytes());
+    if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
+  }
+  need.tables = size_product({partitions, groups, table_bytes_per_group(options)}) +
+                size_product({partitions, options.pages_max,
+                              PageMap::bytes_per_page() + Fetch::bytes_per_load()}) +
+                size_product({batch, (context + 63) / 64, 8});
+  // Blocks of the past, and what they are unpacked to.
+  const int64_t block = past_block_groups(options, record_bytes);
+  need.staging = write_buffers(options) * write_buffer_bytes(options, record_bytes) +
+                 size_product({records_held(options, batch, context), record_bytes}) +
+                 gap_bytes(options) + 2 * block * record_bytes + 2 * block * page_bytes +
+                 encoded_at_once(options, record_bytes) * page_bytes + moving +
+                 Audit::fixed_bytes(options, record_bytes) +
+                 Keeping::fixed_bytes(options, record_bytes);
+  // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().
+  const bool lends = !options.device && options.pages_max >= tail_pages(options);
+  const int64_t crop_layers = lends ? 1 : options.layers;
+  need.scratch = score_bytes(options, batch, groups) +
+                 size_product({batch, pages_per_layer(options), 20 + page_note_bytes(options)}) +
+                 size_product({batch, Audit::sequence_bytes(options)}) +
+                 size_product({batch, Keeping::sequence_bytes(options)}) +
+                 size_product({batch, PageScores::sequence_bytes(options)}) +
+                 size_product({crop_layers, batch, tail_pages(options), record_bytes});
+  need.timeline = Timeline::bytes(options.timeline_spans);
+  // What a device needs beside is a small part of such sizes, and would not change the answer.
+  if (options.device && need.total() < kTooManyBytes) {
+    const DeviceNeed beside =
+        device_need(options, record_bytes, batch, round_up(groups, groups_unit(options)));
+    need.device = beside.device;
+    need.pinned = beside.pinned;
+    if (!has_device_kernels(method)) {
+      need.staging += HostedSelector::key_bytes(method);
+      need.scratch += batch * HostedSelector::query_bytes(method, options.select_queries_max);
+    }
+  }
+  return need;
+}
+
+}  // namespace kvswap
