@@ -21,6 +21,25 @@ Status handed_back(EngineParts& parts, Status status) {
   return status.is_ok() ? handed : status;
 }
 
+/// May what is held go on elsewhere, as a saved cache or a fork? A folder has no place for who is
+/// kept.
+Status check_can_go_on(const EngineParts& parts, const char* where) {
+  const EngineOptions& options = parts.options;
+  if (RowsKind::find(options.rows)->is_given) {
+    return Status::invalid(std::string(where) +
+                           ": rows must not be 'given', since what scores them is not saved");
+  }
+  if (options.drops()) {
+    return Status::invalid(std::string(where) +
+                           ": the session must have a directory, since without one what it drops "
+                           "is gone; open the cache with a path");
+  }
+  if (parts.keep.pages == 0) return Status::ok();
+  return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
+                         options.keeper +
+                         "', whose kept tokens are not saved; open the cache without it");
+}
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
@@ -128,7 +147,7 @@ Status Engine::give_scores(int64_t layer, const GivenScores& scores) {
     return Status::invalid("give_scores: layer " + std::to_string(layer) +
                            " must choose to take scores, and attends everything");
   }
-  const int64_t groups = sealed_groups(layer);
+  const int64_t groups = batch_->layer(layer).sealed_groups;
   const bool fits = scores.sequences == batch_->size() && scores.groups == groups &&
                     scores.queries >= 1 && scores.queries <= options().select_queries_max;
   if (!fits) {
@@ -149,35 +168,10 @@ bool Engine::needs_scores(int64_t layer, int64_t queries) {
          !attends_exactly(layer, queries) && !steps_.of(layer).is_for(queries);
 }
 
-double Engine::tokens_dropped() const {
-  int64_t dropped = 0;
-  for (int64_t layer = 0; layer < options().layers; ++layer) {
-    if (options().selects() || options().is_exact(layer)) continue;
-    for (int64_t part = 0; part < batch_->size(); ++part) {
-      dropped += batch_->tokens_apart(layer, part);
-    }
-  }
-  const int64_t each = std::max<int64_t>(1, batch_->size() * options().layers);
-  return static_cast<double>(dropped) / static_cast<double>(each);
-}
-
-double Engine::tokens_kept(Precision precision) const {
-  size_t kept = 0;
-  for (int64_t part = 0; part < batch_->size(); ++part) {
-    for (int64_t layer = 0; layer < options().layers; ++layer) {
-      const KeptTokens& tokens = batch_->pages(part).kept(layer);
-      kept += tokens.float8().size();
-      if (precision == Precision::kAny) kept += tokens.columns().size();
-    }
-  }
-  const int64_t each = std::max<int64_t>(1, batch_->size() * options().layers);
-  return static_cast<double>(kept) / static_cast<double>(each);
-}
-
 void Engine::count_restored(int64_t layer, int64_t queries) {
   if (queries > options().select_queries_max) return;
   EngineCounters& counters = parts_->counters;
-  const auto groups = static_cast<uint64_t>(batch_->size() * sealed_groups(layer));
+  const auto groups = static_cast<uint64_t>(batch_->size() * batch_->layer(layer).sealed_groups);
   counters.groups_attended += groups;
   counters.groups_loaded += groups;
   counters.sequences += batch();
@@ -188,8 +182,8 @@ void Engine::count_restored(int64_t layer, int64_t queries) {
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
   KVSWAP_RETURN_IF_ERROR(enter(layer));
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
-  if (sealed_groups(layer) == 0 || query.queries < 1 || attends_exactly(layer, query.queries) ||
-      needs_projection(layer)) {
+  if (batch_->layer(layer).sealed_groups == 0 || query.queries < 1 ||
+      attends_exactly(layer, query.queries) || needs_projection(layer)) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
@@ -305,26 +299,9 @@ Status Engine::crop(int64_t columns) {
   return editor_.crop(columns);
 }
 
-/// A folder has no place for who is kept.
-Status Engine::check_can_go_on(const char* where) const {
-  if (RowsKind::find(options().rows)->is_given) {
-    return Status::invalid(std::string(where) +
-                           ": rows must not be 'given', since what scores them is not saved");
-  }
-  if (options().drops()) {
-    return Status::invalid(std::string(where) +
-                           ": the session must have a directory, since without one what it drops "
-                           "is gone; open the cache with a path");
-  }
-  if (parts_->keep.pages == 0) return Status::ok();
-  return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
-                         options().keeper +
-                         "', whose kept tokens are not saved; open the cache without it");
-}
-
 Status Engine::save(SaveTarget& target) {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  KVSWAP_RETURN_IF_ERROR(check_can_go_on("save"));
+  KVSWAP_RETURN_IF_ERROR(check_can_go_on(*parts_, "save"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
   return handed_back(*parts_, saver_.save(target));
@@ -332,7 +309,7 @@ Status Engine::save(SaveTarget& target) {
 
 Result<Saver::Shared> Engine::share() {
   KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
-  KVSWAP_RETURN_IF_ERROR(check_can_go_on("fork"));
+  KVSWAP_RETURN_IF_ERROR(check_can_go_on(*parts_, "fork"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
   return saver_.share();

@@ -73,19 +73,10 @@ class Engine {
   /// what has left the tail. Not for what attends_exactly().
   Status attend(const AttendArgs& args);
 
-  /// Of a chunk that attends_exactly() so many of the newest queries are to be given to observe();
-  /// 0: none.
-  int64_t observed_queries(int64_t layer) const { return keeping_.window(layer); }
-  void observe(int64_t layer, int64_t part, KeptTokens::Window window) {
-    keeping_.observe_chunk(layer, part, std::move(window));
-  }
   /// A chunk that attends_exactly() is appended and has attended. Where nothing is on disk a first
   /// one has its turn here, and is dropped a layer at a time; a later one, that a crop may take
   /// back whole, by the next step. A turn that fails here is made again there, too.
   void end_chunk(int64_t layer, int64_t tokens);
-  /// What of a part's dropped tokens is left.
-  Dropping& dropping() { return keeping_.dropping(); }
-
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
   /// host.
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
@@ -103,7 +94,6 @@ class Engine {
   }
   /// Must give_scores() come before attend() of so many queries?
   bool needs_scores(int64_t layer, int64_t queries);
-  bool attends_all(int64_t layer) const { return batch_->all_fit(layer); }
   /// Does a chunk attend everything, through a stream of its past? A long one does, and any in a
   /// layer that never chooses and has outgrown its pages.
   bool attends_exactly(int64_t layer, int64_t queries) const {
@@ -129,20 +119,18 @@ class Engine {
   const EngineOptions& options() const { return options_; }  // as they were given
   PastReader& past() { return *past_; }
   const Audit& audit() const { return audit_; }
+  /// Who stays because of what was paid: asked, and given what it observes, by who attends exactly.
+  Keeping& keeping() { return keeping_; }
   /// Memory to stream `groups` groups of a part's past through. In a small budget a long past gets
   /// the reuse buffers, and the next steps of as many layers as it takes read anew: what makes a
   /// long chunk fast is large blocks. A layer that never chooses gets its own pages, which nobody
   /// else uses. Otherwise PastReader::blocks().
   Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
-  /// By a layer of a part (see above), on average; dropped: on disk or gone, and never attended.
-  enum class Precision { kAny, kFloat8 };
-  double tokens_kept(Precision precision = Precision::kAny) const;
-  double tokens_dropped() const;
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }
-  int64_t sealed_groups(int64_t layer) const { return batch_->layer(layer).sealed_groups; }
-  const TokenValidity& validity(int64_t part) const { return batch_->validity(part); }
+  /// The parts' sequences: what their layers hold, and which of their columns count.
+  const Batch& sequences() const { return *batch_; }
   /// The same array, of which each part has its heads.
   QueryView parts_of(QueryView query) const;
   /// [parts][groups]
@@ -152,8 +140,6 @@ class Engine {
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
   Status enter(int64_t layer, bool is_own_step = false);  // see LayerSteps::settle_before()
   Status begin_chunk(int64_t layer, int64_t tokens);
-  /// May what is held go on elsewhere: as a saved cache, or a fork?
-  Status check_can_go_on(const char* where) const;
   PagedAttentionArgs attention_args(const AttendArgs& args);
 
   int owner_pid_;

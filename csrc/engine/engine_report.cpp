@@ -1,5 +1,6 @@
 #include "engine/engine_report.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -13,14 +14,14 @@ namespace {
 void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.parts().options;
   if (!options.selects() && options.keeper != "none") {
-    counters["tokens_dropped"] = engine.tokens_dropped();
+    counters["tokens_dropped"] = tokens_dropped(engine);
   }
   if (engine.parts().keep.pages == 0) return;
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;
-  counters["tokens_kept"] = engine.tokens_kept();
+  counters["tokens_kept"] = tokens_kept(engine);
   if (!engine.parts().keep.has_float8) return;
-  counters["tokens_kept_fp8"] = engine.tokens_kept(Engine::Precision::kFloat8);
+  counters["tokens_kept_fp8"] = tokens_kept(engine, KeptAs::kFloat8);
 }
 
 /// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.
@@ -53,6 +54,33 @@ void add_missed_mass(const Engine& engine, std::map<std::string, double>& counte
 }
 
 }  // namespace
+
+double tokens_kept(const Engine& engine, KeptAs precision) {
+  const Batch& batch = engine.sequences();
+  const int64_t layers = engine.options().layers;
+  size_t kept = 0;
+  for (int64_t part = 0; part < batch.size(); ++part) {
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      const KeptTokens& tokens = batch.pages(part).kept(layer);
+      kept += tokens.float8().size();
+      if (precision == KeptAs::kAny) kept += tokens.columns().size();
+    }
+  }
+  return static_cast<double>(kept) /
+         static_cast<double>(std::max<int64_t>(1, batch.size() * layers));
+}
+
+double tokens_dropped(const Engine& engine) {
+  const Batch& batch = engine.sequences();
+  const EngineOptions& options = engine.options();
+  int64_t dropped = 0;
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    if (options.selects() || options.is_exact(layer)) continue;
+    for (int64_t part = 0; part < batch.size(); ++part) dropped += batch.tokens_apart(layer, part);
+  }
+  const int64_t each = std::max<int64_t>(1, batch.size() * options.layers);
+  return static_cast<double>(dropped) / static_cast<double>(each);
+}
 
 std::map<std::string, double> engine_counters(const Engine& engine) {
   const EngineCounters& steps = engine.parts().counters;

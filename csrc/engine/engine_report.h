@@ -10,6 +10,11 @@ namespace kvswap {
 
 // What every session reports about itself, by name.
 
+/// Tokens by a layer of a part (see Engine), on average; dropped: on disk or gone, never attended.
+enum class KeptAs { kAny, kFloat8 };
+double tokens_kept(const Engine& engine, KeptAs precision = KeptAs::kAny);
+double tokens_dropped(const Engine& engine);
+
 /// Where layers look at what they did not select, also what they found: `audits` (looks), and once
 /// there is one `missed_mass`, `missed_mass_error` and `missed_mass_<layer>`; with missed_mass_max
 /// `groups_now_<layer>` and `missed_mass_excess`, see GroupCounts.

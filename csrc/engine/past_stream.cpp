@@ -7,7 +7,8 @@ namespace kvswap {
 Result<std::unique_ptr<PastStream>> PastStream::open(Engine& engine, int64_t layer,
                                                      int64_t sequence, int64_t first_group,
                                                      int64_t end_group) {
-  KVSWAP_ASSERT(first_group <= end_group && end_group <= engine.sealed_groups(layer));
+  KVSWAP_ASSERT(first_group <= end_group &&
+                end_group <= engine.sequences().layer(layer).sealed_groups);
   std::unique_ptr<PastStream> stream(new PastStream(engine, layer, sequence, end_group));
   auto blocks = engine.past_blocks(layer, sequence, end_group - first_group);
   if (!blocks.is_ok()) return blocks.status();

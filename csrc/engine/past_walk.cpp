@@ -26,11 +26,14 @@ Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor) {
   const int64_t group_tokens = options.group_tokens;
   const int64_t gone = engine.parts().store->tables().first_group(walk.layer, walk.part);
   if (gone > 0)
-    KVSWAP_RETURN_IF_ERROR(visitor.visit_left(engine.dropping().left(walk.layer, walk.part)));
+    KVSWAP_RETURN_IF_ERROR(
+        visitor.visit_left(engine.keeping().dropping().left(walk.layer, walk.part)));
   const int64_t first_group =
-      std::max(gone, std::min(walk.past, engine.validity(walk.part).first_valid()) / group_tokens);
+      std::max(gone, std::min(walk.past, engine.sequences().validity(walk.part).first_valid()) /
+                         group_tokens);
   // append() may have sealed a group that the chunk's own first tokens fill up.
-  const int64_t end_group = std::min(walk.past / group_tokens, engine.sealed_groups(walk.layer));
+  const int64_t end_group =
+      std::min(walk.past / group_tokens, engine.sequences().layer(walk.layer).sealed_groups);
   KVSWAP_RETURN_IF_ERROR(walk_sealed(engine, walk, first_group, end_group, visitor));
   // Padding may reach past all that is sealed.
   const int64_t begin = std::max(first_group, end_group) * group_tokens;

@@ -114,7 +114,7 @@ LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
       use.engine().columns(layer) < options.tail_tokens + options.group_tokens) {
     return LookAhead::kNo;
   }
-  if (use.engine().attends_all(layer)) return LookAhead::kAnyQuery;
+  if (use.engine().sequences().all_fit(layer)) return LookAhead::kAnyQuery;
   return options.is_exact(layer) ? LookAhead::kNo : LookAhead::kPredicted;
 }
 
@@ -122,7 +122,7 @@ void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const EngineOptions& options = engine.options();
-  if (query.data != nullptr || !engine.attends_all(layer)) {
+  if (query.data != nullptr || !engine.sequences().all_fit(layer)) {
     check_look_ahead(query, options);
     if (engine.columns(layer) > 0) check_batch("look_ahead", query, engine.batch());
   }
@@ -140,7 +140,7 @@ void Cache::give(int64_t layer, const GroupScores& given) {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const int64_t parts = engine.batch() * engine.heads_apart();
-  const int64_t groups = engine.sealed_groups(layer);
+  const int64_t groups = engine.sequences().layer(layer).sealed_groups;
   if (static_cast<int64_t>(given.scores.size()) != parts * given.queries * groups) {
     throw std::invalid_argument("give_scores: scores must be [" + std::to_string(parts) + ", " +
                                 std::to_string(given.queries) + ", " + std::to_string(groups) +
@@ -283,7 +283,7 @@ LayerState Cache::layer(int64_t layer, int64_t queries) const {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   return {.columns = engine.columns(layer),
-          .attends_all = engine.attends_all(layer),
+          .attends_all = engine.sequences().all_fit(layer),
           .needs_projection = engine.needs_projection(layer),
           .needs_scores = engine.needs_scores(layer, queries)};
 }
@@ -303,7 +303,7 @@ bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
   const Engine& engine = use.engine();
   bool is_found = false;
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    const TokenValidity& validity = engine.validity(sequence * engine.heads_apart());
+    const TokenValidity& validity = engine.sequences().validity(sequence * engine.heads_apart());
     for (int64_t column = begin; column < end; ++column) {
       // What nobody declared counts.
       const bool is_valid = column >= validity.columns() || validity.is_valid(column);

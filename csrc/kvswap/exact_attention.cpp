@@ -56,14 +56,15 @@ class OwnTokens {
 };
 
 /// Nothing is before the chunk, all of it counts, and nobody asks for more than its output.
-bool is_alone(const Engine& engine, const ExactArgs& args) {
+bool is_alone(Engine& engine, const ExactArgs& args) {
   const AttendArgs& attention = args.attention;
   if (args.past > 0 || attention.softcap != 0 || attention.sinks != nullptr ||
-      engine.observed_queries(attention.layer) > 0) {
+      engine.keeping().window(attention.layer) > 0) {
     return false;
   }
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    if (engine.validity(sequence * engine.heads_apart()).all_valid_from() > 0) return false;
+    if (engine.sequences().validity(sequence * engine.heads_apart()).all_valid_from() > 0)
+      return false;
   }
   return true;
 }
@@ -72,13 +73,13 @@ Status attend_part(Engine& engine, const ExactArgs& args, int64_t part, ExactChu
   const int64_t layer = args.attention.layer;
   const int64_t tokens = args.attention.query.queries;
   const int64_t begin =
-      std::clamp<int64_t>(engine.validity(part).first_valid() - args.past, 0, tokens);
+      std::clamp<int64_t>(engine.sequences().validity(part).first_valid() - args.past, 0, tokens);
   if (begin == tokens) return Status::ok();
   const std::unique_ptr<ExactPart> attending = chunk.part(part, begin);
   KVSWAP_RETURN_IF_ERROR(walk_past(engine, {layer, part, args.past}, *attending));
   if (args.attention.sinks != nullptr) attending->add_sinks();
-  const int64_t observed = engine.observed_queries(layer);
-  if (observed > 0) engine.observe(layer, part, attending->window(observed));
+  const int64_t observed = engine.keeping().window(layer);
+  if (observed > 0) engine.keeping().observe_chunk(layer, part, attending->window(observed));
   attending->write();
   return Status::ok();
 }

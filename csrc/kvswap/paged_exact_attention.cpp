@@ -40,7 +40,7 @@ class PagedPart final : public ExactPart {
  public:
   PagedPart(const Engine& engine, int64_t part, const PartView& view, const AttendArgs& args)
       : options_(engine.parts().options),
-        validity_(engine.validity(part)),
+        validity_(engine.sequences().validity(part)),
         view_(view),
         query_(view.query),
         scale_(args.scale),

@@ -133,7 +133,7 @@ class TorchPart final : public ExactPart {
   TorchPart(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own,
             const ScoreRule& rule, at::Tensor sinks, at::Tensor output, int64_t column)
       : engine_(engine),
-        validity_(engine.validity(part)),
+        validity_(engine.sequences().validity(part)),
         query_(std::move(query)),
         partial_(std::move(own)),
         rule_(rule),
@@ -265,7 +265,7 @@ class TorchChunk final : public ExactChunk {
     const at::Tensor query = slice(query_);
     const at::Tensor keys = slice(keys_);
     const at::Tensor values = slice(values_);
-    const TokenValidity& validity = engine_.validity(part);
+    const TokenValidity& validity = engine_.sequences().validity(part);
     PartialAttention own;
     if (validity.all_valid_from() <= column) {
       own = attend_part(query, keys, values, Causal::kYes, std::nullopt, rule_);

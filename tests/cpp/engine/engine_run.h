@@ -215,7 +215,7 @@ class EngineRun {
   void compare_state() {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
       ASSERT_EQ(engine_->columns(layer), reference_.layer(layer).columns);
-      ASSERT_EQ(engine_->sealed_groups(layer), reference_.layer(layer).sealed);
+      ASSERT_EQ(engine_->sequences().layer(layer).sealed_groups, reference_.layer(layer).sealed);
       context_max_ = std::max(context_max_, engine_->columns(layer));
     }
     batch_max_ = std::max(batch_max_, engine_->batch());

@@ -43,7 +43,8 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
       ASSERT_TRUE(attended.is_ok()) << attended.message();
     }
     if (kept > options.select_queries_max) {
-      ASSERT_EQ(cropped.engine().sealed_groups(0), fresh.engine().sealed_groups(0));
+      ASSERT_EQ(cropped.engine().sequences().layer(0).sealed_groups,
+                fresh.engine().sequences().layer(0).sealed_groups);
       ASSERT_EQ(cropped.engine().last_selection(0), fresh.engine().last_selection(0));
       for (const Use use : {Use::kPages, Use::kSummary, Use::kTables, Use::kProjections}) {
         ASSERT_EQ(cropped.engine().parts().ledger.used(use),

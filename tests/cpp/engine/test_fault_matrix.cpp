@@ -206,7 +206,8 @@ class TurningLife : public Persistent {
     if (fault != nullptr) kernel_.arm(*fault);
     for (const int64_t layer : {0, 1}) {
       append(layer, 50);
-      for (int64_t part = 0; part < kBatch; ++part) run_.engine().observe(layer, part, window());
+      for (int64_t part = 0; part < kBatch; ++part)
+        run_.engine().keeping().observe_chunk(layer, part, window());
     }
     for (int i = 0; i < 8 && !testing::Test::HasFatalFailure(); ++i) {
       for (const int64_t layer : {0, 1}) attend(layer);

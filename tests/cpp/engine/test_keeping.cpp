@@ -1,6 +1,7 @@
 // Turns: what is kept is right whatever fails, and counts against the budget.
 
 #include "device/host_device.h"
+#include "engine/engine_report.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
 
@@ -45,7 +46,8 @@ class Pair {
       window.log_sum_exp.assign(one.query_heads * kWindow, 8.0f);
       for (EngineRun* run : {&one_, &other_}) {
         EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
-        for (int64_t part = 0; part < kBatch; ++part) run->engine().observe(layer, part, window);
+        for (int64_t part = 0; part < kBatch; ++part)
+          run->engine().keeping().observe_chunk(layer, part, window);
       }
     }
   }
@@ -61,14 +63,14 @@ class Pair {
     EXPECT_TRUE(other_.attend(layer, query, 1, expected).is_ok());
     std::vector<std::byte> output;
     for (int64_t tries = 1;; ++tries) {
-      const double kept = one_.engine().tokens_kept();
+      const double kept = tokens_kept(one_.engine());
       const Status attended = one_.attend(layer, query, 1, output);
       if (attended.is_ok()) {
         EXPECT_EQ(output, expected);
         return tries;
       }
       EXPECT_EQ(attended.code(), StatusCode::kStorage) << attended.message();
-      EXPECT_GE(one_.engine().tokens_kept(), kept) << "a sequence's old set stays";
+      EXPECT_GE(tokens_kept(one_.engine()), kept) << "a sequence's old set stays";
       faults = {};
     }
   }
@@ -131,8 +133,8 @@ void expect_right_after_faults(EngineOptions (*made)(const std::string&, const s
       for (const int64_t layer : {0, 1}) failures += pair.step(layer, faults) - 1;
     }
     EXPECT_EQ(pair.one().engine().parts().counters.turns, turns * kBatch * 2) << "of two layers";
-    EXPECT_EQ(pair.one().engine().tokens_kept(), kept);
-    EXPECT_EQ(pair.other().engine().tokens_kept(), kept);
+    EXPECT_EQ(tokens_kept(pair.one().engine()), kept);
+    EXPECT_EQ(tokens_kept(pair.other().engine()), kept);
   }
   EXPECT_GT(failures, 50 / static_cast<int64_t>(kEvery));
 }
@@ -170,18 +172,18 @@ TEST(Joining, WhatLeavesTheTailIsKeptUntilThereIsNoRoomAndNothingIsRead) {
     pair.step(0, faults);
     if (step == 0) read = parts.fetcher->reader().counters().bytes;
     if (step % 4 != 0) continue;
-    kept.push_back(2 * pair.one().engine().tokens_kept());  // one of two layers keeps them
+    kept.push_back(2 * tokens_kept(pair.one().engine()));  // one of two layers keeps them
     turns.push_back(parts.counters.turns / kBatch);
-    EXPECT_EQ(pair.one().engine().tokens_dropped(), (151 + step - 11 - kept.back()) / 2);
+    EXPECT_EQ(tokens_dropped(pair.one().engine()), (151 + step - 11 - kept.back()) / 2);
   }
   // Groups of 4 are sealed after the steps that make 152, 156 ... tokens of 151.
   EXPECT_EQ(kept, (std::vector<double>{20, 15 + 4, 14 + 4, 13 + 4, 12 + 4, 20}));
   EXPECT_EQ(turns, (std::vector<uint64_t>{1, 2, 3, 4, 5, 5}));
   EXPECT_EQ(parts.fetcher->reader().counters().bytes, read) << "kept tokens and the tail suffice";
   ASSERT_TRUE(pair.one().engine().crop(160).is_ok());
-  EXPECT_LE(2 * pair.one().engine().tokens_kept(), 20);
+  EXPECT_LE(2 * tokens_kept(pair.one().engine()), 20);
   ASSERT_TRUE(pair.one().engine().crop(5).is_ok());
-  EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
+  EXPECT_EQ(tokens_kept(pair.one().engine()), 0);
 }
 
 TEST(Joining, AllThatIsDecodedStaysWhereThereIsRoom) {
@@ -191,7 +193,7 @@ TEST(Joining, AllThatIsDecodedStaysWhereThereIsRoom) {
   ReadFaults faults;
   Pair pair(options, options);
   for (int64_t step = 0; step < 40; ++step) pair.step(0, faults);
-  EXPECT_EQ(pair.one().engine().tokens_dropped(), 0.0);
+  EXPECT_EQ(tokens_dropped(pair.one().engine()), 0.0);
   EXPECT_EQ(pair.one().engine().parts().counters.turns, 2u) << "after the prompt alone";
 }
 
@@ -203,7 +205,7 @@ TEST(Keeping, NothingIsKeptWhileEverythingFits) {
   Pair pair(options, options);
   for (int64_t step = 0; step < 12; ++step) EXPECT_EQ(pair.step(0, faults), 1);
   EXPECT_EQ(pair.one().engine().parts().counters.turns, 0u);
-  EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
+  EXPECT_EQ(tokens_kept(pair.one().engine()), 0);
 }
 
 TEST(Keeping, WithoutRowsOnlyWhatIsKeptIsAttended) {
@@ -213,7 +215,7 @@ TEST(Keeping, WithoutRowsOnlyWhatIsKeptIsAttended) {
   Pair pair(options, options);
   for (int64_t step = 0; step < 8; ++step) pair.step(0, faults);
   EXPECT_EQ(pair.one().engine().parts().counters.groups_attended, 0u);
-  EXPECT_EQ(pair.one().engine().tokens_kept(), 5) << "in one of two layers";
+  EXPECT_EQ(tokens_kept(pair.one().engine()), 5) << "in one of two layers";
   options.keeper = "none";
   EXPECT_TRUE(options.is_exact(0));
 }
@@ -235,7 +237,7 @@ void expect_counted(EngineOptions options) {
   EXPECT_EQ(ledger.used(Use::kKept), need.kept);
   EXPECT_LE(ledger.peak(), need.total());
   ASSERT_TRUE(pair.one().engine().reset().is_ok());
-  EXPECT_EQ(pair.one().engine().tokens_kept(), 0);
+  EXPECT_EQ(tokens_kept(pair.one().engine()), 0);
   options.kv_memory_bytes = need.total() / 2;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
 }

@@ -24,7 +24,7 @@ EngineOptions lending_options(const std::string& directory) {
 
 void expect_every_group_in_order(EngineRun& run) {
   Engine& engine = run.engine();
-  const int64_t sealed = engine.sealed_groups(1);
+  const int64_t sealed = engine.sequences().layer(1).sealed_groups;
   for (const int64_t first : {int64_t{0}, int64_t{7}, sealed - 1, sealed}) {
     auto stream = PastStream::open(engine, 1, 1, first, sealed);
     ASSERT_TRUE(stream.is_ok()) << stream.status().message();
@@ -49,7 +49,7 @@ TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
   run.forward(2, 900);
   expect_every_group_in_order(run);
   Engine& engine = run.engine();
-  const int64_t sealed = engine.sealed_groups(1);
+  const int64_t sealed = engine.sequences().layer(1).sealed_groups;
   auto left_early = PastStream::open(engine, 0, 0, 0, sealed);
   ASSERT_TRUE(left_early.is_ok());
   ASSERT_TRUE(left_early.value()->next().is_ok());
@@ -64,7 +64,8 @@ TEST(PastStream, InASmallBudgetGoesThroughTheReuseBuffers) {
   for (int turn = 0; turn < 3; ++turn) {
     run.forward(2, 1);  // fills them with what it chose
     expect_every_group_in_order(run);
-    auto stream = PastStream::open(run.engine(), 0, 1, 0, run.engine().sealed_groups(0));
+    auto stream =
+        PastStream::open(run.engine(), 0, 1, 0, run.engine().sequences().layer(0).sealed_groups);
     ASSERT_TRUE(stream.is_ok()) << stream.status().message();
     const auto block = stream.value()->next();
     ASSERT_TRUE(block.is_ok()) << block.status().message();
@@ -85,7 +86,7 @@ void expect_a_failed_read_is_an_error(EngineOptions options) {
   };
   EngineRun run(options, 6);
   run.forward(1, 900);
-  const int64_t sealed = run.engine().sealed_groups(0);
+  const int64_t sealed = run.engine().sequences().layer(0).sealed_groups;
   for (uint64_t read = 1; read <= 4; ++read) {
     faults = {};
     faults.fail_read = read;
