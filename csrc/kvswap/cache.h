@@ -100,9 +100,10 @@ class Cache {
   /// Whether a look ahead could be of use to `layer` in a forward pass of `tokens` tokens that has
   /// not reached it. kNo for a layer that is not there, so that i + 1 may be asked for the last.
   LookAhead wants_look_ahead(int64_t layer, int64_t tokens) const;
-  /// Predicts what `layer` will read from a predicted query, and submits the reads. Does nothing
-  /// when nothing has to be read or when there are more than select_queries_max queries. Where any
-  /// query will do its data may be null. A score by mass needs all heads.
+  /// Predicts what `layer` will read from a predicted query, and submits the reads; where the layer
+  /// before is to choose first, with its own query, behind the reads of that one. Does nothing when
+  /// nothing has to be read or when there are more than select_queries_max queries. Where any query
+  /// will do its data may be null. A score by mass needs all heads.
   void look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms = {});
 
   // What a program decides in the place of the settings' method.
