@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import float8_scales
 from bench.clusters_table import cluster_rows, drift_rows
 from bench.float8_records import COLUMNS, lines
 from bench.machine import RESULTS
@@ -233,7 +234,19 @@ TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
 TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
 TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
-TABLES |= {"float8": float8_table}
+
+
+def scales_table() -> Iterator[str]:
+    yield "| model, tokens, documents | " + " | ".join(float8_scales.COLUMNS) + " |"
+    yield "|" + "---|" * (1 + len(float8_scales.COLUMNS))
+    for results in load("scales_*.json"):
+        place = f"{results['model']}, {results['tokens']:,}, {results['documents']}"
+        for line in float8_scales.lines(results):
+            yield "| " + " | ".join([place, *line]) + " |"
+            place = ""
+
+
+TABLES |= {"float8": float8_table, "float8-scales": scales_table}
 TABLES |= {"presets": lambda: preset_rows(load("quality/presets_*.json"))}
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import RESULTS
-from bench.side_by_side.plan import LABELS, PRESET, in_order, label
+from bench.side_by_side.plan import LABELS, in_order, label
 from kvswap_torch import format_bytes
 
 FOLDER = RESULTS / "side_by_side"
@@ -121,18 +121,18 @@ def in_full(folder: Path = FOLDER) -> Iterator[str]:
 
 
 def preset_rows(folder: Path = OF_PRESETS) -> Iterator[str]:
-    """A line a preset and cell, kvswap's own first."""
-    columns = ("preset", *COLUMNS[1:4], "read per step", "hits")
+    """A line a contender, presets by their own settings among them."""
+    columns = ("shape, context, batch", "contender", *COLUMNS[1:4], "read per step", "hits")
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
     for result in load(folder):
-        yield f"| {title(result)}, {result['device']}" + " |" * len(columns)
-        yield "|" + "---|" * len(columns)
-        yield "| " + " | ".join(columns) + " |"
+        place = f"{title(result)}, {result['device']}"
         for key in keys_of(result):
-            name, row = key.removeprefix(PRESET), result["contenders"].get(key)
+            row = result["contenders"].get(key)
             cells = cells_of(row, result["kv_bytes_full"]) if row else []
-            told = [*cells[:3], cells[4], cells[7]] if cells else [result["empty"][key]]
-            yield "| " + " | ".join([name, *told]) + " |" * (len(columns) - len(told))
-        yield ""
+            told = [*cells[:3], cells[4], cells[7]] if cells else [result["empty"][key], *[""] * 4]
+            yield "| " + " | ".join([place, label(key), *told]) + " |"
+            place = ""
 
 
 def write_all(folder: Path = FOLDER) -> Path | None:
