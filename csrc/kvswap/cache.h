@@ -20,8 +20,8 @@ struct SaveArgs;
 /// What a cache holds.
 struct Held {
   int64_t batch = 0;  // 0 before the first append
-  int64_t columns =
-      0;  // of every layer; -1 where they differ: a pass has reached some of them only
+  /// Of every layer; -1 where they differ: a pass has reached some of them only.
+  int64_t columns = 0;
 };
 
 /// What a layer holds, and what it must be given.

@@ -14,8 +14,8 @@ enum class ProjectionSource { kNone, kEstimated, kGiven };
 /// What a cache has done and what it takes, by name.
 struct Report {
   std::map<std::string, double> counters;  // bytes, seconds, counts
-  std::map<std::string, std::string>
-      facts;  // reader, io_mode, simd, device, fallbacks (one a line)
+  /// reader, io_mode, simd, device, fallbacks (one a line).
+  std::map<std::string, std::string> facts;
   /// Bytes by use, as charged against the budget, with total, peak and limit.
   std::map<std::string, int64_t> ledger;
   ModelShape shape;
