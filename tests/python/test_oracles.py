@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,6 +51,15 @@ def layers_of(name: str, tokens: int) -> list[Layer]:
     return seen
 
 
+def opened(folder: Path, config: SwapConfig, layers: list[Layer]) -> Any:
+    """A session with these settings, without projections."""
+    heads, (kv_heads, _, dim) = layers[0].query.shape[1], layers[0].keys.shape[1:]
+    shape = {"query_heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+    told = {name: getattr(config, name) for name in SETTINGS}
+    ranks = [config.rank] if config.takes_projections else []
+    return native(Options(layers=len(layers), directory=str(folder), ranks=ranks, **shape, **told))
+
+
 def attended(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list[list[int]]]:
     """``[layers][kv_heads]``: of the prompt's tokens those that the next one attends.
 
@@ -58,12 +67,9 @@ def attended(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list
     token. Values decide nothing, so that each `HEAD_DIM` tokens have a run of their own.
     """
     kv_heads, tokens, dim = layers[0].keys.shape[1:]
-    told = {name: getattr(config, name) for name in SETTINGS}
-    shape = {"query_heads": layers[0].query.shape[1], "kv_heads": kv_heads, "head_dim": dim}
-    made = Options(layers=len(layers), directory=str(folder), **shape, **told)
     found: list[list[list[int]]] = [[[] for _ in range(kv_heads)] for _ in layers]
     for first in range(0, tokens, dim):
-        session = native(made)
+        session = opened(folder, config, layers)
         for number, layer in enumerate(layers):
             values = torch.zeros_like(layer.keys)
             each = torch.arange(first, min(tokens, first + dim))
@@ -88,24 +94,19 @@ def preset(name: str, kv_heads: int, **changes) -> SwapConfig:
 
 
 @pytest.mark.parametrize("model", models.MODELS)
-def test_snapkv_keeps_what_the_original_keeps(tmp_path, model):
-    layers = layers_of(model, 160)
-    config = preset("snapkv", layers[0].keys.shape[1], keep_tokens=KVPRESS["kept"] - 32)
-    assert attended(tmp_path, config, layers) == KVPRESS[model]["snapkv"]
-
-
-@pytest.mark.parametrize("model", models.MODELS)
-def test_tova_keeps_what_the_original_keeps(tmp_path, model):
-    layers = layers_of(model, 161)
-    config = preset("tova", layers[0].keys.shape[1], keep_tokens=KVPRESS["kept"] - 1)
-    assert attended(tmp_path, config, layers) == KVPRESS[model]["tova"]
-
-
-@pytest.mark.parametrize("model", models.MODELS)
-def test_streaming_keeps_what_the_original_keeps(tmp_path, model):
-    layers = layers_of(model, 160)
-    config = preset("streaming", layers[0].keys.shape[1], tail_tokens=KVPRESS["kept"] - 4)
-    assert attended(tmp_path, config, layers) == KVPRESS[model]["streaming"]
+@pytest.mark.parametrize(
+    ("name", "tokens", "setting", "always"),  # of what is kept so many always are
+    [
+        ("snapkv", 160, "keep_tokens", 32),
+        ("tova", 161, "keep_tokens", 1),
+        ("streaming", 160, "tail_tokens", 4),
+    ],
+)
+def test_a_preset_keeps_what_the_original_keeps(tmp_path, model, name, tokens, setting, always):
+    layers = layers_of(model, tokens)
+    sizes = {setting: KVPRESS["kept"] - always}
+    config = preset(name, layers[0].keys.shape[1], **sizes)
+    assert attended(tmp_path, config, layers) == KVPRESS[model][name]
 
 
 @pytest.mark.parametrize("model", models.MODELS)
@@ -136,22 +137,16 @@ def test_think_drops_the_channels_that_the_original_drops(model):
 
 def chosen(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list[list[int]]]:
     """``[layers][kv_heads]``: the groups that the prompt's newest query chooses."""
-    kv_heads, _, dim = layers[0].keys.shape[1:]
-    told = {name: getattr(config, name) for name in SETTINGS}
-    shape = {"query_heads": layers[0].query.shape[1], "kv_heads": kv_heads, "head_dim": dim}
-    ranks = [config.rank] if config.takes_projections else []
-    session = native(
-        Options(layers=len(layers), directory=str(folder), ranks=ranks, **shape, **told)
-    )
+    session = opened(folder, config, layers)
     found = []
     for number, (query, keys) in enumerate(layers):
-        if ranks:
+        if config.takes_projections:
             kind = config.projection_kind
             pair = from_chunk(kind, keys, query, config.rank, heads=config.heads)
             session.set_projection(number, *pair)
-        session.extend(number, query, keys, keys, dim**-0.5)
+        session.extend(number, query, keys, keys, models.HEAD_DIM**-0.5)
         one = keys[:, :, -1:]
-        session.extend(number, query[:, :, -1:], one, one, dim**-0.5)
+        session.extend(number, query[:, :, -1:], one, one, models.HEAD_DIM**-0.5)
         found.append(session.last_selection(number))
     session.close()
     return found
