@@ -1,7 +1,5 @@
 #include "engine/engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -12,14 +10,6 @@
 namespace kvswap {
 
 namespace {
-
-constexpr int64_t kAllLayers = 0;  // a call that names no layer: any will do
-
-/// The caller's tensors are its own again.
-Status handed_back(EngineParts& parts, Status status) {
-  const Status handed = parts.space->compute().hand_back();
-  return status.is_ok() ? handed : status;
-}
 
 /// May what is held go on elsewhere, as a saved cache or a fork? A folder has no place for who is
 /// kept.
@@ -43,8 +33,7 @@ Status check_can_go_on(const EngineParts& parts, const char* where) {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
-    : owner_pid_(getpid()),
-      options_(options),
+    : options_(options),
       parts_(std::move(parts)),
       account_(*parts_),
       batch_(std::make_unique<Batch>(*parts_, account_)),
@@ -52,16 +41,18 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       sealer_(*parts_, *batch_, tail_, account_),
       past_(std::make_unique<PastReader>(*parts_, *batch_, tail_, sealer_)),
       steps_(*parts_, *batch_, sealer_),
+      calls_(*parts_, steps_),
       appender_(*parts_, *batch_, tail_, sealer_, account_, steps_),
       editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
       saver_(*parts_, *batch_, sealer_, *past_),
       loader_(*parts_, *batch_, tail_, editor_, account_),
       audit_(*parts_, *batch_, sealer_),
       keeping_(*parts_, *batch_, tail_, sealer_, *past_),
+      exact_chunks_(calls_, *parts_, *batch_, *past_, steps_, appender_, keeping_),
       page_scores_(*parts_, *batch_) {}
 
 Engine::~Engine() {
-  if (getpid() == owner_pid_) {
+  if (calls_.is_own_process()) {
     // Pages go only when nothing lands there any more.
     parts_->patience.wait_for_all();
     parts_->store->writes().forget();
@@ -91,23 +82,8 @@ Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, Par
   return engine;
 }
 
-/// Every call begins so: no choice is under way when anything else happens to the session.
-Status Engine::enter(int64_t layer, bool is_own_step) {
-  if (layer < 0 || layer >= options().layers) {
-    return Status::invalid("session: layer must be 0.." + std::to_string(options().layers - 1) +
-                           ", got " + std::to_string(layer));
-  }
-  if (getpid() != owner_pid_) {
-    return Status::invalid(
-        "session: must be used by the process that opened it, got a call from a forked child; "
-        "open a session of its own there");
-  }
-  is_own_step ? steps_.settle_before(layer) : steps_.settle();
-  return Status::ok();
-}
-
 Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   if (batch_->size() == 0) {
     KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * heads_apart(), tokens));
   }
@@ -119,21 +95,28 @@ Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
   return Status::ok();
 }
 
-Status Engine::prepare(int64_t layer, int64_t batch, int64_t tokens) {
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
-  KVSWAP_RETURN_IF_ERROR(begin_chunk(layer, tokens));
-  return appender_.prepare(layer, batch * heads_apart(), tokens);
-}
-
 Status Engine::append(int64_t layer, const KeyValueView& tokens) {
   const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
                         &parts_->counters.append_seconds);
-  KVSWAP_RETURN_IF_ERROR(enter(layer, true));
-  KVSWAP_RETURN_IF_ERROR(begin_chunk(layer, tokens.tokens));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter_step(layer));
+  KVSWAP_RETURN_IF_ERROR(exact_chunks_.begin(layer, tokens.tokens));
   KeyValueView parts = tokens;
   parts.batch = tokens.batch * heads_apart();
   parts.heads_apart = heads_apart();
-  return handed_back(*parts_, appender_.append(layer, parts));
+  return calls_.leave(appender_.append(layer, parts));
+}
+
+Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
+                         void* values) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  const int64_t bytes =
+      std::max<int64_t>(0, end - begin) * options().head_dim * dtype_bytes(options().dtype);
+  for (int64_t head = 0; head < heads_apart(); ++head) {
+    KVSWAP_RETURN_IF_ERROR(past_->read({layer, sequence * heads_apart() + head, begin, end},
+                                       static_cast<std::byte*>(keys) + head * bytes,
+                                       static_cast<std::byte*>(values) + head * bytes));
+  }
+  return Status::ok();
 }
 
 bool Engine::needs_projection(int64_t layer) const {
@@ -142,7 +125,7 @@ bool Engine::needs_projection(int64_t layer) const {
 }
 
 Status Engine::give_scores(int64_t layer, const GivenScores& scores) {
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   if (options().is_exact(layer)) {
     return Status::invalid("give_scores: layer " + std::to_string(layer) +
                            " must choose to take scores, and attends everything");
@@ -165,35 +148,24 @@ bool Engine::needs_scores(int64_t layer, int64_t queries) {
   if (!RowsKind::find(options().rows)->is_given) return false;
   steps_.settle();
   return !options().is_exact(layer) && !batch_->all_fit(layer) &&
-         !attends_exactly(layer, queries) && !steps_.of(layer).is_for(queries);
-}
-
-void Engine::count_restored(int64_t layer, int64_t queries) {
-  if (queries > options().select_queries_max) return;
-  EngineCounters& counters = parts_->counters;
-  const auto groups = static_cast<uint64_t>(batch_->size() * batch_->layer(layer).sealed_groups);
-  counters.groups_attended += groups;
-  counters.groups_loaded += groups;
-  counters.sequences += batch();
-  ++counters.steps;
-  steps_.of(layer).forget_choice();
+         !exact_chunks_.takes(layer, queries) && !steps_.of(layer).is_for(queries);
 }
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   if (batch_->layer(layer).sealed_groups == 0 || query.queries < 1 ||
-      attends_exactly(layer, query.queries) || needs_projection(layer)) {
+      exact_chunks_.takes(layer, query.queries) || needs_projection(layer)) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
   const Question question = {.query = parts_of(query), .scale = scale.value_or(usual)};
-  return handed_back(*parts_, steps_.look_ahead(layer, question));
+  return calls_.leave(steps_.look_ahead(layer, question));
 }
 
 Status Engine::override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups) {
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   return steps_.of(layer).override_with(std::move(groups));
 }
 
@@ -203,7 +175,7 @@ const std::vector<std::vector<int32_t>>& Engine::last_selection(int64_t layer) {
 }
 
 Status Engine::attend(const AttendArgs& args) {
-  KVSWAP_RETURN_IF_ERROR(enter(args.layer, true));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter_step(args.layer));
   const int64_t queries = args.query.queries;
   const int64_t held = columns(args.layer);
   if (batch_->is_restored(args.layer)) {
@@ -240,7 +212,7 @@ Status Engine::attend(const AttendArgs& args) {
   page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
   if (finished.is_ok()) keeping_.dropping().drop_past(args.layer);
-  return handed_back(*parts_, std::move(finished));
+  return calls_.leave(std::move(finished));
 }
 
 QueryView Engine::parts_of(QueryView query) const {
@@ -276,13 +248,13 @@ PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
 
 Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
                               const float* queries) {
-  KVSWAP_RETURN_IF_ERROR(enter(layer));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   appender_.forget();
   return editor_.set_projection(layer, rank, keys, queries);
 }
 
 Status Engine::select_sequences(std::span<const int64_t> indices) {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   appender_.forget();
   std::vector<int64_t> parts;
   for (const int64_t index : indices) {
@@ -294,21 +266,21 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
 }
 
 Status Engine::crop(int64_t columns) {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   appender_.forget();
   return editor_.crop(columns);
 }
 
 Status Engine::save(SaveTarget& target) {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   KVSWAP_RETURN_IF_ERROR(check_can_go_on(*parts_, "save"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
-  return handed_back(*parts_, saver_.save(target));
+  return calls_.leave(saver_.save(target));
 }
 
 Result<Saver::Shared> Engine::share() {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   KVSWAP_RETURN_IF_ERROR(check_can_go_on(*parts_, "fork"));
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   appender_.forget();
@@ -316,13 +288,13 @@ Result<Saver::Shared> Engine::share() {
 }
 
 Status Engine::load(const SavedCounts& counts, const SavedTensors& saved, Engine* sharer) {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   Summaries* summaries = sharer == nullptr ? nullptr : &sharer->parts_->selector->summaries();
-  return handed_back(*parts_, loader_.load(counts, saved, summaries));
+  return calls_.leave(loader_.load(counts, saved, summaries));
 }
 
 Status Engine::reset() {
-  KVSWAP_RETURN_IF_ERROR(enter(kAllLayers));
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   // Errors of it are forgotten with all the rest.
   (void)sealer_.settle().is_ok();

@@ -11,8 +11,10 @@
 #include "engine/appender.h"
 #include "engine/audit.h"
 #include "engine/batch.h"
+#include "engine/calls.h"
 #include "engine/editor.h"
 #include "engine/engine_parts.h"
+#include "engine/exact_chunks.h"
 #include "engine/keeping.h"
 #include "engine/layer_steps.h"
 #include "engine/loader.h"
@@ -56,9 +58,6 @@ class Engine {
 
   /// Validity of the next columns: [batch, tokens], true where the token counts.
   Status declare(int64_t batch, int64_t tokens, const bool* valid);
-  /// Reserves memory for the next append(), so that the caller can attend first and the write
-  /// overlaps with it. Only for chunks that attends_exactly().
-  Status prepare(int64_t layer, int64_t batch, int64_t tokens);
   /// append() is all or nothing. A background write that failed is kept and tried again by the
   /// calls that need it; crop() and reset() drop what nobody will read.
   Status append(int64_t layer, const KeyValueView& tokens);
@@ -70,37 +69,23 @@ class Engine {
   /// cost is measured; see GroupChoice.
   Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
-  /// what has left the tail. Not for what attends_exactly().
+  /// what has left the tail. Not for what ExactChunks takes.
   Status attend(const AttendArgs& args);
 
-  /// A chunk that attends_exactly() is appended and has attended. Where nothing is on disk a first
-  /// one has its turn here, and is dropped a layer at a time; a later one, that a crop may take
-  /// back whole, by the next step. A turn that fails here is made again there, too.
-  void end_chunk(int64_t layer, int64_t tokens);
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
   /// host.
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
-                   void* values);
-  /// The same of one part, [parts().options.kv_heads, end - begin, head_dim].
-  Status read_part(int64_t layer, int64_t part, int64_t begin, int64_t end, void* keys,
                    void* values);
   bool needs_projection(int64_t layer) const;
   /// For the layer's next look_ahead() or attend(): [parts, queries, groups], see Selector.
   Status give_scores(int64_t layer, const GivenScores& scores);
   /// With keeper=given, after each append(): what its tokens are worth, see GivenWorths.
   Status give_worth(int64_t layer, const GivenWorth& given) {
-    KVSWAP_RETURN_IF_ERROR(enter(layer));
+    KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
     return keeping_.given().give(layer, given);
   }
   /// Must give_scores() come before attend() of so many queries?
   bool needs_scores(int64_t layer, int64_t queries);
-  /// Does a chunk attend everything, through a stream of its past? A long one does, and any in a
-  /// layer that never chooses and has outgrown its pages.
-  bool attends_exactly(int64_t layer, int64_t queries) const {
-    return queries > options().select_queries_max || batch_->is_restored(layer);
-  }
-  /// Counts a short chunk that attends so as a step which read all that is sealed.
-  void count_restored(int64_t layer, int64_t queries);
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
   Status crop(int64_t columns);
@@ -117,15 +102,11 @@ class Engine {
 
   const EngineParts& parts() const { return *parts_; }
   const EngineOptions& options() const { return options_; }  // as they were given
-  PastReader& past() { return *past_; }
+  /// Chunks that attend everything before them.
+  ExactChunks& exact_chunks() { return exact_chunks_; }
   const Audit& audit() const { return audit_; }
   /// Who stays because of what was paid: asked, and given what it observes, by who attends exactly.
   Keeping& keeping() { return keeping_; }
-  /// Memory to stream `groups` groups of a part's past through. In a small budget a long past gets
-  /// the reuse buffers, and the next steps of as many layers as it takes read anew: what makes a
-  /// long chunk fast is large blocks. A layer that never chooses gets its own pages, which nobody
-  /// else uses. Otherwise PastReader::blocks().
-  Result<PastBlocks> past_blocks(int64_t layer, int64_t part, int64_t groups);
   int64_t batch() const { return batch_->size() / heads_apart(); }
   int64_t heads_apart() const { return parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }
@@ -138,11 +119,8 @@ class Engine {
 
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
-  Status enter(int64_t layer, bool is_own_step = false);  // see LayerSteps::settle_before()
-  Status begin_chunk(int64_t layer, int64_t tokens);
   PagedAttentionArgs attention_args(const AttendArgs& args);
 
-  int owner_pid_;
   const EngineOptions options_;
   std::unique_ptr<EngineParts> parts_;
   Account account_;
@@ -151,6 +129,7 @@ class Engine {
   Sealer sealer_;
   std::unique_ptr<PastReader> past_;
   LayerSteps steps_;
+  Calls calls_;
   Appender appender_;
   Editor editor_;
   Saver saver_;
@@ -158,6 +137,7 @@ class Engine {
   PageTable table_;
   Audit audit_;
   Keeping keeping_;
+  ExactChunks exact_chunks_;
   PageScores page_scores_;
 };
 

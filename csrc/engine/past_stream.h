@@ -4,17 +4,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
-#include "engine/engine.h"
-#include "memory/page_pool.h"
+#include "engine/past_reader.h"
 
 namespace kvswap {
 
 /// Sealed groups of one sequence in blocks: the next block is read while the caller computes on
 /// this one. What a long chunk attends its past through.
 ///
-/// Two blocks are in memory at a time, where Engine::past_blocks() says. Not thread-safe; the
-/// engine must not change while a stream is open.
+/// Two blocks are in memory at a time. Not thread-safe; the engine must not change while a stream
+/// is open.
 class PastStream {
  public:
   struct Block {
@@ -25,9 +25,8 @@ class PastStream {
     std::byte* room = nullptr;           // as large, for who unpacks them; null: there is none
   };
 
-  /// Groups [first_group, end_group).
-  static Result<std::unique_ptr<PastStream>> open(Engine& engine, int64_t layer, int64_t sequence,
-                                                  int64_t first_group, int64_t end_group);
+  static Result<std::unique_ptr<PastStream>> open(PastReader& past, PastBlocks blocks,
+                                                  const PastReader::Groups& groups);
   ~PastStream();
   PastStream(const PastStream&) = delete;
   PastStream& operator=(const PastStream&) = delete;
@@ -35,9 +34,12 @@ class PastStream {
   Result<Block> next();
 
  private:
-  PastStream(Engine& engine, int64_t layer, int64_t sequence, int64_t end_group)
-      : engine_(engine), layer_(layer), sequence_(sequence), end_group_(end_group) {}
+  PastStream(PastReader& past, PastBlocks blocks, const PastReader::Groups& groups)
+      : past_(past), groups_(groups), blocks_(std::move(blocks)) {}
   Status start(int slot, int64_t first_group);
+  PastReader::Groups of(const Block& block) const {
+    return {groups_.layer, groups_.sequence, block.first_group, block.groups};
+  }
 
   struct Slot {
     Fetch fetch;
@@ -45,10 +47,8 @@ class PastStream {
     PastPages listed;
   };
 
-  Engine& engine_;
-  int64_t layer_;
-  int64_t sequence_;
-  int64_t end_group_;
+  PastReader& past_;
+  PastReader::Groups groups_;
   PastBlocks blocks_;
   int current_ = 0;
   std::array<Slot, 2> slots_;

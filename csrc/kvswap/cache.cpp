@@ -199,16 +199,17 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
   }
   const AttendArgs args = attend_args(layer, query, scale, output, terms, engine.options().dtype);
   const KeyValueView added = key_value_view(tokens);
-  if (!engine.attends_exactly(layer, tokens.tokens)) {
+  ExactChunks& chunks = engine.exact_chunks();
+  if (!chunks.takes(layer, tokens.tokens)) {
     throw_status(engine.append(layer, added));
     impl_->attend(args);
     return;
   }
-  throw_status(engine.prepare(layer, tokens.batch, tokens.tokens));
+  throw_status(chunks.prepare(layer, tokens.batch, tokens.tokens));
   throw_status(attend_exactly(
       engine, {.attention = args, .past = engine.columns(layer), .own = added}, impl_->exact()));
   throw_status(engine.append(layer, added));
-  engine.end_chunk(layer, tokens.tokens);
+  chunks.end(layer, tokens.tokens);
 }
 
 EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {

@@ -76,7 +76,7 @@ Status attend_part(Engine& engine, const ExactArgs& args, int64_t part, ExactChu
       std::clamp<int64_t>(engine.sequences().validity(part).first_valid() - args.past, 0, tokens);
   if (begin == tokens) return Status::ok();
   const std::unique_ptr<ExactPart> attending = chunk.part(part, begin);
-  KVSWAP_RETURN_IF_ERROR(walk_past(engine, {layer, part, args.past}, *attending));
+  KVSWAP_RETURN_IF_ERROR(engine.exact_chunks().walk({layer, part, args.past}, *attending));
   if (args.attention.sinks != nullptr) attending->add_sinks();
   const int64_t observed = engine.keeping().window(layer);
   if (observed > 0) engine.keeping().observe_chunk(layer, part, attending->window(observed));
@@ -100,7 +100,7 @@ Status attend_exactly(Engine& engine, const ExactArgs& args, const ExactAttentio
   const int64_t tokens = args.attention.query.queries;
   const Stopwatch watch(engine.parts().timeline.get(),
                         {.kind = SpanKind::kAttendExactly, .layer = layer});
-  engine.count_restored(layer, tokens);
+  engine.exact_chunks().count(layer, tokens);
   ExactArgs whole = args;
   std::optional<OwnTokens> own;
   if (args.own.keys == nullptr) {
@@ -114,7 +114,7 @@ Status attend_exactly(Engine& engine, const ExactArgs& args, const ExactAttentio
   KVSWAP_RETURN_IF_ERROR(attend_chunk(engine, whole, *chunk.value()));
   KVSWAP_RETURN_IF_ERROR(chunk.value()->finish());
   // Else who appends the chunk does this.
-  if (engine.columns(layer) > args.past) engine.end_chunk(layer, tokens);
+  if (engine.columns(layer) > args.past) engine.exact_chunks().end(layer, tokens);
   return Status::ok();
 }
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/past_walk.h"
+#include "engine/engine.h"
 #include "io/status.h"
 
 namespace kvswap {

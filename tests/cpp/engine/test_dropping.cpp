@@ -46,7 +46,7 @@ void read_prompt(EngineRun& run, int64_t batch, int64_t tokens) {
   for (const int64_t layer : {0, 1}) {
     const Tokens drawn = run.draw_tokens(batch, tokens);
     ASSERT_TRUE(run.engine().append(layer, run.view(drawn, batch)).is_ok());
-    run.engine().end_chunk(layer, tokens);
+    run.engine().exact_chunks().end(layer, tokens);
   }
 }
 

@@ -26,7 +26,7 @@ void expect_every_group_in_order(EngineRun& run) {
   Engine& engine = run.engine();
   const int64_t sealed = engine.sequences().layer(1).sealed_groups;
   for (const int64_t first : {int64_t{0}, int64_t{7}, sealed - 1, sealed}) {
-    auto stream = PastStream::open(engine, 1, 1, first, sealed);
+    auto stream = engine.exact_chunks().stream({1, 1, first, sealed - first});
     ASSERT_TRUE(stream.is_ok()) << stream.status().message();
     int64_t group = first;
     while (true) {
@@ -50,7 +50,7 @@ TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
   expect_every_group_in_order(run);
   Engine& engine = run.engine();
   const int64_t sealed = engine.sequences().layer(1).sealed_groups;
-  auto left_early = PastStream::open(engine, 0, 0, 0, sealed);
+  auto left_early = engine.exact_chunks().stream({0, 0, 0, sealed});
   ASSERT_TRUE(left_early.is_ok());
   ASSERT_TRUE(left_early.value()->next().is_ok());
   left_early.value().reset();
@@ -64,8 +64,8 @@ TEST(PastStream, InASmallBudgetGoesThroughTheReuseBuffers) {
   for (int turn = 0; turn < 3; ++turn) {
     run.forward(2, 1);  // fills them with what it chose
     expect_every_group_in_order(run);
-    auto stream =
-        PastStream::open(run.engine(), 0, 1, 0, run.engine().sequences().layer(0).sealed_groups);
+    const int64_t sealed = run.engine().sequences().layer(0).sealed_groups;
+    auto stream = run.engine().exact_chunks().stream({0, 1, 0, sealed});
     ASSERT_TRUE(stream.is_ok()) << stream.status().message();
     const auto block = stream.value()->next();
     ASSERT_TRUE(block.is_ok()) << block.status().message();
@@ -93,7 +93,7 @@ void expect_a_failed_read_is_an_error(EngineOptions options) {
     Status status;
     for (int turn = 0; turn < 2; ++turn) {
       status = {};
-      auto stream = PastStream::open(run.engine(), 0, 0, 0, sealed);
+      auto stream = run.engine().exact_chunks().stream({0, 0, 0, sealed});
       if (!stream.is_ok()) status = stream.status();
       for (int64_t groups = 1; status.is_ok() && groups > 0;) {
         const auto block = stream.value()->next();

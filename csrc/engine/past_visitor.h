@@ -3,8 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engine/engine.h"
+#include "engine/dropping.h"
 #include "engine/past_stream.h"
+#include "io/status.h"
 
 namespace kvswap {
 
@@ -17,21 +18,10 @@ class PastVisitor {
   virtual Status visit_sealed(const PastStream::Block& block) = 0;
   /// What is left of the tokens whose records are gone; all are before the chunk, and count.
   virtual Status visit_left(const LeftTokens& left) = 0;
-  /// Columns [begin, end), newer than all sealed ones that were visited: keys and values
+  /// Positions [begin, end), newer than all sealed ones that were visited: keys and values
   /// [kv_heads, end - begin, head_dim] of the host.
   virtual Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                               const std::byte* values) = 0;
 };
-
-struct PastWalk {
-  int64_t layer = 0;
-  int64_t part = 0;  // the engine's: see Engine
-  int64_t past = 0;  // columns before the chunk
-};
-
-/// The exact walk: every column before the chunk once, from the first valid group on. Sealed groups
-/// stream through in blocks, what is newer comes last. Of those that were dropped for good what is
-/// left comes first.
-Status walk_past(Engine& engine, const PastWalk& walk, PastVisitor& visitor);
 
 }  // namespace kvswap

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+
+#include "engine/engine_parts.h"
+#include "engine/layer_steps.h"
+
+namespace kvswap {
+
+/// How every call to a session begins and ends.
+///
+/// It is made by the process that opened the session and names a layer that is there; while it runs
+/// no choice is under way but that of its own step. Not thread-safe.
+class Calls {
+ public:
+  Calls(EngineParts& parts, LayerSteps& steps);
+
+  bool is_own_process() const;
+  Status enter();  // a call that names no layer
+  Status enter(int64_t layer);
+  Status enter_step(int64_t layer);  // of the layer's own step: see LayerSteps::settle_before()
+  /// The caller's tensors are its own again.
+  Status leave(Status status);
+
+ private:
+  Status check(int64_t layer) const;
+
+  EngineParts& parts_;
+  LayerSteps& steps_;
+  pid_t owner_;
+};
+
+}  // namespace kvswap

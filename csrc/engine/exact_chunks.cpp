@@ -1,0 +1,126 @@
+#include "engine/exact_chunks.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kBlockTokensEnough = 512;  // for which no reuse buffer is given up
+constexpr int64_t kBlockTokensMax = 2048;    // more gains nothing
+
+}  // namespace
+
+Status ExactChunks::prepare(int64_t layer, int64_t sequences, int64_t tokens) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  KVSWAP_RETURN_IF_ERROR(begin(layer, tokens));
+  return appender_.prepare(layer, sequences * parts_.options.heads_apart, tokens);
+}
+
+Status ExactChunks::begin(int64_t layer, int64_t tokens) {
+  if (!parts_.options.drops() || batch_.layer(layer).columns == 0 || !takes(layer, tokens)) {
+    return Status::ok();
+  }
+  KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
+  return keeping_.turn_before_chunk(layer);
+}
+
+void ExactChunks::end(int64_t layer, int64_t tokens) {
+  if (!parts_.options.drops() || batch_.layer(layer).columns != tokens) return;
+  if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
+}
+
+void ExactChunks::count(int64_t layer, int64_t queries) {
+  if (queries > parts_.options.select_queries_max) return;
+  EngineCounters& counters = parts_.counters;
+  const auto groups = static_cast<uint64_t>(batch_.size() * batch_.layer(layer).sealed_groups);
+  counters.groups_attended += groups;
+  counters.groups_loaded += groups;
+  counters.sequences += batch_.size() / parts_.options.heads_apart;
+  ++counters.steps;
+  steps_.of(layer).forget_choice();
+}
+
+Status ExactChunks::walk(const PastWalk& walk, PastVisitor& visitor) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(walk.layer));
+  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t gone = parts_.store->tables().first_group(walk.layer, walk.part);
+  if (gone > 0) {
+    KVSWAP_RETURN_IF_ERROR(visitor.visit_left(keeping_.dropping().left(walk.layer, walk.part)));
+  }
+  const int64_t first_group =
+      std::max(gone, std::min(walk.past, batch_.validity(walk.part).first_valid()) / group_tokens);
+  // append() may have sealed a group that the chunk's own first tokens fill up.
+  const int64_t end_group =
+      std::min(walk.past / group_tokens, batch_.layer(walk.layer).sealed_groups);
+  KVSWAP_RETURN_IF_ERROR(
+      visit_sealed({walk.layer, walk.part, first_group, end_group - first_group}, visitor));
+  // Padding may reach past all that is sealed.
+  const int64_t begin = std::max(first_group, end_group) * group_tokens;
+  return visit_newest({walk.layer, walk.part, begin, walk.past}, visitor);
+}
+
+Status ExactChunks::visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor) {
+  if (groups.count <= 0) return Status::ok();
+  auto opened = stream(groups);
+  if (!opened.is_ok()) return opened.status();
+  while (true) {
+    auto block = opened.value()->next();
+    if (!block.is_ok()) return block.status();
+    if (block.value().groups == 0) return Status::ok();
+    KVSWAP_RETURN_IF_ERROR(visitor.visit_sealed(block.value()));
+  }
+}
+
+Status ExactChunks::visit_newest(const PastReader::Columns& columns, PastVisitor& visitor) {
+  if (columns.begin >= columns.end) return Status::ok();
+  const EngineOptions& options = parts_.options;
+  const int64_t bytes = options.kv_heads * (columns.end - columns.begin) * options.head_dim *
+                        dtype_bytes(options.dtype);
+  std::vector<std::byte> keys(bytes);
+  std::vector<std::byte> values(bytes);
+  KVSWAP_RETURN_IF_ERROR(past_.read(columns, keys.data(), values.data()));
+  return visitor.visit_newest(columns.begin, columns.end, keys.data(), values.data());
+}
+
+Result<std::unique_ptr<PastStream>> ExactChunks::stream(const PastReader::Groups& groups) {
+  KVSWAP_ASSERT(groups.count >= 0 &&
+                groups.first + groups.count <= batch_.layer(groups.layer).sealed_groups);
+  auto found = blocks(groups);
+  if (!found.is_ok()) return found.status();
+  return PastStream::open(past_, std::move(found.value()), groups);
+}
+
+/// Memory to stream them through. In a small budget a long past gets the reuse buffers, and the
+/// next steps of as many layers as it takes read anew: what makes a long chunk fast is large
+/// blocks. A layer that never chooses gets its own pages, which nobody else uses. Otherwise
+/// PastReader::blocks().
+Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups) {
+  const EngineOptions& options = parts_.options;
+  const int64_t record_bytes = parts_.record_bytes();
+  SequencePages& pages = batch_.pages(groups.sequence);
+  const int64_t own = past_block_groups(options, record_bytes);
+  // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
+  const int64_t pages_each = 2 + (options.group_bytes() + record_bytes - 1) / record_bytes;
+  const bool is_own = options.is_exact(groups.layer);
+  const int64_t lendable = is_own ? options.pages_max : pages.reuse_pages();
+  const int64_t lent =
+      std::min({groups.count, lendable / pages_each, kBlockTokensMax / options.group_tokens});
+  const int64_t first_layer = is_own ? groups.layer : 0;
+  std::byte* base = parts_.space->landing().landing_in(pages.first_reuse_page(first_layer));
+  if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
+    return past_.blocks();
+  }
+  steps_.settle();
+  for (int64_t lender = 0; lender * options.pages_max < pages_each * lent; ++lender) {
+    KVSWAP_RETURN_IF_ERROR(steps_.drop(first_layer + lender));
+    pages.map(first_layer + lender).clear();
+  }
+  const int64_t bytes = lent * record_bytes;
+  return PastBlocks{.memory = pages.memory(),
+                    .slots = {base, base + bytes},
+                    .room = base + 2 * bytes,
+                    .groups = lent};
+}
+
+}  // namespace kvswap
