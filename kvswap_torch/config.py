@@ -101,6 +101,14 @@ class SwapConfig(ConfigFacts):
         "groups kept in memory per layer and sequence (C); at least `groups_max`; what is above it "
         "is the reuse buffer",
     )
+    resident_layers: int | None = number(
+        None,
+        2,
+        1 << 16,
+        "layers that have groups in memory at a time; each gives its pages to the layer so many "
+        "behind it, and reads what it attends from disk in every step (DynaKV 6.1). None: all, and "
+        "a reuse buffer for each",
+    )
     sink_tokens: int = number(
         4, 0, 4096, "first valid tokens of each sequence, always in memory and attended"
     )

@@ -79,7 +79,7 @@ void DeviceCompute::attend(int64_t layer, const PagedAttentionArgs& args) {
   on_device.query_columns = tables.add(args.query_columns, args.batch);
   tables.send();
   device_.paged_attention(on_device, scratch_.data());
-  device_.record(attended_[layer]);
+  device_.record(attended(layer));
 }
 
 }  // namespace kvswap

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -20,13 +21,13 @@ namespace kvswap {
 class DeviceCompute final : public Compute {
  public:
   /// `tables` is filled by the space's reserve().
-  DeviceCompute(Device& device, const std::unique_ptr<TableRing>& tables, int64_t layers)
-      : device_(device), tables_(tables), attended_(layers) {}
+  DeviceCompute(Device& device, const std::unique_ptr<TableRing>& tables, int64_t page_layers)
+      : device_(device), tables_(tables), attended_(page_layers) {}
   Status open();
   /// Scratch of attention; nothing is in flight.
   Status reserve(int64_t scratch_bytes);
-  /// Reached after the last attention over a layer's pages.
-  Event attended(int64_t layer) const { return attended_[layer]; }
+  /// Reached after the last attention over a layer's pages, which others may share.
+  Event attended(int64_t layer) const { return attended_[layer % std::ssize(attended_)]; }
 
   void pack(const cuda::BatchTransferArgs& args) override;
   /// Nobody asks: a session on a device refuses records=fp8.
@@ -46,7 +47,7 @@ class DeviceCompute final : public Compute {
   const std::unique_ptr<TableRing>& tables_;
   DeviceBytes scratch_;
   std::optional<Device::On> chunk_;  // makes kWrite the current stream inside a chunk
-  std::vector<Event> attended_;      // [layers]
+  std::vector<Event> attended_;      // [page_layers]
   Event tokens_ = -1;                // a chunk's tokens exist
   Event packed_ = -1;                // a chunk's tokens are packed
 };

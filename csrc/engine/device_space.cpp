@@ -39,7 +39,7 @@ DeviceSpace::DeviceSpace(const EngineOptions& options, int64_t record_bytes,
     : options_(options),
       record_bytes_(record_bytes),
       device_(std::move(device)),
-      compute_(*device_, tables_, options.layers),
+      compute_(*device_, tables_, page_layers(options)),
       landing_(*device_, tables_, compute_, options.layers, record_bytes, options.memory_at_end()),
       outbox_(*device_, staging, kWriteBuffers) {}
 

@@ -57,9 +57,10 @@ Result<Editor::Returning> Editor::read_returning(int64_t layer, int64_t columns)
 /// are forgotten; in memory of their own where the pages are a device's or too few.
 Status Editor::make_room(int64_t sequence, Returning& returning) {
   SequencePages& pages = batch_.pages(sequence);
-  std::byte* lent = parts_.space->landing().landing_in(pages.first_reuse_page(returning.layer));
-  if (lent != nullptr && returning.groups <= parts_.options.pages_max) {
-    pages.map(returning.layer).vacate(returning.groups);
+  const bool lands_there =
+      parts_.space->landing().landing_in(pages.first_reuse_page(returning.layer)) != nullptr;
+  std::byte* lent = lands_there ? pages.lend_to_crop(returning.layer, returning.groups) : nullptr;
+  if (lent != nullptr) {
     returning.records.push_back(lent);
     returning.memory.push_back(pages.memory());
     return Status::ok();

@@ -190,7 +190,7 @@ Status Engine::attend(const AttendArgs& args) {
   }
   LayerStep& step = steps_.of(args.layer);
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
-    KVSWAP_RETURN_IF_ERROR(step.drop());
+    if (step.state() != LayerStep::State::kIdle) KVSWAP_RETURN_IF_ERROR(step.drop());
     KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer, held - queries));
   }
   KVSWAP_RETURN_IF_ERROR(

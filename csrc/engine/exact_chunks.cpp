@@ -93,8 +93,7 @@ Result<std::unique_ptr<PastStream>> ExactChunks::stream(const PastReader::Groups
 
 /// Memory to stream them through. In a small budget a long past gets the reuse buffers, and the
 /// next steps of as many layers as it takes read anew: what makes a long chunk fast is large
-/// blocks. A layer that never chooses gets its own pages, which nobody else uses. Otherwise
-/// PastReader::blocks().
+/// blocks. A layer that never chooses gets its own pages. Otherwise PastReader::blocks().
 Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups) {
   const EngineOptions& options = parts_.options;
   const int64_t record_bytes = parts_.record_bytes();
@@ -113,7 +112,7 @@ Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups) {
   }
   steps_.settle();
   for (int64_t lender = 0; lender * options.pages_max < pages_each * lent; ++lender) {
-    KVSWAP_RETURN_IF_ERROR(steps_.drop(first_layer + lender));
+    KVSWAP_RETURN_IF_ERROR(steps_.drop_in_pages_of(first_layer + lender));
     pages.map(first_layer + lender).clear();
   }
   const int64_t bytes = lent * record_bytes;

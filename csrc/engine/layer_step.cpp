@@ -84,16 +84,47 @@ Status LayerStep::choose() {
 
 Status LayerStep::answer(const std::function<Status(int64_t loads)>& make_room) {
   if (state_ == State::kAsked) KVSWAP_RETURN_IF_ERROR(choose());
+  Status recalled = end_recall();
+  if (!recalled.is_ok()) {
+    state_ = State::kIdle;
+    return recalled;
+  }
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
   plan();
-  Status submitted = make_room(static_cast<int64_t>(fetch_.loads.size()));
-  if (submitted.is_ok()) submitted = submit();
-  if (!submitted.is_ok()) forget_loads();
+  Status submitted = submit(make_room);
+  if (!submitted.is_ok()) state_ = State::kIdle;
   return submitted;
 }
 
+void LayerStep::recall(const std::function<Status(int64_t loads)>& make_room) {
+  KVSWAP_ASSERT(state_ == State::kIdle && !is_recalling_);
+  if (static_cast<int64_t>(chosen_.size()) != batch_.size()) return;
+  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
+                        &parts_.counters.plan_seconds);
+  plan_loads();
+  is_recalling_ = submit(make_room).is_ok();
+}
+
+Status LayerStep::end_recall() {
+  if (!is_recalling_) return Status::ok();
+  Status arrived = finish_loads();
+  if (arrived.is_pending()) return arrived;
+  // What did not arrive is read again, by those who choose it, and its error is theirs.
+  is_recalling_ = false;
+  return Status::ok();
+}
+
 void LayerStep::plan() {
+  const size_t groups = plan_loads();
+  parts_.counters.groups_attended += groups;
+  parts_.counters.groups_loaded += fetch_.loads.size();
+  parts_.counters.sequences += batch_.size() / parts_.options.heads_apart;
+  ++parts_.counters.steps;
+  state_ = State::kReading;
+}
+
+size_t LayerStep::plan_loads() {
   pages_.resize(batch_.size());
   fetch_.layer = layer_;
   fetch_.loads.clear();
@@ -101,11 +132,7 @@ void LayerStep::plan() {
   for (const std::vector<int32_t>& chosen : chosen_) groups += chosen.size();
   fetch_.loads.reserve(groups);
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) plan_sequence(sequence);
-  parts_.counters.groups_attended += groups;
-  parts_.counters.groups_loaded += fetch_.loads.size();
-  parts_.counters.sequences += batch_.size() / parts_.options.heads_apart;
-  ++parts_.counters.steps;
-  state_ = State::kReading;
+  return groups;
 }
 
 void LayerStep::plan_sequence(int64_t sequence) {
@@ -128,23 +155,29 @@ void LayerStep::plan_sequence(int64_t sequence) {
   }
 }
 
-Status LayerStep::submit() {
-  Status submitted = sealer_.settle_layer(layer_);
+Status LayerStep::submit(const std::function<Status(int64_t loads)>& make_room) {
+  Status submitted = make_room(static_cast<int64_t>(fetch_.loads.size()));
+  if (submitted.is_ok()) submitted = sealer_.settle_layer(layer_);
   if (submitted.is_ok()) submitted = parts_.space->landing().lend(fetch_);
   if (submitted.is_ok()) submitted = parts_.fetcher->submit(fetch_);
+  if (!submitted.is_ok()) forget_loads();
   return submitted;
 }
 
 Status LayerStep::land() {
+  KVSWAP_RETURN_IF_ERROR(end_recall());
   if (state_ != State::kReading) return Status::ok();
+  Status arrived = finish_loads();
+  if (!arrived.is_pending()) state_ = arrived.is_ok() ? State::kReady : State::kIdle;
+  return arrived;
+}
+
+/// Where they do not arrive, they are as if nobody had asked for them.
+Status LayerStep::finish_loads() {
   Status arrived = parts_.fetcher->finish(fetch_);
   if (arrived.is_pending()) return arrived;
   if (arrived.is_ok()) arrived = parts_.space->landing().publish(fetch_);
-  if (arrived.is_ok()) {
-    state_ = State::kReady;
-  } else {
-    forget_loads();
-  }
+  if (!arrived.is_ok()) forget_loads();
   return arrived;
 }
 
@@ -162,7 +195,7 @@ Status LayerStep::drop() {
   KVSWAP_ASSERT(state_ != State::kAsked && state_ != State::kChosen);
   // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
   Status taken = take();
-  return state_ == State::kReading ? taken : Status::ok();
+  return state_ == State::kReading || is_recalling_ ? taken : Status::ok();
 }
 
 void LayerStep::fail(Status error) {
@@ -178,13 +211,12 @@ void LayerStep::forget_loads() {
         .forget(parts_.store->key(layer_, load.sequence, load.group));
   }
   parts_.space->landing().give_back(fetch_);
-  state_ = State::kIdle;
 }
 
 bool LayerStep::is_for(int64_t queries) const {
   const Batch::Layer& now = batch_.layer(layer_);
-  return (state_ == State::kReading || state_ == State::kReady) &&
-         made_for_.sealed_groups == now.sealed_groups && made_for_.columns + queries == now.columns;
+  return is_read() && made_for_.sealed_groups == now.sealed_groups &&
+         made_for_.columns + queries == now.columns;
 }
 
 Status LayerStep::override_with(std::vector<std::vector<int32_t>> groups) {

@@ -35,6 +35,9 @@ class LayerStep {
       : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer) {}
 
   State state() const { return state_; }
+  /// Does anything of its own stand in its pages, or is on the way there, that is yet to be
+  /// attended?
+  bool has_pages() const { return is_read() || is_recalling_; }
   /// Asks the selector, where there is a choice.
   Status ask(const Question& question);
   /// Takes the selector's answer, for which it waits: another layer may ask.
@@ -43,9 +46,12 @@ class LayerStep {
   /// make_room(loads) is called between: it lands the loads of others, where these have no place to
   /// land.
   Status answer(const std::function<Status(int64_t loads)>& make_room);
+  /// Begins to read what was chosen last, most of which will be chosen again: while the step is
+  /// idle, for a layer whose pages others had since. What it cannot read is read by its own turn.
+  void recall(const std::function<Status(int64_t loads)>& make_room);
   /// Would choose() wait for the selector?
   bool is_choosing() const { return is_asking_selector_ && parts_.selector->is_choosing(); }
-  /// The loads are in their pages.
+  /// The loads are in their pages, those of a recall too.
   Status land();
   Status take();
   /// Fails only when what is being read cannot be waited for: it stays reading.
@@ -64,10 +70,14 @@ class LayerStep {
   const std::vector<std::vector<int32_t>>& pages() const { return pages_; }    // [batch][groups]
 
  private:
+  bool is_read() const { return state_ == State::kReading || state_ == State::kReady; }
+  Status finish_loads();
+  Status end_recall();
   void apply_override();
   void plan();
+  size_t plan_loads();
   void plan_sequence(int64_t sequence);
-  Status submit();
+  Status submit(const std::function<Status(int64_t loads)>& make_room);
   void forget_loads();
 
   int64_t layer_;
@@ -77,6 +87,7 @@ class LayerStep {
   State state_ = State::kIdle;
   Status failure_;  // while failed
   bool is_asking_selector_ = false;
+  bool is_recalling_ = false;                     // from idle on, until it is planned
   Batch::Layer made_for_;                         // the layer when it was asked
   std::vector<std::vector<int32_t>> chosen_;      // [batch][groups], rising
   std::vector<std::vector<int32_t>> pages_;       // [batch][groups]: of the sequence's pool

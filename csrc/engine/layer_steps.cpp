@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "engine/memory_need.h"
+
 namespace kvswap {
 
 LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer)
@@ -33,12 +35,25 @@ bool LayerSteps::is_yet_to_choose(int64_t layer) const {
 Status LayerSteps::take(int64_t layer, const Question& question) {
   LayerStep& step = steps_[layer];
   if (step.state() != LayerStep::State::kFailed && !step.is_for(question.query.queries)) {
-    KVSWAP_RETURN_IF_ERROR(step.drop());
+    if (step.state() != LayerStep::State::kIdle) KVSWAP_RETURN_IF_ERROR(step.drop());
     KVSWAP_RETURN_IF_ERROR(step.ask(question));
     KVSWAP_RETURN_IF_ERROR(answer(layer));
   }
   settle();
-  return step.take();
+  KVSWAP_RETURN_IF_ERROR(step.take());
+  recall(layer + 1, layer);
+  return Status::ok();
+}
+
+/// Where pages are shared: a layer that did not look ahead for this step reads what it attended in
+/// the last one while the layer before it attends. Those two stand in pages apart.
+void LayerSteps::recall(int64_t layer, int64_t before) {
+  const EngineOptions& options = parts_.options;
+  if (!shares_pages(options) || layer == options.layers) return;
+  LayerStep& step = steps_[layer];
+  const bool is_behind = batch_.layer(layer).columns < batch_.layer(before).columns;
+  if (step.state() != LayerStep::State::kIdle || step.has_pages() || !is_behind) return;
+  if (!batch_.is_restored(layer)) step.recall(page_and_landing_room(layer));
 }
 
 void LayerSteps::settle() {
@@ -52,7 +67,23 @@ void LayerSteps::settle_before(int64_t layer) {
 
 Status LayerSteps::answer(int64_t layer) {
   if (layer == asked_) asked_ = -1;
-  return steps_[layer].answer([&](int64_t loads) { return make_landing_room(layer, loads); });
+  return steps_[layer].answer(page_and_landing_room(layer));
+}
+
+std::function<Status(int64_t loads)> LayerSteps::page_and_landing_room(int64_t layer) {
+  return [this, layer](int64_t loads) {
+    KVSWAP_RETURN_IF_ERROR(make_page_room(layer));
+    return make_landing_room(layer, loads);
+  };
+}
+
+/// Ends the steps of layers that share this one's pages: what they read is no longer there.
+Status LayerSteps::make_page_room(int64_t layer) {
+  const int64_t apart = page_layers(parts_.options);
+  for (int64_t other = layer % apart; other < parts_.options.layers; other += apart) {
+    if (other != layer && steps_[other].has_pages()) KVSWAP_RETURN_IF_ERROR(steps_[other].drop());
+  }
+  return Status::ok();
 }
 
 /// Lands other layers' loads until this one's have a place; their errors are theirs to report.
@@ -70,6 +101,11 @@ Status LayerSteps::make_landing_room(int64_t layer, int64_t loads) {
 Status LayerSteps::drop_all() {
   for (LayerStep& step : steps_) KVSWAP_RETURN_IF_ERROR(step.drop());
   return Status::ok();
+}
+
+Status LayerSteps::drop_in_pages_of(int64_t layer) {
+  KVSWAP_RETURN_IF_ERROR(make_page_room(layer));
+  return steps_[layer].drop();
 }
 
 void LayerSteps::forget_choices() {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 
 #include "engine/layer_step.h"
 
@@ -28,12 +29,17 @@ class LayerSteps {
   void settle_before(int64_t layer);
   Status drop(int64_t layer) { return steps_[layer].drop(); }
   Status drop_all();
+  /// Those whose groups stand in the layer's pages, its own included: the pages are wanted.
+  Status drop_in_pages_of(int64_t layer);
   void forget_choices();
   LayerStep& of(int64_t layer) { return steps_[layer]; }
 
  private:
   bool is_yet_to_choose(int64_t layer) const;
   Status answer(int64_t layer);
+  void recall(int64_t layer, int64_t before);
+  std::function<Status(int64_t loads)> page_and_landing_room(int64_t layer);
+  Status make_page_room(int64_t layer);
   Status make_landing_room(int64_t layer, int64_t loads);
 
   EngineParts& parts_;

@@ -38,6 +38,19 @@ int64_t tail_pages(const EngineOptions& options) {
          sealed;
 }
 
+int64_t page_layers(const EngineOptions& options) {
+  return std::min(options.resident_layers.value_or(options.layers), options.layers);
+}
+
+bool shares_pages(const EngineOptions& options) { return page_layers(options) < options.layers; }
+
+int64_t crop_lenders(const EngineOptions& options) {
+  if (options.device) return 0;
+  const int64_t tail = tail_pages(options);
+  if (!shares_pages(options)) return options.pages_max >= tail ? options.layers : 0;
+  return std::min(options.layers, page_layers(options) * options.pages_max / tail);
+}
+
 int64_t pages_per_layer(const EngineOptions& options) {
   return options.pages_max + sink_pages(options) + tail_pages(options) + KeepPlan(options).entries;
 }
@@ -126,7 +139,8 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t partitions = size_product({options.layers, batch});
   MemoryNeed need;
   const int64_t page_bytes = token_page_bytes(options, record_bytes);
-  need.pages = size_product({partitions, options.pages_max, record_bytes}) +
+  const int64_t buffers = size_product({page_layers(options), batch});
+  need.pages = size_product({buffers, options.pages_max, record_bytes}) +
                size_product({partitions, sink_pages(options) + tail_pages(options), page_bytes});
   need.kept = size_product({partitions, Keeping::bytes_per_layer(options, page_bytes)});
   const int64_t summarised =
@@ -145,8 +159,8 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
     if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
   }
   need.tables = size_product({partitions, groups, table_bytes_per_group(options)}) +
-                size_product({partitions, options.pages_max,
-                              PageMap::bytes_per_page() + Fetch::bytes_per_load()}) +
+                size_product({buffers, options.pages_max, PageMap::bytes_per_page()}) +
+                size_product({partitions, options.pages_max, Fetch::bytes_per_load()}) +
                 size_product({batch, (context + 63) / 64, 8});
   // Blocks of the past, and what they are unpacked to.
   const int64_t block = past_block_groups(options, record_bytes);
@@ -157,8 +171,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
                  Audit::fixed_bytes(options, record_bytes) +
                  Keeping::fixed_bytes(options, record_bytes);
   // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().
-  const bool lends = !options.device && options.pages_max >= tail_pages(options);
-  const int64_t crop_layers = lends ? 1 : options.layers;
+  const int64_t crop_layers = std::max<int64_t>(1, options.layers - crop_lenders(options));
   need.scratch = score_bytes(options, batch, groups) +
                  size_product({batch, pages_per_layer(options), 20 + page_note_bytes(options)}) +
                  size_product({batch, Audit::sequence_bytes(options)}) +

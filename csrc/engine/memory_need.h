@@ -13,6 +13,12 @@ int64_t sink_pages(const EngineOptions& options);
 /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max; where what
 /// leaves it joins the kept tokens, of that too.
 int64_t tail_pages(const EngineOptions& options);
+/// Layers that have pages of records at a time: layer l stands in those of layer l % page_layers().
+int64_t page_layers(const EngineOptions& options);
+bool shares_pages(const EngineOptions& options);
+/// Layers whose tail a crop puts together in pages of the reuse buffers, of each sequence; others
+/// need memory for it.
+int64_t crop_lenders(const EngineOptions& options);
 /// That a step attends over at most.
 int64_t pages_per_layer(const EngineOptions& options);
 /// A page of the tail or of a sink.

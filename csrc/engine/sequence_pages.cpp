@@ -15,7 +15,7 @@ int64_t token_pages(const EngineOptions& options) {
 Result<std::unique_ptr<SequencePages>> SequencePages::create(const EngineOptions& options,
                                                              int64_t record_bytes,
                                                              PageSpace& space) {
-  auto records = space.make_pool(options.layers * options.pages_max, record_bytes);
+  auto records = space.make_pool(page_layers(options) * options.pages_max, record_bytes);
   if (!records.is_ok()) return records.status();
   auto tokens = space.make_pool(options.layers * token_pages(options),
                                 token_page_bytes(options, record_bytes));
@@ -33,8 +33,8 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool records, Pag
       tokens_(std::move(tokens)),
       sinks_(options.layers),
       kept_(options.layers) {
-  maps_.reserve(options.layers);
-  for (int64_t layer = 0; layer < options.layers; ++layer) {
+  maps_.reserve(page_layers(options));
+  for (int64_t layer = 0; layer < page_layers(options); ++layer) {
     maps_.emplace_back(static_cast<int32_t>(layer * options.pages_max),
                        static_cast<int32_t>(options.pages_max), options.replacement_policy());
   }
@@ -61,6 +61,19 @@ std::byte* SequencePages::kept_float8_page(int64_t layer, int64_t index) const {
   const int64_t each = keep_.float8_per_token;
   return kept_page(layer, keep_.pages - 1 - index / each) +
          index % each * (options_.group_bytes() / each);
+}
+
+std::byte* SequencePages::lend_to_crop(int64_t layer, int64_t groups) {
+  if (!shares_pages(options_)) {
+    if (groups > options_.pages_max) return nullptr;
+    map(layer).vacate(groups);
+    return first_reuse_page(layer);
+  }
+  // Layers cannot have the pages they share at once: each has a place of its own among them all.
+  const int64_t each = tail_pages(options_);
+  if (groups > each || layer >= crop_lenders(options_)) return nullptr;
+  for (PageMap& shared : maps_) shared.clear();
+  return records_.page(static_cast<int32_t>(layer * each));
 }
 
 void SequencePages::copy_from(SequencePages& other) {

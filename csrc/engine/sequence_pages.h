@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -13,7 +14,7 @@
 
 namespace kvswap {
 
-/// The memory of one sequence: a pool of records' pages, the reuse buffers of all layers, and one
+/// The memory of one sequence: a pool of records' pages, the reuse buffers of layers, and one
 /// of tokens' pages, sinks, tail and kept tokens of each layer, in the model's dtype.
 ///
 /// The tail is a ring: group g of the text stands in the ring's page g modulo its length, from the
@@ -26,12 +27,17 @@ class SequencePages {
 
   std::byte* page(int32_t index) const { return records_.page(index); }
   const std::shared_ptr<std::byte>& memory() const { return records_.memory(); }
-  PageMap& map(int64_t layer) { return maps_[layer]; }
-  /// Pages of the reuse buffers, all layers', one after the other; those of a layer begin here.
+  /// Of the layer, and of all that share its pages.
+  PageMap& map(int64_t layer) { return maps_[layer % std::ssize(maps_)]; }
+  /// Pages of the reuse buffers, those of page_layers() layers, one after the other; a layer's
+  /// begin here.
   int64_t reuse_pages() const { return records_.pages(); }
   std::byte* first_reuse_page(int64_t layer) const {
-    return records_.page(static_cast<int32_t>(layer * options_.pages_max));
+    return records_.page(static_cast<int32_t>(layer % std::ssize(maps_) * options_.pages_max));
   }
+  /// Where a crop puts the layer's groups that return to the tail, before any layer changes: pages
+  /// of the reuse buffer, whose own groups are forgotten. Null: there are too few.
+  std::byte* lend_to_crop(int64_t layer, int64_t groups);
   /// Groups that are pinned as sinks; sink i stands in sink_page(layer, i).
   std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
   std::byte* sink_page(int64_t layer, int64_t index) const;
@@ -54,7 +60,7 @@ class SequencePages {
   PageSpace& space_;
   PagePool records_;
   PagePool tokens_;
-  std::vector<PageMap> maps_;                // [layers]
+  std::vector<PageMap> maps_;                // [page_layers()]
   std::vector<std::vector<int32_t>> sinks_;  // [layers][sinks]
   std::vector<KeptTokens> kept_;             // [layers]
 };

@@ -43,6 +43,10 @@ struct Settings {
   /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is
   /// the reuse buffer
   int64_t pages_max = 200;
+  /// layers that have groups in memory at a time; each gives its pages to the layer so many
+  /// behind it, and reads what it attends from disk in every step (DynaKV 6.1). None: all, and
+  /// a reuse buffer for each
+  std::optional<int64_t> resident_layers;
   /// first valid tokens of each sequence, always in memory and attended
   int64_t sink_tokens = 4;
   /// newest tokens, always in memory and attended, sealed group by group

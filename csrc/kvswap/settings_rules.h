@@ -19,6 +19,7 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "score",
                                                 "groups_max",
                                                 "pages_max",
+                                                "resident_layers",
                                                 "sink_tokens",
                                                 "tail_tokens",
                                                 "replacement",
@@ -68,6 +69,7 @@ inline constexpr const char* kSolvable[] = {"group_tokens",
                                             "score",
                                             "groups_max",
                                             "pages_max",
+                                            "resident_layers",
                                             "sink_tokens",
                                             "tail_tokens",
                                             "replacement",
@@ -112,6 +114,7 @@ void visit_settings(Visit&& visit) {
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
+  visit("resident_layers", &Settings::resident_layers, IntRange{2, 65536});
   visit("sink_tokens", &Settings::sink_tokens, IntRange{0, 4096});
   visit("tail_tokens", &Settings::tail_tokens, IntRange{0, 4096});
   visit("replacement", &Settings::replacement, OneOf{{"fifo", "lru", "unused", "none", "score"}});

@@ -208,6 +208,29 @@ def test_random_operations(tmp_path, seed, rows, heads):
     live(made, rng, seed)
 
 
+@pytest.mark.parametrize("rows", ["low_rank", "box", "none"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_where_layers_share_pages(tmp_path, seed, rows, heads):
+    rng = random.Random(seed)
+    kept = {} if rows != "box" else {"keeper": "observed", "keep_tokens": 12, "keep_window": 8}
+    made = options(
+        tmp_path,
+        layers=5,
+        rows=rows,
+        heads=heads,
+        resident_layers=rng.choice([2, 3]),
+        exact_layers=rng.choice([[], [1], [1, 2], [0, 4]]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        pages_max=rng.choice([8, 12, 40]),
+        select_queries_max=rng.choice([1, 4, 8]),
+        replacement=rng.choice(["fifo", "lru", "unused"]),
+        **kept,
+        **rng.choice(BACK_ENDS if not kept else BACK_ENDS[:4]),
+    )
+    live(made, rng, seed)
+
+
 @pytest.mark.parametrize("score", ["mass", "max_mass"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("seed", range(6))

@@ -65,6 +65,24 @@ TEST(Backends, AModelledDeviceGivesTheSameBits) {
   EXPECT_NE(reader.find("ufs("), std::string::npos) << reader;
 }
 
+TEST(Backends, SharedPagesGiveTheSameBitsThroughEveryReader) {
+  const TestDirectory directory;
+  std::string reader;
+  EngineOptions options = small_options(directory.path());
+  options.layers = 5;
+  options.ranks = {5, 8, 6, 5, 7};
+  options.reader = "sync";
+  const std::vector<std::byte> expected = live(options, nullptr, &reader);
+  options.resident_layers = 2;
+  for (const char* kind : {"sync", "threads", "auto"}) {
+    for (const auto& place : {std::optional<DeviceKind>(), std::optional(host_device({}))}) {
+      options.reader = kind;
+      options.device = place;
+      EXPECT_TRUE(live(options, threaded_for, &reader) == expected) << reader;
+    }
+  }
+}
+
 TEST(Backends, EncodedRecordsGiveTheSameBitsThroughEveryReader) {
   const TestDirectory directory;
   std::string reader;

@@ -13,6 +13,8 @@ struct Shape {
   DType dtype = DType::kFloat32;
   const char* heads = "all";
   const char* records = "model";
+  int64_t layers = 2;
+  int64_t resident_layers = 0;  // 0: all
 };
 
 void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
@@ -37,6 +39,9 @@ TEST_P(RandomLife, EqualsTheReference) {
   if (options.heads == "each") options.head_dim *= 2;
   options.records = shape.records;
   if (options.has_float8_records()) options.head_dim *= 4;
+  options.layers = shape.layers;
+  while (ssize(options.ranks) < shape.layers) options.ranks.push_back(6);
+  if (shape.resident_layers > 0) options.resident_layers = shape.resident_layers;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(seed);
     if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100, .seed = seed});
@@ -89,6 +94,25 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 INSTANTIATE_TEST_SUITE_P(
+    SharedPages, RandomLife,
+    testing::Combine(testing::Values(Shape{"five_layers_in_two", 4, 8, 4, 4, 8, 4, 3, "fifo",
+                                           DType::kFloat32, "all", "model", 5, 2},
+                                     Shape{"six_layers_in_three", 8, 5, 3, 2, 3, 3, 2, "lru",
+                                           DType::kFloat32, "all", "model", 6, 3},
+                                     Shape{"pages_for_every_crop", 2, 0, 0, 9, 20, 2, 3, "unused",
+                                           DType::kFloat32, "all", "model", 4, 3},
+                                     Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "none",
+                                           DType::kFloat32, "all", "model", 3, 2},
+                                     Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32,
+                                           "each", "model", 4, 2},
+                                     Shape{"as_many_as_layers", 4, 8, 4, 4, 8, 4, 3, "fifo",
+                                           DType::kFloat32, "all", "model", 3, 4}),
+                     testing::Values(Place::kHost, Place::kDevice)),
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
+    });
+
+INSTANTIATE_TEST_SUITE_P(
     Float8, RandomLife,
     testing::Combine(
         testing::Values(
@@ -100,7 +124,9 @@ INSTANTIATE_TEST_SUITE_P(
             Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", "fp8"},
             Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all",
                   "fp8"},
-            Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "fp8"}),
+            Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "fp8"},
+            Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8", 5,
+                  2}),
         testing::Values(Place::kHost)),
     [](const auto& info) { return std::string(std::get<0>(info.param).name); });
 
