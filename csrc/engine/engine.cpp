@@ -11,23 +11,22 @@ namespace kvswap {
 
 namespace {
 
-/// May what is held go on elsewhere, as a saved cache or a fork? A folder has no place for who is
-/// kept.
-Status check_can_go_on(const EngineParts& parts, const char* where) {
-  const EngineOptions& options = parts.options;
-  if (RowsKind::find(options.rows)->is_given) {
-    return Status::invalid(std::string(where) +
-                           ": rows must not be 'given', since what scores them is not saved");
-  }
-  if (options.drops()) {
-    return Status::invalid(std::string(where) +
-                           ": the session must have a directory, since without one what it drops "
-                           "is gone; open the cache with a path");
-  }
-  if (parts.keep.pages == 0) return Status::ok();
-  return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
-                         options.keeper +
-                         "', whose kept tokens are not saved; open the cache without it");
+/// What `args` ask, over pages that are described elsewhere.
+PagedAttentionArgs asked(const AttendArgs& args, const EngineOptions& options) {
+  PagedAttentionArgs kernel;
+  kernel.query = args.query.data;
+  kernel.query_batch_stride = args.query.batch_stride;
+  kernel.query_head_stride = args.query.head_stride;
+  kernel.query_token_stride = args.query.query_stride;
+  kernel.output = args.output;
+  kernel.heads = options.query_heads;
+  kernel.queries = args.query.queries;
+  kernel.scale = args.scale;
+  kernel.softcap = args.softcap;
+  kernel.sinks = args.sinks;
+  kernel.shape = options.record_shape();
+  kernel.dtype = options.dtype;
+  return kernel;
 }
 
 }  // namespace
@@ -44,11 +43,12 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       calls_(*parts_, steps_),
       appender_(*parts_, *batch_, tail_, sealer_, account_, steps_),
       editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
-      saver_(*parts_, *batch_, sealer_, *past_),
-      loader_(*parts_, *batch_, tail_, editor_, account_),
+      saver_(calls_, *parts_, *batch_, sealer_, *past_, steps_, appender_),
+      loader_(calls_, *parts_, *batch_, tail_, editor_, account_),
       audit_(*parts_, *batch_, sealer_),
       keeping_(*parts_, *batch_, tail_, sealer_, *past_),
       exact_chunks_(calls_, *parts_, *batch_, *past_, steps_, appender_, keeping_),
+      given_(calls_, *parts_, *batch_, steps_, exact_chunks_, keeping_.given()),
       page_scores_(*parts_, *batch_) {}
 
 Engine::~Engine() {
@@ -85,7 +85,7 @@ Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, Par
 Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   if (batch_->size() == 0) {
-    KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * heads_apart(), tokens));
+    KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * parts_->options.heads_apart, tokens));
   }
   if (batch != this->batch()) {
     return Status::invalid("declare: the mask must be for the session's batch of " +
@@ -101,8 +101,8 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter_step(layer));
   KVSWAP_RETURN_IF_ERROR(exact_chunks_.begin(layer, tokens.tokens));
   KeyValueView parts = tokens;
-  parts.batch = tokens.batch * heads_apart();
-  parts.heads_apart = heads_apart();
+  parts.heads_apart = parts_->options.heads_apart;
+  parts.batch = tokens.batch * parts.heads_apart;
   return calls_.leave(appender_.append(layer, parts));
 }
 
@@ -111,8 +111,9 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   const int64_t bytes =
       std::max<int64_t>(0, end - begin) * options().head_dim * dtype_bytes(options().dtype);
-  for (int64_t head = 0; head < heads_apart(); ++head) {
-    KVSWAP_RETURN_IF_ERROR(past_->read({layer, sequence * heads_apart() + head, begin, end},
+  const int64_t apart = parts_->options.heads_apart;
+  for (int64_t head = 0; head < apart; ++head) {
+    KVSWAP_RETURN_IF_ERROR(past_->read({layer, sequence * apart + head, begin, end},
                                        static_cast<std::byte*>(keys) + head * bytes,
                                        static_cast<std::byte*>(values) + head * bytes));
   }
@@ -124,33 +125,6 @@ bool Engine::needs_projection(int64_t layer) const {
          !batch_->all_fit(layer);
 }
 
-Status Engine::give_scores(int64_t layer, const GivenScores& scores) {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  if (options().is_exact(layer)) {
-    return Status::invalid("give_scores: layer " + std::to_string(layer) +
-                           " must choose to take scores, and attends everything");
-  }
-  const int64_t groups = batch_->layer(layer).sealed_groups;
-  const bool fits = scores.sequences == batch_->size() && scores.groups == groups &&
-                    scores.queries >= 1 && scores.queries <= options().select_queries_max;
-  if (!fits) {
-    return Status::invalid(
-        "give_scores: scores of layer " + std::to_string(layer) + " must be of " +
-        std::to_string(batch_->size()) + " sequences, 1.." +
-        std::to_string(options().select_queries_max) + " queries and " + std::to_string(groups) +
-        " groups, got " + std::to_string(scores.sequences) + ", " + std::to_string(scores.queries) +
-        " and " + std::to_string(scores.groups));
-  }
-  return parts_->selector->give_scores(layer, scores);
-}
-
-bool Engine::needs_scores(int64_t layer, int64_t queries) {
-  if (!RowsKind::find(options().rows)->is_given) return false;
-  steps_.settle();
-  return !options().is_exact(layer) && !batch_->all_fit(layer) &&
-         !exact_chunks_.takes(layer, queries) && !steps_.of(layer).is_for(queries);
-}
-
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
@@ -160,13 +134,9 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
   }
   KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
-  const Question question = {.query = parts_of(query), .scale = scale.value_or(usual)};
+  const Question question = {.query = query.of_parts(parts_->options.heads_apart),
+                             .scale = scale.value_or(usual)};
   return calls_.leave(steps_.look_ahead(layer, question));
-}
-
-Status Engine::override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups) {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  return steps_.of(layer).override_with(std::move(groups));
 }
 
 const std::vector<std::vector<int32_t>>& Engine::last_selection(int64_t layer) {
@@ -193,10 +163,18 @@ Status Engine::attend(const AttendArgs& args) {
     if (step.state() != LayerStep::State::kIdle) KVSWAP_RETURN_IF_ERROR(step.drop());
     KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer, held - queries));
   }
-  KVSWAP_RETURN_IF_ERROR(
-      steps_.take(args.layer, {.query = parts_of(args.query), .scale = args.scale}));
+  KVSWAP_RETURN_IF_ERROR(steps_.take(
+      args.layer,
+      {.query = args.query.of_parts(parts_->options.heads_apart), .scale = args.scale}));
   KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, step, queries));
-  PagedAttentionArgs kernel = attention_args(args);
+  table_.build({.layer = args.layer,
+                .pages_max = pages_per_layer(options()),
+                .queries = queries,
+                .heads_apart = parts_->options.heads_apart,
+                .note_bytes = page_note_bytes(parts_->options)},
+               *batch_, tail_, step, *parts_->store);
+  PagedAttentionArgs kernel = asked(args, options());
+  table_.describe(kernel);
   // One serves all.
   for (float* wanted : {page_scores_.log_sum_exp(queries),
                         keeping_.log_sum_exp(args.layer, queries), audit_.log_sum_exp()}) {
@@ -215,37 +193,6 @@ Status Engine::attend(const AttendArgs& args) {
   return calls_.leave(std::move(finished));
 }
 
-QueryView Engine::parts_of(QueryView query) const {
-  query.heads /= heads_apart();
-  query.heads_apart = heads_apart();
-  return query;
-}
-
-/// Over the step's groups, sinks and tail. Stands until the next call.
-PagedAttentionArgs Engine::attention_args(const AttendArgs& args) {
-  table_.build({.layer = args.layer,
-                .pages_max = pages_per_layer(options()),
-                .queries = args.query.queries,
-                .heads_apart = heads_apart(),
-                .note_bytes = page_note_bytes(parts_->options)},
-               *batch_, tail_, steps_.of(args.layer), *parts_->store);
-  PagedAttentionArgs kernel;
-  kernel.query = args.query.data;
-  kernel.query_batch_stride = args.query.batch_stride;
-  kernel.query_head_stride = args.query.head_stride;
-  kernel.query_token_stride = args.query.query_stride;
-  kernel.output = args.output;
-  table_.describe(kernel);
-  kernel.heads = options().query_heads;
-  kernel.queries = args.query.queries;
-  kernel.scale = args.scale;
-  kernel.softcap = args.softcap;
-  kernel.sinks = args.sinks;
-  kernel.shape = options().record_shape();
-  kernel.dtype = options().dtype;
-  return kernel;
-}
-
 Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
                               const float* queries) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
@@ -256,11 +203,10 @@ Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
 Status Engine::select_sequences(std::span<const int64_t> indices) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   appender_.forget();
+  const int64_t apart = parts_->options.heads_apart;
   std::vector<int64_t> parts;
   for (const int64_t index : indices) {
-    for (int64_t head = 0; head < heads_apart(); ++head) {
-      parts.push_back(index * heads_apart() + head);
-    }
+    for (int64_t head = 0; head < apart; ++head) parts.push_back(index * apart + head);
   }
   return editor_.select_sequences(parts);
 }
@@ -269,28 +215,6 @@ Status Engine::crop(int64_t columns) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   appender_.forget();
   return editor_.crop(columns);
-}
-
-Status Engine::save(SaveTarget& target) {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter());
-  KVSWAP_RETURN_IF_ERROR(check_can_go_on(*parts_, "save"));
-  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
-  appender_.forget();
-  return calls_.leave(saver_.save(target));
-}
-
-Result<Saver::Shared> Engine::share() {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter());
-  KVSWAP_RETURN_IF_ERROR(check_can_go_on(*parts_, "fork"));
-  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
-  appender_.forget();
-  return saver_.share();
-}
-
-Status Engine::load(const SavedCounts& counts, const SavedTensors& saved, Engine* sharer) {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter());
-  Summaries* summaries = sharer == nullptr ? nullptr : &sharer->parts_->selector->summaries();
-  return calls_.leave(loader_.load(counts, saved, summaries));
 }
 
 Status Engine::reset() {

@@ -15,6 +15,7 @@
 #include "engine/editor.h"
 #include "engine/engine_parts.h"
 #include "engine/exact_chunks.h"
+#include "engine/given.h"
 #include "engine/keeping.h"
 #include "engine/layer_steps.h"
 #include "engine/loader.h"
@@ -65,9 +66,6 @@ class Engine {
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
   /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
   Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
-  /// Overrides the layer's next selection, [parts][groups]. The selector still runs, so that its
-  /// cost is measured; see GroupChoice.
-  Status override_selection(int64_t layer, std::vector<std::vector<int32_t>> groups);
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
   /// what has left the tail. Not for what ExactChunks takes.
   Status attend(const AttendArgs& args);
@@ -77,49 +75,32 @@ class Engine {
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                    void* values);
   bool needs_projection(int64_t layer) const;
-  /// For the layer's next look_ahead() or attend(): [parts, queries, groups], see Selector.
-  Status give_scores(int64_t layer, const GivenScores& scores);
-  /// With keeper=given, after each append(): what its tokens are worth, see GivenWorths.
-  Status give_worth(int64_t layer, const GivenWorth& given) {
-    KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-    return keeping_.given().give(layer, given);
-  }
-  /// Must give_scores() come before attend() of so many queries?
-  bool needs_scores(int64_t layer, int64_t queries);
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
   Status crop(int64_t columns);
   Status reset();
 
-  /// What the session holds goes to `target`; the session goes on, and so may what was saved.
-  Status save(SaveTarget& target);
-  /// What a fork of it begins with: see EngineOptions::base and load().
-  Result<Saver::Shared> share();
-  /// Of a session that was opened over what `saved` belongs to, and is empty. `sharer`: of a fork,
-  /// the engine that it was shared by, whose summaries it shares; it may go afterwards.
-  Status load(const SavedCounts& counts, const SavedTensors& saved, Engine* sharer = nullptr);
+  // What a step does not need, each with calls of its own.
+  Saver& saver() { return saver_; }
+  Loader& loader() { return loader_; }
+  Given& given() { return given_; }
+  ExactChunks& exact_chunks() { return exact_chunks_; }
+  /// Who stays because of what was paid: asked, and given what it observes, by who attends exactly.
+  Keeping& keeping() { return keeping_; }
   Patience& patience() { return parts_->patience; }
 
   const EngineParts& parts() const { return *parts_; }
   const EngineOptions& options() const { return options_; }  // as they were given
-  /// Chunks that attend everything before them.
-  ExactChunks& exact_chunks() { return exact_chunks_; }
   const Audit& audit() const { return audit_; }
-  /// Who stays because of what was paid: asked, and given what it observes, by who attends exactly.
-  Keeping& keeping() { return keeping_; }
-  int64_t batch() const { return batch_->size() / heads_apart(); }
-  int64_t heads_apart() const { return parts_->options.heads_apart; }
+  int64_t batch() const { return batch_->size() / parts_->options.heads_apart; }
   int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }
   /// The parts' sequences: what their layers hold, and which of their columns count.
   const Batch& sequences() const { return *batch_; }
-  /// The same array, of which each part has its heads.
-  QueryView parts_of(QueryView query) const;
   /// [parts][groups]
   const std::vector<std::vector<int32_t>>& last_selection(int64_t layer);
 
  private:
   Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
-  PagedAttentionArgs attention_args(const AttendArgs& args);
 
   const EngineOptions options_;
   std::unique_ptr<EngineParts> parts_;
@@ -138,6 +119,7 @@ class Engine {
   Audit audit_;
   Keeping keeping_;
   ExactChunks exact_chunks_;
+  Given given_;
   PageScores page_scores_;
 };
 

@@ -47,14 +47,18 @@ Status Loader::check(const SavedCounts& counts, const SavedTensors& saved) const
   return Status::ok();
 }
 
-Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Summaries* sharer) {
+Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Summaries* shared) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  return calls_.leave(fill(counts, saved, shared));
+}
+
+Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summaries* shared) {
   KVSWAP_RETURN_IF_ERROR(check(counts, saved));
   KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.columns));
   KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
   KVSWAP_RETURN_IF_ERROR(load_projections(saved));
-  KVSWAP_RETURN_IF_ERROR(sharer != nullptr && sharer->is_shareable()
-                             ? share_summaries(counts.groups, *sharer)
-                             : load_summaries(counts, saved));
+  KVSWAP_RETURN_IF_ERROR(shared != nullptr ? share_summaries(counts.groups, *shared)
+                                           : load_summaries(counts, saved));
   if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     batch_.layer(layer) = {counts.columns, counts.groups, counts.groups};
@@ -116,14 +120,14 @@ Status Loader::load_summaries(const SavedCounts& counts, const SavedTensors& sav
 }
 
 /// Held, and so charged, by each that shares them: any of them may be the last to be closed.
-Status Loader::share_summaries(int64_t groups, Summaries& sharer) {
+Status Loader::share_summaries(int64_t groups, Summaries& shared) {
   int64_t bytes = 0;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    bytes += sharer.bytes(layer);
+    bytes += shared.bytes(layer);
   }
   KVSWAP_RETURN_IF_ERROR(account_.charge_loaded(batch_, groups, bytes));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    parts_.selector->summaries().share(layer, sharer);
+    parts_.selector->summaries().share(layer, shared);
   }
   return Status::ok();
 }

@@ -18,7 +18,34 @@ namespace {
 
 constexpr uint32_t kNoNumber = std::numeric_limits<uint32_t>::max();
 
+/// May what is held go on elsewhere, as a saved cache or a fork? A folder has no place for who is
+/// kept.
+Status check_can_go_on(const EngineParts& parts, const char* where) {
+  const EngineOptions& options = parts.options;
+  if (RowsKind::find(options.rows)->is_given) {
+    return Status::invalid(std::string(where) +
+                           ": rows must not be 'given', since what scores them is not saved");
+  }
+  if (options.drops()) {
+    return Status::invalid(std::string(where) +
+                           ": the session must have a directory, since without one what it drops "
+                           "is gone; open the cache with a path");
+  }
+  if (parts.keep.pages == 0) return Status::ok();
+  return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
+                         options.keeper +
+                         "', whose kept tokens are not saved; open the cache without it");
+}
+
 }  // namespace
+
+Status Saver::begin(const char* where) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  KVSWAP_RETURN_IF_ERROR(check_can_go_on(parts_, where));
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  appender_.forget();
+  return Status::ok();
+}
 
 Status Saver::settle() {
   const int64_t columns = batch_.size() == 0 ? 0 : batch_.layer(0).columns;
@@ -117,6 +144,11 @@ Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::G
 }
 
 Status Saver::save(SaveTarget& target) {
+  KVSWAP_RETURN_IF_ERROR(begin("save"));
+  return calls_.leave(write(target));
+}
+
+Status Saver::write(SaveTarget& target) {
   KVSWAP_RETURN_IF_ERROR(settle());
   SavedCounts saved = counts();
   auto linked = link(target);
@@ -149,6 +181,7 @@ Status Saver::save(SaveTarget& target) {
 }
 
 Result<Saver::Shared> Saver::share() {
+  KVSWAP_RETURN_IF_ERROR(begin("fork"));
   KVSWAP_RETURN_IF_ERROR(settle());
   Shared shared;
   shared.counts = counts();
@@ -176,9 +209,11 @@ Result<Saver::Shared> Saver::share() {
   Records records = {parts_.store->records().held_records(numbers),
                      parts_.store->records().held_notes()};
   shared.counts.records = static_cast<int64_t>(records.sums.size());
+  Summaries& summaries = parts_.selector->summaries();
+  if (summaries.is_shareable()) shared.summaries = &summaries;
   shared.tensors =
       list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)),
-           !parts_.selector->summaries().is_shareable());
+           shared.summaries == nullptr);
   shared.base = std::move(base);
   return shared;
 }

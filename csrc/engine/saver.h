@@ -6,8 +6,11 @@
 #include <span>
 #include <vector>
 
+#include "engine/appender.h"
 #include "engine/base_files.h"
 #include "engine/batch.h"
+#include "engine/calls.h"
+#include "engine/layer_steps.h"
 #include "engine/past_reader.h"
 #include "engine/sealer.h"
 #include "io/saved_tensor.h"
@@ -34,24 +37,34 @@ class SaveTarget {
 /// thread-safe.
 class Saver {
  public:
-  Saver(EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past)
-      : parts_(parts), batch_(batch), sealer_(sealer), past_(past) {}
+  Saver(Calls& calls, EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past,
+        LayerSteps& steps, Appender& appender)
+      : calls_(calls),
+        parts_(parts),
+        batch_(batch),
+        sealer_(sealer),
+        past_(past),
+        steps_(steps),
+        appender_(appender) {}
 
   Status save(SaveTarget& target);
 
-  /// What a fork begins with; `tensors` stand until the session's next call. Summaries are among
-  /// them only where the fork cannot share them.
+  /// What a fork begins with, see EngineOptions::base and Loader; `tensors` stand until the
+  /// session's next call.
   struct Shared {
     std::shared_ptr<const BaseFiles> base;
     SavedCounts counts;
     std::vector<SavedTensor> tensors;
+    Summaries* summaries = nullptr;  // which the fork shares; null: they are among `tensors`
   };
   Result<Shared> share();
 
  private:
   using Numbers = std::shared_ptr<const std::vector<uint32_t>>;  // of the store's record -> saved
 
+  Status begin(const char* where);
   Status settle();
+  Status write(SaveTarget& target);
   SavedCounts counts() const;
   bool may_link() const;
   Result<bool> link(SaveTarget& target);
@@ -70,10 +83,13 @@ class Saver {
   void list_sinks(int64_t layer, std::vector<SavedTensor>& tensors);
   void seal_file(std::shared_ptr<DataFile> next);
 
+  Calls& calls_;
   EngineParts& parts_;
   Batch& batch_;
   Sealer& sealer_;
   PastReader& past_;
+  LayerSteps& steps_;
+  Appender& appender_;
 };
 
 }  // namespace kvswap

@@ -139,20 +139,21 @@ void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms
 void Cache::give(int64_t layer, const GroupScores& given) {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
-  const int64_t parts = engine.batch() * engine.heads_apart();
+  const int64_t parts = engine.sequences().size();
   const int64_t groups = engine.sequences().layer(layer).sealed_groups;
   if (static_cast<int64_t>(given.scores.size()) != parts * given.queries * groups) {
     throw std::invalid_argument("give_scores: scores must be [" + std::to_string(parts) + ", " +
                                 std::to_string(given.queries) + ", " + std::to_string(groups) +
                                 "], got " + std::to_string(given.scores.size()) + " numbers");
   }
-  throw_status(engine.give_scores(layer, {given.scores.data(), parts, given.queries, groups}));
+  throw_status(
+      engine.given().take_scores(layer, {given.scores.data(), parts, given.queries, groups}));
 }
 
 void Cache::give(int64_t layer, const TokenWorth& given) {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
-  const int64_t parts = std::max<int64_t>(1, engine.batch() * engine.heads_apart());
+  const int64_t parts = std::max<int64_t>(1, engine.sequences().size());
   const auto count = static_cast<int64_t>(given.worth.size());
   if (count % parts != 0 || (!given.decay.empty() && given.decay.size() != given.worth.size())) {
     throw std::invalid_argument("give_worth: worth must be [" + std::to_string(parts) +
@@ -161,14 +162,14 @@ void Cache::give(int64_t layer, const TokenWorth& given) {
                                 std::to_string(given.decay.size()) + " numbers");
   }
   const float* decay = given.decay.empty() ? nullptr : given.decay.data();
-  throw_status(engine.give_worth(layer, {given.worth.data(), decay, parts, count / parts}));
+  throw_status(engine.given().take_worth(layer, {given.worth.data(), decay, parts, count / parts}));
 }
 
 void Cache::give(int64_t layer, const GroupChoice& choice) {
   const Impl::Use use(*impl_);
   std::vector<std::vector<int32_t>> narrow;
   for (const auto& groups : choice.groups) narrow.emplace_back(groups.begin(), groups.end());
-  throw_status(use.engine().override_selection(layer, std::move(narrow)));
+  throw_status(use.engine().given().take_choice(layer, std::move(narrow)));
 }
 
 void Cache::append(int64_t layer, const NewTokens& tokens) {
@@ -286,7 +287,7 @@ LayerState Cache::layer(int64_t layer, int64_t queries) const {
   return {.columns = engine.columns(layer),
           .attends_all = engine.sequences().all_fit(layer),
           .needs_projection = engine.needs_projection(layer),
-          .needs_scores = engine.needs_scores(layer, queries)};
+          .needs_scores = engine.given().needs_scores(layer, queries)};
 }
 
 Held Cache::held() const {
@@ -302,9 +303,10 @@ Held Cache::held() const {
 bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
   const Impl::Use use(*impl_);
   const Engine& engine = use.engine();
+  const int64_t apart = engine.parts().options.heads_apart;
   bool is_found = false;
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    const TokenValidity& validity = engine.sequences().validity(sequence * engine.heads_apart());
+    const TokenValidity& validity = engine.sequences().validity(sequence * apart);
     for (int64_t column = begin; column < end; ++column) {
       // What nobody declared counts.
       const bool is_valid = column >= validity.columns() || validity.is_valid(column);

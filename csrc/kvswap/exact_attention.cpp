@@ -62,9 +62,8 @@ bool is_alone(Engine& engine, const ExactArgs& args) {
       engine.keeping().window(attention.layer) > 0) {
     return false;
   }
-  for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    if (engine.sequences().validity(sequence * engine.heads_apart()).all_valid_from() > 0)
-      return false;
+  for (int64_t part = 0; part < engine.sequences().size(); ++part) {
+    if (engine.sequences().validity(part).all_valid_from() > 0) return false;
   }
   return true;
 }
@@ -87,7 +86,7 @@ Status attend_part(Engine& engine, const ExactArgs& args, int64_t part, ExactChu
 Status attend_chunk(Engine& engine, const ExactArgs& args, ExactChunk& chunk) {
   if (is_alone(engine, args) && chunk.attend_alone()) return Status::ok();
   chunk.clear();
-  for (int64_t part = 0; part < engine.batch() * engine.heads_apart(); ++part) {
+  for (int64_t part = 0; part < engine.sequences().size(); ++part) {
     KVSWAP_RETURN_IF_ERROR(attend_part(engine, args, part, chunk));
   }
   return Status::ok();

@@ -301,10 +301,10 @@ class PagedChunk final : public ExactChunk {
 
   std::unique_ptr<ExactPart> part(int64_t part, int64_t begin) override {
     const EngineOptions& options = engine_.options();
-    const int64_t apart = engine_.heads_apart();
+    const int64_t apart = engine_.parts().options.heads_apart;
     const int64_t element = dtype_bytes(options.dtype);
     const int64_t row = query_.heads * options.head_dim;
-    QueryView query = engine_.parts_of(query_);
+    QueryView query = query_.of_parts(apart);
     query.data = query.at(part, 0, begin);
     query.queries -= begin;
     query.heads_apart = 1;

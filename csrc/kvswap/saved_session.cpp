@@ -125,10 +125,10 @@ class FolderTarget final : public SaveTarget {
 
 std::unique_ptr<Engine> loaded(const EngineOptions& options, ParallelFor parallel,
                                const SavedCounts& counts, const SavedTensors& tensors,
-                               Engine* sharer = nullptr) {
+                               Summaries* shared = nullptr) {
   auto engine = Engine::create(options, std::move(parallel));
   throw_status(engine.status());
-  throw_status(engine.value()->load(counts, tensors, sharer));
+  throw_status(engine.value()->loader().load(counts, tensors, shared));
   return std::move(engine.value());
 }
 
@@ -152,7 +152,7 @@ void save_engine(Engine& engine, const CacheOptions& options, const SaveArgs& ar
                                                                : StagedFolder::Existing::kRefuse);
   throw_status(folder.status());
   FolderTarget target(std::move(folder.value()), std::move(manifest), args);
-  throw_status(engine.save(target));
+  throw_status(engine.saver().save(target));
 }
 
 std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions& options,
@@ -184,7 +184,7 @@ std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions&
 }
 
 std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
-  auto shared = engine.share();
+  auto shared = engine.saver().share();
   throw_status(shared.status());
   EngineOptions options = engine.options();
   auto file = create_unnamed_file(options.directory);
@@ -194,7 +194,8 @@ std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
   throw_status(write_safetensors(fd, options.directory, shared.value().tensors, {}).status());
   const SavedState state(descriptor_path(fd), "the fork's state in " + options.directory);
   options.base = shared.value().base;
-  return loaded(options, std::move(parallel), shared.value().counts, state, &engine);
+  return loaded(options, std::move(parallel), shared.value().counts, state,
+                shared.value().summaries);
 }
 
 void SavedCache::verify() const {

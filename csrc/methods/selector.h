@@ -53,6 +53,13 @@ struct QueryView {
                             query * query_stride;
     return static_cast<const std::byte*>(data) + element * dtype_bytes(dtype);
   }
+  /// The same array for parts: of each sequence so many, KV heads that choose apart.
+  QueryView of_parts(int64_t parts) const {
+    QueryView view = *this;
+    view.heads /= parts;
+    view.heads_apart = parts;
+    return view;
+  }
 };
 
 /// What a group is worth.

@@ -255,7 +255,7 @@ class TorchChunk final : public ExactChunk {
   void clear() override { output_.zero_(); }
 
   std::unique_ptr<ExactPart> part(int64_t part, int64_t begin) override {
-    const int64_t apart = engine_.heads_apart();
+    const int64_t apart = engine_.parts().options.heads_apart;
     const int64_t tokens = query_.size(2) - begin;
     const auto slice = [&](const at::Tensor& tensor) {
       const int64_t heads = tensor.size(1) / apart;

@@ -89,7 +89,7 @@ class SavedInMemory final : public SaveTarget, public SavedTensors {
     options.base = base;
     auto engine = Engine::create(options, nullptr);
     if (!engine.is_ok()) return engine;
-    KVSWAP_RETURN_IF_ERROR(engine.value()->load(counts_, *this));
+    KVSWAP_RETURN_IF_ERROR(engine.value()->loader().load(counts_, *this));
     return engine;
   }
 
@@ -104,7 +104,7 @@ class SavedInMemory final : public SaveTarget, public SavedTensors {
 
 /// As the public sessions do; its tensors may go when it is there.
 inline std::unique_ptr<Engine> fork_of(Engine& engine) {
-  auto shared = engine.share();
+  auto shared = engine.saver().share();
   EXPECT_TRUE(shared.is_ok()) << shared.status().message();
   SavedInMemory tensors(engine.options().directory);
   EXPECT_TRUE(tensors.finish(shared.value().counts, shared.value().tensors).is_ok());
@@ -112,7 +112,8 @@ inline std::unique_ptr<Engine> fork_of(Engine& engine) {
   options.base = shared.value().base;
   auto fork = Engine::create(options, nullptr);
   EXPECT_TRUE(fork.is_ok()) << fork.status().message();
-  const Status loaded = fork.value()->load(shared.value().counts, tensors, &engine);
+  const Status loaded =
+      fork.value()->loader().load(shared.value().counts, tensors, shared.value().summaries);
   EXPECT_TRUE(loaded.is_ok()) << loaded.message();
   return std::move(fork.value());
 }

@@ -116,7 +116,7 @@ TEST(Dropping, WhatIsGoneIsSaidAndNothingChanges) {
             StatusCode::kDropped);
   EXPECT_EQ(engine.columns(0), 200);
   EXPECT_TRUE(engine.read_back(0, 0, 190, 200, keys.data(), values.data()).is_ok());
-  EXPECT_FALSE(engine.share().is_ok());
+  EXPECT_FALSE(engine.saver().share().is_ok());
   EXPECT_TRUE(engine.crop(196).is_ok()) << "a step may be taken back";
   EXPECT_EQ(engine.columns(1), 196);
 }

@@ -38,7 +38,7 @@ TEST(Forks, AnswerAlikeAndCountOnceWhatTheyShareWhicheverGoesFirst) {
   {
     auto run = long_run(options);
     SavedInMemory saved(directory.path());
-    ASSERT_TRUE(run->engine().save(saved).is_ok());
+    ASSERT_TRUE(run->engine().saver().save(saved).is_ok());
     options.kv_memory_bytes =
         memory_need(options, run->engine().parts().record_bytes(), 1, 2600).total();
     for (int i = 0; i < 3; ++i) {
@@ -102,7 +102,7 @@ TEST(Forks, OfForksEndInAnErrorThatSaysHowToGoOn) {
   int64_t forks = 0;
   for (; forks < 2 * FileStack::kFilesMax; ++forks) {
     (void)answers(*newest, 7);  // adds records, in a file of its own
-    const auto shared = newest->share();
+    const auto shared = newest->saver().share();
     if (!shared.is_ok()) {
       EXPECT_NE(shared.status().message().find("save() it"), std::string::npos);
       break;
@@ -111,11 +111,11 @@ TEST(Forks, OfForksEndInAnErrorThatSaysHowToGoOn) {
   }
   EXPECT_EQ(forks, FileStack::kFilesMax - 1);
   SavedInMemory saved(directory.path());
-  ASSERT_TRUE(newest->save(saved).is_ok());
+  ASSERT_TRUE(newest->saver().save(saved).is_ok());
   auto opened = saved.open(newest->options());
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
   EXPECT_TRUE(answers(*opened.value(), 8) == answers(*newest, 8));
-  EXPECT_TRUE(opened.value()->share().is_ok());
+  EXPECT_TRUE(opened.value()->saver().share().is_ok());
 }
 
 /// Of this process; without files.

@@ -259,7 +259,7 @@ TEST(Keeping, IsNeitherForDevicesNorSaved) {
   EngineOptions options = keeping_options(directory.path());
   ReadFaults faults;
   Pair pair(options, options);
-  const auto shared = pair.one().engine().share();
+  const auto shared = pair.one().engine().saver().share();
   ASSERT_FALSE(shared.is_ok());
   EXPECT_NE(shared.status().message().find("keeper must be none or newest, got 'observed'"),
             std::string::npos);

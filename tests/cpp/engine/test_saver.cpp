@@ -58,7 +58,7 @@ TEST_P(SavedEngine, OpensAsItWasAndGoesOnAsItWould) {
       while (run.engine().columns(0) < 20)
         run.forward(std::max<int64_t>(1, run.engine().batch()), 30);
       SavedInMemory saved(directory_.path(), may_link);
-      const Status status = run.engine().save(saved);
+      const Status status = run.engine().saver().save(saved);
       ASSERT_TRUE(status.is_ok()) << status.message();
       run.seal_overflow();
       run.compare_contents();
@@ -119,7 +119,7 @@ TEST(Saver, AnswersOfRowsThatTheReferenceHasNotAreThoseOfTheOneThatWasSaved) {
       }
     }
     SavedInMemory saved(directory.path());
-    ASSERT_TRUE(run.engine().save(saved).is_ok());
+    ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
     auto opened = saved.open(options);
     ASSERT_TRUE(opened.is_ok()) << opened.status().message();
     EXPECT_TRUE(answers(run.engine(), 7) == answers(*opened.value(), 7)) << rows;
@@ -133,7 +133,7 @@ TEST(Saver, WritesAWayThatIsMostlyHolesAnewAndGoesOn) {
   run.forward(1, 200);
   run.crop(60);
   SavedInMemory saved(directory.path());
-  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
   EXPECT_FALSE(saved.is_linked());
   run.seal_overflow();
   run.live(10, 2);
@@ -144,13 +144,13 @@ TEST(Saver, RefusesAnEmptySessionAndOneWhoseLayersDiffer) {
   const EngineOptions options = small_options(directory.path());
   EngineRun run(options, 3);
   SavedInMemory saved(directory.path());
-  const Status empty = run.engine().save(saved);
+  const Status empty = run.engine().saver().save(saved);
   EXPECT_NE(empty.message().find("must hold tokens"), std::string::npos) << empty.message();
   const Tokens tokens = run.draw_tokens(1, 20);
   ASSERT_TRUE(run.engine().append(0, run.view(tokens, 1)).is_ok());
-  const Status uneven = run.engine().save(saved);
+  const Status uneven = run.engine().saver().save(saved);
   EXPECT_NE(uneven.message().find("end the forward pass"), std::string::npos) << uneven.message();
-  EXPECT_FALSE(run.engine().share().is_ok());
+  EXPECT_FALSE(run.engine().saver().share().is_ok());
 }
 
 TEST(Saver, TheSavedFileChangesNoMoreWhateverTheSaverDoes) {
@@ -159,7 +159,7 @@ TEST(Saver, TheSavedFileChangesNoMoreWhateverTheSaverDoes) {
   EngineRun run(options, 3);
   run.forward(2, 120);
   SavedInMemory saved(directory.path());
-  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
   ASSERT_TRUE(saved.is_linked());
   const auto bytes_of = [&] {
     std::string bytes(std::filesystem::file_size(saved.path()), '\0');
@@ -187,7 +187,7 @@ TEST(Saver, ADamagedRecordIsReportedAndNeverSavedAnew) {
   EngineRun run(options, 3);
   run.forward(1, 120);
   SavedInMemory saved(directory.path());
-  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
   const int fd = ::open(saved.path().c_str(), O_RDWR);
   ASSERT_EQ(::pwrite(fd, "x", 1, 100), 1);
   ::close(fd);
@@ -195,7 +195,7 @@ TEST(Saver, ADamagedRecordIsReportedAndNeverSavedAnew) {
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
   TestDirectory elsewhere;
   SavedInMemory again(elsewhere.path());
-  EXPECT_EQ(opened.value()->save(again).code(), StatusCode::kCorrupt);
+  EXPECT_EQ(opened.value()->saver().save(again).code(), StatusCode::kCorrupt);
 }
 
 TEST(Loader, RefusesWhatDoesNotFit) {
@@ -207,7 +207,7 @@ TEST(Loader, RefusesWhatDoesNotFit) {
     ASSERT_TRUE(run.set_projection(layer).is_ok());
   }
   SavedInMemory saved(directory.path());
-  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
   const auto whole = saved.tensors();
   for (const auto& [name, bytes] : whole) {
     SCOPED_TRACE(name);
@@ -236,7 +236,7 @@ TEST(Loader, StaysWithinTheBudgetOrSaysWhatItNeeds) {
     ASSERT_TRUE(run.set_projection(layer).is_ok());
   }
   SavedInMemory saved(directory.path());
-  ASSERT_TRUE(run.engine().save(saved).is_ok());
+  ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
   auto opened = saved.open(options);
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
   const int64_t need = memory_need(options, opened.value()->parts().record_bytes(), 2, 400).total();

@@ -1,0 +1,47 @@
+#include "engine/given.h"
+
+#include <string>
+#include <utility>
+
+namespace kvswap {
+
+bool Given::needs_scores(int64_t layer, int64_t queries) {
+  const EngineOptions& options = parts_.options;
+  if (!RowsKind::find(options.rows)->is_given) return false;
+  steps_.settle();
+  return !options.is_exact(layer) && !batch_.all_fit(layer) &&
+         !exact_chunks_.takes(layer, queries) && !steps_.of(layer).is_for(queries);
+}
+
+Status Given::take_scores(int64_t layer, const GivenScores& scores) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  const EngineOptions& options = parts_.options;
+  if (options.is_exact(layer)) {
+    return Status::invalid("give_scores: layer " + std::to_string(layer) +
+                           " must choose to take scores, and attends everything");
+  }
+  const int64_t groups = batch_.layer(layer).sealed_groups;
+  const bool fits = scores.sequences == batch_.size() && scores.groups == groups &&
+                    scores.queries >= 1 && scores.queries <= options.select_queries_max;
+  if (!fits) {
+    return Status::invalid(
+        "give_scores: scores of layer " + std::to_string(layer) + " must be of " +
+        std::to_string(batch_.size()) + " sequences, 1.." +
+        std::to_string(options.select_queries_max) + " queries and " + std::to_string(groups) +
+        " groups, got " + std::to_string(scores.sequences) + ", " + std::to_string(scores.queries) +
+        " and " + std::to_string(scores.groups));
+  }
+  return parts_.selector->give_scores(layer, scores);
+}
+
+Status Given::take_worth(int64_t layer, const GivenWorth& worth) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  return worths_.give(layer, worth);
+}
+
+Status Given::take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  return steps_.of(layer).override_with(std::move(groups));
+}
+
+}  // namespace kvswap

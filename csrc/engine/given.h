@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/batch.h"
+#include "engine/calls.h"
+#include "engine/exact_chunks.h"
+#include "engine/given_worths.h"
+#include "engine/layer_steps.h"
+#include "methods/selector.h"
+
+namespace kvswap {
+
+/// What the caller gives in the place of what the settings' method would find out. Not thread-safe.
+class Given {
+ public:
+  Given(Calls& calls, EngineParts& parts, const Batch& batch, LayerSteps& steps,
+        const ExactChunks& exact_chunks, GivenWorths& worths)
+      : calls_(calls),
+        parts_(parts),
+        batch_(batch),
+        steps_(steps),
+        exact_chunks_(exact_chunks),
+        worths_(worths) {}
+
+  /// Must take_scores() come before attend() of so many queries?
+  bool needs_scores(int64_t layer, int64_t queries);
+  /// With rows=given, for the layer's next look_ahead() or attend(): [parts, queries, groups], see
+  /// Selector.
+  Status take_scores(int64_t layer, const GivenScores& scores);
+  /// With keeper=given, after each append(): what its tokens are worth.
+  Status take_worth(int64_t layer, const GivenWorth& worth);
+  /// The layer's next selection, [parts][groups]. The selector still runs, so that its cost is
+  /// measured; see GroupChoice.
+  Status take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups);
+
+ private:
+  Calls& calls_;
+  EngineParts& parts_;
+  const Batch& batch_;
+  LayerSteps& steps_;
+  const ExactChunks& exact_chunks_;
+  GivenWorths& worths_;
+};
+
+}  // namespace kvswap
