@@ -2,6 +2,12 @@
 # that a test of one room needs only the rooms below it, and kvswap_core, which is what is shipped.
 file(WRITE ${CMAKE_BINARY_DIR}/empty.cpp "// Stands in for a room that has no source yet.\n")
 
+# Sums that must have the same bits on every CPU: no product is added before it is rounded.
+foreach(source kernels/cpu/nearest_centroid methods/k_means methods/cluster_table)
+  set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/${source}.cpp
+    PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+endforeach()
+
 function(kvswap_add_room room)
   cmake_parse_arguments(arg "" "SUBDIR" "DEPENDS" ${ARGN})
   if(NOT arg_SUBDIR)

@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import torch
 
+from bench.quality.engine_clusters import EngineClusters
 from kvswap_torch.methods.clusters import PENDING, ClusterOptions, Clusters
 from kvswap_torch.methods.k_means import comparable, k_means
 
@@ -62,13 +63,15 @@ class LocalClusters(Clusters):
             self._set(keys, self._new(), tokens[label == cluster])
 
 
-UPDATES: dict[str, type[Clusters]] = {
-    "adaptive": Clusters,
+Row = Clusters | EngineClusters
+
+UPDATES: dict[str, type[Row]] = {
+    "adaptive": EngineClusters,
     "static": StaticClusters,
     "local": LocalClusters,
 }
 
 
-def clusters_of(update: str, width: int, tokens_max: int, options: ClusterOptions) -> Clusters:
+def clusters_of(update: str, width: int, tokens_max: int, options: ClusterOptions) -> Row:
     """A row that takes later tokens in this way."""
     return UPDATES[update](width, tokens_max, options)

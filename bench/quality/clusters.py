@@ -1,7 +1,8 @@
-"""Attending clusters of similar keys (DynaKV), emulated; the engine itself has no clusters yet.
+"""Attending clusters of similar keys (DynaKV), emulated: a session cannot choose clusters yet.
 
-The rules are those of `kvswap_torch.methods.clusters`; here each row of a sample chooses among them
-as it finds them, and then takes in what has left the tail, in the order of decoding.
+Who is in which cluster says `csrc/methods/clusters.h` (`engine_clusters.py`); here each row of a
+sample chooses among them as it finds them, and then takes in what has left the tail, in the order
+of decoding.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import numpy as np
 import torch
 
 from bench.quality.choosing import Frame
-from bench.quality.cluster_updates import clusters_of
+from bench.quality.cluster_updates import Row, clusters_of
 from bench.quality.disk import Want
 from bench.quality.view import View
 from kvswap_torch.methods.cluster_choice import best_within, cluster_scores
-from kvswap_torch.methods.clusters import ClusterOptions, Clusters
+from kvswap_torch.methods.clusters import ClusterOptions
 
 ROOM_TOKENS = 256  # sizes of rows are rounded up to it, so that samples share a document's clusters
 CLUSTER_PAGES = 1 << 12  # names of a cluster's pages: more than any has
@@ -72,7 +73,7 @@ class Chosen:
 
 
 def choose_clusters(
-    row: Clusters, query: torch.Tensor, kv_heads: int, settings: ClusterSettings, scale: float
+    row: Row, query: torch.Tensor, kv_heads: int, settings: ClusterSettings, scale: float
 ) -> Chosen:
     """What one step attends.
 
@@ -116,7 +117,7 @@ class Extents:
         other._end = self._end
         return other
 
-    def want(self, row: Clusters, clusters: list[int], pages_max: int) -> Want:
+    def want(self, row: Row, clusters: list[int], pages_max: int) -> Want:
         """The pages of these clusters, at most so many of one that is larger."""
         names, places = [], []
         for cluster in sorted(clusters):
@@ -128,7 +129,7 @@ class Extents:
         empty = [np.zeros(0, dtype=np.int64)]
         return Want(np.concatenate(names or empty), np.concatenate(places or empty))
 
-    def lay(self, row: Clusters) -> None:
+    def lay(self, row: Row) -> None:
         """All clusters, in the order of their numbers: after the prompt."""
         for cluster in range(row.count):
             self._place(cluster, -(-int(row.size[cluster]) // self._page_tokens))
@@ -184,7 +185,7 @@ class ClusterMethod:
             taken.tokens[sample].append(tokens)
         return mask
 
-    def _prompt(self, view: View, room: int) -> tuple[Clusters, Extents]:
+    def _prompt(self, view: View, room: int) -> tuple[Row, Extents]:
         """The document's clusters, before anything follows it."""
         keys = view.past.keys.flatten(1).float()
         tokens = view.past.tokens + room
@@ -199,7 +200,7 @@ class ClusterMethod:
         return self.frame.sealed(view) * self.frame.group_tokens
 
     def _follow(
-        self, view: View, sample: int, state: tuple[Clusters, Extents], mask: torch.Tensor
+        self, view: View, sample: int, state: tuple[Row, Extents], mask: torch.Tensor
     ) -> tuple[list[Want], list[int]]:
         """One sample, step by step; fills `mask`, ``[n, columns]``."""
         row, extents = state

@@ -23,14 +23,14 @@ import typer
 from bench import machine
 from bench.quality.choosing import Frame
 from bench.quality.cluster_bytes import cluster_pages
-from bench.quality.cluster_updates import UPDATES, clusters_of
+from bench.quality.cluster_updates import UPDATES, Row, clusters_of
 from bench.quality.clusters import ClusterSettings, choose_clusters
 from bench.quality.emulate import Emulation, Past
 from bench.quality.harness import REFERENCE, load_config
 from bench.quality.others import Full
 from bench.quality.text import HELD_OUT, Texts
 from bench.quality.view import LayerPast, View
-from kvswap_torch.methods.clusters import ClusterOptions, Clusters
+from kvswap_torch.methods.clusters import ClusterOptions
 from kvswap_torch.methods.k_means import mean_variance
 
 STRETCH = 512  # tokens that follow at once
@@ -43,7 +43,7 @@ CHARACTERS_PER_TOKEN = 8
 class Drift:
     """One layer's row under one update: its clusters, and what was measured on the way."""
 
-    row: Clusters
+    row: Row
     recall: list[tuple[int, float]] = field(default_factory=list)  # position, over heads
     attended: list[int] = field(default_factory=list)  # tokens, where recall was measured
 
@@ -100,7 +100,7 @@ class LayerRow:
                 self.drifts[update] = Drift(self._start(update, left[0]))
             self._follow_update(view, update, left, masses)
 
-    def _start(self, update: str, left: int) -> Clusters:
+    def _start(self, update: str, left: int) -> Row:
         width = self.keys.shape[1]
         row = clusters_of(update, width, self._tokens, self._settings.options)
         row.enter_prompt(self.keys, left)

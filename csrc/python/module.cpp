@@ -3,6 +3,7 @@
 #include "io/host_info.h"
 #include "kernels/cpu_features.h"
 #include "kvswap/settings_rules.h"
+#include "python/clusters.h"
 #include "python/errors.h"
 #include "python/probe.h"
 #include "python/saved.h"
@@ -247,6 +248,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_options(module);
   bind_cache(module);
   kvswap::bind_probe(module);
+  kvswap::bind_clusters(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");
 }

@@ -1,8 +1,8 @@
 """DynaKV: clusters of similar keys that grow, and split while decoding (4.1, 4.2, Algorithm 1).
 
-Which tokens stand in which cluster, for one row: a sequence, or one KV head of it. Plain torch, as
-the reference that a part of the engine is to be compared with; the engine has no clusters yet.
-What the paper leaves open is said where it is decided.
+Which tokens stand in which cluster, for one row: a sequence, or one KV head of it. Plain torch: the
+reference of `csrc/methods/clusters.h`, which `bench/quality` follows documents with. A session
+cannot choose clusters yet. What the paper leaves open is said where it is decided.
 """
 
 from __future__ import annotations

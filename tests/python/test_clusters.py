@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.quality.engine_clusters import EngineClusters
 from kvswap_torch.methods.cluster_choice import SCORES, best_within, cluster_scores
 from kvswap_torch.methods.clusters import (
     PENDING,
@@ -39,7 +40,11 @@ OPTIONS = st.builds(
 )
 KINDS = st.sampled_from(["normal", "equal", "few", "moving", "odd"])
 
+ROWS = {"reference": Clusters, "engine": EngineClusters}
+Row = Clusters | EngineClusters
+
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")
+both = pytest.mark.parametrize("made", ROWS.values(), ids=ROWS)
 
 
 def drawn(kind: str, tokens: int, width: int, seed: int) -> torch.Tensor:
@@ -59,7 +64,7 @@ def drawn(kind: str, tokens: int, width: int, seed: int) -> torch.Tensor:
     return keys
 
 
-def check(row: Clusters, keys: torch.Tensor, left: int) -> None:
+def check(row: Row, keys: torch.Tensor, left: int) -> None:
     """What must hold after every call."""
     options, place = row.options, row.place
     sinks = min(options.sink_tokens, len(keys))
@@ -81,6 +86,7 @@ def check(row: Clusters, keys: torch.Tensor, left: int) -> None:
     assert row.centroid.isfinite().all() and row.variance.isfinite().all()
 
 
+@both
 @given(
     kind=KINDS,
     prompt=st.integers(0, 700),
@@ -89,10 +95,10 @@ def check(row: Clusters, keys: torch.Tensor, left: int) -> None:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_token_is_in_exactly_one_place(kind, prompt, width, options, seed):
+def test_every_token_is_in_exactly_one_place(made, kind, prompt, width, options, seed):
     """Sinks, one cluster, pending or tail; sizes, means and bounds hold, whatever is read."""
     keys = drawn(kind, prompt + STEPS, width, seed)
-    row = Clusters(width, len(keys), options)
+    row = made(width, len(keys), options)
     row.enter_prompt(keys, prompt)
     check(row, keys, prompt)
     generator = torch.Generator().manual_seed(seed)
@@ -148,9 +154,10 @@ def test_ties_go_to_the_lower_number():
     assert split_in_two(torch.tensor([[0.0], [1.0], [2.0]])).tolist() == [False, False, True]
 
 
-def test_equal_keys_fill_clusters_up_and_do_not_split_without_end():
+@both
+def test_equal_keys_fill_clusters_up_and_do_not_split_without_end(made):
     keys = torch.ones(1000, 4)
-    row = Clusters(4, 1000, ClusterOptions(16, 32))
+    row = made(4, 1000, ClusterOptions(16, 32))
     row.enter_prompt(keys, 600)
     before = row.splits
     assert row.threshold == 0.0 and float(row.variance.max()) == 0.0
@@ -161,16 +168,18 @@ def test_equal_keys_fill_clusters_up_and_do_not_split_without_end():
     assert row.count <= math.ceil(1000 / 16)
 
 
-def test_one_token_is_a_cluster():
-    row = Clusters(1, 1, ClusterOptions())
+@both
+def test_one_token_is_a_cluster(made):
+    row = made(1, 1, ClusterOptions())
     row.enter_prompt(torch.tensor([[3.0]]), 1)
     assert (row.count, row.place.tolist(), row.centroid[0].tolist()) == (1, [0], [3.0])
 
 
-def test_a_key_that_is_no_number_has_a_cluster_of_its_own():
+@both
+def test_a_key_that_is_no_number_has_a_cluster_of_its_own(made):
     keys = torch.randn(600, 4, generator=torch.Generator().manual_seed(3))
     keys[300] = torch.nan
-    row = Clusters(4, 700, ClusterOptions())
+    row = made(4, 700, ClusterOptions())
     row.enter_prompt(keys, 600)
     own = int(row.place[300])
     assert row.members(own).tolist() == [300]
@@ -181,10 +190,11 @@ def test_a_key_that_is_no_number_has_a_cluster_of_its_own():
     assert row.members(int(row.place[601])).tolist() == [601]
 
 
-def test_a_key_that_is_no_number_does_not_count_for_a_centroid():
+@both
+def test_a_key_that_is_no_number_does_not_count_for_a_centroid(made):
     """At the limit it joins another cluster, which later grows on."""
     keys = torch.tensor([[0.0], [2.0], [torch.nan], [torch.nan], [4.0]])
-    row = Clusters(1, 5, ClusterOptions(4, 6))
+    row = made(1, 5, ClusterOptions(4, 6))
     row.enter(keys, 5, ())
     assert row.count == row.clusters_max == 2
     assert row.place.tolist() == [0, 0, 1, 0, 0]
@@ -192,19 +202,20 @@ def test_a_key_that_is_no_number_does_not_count_for_a_centroid():
     check(row, keys, 5)
 
 
-def wide_row(pending: int) -> tuple[Clusters, torch.Tensor]:
+def wide_row(made: type[Row], pending: int) -> tuple[Row, torch.Tensor]:
     """Two heaps of 300 keys, then keys far from both."""
     generator = torch.Generator().manual_seed(5)
     keys = torch.randn(640, 4, generator=generator)
     keys[300:] += 50
     keys[600:] += 50 + 20 * torch.arange(40)[:, None]
-    row = Clusters(4, 640, ClusterOptions(20, 40, 1.25, pending))
+    row = made(4, 640, ClusterOptions(20, 40, 1.25, pending))
     row.enter_prompt(keys, 600)
     return row, keys
 
 
-def test_a_token_that_makes_its_cluster_too_wide_waits_until_it_is_read():
-    row, keys = wide_row(pending=16)
+@both
+def test_a_token_that_makes_its_cluster_too_wide_waits_until_it_is_read(made):
+    row, keys = wide_row(made, pending=16)
     nearest_to = int(squares(row.centroid[: row.count] - keys[600]).argmin())
     before, splits = row.members(nearest_to).tolist(), row.splits
     assert row.enter(keys, 601, ()) == []
@@ -215,29 +226,33 @@ def test_a_token_that_makes_its_cluster_too_wide_waits_until_it_is_read():
     assert (row.place[600:602] >= 0).all()
 
 
-def test_what_is_read_is_split_at_once():
-    row, keys = wide_row(pending=16)
+@both
+def test_what_is_read_is_split_at_once(made):
+    row, keys = wide_row(made, pending=16)
     count = row.count
     row.enter(keys, 601, range(row.count))
     assert row.count == count + 1 and row.pending == 0
     assert row.members(int(row.place[600])).tolist() == [600]  # far from all that was there
 
 
-def test_when_enough_wait_the_cluster_that_most_wait_for_is_read():
-    row, keys = wide_row(pending=4)
+@both
+def test_when_enough_wait_the_cluster_that_most_wait_for_is_read(made):
+    row, keys = wide_row(made, pending=4)
     forced = [row.enter(keys, end, ()) for end in range(601, 605)]
     assert forced[:3] == [[]] * 3 and len(forced[3]) == 1
     assert row.forced == 1 and row.pending == 0
 
 
-def test_without_room_to_wait_each_token_has_its_cluster_read():
-    row, keys = wide_row(pending=0)
+@both
+def test_without_room_to_wait_each_token_has_its_cluster_read(made):
+    row, keys = wide_row(made, pending=0)
     assert all(len(row.enter(keys, end, ())) == 1 for end in range(601, 604))
 
 
-def test_at_the_limit_nothing_splits_and_tokens_join_where_room_is():
+@both
+def test_at_the_limit_nothing_splits_and_tokens_join_where_room_is(made):
     keys = torch.randn(1024, 4, generator=torch.Generator().manual_seed(7))
-    row = Clusters(4, 1024, ClusterOptions(32, 40, 0.05))  # all are too wide
+    row = made(4, 1024, ClusterOptions(32, 40, 0.05))  # all are too wide
     row.enter_prompt(keys, 900)
     assert row.count == math.ceil(1.25 * 900 / 32)
     for end in range(901, 1025):
@@ -246,11 +261,12 @@ def test_at_the_limit_nothing_splits_and_tokens_join_where_room_is():
     assert row.count == row.clusters_max == 40 and row.refused > 0
 
 
-def test_long_prompts_are_clustered_in_blocks():
+@both
+def test_long_prompts_are_clustered_in_blocks(made):
     """What stands in the first block does not depend on what follows it."""
     keys = torch.randn(8192 + 512, 4, generator=torch.Generator().manual_seed(9))
     options = ClusterOptions(64, 128)
-    row, first = Clusters(4, len(keys), options), Clusters(4, len(keys), options)
+    row, first = made(4, len(keys), options), made(4, len(keys), options)
     row.enter_prompt(keys, len(keys))
     first.enter_prompt(keys, 8192)
     check(row, keys, len(keys))
@@ -259,8 +275,9 @@ def test_long_prompts_are_clustered_in_blocks():
     assert row.threshold == first.threshold
 
 
-def test_a_copy_has_a_life_of_its_own():
-    row, keys = wide_row(pending=16)
+@both
+def test_a_copy_has_a_life_of_its_own(made):
+    row, keys = wide_row(made, pending=16)
     row.enter(keys, 601, ())
     other = row.copy()
     other.enter(keys, 640, range(other.count))
@@ -283,9 +300,10 @@ def test_options_that_make_no_sense_are_refused(arguments, told):
         ClusterOptions(*arguments)
 
 
-def test_a_row_without_width_is_refused():
+@both
+def test_a_row_without_width_is_refused(made):
     with pytest.raises(ValueError, match="width and tokens_max must be positive, got 0 and 5"):
-        Clusters(0, 5, ClusterOptions())
+        made(0, 5, ClusterOptions())
 
 
 def test_scores_are_their_definitions():

@@ -1,0 +1,255 @@
+#include "methods/clusters.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+namespace kvswap {
+namespace {
+
+constexpr int64_t kBlockTokens = 8192;     // of a prompt, clustered by themselves: linear cost
+constexpr int64_t kBlockTokensMin = 256;   // shorter ones are entered token by token
+constexpr int64_t kThresholdTokens = 512;  // clustered before what is too wide is decided
+constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
+
+/// ceil(1.25 tokens / cluster_tokens)
+int64_t clusters_of(int64_t tokens, int64_t cluster_tokens) {
+  return (5 * tokens + 4 * cluster_tokens - 1) / (4 * cluster_tokens);
+}
+
+bool is_usual(const KeyRows& keys, int64_t token) {
+  return is_comparable({keys.of(token), static_cast<size_t>(keys.width)});
+}
+
+}  // namespace
+
+std::string ClusterOptions::fault() const {
+  if (cluster_tokens < 1 || cluster_tokens > cluster_tokens_max) {
+    return "cluster_tokens must be at least 1 and at most cluster_tokens_max, got " +
+           std::to_string(cluster_tokens) + " and " + std::to_string(cluster_tokens_max);
+  }
+  if (!(split_factor > 0) || std::min(pending_tokens, sink_tokens) < 0) {
+    return "split_factor must be above 0, pending_tokens and sink_tokens at least 0, got " +
+           std::to_string(split_factor) + ", " + std::to_string(pending_tokens) + " and " +
+           std::to_string(sink_tokens);
+  }
+  return {};
+}
+
+Clusters::Clusters(int64_t width, int64_t tokens_max, const ClusterOptions& options)
+    : options_(options),
+      table_(width, tokens_max, clusters_of(tokens_max, options.cluster_tokens)),
+      left_(std::min(options.sink_tokens, tokens_max)),
+      changed_(table_.clusters_max()) {
+  for (int64_t token = 0; token < left_; ++token) table_.put_outside(token, kInSinks);
+}
+
+int64_t Clusters::share_of(int64_t tokens) const {
+  return clusters_of(tokens, options_.cluster_tokens);
+}
+
+void Clusters::enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution) {
+  while (left_ < end) {
+    const int64_t block = std::min(end - left_, kBlockTokens);
+    if (block >= kBlockTokensMin) {
+      enter_block(keys, left_ + block, execution);
+    } else {
+      std::vector<int64_t> tokens(block);
+      std::iota(tokens.begin(), tokens.end(), left_);
+      enter_in_memory(keys, tokens);
+    }
+  }
+  std::fill(changed_.begin(), changed_.end(), false);
+}
+
+std::vector<int64_t> Clusters::enter(const KeyRows& keys, int64_t end,
+                                     std::span<const int64_t> read) {
+  Marks is_read(table_.clusters_max());
+  for (const int64_t cluster : read) is_read[cluster] = true;
+  for (int64_t token = left_; token < end; ++token) enter_one(keys, token, is_read);
+  std::vector<int64_t> ready;
+  for (const Waiting& each : waiting_) {
+    if (is_read[each.cluster]) ready.push_back(each.cluster);
+  }
+  std::sort(ready.begin(), ready.end());
+  ready.erase(std::unique(ready.begin(), ready.end()), ready.end());
+  for (const int64_t cluster : ready) take_in_waiting(keys, cluster);
+  std::vector<int64_t> forced;
+  while (pending() > 0 && pending() >= options_.pending_tokens) {
+    forced.push_back(most_waited_for());
+    take_in_waiting(keys, forced.back());
+  }
+  counts_.forced += static_cast<int64_t>(forced.size());
+  std::fill(changed_.begin(), changed_.end(), false);
+  return forced;
+}
+
+void Clusters::enter_block(const KeyRows& keys, int64_t end, const Execution& execution) {
+  std::vector<int64_t> tokens, others;
+  for (int64_t token = left_; token < end; ++token) {
+    (is_usual(keys, token) ? tokens : others).push_back(token);
+  }
+  const int64_t first = table_.count();
+  const auto usual = static_cast<int64_t>(tokens.size());
+  const double share = static_cast<double>(usual) / static_cast<double>(options_.cluster_tokens);
+  const int64_t wanted =
+      std::min({std::max<int64_t>(1, std::llrint(share)), table_.clusters_max() - first, usual});
+  if (wanted > 0) {
+    const std::vector<int32_t> labels = k_means(keys, tokens, wanted, execution);
+    std::vector<std::vector<int64_t>> parts(*std::max_element(labels.begin(), labels.end()) + 1);
+    for (size_t i = 0; i < labels.size(); ++i) parts[labels[i]].push_back(tokens[i]);
+    for (const auto& part : parts) table_.set(table_.add(), keys, part);
+    tokens.clear();
+  }
+  left_ = end;
+  tokens.insert(tokens.end(), others.begin(), others.end());
+  enter_in_memory(keys, tokens);
+  settle_threshold();
+  divide_block(keys, first);
+}
+
+void Clusters::enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens) {
+  const Marks all(table_.clusters_max(), true);
+  for (const int64_t token : tokens) {
+    enter_one(keys, token, all);
+    std::fill(changed_.begin(), changed_.end(), false);
+  }
+}
+
+void Clusters::divide_block(const KeyRows& keys, int64_t first) {
+  const int64_t made = table_.count();
+  for (int64_t cluster = first; cluster < made; ++cluster) {
+    if (table_.size()[cluster] > options_.cluster_tokens_max) {
+      split(keys, cluster, members(cluster));
+    }
+  }
+  const int64_t most = std::min(table_.clusters_max(), share_of(left_));
+  while (threshold_ && table_.count() > 0 && table_.count() < most) {
+    const auto variance = table_.variance();
+    const auto widest = std::max_element(variance.begin(), variance.end()) - variance.begin();
+    if (!(variance[widest] > *threshold_)) break;
+    split(keys, widest, members(widest));
+  }
+}
+
+/// Fixed once: what is too wide stays the same while the row grows.
+void Clusters::settle_threshold() {
+  if (threshold_) return;
+  int64_t clustered = 0;
+  double sum = 0;
+  for (int64_t cluster = 0; cluster < table_.count(); ++cluster) {
+    clustered += table_.size()[cluster];
+    sum += table_.size()[cluster] * table_.variance()[cluster];
+  }
+  if (clustered < kThresholdTokens) return;
+  threshold_ = options_.split_factor * (sum / static_cast<double>(clustered));
+}
+
+void Clusters::enter_one(const KeyRows& keys, int64_t token, const Marks& read) {
+  left_ = std::max(left_, token + 1);
+  if (!is_usual(keys, token)) {
+    counts_.refused += table_.is_full() ? 1 : 0;
+    open(keys, token);
+    return;
+  }
+  const int64_t cluster = table_.nearest(keys, token, kAnySize);
+  if (cluster < 0) {
+    open(keys, token);
+  } else if (would_fit(keys.of(token), cluster)) {
+    table_.join(cluster, keys, token);
+  } else if (table_.is_full()) {
+    ++counts_.refused;
+    join_where_room_is(keys, token);
+  } else if (read[cluster] && !changed_[cluster]) {
+    std::vector<int64_t> tokens = members(cluster);
+    tokens.push_back(token);
+    split(keys, cluster, std::move(tokens));
+  } else {
+    table_.put_outside(token, kIsPending);
+    waiting_.push_back({cluster, token});
+  }
+  settle_threshold();
+}
+
+bool Clusters::would_fit(const float* key, int64_t cluster) const {
+  const int64_t size = table_.size()[cluster];
+  if (!threshold_) return size < options_.cluster_tokens;
+  return size < options_.cluster_tokens_max && table_.variance_with(cluster, key) <= *threshold_;
+}
+
+void Clusters::open(const KeyRows& keys, int64_t token) {
+  if (table_.is_full()) {
+    join_where_room_is(keys, token);
+  } else {
+    table_.set(table_.add(), keys, {&token, 1});
+  }
+}
+
+/// There is one that is not full, as the number of clusters is made.
+void Clusters::join_where_room_is(const KeyRows& keys, int64_t token) {
+  const int64_t most = options_.cluster_tokens_max;
+  int64_t cluster = is_usual(keys, token) ? table_.nearest(keys, token, most) : -1;
+  if (cluster < 0) {
+    const auto sizes = table_.size();
+    cluster = std::find_if(sizes.begin(), sizes.end(), [&](int32_t n) { return n < most; }) -
+              sizes.begin();
+  }
+  std::vector<int64_t> tokens = members(cluster);
+  tokens.push_back(token);
+  table_.set(cluster, keys, tokens);
+}
+
+/// The lowest of those that most wait for.
+int64_t Clusters::most_waited_for() const {
+  std::vector<int64_t> waiting(table_.clusters_max());
+  for (const Waiting& each : waiting_) ++waiting[each.cluster];
+  return std::max_element(waiting.begin(), waiting.end()) - waiting.begin();
+}
+
+void Clusters::take_in_waiting(const KeyRows& keys, int64_t cluster) {
+  std::vector<int64_t> waited;
+  std::erase_if(waiting_, [&](const Waiting& each) {
+    if (each.cluster == cluster) waited.push_back(each.token);
+    return each.cluster == cluster;
+  });
+  if (table_.is_full()) {
+    ++counts_.refused;
+    for (const int64_t token : waited) join_where_room_is(keys, token);
+    return;
+  }
+  std::vector<int64_t> tokens = members(cluster);
+  tokens.insert(tokens.end(), waited.begin(), waited.end());
+  std::sort(tokens.begin(), tokens.end());
+  split(keys, cluster, std::move(tokens));
+}
+
+void Clusters::split(const KeyRows& keys, int64_t cluster, std::vector<int64_t> tokens) {
+  const auto most = static_cast<size_t>(options_.cluster_tokens_max);
+  const auto smaller = [](const auto& a, const auto& b) { return a.size() < b.size(); };
+  std::vector<std::vector<int64_t>> parts{std::move(tokens)};
+  while (table_.count() + static_cast<int64_t>(parts.size()) <= table_.clusters_max()) {
+    const auto largest = std::max_element(parts.begin(), parts.end(), smaller);
+    if (parts.size() > 1 && largest->size() <= most) break;
+    const std::vector<int64_t> part = std::move(*largest);
+    parts.erase(largest);
+    const std::vector<bool> is_second = split_in_two(keys, part);
+    std::vector<int64_t> halves[2];
+    for (size_t i = 0; i < part.size(); ++i) halves[is_second[i]].push_back(part[i]);
+    for (auto& half : halves) parts.push_back(std::move(half));
+  }
+  std::stable_sort(parts.begin(), parts.end(),
+                   [&](const auto& a, const auto& b) { return smaller(b, a); });
+  std::vector<int64_t> homeless;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const size_t kept = std::min(parts[i].size(), most);
+    const int64_t to = i == 0 ? cluster : table_.add();
+    table_.set(to, keys, std::span(parts[i]).first(kept));
+    changed_[to] = true;
+    homeless.insert(homeless.end(), parts[i].begin() + kept, parts[i].end());
+  }
+  counts_.splits += static_cast<int64_t>(parts.size()) - 1;
+  for (const int64_t token : homeless) join_where_room_is(keys, token);
+}
+
+}  // namespace kvswap
