@@ -55,6 +55,13 @@ class SwapConfig(ConfigFacts):
     group_tokens: int = number(
         4, 1, 64, "tokens of one layer and sequence that are selected and read together (G)"
     )
+    grouping: str = one_of(
+        "runs",
+        ("runs", "clusters"),
+        "which tokens are selected and read together: runs of `group_tokens`; or clusters of "
+        "similar keys, whose pages hold `group_tokens` each, and which split while decoding "
+        "(DynaKV; with rows=centroid)",
+    )
     heads: str = one_of(
         "all",
         ("all", "each"),
@@ -63,11 +70,11 @@ class SwapConfig(ConfigFacts):
     )
     rows: str = one_of(
         "low_rank",
-        ("low_rank", "box", "mean", "given", "none"),
+        ("low_rank", "box", "mean", "centroid", "given", "none"),
         "what stays in memory of the keys, to score groups by: low-rank rows of each token "
         "(KVSwap); the box around the keys of a group (Quest) or their mean (ShadowKV), which need "
-        "no projection; `given`: what your own `group_scores` keeps, and says; or nothing, and "
-        "every layer attends everything, restored from disk",
+        "no projection; the centroids of clusters (DynaKV); `given`: what your own `group_scores` "
+        "keeps, and says; or nothing, and every layer attends everything, restored from disk",
     )
     records: str = one_of(
         "model",
@@ -90,6 +97,29 @@ class SwapConfig(ConfigFacts):
         "what a group is worth: its largest product with the sum of all heads' queries (the "
         "paper), with the query of any head, the attention paid to it summed over heads, or that "
         "of the head that pays most",
+    )
+    cluster_tokens: int = number(
+        16, 4, 1024, "tokens of a cluster that a prompt is divided into, on average"
+    )
+    cluster_tokens_max: int = number(32, 4, 4096, "that no cluster exceeds")
+    split_factor: float = real(
+        1.25,
+        1e-3,
+        1e6,
+        "a cluster is split when its variance exceeds so many times the mean of its layer's and "
+        "sequence's first clusters",
+    )
+    pending_tokens: int = number(
+        16,
+        0,
+        1024,
+        "tokens of each layer and sequence that left the tail and wait in memory, attended all the "
+        "same, until their clusters are read; with more of them one is read for them",
+    )
+    cluster_score: str = one_of(
+        "sum",
+        ("sum", "max", "mass", "max_mass"),
+        "what a cluster is worth, by its centroid: as `score`, which is for groups",
     )
     groups_max: int = number(
         100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"

@@ -17,12 +17,25 @@ __all__ = ["FLOORS", "IDLE", "OWNED", "check_between"]
 FLOORS = (
     Floor("pages_max", "groups_max", "since what a step attends must be in memory"),
     Floor("pages_max", "select_queries_max", "a page for each query's choice"),
+    Floor("cluster_tokens_max", "cluster_tokens", "which a cluster has on average"),
     Floor("keep_tokens", "group_tokens", "since a group joins what is kept at once", "arkv"),
     Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
 )
 # What other rows than these would ignore.
 OWNED = (
     *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
+    Owned("grouping", "rows", "centroid"),
+    Owned("rows", "grouping", "clusters", ("centroid",)),
+    *(
+        Owned(name, "grouping", "clusters")
+        for name in (
+            "cluster_tokens",
+            "cluster_tokens_max",
+            "split_factor",
+            "pending_tokens",
+            "cluster_score",
+        )
+    ),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
     Owned("keeper", "rows", "none", ("newest",)),
     *(
@@ -35,6 +48,12 @@ OWNED = (
 IDLE = (  # what would have no effect
     Idle("audit_every", "rows", "none", "since nothing is selected"),
     Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
+    Idle("score", "grouping", "clusters", "since cluster_score says it of clusters"),
+    Idle("summary_dtype", "grouping", "clusters", "since centroids are float32"),
+    *(
+        Idle(name, "grouping", "clusters", "which has not been built for clusters")
+        for name in ("records", "keeper", "audit_every", "missed_mass_max")
+    ),
     Idle("keep_share", "rows", "none", "since no groups are selected"),
     Idle("score", "rows", "given", "since scores come from outside"),
     Idle("summary_dtype", "rows", "given", "since there is no summary"),

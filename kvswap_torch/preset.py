@@ -205,19 +205,50 @@ PRESETS = (
             _NEWEST,
         ),
     ),
+    Preset(
+        "dynakv",
+        "DynaKV",
+        "Where the disk is asked for few, large reads: clusters of similar keys are read whole.",
+        "Where single tokens must be found in little memory: groups of neighbours find more.",
+        {
+            "grouping": "clusters",
+            "rows": "centroid",
+            "heads": "each",
+            "group_tokens": lambda shape: max(8, shape.group_of_head),
+            "cluster_tokens": 32,
+            "cluster_tokens_max": 64,
+            "sink_tokens": 0,
+            "groups_max": lambda shape: -(-TOKENS // max(8, shape.group_of_head)),
+            "pages_max": lambda shape: -(-2 * TOKENS // max(8, shape.group_of_head)),
+            "replacement": "lru",
+        },
+        "",
+        (
+            "a fixed number of tokens, where the paper takes a share of the context",
+            "tokens stand on disk twice: in the order of the text, for what reads all of them, and "
+            "in clusters, whose pages are written anew as they change",
+            "centroids stay in memory, and pages of every layer; the paper has one layer's at a "
+            "time (resident_layers)",
+            "the paper places clusters by what is retrieved together, and keeps small ones longest",
+            "what is kept is of the model's dtype, where the paper has e4m3",
+            _JOINED,
+        ),
+    ),
     *KEEPING,
 )
 
 _BUDGETS = "a number of tokens for each layer that follows from the prompt's attention"
 _MERGED = "tokens that are merged or quantised, not dropped"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
-_CLUSTERS = "rows of clusters"
+_QUANTISED = "rows of quantised keys"
+_LOCAL = "clusters that are made anew for what is decoded; dynakv's grow and split"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
     **dict.fromkeys(("cake", "compresskv"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
-    **dict.fromkeys(("clusterkv", "dynakv", "pqcache"), _CLUSTERS),
+    "clusterkv": _LOCAL,
+    "pqcache": _QUANTISED,
     "fasa": "projections of pairs of rotary channels",
     "shadowkv": "a keeper of outliers (its landmarks are rows=mean)",
 }

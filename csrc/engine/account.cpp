@@ -53,7 +53,9 @@ Status Account::check_room(int64_t batch, int64_t context) const {
   const int64_t saved_groups = options.base != nullptr ? options.base->groups : 0;
   const int64_t new_groups = std::max<int64_t>(0, options.sealed_groups(context) - saved_groups);
   int64_t disk_bytes = options.layers;
-  for (const int64_t factor : {batch, new_groups, parts_.record_bytes()}) {
+  const int64_t pages =
+      options.has_clusters() ? ClusterRows::pages_max(options.method(), context) : 0;
+  for (const int64_t factor : {batch, new_groups + pages, parts_.record_bytes()}) {
     if (__builtin_mul_overflow(disk_bytes, factor, &disk_bytes)) {
       disk_bytes = std::numeric_limits<int64_t>::max();
       break;
@@ -139,37 +141,54 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
       parts_.selector->summaries().bytes_to_append(layer, charged * group_tokens);
   const int64_t groups = batch.layer(layer).sealed_groups + due;
   const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
+  ClusterRows* clusters = parts_.clusters_of(layer);
+  const int64_t cluster_bytes =
+      clusters == nullptr ? 0 : cluster_bytes_to_grow(*clusters, layer, groups * group_tokens);
   const int64_t table_bytes =
       batch.size() * (due - charged) * table_bytes_per_group(parts_.options);
   const std::string what = "a context of " + std::to_string(columns) + " tokens";
   const int64_t record_bytes =
       parts_.options.drops() ? batch.size() * (due - charged) * parts_.record_bytes() : 0;
-  const int64_t bytes = summary_bytes + table_bytes + scratch_bytes + record_bytes;
+  const int64_t bytes = summary_bytes + cluster_bytes + table_bytes + scratch_bytes + record_bytes;
   if (!reserve(batch.size(), groups).is_ok()) batch.spares().release(0);
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
   if (!parts_.ledger.check(bytes, what).is_ok()) batch.spares().release(0);
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes + cluster_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kStaging, record_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
   scored_bytes_ += scratch_bytes;
+  if (clusters != nullptr) clusters->grow(layer, groups * group_tokens);
   return Status::ok();
+}
+
+int64_t Account::cluster_bytes_to_grow(const ClusterRows& clusters, int64_t layer,
+                                       int64_t tokens) const {
+  const int64_t room = std::max(clusters.room(layer), ClusterRows::room_for(tokens));
+  return clusters.sequences() * (cluster_bytes(parts_.options, room) -
+                                 cluster_bytes(parts_.options, clusters.room(layer)));
 }
 
 Status Account::charge_batch(const Batch& batch, int64_t sequences) {
   int64_t groups = 0;
   int64_t groups_max = 0;
+  int64_t clustered = 0;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    if (const ClusterRows* clusters = parts_.clusters_of(layer)) {
+      clustered += cluster_bytes(parts_.options, clusters->room(layer));
+    }
     groups += batch.layer(layer).sealed_groups;
     groups_max = std::max(groups_max, batch.layer(layer).sealed_groups);
   }
-  const int64_t table_bytes = std::max<int64_t>(0, sequences - batch.size()) * groups *
-                              table_bytes_per_group(parts_.options);
+  const int64_t more = std::max<int64_t>(0, sequences - batch.size());
+  const int64_t table_bytes = more * groups * table_bytes_per_group(parts_.options);
+  const int64_t cluster_bytes = more * clustered;
   const int64_t scratch_bytes = score_bytes_to_add(sequences, groups_max);
   const std::string what =
       "the tables of a batch of " + std::to_string(sequences / parts_.options.heads_apart);
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + scratch_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + cluster_bytes + scratch_bytes, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, cluster_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
   scored_bytes_ += scratch_bytes;
@@ -216,6 +235,9 @@ void Account::settle(const Batch& batch) {
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const Batch::Layer& state = batch.layer(layer);
     const int64_t due = batch.due_groups(layer, state.columns);
+    if (const ClusterRows* clusters = parts_.clusters_of(layer)) {
+      summary += batch.size() * cluster_bytes(options, clusters->room(layer));
+    }
     summary += parts_.selector->summaries().bytes_to_append(layer, due * options.group_tokens);
     tables += batch.size() * (state.sealed_groups + due) * table_bytes_per_group(options);
     if (options.drops()) staging += batch.size() * due * parts_.record_bytes();

@@ -45,6 +45,7 @@ class Account {
 
  private:
   int64_t score_bytes_to_add(int64_t sequences, int64_t groups) const;
+  int64_t cluster_bytes_to_grow(const ClusterRows& clusters, int64_t layer, int64_t tokens) const;
 
   EngineParts& parts_;
   int64_t reserved_batch_ = 0;   // reserve()'s largest

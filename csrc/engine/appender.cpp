@@ -37,6 +37,10 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
     if (batch_.layer(layer).sealed_groups != sealed) KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   }
+  if (clustering_.is_behind(layer)) {
+    KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
+    KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
+  }
   const int64_t columns = batch_.layer(layer).columns + tokens;
   KVSWAP_RETURN_IF_ERROR(account_.charge_growth(batch_, layer, columns));
   batch_.declare_valid(columns);
@@ -83,6 +87,7 @@ Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_directly(layer, tokens, done, groups));
     done += groups * group_tokens;
   }
+  KVSWAP_RETURN_IF_ERROR(clustering_.enter_chunk(layer, tokens, state.columns));
   tail_.fill(
       layer, tokens,
       {.first_token = done, .count = tokens.tokens - done, .first_column = state.columns + done});

@@ -4,6 +4,7 @@
 
 #include "engine/account.h"
 #include "engine/batch.h"
+#include "engine/clustering.h"
 #include "engine/layer_steps.h"
 #include "engine/sealer.h"
 #include "engine/tail.h"
@@ -18,13 +19,14 @@ namespace kvswap {
 class Appender {
  public:
   Appender(EngineParts& parts, Batch& batch, Tail& tail, Sealer& sealer, Account& account,
-           LayerSteps& steps)
+           LayerSteps& steps, Clustering& clustering)
       : parts_(parts),
         batch_(batch),
         tail_(tail),
         sealer_(sealer),
         account_(account),
-        steps_(steps) {}
+        steps_(steps),
+        clustering_(clustering) {}
 
   Status prepare(int64_t layer, int64_t batch, int64_t tokens);
   Status append(int64_t layer, const KeyValueView& tokens);
@@ -44,6 +46,7 @@ class Appender {
   Sealer& sealer_;
   Account& account_;
   LayerSteps& steps_;
+  Clustering& clustering_;
   int64_t prepared_ = -1;  // the layer that prepare() was called for; -1: none
 };
 

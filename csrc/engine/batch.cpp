@@ -27,6 +27,7 @@ Status Batch::begin(int64_t sequences, int64_t tokens) {
   validity_.assign(sequences, {});
   parts_.store->set_sequences(sequences);
   parts_.selector->summaries().set_sequences(sequences);
+  if (parts_.clusters != nullptr) parts_.clusters->set_sequences(sequences);
   return Status::ok();
 }
 
@@ -72,6 +73,7 @@ void Batch::select(std::span<const int64_t> indices) {
   validity_ = std::move(validity);
   parts_.store->select_sequences(indices);
   parts_.selector->summaries().select_sequences(indices);
+  if (parts_.clusters != nullptr) parts_.clusters->select_sequences(indices);
 }
 
 void Batch::crop_validity(int64_t columns) {

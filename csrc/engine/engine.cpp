@@ -41,7 +41,8 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       past_(std::make_unique<PastReader>(*parts_, *batch_, tail_, sealer_)),
       steps_(*parts_, *batch_, sealer_),
       calls_(*parts_, steps_),
-      appender_(*parts_, *batch_, tail_, sealer_, account_, steps_),
+      clustering_(*parts_, *batch_, tail_, *past_),
+      appender_(*parts_, *batch_, tail_, sealer_, account_, steps_, clustering_),
       editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
       saver_(calls_, *parts_, *batch_, sealer_, *past_, steps_, appender_),
       loader_(calls_, *parts_, *batch_, tail_, editor_, account_),
@@ -132,6 +133,7 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
       exact_chunks_.takes(layer, query.queries) || needs_projection(layer)) {
     return Status::ok();
   }
+  KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
   KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
   const Question question = {.query = query.of_parts(parts_->options.heads_apart),
@@ -161,6 +163,7 @@ Status Engine::attend(const AttendArgs& args) {
   LayerStep& step = steps_.of(args.layer);
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
     if (step.state() != LayerStep::State::kIdle) KVSWAP_RETURN_IF_ERROR(step.drop());
+    KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(args.layer));
     KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer, held - queries));
   }
   KVSWAP_RETURN_IF_ERROR(steps_.take(
@@ -171,7 +174,8 @@ Status Engine::attend(const AttendArgs& args) {
                 .pages_max = pages_per_layer(options()),
                 .queries = queries,
                 .heads_apart = parts_->options.heads_apart,
-                .note_bytes = page_note_bytes(parts_->options)},
+                .note_bytes = page_note_bytes(parts_->options),
+                .clusters = parts_->clusters_of(args.layer)},
                *batch_, tail_, step, *parts_->store);
   PagedAttentionArgs kernel = asked(args, options());
   table_.describe(kernel);
@@ -189,6 +193,7 @@ Status Engine::attend(const AttendArgs& args) {
   keeping_.observe_step(args.layer, kernel);
   page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
+  if (finished.is_ok()) finished = clustering_.catch_up(args.layer);
   if (finished.is_ok()) keeping_.dropping().drop_past(args.layer);
   return calls_.leave(std::move(finished));
 }

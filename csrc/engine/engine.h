@@ -12,6 +12,7 @@
 #include "engine/audit.h"
 #include "engine/batch.h"
 #include "engine/calls.h"
+#include "engine/clustering.h"
 #include "engine/editor.h"
 #include "engine/engine_parts.h"
 #include "engine/exact_chunks.h"
@@ -111,6 +112,7 @@ class Engine {
   std::unique_ptr<PastReader> past_;
   LayerSteps steps_;
   Calls calls_;
+  Clustering clustering_;
   Appender appender_;
   Editor editor_;
   Saver saver_;

@@ -12,6 +12,9 @@ namespace kvswap {
 
 namespace {
 
+/// Of a prompt, clustered together: so many keys stand in memory as fp32 meanwhile.
+constexpr int64_t kClusterBlockTokens = 2048;
+
 Status out_of_range(const char* name, int64_t low, int64_t high, int64_t value) {
   return Status::invalid("session: " + std::string(name) + " must be " + std::to_string(low) +
                          ".." + std::to_string(high) + ", got " + std::to_string(value));
@@ -87,6 +90,12 @@ Status EngineOptions::validate() const {
     return Status::invalid(
         "session: replacement must not be 'score' where pages are a device's, since the CPU alone "
         "finds out what they were paid; take lru, or keep the cache in host memory");
+  }
+  if (device && has_clusters()) {
+    return Status::invalid(
+        "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
+        "CPU "
+        "alone has so far; keep the cache in host memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
@@ -179,7 +188,12 @@ MethodOptions EngineOptions::method() const {
           .ranks = ranks,
           .exact_layers = exact_layers,
           .summary_dtype = summary_type(),
-          .score = score_kind()};
+          .score = score_kind(),
+          .clusters = {.cluster_tokens = cluster_tokens,
+                       .cluster_tokens_max = cluster_tokens_max,
+                       .split_factor = split_factor,
+                       .pending_tokens = pending_tokens,
+                       .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens)}};
 }
 
 bool EngineOptions::is_exact(int64_t layer) const { return kvswap::is_exact(*this, layer); }

@@ -74,11 +74,14 @@ struct EngineOptions : Settings {
   ReaderOptions reader_options() const;
   Replacement replacement_policy() const { return *parse_replacement(replacement); }
   Score score_kind() const {
-    return score == "sum"    ? Score::kSum
-           : score == "max"  ? Score::kMax
-           : score == "mass" ? Score::kMass
-                             : Score::kMaxMass;
+    const std::string& word = has_clusters() ? cluster_score : score;
+    return word == "sum"    ? Score::kSum
+           : word == "max"  ? Score::kMax
+           : word == "mass" ? Score::kMass
+                            : Score::kMaxMass;
   }
+  /// Are clusters of similar keys chosen, in the place of groups?
+  bool has_clusters() const { return grouping == "clusters"; }
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
   MethodOptions method() const;
   AtEnd memory_at_end() const { return wipe_on_close ? AtEnd::kWiped : AtEnd::kLeft; }

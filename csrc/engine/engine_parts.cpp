@@ -6,6 +6,7 @@
 #include "engine/device_space.h"
 #include "engine/saved_names.h"
 #include "io/memory_file.h"
+#include "methods/cluster_selector.h"
 #include "methods/make_selector.h"
 
 namespace kvswap {
@@ -146,6 +147,9 @@ Status EngineParts::open_space() {
   if (!options.device) {
     space = make_host_space(threads(), options.memory_at_end());
     selector = make_selector(method, nullptr);
+    if (options.has_clusters()) {
+      clusters = &static_cast<ClusterSelector&>(*selector).rows();
+    }
     return Status::ok();
   }
   auto opened = DeviceSpace::create(options, record_bytes(), store->writes().queue().memory());

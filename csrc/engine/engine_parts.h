@@ -15,6 +15,7 @@
 #include "io/patience.h"
 #include "io/timeline.h"
 #include "memory/ledger.h"
+#include "methods/cluster_rows.h"
 #include "methods/selector.h"
 #include "methods/summaries.h"
 #include "store/record_store.h"
@@ -33,6 +34,9 @@ struct EngineCounters {
   uint64_t turns = 0;         // of a layer and sequence: who is kept was chosen anew
   double turn_seconds = 0;
   double append_seconds = 0;  // packing, summarising, handing to the writer
+  uint64_t cluster_records_sealed = 0;
+  uint64_t cluster_records_read = 0;  // because too many tokens waited for their cluster
+  double cluster_seconds = 0;         // tokens enter clusters, and these are packed anew
 };
 
 /// What an engine is built of, in the order of building; freed in the reverse order.
@@ -55,6 +59,10 @@ struct EngineParts {
   Result<std::unique_ptr<DataFile>> open_own_file();
 
   int64_t record_bytes() const { return store->record_bytes(); }
+  /// Null where the layer does not choose clusters.
+  ClusterRows* clusters_of(int64_t layer) const {
+    return clusters != nullptr && clusters->has(layer) ? clusters : nullptr;
+  }
   const ParallelFor* threads() const { return parallel ? &parallel : nullptr; }
 
   const EngineOptions options;
@@ -70,6 +78,7 @@ struct EngineParts {
   std::unique_ptr<RecordStore> store;
   std::unique_ptr<PageSpace> space;
   std::unique_ptr<Selector> selector;
+  ClusterRows* clusters = nullptr;  // the selector's, where it chooses clusters
   std::unique_ptr<Fetcher> fetcher;
 
  private:

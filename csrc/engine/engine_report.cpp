@@ -24,6 +24,41 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   counters["tokens_kept_fp8"] = tokens_kept(engine, KeptAs::kFloat8);
 }
 
+/// Of all layers and parts: how many clusters there are, and what splitting and packing them took.
+void add_clusters(const Engine& engine, std::map<std::string, double>& counters) {
+  const EngineParts& parts = engine.parts();
+  if (parts.clusters == nullptr) return;
+  ClusterCounts counts;
+  int64_t clusters = 0;
+  int64_t tokens = 0;
+  int64_t waiting = 0;
+  int64_t rows = 0;
+  for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
+    if (!parts.clusters->has(layer)) continue;
+    for (int64_t part = 0; part < engine.sequences().size(); ++part, ++rows) {
+      const auto& [row, pages] = parts.clusters->of(layer, part);
+      clusters += row.table().count();
+      for (const int32_t size : row.table().size()) tokens += size;
+      waiting += std::ssize(pages.waiting());
+      counts.splits += row.counts().splits;
+      counts.refused += row.counts().refused;
+      counts.forced += row.counts().forced;
+    }
+  }
+  const auto each = [](int64_t count, int64_t of) {
+    return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, of));
+  };
+  counters["clusters"] = each(clusters, rows);
+  counters["tokens_a_cluster"] = each(tokens, clusters);
+  counters["tokens_waiting"] = each(waiting, rows);
+  counters["cluster_splits"] = static_cast<double>(counts.splits);
+  counters["cluster_splits_refused"] = static_cast<double>(counts.refused);
+  counters["cluster_splits_forced"] = static_cast<double>(counts.forced);
+  counters["cluster_records_sealed"] = static_cast<double>(parts.counters.cluster_records_sealed);
+  counters["cluster_records_read"] = static_cast<double>(parts.counters.cluster_records_read);
+  counters["cluster_seconds"] = parts.counters.cluster_seconds;
+}
+
 /// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.
 void add_missed_mass(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.options();
@@ -126,6 +161,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   }
   add_kept(engine, counters);
   add_missed_mass(engine, counters);
+  add_clusters(engine, counters);
   return counters;
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "io/stopwatch.h"
+#include "methods/cluster_selector.h"
 
 namespace kvswap {
 
@@ -15,6 +16,7 @@ Status LayerStep::ask(const Question& question) {
   const EngineOptions& options = parts_.options;
   made_for_ = batch_.layer(layer_);
   chosen_.resize(batch_.size());
+  chose_clusters_.assign(batch_.size(), parts_.clusters_of(layer_) != nullptr);
   is_asking_selector_ = parts_.options.selects() && !batch_.all_fit(layer_);
   if (is_asking_selector_) {
     if (!parts_.selector->is_ready(layer_)) {
@@ -71,6 +73,7 @@ Status LayerStep::choose() {
     // A shorter sequence of the batch gets what it would get alone: everything.
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       if (batch_.fits(layer_, sequence)) {
+        chose_clusters_[sequence] = false;
         batch_.choosable(layer_, sequence, made_for_.sealed_groups, chosen_[sequence]);
       } else if (!is_asking_selector_) {
         chosen_[sequence].clear();  // nothing but what is kept
@@ -102,6 +105,12 @@ void LayerStep::recall(const std::function<Status(int64_t loads)>& make_room) {
   if (static_cast<int64_t>(chosen_.size()) != batch_.size()) return;
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
+  // Some of them may have been packed anew since.
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    std::erase_if(chosen_[sequence], [&](int32_t id) {
+      return is_page_id(id) && !parts_.store->tables().has_page(layer_, sequence, id);
+    });
+  }
   plan_loads();
   is_recalling_ = submit(make_room).is_ok();
 }
@@ -244,6 +253,7 @@ void LayerStep::apply_override() {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     std::vector<int32_t>& chosen = chosen_[sequence];
     chosen.clear();
+    chose_clusters_[sequence] = false;
     for (const int32_t group : overriding_[sequence]) {
       const bool is_sealed = group >= 0 && group < made_for_.sealed_groups;
       if (is_sealed && !batch_.is_pinned(layer_, sequence, group)) chosen.push_back(group);

@@ -66,8 +66,11 @@ class LayerStep {
   /// Forgets what was chosen, and what was to replace it: the groups' numbers mean others now.
   void forget_choice();
 
-  const std::vector<std::vector<int32_t>>& chosen() const { return chosen_; }  // [batch][groups]
-  const std::vector<std::vector<int32_t>>& pages() const { return pages_; }    // [batch][groups]
+  /// [batch][groups]; pages of clusters by their page_id()
+  const std::vector<std::vector<int32_t>>& chosen() const { return chosen_; }
+  /// Did the sequence choose clusters? Then what waits for one is attended beside them.
+  bool chose_clusters(int64_t sequence) const { return chose_clusters_[sequence]; }
+  const std::vector<std::vector<int32_t>>& pages() const { return pages_; }  // [batch][groups]
 
  private:
   bool is_read() const { return state_ == State::kReading || state_ == State::kReady; }
@@ -91,6 +94,7 @@ class LayerStep {
   Batch::Layer made_for_;                         // the layer when it was asked
   std::vector<std::vector<int32_t>> chosen_;      // [batch][groups], rising
   std::vector<std::vector<int32_t>> pages_;       // [batch][groups]: of the sequence's pool
+  std::vector<bool> chose_clusters_;              // [batch]
   std::vector<std::vector<int32_t>> overriding_;  // empty: nothing replaces the next choice
   Fetch fetch_;
 };

@@ -12,6 +12,7 @@
 #include "engine/size_product.h"
 #include "io/timeline.h"
 #include "memory/page_map.h"
+#include "methods/cluster_selector.h"
 #include "methods/hosted_selector.h"
 #include "methods/mass_scorer.h"
 #include "methods/rows.h"
@@ -21,6 +22,23 @@ namespace kvswap {
 namespace {
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+/// Keys in fp32: of a block of a prompt with what its k-means sums up, or of a cluster that splits;
+/// pages that are read for it; and a row that grows beside what it grows to.
+int64_t clustering_bytes(const EngineOptions& options, int64_t record_bytes, int64_t room) {
+  if (!options.has_clusters()) return 0;
+  const MethodOptions method = options.method();
+  const ClusterOptions& clusters = method.clusters;
+  const int64_t width = method.kv_heads * options.head_dim;
+  const int64_t centroids = clusters.block_tokens / clusters.cluster_tokens + 1;
+  const int64_t in_block = clusters.block_tokens * width * int64_t{sizeof(float)} +
+                           centroids * width * int64_t{sizeof(float) + sizeof(double)};
+  const int64_t in_split =
+      (clusters.cluster_tokens_max + clusters.pending_tokens + options.group_tokens) * width *
+      int64_t{sizeof(float)};
+  return in_block + in_split + cluster_read_pages(options) * record_bytes +
+         ClusterRows::row_bytes(method, room);
+}
 
 }  // namespace
 
@@ -51,8 +69,27 @@ int64_t crop_lenders(const EngineOptions& options) {
   return std::min(options.layers, page_layers(options) * options.pages_max / tail);
 }
 
+int64_t waiting_pages(const EngineOptions& options) {
+  if (!options.has_clusters()) return 0;
+  const int64_t group_tokens = options.group_tokens;
+  return (options.pending_tokens + 2 * group_tokens - 1) / group_tokens;
+}
+
 int64_t pages_per_layer(const EngineOptions& options) {
-  return options.pages_max + sink_pages(options) + tail_pages(options) + KeepPlan(options).entries;
+  return options.pages_max + sink_pages(options) + tail_pages(options) + KeepPlan(options).entries +
+         waiting_pages(options);
+}
+
+int64_t cluster_read_pages(const EngineOptions& options) {
+  // Its own, and those of the one that it was split from.
+  return 2 * pages_a_cluster(options.method());
+}
+
+int64_t cluster_bytes(const EngineOptions& options, int64_t room) {
+  const MethodOptions method = options.method();
+  const int64_t slots = Clusters::clusters_max(room, method.clusters) * pages_a_cluster(method);
+  return ClusterRows::row_bytes(method, room) + slots * RecordTables::bytes_per_group() +
+         ClusterRows::pages_max(method, room) * int64_t{sizeof(RecordList::Record)};
 }
 
 int64_t token_page_bytes(const EngineOptions& options, int64_t record_bytes) {
@@ -104,6 +141,13 @@ int64_t records_held(const EngineOptions& options, int64_t batch, int64_t contex
 
 int64_t score_bytes(const EngineOptions& options, int64_t batch, int64_t groups) {
   const int64_t kept = Keeping::turn_bytes(options, std::min(groups, kContextMax));
+  if (options.has_clusters()) {
+    const MethodOptions method = options.method();
+    const int64_t room =
+        ClusterRows::room_for(std::min(groups, kContextMax) * options.group_tokens);
+    return ClusterSelector::scratch_bytes(method, batch,
+                                          Clusters::clusters_max(room, method.clusters));
+  }
   if (!options.selects() || (options.device && has_device_kernels(options.method()))) return kept;
   // What is given stands beside what is chosen from: of a layer, and of the one predicted next.
   const int64_t copies = RowsKind::find(options.rows)->is_given ? 3 : 1;
@@ -140,14 +184,22 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   MemoryNeed need;
   const int64_t page_bytes = token_page_bytes(options, record_bytes);
   const int64_t buffers = size_product({page_layers(options), batch});
-  need.pages = size_product({buffers, options.pages_max, record_bytes}) +
-               size_product({partitions, sink_pages(options) + tail_pages(options), page_bytes});
+  need.pages =
+      size_product({buffers, options.pages_max, record_bytes}) +
+      size_product({partitions, sink_pages(options) + tail_pages(options) + waiting_pages(options),
+                    page_bytes});
   need.kept = size_product({partitions, Keeping::bytes_per_layer(options, page_bytes)});
   const int64_t summarised =
       options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
   const MethodOptions method = options.method();
   const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
+  const int64_t room = ClusterRows::room_for(summarised);
+  for (int64_t layer = 0; options.has_clusters() && layer < options.layers; ++layer) {
+    if (options.is_exact(layer)) continue;
+    const int64_t bytes = size_product({batch, cluster_bytes(options, room)});
+    need.summary = std::min(need.summary + bytes, kTooManyBytes);
+  }
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const RowShape rows = kind.shape(method, layer);
     if (options.is_exact(layer) || rows.width == 0) continue;
@@ -168,6 +220,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
                  size_product({records_held(options, batch, context), record_bytes}) +
                  gap_bytes(options) + 2 * block * record_bytes + 2 * block * page_bytes +
                  encoded_at_once(options, record_bytes) * page_bytes + moving +
+                 clustering_bytes(options, record_bytes, room) +
                  Audit::fixed_bytes(options, record_bytes) +
                  Keeping::fixed_bytes(options, record_bytes);
   // crop() into sealed groups reads all layers before it changes one; see Editor::make_room().

@@ -19,12 +19,19 @@ bool shares_pages(const EngineOptions& options);
 /// Layers whose tail a crop puts together in pages of the reuse buffers, of each sequence; others
 /// need memory for it.
 int64_t crop_lenders(const EngineOptions& options);
+/// Tokens that wait for their clusters to be read.
+int64_t waiting_pages(const EngineOptions& options);
 /// That a step attends over at most.
 int64_t pages_per_layer(const EngineOptions& options);
 /// A page of the tail or of a sink.
 int64_t token_page_bytes(const EngineOptions& options, int64_t record_bytes);
 /// Exponents of a page that a step attends over; 0: all pages are of the model's dtype.
 int64_t page_note_bytes(const EngineOptions& options);
+/// Of the clusters of a layer and sequence with room for so many tokens, and of the tables of their
+/// pages.
+int64_t cluster_bytes(const EngineOptions& options, int64_t room);
+/// Pages that a cluster is packed anew from at most, and that are read for it.
+int64_t cluster_read_pages(const EngineOptions& options);
 /// Of the store's tables, for one more group.
 int64_t table_bytes_per_group(const EngineOptions& options);
 

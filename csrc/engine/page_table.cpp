@@ -2,11 +2,13 @@
 
 #include <algorithm>
 
+#include "methods/cluster_selector.h"
+
 namespace kvswap {
 
 void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
                       const RecordStore& store) {
-  const auto [layer, pages_max, queries, heads_apart, note_bytes] = of;
+  const auto [layer, pages_max, queries, heads_apart, note_bytes, clusters] = of;
   const Batch::Layer& state = batch.layer(layer);
   const int64_t group_tokens = tail.group_tokens();
   const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
@@ -33,13 +35,16 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
       add(sinks[i], pages.sink_page(layer, static_cast<int64_t>(i)));
     }
     const KeptTokens& kept = pages.kept(layer);
-    int64_t before = 0;  // slots of kept pages
-    const auto add_kept = [&](const std::byte* page, int64_t tokens) {
+    int64_t before = 0;  // slots of pages that are no group's
+    const auto add_apart = [&](const std::byte* page, uint64_t mask) {
       before += group_tokens;
       pages_[entry] = page;
-      masks_[entry] = ~uint64_t{0} >> (64 - std::min(group_tokens, tokens));
+      masks_[entry] = mask;
       columns_[entry] = static_cast<int32_t>(-before);
       ++entry;
+    };
+    const auto add_kept = [&](const std::byte* page, int64_t tokens) {
+      add_apart(page, ~uint64_t{0} >> (64 - std::min(group_tokens, tokens)));
     };
     const auto in_dtype = static_cast<int64_t>(kept.columns().size());
     for (int64_t done = 0; done < in_dtype; done += group_tokens) {
@@ -53,7 +58,17 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
       add_kept(pages.kept_float8_page(layer, page), in_float8 - done);
     }
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
-    for (size_t i = 0; i < chosen.size(); ++i) {
+    if (clusters != nullptr && step.chose_clusters(sequence)) {
+      const ClusterPages& of_row = clusters->of(layer, sequence).pages;
+      const int64_t waiting = std::ssize(of_row.waiting());
+      for (int64_t done = 0; done < waiting; done += group_tokens) {
+        add_kept(pages.waiting_page(layer, done / group_tokens), waiting - done);
+      }
+      for (size_t i = 0; i < chosen.size(); ++i) {
+        add_apart(pages.page(step.pages()[sequence][i]), of_row.mask(slot_of_page(chosen[i])));
+      }
+    }
+    for (size_t i = 0; i < chosen.size() && !is_page_id(chosen[i]); ++i) {
       store.copy_note(layer, sequence, chosen[i], exponents_.data() + entry * note_bytes);
       add(chosen[i], pages.page(step.pages()[sequence][i]));
       masks_[entry - 1] = batch.selectable(layer, sequence, chosen[i]);

@@ -7,6 +7,7 @@
 #include "engine/layer_step.h"
 #include "engine/tail.h"
 #include "kernels/paged_attention.h"
+#include "methods/cluster_rows.h"
 
 namespace kvswap {
 
@@ -19,10 +20,12 @@ class PageTable {
     int64_t pages_max = 0;  // of a sequence
     int64_t queries = 0;    // the newest columns
     int64_t heads_apart = 1;
-    int64_t note_bytes = 0;  // of a record; 0: all pages are of the model's dtype
+    int64_t note_bytes = 0;                 // of a record; 0: all pages are of the model's dtype
+    const ClusterRows* clusters = nullptr;  // where the layer chooses them
   };
-  /// Sinks, kept tokens, the step's groups and the tail. Of kept tokens, which every query sees,
-  /// page i stands as if at column -(i + 1) * group_tokens, those in e4m3 behind the others.
+  /// Sinks, kept tokens, those that wait for their cluster, the step's groups or clusters, and the
+  /// tail. Of tokens in pages that are no group's, which every query sees, page i stands as if at
+  /// column -(i + 1) * group_tokens; of kept ones those in e4m3 behind the others.
   void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
              const RecordStore& store);
   /// The table's part of the kernel's arguments.

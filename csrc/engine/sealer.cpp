@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/cluster_bytes.h"
 #include "io/stopwatch.h"
 
 namespace kvswap {
@@ -199,6 +200,7 @@ void Sealer::take_back(int64_t layer, int64_t groups) {
                                                  .group_tokens = parts_.options.group_tokens,
                                                  .step = parts_.options.select_queries_max});
   }
+  truncate_clusters(parts_, batch_, layer, groups * parts_.options.group_tokens);
   parts_.store->truncate(layer, groups);
   parts_.selector->summaries().truncate(layer, groups * parts_.options.group_tokens);
   Batch::Layer& state = batch_.layer(layer);

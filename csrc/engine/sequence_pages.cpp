@@ -7,7 +7,8 @@ namespace {
 
 /// Of one layer.
 int64_t token_pages(const EngineOptions& options) {
-  return sink_pages(options) + tail_pages(options) + KeepPlan(options).pages;
+  return sink_pages(options) + tail_pages(options) + KeepPlan(options).pages +
+         waiting_pages(options);
 }
 
 }  // namespace

@@ -46,6 +46,10 @@ class SequencePages {
   /// Of those in e4m3, a part of a page: from the last one on.
   std::byte* kept_float8_page(int64_t layer, int64_t index) const;
   KeptTokens& kept(int64_t layer) { return kept_[layer]; }
+  /// Of tokens that wait for their clusters.
+  std::byte* waiting_page(int64_t layer, int64_t index) const {
+    return kept_page(layer, keep_.pages + index);
+  }
 
   /// Takes over tail, sinks and kept tokens of another sequence; the reuse buffer begins empty.
   void copy_from(SequencePages& other);

@@ -138,7 +138,8 @@ class Cache {
                  void* values);
 
   /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order; with
-  /// heads=each [batch * kv_heads][...].
+  /// heads=each [batch * kv_heads][...]. With grouping=clusters, where not everything fits, pages
+  /// of clusters: negative numbers, see methods/cluster_selector.h.
   std::vector<std::vector<int64_t>> last_selection(int64_t layer) const;
 
   /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat. Nothing is rewritten.

@@ -17,13 +17,17 @@ using Rank = std::variant<int64_t, std::vector<int64_t>>;
 struct Settings {
   /// tokens of one layer and sequence that are selected and read together (G)
   int64_t group_tokens = 4;
+  /// which tokens are selected and read together: runs of group_tokens; or clusters of similar
+  /// keys, whose pages hold group_tokens each, and which split while decoding (DynaKV; with
+  /// rows=centroid)
+  std::string grouping = "runs";
   /// who chooses groups: all KV heads of a sequence together, or each for itself, with records
   /// and pages of its own; rank, groups_max and pages_max then count for each KV head
   std::string heads = "all";
   /// what stays in memory of the keys, to score groups by: low-rank rows of each token
   /// (KVSwap); the box around the keys of a group (Quest) or their mean (ShadowKV), which need
-  /// no projection; given: what your own group_scores keeps, and says; or nothing, and every
-  /// layer attends everything, restored from disk
+  /// no projection; the centroids of clusters (DynaKV); given: what your own group_scores
+  /// keeps, and says; or nothing, and every layer attends everything, restored from disk
   std::string rows = "low_rank";
   /// what a record on disk, and its page in memory, holds: the model's dtype, or e4m3 with one
   /// power of two for the K of a KV head and one for its V, in half the bytes (a quarter of
@@ -38,6 +42,18 @@ struct Settings {
   /// with the query of any head, the attention paid to it summed over heads, or that of the
   /// head that pays most
   std::string score = "sum";
+  /// tokens of a cluster that a prompt is divided into, on average
+  int64_t cluster_tokens = 16;
+  /// that no cluster exceeds
+  int64_t cluster_tokens_max = 32;
+  /// a cluster is split when its variance exceeds so many times the mean of its layer's and
+  /// sequence's first clusters
+  double split_factor = 1.25;
+  /// tokens of each layer and sequence that left the tail and wait in memory, attended all the
+  /// same, until their clusters are read; with more of them one is read for them
+  int64_t pending_tokens = 16;
+  /// what a cluster is worth, by its centroid: as score, which is for groups
+  std::string cluster_score = "sum";
   /// groups attended per layer, sequence and step, sinks and tail apart (M)
   int64_t groups_max = 100;
   /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is

@@ -11,12 +11,18 @@ inline constexpr int64_t kConfigVersion = 1;
 
 /// Every field that a config file may have, in the order that messages name them.
 inline constexpr const char* kConfigFields[] = {"group_tokens",
+                                                "grouping",
                                                 "heads",
                                                 "rows",
                                                 "records",
                                                 "rank",
                                                 "summary_dtype",
                                                 "score",
+                                                "cluster_tokens",
+                                                "cluster_tokens_max",
+                                                "split_factor",
+                                                "pending_tokens",
+                                                "cluster_score",
                                                 "groups_max",
                                                 "pages_max",
                                                 "resident_layers",
@@ -62,11 +68,17 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
 
 /// What a row of the table may set.
 inline constexpr const char* kSolvable[] = {"group_tokens",
+                                            "grouping",
                                             "rows",
                                             "records",
                                             "rank",
                                             "summary_dtype",
                                             "score",
+                                            "cluster_tokens",
+                                            "cluster_tokens_max",
+                                            "split_factor",
+                                            "pending_tokens",
+                                            "cluster_score",
                                             "groups_max",
                                             "pages_max",
                                             "resident_layers",
@@ -106,12 +118,18 @@ inline constexpr const char* kSolvable[] = {"group_tokens",
 template <typename Visit>
 void visit_settings(Visit&& visit) {
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
+  visit("grouping", &Settings::grouping, OneOf{{"runs", "clusters"}});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
-  visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "given", "none"}});
+  visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "centroid", "given", "none"}});
   visit("records", &Settings::records, OneOf{{"model", "fp8"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
+  visit("cluster_tokens", &Settings::cluster_tokens, IntRange{4, 1024});
+  visit("cluster_tokens_max", &Settings::cluster_tokens_max, IntRange{4, 4096});
+  visit("split_factor", &Settings::split_factor, RealRange{0.001, 1000000.0, "0.001 to 1000000.0"});
+  visit("pending_tokens", &Settings::pending_tokens, IntRange{0, 1024});
+  visit("cluster_score", &Settings::cluster_score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("resident_layers", &Settings::resident_layers, IntRange{2, 65536});
@@ -163,6 +181,8 @@ void visit_floors(Visit&& visit) {
         "since what a step attends must be in memory", "");
   visit("pages_max", &Settings::pages_max, "select_queries_max", &Settings::select_queries_max,
         "a page for each query's choice", "");
+  visit("cluster_tokens_max", &Settings::cluster_tokens_max, "cluster_tokens",
+        &Settings::cluster_tokens, "which a cluster has on average", "");
   visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
         "since a group joins what is kept at once", "arkv");
   visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
@@ -177,6 +197,18 @@ void visit_owned(Visit&& visit) {
   visit("projection_file", &Settings::projection_file, "rows", &Settings::rows, "low_rank",
         OneOf{});
   visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank",
+        OneOf{});
+  visit("grouping", &Settings::grouping, "rows", &Settings::rows, "centroid", OneOf{});
+  visit("rows", &Settings::rows, "grouping", &Settings::grouping, "clusters", OneOf{{"centroid"}});
+  visit("cluster_tokens", &Settings::cluster_tokens, "grouping", &Settings::grouping, "clusters",
+        OneOf{});
+  visit("cluster_tokens_max", &Settings::cluster_tokens_max, "grouping", &Settings::grouping,
+        "clusters", OneOf{});
+  visit("split_factor", &Settings::split_factor, "grouping", &Settings::grouping, "clusters",
+        OneOf{});
+  visit("pending_tokens", &Settings::pending_tokens, "grouping", &Settings::grouping, "clusters",
+        OneOf{});
+  visit("cluster_score", &Settings::cluster_score, "grouping", &Settings::grouping, "clusters",
         OneOf{});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
@@ -199,6 +231,18 @@ void visit_idle(Visit&& visit) {
         "since nothing is selected");
   visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
         "since nothing is selected");
+  visit("score", &Settings::score, "grouping", &Settings::grouping, "clusters",
+        "since cluster_score says it of clusters");
+  visit("summary_dtype", &Settings::summary_dtype, "grouping", &Settings::grouping, "clusters",
+        "since centroids are float32");
+  visit("records", &Settings::records, "grouping", &Settings::grouping, "clusters",
+        "which has not been built for clusters");
+  visit("keeper", &Settings::keeper, "grouping", &Settings::grouping, "clusters",
+        "which has not been built for clusters");
+  visit("audit_every", &Settings::audit_every, "grouping", &Settings::grouping, "clusters",
+        "which has not been built for clusters");
+  visit("missed_mass_max", &Settings::missed_mass_max, "grouping", &Settings::grouping, "clusters",
+        "which has not been built for clusters");
   visit("keep_share", &Settings::keep_share, "rows", &Settings::rows, "none",
         "since no groups are selected");
   visit("score", &Settings::score, "rows", &Settings::rows, "given",

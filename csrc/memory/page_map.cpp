@@ -103,6 +103,16 @@ void PageMap::forget(uint64_t key) {
   if (index >= 0) erase(index);
 }
 
+int32_t PageMap::rename(uint64_t key, uint64_t new_key) {
+  const int32_t index = buckets_[bucket_of(key)];
+  if (index < 0) return -1;
+  const PageState state = states_[index];
+  erase(index);
+  states_[index] = state;
+  insert(new_key, index);
+  return first_page_ + index;
+}
+
 void PageMap::rate(int32_t page, float score) {
   KVSWAP_ASSERT(page >= first_page_ && page - first_page_ < pages() && score >= 0);
   states_[page - first_page_].score = score;

@@ -27,6 +27,8 @@ class PageMap {
   /// Keys must be distinct and at most as many as there are pages.
   void plan(std::span<const uint64_t> keys, std::span<Assignment> assignments);
   void forget(uint64_t key);
+  /// The page that holds `key` holds what has `new_key` now; which page that is, or -1.
+  int32_t rename(uint64_t key, uint64_t new_key);
   /// What the unit in a page is worth until it leaves, or is rated again; 0 at first. Not negative.
   void rate(int32_t page, float score);
   /// Empties the first `count` pages.

@@ -1,16 +1,41 @@
 #include "methods/cluster_table.h"
 
+#include <algorithm>
+
 #include "kernels/nearest_centroid.h"
 
 namespace kvswap {
 
+namespace {
+
+/// Not by resize() alone: it would take more than was asked.
+template <typename T>
+void grow_to(std::vector<T>& values, int64_t count, T value) {
+  values.reserve(count);
+  values.resize(count, value);
+}
+
+}  // namespace
+
 ClusterTable::ClusterTable(int64_t width, int64_t tokens_max, int64_t clusters_max)
-    : width_(width),
-      place_(tokens_max, kInTail),
-      centroids_(clusters_max, width),
-      size_(clusters_max),
-      counted_(clusters_max),
-      variance_(clusters_max) {}
+    : width_(width), centroids_(0, width) {
+  grow(tokens_max, clusters_max);
+}
+
+void ClusterTable::grow(int64_t tokens_max, int64_t clusters_max) {
+  grow_to(place_, tokens_max, kInTail);
+  centroids_.grow(clusters_max);
+  grow_to(size_, clusters_max, 0);
+  grow_to(counted_, clusters_max, 0);
+  grow_to(variance_, clusters_max, 0.0);
+}
+
+int64_t ClusterTable::bytes(int64_t width, int64_t tokens_max, int64_t clusters_max) {
+  const int64_t blocks = (clusters_max + kCentroidBlock - 1) / kCentroidBlock;
+  const int64_t each = 2 * sizeof(int32_t) + sizeof(double);
+  return tokens_max * int64_t{sizeof(int32_t)} +
+         blocks * kCentroidBlock * width * int64_t{sizeof(float)} + clusters_max * each;
+}
 
 std::vector<int64_t> ClusterTable::members(int64_t cluster, int64_t end) const {
   std::vector<int64_t> found;
@@ -43,6 +68,22 @@ MeanVariance ClusterTable::grown(int64_t cluster, const float* key) const {
   }
   found.variance = (size * variance_[cluster] + added) / (size + 1);
   return found;
+}
+
+void ClusterTable::hold(int64_t cluster, int64_t token) {
+  place_[token] = static_cast<int32_t>(cluster);
+  ++size_[cluster];
+}
+
+void ClusterTable::truncate(int64_t tokens) {
+  for (size_t token = tokens; token < place_.size(); ++token) {
+    const int32_t cluster = place_[token];
+    place_[token] = kInTail;
+    if (cluster < 0) continue;
+    // Which of them were comparable is not known any more.
+    counted_[cluster] = std::min(counted_[cluster], --size_[cluster]);
+  }
+  for (; count_ > 0 && size_[count_ - 1] == 0; --count_) variance_[count_ - 1] = 0;
 }
 
 double ClusterTable::variance_with(int64_t cluster, const float* key) const {

@@ -13,10 +13,15 @@ inline constexpr int32_t kInSinks = -3, kIsPending = -2, kInTail = -1;
 
 /// The clusters of one row, a sequence or one KV head of it: who is in which, and of each its
 /// centroid (fp32), size and variance. What a change is, not when one is due. Takes its memory at
-/// construction. Not thread-safe.
+/// construction, and when it grows. Not thread-safe.
 class ClusterTable {
  public:
   ClusterTable(int64_t width, int64_t tokens_max, int64_t clusters_max);
+
+  /// Room for more tokens and clusters.
+  void grow(int64_t tokens_max, int64_t clusters_max);
+  /// Of a table of that size.
+  static int64_t bytes(int64_t width, int64_t tokens_max, int64_t clusters_max);
 
   int64_t width() const { return width_; }
   int64_t count() const { return count_; }
@@ -29,6 +34,8 @@ class ClusterTable {
   std::span<const double> variance() const {
     return {variance_.data(), static_cast<size_t>(count_)};
   }
+  /// [ceil(count / 16), width, 16]
+  const float* centroids() const { return centroids_.data(); }
   /// Zero where no member is comparable.
   void centroid(int64_t cluster, std::span<float> row) const { centroids_.get(cluster, row); }
   /// Its tokens, rising, of those before `end`.
@@ -42,6 +49,11 @@ class ClusterTable {
   void set(int64_t cluster, const KeyRows& keys, std::span<const int64_t> tokens);
   /// One comparable token more (DynaKV's UpdateVar).
   void join(int64_t cluster, const KeyRows& keys, int64_t token);
+  /// One token more that is not comparable.
+  void hold(int64_t cluster, int64_t token);
+  /// Tokens from this one on are in no cluster any more. Centroids and variances stay; empty
+  /// clusters with the highest numbers give them back.
+  void truncate(int64_t tokens);
   /// Variance that join() would leave.
   double variance_with(int64_t cluster, const float* key) const;
   /// The cluster with the nearest centroid of those with fewer tokens than `size_below`; -1: none

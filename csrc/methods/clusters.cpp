@@ -8,8 +8,6 @@
 namespace kvswap {
 namespace {
 
-constexpr int64_t kBlockTokens = 8192;     // of a prompt, clustered by themselves: linear cost
-constexpr int64_t kBlockTokensMin = 256;   // shorter ones are entered token by token
 constexpr int64_t kThresholdTokens = 512;  // clustered before what is too wide is decided
 constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
 
@@ -29,6 +27,10 @@ std::string ClusterOptions::fault() const {
     return "cluster_tokens must be at least 1 and at most cluster_tokens_max, got " +
            std::to_string(cluster_tokens) + " and " + std::to_string(cluster_tokens_max);
   }
+  if (block_tokens < 2 * cluster_tokens) {
+    return "block_tokens must be at least twice cluster_tokens, got " +
+           std::to_string(block_tokens) + " and " + std::to_string(cluster_tokens);
+  }
   if (!(split_factor > 0) || std::min(pending_tokens, sink_tokens) < 0) {
     return "split_factor must be above 0, pending_tokens and sink_tokens at least 0, got " +
            std::to_string(split_factor) + ", " + std::to_string(pending_tokens) + " and " +
@@ -45,14 +47,29 @@ Clusters::Clusters(int64_t width, int64_t tokens_max, const ClusterOptions& opti
   for (int64_t token = 0; token < left_; ++token) table_.put_outside(token, kInSinks);
 }
 
+int64_t Clusters::clusters_max(int64_t tokens_max, const ClusterOptions& options) {
+  return clusters_of(tokens_max, options.cluster_tokens);
+}
+
+int64_t Clusters::bytes(int64_t width, int64_t tokens_max, const ClusterOptions& options) {
+  const int64_t clusters = clusters_max(tokens_max, options);
+  return ClusterTable::bytes(width, tokens_max, clusters) + (clusters + 7) / 8;
+}
+
+void Clusters::grow(int64_t tokens_max) {
+  if (tokens_max <= static_cast<int64_t>(table_.place().size())) return;
+  table_.grow(tokens_max, clusters_max(tokens_max, options_));
+  changed_.resize(table_.clusters_max());
+}
+
 int64_t Clusters::share_of(int64_t tokens) const {
   return clusters_of(tokens, options_.cluster_tokens);
 }
 
 void Clusters::enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution) {
   while (left_ < end) {
-    const int64_t block = std::min(end - left_, kBlockTokens);
-    if (block >= kBlockTokensMin) {
+    const int64_t block = std::min(end - left_, options_.block_tokens);
+    if (block >= block_min()) {
       enter_block(keys, left_ + block, execution);
     } else {
       std::vector<int64_t> tokens(block);
@@ -60,34 +77,70 @@ void Clusters::enter_prompt(const KeyRows& keys, int64_t end, const Execution& e
       enter_in_memory(keys, tokens);
     }
   }
-  std::fill(changed_.begin(), changed_.end(), false);
+  end_step();
 }
 
 std::vector<int64_t> Clusters::enter(const KeyRows& keys, int64_t end,
                                      std::span<const int64_t> read) {
-  Marks is_read(table_.clusters_max());
-  for (const int64_t cluster : read) is_read[cluster] = true;
-  for (int64_t token = left_; token < end; ++token) enter_one(keys, token, is_read);
-  std::vector<int64_t> ready;
-  for (const Waiting& each : waiting_) {
-    if (is_read[each.cluster]) ready.push_back(each.cluster);
+  Marks marks(table_.clusters_max());
+  for (const int64_t cluster : read) marks[cluster] = true;
+  const IsRead is_read = [&](int64_t cluster) { return marks[cluster]; };
+  for (int64_t token = left_; token < end; ++token) enter_token(keys, token, is_read);
+  for (const int64_t cluster : waited_for()) {
+    if (is_read(cluster)) take_in(keys, cluster);
   }
-  std::sort(ready.begin(), ready.end());
-  ready.erase(std::unique(ready.begin(), ready.end()), ready.end());
-  for (const int64_t cluster : ready) take_in_waiting(keys, cluster);
   std::vector<int64_t> forced;
   while (pending() > 0 && pending() >= options_.pending_tokens) {
     forced.push_back(most_waited_for());
-    take_in_waiting(keys, forced.back());
+    take_in(keys, forced.back());
+    count_forced();
   }
-  counts_.forced += static_cast<int64_t>(forced.size());
-  std::fill(changed_.begin(), changed_.end(), false);
+  end_step();
   return forced;
+}
+
+std::vector<int64_t> Clusters::waited_for() const {
+  std::vector<int64_t> clusters;
+  for (const Waiting& each : waiting_) clusters.push_back(each.cluster);
+  std::sort(clusters.begin(), clusters.end());
+  clusters.erase(std::unique(clusters.begin(), clusters.end()), clusters.end());
+  return clusters;
+}
+
+int64_t Clusters::waits_for(int64_t token) const {
+  const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const Waiting& each) { return each.token == token; });
+  return found == waiting_.end() ? -1 : found->cluster;
+}
+
+std::vector<int64_t> Clusters::changed() const {
+  std::vector<int64_t> clusters;
+  for (int64_t cluster = 0; cluster < table_.count(); ++cluster) {
+    if (changed_[cluster]) clusters.push_back(cluster);
+  }
+  return clusters;
+}
+
+void Clusters::end_step() { std::fill(changed_.begin(), changed_.end(), false); }
+
+void Clusters::truncate(int64_t tokens) {
+  if (tokens >= left_) return;
+  left_ = tokens;
+  table_.truncate(tokens);
+  std::erase_if(waiting_, [&](const Waiting& each) { return each.token >= tokens; });
+  end_step();
+  if (tokens > 0) return;
+  threshold_.reset();
+  waiting_.clear();
+  for (; left_ < std::min<int64_t>(options_.sink_tokens, table_.place().size()); ++left_) {
+    put_outside(left_);
+  }
 }
 
 void Clusters::enter_block(const KeyRows& keys, int64_t end, const Execution& execution) {
   std::vector<int64_t> tokens, others;
   for (int64_t token = left_; token < end; ++token) {
+    if (table_.place()[token] == kInSinks) continue;
     (is_usual(keys, token) ? tokens : others).push_back(token);
   }
   const int64_t first = table_.count();
@@ -110,10 +163,9 @@ void Clusters::enter_block(const KeyRows& keys, int64_t end, const Execution& ex
 }
 
 void Clusters::enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens) {
-  const Marks all(table_.clusters_max(), true);
   for (const int64_t token : tokens) {
-    enter_one(keys, token, all);
-    std::fill(changed_.begin(), changed_.end(), false);
+    enter_token(keys, token, [](int64_t) { return true; });
+    end_step();
   }
 }
 
@@ -125,9 +177,10 @@ void Clusters::divide_block(const KeyRows& keys, int64_t first) {
     }
   }
   const int64_t most = std::min(table_.clusters_max(), share_of(left_));
-  while (threshold_ && table_.count() > 0 && table_.count() < most) {
+  while (threshold_ && table_.count() > first && table_.count() < most) {
     const auto variance = table_.variance();
-    const auto widest = std::max_element(variance.begin(), variance.end()) - variance.begin();
+    const auto widest =
+        std::max_element(variance.begin() + first, variance.end()) - variance.begin();
     if (!(variance[widest] > *threshold_)) break;
     split(keys, widest, members(widest));
   }
@@ -146,8 +199,9 @@ void Clusters::settle_threshold() {
   threshold_ = options_.split_factor * (sum / static_cast<double>(clustered));
 }
 
-void Clusters::enter_one(const KeyRows& keys, int64_t token, const Marks& read) {
+void Clusters::enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read) {
   left_ = std::max(left_, token + 1);
+  if (table_.place()[token] == kInSinks) return;
   if (!is_usual(keys, token)) {
     counts_.refused += table_.is_full() ? 1 : 0;
     open(keys, token);
@@ -161,7 +215,7 @@ void Clusters::enter_one(const KeyRows& keys, int64_t token, const Marks& read) 
   } else if (table_.is_full()) {
     ++counts_.refused;
     join_where_room_is(keys, token);
-  } else if (read[cluster] && !changed_[cluster]) {
+  } else if (!changed_[cluster] && is_read(cluster)) {
     std::vector<int64_t> tokens = members(cluster);
     tokens.push_back(token);
     split(keys, cluster, std::move(tokens));
@@ -195,19 +249,16 @@ void Clusters::join_where_room_is(const KeyRows& keys, int64_t token) {
     cluster = std::find_if(sizes.begin(), sizes.end(), [&](int32_t n) { return n < most; }) -
               sizes.begin();
   }
-  std::vector<int64_t> tokens = members(cluster);
-  tokens.push_back(token);
-  table_.set(cluster, keys, tokens);
+  is_usual(keys, token) ? table_.join(cluster, keys, token) : table_.hold(cluster, token);
 }
 
-/// The lowest of those that most wait for.
 int64_t Clusters::most_waited_for() const {
   std::vector<int64_t> waiting(table_.clusters_max());
   for (const Waiting& each : waiting_) ++waiting[each.cluster];
   return std::max_element(waiting.begin(), waiting.end()) - waiting.begin();
 }
 
-void Clusters::take_in_waiting(const KeyRows& keys, int64_t cluster) {
+void Clusters::take_in(const KeyRows& keys, int64_t cluster) {
   std::vector<int64_t> waited;
   std::erase_if(waiting_, [&](const Waiting& each) {
     if (each.cluster == cluster) waited.push_back(each.token);
@@ -241,7 +292,9 @@ void Clusters::split(const KeyRows& keys, int64_t cluster, std::vector<int64_t> 
   std::stable_sort(parts.begin(), parts.end(),
                    [&](const auto& a, const auto& b) { return smaller(b, a); });
   std::vector<int64_t> homeless;
+  const auto is_member = [&](int64_t token) { return table_.place()[token] == cluster; };
   for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].size() > most) std::stable_partition(parts[i].begin(), parts[i].end(), is_member);
     const size_t kept = std::min(parts[i].size(), most);
     const int64_t to = i == 0 ? cluster : table_.add();
     table_.set(to, keys, std::span(parts[i]).first(kept));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <span>
@@ -17,6 +18,7 @@ struct ClusterOptions {
   double split_factor = 1.25;       // too wide: so many times the mean variance of the row
   int64_t pending_tokens = 16;      // that wait; with so many a cluster is read for them
   int64_t sink_tokens = 0;          // first ones, which enter no cluster
+  int64_t block_tokens = 8192;      // of a prompt, clustered by themselves: the cost is linear
 
   /// What is wrong with them; empty: nothing.
   std::string fault() const;
@@ -31,12 +33,13 @@ struct ClusterCounts {
 /// DynaKV: clusters of similar keys that grow, and split while decoding (4.1, 4.2, Algorithm 1).
 ///
 /// Of one row, its tokens named by their number. They leave the tail in order: those of the prompt
-/// at once, later ones at the end of a step. Keys stay with the caller and are given to each call;
-/// of clusters that a call does not change none is looked at. What the paper leaves open is decided
-/// as in kvswap_torch/methods/clusters.py, the reference in plain torch.
+/// at once, later ones at the end of a step. Keys stay with the caller and are given to each call:
+/// of tokens that enter, and of the members of clusters that may be split. What the paper leaves
+/// open is decided as in kvswap_torch/methods/clusters.py, the reference in plain torch.
 ///
 /// There are never more than ceil(1.25 tokens_max / cluster_tokens) clusters, however often they
-/// split: then a token joins the nearest that has room. Centroids are fp32, sums in between fp64
+/// split: then a token joins the nearest that has room. Only a split moves a token from one cluster
+/// to another, and then to a new one. Centroids are fp32, sums in between fp64
 /// and in the order of tokens, so that neither threads nor the CPU change a bit. Ties go to the
 /// lower number. Not thread-safe.
 class Clusters {
@@ -53,15 +56,50 @@ class Clusters {
   /// That no cluster's variance is to exceed; none until 512 tokens are clustered.
   std::optional<double> threshold() const { return threshold_; }
   std::vector<int64_t> members(int64_t cluster) const { return table_.members(cluster, left_); }
+  /// So many tokens at least are clustered together when they leave the tail at once.
+  int64_t block_min() const { return 2 * options_.cluster_tokens; }
 
-  /// Tokens before `end`, in blocks: k-means, then what is too large is split, and what is too
-  /// wide, the widest first, while there are at most 1.25 times as many clusters as the tokens so
-  /// far would fill. Nothing waits: everything is in memory.
+  /// Room for more tokens, and clusters of them.
+  void grow(int64_t tokens_max);
+  /// Of a row with room for so many.
+  static int64_t bytes(int64_t width, int64_t tokens_max, const ClusterOptions& options);
+  /// At most, of so many tokens.
+  static int64_t clusters_max(int64_t tokens_max, const ClusterOptions& options);
+
+  /// Tokens before `end`, in blocks of at least block_min(): k-means, then what is too large is
+  /// split, and what is too wide, the widest of the block first, while there are at most 1.25 times
+  /// as many clusters as the tokens so far would fill. Nothing waits. Fewer tokens enter one by
+  /// one, as if every cluster had been read.
   void enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution);
 
   /// Tokens before `end` leave the tail, at the end of a step that has read these clusters. Returns
   /// clusters that had to be read besides, since too many tokens waited.
   std::vector<int64_t> enter(const KeyRows& keys, int64_t end, std::span<const int64_t> read);
+
+  // The same in its steps: enter_token() for each, take_in() each that waited_for() tells and that
+  // is read, take_in() of most_waited_for() as long as too many wait, end_step().
+
+  using IsRead = std::function<bool(int64_t cluster)>;
+  /// Neither a sink nor padding enters a cluster: said before it leaves the tail.
+  void put_outside(int64_t token) { table_.put_outside(token, kInSinks); }
+  /// The next token that leaves the tail.
+  void enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read);
+  /// Clusters that tokens wait for, rising.
+  std::vector<int64_t> waited_for() const;
+  /// The lowest of those that most wait for.
+  int64_t most_waited_for() const;
+  /// Who waits for it enters: the cluster is read, and split, unless that is refused.
+  void take_in(const KeyRows& keys, int64_t cluster);
+  /// Which cluster a token waits for; -1: it does not.
+  int64_t waits_for(int64_t token) const;
+  /// Clusters that this step's splits changed, rising.
+  std::vector<int64_t> changed() const;
+  void end_step();
+  void count_forced() { ++counts_.forced; }
+
+  /// Tokens from this one on stand in the tail again. Clusters are not what they would be had the
+  /// tokens never come: splits stay. Without any token left it begins anew.
+  void truncate(int64_t tokens);
 
  private:
   struct Waiting {
@@ -75,15 +113,12 @@ class Clusters {
   void enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens);
   void divide_block(const KeyRows& keys, int64_t first);
   void settle_threshold();
-  void enter_one(const KeyRows& keys, int64_t token, const Marks& read);
   bool would_fit(const float* key, int64_t cluster) const;
   /// Alone in a cluster, or where room is.
   void open(const KeyRows& keys, int64_t token);
   void join_where_room_is(const KeyRows& keys, int64_t token);
-  int64_t most_waited_for() const;
-  void take_in_waiting(const KeyRows& keys, int64_t cluster);
   /// In two, and further only while a part is too large; the largest keeps the number. Where no
-  /// number is left, what a full part cannot hold joins the nearest that has room.
+  /// number is left, what a full part cannot hold joins the nearest that has room: not its members.
   void split(const KeyRows& keys, int64_t cluster, std::vector<int64_t> tokens);
 
   ClusterOptions options_;

@@ -75,6 +75,7 @@ class Rounds {
         count_(count),
         centroids_(count, keys.width),
         label_(tokens.size()) {
+    for (const int64_t token : tokens) rows_.push_back(token - keys.first);
     const auto n = static_cast<int64_t>(tokens.size());
     for (int64_t i = 0; i < count; ++i) {
       centroids_.set(i, row_of(keys, tokens[(2 * i + 1) * n / (2 * count)]));
@@ -85,7 +86,7 @@ class Rounds {
     for (int round = 0; round < kRounds; ++round) {
       nearest_centroid({.keys = keys_.data,
                         .key_stride = keys_.stride,
-                        .tokens_at = tokens_.data(),
+                        .tokens_at = rows_.data(),
                         .tokens = static_cast<int64_t>(tokens_.size()),
                         .centroids = centroids_.data(),
                         .count = count_,
@@ -152,6 +153,7 @@ class Rounds {
 
   const KeyRows& keys_;
   std::span<const int64_t> tokens_;
+  std::vector<int64_t> rows_;  // of keys_.data
   int64_t count_;
   CentroidBlocks centroids_;
   std::vector<int32_t> label_;
@@ -159,9 +161,14 @@ class Rounds {
 
 }  // namespace
 
-CentroidBlocks::CentroidBlocks(int64_t count, int64_t width)
-    : width_(width),
-      numbers_((count + kCentroidBlock - 1) / kCentroidBlock * kCentroidBlock * width) {}
+CentroidBlocks::CentroidBlocks(int64_t count, int64_t width) : width_(width) { grow(count); }
+
+void CentroidBlocks::grow(int64_t count) {
+  const int64_t numbers = (count + kCentroidBlock - 1) / kCentroidBlock * kCentroidBlock * width_;
+  // Not by resize() alone: it would take more than was asked.
+  numbers_.reserve(numbers);
+  numbers_.resize(numbers);
+}
 
 int64_t CentroidBlocks::first_of(int64_t centroid) const {
   return centroid / kCentroidBlock * kCentroidBlock * width_ + centroid % kCentroidBlock;

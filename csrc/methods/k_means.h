@@ -8,19 +8,33 @@
 
 namespace kvswap {
 
+/// A row's keys one by one, for who has them in several places.
+class KeySource {
+ public:
+  virtual ~KeySource() = default;
+  /// [width] of a token, fp32. Stands while the call that it was handed to runs.
+  virtual const float* key(int64_t token) const = 0;
+};
+
 /// Keys of a row's tokens: a sequence's, all KV heads side by side, or those of one head. fp32.
 struct KeyRows {
-  const float* data = nullptr;  // [tokens, width]
+  const float* data = nullptr;  // [tokens, width], from token `first` on; null: in the source
   int64_t width = 0;
   int64_t stride = 0;  // in elements
+  int64_t first = 0;
+  const KeySource* source = nullptr;
 
-  const float* of(int64_t token) const { return data + token * stride; }
+  const float* of(int64_t token) const {
+    return source != nullptr ? source->key(token) : data + (token - first) * stride;
+  }
 };
 
 /// Centroids, 16 side by side: [ceil(count / 16), width, 16].
 class CentroidBlocks {
  public:
   CentroidBlocks(int64_t count, int64_t width);
+  /// Room for more, which are zero.
+  void grow(int64_t count);
 
   const float* data() const { return numbers_.data(); }
   /// row: [width]
@@ -51,8 +65,9 @@ MeanVariance mean_variance(const KeyRows& keys, std::span<const int64_t> tokens)
 ///
 /// Seed i is key floor((i + 1/2) n / count). A cluster that is left empty takes the key farthest
 /// from its mean in the largest cluster; where all of that are equal it is left out. `tokens` are
-/// all comparable, `count` is 1 to as many. Means are summed in fp64 in the order of tokens,
-/// distances as nearest_centroid() says: the threads of `execution` and the CPU change no bit.
+/// all comparable and in keys.data, `count` is 1 to as many. Means are summed in fp64 in the order
+/// of tokens, distances as nearest_centroid() says: the threads of `execution` and the CPU change
+/// no bit.
 std::vector<int32_t> k_means(const KeyRows& keys, std::span<const int64_t> tokens, int64_t count,
                              const Execution& execution);
 

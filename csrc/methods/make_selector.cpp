@@ -1,5 +1,6 @@
 #include "methods/make_selector.h"
 
+#include "methods/cluster_selector.h"
 #include "methods/device_selector.h"
 #include "methods/hosted_selector.h"
 #include "methods/row_selector.h"
@@ -9,6 +10,10 @@ namespace kvswap {
 std::unique_ptr<Selector> make_selector(const MethodOptions& options, Device* device) {
   const RowsKind* kind = RowsKind::find(options.rows);
   KVSWAP_ASSERT(kind != nullptr);
+  if (kind->is_of_clusters) {
+    KVSWAP_ASSERT(device == nullptr);
+    return std::make_unique<ClusterSelector>(options);
+  }
   if (device != nullptr && has_device_kernels(options)) {
     return std::make_unique<DeviceSelector>(*device, options);
   }

@@ -10,6 +10,7 @@
 #include "io/saved_tensor.h"
 #include "io/status.h"
 #include "kernels/types.h"
+#include "methods/clusters.h"
 #include "methods/selector.h"
 
 namespace kvswap {
@@ -27,6 +28,7 @@ struct MethodOptions {
   std::vector<int64_t> exact_layers = {};  // attend everything: they have no summary
   DType summary_dtype = DType::kFloat32;
   Score score = Score::kSum;              // by mass low_rank only
+  ClusterOptions clusters = {};           // centroid only
   const ParallelFor* parallel = nullptr;  // null: serial
 };
 
@@ -92,6 +94,7 @@ struct RowsKind {
   bool scores_by_mass;
   bool needs_all_heads;     // the query's heads must not be summed
   bool is_given;            // scores come from outside, before each choice
+  bool is_of_clusters;      // what is chosen are clusters: a selector of their own has them
   bool has_device_kernels;  // else, or by the best head, a selector on the host has them
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,

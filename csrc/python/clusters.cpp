@@ -62,14 +62,14 @@ void bind_clusters(py::module_& module) {
   py::class_<Clusters>(module, "Clusters")
       .def(py::init([](int64_t width, int64_t tokens_max, int64_t cluster_tokens,
                        int64_t cluster_tokens_max, double split_factor, int64_t pending_tokens,
-                       int64_t sink_tokens) {
-             return make(
-                 width, tokens_max,
-                 {cluster_tokens, cluster_tokens_max, split_factor, pending_tokens, sink_tokens});
+                       int64_t sink_tokens, int64_t block_tokens) {
+             return make(width, tokens_max,
+                         {cluster_tokens, cluster_tokens_max, split_factor, pending_tokens,
+                          sink_tokens, block_tokens});
            }),
            py::arg("width"), py::arg("tokens_max"), py::arg("cluster_tokens"),
            py::arg("cluster_tokens_max"), py::arg("split_factor"), py::arg("pending_tokens"),
-           py::arg("sink_tokens"))
+           py::arg("sink_tokens"), py::arg("block_tokens") = 8192)
       .def(py::init<const Clusters&>(), py::arg("other"))
       .def(
           "enter_prompt",

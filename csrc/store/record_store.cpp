@@ -57,6 +57,20 @@ void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
   }
 }
 
+void RecordStore::enter_pages(StagedRun& run, std::span<const int64_t> pages) {
+  KVSWAP_ASSERT(static_cast<int64_t>(pages.size()) == run.count);
+  const auto first = static_cast<uint32_t>(run.offset_bytes / record_bytes());
+  run.entries.clear();
+  for (uint32_t i = 0; i < run.count; ++i) {
+    run.entries.push_back({records_.add(first + i), pages[i]});
+  }
+}
+
+void RecordStore::give_up_pages(const StagedRun& run) {
+  for (const StagedRun::Entry& entry : run.entries) tables_.give_up(entry.record);
+  writes_.drop_unread();
+}
+
 Status RecordStore::hand_over(const StagedRun& run) {
   KVSWAP_ASSERT(static_cast<int64_t>(run.entries.size()) == run.count);
   std::vector<RecordWrites::Written> written;
@@ -76,7 +90,11 @@ Status RecordStore::hand_over(const StagedRun& run) {
 }
 
 RecordKey RecordStore::key(int64_t layer, int64_t sequence, int64_t group) const {
-  const RecordList::Record& found = record(layer, sequence, group);
+  return key(tables_.number(layer, sequence, group));
+}
+
+RecordKey RecordStore::key(uint32_t number) const {
+  const RecordList::Record& found = records_.at(number);
   return (static_cast<uint64_t>(found.serial) << 32) | found.place;
 }
 

@@ -74,11 +74,25 @@ class RecordStore {
   /// still be on their way to the run: until hand_over() nothing of it may be read, verified or
   /// truncated.
   void enter(StagedRun& run, std::span<const int64_t> sequences);
+  /// The same for pages of these numbers (see RecordTables): record i is pages[i]'s once set_page()
+  /// has been called for it, and in no table until then.
+  void enter_pages(StagedRun& run, std::span<const int64_t> pages);
+  /// The page of the sequence is record i of the run from now on.
+  void set_page(const StagedRun& run, int64_t i, int64_t sequence) {
+    tables_.set_page(run.layer, sequence, run.entries[i].group, run.entries[i].record);
+  }
+  /// What entered as pages of a run is nobody's.
+  void give_up_pages(const StagedRun& run);
+  void drop_page(int64_t layer, int64_t sequence, int64_t page) {
+    tables_.set_page(layer, sequence, page, RecordTables::kNoRecord);
+  }
   /// The bytes are there: sums them up and hands them to the disk. The tables have the records also
   /// when that fails; truncate() takes them back.
   Status hand_over(const StagedRun& run);
 
   RecordKey key(int64_t layer, int64_t sequence, int64_t group) const;
+  /// Of record i of a run that has been entered.
+  RecordKey key(const StagedRun& run, int64_t i) const { return key(run.entries[i].record); }
   int64_t offset_bytes(int64_t layer, int64_t sequence, int64_t group) const {
     return places_.offset_bytes(record(layer, sequence, group).place);
   }
@@ -124,6 +138,7 @@ class RecordStore {
   RecordStore(DataFile* file, std::unique_ptr<Layout> layout, const RecordStoreOptions& options,
               std::unique_ptr<WriteQueue> queue, int64_t buffer_bytes);
 
+  RecordKey key(uint32_t number) const;
   const RecordList::Record& record(int64_t layer, int64_t sequence, int64_t group) const {
     return records_.at(tables_.number(layer, sequence, group));
   }

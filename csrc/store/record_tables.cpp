@@ -12,6 +12,12 @@ int64_t RecordTables::append(int64_t layer, int64_t sequence, uint32_t number) {
   return table.groups() - 1;
 }
 
+void RecordTables::set_page(int64_t layer, int64_t sequence, int64_t page, uint32_t number) {
+  std::pmr::deque<uint32_t>& pages = tables_.at(layer).at(sequence).pages;
+  if (~page >= std::ssize(pages)) pages.resize(~page + 1, kNoRecord);
+  release(std::exchange(pages[~page], number));
+}
+
 void RecordTables::drop(int64_t layer, int64_t sequence, int64_t end) {
   Table& table = tables_.at(layer).at(sequence);
   KVSWAP_ASSERT(end <= table.groups());
@@ -46,9 +52,13 @@ void RecordTables::select_sequences(std::span<const int64_t> indices) {
     for (const int64_t index : indices) {
       selected.emplace_back(layer.at(index), memory_);
       for (const uint32_t shared : selected.back().numbers) records_.hold(shared);
+      for (const uint32_t shared : selected.back().pages) {
+        if (shared != kNoRecord) records_.hold(shared);
+      }
     }
     for (const Table& table : layer) {
       for (const uint32_t number : table.numbers) release(number);
+      for (const uint32_t number : table.pages) release(number);
     }
     layer = std::move(selected);
   }

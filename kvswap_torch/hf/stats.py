@@ -273,6 +273,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
     if stats.tokens_kept is not None:
         turns = f"{stats.counters['turns']:,.0f} turns"
         rows.append(("tokens kept", f"{stats.tokens_kept:,.0f} a layer, {turns}"))
+    if "clusters" in stats.counters:
+        rows.append(("clusters", _clusters(stats.counters)))
     if stats.tokens_dropped is not None:
         where = "gone" if stats.io_mode == "none" else "kept on disk"
         rows.append(("tokens dropped", f"{stats.tokens_dropped:,.0f} a layer, {where}"))
@@ -293,6 +295,13 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
     if stats.fallbacks:
         rows.append(("fell back", stats.fallbacks))
     return rows
+
+
+def _clusters(counters: Mapping[str, float]) -> str:
+    return (
+        f"{counters['clusters']:,.0f} a layer of {counters['tokens_a_cluster']:.1f} tokens, "
+        f"{counters['cluster_splits']:,.0f} splits, {counters['tokens_waiting']:.1f} tokens wait"
+    )
 
 
 def _device_rows(stats: CacheStats) -> list[tuple[str, str]]:

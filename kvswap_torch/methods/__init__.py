@@ -36,7 +36,8 @@ class Method:
         ``[heads, queries, head_dim]``; by the sum over heads (`SwapConfig.score`). What is
         attended are the groups with the largest scores, the lower number first among equals; a
         group without a valid token scores -inf. None: nothing is chosen, everything is attended;
-        or somebody else says what groups are worth (`kvswap_torch.plug_ins`).
+        what is chosen are clusters (`kvswap_torch.methods.clusters`); or somebody else says what
+        groups are worth (`kvswap_torch.plug_ins`).
     """
 
     name: str
@@ -69,6 +70,7 @@ METHODS = {
     "low_rank": Method("kvswap", "KVSwap, 3.2 and 3.3", True, kvswap.group_scores),
     "box": Method("quest", "Quest, 3.2", False, quest.group_scores),
     "mean": Method("shadowkv", "ShadowKV, 4.1", False, shadowkv.group_scores),
+    "centroid": Method("dynakv", "DynaKV, 4.1", False, None),
     "given": Method("group_scores", "a plug-in's", False, None),
     "none": Method("exact", "FlexGen", False, None),
 }

@@ -1,8 +1,8 @@
 """DynaKV: clusters of similar keys that grow, and split while decoding (4.1, 4.2, Algorithm 1).
 
 Which tokens stand in which cluster, for one row: a sequence, or one KV head of it. Plain torch: the
-reference of `csrc/methods/clusters.h`, which `bench/quality` follows documents with. A session
-cannot choose clusters yet. What the paper leaves open is said where it is decided.
+reference of `csrc/methods/clusters.h`, which `bench/quality` follows documents with. What
+the paper leaves open is said where it is decided.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 
 from kvswap_torch.methods.k_means import comparable, k_means, mean_variance, split_in_two, squares
 
-BLOCK_TOKENS = 8192  # of a prompt, clustered by themselves: the cost is then linear in its length
-BLOCK_TOKENS_MIN = 256  # shorter ones are entered token by token
 THRESHOLD_TOKENS = 512  # clustered before what is too wide is decided
 CLUSTERS_SHARE = 1.25  # of tokens / cluster_tokens: what splits may come to
 SINK, PENDING, TAIL = -3, -2, -1  # where a token is that is in no cluster
@@ -39,6 +37,9 @@ class ClusterOptions:
         That wait in memory for their cluster to be read; with so many, one is read for them.
     sink_tokens
         First tokens of the row, which never enter a cluster.
+    block_tokens
+        Of a prompt, clustered by themselves: the cost is then linear in its length. Where fewer
+        than two clusters' come at once they are entered token by token.
     """
 
     cluster_tokens: int = 32
@@ -46,12 +47,18 @@ class ClusterOptions:
     split_factor: float = 1.25
     pending_tokens: int = 16
     sink_tokens: int = 0
+    block_tokens: int = 8192
 
     def __post_init__(self) -> None:
         if not 1 <= self.cluster_tokens <= self.cluster_tokens_max:
             raise ValueError(
                 "clusters: cluster_tokens must be at least 1 and at most cluster_tokens_max, got "
                 f"{self.cluster_tokens} and {self.cluster_tokens_max}"
+            )
+        if self.block_tokens < 2 * self.cluster_tokens:
+            raise ValueError(
+                "clusters: block_tokens must be at least twice cluster_tokens, got "
+                f"{self.block_tokens} and {self.cluster_tokens}"
             )
         if not self.split_factor > 0 or min(self.pending_tokens, self.sink_tokens) < 0:
             raise ValueError(
@@ -130,11 +137,11 @@ class Clusters:
     def enter_prompt(self, keys: torch.Tensor, end: int) -> None:
         """Clusters the tokens before `end`, in blocks: k-means, then splits what is too large.
 
-        And what is too wide, the widest first, while there are at most 1.25 times as many clusters
-        as the tokens so far would fill. Nothing waits: everything is in memory.
+        And what is too wide, the widest of the block first, while there are at most 1.25 times as
+        many clusters as the tokens so far would fill. Nothing waits: everything is in memory.
         """
-        for block in torch.arange(min(self.left, end), end).split(BLOCK_TOKENS):
-            if len(block) < BLOCK_TOKENS_MIN:
+        for block in torch.arange(min(self.left, end), end).split(self.options.block_tokens):
+            if len(block) < 2 * self.options.cluster_tokens:
                 self._enter_in_memory(keys, block)
             else:
                 self._enter_block(keys, block)
@@ -191,8 +198,8 @@ class Clusters:
             if self.size[cluster] > self.options.cluster_tokens_max:
                 self._split(keys, cluster, self.members(cluster))
         most = min(self.clusters_max, self._share_of(self.left))
-        while self.threshold is not None and self.count < most:
-            widest = int(self.variance[: self.count].argmax())
+        while self.threshold is not None and first < self.count < most:
+            widest = first + int(self.variance[first : self.count].argmax())
             if not self.variance[widest] > self.threshold:
                 break
             self._split(keys, widest, self.members(widest))
@@ -277,7 +284,11 @@ class Clusters:
         cluster = self._nearest(key, is_free) if comparable(key) else None
         if cluster is None:
             cluster = int(is_free.long().argmax())
-        self._set(keys, cluster, torch.cat([self.members(cluster), torch.tensor([token])]))
+        if comparable(key):
+            self._join(key, cluster, token)
+        else:
+            self.place[token] = cluster
+            self.size[cluster] += 1
 
     def _take_in_waiting(self, keys: torch.Tensor, cluster: int) -> None:
         """The cluster is in memory: it is split together with what waits for it."""
@@ -293,7 +304,8 @@ class Clusters:
     def _split(self, keys: torch.Tensor, cluster: int, tokens: torch.Tensor) -> None:
         """In two, and further only while a part is too large; the largest keeps the number.
 
-        Where no number is left, what a full part cannot hold joins the nearest that has room.
+        Where no number is left, what a full part cannot hold joins the nearest that has room: of
+        those that are new to it.
         """
         most, parts = self.options.cluster_tokens_max, [tokens]
         while self.count + len(parts) <= self.clusters_max:
@@ -304,6 +316,7 @@ class Clusters:
             is_second = split_in_two(keys[part])
             parts += [part[~is_second], part[is_second]]
         parts.sort(key=len, reverse=True)
+        parts = [part[(self.place[part] != cluster).long().argsort(stable=True)] for part in parts]
         for number, part in enumerate(parts):
             to = cluster if number == 0 else self._new()
             self._set(keys, to, part[:most])

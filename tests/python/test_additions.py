@@ -26,6 +26,7 @@ CONFIG |= {"sink_tokens": 0, "tail_tokens": 8, "group_tokens": 4, "patience": 30
 FIELD = '    patience: int = number(7, 1, 100, "steps that nobody waits for")\n'
 REGISTERED = """    RowsKind{.name = "first", .source = "", .takes_projections = false,
              .scores_by_mass = false, .needs_all_heads = false, .is_given = false,
+             .is_of_clusters = false,
              .has_device_kernels = false, .shape = FirstRows::shape_of, .make = FirstRows::make},
 """
 PROGRAM = """

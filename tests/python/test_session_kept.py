@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvswap_torch import SwapConfig
-from kvswap_torch.methods import METHODS
 from tests.python.reference_heads import reference
 from tests.python.test_session import (
     BACK_ENDS,
@@ -17,6 +16,7 @@ from tests.python.test_session import (
     HEADS,
     KV_HEADS,
     LAYERS,
+    OF_GROUPS,
     Twins,
     live,
     native,
@@ -24,7 +24,7 @@ from tests.python.test_session import (
 )
 
 
-@pytest.mark.parametrize("rows", METHODS)
+@pytest.mark.parametrize("rows", OF_GROUPS)
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):

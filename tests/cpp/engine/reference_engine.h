@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <set>
 #include <vector>
 
@@ -97,13 +98,26 @@ class ReferenceEngine {
       plan(layer, index, query, queries);
     }
     layer.is_planned = false;
+    return attend_over(index, query, queries, scale, [&](int64_t b, int64_t part, int64_t token) {
+      const auto group = static_cast<int32_t>(token / options_.group_tokens);
+      const std::vector<int32_t>& chosen = layer.chosen[part];
+      return group >= layer.sealed || is_sink(b, group) ||
+             std::binary_search(chosen.begin(), chosen.end(), group);
+    });
+  }
+
+  /// The same over the tokens that is_seen(sequence, part, token) tells, of those that are valid.
+  using IsSeen = std::function<bool(int64_t b, int64_t part, int64_t token)>;
+  std::vector<double> attend_over(int64_t index, const std::vector<float>& query, int64_t queries,
+                                  double scale, const IsSeen& is_seen) {
+    Layer& layer = layers_[index];
     std::vector<double> output;
     for (int64_t b = 0; b < batch(); ++b) {
       for (int64_t q = 0; q < queries; ++q) {
         for (int64_t h = 0; h < options_.query_heads; ++h) {
           attend_one(layer, b, h, layer.columns - queries + q,
                      &query[((b * options_.query_heads + h) * queries + q) * options_.head_dim],
-                     scale, output);
+                     scale, is_seen, output);
         }
       }
     }
@@ -141,6 +155,13 @@ class ReferenceEngine {
 
   /// What has left the tail is sealed by the next short append(), also by one that is refused.
   void seal_overflow(int64_t index) { seal(layers_[index]); }
+
+  bool is_sink(int64_t b, int64_t group) const {
+    const int64_t first = first_valid(b);
+    return options_.sink_tokens > 0 && first < static_cast<int64_t>(valid_[b].size()) &&
+           group >= first / options_.group_tokens &&
+           group <= (first + options_.sink_tokens - 1) / options_.group_tokens;
+  }
 
   void reset() {
     valid_.clear();
@@ -195,13 +216,6 @@ class ReferenceEngine {
 
   int64_t first_valid(int64_t b) const {
     return std::find(valid_[b].begin(), valid_[b].end(), true) - valid_[b].begin();
-  }
-
-  bool is_sink(int64_t b, int64_t group) const {
-    const int64_t first = first_valid(b);
-    return options_.sink_tokens > 0 && first < static_cast<int64_t>(valid_[b].size()) &&
-           group >= first / options_.group_tokens &&
-           group <= (first + options_.sink_tokens - 1) / options_.group_tokens;
   }
 
   bool has_valid(int64_t b, int64_t group) const {
@@ -296,20 +310,17 @@ class ReferenceEngine {
   }
 
   void attend_one(const Layer& layer, int64_t b, int64_t head, int64_t column, const float* query,
-                  double scale, std::vector<double>& output) const {
+                  double scale, const IsSeen& is_seen, std::vector<double>& output) const {
     const int64_t dim = options_.head_dim;
     const int64_t kv_head = head / (options_.query_heads / options_.kv_heads);
     const int64_t offset = kv_head * dim;
-    const auto& of_part = layer.chosen[b * heads_apart() + kv_head % heads_apart()];
-    const std::set<int64_t> chosen(of_part.begin(), of_part.end());
+    const int64_t part = b * heads_apart() + kv_head % heads_apart();
     std::vector<double> sum(dim);
     double total = 0;
     double largest = -INFINITY;
     for (const bool is_second : {false, true}) {
       for (int64_t t = 0; t <= column; ++t) {
-        const int64_t group = t / options_.group_tokens;
-        const bool is_seen = group >= layer.sealed || is_sink(b, group) || chosen.contains(group);
-        if (!is_seen || !valid_[b][t]) continue;
+        if (!valid_[b][t] || !is_seen(b, part, t)) continue;
         double score = 0;
         const int64_t at = t * width() + offset;
         for (int64_t d = 0; d < dim; ++d) score += query[d] * layer.sequences[b].keys[at + d];

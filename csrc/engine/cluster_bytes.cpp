@@ -1,0 +1,128 @@
+#include "engine/cluster_bytes.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "engine/page_tokens.h"
+#include "methods/cluster_selector.h"
+#include "methods/group_rows.h"
+
+namespace kvswap {
+
+TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position) {
+  const int64_t row = shape.head_dim * shape.element_bytes;
+  const int64_t side = shape.group_tokens * row;
+  return {page + position * row, page + side + position * row, 2 * side, 2 * side};
+}
+
+TokenBytes token_of(const RecordShape& shape, const KeyValueView& tokens, int64_t sequence,
+                    int64_t token) {
+  const int64_t bytes = shape.element_bytes;
+  const int64_t first_value = sequence / tokens.heads_apart * tokens.value_batch_stride +
+                              sequence % tokens.heads_apart * tokens.value_head_stride;
+  const auto* keys = static_cast<const std::byte*>(tokens.keys);
+  const auto* values = static_cast<const std::byte*>(tokens.values);
+  return {keys + (tokens.first_key(sequence) + token * tokens.key_token_stride) * bytes,
+          values + (first_value + token * tokens.value_token_stride) * bytes,
+          tokens.key_head_stride * bytes, tokens.value_head_stride * bytes};
+}
+
+void put_token(const RecordShape& shape, std::byte* page, int64_t position,
+               const TokenBytes& token) {
+  const int64_t row = shape.head_dim * shape.element_bytes;
+  const int64_t side = shape.group_tokens * row;
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    std::byte* target = page + 2 * head * side + position * row;
+    std::memcpy(target, token.key + head * token.key_head_stride, row);
+    std::memcpy(target + side, token.value + head * token.value_head_stride, row);
+  }
+}
+
+ClusterBytes::ClusterBytes(EngineParts& parts, const Batch& batch, int64_t layer, int64_t sequence)
+    : parts_(parts),
+      batch_(batch),
+      layer_(layer),
+      sequence_(sequence),
+      row_(parts.clusters->of(layer, sequence)) {}
+
+const std::byte* ClusterBytes::page(int64_t slot) const {
+  const auto found = read_.find(slot);
+  if (found != read_.end()) return found->second;
+  SequencePages& pages = batch_.pages(sequence_);
+  const int32_t page = pages.map(layer_).find(parts_.store->key(layer_, sequence_, page_id(slot)));
+  return page < 0 ? nullptr : pages.page(page);
+}
+
+bool ClusterBytes::is_in_memory(int64_t token) const {
+  const int32_t place = row_.pages.place(token);
+  return place < 0 || page(place / row_.pages.page_tokens()) != nullptr;
+}
+
+bool ClusterBytes::are_in_memory(std::span<const int64_t> tokens) const {
+  return std::ranges::all_of(tokens, [this](int64_t token) { return is_in_memory(token); });
+}
+
+std::byte* ClusterBytes::waiting_page(int64_t place) const {
+  return pages().waiting_page(layer_, place / row_.pages.page_tokens());
+}
+
+TokenBytes ClusterBytes::at(int64_t token) const {
+  const RecordShape shape = parts_.options.record_shape();
+  const int64_t page_tokens = row_.pages.page_tokens();
+  const int32_t place = row_.pages.place(token);
+  if (place >= 0) return token_of_page(shape, page(place / page_tokens), place % page_tokens);
+  const int64_t waits = row_.pages.waiting_at(token);
+  if (waits >= 0) return token_of_page(shape, waiting_page(waits), waits % page_tokens);
+  return arriving_(token);
+}
+
+const float* ClusterBytes::key(int64_t token) const {
+  std::unique_ptr<float[]>& key = keys_[token];
+  if (key == nullptr) {
+    const RecordShape shape = parts_.options.record_shape();
+    key = std::make_unique_for_overwrite<float[]>(shape.kv_heads * shape.head_dim);
+    copy_key(at(token), key.get());
+  }
+  return key.get();
+}
+
+void ClusterBytes::copy_key(const TokenBytes& token, float* target) const {
+  const RecordShape shape = parts_.options.record_shape();
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    with_elements(token.key + head * token.key_head_stride, parts_.options.dtype,
+                  [&](const auto* values) {
+                    for (int64_t d = 0; d < shape.head_dim; ++d) *target++ = to_float(values[d]);
+                  });
+  }
+}
+
+void end_wait(const RecordShape& shape, SequencePages& pages, int64_t layer, ClusterPages& row,
+              int64_t token) {
+  const int64_t to = row.waiting_at(token);
+  const int64_t from = row.end_wait(token);
+  if (from == to) return;
+  const int64_t page_tokens = row.page_tokens();
+  copy_token(shape, {pages.waiting_page(layer, to / page_tokens), to % page_tokens},
+             pages.waiting_page(layer, from / page_tokens), from % page_tokens);
+}
+
+void truncate_clusters(EngineParts& parts, const Batch& batch, int64_t layer, int64_t tokens) {
+  if (parts.clusters_of(layer) == nullptr) return;
+  const RecordShape shape = parts.options.record_shape();
+  for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
+    ClusterRow& row = parts.clusters->of(layer, sequence);
+    SequencePages& pages = batch.pages(sequence);
+    const std::vector<int64_t> waiting(row.pages.waiting().begin(), row.pages.waiting().end());
+    for (const int64_t token : waiting) {
+      if (token >= tokens) end_wait(shape, pages, layer, row.pages, token);
+    }
+    for (const int32_t slot : row.pages.truncate(tokens)) {
+      pages.map(layer).forget(parts.store->key(layer, sequence, page_id(slot)));
+      parts.store->drop_page(layer, sequence, page_id(slot));
+    }
+    row.clusters.truncate(tokens);
+  }
+}
+
+}  // namespace kvswap

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/cluster_bytes.h"
+#include "methods/cluster_pages.h"
+
+namespace kvswap {
+
+/// Clusters become pages on disk: packed, entered in the store, handed to the writer, and then, all
+/// of them at once, where their tokens stand. After an error nothing has changed but what is in the
+/// reuse buffer. Not thread-safe.
+class ClusterWriter {
+ public:
+  explicit ClusterWriter(EngineParts& parts) : parts_(parts) {}
+
+  /// Of one row; all tokens of the plans are in memory. The pages that they were in let them go;
+  /// where a page of the reuse buffer held one of those it holds the new one.
+  Status write(ClusterBytes& bytes, int64_t layer, int64_t sequence,
+               std::span<const ClusterPlan> plans);
+
+ private:
+  struct Page {
+    const ClusterPlan* plan = nullptr;
+    int64_t index = 0;  // of its slots
+    int64_t slot() const { return plan->slots[index]; }
+  };
+  Status stage(const ClusterBytes& bytes, int64_t layer, std::span<const Page> pages,
+               RecordStore::StagedRun* run);
+  void pack(const ClusterBytes& bytes, const Page& page, std::byte* record) const;
+  void adopt(const ClusterBytes& bytes, const RecordStore::StagedRun& run, int64_t sequence);
+  void install(ClusterBytes& bytes, int64_t layer, int64_t sequence,
+               std::span<const ClusterPlan> plans, std::span<const RecordStore::StagedRun> runs);
+
+  EngineParts& parts_;
+};
+
+}  // namespace kvswap

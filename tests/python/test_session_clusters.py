@@ -1,0 +1,228 @@
+"""Sessions that choose clusters of similar keys, from Python.
+
+The same bits from every reader and any number of threads, equality with the full cache, what is
+refused, what `stats()` tells.
+
+What is attended, where each token stands and what faults leave is held token by token by
+tests/cpp/engine/test_clustering.cpp; that clusters are the reference's, by test_engine_clusters.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
+from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, native, options
+from tests.python.tiny_models import greedy, prompt, tiny_model
+
+CLUSTERS = {
+    "rows": "centroid",
+    "grouping": "clusters",
+    "cluster_tokens": 4,
+    "cluster_tokens_max": 10,
+    "pending_tokens": 5,
+}
+READERS = [
+    {"reader": "sync", "io_mode": "buffered"},
+    {"reader": "threads", "io_mode": "direct"},
+    {"reader": "uring", "io_mode": "direct"},
+    {"reader": "auto", "io_mode": "auto", "device_model": "ufs"},
+    {"reader": "auto", "io_mode": "auto", "resident_layers": 2},
+]
+
+
+def life(session, seed: int, steps: int = 60) -> list[torch.Tensor]:
+    """What a random life of a session answers: prompts, steps, crops, beams, a reset."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    batch, columns, outputs = 2, 0, []
+    for _ in range(steps):
+        action = rng.random()
+        tokens = rng.randint(20, 150) if columns < 100 or action < 0.1 else rng.randint(1, 4)
+        if columns >= 100 and action > 0.93:
+            columns = rng.randint(columns // 2, columns)
+            session.crop(columns)
+            continue
+        if columns >= 100 and action > 0.86:
+            indices = [rng.randrange(batch) for _ in range(rng.randint(1, 3))]
+            session.select_sequences(indices)
+            batch = len(indices)
+            continue
+        valid = torch.ones(batch, tokens, dtype=torch.bool)
+        if columns == 0:
+            valid[1:, : tokens // 3] = False
+        session.declare(valid)
+        for layer in range(2):
+            query = draw(batch, HEADS, tokens, HEAD_DIM)
+            if rng.random() < 0.5 and columns:
+                session.look_ahead(layer, query)
+            keys, values = (draw(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
+            outputs.append(session.extend(layer, query, keys, values, HEAD_DIM**-0.5))
+        columns += tokens
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Of the first reader, by (heads, score)."""
+    known = {}
+
+    def of(heads: str, score: str) -> list[torch.Tensor]:
+        if (heads, score) not in known:
+            folder = tmp_path_factory.mktemp("clusters")
+            session = native(clustered(folder, heads, score, READERS[0]))
+            known[heads, score] = life(session, seed=3)
+        return known[heads, score]
+
+    return of
+
+
+def clustered(folder, heads: str, score: str, reader):
+    more = {**CLUSTERS, "heads": heads, "cluster_score": score, **reader}
+    return options(folder, group_tokens=8, groups_max=6, pages_max=24, **more)
+
+
+@pytest.mark.parametrize("reader", READERS[1:], ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize(
+    ("heads", "score"), [("all", "sum"), ("each", "mass"), ("all", "max_mass")]
+)
+def test_every_reader_answers_alike_to_the_bit(tmp_path, answers, heads, score, reader):
+    session = native(clustered(tmp_path, heads, score, reader))
+    for ours, theirs in zip(life(session, seed=3), answers(heads, score), strict=True):
+        assert torch.equal(ours, theirs)
+    assert session.counters()["cluster_splits"] > 0
+
+
+def test_threads_change_no_bit(tmp_path, answers):
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        try:
+            session = native(clustered(tmp_path, "all", "sum", READERS[0]))
+            for ours, theirs in zip(life(session, seed=3), answers("all", "sum"), strict=True):
+                assert torch.equal(ours, theirs)
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+def small(**changes):
+    base = {"group_tokens": 8, "tail_tokens": 4, "sink_tokens": 2, "select_queries_max": 4}
+    return SwapConfig(**CLUSTERS | base | {"replacement": "lru"} | changes)
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_with_room_for_all_tokens_are_the_full_caches(tmp_path, llama, heads, look_ahead):
+    inputs = prompt(2, 90, padding=(0, 31))
+    config = small(heads=heads, groups_max=40, pages_max=40, group_tokens=32, look_ahead=look_ahead)
+    expected = greedy(llama, inputs, tokens=40)
+    with KVSwapCache(llama, tmp_path, config) as cache:
+        assert torch.equal(greedy(llama, inputs, cache, tokens=40), expected)
+
+
+def test_keys_that_are_no_numbers_have_clusters_of_their_own(tmp_path):
+    """What DynamicCache attends to is attended to: a NaN stays visible, and spoils no centroid."""
+    session = native(clustered(tmp_path, "all", "sum", READERS[0]))
+    keys, values = torch.randn(2, 1, KV_HEADS, 100, HEAD_DIM)
+    keys[0, :, 40, 3] = float("nan")
+    keys[0, :, 41, 3] = float("inf")
+    query = torch.randn(1, HEADS, 100, HEAD_DIM)
+    for layer in range(2):
+        session.extend(layer, query, keys, values, 0.125)
+    one = torch.randn(1, HEADS, 1, HEAD_DIM)
+    for _ in range(30):
+        for layer in range(2):
+            new = torch.randn(2, 1, KV_HEADS, 1, HEAD_DIM)
+            answer = session.extend(layer, one, new[0], new[1], 0.125)
+    assert answer.isfinite().all(), "the key without a number is worth nothing, and is not chosen"
+
+
+@pytest.mark.parametrize("kind", ["equal", "one token", "padding only"])
+def test_texts_that_are_nothing_to_cluster(tmp_path, kind):
+    session = native(clustered(tmp_path, "all", "sum", READERS[0]))
+    tokens = 1 if kind == "one token" else 100
+    keys = torch.ones(1, KV_HEADS, tokens, HEAD_DIM)
+    session.declare(torch.full((1, tokens), kind != "padding only"))
+    for layer in range(2):
+        session.extend(layer, torch.ones(1, HEADS, tokens, HEAD_DIM), keys, keys, 0.125)
+    for _ in range(40):
+        for layer in range(2):
+            key = torch.ones(1, KV_HEADS, 1, HEAD_DIM)
+            answer = session.extend(layer, torch.ones(1, HEADS, 1, HEAD_DIM), key, key, 0.125)
+            torch.testing.assert_close(answer, torch.ones_like(answer))
+
+
+def test_saving_and_forking_are_refused_by_name(tmp_path, llama):
+    with KVSwapCache(llama, tmp_path, small(groups_max=8, pages_max=16)) as cache:
+        greedy(llama, prompt(1, 60), cache, tokens=4)
+        for call in (lambda: cache.save(tmp_path / "saved"), cache.fork):
+            with pytest.raises(ValueError, match="grouping must be 'runs', got 'clusters'"):
+                call()
+
+
+def test_a_device_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="grouping must be 'runs' where pages are a device's"):
+        native(clustered(tmp_path, "all", "sum", {"device": "host"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"grouping": "clusters"}, "grouping: must be left out where rows is low_rank"),
+        ({"rows": "centroid"}, "rows: must be left out where grouping is runs"),
+        ({"cluster_tokens": 8}, "cluster_tokens: must be left out where grouping is runs"),
+        ({"cluster_score": "mass"}, "cluster_score: must be left out where grouping is runs"),
+        (CLUSTERS | {"cluster_tokens_max": 4, "cluster_tokens": 5}, "at least cluster_tokens"),
+        (CLUSTERS | {"score": "mass"}, "score: must be left out where"),
+        (CLUSTERS | {"rank": 5}, "rank: must be left out where rows is centroid"),
+        (CLUSTERS | {"records": "fp8"}, "records: must be left out where grouping is clusters"),
+        (CLUSTERS | {"keeper": "observed"}, "keeper: must be left out where grouping is clusters"),
+        (CLUSTERS | {"audit_every": 4}, "audit_every: must be left out where grouping is clusters"),
+        (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where grouping"),
+        (CLUSTERS | {"split_factor": 0.0}, "split_factor: must be a float"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        SwapConfig(**settings)
+
+
+def test_stats_tell_of_clusters(tmp_path, llama):
+    config = small(groups_max=5, pages_max=10, pending_tokens=2)
+    with KVSwapCache(llama, tmp_path, config, max_context=400, kv_memory_bytes="8MiB") as cache:
+        greedy(llama, prompt(2, 150), cache, tokens=60)
+        stats = cache.stats()
+        counters = stats.counters
+        assert counters["clusters"] > 10 and 1 < counters["tokens_a_cluster"] <= 10
+        assert counters["cluster_splits"] > 0 and counters["tokens_waiting"] <= 2
+        assert counters["cluster_records_sealed"] > 0
+        assert "clusters" in str(stats)
+        assert stats.resident_bytes <= 8 << 20
+
+
+def test_turns_crops_and_beams_with_little_memory(tmp_path, llama):
+    """Answers differ from the full cache's; that each call ends well and counts right is held."""
+    with KVSwapCache(llama, tmp_path, small(groups_max=4, pages_max=8)) as cache:
+        plain = DynamicCache(config=llama.config)
+        ids = prompt(2, 70)["input_ids"]
+        for turn, question in enumerate((1, 30, 80)):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ours = greedy(llama, inputs, cache, tokens=9)
+            assert ours.shape == greedy(llama, inputs, plain, tokens=9).shape
+            cache.crop(-3)
+            plain.crop(-3)
+            ids = torch.cat([ours[:, :-2], prompt(2, question, seed=turn)["input_ids"]], 1)
+        cache.reset()
+        inputs = prompt(2, 60, padding=(9, 0))
+        ours = greedy(llama, inputs, cache, num_beams=3, num_return_sequences=2, tokens=8)
+        assert len(ours) == 4
