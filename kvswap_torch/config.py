@@ -15,6 +15,7 @@ from typing import Any
 
 from kvswap_torch import config_file
 from kvswap_torch.config_between import check_between
+from kvswap_torch.config_disk import DiskSettings
 from kvswap_torch.config_facts import ConfigFacts
 from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
@@ -49,7 +50,7 @@ APART = ("model", "provenance", "table", "version", "source")
 
 @documented
 @dataclass(frozen=True)
-class SwapConfig(ConfigFacts):
+class SwapConfig(DiskSettings, ConfigFacts):
     """What the tuner decides and the cache obeys. Checked on construction, then immutable."""
 
     group_tokens: int = number(
@@ -147,11 +148,12 @@ class SwapConfig(ConfigFacts):
     )
     replacement: str = one_of(
         "fifo",
-        ("fifo", "lru", "unused", "none", "score"),
+        ("fifo", "lru", "unused", "none", "score", "clusters"),
         "who leaves the reuse buffer: the oldest load (the paper), the least recently used, "
         "whatever this step did not use (the published research code), or with none everybody "
         "before the next step, to measure what reuse saves; with score who was paid least "
-        "attention when it was last attended, which costs a look at the keys in each step",
+        "attention when it was last attended, which costs a look at the keys in each step; with "
+        "clusters a page of the largest cluster, and last of all one that was written anew",
     )
     select_queries_max: int = number(
         8, 1, 16, "longest chunk that attends the union of its selections; longer ones are exact"
@@ -255,34 +257,6 @@ class SwapConfig(ConfigFacts):
         "`groups_max`, or more, up to `pages_max`; without `audit_every` it looks once in 32 steps",
     )
     layout: str = one_of("sequence", ("sequence",), "order of the records on disk")
-    reader: str = one_of(
-        "auto", ("auto", "uring", "threads", "sync"), "who reads; auto: the fastest that works"
-    )
-    io_mode: str = one_of(
-        "auto", ("auto", "direct", "buffered"), "O_DIRECT or the page cache; auto: O_DIRECT if able"
-    )
-    read_depth: int = number(64, 1, 1024, "reads in flight at once")
-    merge_gap_bytes: int = number(
-        16 << 10, 0, 1 << 24, "neighbouring reads are merged over a gap up to this"
-    )
-    merge_bytes_max: int = number(256 << 10, 4096, 1 << 28, "longest merged read")
-    checksum: bool = boolean(True, "verify every record that is read")
-    io_timeout_seconds: int = number(
-        60, 0, 1 << 24, "a read or write without progress for longer is an error; 0: never"
-    )
-    wipe_on_close: bool = boolean(
-        False,
-        "overwrite what was written to the file, the pages and the write buffers with zeros before "
-        "they are given back; close() then takes as long as writing the file again",
-    )
-    device_model: str | None = one_of(
-        None,
-        (None, "nvme", "ufs", "emmc"),
-        "delay reads as a modelled device would, for experiments; None: the real disk only",
-    )
-    disk_quota_bytes: int | None = number(
-        None, 1, 2**63 - 1, "most bytes on disk; None: what the disk has free"
-    )
     projection_file: str | None = plain(
         None, "safetensors file, relative to the config; None: computed from the first prefill"
     )

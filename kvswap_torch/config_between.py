@@ -36,6 +36,7 @@ OWNED = (
             "cluster_score",
         )
     ),
+    Owned("replacement", "grouping", "clusters", ("clusters",)),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
     Owned("keeper", "rows", "none", ("newest",)),
     *(

@@ -213,25 +213,24 @@ PRESETS = (
         {
             "grouping": "clusters",
             "rows": "centroid",
-            "heads": "each",
-            "group_tokens": lambda shape: max(8, shape.group_of_head),
             "cluster_tokens": 32,
             "cluster_tokens_max": 64,
-            "sink_tokens": 0,
-            "groups_max": lambda shape: -(-TOKENS // max(8, shape.group_of_head)),
-            "pages_max": lambda shape: -(-2 * TOKENS // max(8, shape.group_of_head)),
-            "replacement": "lru",
+            "group_tokens": lambda shape: max(8, shape.group_of_bytes),
+            "groups_max": lambda shape: -(-TOKENS // max(8, shape.group_of_bytes)),
+            "pages_max": lambda shape: -(-2 * TOKENS // max(8, shape.group_of_bytes)),
+            "replacement": "clusters",
         },
         "",
         (
+            "KV heads choose together; in the paper each chooses by itself (heads=each)",
             "a fixed number of tokens, where the paper takes a share of the context",
             "tokens stand on disk twice: in the order of the text, for what reads all of them, and "
             "in clusters, whose pages are written anew as they change",
             "centroids stay in memory, and pages of every layer; the paper has one layer's at a "
             "time (resident_layers)",
-            "the paper places clusters by what is retrieved together, and keeps small ones longest",
-            "what is kept is of the model's dtype, where the paper has e4m3",
-            _JOINED,
+            "clusters stand where there is room; the paper places those side by side that are "
+            "retrieved together",
+            "records are of the model's dtype, where the paper has e4m3",
         ),
     ),
     *KEEPING,

@@ -37,7 +37,7 @@ kvswap.json has it. Settings of kvswap:
 
 {chr(10).join(f"{name}: {text}" + chr(10) for name, text in SETTINGS.items())}
 
-Settings of clusters (DynaKV; emulated alone, the engine has no clusters yet):
+Settings of clusters (DynaKV; emulated: the engine's own are product:preset=dynakv):
 
 {chr(10).join(f"{name}: {text}" + chr(10) for name, text in OF_CLUSTERS.items())}
 

@@ -1,7 +1,7 @@
 """Bytes of clusters: their pages, and what stays in memory, counted as the rules would have it.
 
-The engine has no clusters yet, so what they need is counted here: what they share with it (sinks
-and tail, staging, scratch) by the engine's own count.
+The emulation's pages are larger than groups, so what they need is counted here: what they share
+with the engine (sinks and tail, staging, scratch) by its own count.
 """
 
 from __future__ import annotations

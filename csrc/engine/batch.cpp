@@ -25,7 +25,7 @@ Status Batch::begin(int64_t sequences, int64_t tokens) {
   KVSWAP_RETURN_IF_ERROR(spares_.grow(sequences));
   while (size() < sequences) pages_.push_back(spares_.take());
   validity_.assign(sequences, {});
-  parts_.store->set_sequences(sequences);
+  parts_.store->tables().set_sequences(sequences);
   parts_.selector->summaries().set_sequences(sequences);
   if (parts_.clusters != nullptr) parts_.clusters->set_sequences(sequences);
   return Status::ok();

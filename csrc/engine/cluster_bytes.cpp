@@ -119,7 +119,7 @@ void truncate_clusters(EngineParts& parts, const Batch& batch, int64_t layer, in
     }
     for (const int32_t slot : row.pages.truncate(tokens)) {
       pages.map(layer).forget(parts.store->key(layer, sequence, page_id(slot)));
-      parts.store->drop_page(layer, sequence, page_id(slot));
+      parts.store->tables().set_page(layer, sequence, page_id(slot), RecordTables::kNoRecord);
     }
     row.clusters.truncate(tokens);
   }

@@ -73,8 +73,8 @@ class ClusterBytes final : public KeySource {
 void end_wait(const RecordShape& shape, SequencePages& pages, int64_t layer, ClusterPages& row,
               int64_t token);
 
-/// Tokens from this one on leave the clusters of a layer's sequences, whose pages that are empty
-/// since are let go.
+/// Tokens from this one on leave the clusters of a layer's sequences; pages that are empty since
+/// are released.
 void truncate_clusters(EngineParts& parts, const Batch& batch, int64_t layer, int64_t tokens);
 
 }  // namespace kvswap

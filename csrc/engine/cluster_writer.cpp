@@ -30,10 +30,11 @@ Status ClusterWriter::write(ClusterBytes& bytes, int64_t layer, int64_t sequence
   if (!written.is_ok()) {
     for (const RecordStore::StagedRun& run : runs) {
       for (int64_t i = 0; i < run.count; ++i) {
-        bytes.pages().map(layer).forget(parts_.store->key(run, i));
+        bytes.pages().map(layer).forget(parts_.store->records().key(run.entries[i].record));
+        parts_.store->tables().give_up(run.entries[i].record);
       }
-      parts_.store->give_up_pages(run);
     }
+    parts_.store->writes().drop_unread();
     return written;
   }
   install(bytes, layer, sequence, plans, runs);
@@ -70,8 +71,9 @@ void ClusterWriter::adopt(const ClusterBytes& bytes, const RecordStore::StagedRu
   for (int64_t i = 0; i < run.count; ++i) {
     const int64_t id = run.entries[i].group;
     if (bytes.row().pages.mask(slot_of_page(id)) == 0) continue;
-    const int32_t page = bytes.pages().map(run.layer).rename(
-        parts_.store->key(run.layer, sequence, id), parts_.store->key(run, i));
+    const int32_t page =
+        bytes.pages().map(run.layer).rename(parts_.store->key(run.layer, sequence, id),
+                                            parts_.store->records().key(run.entries[i].record));
     if (page < 0) continue;
     std::memcpy(bytes.pages().page(page), run.data() + i * parts_.record_bytes(),
                 parts_.options.payload_bytes());
@@ -88,7 +90,7 @@ void ClusterWriter::install(ClusterBytes& bytes, int64_t layer, int64_t sequence
     for (int64_t i = 0; i < run.count; ++i) {
       const int64_t id = run.entries[i].group;
       if (row.mask(slot_of_page(id)) != 0) map.forget(parts_.store->key(layer, sequence, id));
-      parts_.store->set_page(run, i, sequence);
+      parts_.store->tables().set_page(layer, sequence, id, run.entries[i].record);
     }
   }
   for (const ClusterPlan& plan : plans) {
@@ -97,7 +99,7 @@ void ClusterWriter::install(ClusterBytes& bytes, int64_t layer, int64_t sequence
     }
     for (const int32_t slot : row.install(plan)) {
       map.forget(parts_.store->key(layer, sequence, page_id(slot)));
-      parts_.store->drop_page(layer, sequence, page_id(slot));
+      parts_.store->tables().set_page(layer, sequence, page_id(slot), RecordTables::kNoRecord);
     }
   }
 }

@@ -83,7 +83,7 @@ Status Clustering::enter_row(const Row& row) {
   const int64_t block = parts_.clusters->options().block_tokens;
   while (clusters.left() < sealed(row.layer)) {
     const int64_t left = sealed(row.layer) - clusters.left();
-    if (left >= clusters.block_min()) {
+    if (left >= parts_.clusters->options().block_min()) {
       KVSWAP_RETURN_IF_ERROR(enter_block(row, clusters.left() + std::min(left, block)));
     } else {
       const int64_t some = std::min(left, parts_.options.group_tokens);
@@ -177,7 +177,7 @@ void Clustering::enter_waiting(const Row& row, int64_t token) {
 Status Clustering::settle(const Row& row) {
   Clusters& clusters = row.data().clusters;
   const KeyRows keys = keys_of(row);
-  for (const int64_t cluster : clusters.waited_for()) {
+  for (const int64_t cluster : clusters.waiting().clusters()) {
     if (!row.bytes.are_in_memory(clusters.members(cluster))) continue;
     row.bytes.forget_keys();
     clusters.take_in(keys, cluster);
@@ -226,7 +226,7 @@ int64_t Clustering::most_waited_for(const Row& row) const {
   std::map<int64_t, int64_t> tokens;
   for (const int64_t token : data.pages.waiting()) {
     const int32_t cluster = data.clusters.table().place()[token];
-    ++tokens[cluster >= 0 ? cluster : data.clusters.waits_for(token)];
+    ++tokens[cluster >= 0 ? cluster : data.clusters.waiting().waits_for(token)];
   }
   const auto most =
       std::max_element(tokens.begin(), tokens.end(),
@@ -237,10 +237,10 @@ int64_t Clustering::most_waited_for(const Row& row) const {
 Status Clustering::force(const Row& row) {
   Clusters& clusters = row.data().clusters;
   const int64_t cluster = most_waited_for(row);
-  const std::vector<int64_t> split = clusters.waited_for();
+  const std::vector<int64_t> split = clusters.waiting().clusters();
   if (std::find(split.begin(), split.end(), cluster) == split.end()) return pack(row, cluster);
   KVSWAP_RETURN_IF_ERROR(read(row, clusters.members(cluster)));
-  clusters.count_forced();
+  ++parts_.counters.cluster_splits_forced;
   row.bytes.forget_keys();
   clusters.take_in(keys_of(row), cluster);
   row.bytes.forget_keys();

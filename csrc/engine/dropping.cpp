@@ -29,7 +29,7 @@ void Dropping::drop_past(int64_t layer) {
       }
     }
     const bool is_new = end > parts_.store->tables().first_group(layer, part);
-    if (is_new && !batch_.fits(layer, part, end)) parts_.store->drop(layer, part, end);
+    if (is_new && !batch_.fits(layer, part, end)) parts_.store->tables().drop(layer, part, end);
   }
   parts_.ledger.release(Use::kStaging, held_bytes - parts_.store->bytes_held());
 }

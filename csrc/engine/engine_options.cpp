@@ -91,7 +91,7 @@ Status EngineOptions::validate() const {
         "session: replacement must not be 'score' where pages are a device's, since the CPU alone "
         "finds out what they were paid; take lru, or keep the cache in host memory");
   }
-  if (device && has_clusters()) {
+  if (device && has_clusters(*this)) {
     return Status::invalid(
         "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
         "CPU "

@@ -74,14 +74,12 @@ struct EngineOptions : Settings {
   ReaderOptions reader_options() const;
   Replacement replacement_policy() const { return *parse_replacement(replacement); }
   Score score_kind() const {
-    const std::string& word = has_clusters() ? cluster_score : score;
+    const std::string& word = grouping == "clusters" ? cluster_score : score;
     return word == "sum"    ? Score::kSum
            : word == "max"  ? Score::kMax
            : word == "mass" ? Score::kMass
                             : Score::kMaxMass;
   }
-  /// Are clusters of similar keys chosen, in the place of groups?
-  bool has_clusters() const { return grouping == "clusters"; }
   DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
   MethodOptions method() const;
   AtEnd memory_at_end() const { return wipe_on_close ? AtEnd::kWiped : AtEnd::kLeft; }
@@ -118,6 +116,9 @@ struct EngineOptions : Settings {
   /// Groups that are sealed once `columns` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t columns) const;
 };
+
+/// Are clusters of similar keys chosen, in the place of groups?
+inline bool has_clusters(const EngineOptions& options) { return options.grouping == "clusters"; }
 
 inline constexpr int64_t kContextMax =
     std::numeric_limits<int32_t>::max();  // columns are of 32 bits

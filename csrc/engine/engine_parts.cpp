@@ -147,7 +147,7 @@ Status EngineParts::open_space() {
   if (!options.device) {
     space = make_host_space(threads(), options.memory_at_end());
     selector = make_selector(method, nullptr);
-    if (options.has_clusters()) {
+    if (has_clusters(options)) {
       clusters = &static_cast<ClusterSelector&>(*selector).rows();
     }
     return Status::ok();

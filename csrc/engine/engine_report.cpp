@@ -42,7 +42,6 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
       waiting += std::ssize(pages.waiting());
       counts.splits += row.counts().splits;
       counts.refused += row.counts().refused;
-      counts.forced += row.counts().forced;
     }
   }
   const auto each = [](int64_t count, int64_t of) {
@@ -53,7 +52,7 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   counters["tokens_waiting"] = each(waiting, rows);
   counters["cluster_splits"] = static_cast<double>(counts.splits);
   counters["cluster_splits_refused"] = static_cast<double>(counts.refused);
-  counters["cluster_splits_forced"] = static_cast<double>(counts.forced);
+  counters["cluster_splits_forced"] = static_cast<double>(parts.counters.cluster_splits_forced);
   counters["cluster_records_sealed"] = static_cast<double>(parts.counters.cluster_records_sealed);
   counters["cluster_records_read"] = static_cast<double>(parts.counters.cluster_records_read);
   counters["cluster_seconds"] = parts.counters.cluster_seconds;

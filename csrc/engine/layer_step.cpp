@@ -16,7 +16,6 @@ Status LayerStep::ask(const Question& question) {
   const EngineOptions& options = parts_.options;
   made_for_ = batch_.layer(layer_);
   chosen_.resize(batch_.size());
-  chose_clusters_.assign(batch_.size(), parts_.clusters_of(layer_) != nullptr);
   is_asking_selector_ = parts_.options.selects() && !batch_.all_fit(layer_);
   if (is_asking_selector_) {
     if (!parts_.selector->is_ready(layer_)) {
@@ -73,7 +72,6 @@ Status LayerStep::choose() {
     // A shorter sequence of the batch gets what it would get alone: everything.
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       if (batch_.fits(layer_, sequence)) {
-        chose_clusters_[sequence] = false;
         batch_.choosable(layer_, sequence, made_for_.sealed_groups, chosen_[sequence]);
       } else if (!is_asking_selector_) {
         chosen_[sequence].clear();  // nothing but what is kept
@@ -161,6 +159,13 @@ void LayerStep::plan_sequence(int64_t sequence) {
     if (assignments[i].is_load) {
       fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.page(page)});
     }
+  }
+  if (parts_.options.replacement_policy() != Replacement::kClusters) return;
+  // Pages of clusters that stand in the reuse buffer know how large these are.
+  for (size_t i = 0; i < chosen.size() && is_page_id(chosen[i]); ++i) {
+    const ClusterPages& row = parts_.clusters->of(layer_, sequence).pages;
+    const int64_t beside = row.pages_beside(slot_of_page(chosen[i]));
+    pages.map(layer_).describe(pages_[sequence][i], static_cast<int32_t>(beside));
   }
 }
 
@@ -253,7 +258,6 @@ void LayerStep::apply_override() {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     std::vector<int32_t>& chosen = chosen_[sequence];
     chosen.clear();
-    chose_clusters_[sequence] = false;
     for (const int32_t group : overriding_[sequence]) {
       const bool is_sealed = group >= 0 && group < made_for_.sealed_groups;
       if (is_sealed && !batch_.is_pinned(layer_, sequence, group)) chosen.push_back(group);

@@ -68,8 +68,6 @@ class LayerStep {
 
   /// [batch][groups]; pages of clusters by their page_id()
   const std::vector<std::vector<int32_t>>& chosen() const { return chosen_; }
-  /// Did the sequence choose clusters? Then what waits for one is attended beside them.
-  bool chose_clusters(int64_t sequence) const { return chose_clusters_[sequence]; }
   const std::vector<std::vector<int32_t>>& pages() const { return pages_; }  // [batch][groups]
 
  private:
@@ -94,7 +92,6 @@ class LayerStep {
   Batch::Layer made_for_;                         // the layer when it was asked
   std::vector<std::vector<int32_t>> chosen_;      // [batch][groups], rising
   std::vector<std::vector<int32_t>> pages_;       // [batch][groups]: of the sequence's pool
-  std::vector<bool> chose_clusters_;              // [batch]
   std::vector<std::vector<int32_t>> overriding_;  // empty: nothing replaces the next choice
   Fetch fetch_;
 };

@@ -26,7 +26,7 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 /// Keys in fp32: of a block of a prompt with what its k-means sums up, or of a cluster that splits;
 /// pages that are read for it; and a row that grows beside what it grows to.
 int64_t clustering_bytes(const EngineOptions& options, int64_t record_bytes, int64_t room) {
-  if (!options.has_clusters()) return 0;
+  if (!has_clusters(options)) return 0;
   const MethodOptions method = options.method();
   const ClusterOptions& clusters = method.clusters;
   const int64_t width = method.kv_heads * options.head_dim;
@@ -70,7 +70,7 @@ int64_t crop_lenders(const EngineOptions& options) {
 }
 
 int64_t waiting_pages(const EngineOptions& options) {
-  if (!options.has_clusters()) return 0;
+  if (!has_clusters(options)) return 0;
   const int64_t group_tokens = options.group_tokens;
   return (options.pending_tokens + 2 * group_tokens - 1) / group_tokens;
 }
@@ -87,7 +87,7 @@ int64_t cluster_read_pages(const EngineOptions& options) {
 
 int64_t cluster_bytes(const EngineOptions& options, int64_t room) {
   const MethodOptions method = options.method();
-  const int64_t slots = Clusters::clusters_max(room, method.clusters) * pages_a_cluster(method);
+  const int64_t slots = method.clusters.clusters_max(room) * pages_a_cluster(method);
   return ClusterRows::row_bytes(method, room) + slots * RecordTables::bytes_per_group() +
          ClusterRows::pages_max(method, room) * int64_t{sizeof(RecordList::Record)};
 }
@@ -141,12 +141,11 @@ int64_t records_held(const EngineOptions& options, int64_t batch, int64_t contex
 
 int64_t score_bytes(const EngineOptions& options, int64_t batch, int64_t groups) {
   const int64_t kept = Keeping::turn_bytes(options, std::min(groups, kContextMax));
-  if (options.has_clusters()) {
+  if (has_clusters(options)) {
     const MethodOptions method = options.method();
     const int64_t room =
         ClusterRows::room_for(std::min(groups, kContextMax) * options.group_tokens);
-    return ClusterSelector::scratch_bytes(method, batch,
-                                          Clusters::clusters_max(room, method.clusters));
+    return ClusterSelector::scratch_bytes(method, batch, method.clusters.clusters_max(room));
   }
   if (!options.selects() || (options.device && has_device_kernels(options.method()))) return kept;
   // What is given stands beside what is chosen from: of a layer, and of the one predicted next.
@@ -195,7 +194,7 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   const RowsKind& kind = *RowsKind::find(options.rows);
   int64_t moving = 0;
   const int64_t room = ClusterRows::room_for(summarised);
-  for (int64_t layer = 0; options.has_clusters() && layer < options.layers; ++layer) {
+  for (int64_t layer = 0; has_clusters(options) && layer < options.layers; ++layer) {
     if (options.is_exact(layer)) continue;
     const int64_t bytes = size_product({batch, cluster_bytes(options, room)});
     need.summary = std::min(need.summary + bytes, kTooManyBytes);

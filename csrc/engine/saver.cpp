@@ -26,7 +26,7 @@ Status check_can_go_on(const EngineParts& parts, const char* where) {
     return Status::invalid(std::string(where) +
                            ": rows must not be 'given', since what scores them is not saved");
   }
-  if (options.has_clusters()) {
+  if (has_clusters(options)) {
     return Status::invalid(std::string(where) +
                            ": grouping must be 'runs', got 'clusters', which are not saved; open "
                            "the cache without them");

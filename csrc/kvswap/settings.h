@@ -15,6 +15,27 @@ using Rank = std::variant<int64_t, std::vector<int64_t>>;
 
 /// What the tuner decides and a session obeys: fields of kvswap_torch.SwapConfig.
 struct Settings {
+  /// who reads; auto: the fastest that works
+  std::string reader = "auto";
+  /// O_DIRECT or the page cache; auto: O_DIRECT if able
+  std::string io_mode = "auto";
+  /// reads in flight at once
+  int64_t read_depth = 64;
+  /// neighbouring reads are merged over a gap up to this
+  int64_t merge_gap_bytes = 16384;
+  /// longest merged read
+  int64_t merge_bytes_max = 262144;
+  /// verify every record that is read
+  bool checksum = true;
+  /// a read or write without progress for longer is an error; 0: never
+  int64_t io_timeout_seconds = 60;
+  /// overwrite what was written to the file, the pages and the write buffers with zeros before
+  /// they are given back; close() then takes as long as writing the file again
+  bool wipe_on_close = false;
+  /// delay reads as a modelled device would, for experiments; None: the real disk only
+  std::optional<std::string> device_model;
+  /// most bytes on disk; None: what the disk has free
+  std::optional<int64_t> disk_quota_bytes;
   /// tokens of one layer and sequence that are selected and read together (G)
   int64_t group_tokens = 4;
   /// which tokens are selected and read together: runs of group_tokens; or clusters of similar
@@ -70,7 +91,8 @@ struct Settings {
   /// who leaves the reuse buffer: the oldest load (the paper), the least recently used,
   /// whatever this step did not use (the published research code), or with none everybody
   /// before the next step, to measure what reuse saves; with score who was paid least attention
-  /// when it was last attended, which costs a look at the keys in each step
+  /// when it was last attended, which costs a look at the keys in each step; with clusters a
+  /// page of the largest cluster, and last of all one that was written anew
   std::string replacement = "fifo";
   /// longest chunk that attends the union of its selections; longer ones are exact
   int64_t select_queries_max = 8;
@@ -131,27 +153,6 @@ struct Settings {
   std::optional<double> missed_mass_max;
   /// order of the records on disk
   std::string layout = "sequence";
-  /// who reads; auto: the fastest that works
-  std::string reader = "auto";
-  /// O_DIRECT or the page cache; auto: O_DIRECT if able
-  std::string io_mode = "auto";
-  /// reads in flight at once
-  int64_t read_depth = 64;
-  /// neighbouring reads are merged over a gap up to this
-  int64_t merge_gap_bytes = 16384;
-  /// longest merged read
-  int64_t merge_bytes_max = 262144;
-  /// verify every record that is read
-  bool checksum = true;
-  /// a read or write without progress for longer is an error; 0: never
-  int64_t io_timeout_seconds = 60;
-  /// overwrite what was written to the file, the pages and the write buffers with zeros before
-  /// they are given back; close() then takes as long as writing the file again
-  bool wipe_on_close = false;
-  /// delay reads as a modelled device would, for experiments; None: the real disk only
-  std::optional<std::string> device_model;
-  /// most bytes on disk; None: what the disk has free
-  std::optional<int64_t> disk_quota_bytes;
   /// safetensors file, relative to the config; None: computed from the first prefill
   std::optional<std::string> projection_file;
   /// the best bilinear form of queries and keys, the paper's SVD of the keys, or one block for

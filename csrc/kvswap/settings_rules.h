@@ -10,7 +10,17 @@ namespace kvswap {
 inline constexpr int64_t kConfigVersion = 1;
 
 /// Every field that a config file may have, in the order that messages name them.
-inline constexpr const char* kConfigFields[] = {"group_tokens",
+inline constexpr const char* kConfigFields[] = {"reader",
+                                                "io_mode",
+                                                "read_depth",
+                                                "merge_gap_bytes",
+                                                "merge_bytes_max",
+                                                "checksum",
+                                                "io_timeout_seconds",
+                                                "wipe_on_close",
+                                                "device_model",
+                                                "disk_quota_bytes",
+                                                "group_tokens",
                                                 "grouping",
                                                 "heads",
                                                 "rows",
@@ -49,16 +59,6 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "audit_groups",
                                                 "missed_mass_max",
                                                 "layout",
-                                                "reader",
-                                                "io_mode",
-                                                "read_depth",
-                                                "merge_gap_bytes",
-                                                "merge_bytes_max",
-                                                "checksum",
-                                                "io_timeout_seconds",
-                                                "wipe_on_close",
-                                                "device_model",
-                                                "disk_quota_bytes",
                                                 "projection_file",
                                                 "projection_kind",
                                                 "model",
@@ -67,7 +67,13 @@ inline constexpr const char* kConfigFields[] = {"group_tokens",
                                                 "version"};
 
 /// What a row of the table may set.
-inline constexpr const char* kSolvable[] = {"group_tokens",
+inline constexpr const char* kSolvable[] = {"reader",
+                                            "io_mode",
+                                            "read_depth",
+                                            "merge_gap_bytes",
+                                            "merge_bytes_max",
+                                            "device_model",
+                                            "group_tokens",
                                             "grouping",
                                             "rows",
                                             "records",
@@ -105,18 +111,22 @@ inline constexpr const char* kSolvable[] = {"group_tokens",
                                             "audit_groups",
                                             "missed_mass_max",
                                             "layout",
-                                            "reader",
-                                            "io_mode",
-                                            "read_depth",
-                                            "merge_gap_bytes",
-                                            "merge_bytes_max",
-                                            "device_model",
                                             "projection_file",
                                             "projection_kind"};
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
 void visit_settings(Visit&& visit) {
+  visit("reader", &Settings::reader, OneOf{{"auto", "uring", "threads", "sync"}});
+  visit("io_mode", &Settings::io_mode, OneOf{{"auto", "direct", "buffered"}});
+  visit("read_depth", &Settings::read_depth, IntRange{1, 1024});
+  visit("merge_gap_bytes", &Settings::merge_gap_bytes, IntRange{0, 16777216});
+  visit("merge_bytes_max", &Settings::merge_bytes_max, IntRange{4096, 268435456});
+  visit("checksum", &Settings::checksum, Boolean{});
+  visit("io_timeout_seconds", &Settings::io_timeout_seconds, IntRange{0, 16777216});
+  visit("wipe_on_close", &Settings::wipe_on_close, Boolean{});
+  visit("device_model", &Settings::device_model, OneOf{{"nvme", "ufs", "emmc"}});
+  visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("grouping", &Settings::grouping, OneOf{{"runs", "clusters"}});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
@@ -135,7 +145,8 @@ void visit_settings(Visit&& visit) {
   visit("resident_layers", &Settings::resident_layers, IntRange{2, 65536});
   visit("sink_tokens", &Settings::sink_tokens, IntRange{0, 4096});
   visit("tail_tokens", &Settings::tail_tokens, IntRange{0, 4096});
-  visit("replacement", &Settings::replacement, OneOf{{"fifo", "lru", "unused", "none", "score"}});
+  visit("replacement", &Settings::replacement,
+        OneOf{{"fifo", "lru", "unused", "none", "score", "clusters"}});
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
   visit("look_ahead", &Settings::look_ahead, Boolean{});
   visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
@@ -158,16 +169,6 @@ void visit_settings(Visit&& visit) {
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
   visit("layout", &Settings::layout, OneOf{{"sequence"}});
-  visit("reader", &Settings::reader, OneOf{{"auto", "uring", "threads", "sync"}});
-  visit("io_mode", &Settings::io_mode, OneOf{{"auto", "direct", "buffered"}});
-  visit("read_depth", &Settings::read_depth, IntRange{1, 1024});
-  visit("merge_gap_bytes", &Settings::merge_gap_bytes, IntRange{0, 16777216});
-  visit("merge_bytes_max", &Settings::merge_bytes_max, IntRange{4096, 268435456});
-  visit("checksum", &Settings::checksum, Boolean{});
-  visit("io_timeout_seconds", &Settings::io_timeout_seconds, IntRange{0, 16777216});
-  visit("wipe_on_close", &Settings::wipe_on_close, Boolean{});
-  visit("device_model", &Settings::device_model, OneOf{{"nvme", "ufs", "emmc"}});
-  visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind,
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}});
@@ -210,6 +211,8 @@ void visit_owned(Visit&& visit) {
         OneOf{});
   visit("cluster_score", &Settings::cluster_score, "grouping", &Settings::grouping, "clusters",
         OneOf{});
+  visit("replacement", &Settings::replacement, "grouping", &Settings::grouping, "clusters",
+        OneOf{{"clusters"}});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
   visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});

@@ -1,11 +1,17 @@
 #include "memory/page_map.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "io/status.h"
 
 namespace kvswap {
+namespace {
+
+constexpr uint64_t kProtectedSteps = 16;
+
+}  // namespace
 
 std::optional<Replacement> parse_replacement(const std::string& name) {
   if (name == "fifo") return Replacement::kFifo;
@@ -13,6 +19,7 @@ std::optional<Replacement> parse_replacement(const std::string& name) {
   if (name == "unused") return Replacement::kUnused;
   if (name == "none") return Replacement::kNone;
   if (name == "score") return Replacement::kScore;
+  if (name == "clusters") return Replacement::kClusters;
   return std::nullopt;
 }
 
@@ -80,9 +87,10 @@ void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignm
     }
   }
   KVSWAP_ASSERT(candidates_.size() >= loads);
-  const auto leaves_before = [this](int32_t a, int32_t b) {
-    const uint64_t rank_a = leaving_rank(replacement_, states_[a]);
-    const uint64_t rank_b = leaving_rank(replacement_, states_[b]);
+  const uint64_t last = replacement_ == Replacement::kClusters ? stays_from() : 0;
+  const auto leaves_before = [&](int32_t a, int32_t b) {
+    const uint64_t rank_a = leaving_rank(replacement_, states_[a], last);
+    const uint64_t rank_b = leaving_rank(replacement_, states_[b], last);
     return rank_a != rank_b ? rank_a < rank_b : a < b;
   };
   std::partial_sort(candidates_.begin(), candidates_.begin() + loads, candidates_.end(),
@@ -109,6 +117,7 @@ int32_t PageMap::rename(uint64_t key, uint64_t new_key) {
   const PageState state = states_[index];
   erase(index);
   states_[index] = state;
+  states_[index].updated_step = std::max<uint64_t>(1, step_);
   insert(new_key, index);
   return first_page_ + index;
 }
@@ -116,6 +125,24 @@ int32_t PageMap::rename(uint64_t key, uint64_t new_key) {
 void PageMap::rate(int32_t page, float score) {
   KVSWAP_ASSERT(page >= first_page_ && page - first_page_ < pages() && score >= 0);
   states_[page - first_page_].score = score;
+}
+
+void PageMap::describe(int32_t page, int32_t unit_pages) {
+  KVSWAP_ASSERT(page >= first_page_ && page - first_page_ < pages() && unit_pages > 0);
+  states_[page - first_page_].unit_pages = unit_pages;
+}
+
+uint64_t PageMap::stays_from() const {
+  const uint64_t oldest = step_ > kProtectedSteps ? step_ - kProtectedSteps : 1;
+  // How many were updated in each of those steps.
+  std::array<int32_t, kProtectedSteps + 1> updated{};
+  for (const PageState& page : states_) {
+    if (page.is_filled && page.updated_step >= oldest) ++updated[page.updated_step - oldest];
+  }
+  int32_t left = pages() / 4;
+  uint64_t from = oldest + kProtectedSteps + 1;
+  while (from > oldest && updated[from - 1 - oldest] <= left) left -= updated[--from - oldest];
+  return from;
 }
 
 void PageMap::vacate(int64_t count) {

@@ -27,10 +27,13 @@ class PageMap {
   /// Keys must be distinct and at most as many as there are pages.
   void plan(std::span<const uint64_t> keys, std::span<Assignment> assignments);
   void forget(uint64_t key);
-  /// The page that holds `key` holds what has `new_key` now; which page that is, or -1.
+  /// The page that holds `key` holds what has `new_key` now, which is an update; which page that
+  /// is, or -1.
   int32_t rename(uint64_t key, uint64_t new_key);
   /// What the unit in a page is worth until it leaves, or is rated again; 0 at first. Not negative.
   void rate(int32_t page, float score);
+  /// The cluster in a page has so many of them, until it leaves; 1 at first.
+  void describe(int32_t page, int32_t unit_pages);
   /// Empties the first `count` pages.
   void vacate(int64_t count);
   void clear();
@@ -43,6 +46,8 @@ class PageMap {
 
  private:
   int32_t bucket_of(uint64_t key) const;
+  /// Pages updated from this step on leave last: in the last 16 steps, a quarter of them at most.
+  uint64_t stays_from() const;
   void insert(uint64_t key, int32_t index);
   void erase(int32_t index);
 

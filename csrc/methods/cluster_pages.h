@@ -19,9 +19,9 @@ struct ClusterPlan {
 /// tokens. Or it waits in memory, until its cluster is packed anew.
 ///
 /// A record never changes: a token that moves leaves a hole in its page's mask, and a page that
-/// holds nothing any more is let go. Which cluster a token belongs to is for Clusters to say; here
-/// it may still stand where it was. Numbers only: who calls moves the bytes. Takes its memory when
-/// it grows. Not thread-safe.
+/// holds nothing any more is released. Which cluster a token belongs to is for Clusters to say;
+/// here it may still stand where it was. Numbers only: who calls moves the bytes. Takes its memory
+/// when it grows. Not thread-safe.
 class ClusterPages {
  public:
   ClusterPages(int64_t page_tokens, int64_t pages_a_cluster)
@@ -38,6 +38,8 @@ class ClusterPages {
   int64_t page_tokens() const { return page_tokens_; }
   /// Slots of a cluster that are not empty.
   int64_t pages(int64_t cluster) const;
+  /// Those of the cluster that this slot is one of.
+  int64_t pages_beside(int64_t slot) const { return pages(slot / pages_a_cluster_); }
   /// Calls with each slot of a cluster that is not empty.
   template <typename Call>
   void each_page(int64_t cluster, const Call& call) const {

@@ -66,7 +66,7 @@ int64_t ClusterRows::room_for(int64_t tokens) {
 
 int64_t ClusterRows::row_bytes(const MethodOptions& options, int64_t room) {
   if (room == 0) return 0;
-  const int64_t clusters = Clusters::clusters_max(room, options.clusters);
+  const int64_t clusters = options.clusters.clusters_max(room);
   // What waits is told apart in lists, by Clusters and by ClusterPages.
   const int64_t waiting = 3 * (options.clusters.pending_tokens + options.group_tokens);
   return Clusters::bytes(width_of(options), room, options.clusters) +
@@ -75,7 +75,7 @@ int64_t ClusterRows::row_bytes(const MethodOptions& options, int64_t room) {
 }
 
 int64_t ClusterRows::pages_max(const MethodOptions& options, int64_t tokens) {
-  const int64_t clusters = Clusters::clusters_max(room_for(tokens), options.clusters);
+  const int64_t clusters = options.clusters.clusters_max(room_for(tokens));
   return std::min(tokens, tokens / options.group_tokens + clusters);
 }
 

@@ -11,11 +11,6 @@ namespace {
 constexpr int64_t kThresholdTokens = 512;  // clustered before what is too wide is decided
 constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
 
-/// ceil(1.25 tokens / cluster_tokens)
-int64_t clusters_of(int64_t tokens, int64_t cluster_tokens) {
-  return (5 * tokens + 4 * cluster_tokens - 1) / (4 * cluster_tokens);
-}
-
 bool is_usual(const KeyRows& keys, int64_t token) {
   return is_comparable({keys.of(token), static_cast<size_t>(keys.width)});
 }
@@ -41,35 +36,27 @@ std::string ClusterOptions::fault() const {
 
 Clusters::Clusters(int64_t width, int64_t tokens_max, const ClusterOptions& options)
     : options_(options),
-      table_(width, tokens_max, clusters_of(tokens_max, options.cluster_tokens)),
+      table_(width, tokens_max, options.clusters_max(tokens_max)),
       left_(std::min(options.sink_tokens, tokens_max)),
       changed_(table_.clusters_max()) {
   for (int64_t token = 0; token < left_; ++token) table_.put_outside(token, kInSinks);
 }
 
-int64_t Clusters::clusters_max(int64_t tokens_max, const ClusterOptions& options) {
-  return clusters_of(tokens_max, options.cluster_tokens);
-}
-
 int64_t Clusters::bytes(int64_t width, int64_t tokens_max, const ClusterOptions& options) {
-  const int64_t clusters = clusters_max(tokens_max, options);
+  const int64_t clusters = options.clusters_max(tokens_max);
   return ClusterTable::bytes(width, tokens_max, clusters) + (clusters + 7) / 8;
 }
 
 void Clusters::grow(int64_t tokens_max) {
   if (tokens_max <= static_cast<int64_t>(table_.place().size())) return;
-  table_.grow(tokens_max, clusters_max(tokens_max, options_));
+  table_.grow(tokens_max, options_.clusters_max(tokens_max));
   changed_.resize(table_.clusters_max());
-}
-
-int64_t Clusters::share_of(int64_t tokens) const {
-  return clusters_of(tokens, options_.cluster_tokens);
 }
 
 void Clusters::enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution) {
   while (left_ < end) {
     const int64_t block = std::min(end - left_, options_.block_tokens);
-    if (block >= block_min()) {
+    if (block >= options_.block_min()) {
       enter_block(keys, left_ + block, execution);
     } else {
       std::vector<int64_t> tokens(block);
@@ -86,31 +73,17 @@ std::vector<int64_t> Clusters::enter(const KeyRows& keys, int64_t end,
   for (const int64_t cluster : read) marks[cluster] = true;
   const IsRead is_read = [&](int64_t cluster) { return marks[cluster]; };
   for (int64_t token = left_; token < end; ++token) enter_token(keys, token, is_read);
-  for (const int64_t cluster : waited_for()) {
+  for (const int64_t cluster : waiting_.clusters()) {
     if (is_read(cluster)) take_in(keys, cluster);
   }
   std::vector<int64_t> forced;
-  while (pending() > 0 && pending() >= options_.pending_tokens) {
-    forced.push_back(most_waited_for());
+  while (waiting_.count() > 0 && waiting_.count() >= options_.pending_tokens) {
+    forced.push_back(waiting_.most_waited_for());
     take_in(keys, forced.back());
-    count_forced();
+    ++counts_.forced;
   }
   end_step();
   return forced;
-}
-
-std::vector<int64_t> Clusters::waited_for() const {
-  std::vector<int64_t> clusters;
-  for (const Waiting& each : waiting_) clusters.push_back(each.cluster);
-  std::sort(clusters.begin(), clusters.end());
-  clusters.erase(std::unique(clusters.begin(), clusters.end()), clusters.end());
-  return clusters;
-}
-
-int64_t Clusters::waits_for(int64_t token) const {
-  const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                  [&](const Waiting& each) { return each.token == token; });
-  return found == waiting_.end() ? -1 : found->cluster;
 }
 
 std::vector<int64_t> Clusters::changed() const {
@@ -127,11 +100,10 @@ void Clusters::truncate(int64_t tokens) {
   if (tokens >= left_) return;
   left_ = tokens;
   table_.truncate(tokens);
-  std::erase_if(waiting_, [&](const Waiting& each) { return each.token >= tokens; });
+  waiting_.truncate(tokens);
   end_step();
   if (tokens > 0) return;
   threshold_.reset();
-  waiting_.clear();
   for (; left_ < std::min<int64_t>(options_.sink_tokens, table_.place().size()); ++left_) {
     put_outside(left_);
   }
@@ -176,7 +148,7 @@ void Clusters::divide_block(const KeyRows& keys, int64_t first) {
       split(keys, cluster, members(cluster));
     }
   }
-  const int64_t most = std::min(table_.clusters_max(), share_of(left_));
+  const int64_t most = std::min(table_.clusters_max(), options_.clusters_max(left_));
   while (threshold_ && table_.count() > first && table_.count() < most) {
     const auto variance = table_.variance();
     const auto widest =
@@ -221,7 +193,7 @@ void Clusters::enter_token(const KeyRows& keys, int64_t token, const IsRead& is_
     split(keys, cluster, std::move(tokens));
   } else {
     table_.put_outside(token, kIsPending);
-    waiting_.push_back({cluster, token});
+    waiting_.add(cluster, token);
   }
   settle_threshold();
 }
@@ -252,18 +224,8 @@ void Clusters::join_where_room_is(const KeyRows& keys, int64_t token) {
   is_usual(keys, token) ? table_.join(cluster, keys, token) : table_.hold(cluster, token);
 }
 
-int64_t Clusters::most_waited_for() const {
-  std::vector<int64_t> waiting(table_.clusters_max());
-  for (const Waiting& each : waiting_) ++waiting[each.cluster];
-  return std::max_element(waiting.begin(), waiting.end()) - waiting.begin();
-}
-
 void Clusters::take_in(const KeyRows& keys, int64_t cluster) {
-  std::vector<int64_t> waited;
-  std::erase_if(waiting_, [&](const Waiting& each) {
-    if (each.cluster == cluster) waited.push_back(each.token);
-    return each.cluster == cluster;
-  });
+  const std::vector<int64_t> waited = waiting_.take(cluster);
   if (table_.is_full()) {
     ++counts_.refused;
     for (const int64_t token : waited) join_where_room_is(keys, token);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "methods/cluster_table.h"
+#include "methods/waiting_tokens.h"
 
 namespace kvswap {
 
@@ -22,6 +23,12 @@ struct ClusterOptions {
 
   /// What is wrong with them; empty: nothing.
   std::string fault() const;
+  /// So many tokens at least are clustered together when they leave the tail at once.
+  int64_t block_min() const { return 2 * cluster_tokens; }
+  /// Clusters of so many tokens at most: ceil(1.25 tokens / cluster_tokens).
+  int64_t clusters_max(int64_t tokens) const {
+    return (5 * tokens + 4 * cluster_tokens - 1) / (4 * cluster_tokens);
+  }
 };
 
 struct ClusterCounts {
@@ -51,64 +58,47 @@ class Clusters {
   const ClusterCounts& counts() const { return counts_; }
   /// Tokens that have left the tail, sinks included.
   int64_t left() const { return left_; }
-  /// Tokens that wait; they are attended in every step.
-  int64_t pending() const { return static_cast<int64_t>(waiting_.size()); }
+  /// Tokens that are in no cluster until theirs is split; they are attended in every step.
+  const WaitingTokens& waiting() const { return waiting_; }
   /// That no cluster's variance is to exceed; none until 512 tokens are clustered.
   std::optional<double> threshold() const { return threshold_; }
   std::vector<int64_t> members(int64_t cluster) const { return table_.members(cluster, left_); }
-  /// So many tokens at least are clustered together when they leave the tail at once.
-  int64_t block_min() const { return 2 * options_.cluster_tokens; }
-
   /// Room for more tokens, and clusters of them.
   void grow(int64_t tokens_max);
   /// Of a row with room for so many.
   static int64_t bytes(int64_t width, int64_t tokens_max, const ClusterOptions& options);
-  /// At most, of so many tokens.
-  static int64_t clusters_max(int64_t tokens_max, const ClusterOptions& options);
 
-  /// Tokens before `end`, in blocks of at least block_min(): k-means, then what is too large is
-  /// split, and what is too wide, the widest of the block first, while there are at most 1.25 times
-  /// as many clusters as the tokens so far would fill. Nothing waits. Fewer tokens enter one by
-  /// one, as if every cluster had been read.
+  /// Tokens before `end`, in blocks of ClusterOptions::block_min() at least: k-means, then what is
+  /// too large is split, and what is too wide, the widest of the block first, while there are at
+  /// most 1.25 times as many clusters as the tokens so far would fill. Nothing waits. Fewer tokens
+  /// enter one by one, as if every cluster had been read.
   void enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution);
 
   /// Tokens before `end` leave the tail, at the end of a step that has read these clusters. Returns
   /// clusters that had to be read besides, since too many tokens waited.
   std::vector<int64_t> enter(const KeyRows& keys, int64_t end, std::span<const int64_t> read);
 
-  // The same in its steps: enter_token() for each, take_in() each that waited_for() tells and that
-  // is read, take_in() of most_waited_for() as long as too many wait, end_step().
+  // The same in its steps: enter_token() for each, take_in() each cluster that is waited for and is
+  // read, take_in() of the one most waited for as long as too many wait, end_step().
 
   using IsRead = std::function<bool(int64_t cluster)>;
   /// Neither a sink nor padding enters a cluster: said before it leaves the tail.
   void put_outside(int64_t token) { table_.put_outside(token, kInSinks); }
   /// The next token that leaves the tail.
   void enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read);
-  /// Clusters that tokens wait for, rising.
-  std::vector<int64_t> waited_for() const;
-  /// The lowest of those that most wait for.
-  int64_t most_waited_for() const;
   /// Who waits for it enters: the cluster is read, and split, unless that is refused.
   void take_in(const KeyRows& keys, int64_t cluster);
-  /// Which cluster a token waits for; -1: it does not.
-  int64_t waits_for(int64_t token) const;
   /// Clusters that this step's splits changed, rising.
   std::vector<int64_t> changed() const;
   void end_step();
-  void count_forced() { ++counts_.forced; }
 
   /// Tokens from this one on stand in the tail again. Clusters are not what they would be had the
   /// tokens never come: splits stay. Without any token left it begins anew.
   void truncate(int64_t tokens);
 
  private:
-  struct Waiting {
-    int64_t cluster;
-    int64_t token;
-  };
   using Marks = std::vector<bool>;  // [clusters_max]
 
-  int64_t share_of(int64_t tokens) const;
   void enter_block(const KeyRows& keys, int64_t end, const Execution& execution);
   void enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens);
   void divide_block(const KeyRows& keys, int64_t first);
@@ -126,8 +116,8 @@ class Clusters {
   ClusterCounts counts_;
   int64_t left_;
   std::optional<double> threshold_;
-  std::vector<Waiting> waiting_;  // in the order in which they came
-  Marks changed_;                 // by a split of this step
+  WaitingTokens waiting_;
+  Marks changed_;  // by a split of this step
 };
 
 }  // namespace kvswap

@@ -107,7 +107,7 @@ void bind_clusters(py::module_& module) {
       .def_property_readonly("clusters_max",
                              [](const Clusters& row) { return row.table().clusters_max(); })
       .def_property_readonly("left", &Clusters::left)
-      .def_property_readonly("pending", &Clusters::pending)
+      .def_property_readonly("pending", [](const Clusters& row) { return row.waiting().count(); })
       .def_property_readonly("threshold", &Clusters::threshold)
       .def_property_readonly("splits", [](const Clusters& row) { return row.counts().splits; })
       .def_property_readonly("refused", [](const Clusters& row) { return row.counts().refused; })

@@ -10,6 +10,10 @@
 
 namespace kvswap {
 
+/// Names a sealed record for as long as it lives; a later record never has the same key, even in
+/// the same place of the file.
+using RecordKey = uint64_t;
+
 /// The sealed records of a session by their number: where each stands, what it sums up to, how many
 /// hold it, and what is noted of it. A number is given again when nobody holds its record any more;
 /// the serial is never. Not thread-safe.
@@ -34,6 +38,9 @@ class RecordList {
   /// One holds it less. Is it held by nobody now? Then the number may be given again.
   bool release(uint32_t number);
   const Record& at(uint32_t number) const { return records_[number]; }
+  RecordKey key(uint32_t number) const {
+    return uint64_t{records_[number].serial} << 32 | records_[number].place;
+  }
   /// Is it the same record as when it had that serial, and held?
   bool is_held(uint32_t number, uint32_t serial) const {
     return records_[number].holders > 0 && records_[number].serial == serial;

@@ -66,11 +66,6 @@ void RecordStore::enter_pages(StagedRun& run, std::span<const int64_t> pages) {
   }
 }
 
-void RecordStore::give_up_pages(const StagedRun& run) {
-  for (const StagedRun::Entry& entry : run.entries) tables_.give_up(entry.record);
-  writes_.drop_unread();
-}
-
 Status RecordStore::hand_over(const StagedRun& run) {
   KVSWAP_ASSERT(static_cast<int64_t>(run.entries.size()) == run.count);
   std::vector<RecordWrites::Written> written;
@@ -90,12 +85,7 @@ Status RecordStore::hand_over(const StagedRun& run) {
 }
 
 RecordKey RecordStore::key(int64_t layer, int64_t sequence, int64_t group) const {
-  return key(tables_.number(layer, sequence, group));
-}
-
-RecordKey RecordStore::key(uint32_t number) const {
-  const RecordList::Record& found = records_.at(number);
-  return (static_cast<uint64_t>(found.serial) << 32) | found.place;
+  return records_.key(tables_.number(layer, sequence, group));
 }
 
 bool RecordStore::verify(int64_t layer, int64_t sequence, int64_t group,

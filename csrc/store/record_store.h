@@ -19,10 +19,6 @@
 
 namespace kvswap {
 
-/// Names a sealed record for as long as it lives; a later record never has the same key, even in
-/// the same place of the file.
-using RecordKey = uint64_t;
-
 struct RecordStoreOptions {
   int64_t layers = 0;
   int64_t payload_bytes = 0;  // of one record; the rest up to record_bytes is zeros
@@ -74,25 +70,14 @@ class RecordStore {
   /// still be on their way to the run: until hand_over() nothing of it may be read, verified or
   /// truncated.
   void enter(StagedRun& run, std::span<const int64_t> sequences);
-  /// The same for pages of these numbers (see RecordTables): record i is pages[i]'s once set_page()
-  /// has been called for it, and in no table until then.
+  /// The same for pages of these numbers: RecordTables::set_page() puts record i in its table, and
+  /// give_up() releases one that no table got.
   void enter_pages(StagedRun& run, std::span<const int64_t> pages);
-  /// The page of the sequence is record i of the run from now on.
-  void set_page(const StagedRun& run, int64_t i, int64_t sequence) {
-    tables_.set_page(run.layer, sequence, run.entries[i].group, run.entries[i].record);
-  }
-  /// What entered as pages of a run is nobody's.
-  void give_up_pages(const StagedRun& run);
-  void drop_page(int64_t layer, int64_t sequence, int64_t page) {
-    tables_.set_page(layer, sequence, page, RecordTables::kNoRecord);
-  }
   /// The bytes are there: sums them up and hands them to the disk. The tables have the records also
   /// when that fails; truncate() takes them back.
   Status hand_over(const StagedRun& run);
 
   RecordKey key(int64_t layer, int64_t sequence, int64_t group) const;
-  /// Of record i of a run that has been entered.
-  RecordKey key(const StagedRun& run, int64_t i) const { return key(run.entries[i].record); }
   int64_t offset_bytes(int64_t layer, int64_t sequence, int64_t group) const {
     return places_.offset_bytes(record(layer, sequence, group).place);
   }
@@ -107,13 +92,9 @@ class RecordStore {
   /// True when `bytes` (payload and padding) are what was sealed; always, without checksums.
   bool verify(int64_t layer, int64_t sequence, int64_t group, const std::byte* bytes) const;
 
-  /// Frees the records of a table's groups before `end`, for good: what is said above of a
-  /// group holds from RecordTables::first_group() on.
-  void drop(int64_t layer, int64_t sequence, int64_t end) { tables_.drop(layer, sequence, end); }
   /// Drops the groups from `groups` on in a layer, of all sequences. Writes that are not done and
   /// that no table holds any more are dropped, too: so is what failed of them.
   void truncate(int64_t layer, int64_t groups);
-  void set_sequences(int64_t sequences) { tables_.set_sequences(sequences); }
   /// Table i of the new batch shares the records of table indices[i] of the old one.
   void select_sequences(std::span<const int64_t> indices);
   void clear();
@@ -121,6 +102,8 @@ class RecordStore {
   /// sequences set.
   void restore(const SavedTables& saved);
 
+  /// What is said above of a group holds from RecordTables::first_group() on.
+  RecordTables& tables() { return tables_; }
   const RecordTables& tables() const { return tables_; }
   const RecordList& records() const { return records_; }
   RecordPlaces& places() { return places_; }
@@ -138,7 +121,6 @@ class RecordStore {
   RecordStore(DataFile* file, std::unique_ptr<Layout> layout, const RecordStoreOptions& options,
               std::unique_ptr<WriteQueue> queue, int64_t buffer_bytes);
 
-  RecordKey key(uint32_t number) const;
   const RecordList::Record& record(int64_t layer, int64_t sequence, int64_t group) const {
     return records_.at(tables_.number(layer, sequence, group));
   }

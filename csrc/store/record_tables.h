@@ -44,7 +44,7 @@ class RecordTables {
 
   /// A record that was added for it becomes the next group. Which one that is.
   int64_t append(int64_t layer, int64_t sequence, uint32_t number);
-  /// The page has this record now, which was added for it; kNoRecord: none. It lets go the one that
+  /// The page has this record now, which was added for it; kNoRecord: none. Releases the one that
   /// it had.
   void set_page(int64_t layer, int64_t sequence, int64_t page, uint32_t number);
   /// A record that was added, and that no table got.

@@ -312,6 +312,10 @@ EngineOptions in_halves(EngineOptions options) {
   options.cluster_score = "max_mass";
   return options;
 }
+EngineOptions by_what_was_paid(EngineOptions options) {
+  options.replacement = "score";
+  return options;
+}
 EngineOptions nothing_waits(EngineOptions options) {
   options.pending_tokens = 0;
   return options;
@@ -327,7 +331,7 @@ EngineOptions sharing_pages(EngineOptions options) {
   return options;
 }
 EngineOptions many_splits(EngineOptions options) {
-  options.replacement = "score";
+  options.replacement = "clusters";
   options.split_factor = 0.2;
   return options;
 }
@@ -337,7 +341,8 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(Life{"usual", as_it_is}, Life{"each_head", each_head}, Life{"mass", by_mass},
                     Life{"max", by_best_head}, Life{"bfloat16", in_halves},
                     Life{"nothing_waits", nothing_waits}, Life{"no_reuse", without_reuse},
-                    Life{"shared_pages", sharing_pages}, Life{"many_splits", many_splits}),
+                    Life{"shared_pages", sharing_pages}, Life{"score", by_what_was_paid},
+                    Life{"many_splits", many_splits}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST(ClusteredFaults, WhatADiskRefusesIsDoneLater) {

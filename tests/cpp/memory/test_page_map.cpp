@@ -184,5 +184,28 @@ TEST(Replacement, IsParsedByName) {
   EXPECT_EQ(parse_replacement("FIFO"), std::nullopt);
 }
 
+TEST(PageMap, OfClustersLargeOnesLeaveFirstAndThoseUpdatedLast) {
+  PageMap map(0, 8, Replacement::kClusters);
+  const std::vector<uint64_t> keys = {1, 2, 3, 4, 5, 6, 7, 8};
+  std::vector<PageMap::Assignment> at(8);
+  map.plan(keys, at);
+  for (int32_t page = 0; page < 8; ++page) map.describe(page, page < 3 ? 4 : 2);
+  std::vector<PageMap::Assignment> one(1);
+  EXPECT_EQ(map.rename(1, 11), 0);
+  map.plan(std::vector<uint64_t>{8}, one);
+  // A quarter of the pages may stay for it: these two, not the one that was updated before.
+  EXPECT_EQ(map.rename(2, 12), 1);
+  EXPECT_EQ(map.rename(4, 14), 3);
+  EXPECT_EQ(map.find(2), -1);
+  std::vector<int32_t> left;
+  for (uint64_t key = 20; key < 26; ++key) {
+    map.plan(std::vector<uint64_t>{key}, one);
+    left.push_back(one[0].page);
+  }
+  EXPECT_EQ(left, (std::vector<int32_t>{0, 2, 4, 5, 6, 7}));
+  EXPECT_EQ(map.find(12), 1);
+  EXPECT_EQ(map.find(14), 3);
+}
+
 }  // namespace
 }  // namespace kvswap

@@ -62,7 +62,7 @@ void check(const Clusters& row, const Keys& keys, const ClusterOptions& options,
       members[where].push_back(token);
     }
   }
-  ASSERT_EQ(pending, row.pending());
+  ASSERT_EQ(pending, row.waiting().count());
   ASSERT_LT(pending, std::max<int64_t>(1, options.pending_tokens));
   std::vector<float> centroid(keys.width);
   for (int64_t c = 0; c < table.count(); ++c) {

@@ -88,7 +88,7 @@ class RecordStoreTest : public testing::Test {
 TEST_F(RecordStoreTest, WhatWasCommittedComesBackAlsoFromASlowDisk) {
   for (const int delay : {0, 3}) {
     open(std::chrono::milliseconds(delay));
-    store_->set_sequences(2);
+    store_->tables().set_sequences(2);
     for (uint64_t group = 0; group < 20; ++group) {
       must(seal(group % 2, {0, 1}, 100 * group));
       expect_content(group % 2, 1, group / 2, 100 * group + 1);  // while later writes wait
@@ -106,7 +106,7 @@ TEST_F(RecordStoreTest, WhatWasCommittedComesBackAlsoFromASlowDisk) {
 
 TEST_F(RecordStoreTest, VerifyNoticesWhateverIsNotTheRecord) {
   open();
-  store_->set_sequences(2);
+  store_->tables().set_sequences(2);
   uint64_t content = 0;
   for (int64_t group = 0; group < 3; ++group) {
     for (const int64_t layer : {0, 1}) must(seal(layer, {0, 1}, content += 10));
@@ -130,7 +130,7 @@ TEST_F(RecordStoreTest, VerifyNoticesWhateverIsNotTheRecord) {
 
 TEST_F(RecordStoreTest, SpaceIsUsedAgainWhenTheLastTableLetsGo) {
   open();
-  store_->set_sequences(1);
+  store_->tables().set_sequences(1);
   for (uint64_t group = 0; group < 10; ++group) must(seal(0, {0}, group));
   store_->select_sequences(std::vector<int64_t>{0, 0, 0});
   EXPECT_EQ(store_->bytes_held(), 10 * kRecord);
@@ -160,7 +160,7 @@ TEST_F(RecordStoreTest, RandomLivesEqualAModelAndKeysNeverRepeat) {
   std::mt19937 random(4);
   using Tables = std::vector<std::vector<std::vector<uint64_t>>>;  // [layers][sequences][groups]
   Tables model(2, std::vector<std::vector<uint64_t>>(2));
-  store_->set_sequences(2);
+  store_->tables().set_sequences(2);
   std::map<RecordKey, uint64_t> content_of;
   uint64_t content = 0;
   for (int step = 0; step < 300; ++step) {
@@ -190,7 +190,7 @@ TEST_F(RecordStoreTest, RandomLivesEqualAModelAndKeysNeverRepeat) {
       model = selected;
     } else if (random() % 8 == 0) {
       store_->clear();
-      store_->set_sequences(2);
+      store_->tables().set_sequences(2);
       model = Tables(2, std::vector<std::vector<uint64_t>>(2));
     }
     std::set<uint64_t> distinct;
@@ -212,7 +212,7 @@ TEST_F(RecordStoreTest, RandomLivesEqualAModelAndKeysNeverRepeat) {
 
 TEST_F(RecordStoreTest, AFullQuotaRefusesTheNextRecordAndHarmsNoOther) {
   open({}, 100 * kRecord);
-  store_->set_sequences(2);
+  store_->tables().set_sequences(2);
   uint64_t sealed = 0;
   Status status;
   while (sealed < 1000) {
@@ -235,7 +235,7 @@ TEST_F(RecordStoreTest, AFailedWriteStaysAnErrorUntilItIsWrittenOrUnread) {
   auto store = must(RecordStore::create(&file, must(SequenceLayout::create(4096, 4096, 1)),
                                         {.layers = 1, .payload_bytes = 4096, .seed = 1},
                                         {.buffer_bytes = 4096, .buffers = 2}));
-  store->set_sequences(1);
+  store->tables().set_sequences(1);
   Status status;
   for (int i = 0; i < 10 && status.is_ok(); ++i) {
     auto run = store->stage(0, 1);
