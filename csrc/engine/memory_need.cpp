@@ -210,7 +210,8 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
     if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
   }
   need.tables = size_product({partitions, groups, table_bytes_per_group(options)}) +
-                size_product({buffers, options.pages_max, PageMap::bytes_per_page()}) +
+                size_product({buffers, options.pages_max,
+                              PageMap::bytes_per_page(options.replacement_policy())}) +
                 size_product({partitions, options.pages_max, Fetch::bytes_per_load()}) +
                 size_product({batch, (context + 63) / 64, 8});
   // Blocks of the past, and what they are unpacked to.

@@ -27,6 +27,7 @@ PageMap::PageMap(int32_t first_page, int32_t pages, Replacement replacement)
     : first_page_(first_page),
       replacement_(replacement),
       states_(pages),
+      clusters_(replacement == Replacement::kClusters ? pages : 0),
       buckets_(std::bit_ceil(static_cast<uint32_t>(2 * std::max(pages, 1))), -1) {
   candidates_.reserve(pages);
 }
@@ -55,6 +56,7 @@ void PageMap::erase(int32_t index) {
   const auto mask = static_cast<uint32_t>(buckets_.size() - 1);
   auto hole = static_cast<uint32_t>(bucket_of(states_[index].key));
   states_[index] = {};
+  if (!clusters_.empty()) clusters_[index] = {};
   buckets_[hole] = -1;
   // Those behind the hole that probed across it are put in again, else they could not be found.
   for (uint32_t next = (hole + 1) & mask; buckets_[next] >= 0; next = (next + 1) & mask) {
@@ -87,10 +89,14 @@ void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignm
     }
   }
   KVSWAP_ASSERT(candidates_.size() >= loads);
-  const uint64_t last = replacement_ == Replacement::kClusters ? stays_from() : 0;
+  const uint64_t last = clusters_.empty() ? 0 : stays_from();
+  const auto rank = [&](int32_t index) {
+    return clusters_.empty() ? leaving_rank(replacement_, states_[index])
+                             : cluster_rank(states_[index], clusters_[index], last);
+  };
   const auto leaves_before = [&](int32_t a, int32_t b) {
-    const uint64_t rank_a = leaving_rank(replacement_, states_[a], last);
-    const uint64_t rank_b = leaving_rank(replacement_, states_[b], last);
+    const uint64_t rank_a = rank(a);
+    const uint64_t rank_b = rank(b);
     return rank_a != rank_b ? rank_a < rank_b : a < b;
   };
   std::partial_sort(candidates_.begin(), candidates_.begin() + loads, candidates_.end(),
@@ -115,9 +121,10 @@ int32_t PageMap::rename(uint64_t key, uint64_t new_key) {
   const int32_t index = buckets_[bucket_of(key)];
   if (index < 0) return -1;
   const PageState state = states_[index];
+  const ClusterState cluster = clusters_.empty() ? ClusterState{} : clusters_[index];
   erase(index);
   states_[index] = state;
-  states_[index].updated_step = std::max<uint64_t>(1, step_);
+  if (!clusters_.empty()) clusters_[index] = {cluster.pages, std::max<uint64_t>(1, step_)};
   insert(new_key, index);
   return first_page_ + index;
 }
@@ -127,17 +134,17 @@ void PageMap::rate(int32_t page, float score) {
   states_[page - first_page_].score = score;
 }
 
-void PageMap::describe(int32_t page, int32_t unit_pages) {
-  KVSWAP_ASSERT(page >= first_page_ && page - first_page_ < pages() && unit_pages > 0);
-  states_[page - first_page_].unit_pages = unit_pages;
+void PageMap::describe(int32_t page, int32_t cluster_pages) {
+  KVSWAP_ASSERT(page >= first_page_ && page - first_page_ < pages() && cluster_pages > 0);
+  clusters_[page - first_page_].pages = cluster_pages;
 }
 
 uint64_t PageMap::stays_from() const {
   const uint64_t oldest = step_ > kProtectedSteps ? step_ - kProtectedSteps : 1;
   // How many were updated in each of those steps.
   std::array<int32_t, kProtectedSteps + 1> updated{};
-  for (const PageState& page : states_) {
-    if (page.is_filled && page.updated_step >= oldest) ++updated[page.updated_step - oldest];
+  for (const ClusterState& cluster : clusters_) {
+    if (cluster.updated_step >= oldest) ++updated[cluster.updated_step - oldest];
   }
   int32_t left = pages() / 4;
   uint64_t from = oldest + kProtectedSteps + 1;
@@ -154,6 +161,7 @@ void PageMap::vacate(int64_t count) {
 
 void PageMap::clear() {
   std::fill(states_.begin(), states_.end(), PageState{});
+  std::fill(clusters_.begin(), clusters_.end(), ClusterState{});
   std::fill(buckets_.begin(), buckets_.end(), -1);
   step_ = 0;
 }

@@ -32,8 +32,9 @@ class PageMap {
   int32_t rename(uint64_t key, uint64_t new_key);
   /// What the unit in a page is worth until it leaves, or is rated again; 0 at first. Not negative.
   void rate(int32_t page, float score);
-  /// The cluster in a page has so many of them, until it leaves; 1 at first.
-  void describe(int32_t page, int32_t unit_pages);
+  /// The cluster in a page has so many of them, until it leaves; 1 at first. Only where clusters
+  /// are replaced as such.
+  void describe(int32_t page, int32_t cluster_pages);
   /// Empties the first `count` pages.
   void vacate(int64_t count);
   void clear();
@@ -42,7 +43,10 @@ class PageMap {
 
   int32_t pages() const { return static_cast<int32_t>(states_.size()); }
   /// At most four buckets and one candidate a page.
-  static constexpr int64_t bytes_per_page() { return sizeof(PageState) + 5 * sizeof(int32_t); }
+  static constexpr int64_t bytes_per_page(Replacement replacement) {
+    return sizeof(PageState) + 5 * sizeof(int32_t) +
+           (replacement == Replacement::kClusters ? sizeof(ClusterState) : 0);
+  }
 
  private:
   int32_t bucket_of(uint64_t key) const;
@@ -53,9 +57,10 @@ class PageMap {
 
   int32_t first_page_;
   Replacement replacement_;
-  std::vector<PageState> states_;    // [pages]
-  std::vector<int32_t> buckets_;     // open addressing: index into states_ or -1
-  std::vector<int32_t> candidates_;  // scratch of plan()
+  std::vector<PageState> states_;       // [pages]
+  std::vector<ClusterState> clusters_;  // [pages], where clusters are replaced as such
+  std::vector<int32_t> buckets_;        // open addressing: index into states_ or -1
+  std::vector<int32_t> candidates_;     // scratch of plan()
   uint64_t step_ = 0;
 };
 

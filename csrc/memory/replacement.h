@@ -13,9 +13,13 @@ struct PageState {
   uint64_t loaded_step = 0;
   uint64_t used_step = 0;
   bool is_filled = false;
-  float score = 0;            // not negative; see PageMap::rate()
-  int32_t unit_pages = 1;     // of the cluster that it is a page of; see PageMap::describe()
-  uint64_t updated_step = 0;  // when what it holds was last written anew; 0: never
+  float score = 0;  // not negative; see PageMap::rate()
+};
+
+/// What is known beside it of a page of a cluster.
+struct ClusterState {
+  int32_t pages = 1;          // of the cluster; see PageMap::describe()
+  uint64_t updated_step = 0;  // when what the page holds was last written anew; 0: never
 };
 
 /// Who leaves first.
@@ -32,27 +36,32 @@ enum class Replacement {
 std::optional<Replacement> parse_replacement(const std::string& name);
 
 /// Pages with the lowest rank leave first; ties in page order. Empty pages always come first.
-/// stays_from: pages that were updated in this step or later leave last.
-inline uint64_t leaving_rank(Replacement replacement, const PageState& page,
-                             uint64_t stays_from = ~uint64_t{0}) {
+/// Of clusters see cluster_rank().
+inline uint64_t leaving_rank(Replacement replacement, const PageState& page) {
   if (!page.is_filled) return 0;
   switch (replacement) {
     case Replacement::kFifo:
       return 1 + page.loaded_step;
     case Replacement::kLru:
+    case Replacement::kClusters:
       return 1 + page.used_step;
     case Replacement::kUnused:
     case Replacement::kNone:
       return 1;
     case Replacement::kScore:
       return 1 + uint64_t{std::bit_cast<uint32_t>(page.score)};  // as they are ordered
-    case Replacement::kClusters: {
-      const bool stays = page.updated_step > 0 && page.updated_step >= stays_from;
-      const auto smallness = static_cast<uint64_t>(UINT16_MAX - page.unit_pages);
-      return uint64_t{stays} << 63 | smallness << 46 | (1 + page.used_step);
-    }
   }
   return 0;
+}
+
+/// The same of a page of a cluster; those updated in step `stays_from` or later leave last.
+inline uint64_t cluster_rank(const PageState& page, const ClusterState& cluster,
+                             uint64_t stays_from) {
+  const uint64_t rank = leaving_rank(Replacement::kClusters, page);
+  if (rank == 0) return 0;
+  const bool stays = cluster.updated_step > 0 && cluster.updated_step >= stays_from;
+  const auto smallness = static_cast<uint64_t>(UINT16_MAX - cluster.pages);
+  return uint64_t{stays} << 63 | smallness << 46 | rank;
 }
 
 }  // namespace kvswap
