@@ -3,6 +3,7 @@
 #include "io/host_info.h"
 #include "kernels/cpu_features.h"
 #include "kvswap/settings_rules.h"
+#include "python/budget.h"
 #include "python/clusters.h"
 #include "python/errors.h"
 #include "python/probe.h"
@@ -251,6 +252,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   kvswap::bind_probe(module);
   kvswap::bind_clusters(module);
   kvswap::bind_projection(module);
+  kvswap::bind_budget(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");
 }

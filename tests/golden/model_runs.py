@@ -144,10 +144,10 @@ def _choices(cache: KVSwapCache) -> list[Any]:
 @contextlib.contextmanager
 def _on(device: str) -> Iterator[None]:
     """Opens sessions on the device path over CPU tensors where `device` is "host"."""
-    before = session_module._native
+    before = session_module.cache_options
     if device == "host":
-        session_module._native = host_device_options
+        session_module.cache_options = host_device_options
     try:
         yield
     finally:
-        session_module._native = before
+        session_module.cache_options = before
