@@ -8,6 +8,7 @@
 #include "python/errors.h"
 #include "python/probe.h"
 #include "python/projection.h"
+#include "python/replay.h"
 #include "python/saved.h"
 #include "torch/element_type.h"
 #include "torch/tensor_cache.h"
@@ -253,6 +254,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   kvswap::bind_clusters(module);
   kvswap::bind_projection(module);
   kvswap::bind_budget(module);
+  kvswap::bind_replay(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");
 }
