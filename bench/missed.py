@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import machine
 from kvswap_torch import KVSwapCache, SwapConfig
-from kvswap_torch.tuning.texts import default_samples
+from kvswap_torch.tuning.documents import default_samples
 
 ALL = 4096  # groups: of any document here
 

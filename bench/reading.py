@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvswap_torch.tuning.documents import default_samples
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.texts import default_samples
 
 REFERENCE = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
 

@@ -29,7 +29,7 @@ from bench.quality.budget import Bytes
 from bench.quality.methods import parse
 from bench.quality.product import CHUNK, Product
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.tuning.texts import TURNS_MAX, default_samples
+from kvswap_torch.tuning.documents import TURNS_MAX, default_samples
 
 FULL = "full"
 WARM = 8  # first steps that do not count

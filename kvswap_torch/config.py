@@ -17,6 +17,7 @@ from kvswap_torch import config_file
 from kvswap_torch.config_between import check_between
 from kvswap_torch.config_disk import DiskSettings
 from kvswap_torch.config_facts import ConfigFacts
+from kvswap_torch.config_file import CONFIG_VERSION
 from kvswap_torch.config_model import check_model
 from kvswap_torch.config_parts import (
     ModelIdentity,
@@ -39,10 +40,10 @@ from kvswap_torch.config_rules import (
     share,
 )
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.preset import find
+from kvswap_torch.preset_parts import Shape
 
 __all__ = ["CONFIG_VERSION", "ModelIdentity", "Solution", "SwapConfig"]
-
-CONFIG_VERSION = 1
 
 # Fields of a config that are no settings.
 APART = ("model", "provenance", "table", "version", "source")
@@ -346,24 +347,31 @@ class SwapConfig(DiskSettings, ConfigFacts):
         return self.source.parent / self.projection_file
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> SwapConfig:
+    def preset(cls, name: str, shape: Shape | None = None, **overrides: Any) -> SwapConfig:
         """A published system's settings, plain ones; `kvswap_torch.presets()` lists them.
 
         Parameters
         ----------
+        shape
+            What settings follow from; None: that of ``model``, or of a Llama of 8B parameters.
+            ``KVSwapCache(preset=)`` knows its model, and its disk.
         overrides
-            Settings in the place of the preset's; ``model``, a `ModelIdentity`, is what others
-            follow from. ``KVSwapCache(preset=)`` knows its model, and its disk.
+            Settings in the place of the preset's; and ``model``, a `ModelIdentity`.
 
         Raises
         ------
         ConfigError
-            Unknown, or without a part that it needs; an override that it does not have.
+            Unknown, or without a part that it needs; for an override that is no setting, that
+            would make another method of it, or that its method does not have.
         """
-        from kvswap_torch.preset import find
-        from kvswap_torch.preset_parts import Shape
-
-        return find(name).config(Shape.of(overrides.get("model")), **overrides)
+        chosen = find(name)
+        if shape is None:
+            shape = Shape.of(overrides.get("model"))
+        settings = chosen.settings_for(shape, SETTINGS, overrides)
+        try:
+            return cls(**settings)
+        except ConfigError as error:
+            raise ConfigError(f"preset {name}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> SwapConfig:
@@ -375,7 +383,7 @@ class SwapConfig(DiskSettings, ConfigFacts):
             Missing file, corrupt JSON, unknown field or version, or a value out of range; names the
             file, the field and what came.
         """
-        return config_file.load(Path(path))
+        return config_file.load(cls, Path(path))
 
     def save(self, path: str | Path) -> SwapConfig:
         """Writes the config whole or not at all; equal configs give equal bytes.

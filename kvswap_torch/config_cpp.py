@@ -67,7 +67,11 @@ def rules() -> str:
     visits = [
         f'  visit("{item.name}", &Settings::{item.name}, {_rule(item)});' for item in _fields()
     ]
-    known = [item.name for item in dataclasses.fields(SwapConfig) if item.metadata]
+    known = [
+        f'{{"{item.name}", {str(item.name in SOLVABLE).lower()}}}'
+        for item in dataclasses.fields(SwapConfig)
+        if item.metadata
+    ]
     identity = [f'  visit("{i.name}", &ModelIdentity::{i.name});' for i in _identity()]
     return "\n".join(
         [
@@ -82,11 +86,12 @@ def rules() -> str:
             "",
             f"inline constexpr int64_t kConfigVersion = {CONFIG_VERSION};",
             "",
+            "struct ConfigField {",
+            "  const char* name;",
+            "  bool is_solvable;  // may a row of the table set it?",
+            "};",
             "/// Every field that a config file may have, in the order that messages name them.",
-            f"inline constexpr const char* kConfigFields[] = {_names(known)};",
-            "",
-            "/// What a row of the table may set.",
-            f"inline constexpr const char* kSolvable[] = {_names(SOLVABLE)};",
+            f"inline constexpr ConfigField kConfigFields[] = {{{', '.join(known)}}};",
             "",
             "/// visit(name, member, rule) for each setting, in the order they are checked in.",
             "template <typename Visit>",

@@ -9,20 +9,22 @@ import os
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvswap_torch.config_parts import ModelIdentity, Solution
+from kvswap_torch.config_parts import Solution
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.outside_file import CONFIG_BYTES_MAX, check_characters, read_start
 
 if TYPE_CHECKING:
     from kvswap_torch.config import SwapConfig
 
+CONFIG_VERSION = 1
 
-def load(path: Path) -> SwapConfig:
-    """See `SwapConfig.load`."""
-    from kvswap_torch.config import CONFIG_VERSION, SwapConfig
+Config = TypeVar("Config", bound="SwapConfig")
 
+
+def load(kind: type[Config], path: Path) -> Config:
+    """See `SwapConfig.load`; `kind`: what it becomes."""
     try:
         read = read_start(path, CONFIG_BYTES_MAX + 1)
         if len(read) > CONFIG_BYTES_MAX:
@@ -47,14 +49,14 @@ def load(path: Path) -> SwapConfig:
             f"reads, got {version!r}; write it again with the tuner of this kvswap_torch, or use "
             "the kvswap_torch that wrote it"
         )
-    known = [item.name for item in dataclasses.fields(SwapConfig) if item.metadata]
+    known = [item.name for item in dataclasses.fields(kind) if item.metadata]
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ConfigError(
             f"config {path}: fields must be among {', '.join(known)}, got {', '.join(unknown)}"
         )
     try:
-        return SwapConfig(**fields, source=path)
+        return kind(**fields, source=path)
     except ConfigError as error:
         raise ConfigError(f"config {path}: {error}") from error
 
@@ -105,55 +107,6 @@ def save(config: SwapConfig, path: Path) -> None:
         if isinstance(error, OSError):
             raise ConfigError(f"config {path}: could not be written: {error}") from error
         raise
-
-
-def schema() -> dict[str, Any]:
-    """JSON Schema of the file, made of the fields' own rules."""
-    from kvswap_torch.config import CONFIG_VERSION, SOLVABLE, SwapConfig
-
-    properties: dict[str, Any] = {}
-    for item in dataclasses.fields(SwapConfig):
-        if "schema" in item.metadata:
-            properties[item.name] = item.metadata["schema"] | {"description": item.metadata["doc"]}
-    positive = {"type": "integer", "minimum": 1}
-    identity = {
-        item.name: positive if item.type.startswith("int") else {"type": "string", "minLength": 1}
-        for item in dataclasses.fields(ModelIdentity)
-    }
-    settings = {name: {"$ref": f"#/properties/{name}"} for name in SOLVABLE}
-    row = {
-        "batch": positive,
-        "context": positive,
-        "settings": {"type": "object", "properties": settings, "additionalProperties": False},
-    }
-    properties["projection_file"] = {"type": ["string", "null"], "minLength": 1}
-    properties["model"] = {
-        "type": ["object", "null"],
-        "properties": identity,
-        "additionalProperties": False,
-    }
-    properties["provenance"] = {"type": "object"}
-    properties["table"] = {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "properties": row,
-            "required": list(row),
-            "additionalProperties": False,
-        },
-    }
-    properties["version"] = {"const": CONFIG_VERSION}
-    for name in ("projection_file", "model", "provenance", "table", "version"):
-        doc = SwapConfig.__dataclass_fields__[name].metadata["doc"]
-        properties[name] = properties[name] | {"description": doc}
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "kvswap_torch SwapConfig",
-        "type": "object",
-        "properties": properties,
-        "required": ["version"],
-        "additionalProperties": False,
-    }
 
 
 def _solution_json(row: Solution) -> dict[str, Any]:

@@ -9,11 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvswap_torch.config_rules import INT_MAX
+from kvswap_torch.config_rules import INT_MAX, may_be_list
 from kvswap_torch.errors import ConfigError
-
-# Settings that may be several values: lists in a file, tuples here.
-SEVERAL = ("rank", "true_query_layers", "exact_layers", "keep_temperatures")
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,8 @@ class Solution:
             if not is_int or not 0 < value <= INT_MAX:
                 raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
-        for name in SEVERAL:
-            if isinstance(given.get(name), list):
-                given[name] = tuple(given[name])
+        for name, value in given.items():
+            given[name] = tuple(value) if isinstance(value, list) else value
         object.__setattr__(self, "settings", tuple(sorted(given.items())))
 
     def distance(self, batch: int, context: int) -> float:
@@ -138,9 +134,9 @@ def checked_json(provenance: Any) -> dict[str, Any]:
 
 def adopt_plain_values(config: Any) -> None:
     """A config's lists and mappings, as JSON gives them, become what its fields promise."""
-    for name in SEVERAL:
-        if isinstance(getattr(config, name), list):
-            object.__setattr__(config, name, tuple(getattr(config, name)))
+    for item in dataclasses.fields(config):
+        if may_be_list(item) and isinstance(getattr(config, item.name), list):
+            object.__setattr__(config, item.name, tuple(getattr(config, item.name)))
     if isinstance(config.model, Mapping):
         object.__setattr__(config, "model", identity_from(config.model))
     elif config.model is not None and not isinstance(config.model, ModelIdentity):

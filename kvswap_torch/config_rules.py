@@ -221,6 +221,12 @@ def check_beside(field: str, name: Any) -> None:
         )
 
 
+def may_be_list(item: dataclasses.Field[Any]) -> bool:
+    """Whether a setting's values are lists in a file, and tuples here."""
+    schema = item.metadata.get("schema", {})
+    return any(one.get("type") == "array" for one in (schema, *schema.get("anyOf", ())))
+
+
 def plain(default: Any, doc: str) -> Any:
     """A field whose rule is not a range: the class checks it."""
     if default is dict:

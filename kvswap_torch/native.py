@@ -91,3 +91,13 @@ def require_library() -> Path:
             f"kvswap_torch: {LIBRARY} must exist and does not; in a checkout run: make build"
         )
     return LIBRARY
+
+
+def cache_options(**fields: Any) -> Any:
+    """A `kvswap_torch._C.CacheOptions` with these fields, settings beside the others."""
+    from kvswap_torch import _C
+
+    options = _C.CacheOptions()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options

@@ -13,7 +13,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.preset_kept import KEEPING
 from kvswap_torch.preset_parts import TOKENS, Preset, Shape
 
-__all__ = ["MISSING", "PRESETS", "find", "presets"]
+__all__ = ["MISSING", "PRESETS", "Preset", "Shape", "find", "presets"]
 
 
 def _groups(tokens: int) -> Callable[[Shape], int]:

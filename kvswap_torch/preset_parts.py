@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvswap_torch.config import SETTINGS, ModelIdentity, SwapConfig
+from kvswap_torch.config_parts import ModelIdentity
 from kvswap_torch.errors import ConfigError
 
 __all__ = ["TOKENS", "Preset", "Shape"]
@@ -101,19 +101,14 @@ class Preset:
     differences: tuple[str, ...] = ()
     divides: bool = False
 
-    def config(self, shape: Shape = Shape(), **overrides: Any) -> SwapConfig:
-        """Its settings for a model, `overrides` in the place of some.
-
-        Raises
-        ------
-        ConfigError
-            For an override that is no setting, that would make another method of it, or that its
-            method does not have.
-        """
+    def settings_for(
+        self, shape: Shape, known: Sequence[str], overrides: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Of `SwapConfig`, whose settings are `known`, for a model; see `SwapConfig.preset`."""
         where = f"preset {self.name}"
         for name in overrides:
-            if name not in (*SETTINGS, "model"):
-                near = difflib.get_close_matches(name, SETTINGS, 1)
+            if name not in (*known, "model"):
+                near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{where}: overrides must be settings, got {name}{hint}")
         for name, usual in (("rows", "low_rank"), ("keeper", "none")):
@@ -129,7 +124,4 @@ class Preset:
         }
         if "groups_max" in overrides and "pages_max" not in overrides:
             made["pages_max"] = max(made.get("pages_max", 200), overrides["groups_max"])
-        try:
-            return SwapConfig(**made | overrides)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+        return made | dict(overrides)

@@ -16,13 +16,13 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import REMEDY, most_positions
+from kvswap_torch.tuning.documents import default_samples, samples_from_files
 from kvswap_torch.tuning.pipeline import TuneOptions, find_settings, measure_all, projection_beside
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.result import TuneResult
 from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.settings import FORMATS, check_budget
 from kvswap_torch.tuning.solver import SOLVERS
-from kvswap_torch.tuning.texts import default_samples, samples_from_files
 from kvswap_torch.tuning.work import WorkFolder
 
 TOKENS_MAX = 128  # decoded of a sample

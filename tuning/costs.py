@@ -89,16 +89,6 @@ def _steps(
     ]
 
 
-def uniform_rank(
-    recall: Sequence[Mapping[int, float]], bytes_of: Bytes, budget_bytes: int
-) -> tuple[int, ...] | None:
-    """The paper's choice: the largest rank that all layers can have; None when none fits."""
-    shared = sorted(set.intersection(*(set(layer) for layer in recall)))
-    fitting = [(rank,) * len(recall) for rank in shared]
-    fitting = [ranks for ranks in fitting if bytes_of(ranks) <= budget_bytes]
-    return fitting[-1] if fitting else None
-
-
 @dataclass(frozen=True)
 class Levels:
     """Rank level -> the rank of each layer; levels rise with the memory they take."""

@@ -10,7 +10,7 @@ from typing import Any
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.sizing import GROUPS_MIN, ModelShape, Request, fit_budget, too_small
+from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 STEPS = 12  # each leaves a tenth of the distance to the smallest budget
@@ -77,13 +77,15 @@ class Bytes:
         BudgetError
             When not even the fewest do.
         """
+        from kvswap_torch import _C
+
         need = self._under(budget_bytes)
 
         def at(groups: int) -> SwapConfig:
             pages = max(groups, config.select_queries_max)
             return dataclasses.replace(config, groups_max=groups, pages_max=pages)
 
-        least = min(GROUPS_MIN, config.groups_max)
+        least = min(_C.GROUPS_MIN, config.groups_max)
         fitting = [
             groups
             for groups in range(least, config.groups_max + 1, max(1, config.groups_max // 32))

@@ -14,7 +14,7 @@ from bench.quality.budget import Bytes
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.methods.clusters import CLUSTERS_SHARE, ClusterOptions
-from kvswap_torch.sizing import GROUPS_MIN, ModelShape
+from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning.settings import ALIGNMENT_BYTES
 
 PAGE_BYTES = 4096  # of each KV head of a page
@@ -99,12 +99,14 @@ def pages_that_fit(
     BudgetError
         When they are fewer than 8.
     """
+    from kvswap_torch import _C
+
     without = cluster_need(size, config, options, pages, 0)["total"]
     page = size.shape.layers * pages.rows * pages.record_bytes
     fitting = (budget - without) // page
-    if fitting < GROUPS_MIN:
+    if fitting < _C.GROUPS_MIN:
         raise BudgetError(
-            f"kv_memory_bytes: must be at least {without + GROUPS_MIN * page} for clusters of "
-            f"{options.cluster_tokens} tokens and {GROUPS_MIN} pages, got {budget}"
+            f"kv_memory_bytes: must be at least {without + _C.GROUPS_MIN * page} for clusters of "
+            f"{options.cluster_tokens} tokens and {_C.GROUPS_MIN} pages, got {budget}"
         )
     return fitting

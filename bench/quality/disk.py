@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.machine import RESULTS
 from kvswap_torch.tuning.disk import DiskModel
-from kvswap_torch.tuning.traffic import Merging, ReuseBuffer
+from kvswap_torch.tuning.traffic import Merging, ReuseBuffer, read_sizes
 
 LOCAL = RESULTS / "disk_local.json"  # by `python -m bench.quality.local_disk`
 
@@ -37,21 +37,6 @@ class Want:
     places: np.ndarray
 
 
-def read_sizes(places: Iterable[int], merging: Merging) -> list[int]:
-    """Bytes of each read that fetches the records at these places (as csrc/io/merge.h does)."""
-    sizes: list[int] = []
-    start = end = 0
-    for place in sorted(places):
-        at = place * merging.record_bytes
-        joins = sizes and at - end <= merging.gap_bytes
-        if not (joins and at + merging.record_bytes - start <= merging.bytes_max):
-            sizes.append(0)
-            start = at
-        end = at + merging.record_bytes
-        sizes[-1] = end - start
-    return sizes
-
-
 def replay(
     steps: Sequence[Want], pages: int, policy: str, merging: Merging
 ) -> tuple[list[list[int]], float]:
@@ -63,7 +48,7 @@ def replay(
         loads = buffer.plan(step.names)
         if number > 0:
             places = step.places[np.searchsorted(step.names, loads)]
-            reads.append(read_sizes(places.tolist(), merging))
+            reads.append(read_sizes(places, merging))
             wanted, loaded = wanted + len(step.names), loaded + len(loads)
     return reads, 1 - loaded / wanted if wanted else 0.0
 

@@ -2,17 +2,17 @@
 #include <span>
 #include <string>
 
+#include "io/batch_reader.h"
 #include "io/memory_file.h"
-#include "io/read_batch.h"
 #include "io/reader_backends.h"
 
 namespace kvswap {
 namespace {
 
 /// Copies within submit(). Nothing comes from a disk, and nothing is counted as if it did.
-class MemoryReader final : public BlockReader {
+class MemoryReader final : public BatchReader {
  public:
-  explicit MemoryReader(const DataFile& file) : file_(file) {}
+  explicit MemoryReader(const DataFile& file) : BatchReader(file, {}) {}
 
   Result<Ticket> submit(std::span<const BlockRead> reads) override {
     KVSWAP_RETURN_IF_ERROR(check_reads(file_, reads));
@@ -30,13 +30,6 @@ class MemoryReader final : public BlockReader {
     return batch.ticket;
   }
 
-  Status wait(Ticket ticket) override {
-    if (batches_.find(ticket) == nullptr) return unknown_ticket(ticket);
-    return batches_.take(ticket);
-  }
-
-  bool is_done(Ticket) override { return true; }
-  ReaderCounters counters() const override { return {}; }
   std::string name() const override { return "memory"; }
 
  private:
@@ -45,9 +38,6 @@ class MemoryReader final : public BlockReader {
                                std::to_string(offset_bytes) + " must be held, and are not",
                            EIO);
   }
-
-  const DataFile& file_;
-  ReadBatchTable batches_;
 };
 
 }  // namespace

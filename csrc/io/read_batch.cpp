@@ -70,21 +70,6 @@ Status ReadBatchTable::take(Ticket ticket) {
   return status;
 }
 
-Status wait_for_batch(const DataFile& file, const Patience* patience,
-                      std::unique_lock<std::mutex>& lock, std::condition_variable& done,
-                      const ReadBatch& batch) {
-  static const Patience usual;
-  return (patience == nullptr ? usual : *patience)
-      .wait(
-          lock, done, [&] { return batch.is_done; }, [&] { return batch.progressed_ns.load(); },
-          [&] { return batch.describe(file.directory()); });
-}
-
-Status unknown_ticket(Ticket ticket) {
-  return Status::invalid("wait: the ticket must be in flight and not waited for before, got " +
-                         std::to_string(ticket));
-}
-
 Status check_reads(const DataFile& file, std::span<const BlockRead> reads) {
   const int64_t alignment = file.is_direct() ? file.alignment_bytes() : 1;
   const auto mask = static_cast<uint64_t>(alignment - 1);

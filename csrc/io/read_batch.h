@@ -9,7 +9,6 @@
 
 #include "io/block_reader.h"
 #include "io/data_file.h"
-#include "io/patience.h"
 #include "io/read_progress.h"
 #include "io/timeline.h"
 
@@ -59,14 +58,6 @@ class ReadBatchTable {
 inline Span span_of_read(Ticket ticket, const ReadProgress& read) {
   return {.kind = SpanKind::kRead, .ticket = ticket, .bytes = read.missing_bytes()};
 }
-
-/// Ok when the batch is done; else why the wait ended before: the batch is still in flight.
-Status wait_for_batch(const DataFile& file, const Patience* patience,
-                      std::unique_lock<std::mutex>& lock, std::condition_variable& done,
-                      const ReadBatch& batch);
-
-/// What wait() says to a ticket that names no batch.
-Status unknown_ticket(Ticket ticket);
 
 /// Refuses what the kernel would refuse, before anything is started.
 Status check_reads(const DataFile& file, std::span<const BlockRead> reads);

@@ -1,10 +1,8 @@
 #include <algorithm>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 
-#include "io/kernel.h"
-#include "io/read_batch.h"
+#include "io/batch_reader.h"
 #include "io/read_pool.h"
 #include "io/reader_backends.h"
 #include "io/stopwatch.h"
@@ -14,15 +12,11 @@ namespace {
 
 /// Reads with the threads of its disk, one preadv each at a time; batches are started in their
 /// order.
-class ThreadReader final : public BlockReader, private ReadPool::Work {
+class ThreadReader final : public BatchReader, private ReadPool::Work {
  public:
   ThreadReader(const DataFile& file, const ReaderOptions& options)
-      : file_(file),
-        alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
-        call_bytes_max_(options.call_bytes_max),
+      : BatchReader(file, options),
         threads_(static_cast<size_t>(options.threads)),
-        timeline_(options.timeline),
-        patience_(options.patience),
         pool_(ReadPool::of_disk(file.fd())) {}
 
   ~ThreadReader() override {
@@ -48,25 +42,6 @@ class ThreadReader final : public BlockReader, private ReadPool::Work {
     return ticket;
   }
 
-  Status wait(Ticket ticket) override {
-    std::unique_lock lock(mutex_);
-    const ReadBatch* batch = batches_.find(ticket);
-    if (batch == nullptr) return unknown_ticket(ticket);
-    KVSWAP_RETURN_IF_ERROR(wait_for_batch(file_, patience_, lock, done_, *batch));
-    return batches_.take(ticket);
-  }
-
-  bool is_done(Ticket ticket) override {
-    const std::lock_guard lock(mutex_);
-    const ReadBatch* batch = batches_.find(ticket);
-    return batch == nullptr || batch->is_done;
-  }
-
-  ReaderCounters counters() const override {
-    const std::lock_guard lock(mutex_);
-    return counters_;
-  }
-
   std::string name() const override { return "threads"; }
 
  private:
@@ -89,11 +64,9 @@ class ThreadReader final : public BlockReader, private ReadPool::Work {
     ++batch->started;
     lock.unlock();
     ReaderCounters counted;
-    const ReadProgress::Next next = make_read(batch->ticket, read, &counted);
+    const ReadProgress::Next next = make_read(batch->ticket, read, counted);
     lock.lock();
-    counters_.reads += counted.reads;
-    counters_.bytes += counted.bytes;
-    counters_.retries += counted.retries;
+    add(counted, counters_);
     batch->ended();
     if (next == ReadProgress::Next::kFailed) batch->fail(read.failure(file_.directory()));
     if (batch->is_finished()) {
@@ -103,33 +76,12 @@ class ThreadReader final : public BlockReader, private ReadPool::Work {
     return true;
   }
 
-  ReadProgress::Next make_read(Ticket ticket, ReadProgress& read, ReaderCounters* counted) const {
+  ReadProgress::Next make_read(Ticket ticket, ReadProgress& read, ReaderCounters& counted) const {
     const Stopwatch watch(timeline_, span_of_read(ticket, read));
-    ReadProgress::Next next;
-    do {
-      const ReadProgress::Call call = read.next_call(call_bytes_max_);
-      const FilePlace place = file_.place_of(call.offset_bytes);
-      const int64_t result =
-          kernel().preadv(place.fd, call.targets, call.targets_count, place.offset_bytes);
-      next = read.apply(result, alignment_bytes_);
-      if (next == ReadProgress::Next::kCallAgain && read.needs_pause()) read.pause();
-      ++counted->reads;
-      counted->bytes += result > 0 ? static_cast<uint64_t>(result) : 0;
-      counted->retries += next == ReadProgress::Next::kCallAgain;
-    } while (next == ReadProgress::Next::kCallAgain);
-    return next;
+    return read_whole(read, counted);
   }
 
-  const DataFile& file_;
-  const int64_t alignment_bytes_;
-  const int64_t call_bytes_max_;
   const size_t threads_;
-  Timeline* const timeline_;
-  const Patience* const patience_;
-  mutable std::mutex mutex_;
-  std::condition_variable done_;
-  ReadBatchTable batches_;
-  ReaderCounters counters_;
   size_t posted_ = 0;  // how often the pool has this reader, or reads for it
   std::shared_ptr<ReadPool> pool_;
 };

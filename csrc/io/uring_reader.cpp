@@ -11,9 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "io/batch_reader.h"
 #include "io/io_thread.h"
-#include "io/kernel.h"
-#include "io/read_batch.h"
 #include "io/uring_ring.h"
 
 namespace kvswap {
@@ -29,15 +28,10 @@ constexpr int kPauseMicroseconds = 200;
 ///
 /// A ring that fails for good, as in a sandbox entered after it was opened, is left: the thread
 /// waits for what the kernel has, and reads the rest and all that follows itself, one by one.
-class UringReader final : public BlockReader {
+class UringReader final : public BatchReader {
  public:
   UringReader(const DataFile& file, const ReaderOptions& options)
-      : file_(file),
-        alignment_bytes_(file.is_direct() ? file.alignment_bytes() : 1),
-        call_bytes_max_(options.call_bytes_max),
-        timeline_(options.timeline),
-        patience_(options.patience),
-        slots_(static_cast<size_t>(options.depth)) {
+      : BatchReader(file, options), slots_(static_cast<size_t>(options.depth)) {
     free_slots_.reserve(slots_.size());
     for (size_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
   }
@@ -79,25 +73,6 @@ class UringReader final : public BlockReader {
     }
     if (must_wake) wake();
     return ticket;
-  }
-
-  Status wait(Ticket ticket) override {
-    std::unique_lock lock(mutex_);
-    const ReadBatch* batch = batches_.find(ticket);
-    if (batch == nullptr) return unknown_ticket(ticket);
-    KVSWAP_RETURN_IF_ERROR(wait_for_batch(file_, patience_, lock, done_, *batch));
-    return batches_.take(ticket);
-  }
-
-  bool is_done(Ticket ticket) override {
-    const std::lock_guard lock(mutex_);
-    const ReadBatch* batch = batches_.find(ticket);
-    return batch == nullptr || batch->is_done;
-  }
-
-  ReaderCounters counters() const override {
-    const std::lock_guard lock(mutex_);
-    return counters_;
   }
 
   std::string name() const override { return "uring"; }
@@ -175,9 +150,7 @@ class UringReader final : public BlockReader {
   bool take_work() {
     std::unique_lock lock(mutex_);
     asleep_ = false;
-    counters_.reads += std::exchange(counted_.reads, 0);
-    counters_.bytes += std::exchange(counted_.bytes, 0);
-    counters_.retries += std::exchange(counted_.retries, 0);
+    add(std::exchange(counted_, {}), counters_);
     bool any_finished = false;
     std::erase_if(active_, [&](ReadBatch* batch) {
       if (!batch->is_finished()) return false;
@@ -216,20 +189,7 @@ class UringReader final : public BlockReader {
     ++counted_.reads;
   }
 
-  void read_now(size_t slot) {
-    ReadProgress& read = *slots_[slot].read;
-    ReadProgress::Next next;
-    do {
-      const ReadProgress::Call call = read.next_call(call_bytes_max_);
-      const FilePlace place = file_.place_of(call.offset_bytes);
-      const int64_t result =
-          kernel().preadv(place.fd, call.targets, call.targets_count, place.offset_bytes);
-      next = take(read, result);
-      ++counted_.reads;
-      pause();
-    } while (next == ReadProgress::Next::kCallAgain);
-    end(slot, next);
-  }
+  void read_now(size_t slot) { end(slot, read_whole(*slots_[slot].read, counted_)); }
 
   /// A batch that came since the last look is taken before waiting.
   bool may_sleep() {
@@ -265,12 +225,6 @@ class UringReader final : public BlockReader {
     free_slots_.push_back(slot);
   }
 
-  const DataFile& file_;
-  const int64_t alignment_bytes_;
-  const int64_t call_bytes_max_;
-  Timeline* const timeline_;
-  const Patience* const patience_;
-
   // Of the ring's thread alone.
   UringRing ring_;
   bool has_ring_ = true;
@@ -280,12 +234,9 @@ class UringReader final : public BlockReader {
   std::vector<ReadBatch*> active_;
   ReaderCounters counted_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable done_;
+  // Guarded by mutex_.
   std::condition_variable work_;  // for a thread that has left its ring
-  ReadBatchTable batches_;
   std::vector<ReadBatch*> inbox_;
-  ReaderCounters counters_;
   std::optional<Status> opened_;
   bool asleep_ = false;
   bool stopping_ = false;

@@ -12,19 +12,10 @@
 namespace kvswap {
 namespace {
 
-// kvswap_torch/sizing.py, number by number: test_config_cpp.py holds the two equal.
 constexpr int64_t kRankMin = 8;  // below it choices are hardly better than chance
-constexpr int64_t kGroupsMin = 8;
 constexpr int64_t kSteps = 64;
 
 using Uses = std::map<std::string, int64_t>;
-
-/// What must fit.
-struct Request {
-  int64_t kv_memory_bytes;
-  int64_t context;
-  int64_t batch;
-};
 
 /// The largest n in 0..most for which `holds`; it holds for 0 and for all below one it holds.
 template <typename Holds>
@@ -65,8 +56,9 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
   return chosen;
 }
 
-/// The settings, or with as many pages as the tail has where that needs less memory: a crop then
-/// needs none of its own. See Python's _in_least_memory().
+/// The settings, or with as many pages as the tail has where that needs less memory: a crop puts
+/// what it reads back into pages of the reuse buffer; with fewer than the tail has, every layer
+/// keeps memory for it.
 template <typename NeedOf>
 Settings in_least_memory(const Settings& settings, int64_t pages_max, const NeedOf& need_of) {
   EngineOptions options;
@@ -89,29 +81,16 @@ Settings with_spare_pages(const Settings& settings, int64_t pages_max, const Fit
   return wider(largest(spare, [&](int64_t more) { return fits(wider(more)); }));
 }
 
-// What a choice misses: measured, see kvswap_torch/sizing.py, which this is number by number.
-struct Missed {
-  int64_t by;
-  double share;
+// Measured on a model of 135M parameters with keys of 192 elements, at 3,900 tokens, int8 rows,
+// scored by mass, projections from the prompt; docs/choosing.md has it all.
+constexpr MissedByColumns kMissedByColumns[] = {{8, 0.45},  {12, 0.40}, {16, 0.32}, {24, 0.10},
+                                                {32, 0.03}, {48, 0.01}, {64, 0.00}};
+struct MissedByTokens {
+  int64_t tokens;
+  double missed;
 };
-constexpr Missed kMissedByColumns[] = {{8, 0.45},  {12, 0.40}, {16, 0.32}, {24, 0.10},
-                                       {32, 0.03}, {48, 0.01}, {64, 0.00}};
-constexpr Missed kMissedByTokens[] = {
+constexpr MissedByTokens kMissedByTokens[] = {
     {32, 0.21}, {64, 0.15}, {128, 0.085}, {256, 0.035}, {400, 0.01}};
-
-/// Between the measured numbers a straight line, beyond them the nearest.
-double missed_by_tokens(int64_t tokens) {
-  Missed low = kMissedByTokens[0];
-  for (const Missed& high : kMissedByTokens) {
-    if (tokens <= high.by) {
-      const auto span = static_cast<double>(std::max<int64_t>(1, high.by - low.by));
-      const auto beyond = static_cast<double>(std::max<int64_t>(0, tokens - low.by));
-      return low.share + (high.share - low.share) * beyond / span;
-    }
-    low = high;
-  }
-  return low.share;
-}
 
 std::string shown(const Rank& rank) {
   if (const auto* one = std::get_if<int64_t>(&rank)) return std::to_string(*one);
@@ -125,7 +104,25 @@ std::string both(int64_t bytes) {
   return std::to_string(bytes) + " (" + format_bytes(static_cast<double>(bytes)) + ")";
 }
 
-[[noreturn]] void refuse_small(const Request& request, const Uses& need, const Settings& smallest) {
+}  // namespace
+
+std::span<const MissedByColumns> missed_by_columns() { return kMissedByColumns; }
+
+/// Between the measured numbers a straight line, beyond them the nearest.
+double missed_by_tokens(int64_t tokens) {
+  MissedByTokens low = kMissedByTokens[0];
+  for (const MissedByTokens& high : kMissedByTokens) {
+    if (tokens <= high.tokens) {
+      const auto span = static_cast<double>(std::max<int64_t>(1, high.tokens - low.tokens));
+      const auto beyond = static_cast<double>(std::max<int64_t>(0, tokens - low.tokens));
+      return low.missed + (high.missed - low.missed) * beyond / span;
+    }
+    low = high;
+  }
+  return low.missed;
+}
+
+std::string too_small(const Request& request, const Uses& need, const Settings& smallest) {
   std::string made_of;
   std::string predictor;  // last, since it is no part of the session
   for (const auto& [name, bytes] : need) {
@@ -137,19 +134,16 @@ std::string both(int64_t bytes) {
       made_of += (made_of.empty() ? "" : ", ") + use;
     }
   }
-  throw SessionError(
-      SessionError::Kind::kBudget,
-      "kv_memory_bytes: must be at least " + both(need.at("total")) + " for max_context " +
-          std::to_string(request.context) + " and max_batch " + std::to_string(request.batch) +
-          ", got " + both(request.kv_memory_bytes) + ". The minimum is made of " + made_of +
-          predictor + ", with rank " + shown(smallest.rank) + " and " +
-          std::to_string(smallest.groups_max) + " groups of " +
-          std::to_string(smallest.group_tokens) +
-          " tokens. Lower max_context, max_batch, tail_tokens or group_tokens, or raise "
-          "kv_memory_bytes");
+  return "kv_memory_bytes: must be at least " + both(need.at("total")) + " for max_context " +
+         std::to_string(request.context) + " and max_batch " + std::to_string(request.batch) +
+         ", got " + both(request.kv_memory_bytes) + ". The minimum is made of " + made_of +
+         predictor + ", with rank " + shown(smallest.rank) + " and " +
+         std::to_string(smallest.groups_max) + " groups of " +
+         std::to_string(smallest.group_tokens) +
+         " tokens. Lower max_context, max_batch, tail_tokens or group_tokens, or raise "
+         "kv_memory_bytes";
 }
 
-/// From the smallest usable settings upwards: rank and groups together, then pages.
 Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,
                     const Need& need) {
   const auto need_of = [&](const Settings& candidate) {
@@ -161,13 +155,13 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
   const auto at = [&](int64_t step) {
     return in_least_memory(between(settings, shape, step), settings.pages_max, need_of);
   };
-  if (!fits(at(0))) refuse_small(request, need_of(at(0)), at(0));
+  if (!fits(at(0))) {
+    throw SessionError(SessionError::Kind::kBudget, too_small(request, need_of(at(0)), at(0)));
+  }
   const int64_t step = largest(kSteps, [&](int64_t n) { return fits(at(n)); });
   return with_spare_pages(at(step), settings.pages_max, fits);
 }
 
-/// Where nobody asks for anything: the whole context where it fits, else the columns and groups
-/// that miss least together, then pages. See Python's spend_budget().
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
                       const Need& need) {
   const auto need_of = [&](const Settings& candidate) {
@@ -184,29 +178,34 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
     chosen.pages_max = std::max(groups, settings.select_queries_max);
     return in_least_memory(chosen, settings.pages_max, need_of);
   };
-  const Settings smallest = at(kMissedByColumns[0].by, kGroupsMin);
-  if (!fits(smallest)) refuse_small(request, need_of(smallest), smallest);
+  const Settings smallest = at(kMissedByColumns[0].columns, kGroupsMin);
+  if (!fits(smallest)) {
+    throw SessionError(SessionError::Kind::kBudget,
+                       too_small(request, need_of(smallest), smallest));
+  }
   const int64_t whole = (request.context + settings.group_tokens - 1) / settings.group_tokens;
   Settings best = smallest;
   double least = std::numeric_limits<double>::infinity();
-  for (const Missed& columns : kMissedByColumns) {
-    const bool is_exact = fits(at(columns.by, whole));
+  for (const MissedByColumns& by : kMissedByColumns) {
+    const auto with = [&](int64_t groups) { return at(by.columns, groups); };
+    const bool is_exact = fits(with(whole));
     const int64_t low = is_exact ? whole : kGroupsMin;
-    if (!fits(at(columns.by, low))) break;
+    if (!fits(with(low))) break;
     const int64_t spare = std::max<int64_t>(0, settings.groups_max - low);
     const int64_t groups =
-        low + largest(spare, [&](int64_t more) { return fits(at(columns.by, low + more)); });
+        low + largest(spare, [&](int64_t more) { return fits(with(low + more)); });
     // What is exact misses nothing, and more columns do no harm to it.
-    const double missed = is_exact
-                              ? -static_cast<double>(columns.by)
-                              : columns.share + missed_by_tokens(groups * settings.group_tokens);
+    const double missed = is_exact ? -static_cast<double>(by.columns)
+                                   : by.missed + missed_by_tokens(groups * settings.group_tokens);
     if (missed < least) {
-      best = at(columns.by, groups);
+      best = with(groups);
       least = missed;
     }
   }
   return with_spare_pages(best, settings.pages_max, fits);
 }
+
+namespace {
 
 /// Without a calibration each layer chooses with its true query: see Python's default_config().
 Settings default_settings(const ModelShape& shape) {

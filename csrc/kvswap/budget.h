@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,47 @@ using Need = std::function<std::map<std::string, int64_t>(const Settings& settin
 /// never more than the keys are wide.
 std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape& shape,
                                      bool calibrated);
+
+/// What must fit.
+struct Request {
+  int64_t kv_memory_bytes = 0;
+  int64_t context = 0;  // tokens per sequence
+  int64_t batch = 0;
+};
+
+/// The settings with rank, groups and pages that fit: from the smallest usable ones upwards, first
+/// rank and groups together up to the given ones, then pages up to the given `pages_max`. A rank
+/// for each layer keeps its proportions. Throws SessionError (kBudget) when even the smallest do
+/// not fit; it names the minimum and what to lower.
+Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,
+                    const Need& need);
+
+/// The settings that make the most of a budget, where nobody has calibrated or asked for any.
+///
+/// Where the whole context fits it is kept, and attention is exact. Otherwise columns and groups
+/// are chosen together, by what they are worth: of every number of columns with the most groups
+/// that then fit, up to the given ones, the pair that misses least. Columns come first: 8 of them
+/// find a tenth of what is asked for with 100 groups, and 32 find nine tenths with 8. What is left
+/// over keeps more pages. The rank chosen is half the columns, since it is doubled without a
+/// calibration. Throws as fit_budget().
+Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
+                      const Need& need);
+
+/// That a budget does not cover the smallest settings: what does, and what to lower.
+std::string too_small(const Request& request, const std::map<std::string, int64_t>& need,
+                      const Settings& smallest);
+
+/// What a choice costs: nats of divergence from the full cache's next token, by columns of the
+/// summary, in rising order, and by tokens attended. The two nearly add.
+struct MissedByColumns {
+  int64_t columns;
+  double missed;
+};
+std::span<const MissedByColumns> missed_by_columns();
+double missed_by_tokens(int64_t tokens);
+
+/// Fewer groups are not chosen for a budget.
+inline constexpr int64_t kGroupsMin = 8;
 
 /// The settings for a run: what Python's KVSwapCache settles on for the same words.
 ///

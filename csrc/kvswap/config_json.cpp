@@ -67,9 +67,17 @@ bool take(const Json& value, std::optional<T>& field) {
   return value.is_null() || take(value, field.emplace());
 }
 
+std::vector<const char*> names_of(bool only_solvable) {
+  std::vector<const char*> names;
+  for (const ConfigField& field : kConfigFields) {
+    if (field.is_solvable || !only_solvable) names.push_back(field.name);
+  }
+  return names;
+}
+
 /// Throws unless every field of `object` is among `known`; `must` says what then.
-template <typename Names>
-void check_names(const std::string& must, const Json& object, const Names& known) {
+void check_names(const std::string& must, const Json& object,
+                 const std::vector<const char*>& known) {
   std::string all;
   std::set<std::string> names;
   for (const char* name : known) {
@@ -132,7 +140,7 @@ Solution solution_from(const Json& row, const Json& fields, std::set<Pair>& seen
   if (!seen.insert({solution.batch, solution.context}).second) {
     throw ConfigError("table: one solution per pair, got two for " + pair);
   }
-  check_names("table: a solution must set only", *settings, kSolvable);
+  check_names("table: a solution must set only", *settings, names_of(true));
   try {
     solution.settings = settings_from(fields, settings);
   } catch (const ConfigError& error) {
@@ -183,7 +191,7 @@ SwapConfig config_from_json(const std::string& text, const std::string& where) {
                       "; write it again with the tuner of this kvswap_torch, or use the "
                       "kvswap_torch that wrote it");
   }
-  check_names(where + ": fields must be among", fields, kConfigFields);
+  check_names(where + ": fields must be among", fields, names_of(false));
   try {
     return config_from(fields);
   } catch (const ConfigError& error) {
@@ -230,7 +238,7 @@ Settings settings_from_json(const std::string& text) {
   try {
     const Json fields = parse_json(text);
     if (!fields.is_object()) throw ConfigError("settings: must be an object");
-    check_names("settings: must be among", fields, kConfigFields);
+    check_names("settings: must be among", fields, names_of(false));
     return settings_from(fields, nullptr);
   } catch (const JsonError& error) {
     throw ConfigError(error.what());

@@ -29,16 +29,6 @@ int64_t alignment_of(const std::string& directory) {
   return probe.is_ok() ? probe.value().alignment_bytes : kAlignmentUnknown;
 }
 
-/// Without a projection file: only Python makes blocks of KV heads from the prompt.
-void check_estimable(const Settings& settings) {
-  const std::string& kind = settings.projection_kind;
-  if (kind == "query_aware" || kind == "svd_keys") return;
-  throw ConfigError(
-      "projection_kind: must be query_aware or svd_keys without a projection_file, "
-      "since only Python makes others from the prompt, got '" +
-      kind + "'; calibrate, and name the file");
-}
-
 /// Predictors are there where the settings look ahead.
 int64_t predictor_bytes(const OpenArgs& args, const Settings& settings) {
   return settings.look_ahead ? args.predictor_bytes : 0;
@@ -78,7 +68,6 @@ Opening prepare(const OpenArgs& args) {
     }
   }
   const bool calibrated = !opening.projections.empty();
-  if (config && !calibrated) check_estimable(config->settings);
   std::optional<int64_t> alignment;  // looked up when a budget asks for it
   const Need need = [&](const Settings& settings, int64_t batch, int64_t context) {
     if (!alignment) alignment = alignment_of(args.directory);

@@ -3,9 +3,12 @@
 #include "io/host_info.h"
 #include "kernels/cpu_features.h"
 #include "kvswap/settings_rules.h"
+#include "python/budget.h"
 #include "python/clusters.h"
 #include "python/errors.h"
 #include "python/probe.h"
+#include "python/projection.h"
+#include "python/replay.h"
 #include "python/saved.h"
 #include "torch/element_type.h"
 #include "torch/tensor_cache.h"
@@ -249,6 +252,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_cache(module);
   kvswap::bind_probe(module);
   kvswap::bind_clusters(module);
+  kvswap::bind_projection(module);
+  kvswap::bind_budget(module);
+  kvswap::bind_replay(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");
 }

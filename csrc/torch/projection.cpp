@@ -3,42 +3,19 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
-#include <tuple>
 #include <vector>
+
+#include "torch/head_blocks.h"
 
 namespace kvswap {
 namespace {
 
-// kvswap_torch/projection.py, number by number: test_libtorch_example.py compares what comes of it.
-constexpr double kRidge = 1e-2;
+constexpr double kRidge = 1e-2;  // of the mean variance, added to one sample's moment; else less
 constexpr int64_t kKeysMax = 2048;
 constexpr int64_t kQueriesNewest = 512;
 constexpr int64_t kQueriesMin = 8;
-constexpr int kSvdPasses = 4;
-
-using Pair = std::pair<at::Tensor, at::Tensor>;
-
-/// The `rank` largest singular triplets, by subspace iteration when they are few.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> leading_svd(const at::Tensor& matrix, int64_t rank) {
-  const int64_t width = rank + 16;
-  if (3 * width >= std::min(matrix.size(0), matrix.size(1))) {
-    const auto [left, weights, right] = at::linalg_svd(matrix, false);
-    return {left.narrow(1, 0, rank), weights.narrow(0, 0, rank),
-            right.narrow(0, 0, rank).t().contiguous()};
-  }
-  // A generator of its own: sampling elsewhere must not change with it.
-  auto generator = at::detail::createCPUGenerator(0);
-  at::Tensor basis =
-      at::randn({matrix.size(1), width}, generator, matrix.options().device(at::kCPU))
-          .to(matrix.device());
-  for (int pass = 0; pass < kSvdPasses; ++pass) {
-    basis = std::get<0>(at::linalg_qr(matrix.matmul(basis)));
-    basis = std::get<0>(at::linalg_qr(matrix.t().matmul(basis)));
-  }
-  const auto [left, weights, right] = at::linalg_svd(matrix.matmul(basis), false);
-  return {left.narrow(1, 0, rank), weights.narrow(0, 0, rank),
-          basis.matmul(right.t()).narrow(1, 0, rank).contiguous()};
-}
+constexpr int64_t kWindow = 32;  // newest queries that choose channels (ThinK 4.1)
+constexpr int kSvdPasses = 4;    // the spectrum of keys falls fast
 
 /// Lower triangular L with L L^T = moment + a ridge that fades with the samples' count.
 at::Tensor factor(const at::Tensor& moment, int64_t count) {
@@ -49,49 +26,36 @@ at::Tensor factor(const at::Tensor& moment, int64_t count) {
   return at::linalg_cholesky(wide + ridge * at::eye(width, wide.options())).to(at::kFloat);
 }
 
-Pair svd_keys(const at::Tensor& samples, int64_t rank) {
-  const at::Tensor keys = samples.to(at::kFloat);
-  const at::Tensor moment = keys.t().matmul(keys) / keys.size(0);
-  const at::Tensor directions = std::get<0>(leading_svd(moment, rank)).contiguous();
-  return {directions, directions};
+/// samples: [count, width] fp32; their mean outer product.
+at::Tensor moment_of(const at::Tensor& samples) {
+  return samples.t().matmul(samples) / samples.size(0);
 }
 
-/// Outer products of queries [tokens, heads, head_dim], each head's at its KV head's keys.
-at::Tensor head_moment(const at::Tensor& queries, int64_t kv_heads) {
-  std::vector<at::Tensor> blocks;
-  for (const at::Tensor& group : queries.unflatten(1, {kv_heads, -1}).unbind(1)) {
-    const at::Tensor rows = group.flatten(0, 1);
-    blocks.push_back(rows.t().matmul(rows));
-  }
-  return at::block_diag(blocks);
-}
-
-/// queries: [tokens, heads, head_dim] fp32.
-Pair query_aware(const at::Tensor& key_samples, const at::Tensor& queries, int64_t kv_heads,
-                 const std::string& score, int64_t rank) {
-  at::Tensor keys = key_samples.to(at::kFloat);
-  at::Tensor moment;
+/// keys: [samples, width]; queries: [samples, heads, head_dim] fp32.
+ProjectionPair query_aware(const at::Tensor& keys, const at::Tensor& queries, int64_t kv_heads,
+                           const EstimateFrom& from, const std::string& score) {
+  at::Tensor rows = keys.to(at::kFloat);
+  Moments moments = {.key_count = keys.size(0), .query_count = queries.size(0)};
   if (score == "sum") {
-    keys = keys - keys.mean(0);
-    const at::Tensor summed = queries.unflatten(1, {kv_heads, -1}).sum(2).flatten(1);
-    moment = summed.t().matmul(summed);
+    rows = rows - rows.mean(0);
+    moments.queries = moment_of(queries.unflatten(1, {kv_heads, -1}).sum(2).flatten(1));
   } else {
-    // Keys are not centred: a head's constant weighs all its groups against its sinks and tail.
-    moment = head_moment(queries, kv_heads);
+    // Keys are not centred, though a head's constant cancels among candidates: it was measured to
+    // do no good.
+    moments.queries = head_moment(queries, queries, kv_heads) / queries.size(0);
   }
-  const at::Tensor key_factor = factor(keys.t().matmul(keys) / keys.size(0), keys.size(0));
-  const at::Tensor query_factor = factor(moment / queries.size(0), queries.size(0));
-  const auto [left, weights, right] = leading_svd(query_factor.t().matmul(key_factor), rank);
-  const at::Tensor scale = at::maximum(weights, weights[0].clamp_min(1e-30) * 1e-7).rsqrt();
-  return {query_factor.matmul(left) * scale, key_factor.matmul(right) * scale};
+  moments.keys = moment_of(rows);
+  return pair_from_moments("query_aware", moments, from.rank);
 }
 
-}  // namespace
-
-namespace {
+ProjectionPair of_keys(const std::string& kind, const at::Tensor& keys, int64_t kv_heads,
+                       int64_t rank) {
+  if (kind == "pca_per_head") return pca_per_head(keys, kv_heads, rank);
+  return pair_from_moments("svd_keys", {.keys = moment_of(keys.to(at::kFloat))}, rank);
+}
 
 /// Every KV head for itself, one below the other.
-Pair estimate_each(const EstimateFrom& from, const EstimateOptions& options) {
+ProjectionPair estimate_each(const EstimateFrom& from, const EstimateOptions& options) {
   const int64_t kv_heads = from.keys.size(1);
   EstimateOptions alone = options;
   alone.heads = "all";
@@ -119,9 +83,62 @@ at::Tensor tokens_at(const at::Tensor& states, const at::Tensor& tokens,
   return rows.index_select(0, counts.nonzero().flatten().to(states.device()));
 }
 
+at::Tensor newest_of(const EstimateFrom& from, int64_t count) {
+  const int64_t tokens = from.keys.size(2);
+  return at::arange(std::max<int64_t>(0, tokens - count), tokens);
+}
+
 }  // namespace
 
-Pair estimate_projection(const EstimateFrom& from, const EstimateOptions& options) {
+std::string kind_of_keys_alone(const std::string& kind) {
+  return kind == "query_aware" ? "svd_keys" : kind == "skewed" ? "pca_per_head" : kind;
+}
+
+at::Tensor head_moment(const at::Tensor& left, const at::Tensor& right, int64_t kv_heads) {
+  const std::vector<at::Tensor> ones = left.unflatten(1, {kv_heads, -1}).unbind(1);
+  const std::vector<at::Tensor> others = right.unflatten(1, {kv_heads, -1}).unbind(1);
+  std::vector<at::Tensor> blocks;
+  for (size_t head = 0; head < ones.size(); ++head) {
+    blocks.push_back(ones[head].flatten(0, 1).t().matmul(others[head].flatten(0, 1)));
+  }
+  return at::block_diag(blocks);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> leading_svd(const at::Tensor& matrix, int64_t rank) {
+  const int64_t width = rank + 16;
+  if (3 * width >= std::min(matrix.size(0), matrix.size(1))) {
+    const auto [left, weights, right] = at::linalg_svd(matrix, false);
+    return {left.narrow(1, 0, rank), weights.narrow(0, 0, rank),
+            right.narrow(0, 0, rank).t().contiguous()};
+  }
+  // A generator of its own: sampling elsewhere must not change with it.
+  auto generator = at::detail::createCPUGenerator(0);
+  at::Tensor basis =
+      at::randn({matrix.size(1), width}, generator, matrix.options().device(at::kCPU))
+          .to(matrix.device());
+  for (int pass = 0; pass < kSvdPasses; ++pass) {
+    basis = std::get<0>(at::linalg_qr(matrix.matmul(basis)));
+    basis = std::get<0>(at::linalg_qr(matrix.t().matmul(basis)));
+  }
+  const auto [left, weights, right] = at::linalg_svd(matrix.matmul(basis), false);
+  return {left.narrow(1, 0, rank), weights.narrow(0, 0, rank),
+          basis.matmul(right.t()).narrow(1, 0, rank).contiguous()};
+}
+
+ProjectionPair pair_from_moments(const std::string& kind, const Moments& moments, int64_t rank) {
+  if (kind == "svd_keys") {
+    // The moment's singular vectors are the keys' right ones.
+    const at::Tensor directions = std::get<0>(leading_svd(moments.keys, rank)).contiguous();
+    return {directions, directions};
+  }
+  const at::Tensor key_factor = factor(moments.keys, moments.key_count);
+  const at::Tensor query_factor = factor(moments.queries, moments.query_count);
+  const auto [left, weights, right] = leading_svd(query_factor.t().matmul(key_factor), rank);
+  const at::Tensor scale = at::maximum(weights, weights[0].clamp_min(1e-30) * 1e-7).rsqrt();
+  return {query_factor.matmul(left) * scale, key_factor.matmul(right) * scale};
+}
+
+ProjectionPair estimate_projection(const EstimateFrom& from, const EstimateOptions& options) {
   if (options.heads == "each" && from.keys.size(1) > 1) return estimate_each(from, options);
   const int64_t batch = from.keys.size(0);
   const int64_t kv_heads = from.keys.size(1);
@@ -132,16 +149,22 @@ Pair estimate_projection(const EstimateFrom& from, const EstimateOptions& option
   const int64_t per_sequence = std::max<int64_t>(1, kKeysMax / batch);
   const at::Tensor evenly =
       at::linspace(0, tokens - 1, std::min(tokens, per_sequence)).to(at::kLong);
-  at::Tensor sample = tokens_at(from.keys, evenly, from.valid).flatten(1);
-  if (sample.size(0) == 0) sample = tokens_at(from.keys, evenly, {}).flatten(1);
-  if (options.kind == "svd_keys" || !from.query) return svd_keys(sample, from.rank);
-  const int64_t newest_count = std::max<int64_t>(1, kQueriesNewest / batch);
-  const at::Tensor newest = at::arange(std::max<int64_t>(0, tokens - newest_count), tokens);
+  at::Tensor keys = tokens_at(from.keys, evenly, from.valid).flatten(1);
+  if (keys.size(0) == 0) keys = tokens_at(from.keys, evenly, {}).flatten(1);
+  if (options.kind == "channels") {
+    std::optional<at::Tensor> window;
+    if (from.query) window = tokens_at(*from.query, newest_of(from, kWindow), from.valid);
+    return channels(keys, window, kv_heads, from.rank);
+  }
+  const std::string alone = kind_of_keys_alone(options.kind);
+  if (alone == options.kind || !from.query) return of_keys(alone, keys, kv_heads, from.rank);
+  const at::Tensor newest = newest_of(from, std::max<int64_t>(1, kQueriesNewest / batch));
   const int64_t step = std::max<int64_t>(1, evenly.size(0) / std::max<int64_t>(1, newest.size(0)));
   const at::Tensor looked_at = at::cat({evenly.slice(0, 0, evenly.size(0), step), newest});
   const at::Tensor queries = tokens_at(*from.query, looked_at, from.valid).to(at::kFloat);
-  if (queries.size(0) < kQueriesMin) return svd_keys(sample, from.rank);
-  return query_aware(sample, queries, kv_heads, options.score, from.rank);
+  if (queries.size(0) < kQueriesMin) return of_keys(alone, keys, kv_heads, from.rank);
+  if (options.kind == "skewed") return skewed(queries, kv_heads, from.rank);
+  return query_aware(keys, queries, kv_heads, from, options.score);
 }
 
 }  // namespace kvswap

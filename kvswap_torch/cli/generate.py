@@ -240,13 +240,13 @@ def _load_config(options: GenerateOptions) -> Any:
 
 def _path(options: GenerateOptions, config: Any) -> Path | None:
     """Where the cache is; none is needed for what drops tokens, unless it is saved."""
+    from kvswap_torch.config import SwapConfig
     from kvswap_torch.keep import drops_for_good
-    from kvswap_torch.preset import find
 
     if options.path is not None:
         return options.path
     if options.preset is not None:
-        config = find(options.preset).config()
+        config = SwapConfig.preset(options.preset)
     return None if drops_for_good(config) and options.save is None else Path(".")
 
 

@@ -42,7 +42,7 @@ def main(
 def about(preset: Preset, model: str | None = None, context: int = 32768) -> dict[str, Any]:
     """What there is to say of a preset, as JSON has it; settings are those not at their default."""
     shape, heads = (Shape(), HEADS) if model is None else _shape_of(model)
-    config = preset.config(shape)
+    config = SwapConfig.preset(preset.name, shape)
     plain = SwapConfig()
     settings = {
         each: getattr(config, each)
@@ -67,16 +67,15 @@ def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[
     import torch
 
     from kvswap_torch import _C
-    from kvswap_torch.sizing import ModelShape, effective_ranks
+    from kvswap_torch.sizing import ModelShape, effective_ranks, native_options
 
     model = ModelShape(shape.layers, heads, shape.kv_heads, shape.head_dim, shape.element_bytes)
-    options = _C.CacheOptions()
-    for each in SETTINGS:
-        setattr(options, each, getattr(config, each))
-    options.layers, options.query_heads = shape.layers, heads
-    options.kv_heads, options.head_dim = shape.kv_heads, shape.head_dim
-    options.dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
-    options.ranks = list(effective_ranks(config, model, calibrated=True))
+    options = native_options(
+        config,
+        model,
+        dtype=torch.float32 if shape.element_bytes == 4 else torch.bfloat16,
+        ranks=list(effective_ranks(config, model, calibrated=True)),
+    )
     need = _C.memory_need(options, BATCH, context, shape.alignment_bytes)
     return {
         "summary": need["summary"] + need["projections"],

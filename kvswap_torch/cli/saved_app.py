@@ -55,6 +55,23 @@ def ingest(
         saved.show(output, True, Console())
 
 
+def _options(
+    book: Path, model: str | None, kv_memory: str | None, path: Path, template: str, **asked: Any
+) -> Any:
+    """A run over a saved document."""
+    from kvswap_torch.cli.generate import GenerateOptions
+
+    return GenerateOptions(
+        model=model or "",
+        document=book,
+        questions=asked.pop("questions", ()),
+        kv_memory=kv_memory,
+        path=path,
+        prompt_template=template,
+        **asked,
+    )
+
+
 def ask(
     book: Saved,
     question: Annotated[list[str], typer.Option(help="A question; may be repeated.")],
@@ -69,17 +86,9 @@ def ask(
     import json
 
     from kvswap_torch.cli import saved
-    from kvswap_torch.cli.generate import GenerateOptions
 
-    options = GenerateOptions(
-        model=model or "",
-        document=book,
-        questions=tuple(question),
-        kv_memory=kv_memory,
-        path=path,
-        max_new_tokens=max_new_tokens,
-        prompt_template=prompt_template,
-    )
+    asked = {"questions": tuple(question), "max_new_tokens": max_new_tokens}
+    options = _options(book, model, kv_memory, path, prompt_template, **asked)
     answers = saved.ask(book, model, options, Console(stderr=as_json))
     if as_json:
         Console().print_json(json.dumps(answers))
@@ -100,16 +109,8 @@ def chat(
 
     from kvswap_torch.cli import saved
     from kvswap_torch.cli.chat import Chat
-    from kvswap_torch.cli.generate import GenerateOptions
 
-    options = GenerateOptions(
-        model=model or "",
-        document=book,
-        questions=(),
-        kv_memory=kv_memory,
-        path=path,
-        prompt_template=prompt_template,
-    )
+    options = _options(book, model, kv_memory, path, prompt_template)
     console = Console(stderr=as_json)
     with saved.opened(book, model, options, console) as conversation:
         Chat(conversation, max_new_tokens, console).run()

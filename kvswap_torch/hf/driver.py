@@ -7,9 +7,7 @@ import enum
 import functools
 import logging
 import os
-import time
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,14 @@ import torch
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
+from kvswap_torch.hf.estimates import Estimates
 from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
-from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
+from kvswap_torch.projection import Pair
 
 logger = logging.getLogger("kvswap_torch")
 
@@ -72,10 +71,9 @@ class SessionDriver:
         self.budget = budget
         self._predictor = look_ahead
         self._projections = projections
-        self.estimated_kinds: dict[int, str] = {}
+        self.estimates = Estimates()
         self._declared = False  # the session holds a validity that not all layers have taken
-        self._estimated_before: dict[int, str] = {}  # the pass under way
-        self.estimate_seconds, self._settled = 0.0, budget.is_known or not budget.matters(config)
+        self._settled = budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = 0  # sequences when the pass began
         self._owner_pid, self.is_open = os.getpid(), True
@@ -95,10 +93,8 @@ class SessionDriver:
 
     def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
         plugged = self.plug_ins.nbytes(batch, context)
-        return {"predictor": self._predictor_bytes(config), "plug_in": plugged}
-
-    def _predictor_bytes(self, config: SwapConfig) -> int:
-        return self._predictor.nbytes if config.look_ahead else 0
+        predictor = self._predictor.nbytes if config.look_ahead else 0
+        return {"predictor": predictor, "plug_in": plugged}
 
     def _open(self, first: FirstPass | None) -> None:
         """Opens a session with settings for the first forward pass, or for what is known before."""
@@ -137,9 +133,7 @@ class SessionDriver:
     def _hold(self, session: Any, config: SwapConfig, ranks: list[int]) -> None:
         """A session that is open, with its settings."""
         self.session, self.config, self.ranks = session, config, ranks
-        # The session must not keep its driver alive.
-        estimate = weakref.WeakMethod(self._estimate)
-        session.set_estimate(lambda *arguments: estimate()(*arguments))
+        self.estimates.serve(session, config)
 
     # What the cache's layers ask.
 
@@ -214,7 +208,8 @@ class SessionDriver:
 
     def begin_pass(self) -> int:
         """Columns before a pass that is about to begin; `take_back` comes back to this."""
-        self._estimated_before, columns = dict(self.estimated_kinds), self.columns()
+        columns = self.columns()
+        self.estimates.begin_pass()
         if self.parts.disk[0] > 0:  # the layer before it looks ahead before begin_forward()
             self._held = self.session.batch()
         return columns
@@ -227,7 +222,7 @@ class SessionDriver:
         self.session.crop(columns)
         self.padding.crop(columns)
         self._declared = False
-        self.estimated_kinds = dict(self._estimated_before)
+        self.estimates.take_back()
 
     def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> Ahead:
         """Whether a look ahead could be of use to `layer`."""
@@ -249,25 +244,11 @@ class SessionDriver:
     def attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
         """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``."""
         type_before = query.dtype
-        query_, keys, values = self._own_types(query, keys, values)
+        query_, keys, values = _own_types(self.parts, query, keys, values)
         with torch.no_grad():
             output = self.session.extend(layer, query_, keys, values, *terms).to(type_before)
         self._stored(layer)
         return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
-
-    def _own_types(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """As the cache was opened with, where autocast has made other types."""
-        device, dtype = self.parts.device, self.parts.dtype
-        for tensor in tensors:
-            if tensor.device == device and tensor.dtype == dtype:
-                continue
-            if tensor.device != device or not torch.is_autocast_enabled(device.type):
-                raise ValueError(
-                    f"KVSwapCache: {self.parts.name} must stay {dtype} on {device}, as when the "
-                    f"cache was opened, got {tensor.dtype} on {tensor.device}; open another cache "
-                    "after model.to()"
-                )
-        return [_plain(tensor.to(dtype)) for tensor in tensors]
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores K and V ``[batch, kv_heads, tokens, head_dim]`` that nobody attends over now."""
@@ -281,28 +262,7 @@ class SessionDriver:
         if layer == self.parts.shape.layers - 1:
             self._declared = False
 
-    # Projections.
-
-    def _estimate(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        query: torch.Tensor | None,
-        valid: torch.Tensor | None,
-        rank: int,
-    ) -> Pair:
-        """The session asks for a projection: what it is given is as `from_chunk` takes it."""
-        began, config = time.perf_counter(), self.config
-        kind = config.projection_kind
-        pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
-        self.estimated_kinds[layer] = kind if query is not None else of_keys_alone(kind)
-        seconds = time.perf_counter() - began
-        self.estimate_seconds += seconds
-        logger.info(
-            "layer %d: projection (%s, rank %d) estimated from %d tokens in %.3f s",
-            *(layer, self.estimated_kinds[layer], rank, keys.shape[2], seconds),
-        )
-        return pair
+    # What is beside the session.
 
     def bytes_beside(self) -> dict[str, int]:
         """Memory beside the session's, by use: what predicts queries, and a plug-in's."""
@@ -319,13 +279,7 @@ class SessionDriver:
 
     @property
     def projection_source(self) -> str:
-        if self._projections is not None:
-            return "file"
-        if not self.estimated_kinds:
-            return "none needed so far"
-        kinds = ", ".join(sorted(set(self.estimated_kinds.values())))
-        told = ", not calibrated" + (": rank doubled" if self.config.doubles_estimates else "")
-        return f"first prefill ({kinds}{told})"
+        return "file" if self._projections is not None else self.estimates.source
 
     # The whole cache.
 
@@ -359,7 +313,7 @@ class SessionDriver:
         self.session.reset()
         self.padding, self._declared = Padding(), False
         self._cuts.clear()
-        self.estimated_kinds.clear()  # the next text's first long chunk tells more about it
+        self.estimates.kinds.clear()  # the next text's first long chunk tells more about it
 
     def refuse(self) -> None:
         """From here on every use raises `ClosedError`: of a cache that is about to be closed."""
@@ -375,3 +329,18 @@ class SessionDriver:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _own_types(parts: ModelParts, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As the cache was opened with, where autocast has made other types."""
+    device, dtype = parts.device, parts.dtype
+    for tensor in tensors:
+        if tensor.device == device and tensor.dtype == dtype:
+            continue
+        if tensor.device != device or not torch.is_autocast_enabled(device.type):
+            raise ValueError(
+                f"KVSwapCache: {parts.name} must stay {dtype} on {device}, as when the "
+                f"cache was opened, got {tensor.dtype} on {tensor.device}; open another cache "
+                "after model.to()"
+            )
+    return [_plain(tensor.to(dtype)) for tensor in tensors]

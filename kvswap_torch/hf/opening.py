@@ -83,10 +83,10 @@ class Wish:
 
     def _config_of_preset(self, parts: ModelParts) -> SwapConfig | None:
         """For this model and this disk; the default's is what a cache does without a config."""
-        preset = find(self.preset)
-        if preset is PRESETS[0]:
+        if find(self.preset) is PRESETS[0]:
             return None
-        return preset.config(Shape.of(parts.identity, alignment_bytes(self.path)))
+        shape = Shape.of(parts.identity, alignment_bytes(self.path))
+        return SwapConfig.preset(self.preset, shape)
 
 
 def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:

@@ -58,7 +58,7 @@ class ContinuedDriver(SessionDriver):
         projections = [] if start.calibrated else None
         super().__init__(*arguments, projections=projections, **named)
         self._settled = True
-        self.estimated_kinds = dict(start.estimated)
+        self.estimates.kinds = dict(start.estimated)
         self.padding.restore(start.valid)
 
     def _open(self, first: Any) -> None:
@@ -132,7 +132,7 @@ class Saving:
             "name": getattr(self.parts.outermost.config, "_name_or_path", ""),
             "rotary": rotary_of(self.parts),
             "calibrated": self.driver.projection_source == "file",
-            "estimated": self.driver.estimated_kinds,
+            "estimated": self.driver.estimates.kinds,
             "layers": others,
         }
         self.driver.session.save(os.fspath(path), overwrite, json.dumps(facts), tensors)
@@ -251,7 +251,7 @@ class Saving:
             config=driver.config,
             ranks=list(driver.ranks),
             calibrated=driver.projection_source == "file",
-            estimated=dict(driver.estimated_kinds),
+            estimated=dict(driver.estimates.kinds),
             valid=driver.padding.valid,
             ids=self.token_ids,
             source="fork",

@@ -12,6 +12,7 @@ from kvswap_torch.config import SETTINGS, SwapConfig
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.placement import local_projections
 from kvswap_torch.hf.settings import Budget
+from kvswap_torch.native import cache_options
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
 from kvswap_torch.sizing import effective_ranks
@@ -71,7 +72,7 @@ def open_session(options: dict[str, Any]) -> Any:
     """A `kvswap_torch._C.TensorCache` with these options."""
     from kvswap_torch import _C
 
-    return _C.TensorCache(_native(options))
+    return _C.TensorCache(cache_options(**options))
 
 
 def alignment_bytes(path: str | Path | None) -> int:
@@ -89,13 +90,4 @@ def memory_need(
     """Bytes by use that such a session needs for `batch` sequences of `context` tokens."""
     from kvswap_torch import _C
 
-    return _C.memory_need(_native(options), batch, context, alignment)
-
-
-def _native(options: dict[str, Any]) -> Any:
-    from kvswap_torch import _C
-
-    native = _C.CacheOptions()
-    for name, value in options.items():
-        setattr(native, name, value)
-    return native
+    return _C.memory_need(cache_options(**options), batch, context, alignment)

@@ -223,7 +223,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         projection=driver.projection_source,
         predictor=driver.predictor_source,
         probe=driver.probe,
-        estimate_seconds=driver.estimate_seconds,
+        estimate_seconds=driver.estimates.seconds,
         counters=counters,
         timeline=Timeline(json.loads(session.timeline())) if timeline else None,
     )

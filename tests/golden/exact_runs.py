@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvswap_torch import _C
-from tests.golden.record import counted
+from tests.golden.record import counted, quiet
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 2, 4, 2, 32, 8
 OPTIONS: dict[str, Any] = {
@@ -102,6 +102,7 @@ class _Passes:
         for _ in range(8):
             self._forward(batch, 1)
         self._forward(batch, 3)
+        quiet(self._session)
         self._session.crop(81)
         self._forward(batch, 2)
         self._session.select_sequences([batch - 1, 0, 0])
@@ -109,6 +110,7 @@ class _Passes:
             self._forward(3, 1)
         self._forward(3, 40)
         self._forward(3, 1)
+        quiet(self._session)
         self._session.reset()
         self._forward(1, 60)
         self._forward(1, 1)

@@ -17,7 +17,7 @@ import torch
 
 from kvswap_torch import KVSwapCache
 from kvswap_torch.hf import session as session_module
-from tests.golden.record import counted
+from tests.golden.record import counted, quiet
 from tests.python.tiny_models import TIGHT, forward, greedy, host_device_options, prompt, tiny_model
 
 MODELS = ("llama", "qwen3")
@@ -122,13 +122,16 @@ def _edited(model: Any, cache: KVSwapCache) -> dict[str, Any]:
     inputs = prompt(2, PROMPT_TOKENS, padding=(0, 6))
     tokens = [greedy(model, inputs, cache).tolist()]
     choices = [_choices(cache)]
+    quiet(cache.driver.session)
     cache.crop(PROMPT_TOKENS - 20 - cache.get_seq_length())
     tokens.append(greedy(model, inputs, cache).tolist())
     choices.append(_choices(cache))
+    quiet(cache.driver.session)
     cache.reset()
     other = prompt(1, 50, seed=5)
     tokens.append(greedy(model, other, cache, num_beams=3).tolist())
     choices.append(_choices(cache))
+    quiet(cache.driver.session)
     cache.reset()
     tokens.append(greedy(model, prompt(2, 40, seed=6), cache).tolist())
     choices.append(_choices(cache))
@@ -144,10 +147,10 @@ def _choices(cache: KVSwapCache) -> list[Any]:
 @contextlib.contextmanager
 def _on(device: str) -> Iterator[None]:
     """Opens sessions on the device path over CPU tensors where `device` is "host"."""
-    before = session_module._native
+    before = session_module.cache_options
     if device == "host":
-        session_module._native = host_device_options
+        session_module.cache_options = host_device_options
     try:
         yield
     finally:
-        session_module._native = before
+        session_module.cache_options = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,27 @@ EXACT = Path(__file__).with_name("exact.json")
 SHOWN = 20  # differences of one run
 
 
+def quiet(session: Any) -> None:
+    """Returns when nothing more is written behind.
+
+    What is written behind counts when it is done, and what is cropped or forgotten before that is
+    never written: without this a run's ``bytes_written`` would follow the clock. A device's outbox
+    may hold back the newest records until the next call.
+    """
+    since = time.monotonic()
+    written = -1
+    while True:
+        counters = session.counters()
+        all_of_it = counters["bytes_written"] >= counters["bytes_on_disk"]
+        if counters["bytes_written"] == written and (all_of_it or time.monotonic() - since > 1):
+            return
+        written = counters["bytes_written"]
+        time.sleep(0.05)
+
+
 def counted(session: Any) -> dict[str, Any]:
     """Counters and ledger of a session, without times, which no two runs share."""
+    quiet(session)
     counters = {
         name: int(value)
         for name, value in session.counters().items()

@@ -60,7 +60,7 @@ def sessions(
     if request.param != "reference" and not has_native():
         pytest.skip("kvswap_torch._C is not built")
     if request.param == "host device":
-        monkeypatch.setattr(session, "_native", host_device_options)
+        monkeypatch.setattr(session, "cache_options", host_device_options)
     monkeypatch.setattr(session, "open_session", SESSIONS[request.param])
     return request.param
 

@@ -68,7 +68,7 @@ class OtherProcess:
 def _go_on(job: dict[str, Any]) -> dict[str, Any]:
     from kvswap_torch import KVSwapCache
     from tests.python import every_model
-    from tests.python.test_saving import goes_on
+    from tests.python.saved_conversation import goes_on
     from tests.python.tiny_models import tiny_model
 
     build = every_model.build if job.get("builder") == "every_model" else tiny_model

@@ -17,8 +17,8 @@ import torch
 from kvswap_torch import KVSwapCache
 from kvswap_torch.errors import StorageError
 from tests.python.full_disk import fill
+from tests.python.saved_conversation import filled, goes_on
 from tests.python.saved_files import VERSION_1, inputs_of
-from tests.python.test_saving import filled, goes_on
 from tests.python.test_serving_reuse import Desk, in_memory, text
 from tests.python.tiny_models import tiny_model
 

@@ -117,7 +117,7 @@ def test_a_config_file_has_both_in_both_languages(tree: Path, tmp_path: Path) ->
     code = f"""
 import json
 from kvswap_torch import SwapConfig
-from kvswap_torch.config_file import schema
+from kvswap_torch.config_schema import schema
 assert SwapConfig.load({str(tmp_path / "config.json")!r})
 """
     tmp_path.joinpath("config.json").write_text(json.dumps(CONFIG), encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvswap_torch.blocks import channels, interleaved, pca_per_head, skew_of, skewed
 from kvswap_torch.projection import from_chunk
 
 KV_HEADS, HEADS, DIM = 2, 6, 16
@@ -19,10 +18,11 @@ def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, torch.randn(1, HEADS, 200, DIM, generator=generator) * weights.flip(0)
 
 
-@pytest.mark.parametrize("samples", [1, 5, 300])
-def test_a_skew_is_orthogonal(samples):
-    skew = skew_of(torch.randn(samples, DIM))
-    torch.testing.assert_close(skew.T @ skew, torch.eye(DIM), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_a_skew_is_orthogonal(tokens):
+    """Also of fewer queries than there are channels."""
+    skew = from_chunk("skewed", torch.randn(1, 1, tokens, DIM), torch.randn(1, 1, tokens, DIM), DIM)
+    torch.testing.assert_close(skew[0].T @ skew[0], torch.eye(DIM), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
@@ -56,29 +56,29 @@ def test_columns_take_turns_and_blocks_are_each_heads_own(kind):
 
 def test_principal_components_are_those_of_the_centred_keys():
     keys, _ = drawn()
-    sample = keys[0, 0]
-    matrix, same = pca_per_head(sample, 1, 4)
+    matrix, same = from_chunk("pca_per_head", keys[:, :1], None, 4)
     assert matrix is same
-    expected = torch.linalg.svd(sample - sample.mean(0)).Vh[:4].T
+    expected = torch.linalg.svd(keys[0, 0] - keys[0, 0].mean(0)).Vh[:4].T
     torch.testing.assert_close((matrix.T @ expected).abs(), torch.eye(4), atol=1e-3, rtol=0)
 
 
 def test_a_skew_keeps_first_what_queries_are_largest_in():
     """Summed over all of them, where the directions are ordered by the squares."""
     axes = torch.eye(4)
-    queries = torch.cat([9 * axes[:1], *[3 * axes[1:2]] * 5, 2 * axes[2:3]])[:, None]
-    chosen = skewed(queries, 1, 2)[0]
+    asked = [9 * axes[0], *[3 * axes[1]] * 5, *[2 * axes[2]] * 2]
+    chosen = from_chunk("skewed", torch.randn(1, 1, 8, 4), torch.stack(asked)[None, None], 2)[0]
     torch.testing.assert_close(chosen.abs(), axes[:, [1, 0]], atol=1e-4, rtol=0)
 
 
 def test_channels_are_those_with_the_largest_product_of_norms():
     """Of two query heads that share a KV head both count; ties go to the lower channel."""
-    keys = torch.tensor([[1.0, 4, 2, 2], [0, 3, 2, 2]])  # norms 1, 5, 2.8, 2.8
-    queries = torch.tensor([[[3.0, 0, 1, 1], [4.0, 0.1, 0, 0]]])  # norms 5, 0.1, 1, 1
-    matrix, same = channels(keys, queries, 1, 3)
+    keys = torch.tensor([[[[1.0, 4, 2, 2], [0, 3, 2, 2]]]])  # norms 1, 5, 2.8, 2.8
+    query = torch.zeros(1, 2, 2, 4)
+    query[0, :, 0] = torch.tensor([[3.0, 0, 1, 1], [4.0, 0.1, 0, 0]])  # norms 5, 0.1, 1, 1
+    matrix, same = from_chunk("channels", keys, query, 3)
     assert matrix is same
     assert matrix.argmax(0).tolist() == [0, 2, 3] and matrix.sum(0).tolist() == [1, 1, 1]
-    assert channels(keys, None, 1, 2)[0].argmax(0).tolist() == [1, 2]
+    assert from_chunk("channels", keys, None, 2)[0].argmax(0).tolist() == [1, 2]
 
 
 def test_the_newest_queries_choose_channels():
@@ -92,8 +92,3 @@ def test_the_newest_queries_choose_channels():
     valid[:, -32:] = False
     blind = from_chunk("channels", keys, query, 1, valid, heads="each")[0]
     assert blind.unflatten(0, (KV_HEADS, DIM)).argmax(1).flatten().tolist() == [0, 0]
-
-
-def test_the_first_columns_of_blocks_treat_heads_alike():
-    blocks = [torch.full((2, 2), float(head + 1)) for head in range(3)]
-    assert interleaved(blocks, 4).sum(0).tolist() == [2.0, 4.0, 6.0, 2.0]

@@ -1,14 +1,16 @@
 """No class is the place where everything happens: what it declares fits a head, all of it a file.
 
-`cpp_classes.py` says what is counted.
+`cpp_classes.py` says what is counted of C++; of Python's the same: constructors and what operators
+call, `__names__`, are no methods.
 """
 
+import ast
 import textwrap
 
 import pytest
 
 from tests.python.cpp_classes import CppClass, Reader, Unknown
-from tests.python.test_map import CPP, CSRC
+from tests.python.test_map import CPP, CSRC, PYTHON, ROOT, inside
 
 METHODS_MAX = 25
 LINES_MAX = 400
@@ -34,6 +36,24 @@ def test_classes_are_small(ours: dict[str, CppClass]) -> None:
         name: (size.methods, size.lines)
         for name, size in ours.items()
         if size.methods > METHODS_MAX or size.lines > LINES_MAX
+    }
+    assert larger == {}
+
+
+def test_python_s_classes_are_small() -> None:
+    sizes = {}
+    for path in PYTHON:
+        if not inside(path, "kvswap_torch/", "tuning/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+                methods = sum(not name.startswith("__") for name in names)
+                lines = node.end_lineno - node.lineno + 1
+                sizes[f"{path.relative_to(ROOT)}: {node.name}"] = (methods, lines)
+    assert len(sizes) > 100
+    larger = {
+        name: size for name, size in sizes.items() if size[0] > METHODS_MAX or size[1] > LINES_MAX
     }
     assert larger == {}
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvswap_torch import ConfigError, KVSwapError, ModelIdentity, Solution, SwapConfig
 from kvswap_torch.config import SOLVABLE
-from kvswap_torch.config_file import dumps, schema
+from kvswap_torch.config_file import dumps
+from kvswap_torch.config_schema import schema
 
 SCHEMA_FILE = Path(__file__).resolve().parents[2] / "kvswap_torch" / "config.schema.json"
 

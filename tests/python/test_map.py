@@ -7,7 +7,7 @@ transformers only in kvswap_torch/hf (the command line and calibration load it i
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,24 +85,35 @@ def ours(quoted: bool, what: str) -> bool:
     return quoted and what.split("/")[0] in MAY_INCLUDE
 
 
-def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
-    """(absolute module, at import time) for each import outside ``if TYPE_CHECKING``."""
+def import_nodes(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """(statement, at import time) for each import outside ``if TYPE_CHECKING``."""
 
-    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, at_import
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            prefix = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            yield ".".join(filter(None, (prefix, node.module))), at_import
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, at_import
         inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside)
 
     yield from visit(tree, True)
+
+
+def source_of(node: ast.ImportFrom, package: str) -> str:
+    """The absolute module that an import is from."""
+    parts = package.split(".")
+    prefix = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+    return ".".join(filter(None, (prefix, node.module)))
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
+    """(absolute module, at import time) for each import outside ``if TYPE_CHECKING``."""
+    for node, at_import in import_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield source_of(node, package), at_import
+        else:
+            yield from ((alias.name, at_import) for alias in node.names)
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:
@@ -261,6 +272,54 @@ def test_the_tuner_is_imported_by_the_name_it_is_installed_under() -> None:
     assert (PACKAGE / "tuning").resolve() == ROOT / "tuning"
 
 
+def modules_of(path: Path, known: Collection[str]) -> set[str]:
+    """Those of the `known` modules that a file imports whenever it runs."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    found = set()
+    for node, _ in import_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        for alias in node.names:
+            module = source_of(node, package) if isinstance(node, ast.ImportFrom) else alias.name
+            within = f"{module}.{alias.name}"
+            found.add(within if within in known else module)
+    return found & set(known)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that each lead to the next, and the last to the first; empty where there are none."""
+    left = dict(graph)
+    while ends := [name for name, to in left.items() if not to & left.keys()]:
+        for name in ends:
+            del left[name]
+    if not left:
+        return []
+    way = [next(iter(left))]
+    while way[-1] not in way[:-1]:
+        way.append(min(left[way[-1]] & left.keys()))
+    return way[way.index(way[-1]) :]
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_imports_lead_nowhere_back() -> None:
+    """Also those made late, inside functions; what is imported for its types alone is none."""
+    # As packages import them: `kvswap_torch.tuning`, which stands in tuning/.
+    names = {}
+    for path in PYTHON:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = ("kvswap_torch", *parts) if parts[0] == "tuning" else parts
+        names[".".join(parts).removesuffix(".__init__")] = path
+    known = {*names, "kvswap_torch._C"}
+    assert circle({name: modules_of(path, known) for name, path in names.items()}) == []
+    headers = {
+        path.relative_to(CSRC).as_posix(): {what for quoted, what in includes(path) if quoted}
+        for path in CPP
+    }
+    assert circle(headers) == []
+
+
 def test_nothing_but_the_command_line_knows_the_command_line() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
@@ -301,7 +360,7 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 
 def test_the_tuner_stays_one_idea_a_file() -> None:
     """A name that begins with another's says that two files share an idea."""
-    names = sorted(path.stem for path in (ROOT / "tuning").glob("*.py"))
-    assert len(names) <= 26
-    pairs = itertools.pairwise(name for name in names if name != "__init__")
+    assert len(list((ROOT / "tuning").glob("*.py"))) <= 26
+    names = sorted(path.stem for path in (ROOT / "tuning").iterdir())
+    pairs = itertools.pairwise(name for name in names if not name.startswith("__"))
     assert [pair for pair in pairs if pair[1].startswith(pair[0])] == []

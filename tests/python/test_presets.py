@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
-from kvswap_torch.preset import MISSING, find
+from kvswap_torch.preset import MISSING
 from kvswap_torch.preset_parts import Shape
 from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
@@ -219,11 +219,11 @@ def test_a_preset_is_plain_settings(tmp_path):
     assert SwapConfig.preset("loki", model=ModelIdentity(head_dim=64)).rank == 16
     assert SwapConfig.preset("think").rank == 77
     assert SwapConfig.preset("infinigen").group_tokens == 4
-    assert find("infinigen").config(Shape(alignment_bytes=512)).group_tokens == 1
+    assert SwapConfig.preset("infinigen", Shape(alignment_bytes=512)).group_tokens == 1
     narrow = ModelIdentity(kv_heads=1, head_dim=16)
     assert SwapConfig.preset("kvswap-paper").rank == 32
     assert SwapConfig.preset("kvswap-paper", model=narrow).rank == 16
-    assert find("kvswap-paper").config(Shape(kv_heads=1, head_dim=24)).rank == 24
+    assert SwapConfig.preset("kvswap-paper", Shape(kv_heads=1, head_dim=24)).rank == 24
     assert SwapConfig.preset("quest", groups_max=500).pages_max == 500
     assert SwapConfig.preset("quest", model=ModelIdentity(layers=1)).exact_layers == (0,)
 

@@ -18,7 +18,7 @@ from bench.quality.choosing import Frame
 from bench.quality.cluster_bytes import cluster_pages
 from bench.quality.cluster_updates import LOCAL_CLUSTERS, UPDATES, clusters_of
 from bench.quality.clusters import ClusterMethod, ClusterSettings, Extents
-from bench.quality.disk import DEVICES, Device, DiskUse, Want, read_sizes, replay
+from bench.quality.disk import DEVICES, Device, DiskUse, Want, replay
 from bench.quality.drift import by_thousand, drift, means
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import Resolver, parse
@@ -30,7 +30,7 @@ from kvswap_torch.hf.families import model_parts
 from kvswap_torch.methods.clusters import PENDING, SINK, TAIL, ClusterOptions, Clusters
 from kvswap_torch.methods.k_means import squares
 from kvswap_torch.sizing import ModelShape
-from kvswap_torch.tuning.traffic import Merging, hit_rate, merged
+from kvswap_torch.tuning.traffic import Merging, ReuseBuffer
 from tests.python.tiny_models import has_native, prompt, tiny_model
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH, ROWS = 4, 2, 8, 600, 2, 40
@@ -171,19 +171,14 @@ def test_pages_of_a_cluster_are_neighbours_and_move_when_it_outgrows_them():
     assert other.want(row, [0], 99).places.tolist() == [0, 1]  # one was free behind it
 
 
-@given(st.sets(st.integers(0, 300)), st.integers(0, 5), st.integers(1, 12))
-def test_reads_are_merged_as_the_tuner_counts_them(places, gap, most):
-    merging = Merging(4096, gap * 4096, most * 4096)
-    sizes = read_sizes(places, merging)
-    assert (len(sizes), sum(sizes)) == merged(sorted(places), merging)
-
-
 def test_a_replay_keeps_what_the_reuse_buffer_keeps():
     generator = np.random.default_rng(0)
     steps = [np.sort(generator.permutation(40)[:10]) for _ in range(20)]
     wants = [Want(step, 2 * step) for step in steps]
     reads, share = replay(wants, 15, "fifo", Merging(4096, 0, 4096))
-    assert share == pytest.approx(hit_rate(steps, 15, "fifo"))
+    buffer = ReuseBuffer(15, "fifo")
+    loads = [len(buffer.plan(step)) for step in steps]
+    assert share == pytest.approx(1 - sum(loads[1:]) / 190)
     assert len(reads) == 19 and {size for each in reads for size in each} == {4096}
     assert 1 - sum(map(len, reads)) / 190 == pytest.approx(share)
 

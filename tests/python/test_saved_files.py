@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvswap_torch import ConfigError, CorruptionError, KVSwapCache
+from tests.python.saved_conversation import goes_on
 from tests.python.saved_files import FAMILY, PADDING, VERSION_1
-from tests.python.test_saving import goes_on
 from tests.python.tiny_models import has_native, tiny_model
 
 if has_native():

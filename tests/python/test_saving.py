@@ -19,6 +19,7 @@ from kvswap_torch import (
 )
 from kvswap_torch.errors import StorageError
 from tests.python.saved_child import OtherProcess
+from tests.python.saved_conversation import filled, goes_on
 from tests.python.tiny_models import (
     COVERING,
     FAMILIES,
@@ -36,23 +37,6 @@ pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
-
-
-def filled(model, path: Path, config=TIGHT, batch: int = 1, tokens: int = 48, padding=()):
-    cache = KVSwapCache(model, path=path, config=config)
-    inputs = prompt(batch, tokens, padding=padding)
-    out = greedy(model, inputs, cache, tokens=4)
-    return cache, out
-
-
-def goes_on(model, cache, out, padding=(), tokens: int = 10, **options) -> list[list[int]]:
-    """More tokens, from what `out` has."""
-    mask = torch.ones_like(out)
-    for i, count in enumerate(padding):
-        mask[i, :count] = 0
-    return greedy(
-        model, {"input_ids": out, "attention_mask": mask}, cache, tokens, **options
-    ).tolist()
 
 
 def test_another_process_goes_on_with_the_same_tokens(tmp_path: Path) -> None:

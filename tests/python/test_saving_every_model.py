@@ -13,7 +13,7 @@ import pytest
 from kvswap_torch import KVSwapCache, UnsupportedModelError
 from tests.python.every_model import build, families
 from tests.python.saved_child import OtherProcess
-from tests.python.test_saving import goes_on
+from tests.python.saved_conversation import goes_on
 from tests.python.tiny_models import TIGHT, greedy, has_native, prompt
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvswap_torch import KVSwapCache
-from tests.python.test_saving import filled, goes_on
+from tests.python.saved_conversation import filled, goes_on
 from tests.python.tiny_models import TIGHT, forward, greedy, has_native, prompt, tiny_model
 
 pytestmark = [

@@ -20,7 +20,7 @@ import torch
 from kvswap_torch.errors import StorageError
 from tests.python.faulty_kernel import striking
 from tests.python.saved_child import ROOT
-from tests.python.test_saving import filled, goes_on
+from tests.python.saved_conversation import filled, goes_on
 from tests.python.tiny_models import has_native, tiny_model
 
 if has_native():
@@ -35,7 +35,7 @@ SAVER = """
     import json, os, sys, time, torch
     from kvswap_torch import KVSwapCache
     from tests.python.faulty_kernel import striking
-    from tests.python.test_saving import filled
+    from tests.python.saved_conversation import filled
     from tests.python.tiny_models import tiny_model
     torch.set_num_threads(1)
 

@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from kvswap_torch import BudgetError, ConfigError, SwapConfig
 from kvswap_torch.hf.settings import Budget, FirstPass, default_config, settle
 from kvswap_torch.sizing import (
-    MISSED_BY_COLUMNS,
     ModelShape,
     Request,
     effective_ranks,
     fit_budget,
-    missed_by_tokens,
+    native_options,
     spend_budget,
-    tail_pages,
 )
+from tests.python.tiny_models import has_native
+
+if has_native():
+    from kvswap_torch import _C
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 
 SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
 
@@ -40,19 +43,14 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
 def native_need(
     config: SwapConfig, shape: ModelShape, context: int, batch: int, budget: int | None = None
 ) -> dict[str, int]:
-    core = pytest.importorskip("kvswap_torch._C")
-    options = core.CacheOptions()
-    for item in ("layers", "kv_heads", "head_dim"):
-        setattr(options, item, getattr(shape, item))
-    options.query_heads = shape.heads
-    for item in ("group_tokens", "groups_max", "pages_max", "sink_tokens", "tail_tokens"):
-        setattr(options, item, getattr(config, item))
-    options.summary_dtype = config.summary_dtype
-    options.kv_memory_bytes = budget
-    options.select_queries_max = config.select_queries_max
-    options.dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element_bytes]
-    options.ranks = list(effective_ranks(config, shape, calibrated=False))
-    return core.memory_need(options, batch, context, 4096)
+    options = native_options(
+        config,
+        shape,
+        kv_memory_bytes=budget,
+        dtype={2: torch.bfloat16, 4: torch.float32}[shape.element_bytes],
+        ranks=list(effective_ranks(config, shape, calibrated=False)),
+    )
+    return _C.memory_need(options, batch, context, 4096)
 
 
 shapes = st.builds(
@@ -109,8 +107,8 @@ def missed(config: SwapConfig, context: int, width: int) -> float:
     if config.groups_max * config.group_tokens >= context:
         return -1.0
     columns = 2 * config.rank
-    share = min(share for by, share in MISSED_BY_COLUMNS if min(by, width) <= columns)
-    return share + missed_by_tokens(config.groups_max * config.group_tokens)
+    share = min(share for by, share in _C.missed_by_columns() if min(by, width) <= columns)
+    return share + _C.missed_by_tokens(config.groups_max * config.group_tokens)
 
 
 WIDE = dataclasses.replace(SHAPE, head_dim=96)
@@ -154,8 +152,8 @@ def test_a_crop_has_the_tails_pages_rather_than_memory_of_its_own(fit):
         return native_need(settings, shape, 4246, 1, 7 << 20)
 
     few = dataclasses.replace(config, groups_max=8, pages_max=8)
-    many = dataclasses.replace(config, pages_max=tail_pages(config))
-    assert many.pages_max == 12 and need(many)["total"] < need(few)["total"] - 500_000
+    many = dataclasses.replace(config, pages_max=12)  # the tail's
+    assert need(many)["total"] < need(few)["total"] - 500_000
     enough = need(many)["total"]
     chosen = fit(Request(enough, 4246, 1), shape, config, need)
     assert (chosen.rank, chosen.groups_max, chosen.pages_max) == (8, 12, 12)
@@ -166,10 +164,11 @@ def test_a_crop_has_the_tails_pages_rather_than_memory_of_its_own(fit):
 
 
 def test_what_is_missed_between_the_measured_numbers():
-    assert missed_by_tokens(8) == missed_by_tokens(32) == 0.21
-    assert missed_by_tokens(192) == pytest.approx((0.085 + 0.035) / 2)
-    assert missed_by_tokens(400) == pytest.approx(0.01) == missed_by_tokens(4000)
-    values = [missed_by_tokens(tokens) for tokens in range(8, 500)]
+    missed = _C.missed_by_tokens
+    assert missed(8) == missed(32) == 0.21
+    assert missed(192) == pytest.approx((0.085 + 0.035) / 2)
+    assert missed(400) == pytest.approx(0.01) == missed(4000)
+    values = [missed(tokens) for tokens in range(8, 500)]
     assert values == sorted(values, reverse=True)
 
 

@@ -30,7 +30,7 @@ def recorded(request, llama, tmp_path_factory) -> KVSwapCache:
     changes = dict(BACK_ENDS[request.param])
     with pytest.MonkeyPatch.context() as patch:
         if changes.pop("device", None):
-            patch.setattr(session_module, "_native", host_device_options)
+            patch.setattr(session_module, "cache_options", host_device_options)
         config = TIGHT.__class__(**{**vars(TIGHT), **changes})
         folder = tmp_path_factory.mktemp("timeline")
         with KVSwapCache(llama, folder, config, timeline_spans=SPANS) as cache:

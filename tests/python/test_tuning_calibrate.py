@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from python.tiny_models import SMALL, VOCABULARY, greedy, has_native, prompt, tiny_model
+from python.tiny_models import VOCABULARY, greedy, prompt, tiny_model
 from transformers import DynamicCache
 
-from kvswap_torch import BudgetError, ConfigError, KVSwapCache, ModelIdentity, SwapConfig
+from kvswap_torch import ConfigError, ModelIdentity, SwapConfig
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.projection_file import load_projections
 from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample, windows
-from kvswap_torch.tuning.settings import (
-    Demand,
-    choose_settings,
-    engine_need,
-    save_settings,
-    true_query_layers,
-)
+from kvswap_torch.tuning.settings import true_query_layers
+from kvswap_torch.tuning.work import pick_pairs
 from tests.python import every_model
 
 TOKENS, FOCUS = 120, 80
@@ -163,29 +156,6 @@ def test_warnings_name_what_is_too_little(calibrated):
     assert any("give more text" in warning for warning in calibration.warnings)
 
 
-def columns_need(config: SwapConfig) -> dict[str, int]:
-    factor = 1 if config.summary_dtype == "int8" else 2
-    size = 1000 + factor * sum(config.ranks(3)) + config.pages_max
-    return {"everything": size, "total": size}
-
-
-@pytest.mark.parametrize("budget", [1045, 1060, 1300])
-def test_the_budget_is_kept_and_written_down(calibrated, budget, tmp_path):
-    _, calibration = calibrated
-    demand = Demand(4096, 1, budget)
-    chosen = choose_settings(calibration, demand, columns_need)
-    assert chosen.need == columns_need(chosen.config)
-    assert chosen.need["total"] <= budget
-    config = save_settings(tmp_path, calibration, chosen, demand)
-    assert SwapConfig.load(tmp_path / "kvswap.json") == config
-    written = json.loads((tmp_path / "kvswap.json").read_text())
-    assert written["provenance"]["need_bytes"] == chosen.need["total"]
-    assert written["model"]["layers"] == 3
-    before = (tmp_path / "kvswap.json").read_bytes()
-    save_settings(tmp_path, calibration, chosen, demand)
-    assert (tmp_path / "kvswap.json").read_bytes() == before
-
-
 def fake(values, found=(0.0, 0.0, 0.0)):
     recall = [{4: value - 0.1, 8: value} for value in values]
     return SimpleNamespace(
@@ -224,46 +194,13 @@ def test_layers_whose_look_ups_prediction_loses_choose_with_their_true_query(
     assert true_query_layers(with_tables(calibration, *tables)) == layers
 
 
-def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated, tmp_path):
+def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated):
+    """By the projection that is made for that query."""
     _, calibration = calibrated
-
     faked = with_tables(calibration, fake([0.8, 0.3, 0.79]), fake([0.8, 0.7, 0.8]))
     assert true_query_layers(faked) == (1,)
-    chosen = choose_settings(faked, Demand(4096, 1, 2000), columns_need)
-    assert chosen.config.true_query_layers == (1,)
-    assert chosen.recall == (0.8, 0.7, 0.79)
-    save_settings(tmp_path, faked, chosen, Demand(4096, 1, 2000))
-    written = load_projections(tmp_path / "projection.safetensors", [4] * 3, 32)
     for layer, query in enumerate(("predicted", "true", "predicted")):
-        expected = calibration.pairs["query_aware", query][layer][0][:, :4]
-        torch.testing.assert_close(written[layer][0], expected)
-
-
-def test_a_budget_for_nothing_names_the_minimum(calibrated):
-    _, calibration = calibrated
-    with pytest.raises(BudgetError, match="raise the budget"):
-        choose_settings(calibration, Demand(4096, 1, 1020), columns_need)
-
-
-@pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
-def test_a_cache_takes_what_was_written_and_stays_in_the_budget(calibrated, tmp_path):
-    model, calibration = calibrated
-    demand = Demand(4096, 1, 2 << 20)
-    base = SwapConfig(**(SMALL | {"rank": 4}))
-    chosen = choose_settings(calibration, demand, engine_need(model, demand), base)
-    save_settings(tmp_path, calibration, chosen, demand)
-    with KVSwapCache(
-        model,
-        path=tmp_path,
-        config=tmp_path / "kvswap.json",
-        kv_memory_bytes=demand.budget_bytes,
-        max_context=4096,
-        max_batch=1,
-    ) as cache:
-        assert cache.driver.config.rank == chosen.config.rank
-        assert cache.driver.config.pages_max == chosen.config.pages_max
-        out = greedy(model, prompt(1, 60), cache)
-    assert out.shape == (1, 72)
+        assert pick_pairs(faked)[layer] is calibration.pairs["query_aware", query][layer]
 
 
 def test_windows_cut_a_long_text():

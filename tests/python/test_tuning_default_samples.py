@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from kvswap_torch.errors import ConfigError, StorageError
-from kvswap_torch.tuning.samples import FORMS, FactMaker
-from kvswap_torch.tuning.texts import (
+from kvswap_torch.tuning.documents import (
     TURNS,
     _documents,
     default_samples,
     samples_from_files,
 )
+from kvswap_torch.tuning.samples import FORMS, FactMaker
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvswap_torch.errors import BudgetError
-from kvswap_torch.tuning.costs import hand_out_ranks, uniform_rank
+from kvswap_torch.tuning.costs import hand_out_ranks
 
 RANKS = (4, 8, 16, 32)
 
@@ -89,9 +89,3 @@ def test_too_small_a_budget_names_the_minimum():
 def test_no_rank_to_choose_is_an_error(recall):
     with pytest.raises(ValueError, match="recall of a rank"):
         hand_out_ranks(recall, columns, 100)
-
-
-def test_uniform_rank():
-    recall = [{4: 0.1, 8: 0.2, 16: 0.3}, {4: 0.1, 8: 0.2}]
-    assert uniform_rank(recall, columns, 10 + 17) == (8, 8)
-    assert uniform_rank(recall, columns, 10 + 7) is None

@@ -1,57 +1,49 @@
-"""The model of the reuse buffer: loads what the engine loads."""
+"""The reuse buffer, replayed: loads what the engine loads."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from python.tiny_models import has_native
 
-from kvswap_torch.tuning.traffic import POLICIES, ReuseBuffer, hit_rate, overlap, reuse_table
+from kvswap_torch.tuning.traffic import POLICIES, ReuseBuffer
+from tests.python.tiny_models import has_native
 
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 steps = st.lists(st.sets(st.integers(0, 30), max_size=6), min_size=1, max_size=30)
+
+
+def loads_of(buffer: ReuseBuffer, groups) -> list[int]:
+    return buffer.plan(np.array(sorted(groups), dtype=np.int64)).tolist()
 
 
 @given(steps, st.sampled_from(POLICIES), st.integers(6, 12))
 def test_every_group_of_a_step_is_there_or_loaded(choices, policy, capacity):
     buffer = ReuseBuffer(capacity, policy)
     for groups in choices:
-        hits, loads = buffer.step(groups)
-        assert hits + loads == len(groups)
-        assert buffer.step(groups) == (len(groups), 0)
+        absent = [group for group in sorted(groups) if group not in buffer]
+        assert loads_of(buffer, groups) == absent
+        assert loads_of(buffer, groups) == []
 
 
 @given(steps, st.sampled_from(POLICIES))
 def test_a_buffer_for_everything_loads_each_group_once(choices, policy):
     buffer = ReuseBuffer(31, policy)
-    loads = sum(buffer.step(groups)[1] for groups in choices)
+    loads = sum(len(loads_of(buffer, groups)) for groups in choices)
     assert loads == len(set().union(*choices))
 
 
 def test_who_leaves():
-    choices = [{1, 2}, {1, 3}, {4}]
     kept = {}
     for policy in POLICIES:
         buffer = ReuseBuffer(3, policy)
-        for groups in choices:
-            buffer.step(groups)
-        kept[policy] = buffer.groups
+        for groups in ({1, 2}, {1, 3}, {4}):
+            loads_of(buffer, groups)
+        kept[policy] = {group for group in range(5) if group in buffer}
     # 1 is the oldest load, 2 the least recently used, and 1 stands in the first page.
     assert kept == {"fifo": {2, 3, 4}, "lru": {1, 3, 4}, "unused": {2, 3, 4}}
-
-
-def test_hit_rate_and_overlap():
-    choices = [[1, 2], [2, 3], [2, 3], [4, 5]]
-    assert hit_rate(choices, 2, "fifo") == pytest.approx(3 / 6)
-    assert overlap(choices) == pytest.approx((0.5 + 1 + 0) / 3)
-    assert hit_rate([[1]], 2, "lru") == 0.0
-    assert overlap([]) == 0.0
-
-
-def test_reuse_table_averages_layers():
-    table = reuse_table([[[1], [1]], [[1], [2]]], [1, 4], "lru")
-    assert table == {1: 0.5, 4: 0.5}
 
 
 def test_wrong_arguments_are_named():
@@ -60,12 +52,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="capacity must be positive, got 0"):
         ReuseBuffer(0, "lru")
     with pytest.raises(ValueError, match="at least the 3 groups of a step, got 2"):
-        ReuseBuffer(2, "lru").step([1, 2, 3])
-    with pytest.raises(ValueError, match="at least one layer"):
-        reuse_table([], [2], "lru")
+        loads_of(ReuseBuffer(2, "lru"), [1, 2, 3])
 
 
-@pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_loads_are_the_engines(policy, tmp_path):
     from kvswap_torch.hf.session import open_session
@@ -101,6 +90,6 @@ def test_loads_are_the_engines(policy, tmp_path):
         session.append(0, token, token)
         session.attend(0, token, 1.0)
         after = session.counters()["groups_loaded"]
-        assert after - before == buffer.step(chosen)[1]
+        assert after - before == len(loads_of(buffer, chosen))
         before = after
     session.close()

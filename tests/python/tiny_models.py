@@ -115,12 +115,12 @@ def native_session(options: dict[str, Any]) -> Any:
 
 
 _open_native = session_module.open_session
-_native_options = session_module._native
+_cache_options = session_module.cache_options
 
 
-def host_device_options(options: dict[str, Any]) -> Any:
+def host_device_options(**options: Any) -> Any:
     """As `kvswap_torch.hf.session` makes them, on the device path over CPU tensors."""
-    return _native_options(options | {"device": "host"})
+    return _cache_options(**options | {"device": "host"})
 
 
 def has_native() -> bool:

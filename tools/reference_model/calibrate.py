@@ -1,4 +1,4 @@
-"""Calibrates the reference model: writes kvswap.json and projection.safetensors beside it."""
+"""Tunes for the reference model: writes kvswap.json, and its projections, beside it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvswap_torch.errors import KVSwapError
-from kvswap_torch.tuning.calibration import Calibration, CalibrationOptions, calibrate
+from kvswap_torch.hf.families import model_parts
+from kvswap_torch.tuning.api import tune
+from kvswap_torch.tuning.result import print_result
 from kvswap_torch.tuning.samples import Sample
-from kvswap_torch.tuning.settings import Demand, choose_settings, engine_need, save_settings
 from tools.reference_model.place import MODEL
-from tools.reference_model.recall_report import print_calibration, print_chosen
 from tools.reference_model.skills import make_sample
 from tools.reference_model.tasks import answer_turn, question_prompt
 from tools.reference_model.texts import MissingTexts, Text, load_texts
 
 FITTED = (4096, 8192, 4096, 8192, 4096, 8192)  # tokens of each sample
 MEASURED = (8192, 16384, 8192)
-RANK_MAX = 128  # keeps the projections small beside the weights
 
 app = typer.Typer(add_completion=False)
 
@@ -73,48 +72,54 @@ def _draw_text(rng: np.random.Generator, bodies: list[str], characters: int) -> 
     return joined[first:][:characters]
 
 
-def run(model, tokenizer, console: Console, seed: int = 0) -> Calibration:
-    """Fits and measures, with a progress bar."""
+def draw_samples(tokenizer, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
+    """To fit, from texts that the model knows; to measure, from others."""
     texts = load_texts()
-    fitted = make_samples(tokenizer, texts, FITTED, 2 * seed + 5000, held_out=False)
-    measured = make_samples(tokenizer, texts, MEASURED, 2 * seed + 9000, held_out=True)
-    with Progress(console=console) as progress:
-        tasks: dict[str, int] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done)
-
-        options = CalibrationOptions(rank_max=RANK_MAX)
-        return calibrate(model, fitted, measured, options, progress=show)
+    return (
+        make_samples(tokenizer, texts, FITTED, 2 * seed + 5000, held_out=False),
+        make_samples(tokenizer, texts, MEASURED, 2 * seed + 9000, held_out=True),
+    )
 
 
 @app.command()
 def main(
     model: Annotated[Path, typer.Option(help="folder of the model")] = MODEL,
     out: Annotated[Path | None, typer.Option(help="folder to write to; the model's")] = None,
+    path: Annotated[Path, typer.Option(help="folder on the disk to tune for")] = Path("."),
     memory_share: Annotated[str, typer.Option(help="budget, of the full cache")] = "1/13",
     context: Annotated[int, typer.Option(help="tokens to be ready for")] = 32768,
     batch: Annotated[int, typer.Option(help="sequences to be ready for")] = 1,
     seed: int = 0,
 ) -> None:
-    """Measure recall by layer and rank, hand out ranks under a budget, write the config."""
+    """Tune for the model's own tasks, write the config."""
     console = Console(width=140)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-        calibration = run(network, tokenizer, console, seed)
-        print_calibration(calibration, console)
-        full = batch * calibration.shape.kv_bytes(context)
-        demand = Demand(context, batch, int(full * Fraction(memory_share)))
-        chosen = choose_settings(calibration, demand, engine_need(network, demand))
-        config = save_settings(out or model, calibration, chosen, demand)
+        full = batch * model_parts(network).shape.kv_bytes(context)
+        with Progress(console=console) as progress:
+            tasks: dict[str, TaskID] = {}
+
+            def show(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = progress.add_task(what, total=total)
+                progress.update(tasks[what], completed=done)
+
+            result = tune(
+                network,
+                context,
+                batch,
+                int(full * Fraction(memory_share)),
+                path,
+                samples=draw_samples(tokenizer, seed),
+                progress=show,
+            )
+        config = result.save((out or model) / "kvswap.json")
     except (OSError, ValueError, KVSwapError, MissingTexts) as error:
         console.print(f"[red]{error}")
         raise typer.Exit(1) from error
-    print_chosen(chosen, demand, full, console)
+    print_result(result, console)
     console.print(f"wrote {config.source} and {config.projection_path}")
 
 

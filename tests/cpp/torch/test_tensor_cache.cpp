@@ -196,6 +196,23 @@ TEST_F(TensorCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
   EXPECT_NE(told(cache).find("121 x 2, 2 decoding steps"), std::string::npos);
 }
 
+TEST_F(TensorCacheTest, EveryKindOfProjectionIsEstimatedFromThePrompt) {
+  for (const std::string kind : {"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}) {
+    configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8, )"
+              R"("projection_kind": ")" +
+              kind + "\"");
+    if (IsSkipped()) return;
+    keys_.clear();
+    values_.clear();
+    TensorCache cache(args_);
+    pass(cache, 100);
+    EXPECT_FALSE(cache.cache().layer(0).needs_projection) << kind;
+    const Chunk chunk = draw(1);
+    cache.extend(0, chunk.query, chunk.keys, chunk.values, kScale);
+    EXPECT_EQ(cache.cache().last_selection(0).at(0).size(), 4u) << kind;
+  }
+}
+
 TEST_F(TensorCacheTest, PaddingDoesNotWeighInAnEstimate) {
   const Chunk chunk = draw(100);
   EstimateFrom from = {.layer = 0,

@@ -1,0 +1,72 @@
+#include "python/budget.h"
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "kvswap/budget.h"
+#include "kvswap/cache_options.h"
+
+namespace py = pybind11;
+
+namespace kvswap {
+namespace {
+
+using Uses = std::map<std::string, int64_t>;
+/// What a budget decides: rank, groups_max, pages_max.
+using Sizes = std::tuple<Rank, int64_t, int64_t>;
+
+Sizes sizes_of(const Settings& settings) {
+  return {settings.rank, settings.groups_max, settings.pages_max};
+}
+
+/// need(rank, groups_max, pages_max) returns bytes by use.
+Need need_of(const py::function& need) {
+  return [&need](const Settings& settings, int64_t, int64_t) {
+    return need(settings.rank, settings.groups_max, settings.pages_max).cast<Uses>();
+  };
+}
+
+template <auto kSearch>
+Sizes search(const CacheOptions& options, const Request& request, const py::function& need) {
+  return sizes_of(kSearch(request, options.shape, options.settings, need_of(need)));
+}
+
+}  // namespace
+
+void bind_budget(py::module_& module) {
+  py::class_<Request>(module, "Request")
+      .def(py::init([](int64_t bytes, int64_t context, int64_t batch) {
+             return Request{bytes, context, batch};
+           }),
+           py::arg("kv_memory_bytes"), py::arg("context"), py::arg("batch"));
+  module.def("fit_budget", &search<&fit_budget>, py::arg("options"), py::arg("request"),
+             py::arg("need"));
+  module.def("spend_budget", &search<&spend_budget>, py::arg("options"), py::arg("request"),
+             py::arg("need"));
+  module.def(
+      "too_small",
+      [](const CacheOptions& options, const Request& request, const Uses& need) {
+        return too_small(request, need, options.settings);
+      },
+      py::arg("options"), py::arg("request"), py::arg("need"));
+  module.def(
+      "effective_ranks",
+      [](const CacheOptions& options) {
+        return effective_ranks(options.settings, options.shape, options.is_calibrated);
+      },
+      py::arg("options"));
+  module.def("missed_by_columns", [] {
+    std::vector<std::pair<int64_t, double>> missed;
+    for (const MissedByColumns& each : missed_by_columns()) {
+      missed.emplace_back(each.columns, each.missed);
+    }
+    return missed;
+  });
+  module.def("missed_by_tokens", &missed_by_tokens, py::arg("tokens"));
+  module.attr("GROUPS_MIN") = kGroupsMin;
+}
+
+}  // namespace kvswap

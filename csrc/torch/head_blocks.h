@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "torch/projection.h"
+
+namespace kvswap {
+
+// Projections of one block for each KV head: a head's columns meet its own keys and queries alone.
+//
+// keys: [samples, kv_heads * head_dim] after RoPE; queries: [samples, heads, head_dim]; `rank` is
+// of all blocks together. Column j belongs to KV head j % kv_heads, so that the first r columns are
+// a projection of rank r that treats all heads alike. With one KV head a block is the whole. With
+// fewer KV heads than heads, the queries of all that share one count together. Both matrices of a
+// pair are the same.
+
+/// The directions in which a head's keys vary most (Loki 3).
+ProjectionPair pca_per_head(const at::Tensor& keys, int64_t kv_heads, int64_t rank);
+
+/// InfiniGen's skew (4.2, 4.3): a head's keys and queries are rotated by the right singular vectors
+/// of its queries, which changes no product; kept are the columns that weigh most by their summed
+/// size in the rotated queries, as the published code that fetches tokens has it (bench/oracles).
+/// What it measures accuracy with adds those that are largest in the rotated keys, so that columns
+/// are more than the ratio says.
+ProjectionPair skewed(const at::Tensor& queries, int64_t kv_heads, int64_t rank);
+
+/// The channels with the largest product of norms, of queries and of keys (ThinK 3.2); ties to the
+/// lower one. queries: the newest; none: the keys' norms alone decide.
+ProjectionPair channels(const at::Tensor& keys, const std::optional<at::Tensor>& queries,
+                        int64_t kv_heads, int64_t rank);
+
+}  // namespace kvswap

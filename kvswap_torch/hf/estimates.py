@@ -1,0 +1,68 @@
+"""Projections that a session asks for in a pass, since nobody calibrated any."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
+
+logger = logging.getLogger("kvswap_torch")
+
+
+class Estimates:
+    """Makes them, and remembers of what kind they are and how long that took.
+
+    Thread rules: as the session's, which asks within its calls.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[int, str] = {}  # layer -> what its projection was made from
+        self.seconds = 0.0
+        self._before: dict[int, str] = {}  # the pass under way
+
+    def serve(self, session: Any, config: SwapConfig) -> None:
+        """From now on this session asks here."""
+        self._config = config
+        session.set_estimate(self._estimate)
+
+    def begin_pass(self) -> None:
+        self._before = dict(self.kinds)
+
+    def take_back(self) -> None:
+        """The pass has failed."""
+        self.kinds = dict(self._before)
+
+    @property
+    def source(self) -> str:
+        """Where the projections come from, for a reader."""
+        if not self.kinds:
+            return "none needed so far"
+        kinds = ", ".join(sorted(set(self.kinds.values())))
+        doubled = ": rank doubled" if self._config.doubles_estimates else ""
+        return f"first prefill ({kinds}, not calibrated{doubled})"
+
+    def _estimate(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        query: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        rank: int,
+    ) -> Pair:
+        """What it is given is as `from_chunk` takes it."""
+        began, config = time.perf_counter(), self._config
+        kind = config.projection_kind
+        pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
+        self.kinds[layer] = kind if query is not None else of_keys_alone(kind)
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        logger.info(
+            "layer %d: projection (%s, rank %d) estimated from %d tokens in %.3f s",
+            *(layer, self.kinds[layer], rank, keys.shape[2], seconds),
+        )
+        return pair
