@@ -15,6 +15,7 @@ from typing import Any
 
 from kvswap_torch import config_file
 from kvswap_torch.config_between import check_between
+from kvswap_torch.config_clusters import ClusterSettings
 from kvswap_torch.config_disk import DiskSettings
 from kvswap_torch.config_facts import ConfigFacts
 from kvswap_torch.config_file import CONFIG_VERSION
@@ -51,7 +52,7 @@ APART = ("model", "provenance", "table", "version", "source")
 
 @documented
 @dataclass(frozen=True)
-class SwapConfig(DiskSettings, ConfigFacts):
+class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
     """What the tuner decides and the cache obeys. Checked on construction, then immutable."""
 
     group_tokens: int = number(
@@ -99,29 +100,6 @@ class SwapConfig(DiskSettings, ConfigFacts):
         "what a group is worth: its largest product with the sum of all heads' queries (the "
         "paper), with the query of any head, the attention paid to it summed over heads, or that "
         "of the head that pays most",
-    )
-    cluster_tokens: int = number(
-        16, 4, 1024, "tokens of a cluster that a prompt is divided into, on average"
-    )
-    cluster_tokens_max: int = number(32, 4, 4096, "that no cluster exceeds")
-    split_factor: float = real(
-        1.25,
-        1e-3,
-        1e6,
-        "a cluster is split when its variance exceeds so many times the mean of its layer's and "
-        "sequence's first clusters",
-    )
-    pending_tokens: int = number(
-        16,
-        0,
-        1024,
-        "tokens of each layer and sequence that left the tail and wait in memory, attended all the "
-        "same, until their clusters are read; with more of them one is read for them",
-    )
-    cluster_score: str = one_of(
-        "sum",
-        ("sum", "max", "mass", "max_mass"),
-        "what a cluster is worth, by its centroid: as `score`, which is for groups",
     )
     groups_max: int = number(
         100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"

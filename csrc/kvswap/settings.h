@@ -36,6 +36,18 @@ struct Settings {
   std::optional<std::string> device_model;
   /// most bytes on disk; None: what the disk has free
   std::optional<int64_t> disk_quota_bytes;
+  /// tokens of a cluster that a prompt is divided into, on average
+  int64_t cluster_tokens = 16;
+  /// that no cluster exceeds
+  int64_t cluster_tokens_max = 32;
+  /// a cluster is split when its variance exceeds so many times the mean of its layer's and
+  /// sequence's first clusters
+  double split_factor = 1.25;
+  /// tokens of each layer and sequence that left the tail and wait in memory, attended all the
+  /// same, until their clusters are read; with more of them one is read for them
+  int64_t pending_tokens = 16;
+  /// what a cluster is worth, by its centroid: as score, which is for groups
+  std::string cluster_score = "sum";
   /// tokens of one layer and sequence that are selected and read together (G)
   int64_t group_tokens = 4;
   /// which tokens are selected and read together: runs of group_tokens; or clusters of similar
@@ -63,18 +75,6 @@ struct Settings {
   /// with the query of any head, the attention paid to it summed over heads, or that of the
   /// head that pays most
   std::string score = "sum";
-  /// tokens of a cluster that a prompt is divided into, on average
-  int64_t cluster_tokens = 16;
-  /// that no cluster exceeds
-  int64_t cluster_tokens_max = 32;
-  /// a cluster is split when its variance exceeds so many times the mean of its layer's and
-  /// sequence's first clusters
-  double split_factor = 1.25;
-  /// tokens of each layer and sequence that left the tail and wait in memory, attended all the
-  /// same, until their clusters are read; with more of them one is read for them
-  int64_t pending_tokens = 16;
-  /// what a cluster is worth, by its centroid: as score, which is for groups
-  std::string cluster_score = "sum";
   /// groups attended per layer, sequence and step, sinks and tail apart (M)
   int64_t groups_max = 100;
   /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is

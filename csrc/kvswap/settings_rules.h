@@ -24,6 +24,11 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"wipe_on_close", false},
                                                 {"device_model", true},
                                                 {"disk_quota_bytes", false},
+                                                {"cluster_tokens", true},
+                                                {"cluster_tokens_max", true},
+                                                {"split_factor", true},
+                                                {"pending_tokens", true},
+                                                {"cluster_score", true},
                                                 {"group_tokens", true},
                                                 {"grouping", true},
                                                 {"heads", false},
@@ -32,11 +37,6 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"rank", true},
                                                 {"summary_dtype", true},
                                                 {"score", true},
-                                                {"cluster_tokens", true},
-                                                {"cluster_tokens_max", true},
-                                                {"split_factor", true},
-                                                {"pending_tokens", true},
-                                                {"cluster_score", true},
                                                 {"groups_max", true},
                                                 {"pages_max", true},
                                                 {"resident_layers", true},
@@ -83,6 +83,11 @@ void visit_settings(Visit&& visit) {
   visit("wipe_on_close", &Settings::wipe_on_close, Boolean{});
   visit("device_model", &Settings::device_model, OneOf{{"nvme", "ufs", "emmc"}});
   visit("disk_quota_bytes", &Settings::disk_quota_bytes, IntRange{1, 9223372036854775807});
+  visit("cluster_tokens", &Settings::cluster_tokens, IntRange{4, 1024});
+  visit("cluster_tokens_max", &Settings::cluster_tokens_max, IntRange{4, 4096});
+  visit("split_factor", &Settings::split_factor, RealRange{0.001, 1000000.0, "0.001 to 1000000.0"});
+  visit("pending_tokens", &Settings::pending_tokens, IntRange{0, 1024});
+  visit("cluster_score", &Settings::cluster_score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("grouping", &Settings::grouping, OneOf{{"runs", "clusters"}});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
@@ -91,11 +96,6 @@ void visit_settings(Visit&& visit) {
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
-  visit("cluster_tokens", &Settings::cluster_tokens, IntRange{4, 1024});
-  visit("cluster_tokens_max", &Settings::cluster_tokens_max, IntRange{4, 4096});
-  visit("split_factor", &Settings::split_factor, RealRange{0.001, 1000000.0, "0.001 to 1000000.0"});
-  visit("pending_tokens", &Settings::pending_tokens, IntRange{0, 1024});
-  visit("cluster_score", &Settings::cluster_score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("resident_layers", &Settings::resident_layers, IntRange{2, 65536});
