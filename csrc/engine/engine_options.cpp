@@ -179,7 +179,9 @@ MethodOptions EngineOptions::method() const {
           .ranks = ranks,
           .exact_layers = exact_layers,
           .summary_dtype = summary_type(),
-          .score = score_kind()};
+          .score = score_kind(),
+          .score_columns = score_columns.value_or(0),
+          .score_share = score_share};
 }
 
 bool EngineOptions::is_exact(int64_t layer) const { return kvswap::is_exact(*this, layer); }
