@@ -208,6 +208,32 @@ def scoring_table() -> Iterator[str]:
             )
 
 
+def two_stage_choices() -> Iterator[str]:
+    yield "| | columns first | share | of the choice (worst layer) | mass held | look-ups found |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("stages.json"):
+        for line in result["choices"]:
+            found = "" if line["found"] is None else f"{line['found']:.2f}"
+            yield (
+                f"| {line['model']}, {line['length']:,} tokens | {line['columns']} "
+                f"| {line['share']:.0%} | {line['chosen']:.2f} ({line['chosen_worst']:.2f}) "
+                f"| {line['held']:.2f} | {found} |"
+            )
+
+
+def two_stage_times() -> Iterator[str]:
+    yield "| shape, threads | tokens | columns first, share | one stage, ms | two stages, ms | |"
+    yield "|---|---|---|---|---|---|"
+    for result in load("stages.json"):
+        for line in result["times"]:
+            one, two = ("{:.2f} ({:.2f} to {:.2f})".format(*line[way]) for way in ("one", "two"))
+            yield (
+                f"| {line['shape']}, {line['threads']} | {line['context']:,} "
+                f"| {line['columns']}, {line['share']:.0%} | {one} | {two} "
+                f"| {line['two'][0] / line['one'][0]:.2f}x |"
+            )
+
+
 def float8_table() -> Iterator[str]:
     """What records in e4m3 take and save, a line a cache."""
     yield f"| shape, disk | {' | '.join(COLUMNS)} |"
@@ -226,6 +252,7 @@ TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side-presets": side_by_side.preset_rows}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}
+TABLES |= {"two-stage-choices": two_stage_choices, "two-stage-times": two_stage_times}
 TABLES |= {"demo-real": lambda: demo_table("demo_smollm2")}
 TABLES |= {"product": lambda: product_rows(load("quality/smollm2_product.json"))}
 TABLES |= {"real-tasks": lambda: task_rows(load("quality/smollm2_*.json"))}

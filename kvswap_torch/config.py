@@ -101,6 +101,21 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         "paper), with the query of any head, the attention paid to it summed over heads, or that "
         "of the head that pays most",
     )
+    score_columns: int | None = number(
+        None,
+        1,
+        1 << 16,
+        "columns of a row that all groups are scored by first, where it has more; then the best "
+        "`score_share` by all columns, which reads less but does not choose quite the same. None: "
+        "all groups by all columns",
+    )
+    score_share: float = real(
+        0.2,
+        0.0,
+        1.0,
+        "of each 1,024 tokens' blocks of 16, those whose groups are scored by all columns; at "
+        "least as many in all as `groups_max`, so that of a short context all are",
+    )
     groups_max: int = number(
         100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"
     )

@@ -23,7 +23,10 @@ FLOORS = (
 )
 # What other rows than these would ignore.
 OWNED = (
-    *(Owned(name, "rows", "low_rank") for name in ("rank", "projection_file", "projection_kind")),
+    *(
+        Owned(name, "rows", "low_rank")
+        for name in ("rank", "projection_file", "projection_kind", "score_columns")
+    ),
     Owned("grouping", "rows", "centroid"),
     Owned("rows", "grouping", "clusters", ("centroid",)),
     *(
@@ -58,6 +61,15 @@ IDLE = (  # what would have no effect
     Idle("keep_share", "rows", "none", "since no groups are selected"),
     Idle("score", "rows", "given", "since scores come from outside"),
     Idle("summary_dtype", "rows", "given", "since there is no summary"),
+    Idle("score_share", "score_columns", "null", "since all groups are scored by all columns"),
+    *(
+        Idle("score_columns", "score", score, "since a head's softmax needs every token's product")
+        for score in ("mass", "max_mass")
+    ),
+    *(
+        Idle("score_columns", "projection_kind", kind, "since its first columns are one head's")
+        for kind in ("pca_per_head", "skewed", "channels")
+    ),
     *(
         Idle(name, "keeper", keeper, "since no token is kept for what it was paid")
         for name in ("keep_tokens", "keep_window", "keep_pool", "keep_interval")

@@ -193,7 +193,9 @@ MethodOptions EngineOptions::method() const {
                        .cluster_tokens_max = cluster_tokens_max,
                        .split_factor = split_factor,
                        .pending_tokens = pending_tokens,
-                       .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens)}};
+                       .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens)},
+          .score_columns = score_columns.value_or(0),
+          .score_share = score_share};
 }
 
 bool EngineOptions::is_exact(int64_t layer) const { return kvswap::is_exact(*this, layer); }

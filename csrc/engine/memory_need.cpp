@@ -15,6 +15,7 @@
 #include "methods/cluster_selector.h"
 #include "methods/hosted_selector.h"
 #include "methods/mass_scorer.h"
+#include "methods/product_scorer.h"
 #include "methods/rows.h"
 #include "store/record_store.h"
 
@@ -159,11 +160,14 @@ int64_t score_bytes(const EngineOptions& options, int64_t batch, int64_t groups)
     return scores + size_product({batch, options.select_queries_max, asked_heads, width,
                                   int64_t{sizeof(float)}});
   }
-  if (options.score_kind() == Score::kSum) return scores;
   const int64_t rank = *std::max_element(options.ranks.begin(), options.ranks.end());
+  const int64_t vectors = size_product({batch, options.select_queries_max, asked_heads});
+  const int64_t staged =
+      options.score_columns ? ProductScorer::scratch_bytes(vectors, rank) : int64_t{0};
+  if (options.score_kind() == Score::kSum) return scores + staged;
   const int64_t projected = size_product(
       {batch, options.select_queries_max, options.query_heads, rank, int64_t{sizeof(float)}});
-  if (options.score_kind() == Score::kMax) return scores + projected;
+  if (options.score_kind() == Score::kMax) return scores + staged + projected;
   return scores + projected +
          MassScorer::scratch_bytes(options.query_heads, rank, std::min(groups, kContextMax),
                                    options.group_tokens);

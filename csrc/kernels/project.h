@@ -12,12 +12,15 @@ struct ProjectKeysArgs {
   int64_t token_stride = 0;           // elements; head_dim is contiguous
   const float* projection = nullptr;  // [kv_heads * head_dim, rank]
   void* summary = nullptr;            // [blocks, rank, 16]: rows first_row.. are written
+  void* rest = nullptr;               // [blocks, rest_rank, 16]: columns rank - rest_rank..; null:
+                                      // none. `summary` has the others
   float* token_scale = nullptr;       // [blocks, 16]: int8 summaries only
   int64_t first_row = 0;              // row (token) in the summary where the first token goes
   int64_t tokens = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   int64_t rank = 0;
+  int64_t rest_rank = 0;  // of the rank
   DType key_dtype = DType::kFloat32;
   DType summary_dtype = DType::kFloat32;
 };

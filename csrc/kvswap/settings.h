@@ -75,6 +75,13 @@ struct Settings {
   /// with the query of any head, the attention paid to it summed over heads, or that of the
   /// head that pays most
   std::string score = "sum";
+  /// columns of a row that all groups are scored by first, where it has more; then the best
+  /// score_share by all columns, which reads less but does not choose quite the same. None: all
+  /// groups by all columns
+  std::optional<int64_t> score_columns;
+  /// of each 1,024 tokens' blocks of 16, those whose groups are scored by all columns; at least
+  /// as many in all as groups_max, so that of a short context all are
+  double score_share = 0.2;
   /// groups attended per layer, sequence and step, sinks and tail apart (M)
   int64_t groups_max = 100;
   /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is

@@ -37,6 +37,8 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"rank", true},
                                                 {"summary_dtype", true},
                                                 {"score", true},
+                                                {"score_columns", true},
+                                                {"score_share", true},
                                                 {"groups_max", true},
                                                 {"pages_max", true},
                                                 {"resident_layers", true},
@@ -96,6 +98,8 @@ void visit_settings(Visit&& visit) {
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
+  visit("score_columns", &Settings::score_columns, IntRange{1, 65536});
+  visit("score_share", &Settings::score_share, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("resident_layers", &Settings::resident_layers, IntRange{2, 65536});
@@ -155,6 +159,7 @@ void visit_owned(Visit&& visit) {
         OneOf{});
   visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank",
         OneOf{});
+  visit("score_columns", &Settings::score_columns, "rows", &Settings::rows, "low_rank", OneOf{});
   visit("grouping", &Settings::grouping, "rows", &Settings::rows, "centroid", OneOf{});
   visit("rows", &Settings::rows, "grouping", &Settings::grouping, "clusters", OneOf{{"centroid"}});
   visit("cluster_tokens", &Settings::cluster_tokens, "grouping", &Settings::grouping, "clusters",
@@ -208,6 +213,18 @@ void visit_idle(Visit&& visit) {
         "since scores come from outside");
   visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "given",
         "since there is no summary");
+  visit("score_share", &Settings::score_share, "score_columns", &Settings::score_columns, "null",
+        "since all groups are scored by all columns");
+  visit("score_columns", &Settings::score_columns, "score", &Settings::score, "mass",
+        "since a head's softmax needs every token's product");
+  visit("score_columns", &Settings::score_columns, "score", &Settings::score, "max_mass",
+        "since a head's softmax needs every token's product");
+  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
+        "pca_per_head", "since its first columns are one head's");
+  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
+        "skewed", "since its first columns are one head's");
+  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
+        "channels", "since its first columns are one head's");
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
         "since no token is kept for what it was paid");
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",

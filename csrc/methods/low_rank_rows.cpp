@@ -59,12 +59,14 @@ void LowRankRows::write(int64_t layer, const RowPiece& piece) const {
                 .token_stride = piece.keys.token_stride,
                 .projection = key_projection(layer, piece.sequence),
                 .summary = piece.rows,
+                .rest = piece.rest,
                 .token_scale = piece.row_scale,
                 .first_row = piece.first_row,
                 .tokens = piece.tokens,
                 .kv_heads = options_.kv_heads,
                 .head_dim = options_.head_dim,
                 .rank = layers_[layer].rank,
+                .rest_rank = piece.rest_columns,
                 .key_dtype = piece.keys.dtype,
                 .summary_dtype = options_.summary_dtype});
 }

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "kernels/group_topk.h"
-#include "kernels/low_rank_score.h"
 
 namespace kvswap {
 
@@ -110,12 +109,22 @@ void RowSelector::score_by_product(const ChooseArgs& args) {
   } else {
     rows_->ask(args.layer, args.query, sequences(), asked_.data());
   }
-  const int64_t chunk_groups = chunk_rows(options_.group_tokens, rows.tokens_per_row) *
-                               rows.tokens_per_row / options_.group_tokens;
-  const int64_t chunks = (groups_ + chunk_groups - 1) / chunk_groups;
-  run(sequences() * chunks, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) score_chunk(args, i / chunks, i % chunks);
-  });
+  const int64_t vectors = asked_a_query(args);
+  products_.clear();
+  for (int64_t sequence = 0; sequence < sequences(); ++sequence) {
+    products_.push_back({.summary = &summaries_.of(args.layer, sequence),
+                         .asked = asked_.data() + sequence * queries_ * vectors * rows.width,
+                         .candidates = &args.candidates[sequence],
+                         .queries = queries_,
+                         .vectors = vectors,
+                         .tokens_per_row = rows.tokens_per_row,
+                         .groups = groups_,
+                         .group_tokens = options_.group_tokens,
+                         .wanted = wanted(args, sequence),
+                         .share = options_.score_share,
+                         .group_scores = group_scores(sequence, 0)});
+  }
+  if (!products_.empty()) scorer_.score(products_, options_.parallel);
 }
 
 void RowSelector::score_by_mass(const ChooseArgs& args) {
@@ -137,58 +146,15 @@ void RowSelector::score_by_mass(const ChooseArgs& args) {
   }
 }
 
-void RowSelector::score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk) {
-  const Summary& summary = summaries_.of(args.layer, sequence);
-  const RowShape rows = rows_->shape(args.layer);
-  const int64_t rows_a_group = options_.group_tokens / rows.tokens_per_row;
-  const int64_t chunk_rows = summary.shape().chunk_tokens;
-  const int64_t first = chunk * chunk_rows;
-  const int64_t count = std::min(chunk_rows, args.groups * rows_a_group - first);
-  KVSWAP_ASSERT(count <= summary.chunk_rows(chunk));
-  const Summary::Chunk& source = summary.chunk(chunk);
-  const int64_t asked = queries_ * asked_a_query(args);
-  thread_local std::vector<float> scores;  // [queries, asked_a_query, chunk_rows]
-  scores.resize(asked * chunk_rows);
-
-  LowRankScoreArgs score;
-  score.summary = source.rows.data();
-  score.token_scale = source.token_scale.empty() ? nullptr : source.token_scale.data();
-  score.query = asked_.data() + sequence * asked * rows.width;
-  score.scores = scores.data();
-  score.score_stride = chunk_rows;
-  score.blocks = (count + kSummaryBlock - 1) / kSummaryBlock;
-  score.rank = rows.width;
-  score.queries = asked;
-  score.dtype = options_.summary_dtype;
-  low_rank_score(score);
-
-  // A row counts where any of its tokens does.
-  const TokenValidity& valid = *args.candidates[sequence].valid;
-  const int64_t each = rows.tokens_per_row;
-  const int64_t padded = std::min(count, (valid.all_valid_from() + each - 1) / each - first);
-  for (int64_t query = 0; query < queries_; ++query) {
-    float* of_query = scores.data() + query * asked_a_query(args) * chunk_rows;
-    for (int64_t head = 1; head < asked_a_query(args); ++head) {
-      const float* of_head = of_query + head * chunk_rows;
-      for (int64_t row = 0; row < count; ++row) {
-        of_query[row] = std::max(of_query[row], of_head[row]);
-      }
-    }
-    for (int64_t row = 0; row < padded; ++row) {
-      if (valid.mask((first + row) * each, each) == 0) of_query[row] = kNever;
-    }
-    group_max({.scores = of_query,
-               .group_scores = group_scores(sequence, query) + first / rows_a_group,
-               .tokens = count,
-               .group_tokens = rows_a_group});
-  }
+int64_t RowSelector::wanted(const ChooseArgs& args, int64_t sequence) const {
+  const int64_t wanted = args.groups_per_query - args.candidates[sequence].fewer;
+  return std::min(std::max<int64_t>(1, wanted), groups_);
 }
 
 void RowSelector::choose_for_sequence(const ChooseArgs& args, int64_t sequence) {
   std::vector<int32_t>& chosen = (*args.chosen)[sequence];
   chosen.clear();
-  const int64_t wanted = args.groups_per_query - args.candidates[sequence].fewer;
-  const int64_t k = std::min(std::max<int64_t>(1, wanted), groups_);
+  const int64_t k = wanted(args, sequence);
   for (int64_t query = 0; query < queries_; ++query) {
     float* scores = group_scores(sequence, query);
     for (const int32_t group : args.candidates[sequence].excluded) {
@@ -209,6 +175,7 @@ void RowSelector::choose_for_sequence(const ChooseArgs& args, int64_t sequence) 
 void RowSelector::clear() {
   summaries_.set_sequences(0);
   group_scores_ = {};
+  scorer_.clear();
   mass_.clear();
 }
 

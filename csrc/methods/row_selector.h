@@ -8,6 +8,7 @@
 
 #include "kernels/types.h"
 #include "methods/mass_scorer.h"
+#include "methods/product_scorer.h"
 #include "methods/rows.h"
 #include "methods/selector.h"
 #include "methods/summaries.h"
@@ -17,8 +18,9 @@ namespace kvswap {
 /// Summaries of rows on the host, one choice for all heads, top-k of the groups' scores. Which rows
 /// they are, and what a query becomes, is for Rows to say; Summaries stores them.
 ///
-/// The score is the largest product in the group (KVSwap 3.3); by mass, each head has its softmax
-/// over what may be chosen first (see mass_scorer.h).
+/// The score is the largest product in the group (KVSwap 3.3), in one stage or two (see
+/// product_scorer.h); by mass, each head has its softmax over what may be chosen first (see
+/// mass_scorer.h).
 class RowSelector : public Selector {
  public:
   /// memory: where summaries and projections live; the host's unless a sibling computes elsewhere.
@@ -57,7 +59,8 @@ class RowSelector : public Selector {
   void score_by_product(const ChooseArgs& args);
   void score_by_mass(const ChooseArgs& args);
   void take_given(const ChooseArgs& args);
-  void score_chunk(const ChooseArgs& args, int64_t sequence, int64_t chunk);
+  /// Groups that each of the sequence's queries chooses, at most.
+  int64_t wanted(const ChooseArgs& args, int64_t sequence) const;
   /// Vectors asked for each query: one for all heads, or one a head.
   int64_t asked_a_query(const ChooseArgs& args) const {
     return options_.score == Score::kMax ? args.query.heads : 1;
@@ -76,7 +79,9 @@ class RowSelector : public Selector {
   int64_t queries_ = 0;
   int64_t groups_ = 0;
   std::vector<float> asked_;  // [batch, queries, width], by mass [batch, queries, heads, width]
-  std::vector<float> group_scores_;  // [batch, queries, groups]
+  std::vector<float> group_scores_;    // [batch, queries, groups]
+  std::vector<ProductArgs> products_;  // [batch]
+  ProductScorer scorer_;
   MassScorer mass_;
 };
 

@@ -29,7 +29,12 @@ struct MethodOptions {
   DType summary_dtype = DType::kFloat32;
   Score score = Score::kSum;              // by mass low_rank only
   ClusterOptions clusters = {};           // centroid only
+  int64_t score_columns = 0;              // of two stages: see ProductScorer; 0: one, all columns
+  double score_share = 0;                 // of the blocks, scored in the second
   const ParallelFor* parallel = nullptr;  // null: serial
+
+  /// Columns of a row of so many that are read for every group, where that is not all; else 0.
+  int64_t first_columns(int64_t width) const { return score_columns < width ? score_columns : 0; }
 };
 
 /// The size of a layer's rows.
@@ -45,7 +50,9 @@ struct RowPiece {
   int64_t tokens = 0;  // whole groups where a row stands for a group
   const TokenValidity* valid = nullptr;
   int64_t first_token = 0;     // its column, for `valid`
-  std::byte* rows = nullptr;   // [blocks, width, 16] of the summary's dtype
+  std::byte* rows = nullptr;   // [blocks, width - rest_columns, 16] of the summary's dtype
+  std::byte* rest = nullptr;   // [blocks, rest_columns, 16]
+  int64_t rest_columns = 0;    // low_rank only
   float* row_scale = nullptr;  // [blocks, 16]: int8 only
   int64_t first_row = 0;
 };
@@ -95,7 +102,7 @@ struct RowsKind {
   bool needs_all_heads;     // the query's heads must not be summed
   bool is_given;            // scores come from outside, before each choice
   bool is_of_clusters;      // what is chosen are clusters: a selector of their own has them
-  bool has_device_kernels;  // else, or by the best head, a selector on the host has them
+  bool has_device_kernels;  // else, by the best head or in two stages, a selector on the host
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,
                                 const std::shared_ptr<class SummaryMemory>& memory);

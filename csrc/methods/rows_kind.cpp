@@ -98,7 +98,8 @@ std::string RowsKind::names() {
 }
 
 bool has_device_kernels(const MethodOptions& options) {
-  return RowsKind::find(options.rows)->has_device_kernels && options.score != Score::kMax;
+  return RowsKind::find(options.rows)->has_device_kernels && options.score != Score::kMax &&
+         options.score_columns == 0;
 }
 
 Status check_method(const MethodOptions& options) {
@@ -115,6 +116,12 @@ Status check_method(const MethodOptions& options) {
   if (!kind->scores_by_mass && is_by_mass) {
     return Status::invalid("session: score must be sum or max with rows=" + options.rows +
                            ", which have no products of single tokens; got mass or max_mass");
+  }
+  if (options.score_columns > 0 && (!kind->takes_projections || is_by_mass)) {
+    return Status::invalid(
+        "session: score_columns must be left out but with rows=low_rank and score=sum or max, "
+        "got " +
+        std::to_string(options.score_columns));
   }
   return Status::ok();
 }

@@ -85,22 +85,23 @@ void Summaries::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
       if (!is_new) continue;
       const std::string of_chunk = name + "." + std::to_string(known->second);
       const int64_t blocks = blocks_of(summary.chunk_rows(i));
-      const auto rows_of = [&](const char* part, const void* from, std::vector<int64_t> sizes,
-                               const char* dtype, int64_t row_bytes) {
-        tensors.push_back(
-            {of_chunk + part, dtype, std::move(sizes), row_bytes,
-             [&summary, from, row_bytes](int64_t first, int64_t count, std::byte* target) {
-               return summary.download(target,
-                                       static_cast<const std::byte*>(from) + first * row_bytes,
-                                       count * row_bytes);
-             }});
-      };
-      rows_of(".rows", chunk.rows.data(), {blocks, shape.rank, kSummaryBlock},
-              stored_dtype(shape.dtype), shape.rank * kSummaryBlock * dtype_bytes(shape.dtype));
-      if (!chunk.token_scale.empty()) {
-        rows_of(".scales", chunk.token_scale.data(), {blocks, kSummaryBlock}, "F32",
-                kSummaryBlock * int64_t{sizeof(float)});
-      }
+      tensors.push_back({of_chunk + ".rows",
+                         stored_dtype(shape.dtype),
+                         {blocks, shape.rank, kSummaryBlock},
+                         shape.rank * kSummaryBlock * dtype_bytes(shape.dtype),
+                         [&summary, &chunk](int64_t first, int64_t count, std::byte* target) {
+                           return summary.download_blocks(chunk, first, count, target);
+                         }});
+      if (chunk.token_scale.empty()) continue;
+      tensors.push_back({of_chunk + ".scales",
+                         "F32",
+                         {blocks, kSummaryBlock},
+                         kSummaryBlock * int64_t{sizeof(float)},
+                         [&summary, &chunk](int64_t first, int64_t count, std::byte* target) {
+                           const float* from = chunk.token_scale.data() + first * kSummaryBlock;
+                           return summary.download(target, from,
+                                                   count * kSummaryBlock * int64_t{sizeof(float)});
+                         }});
     }
   }
   const auto chunks = static_cast<int64_t>(of_sequences.front().size());

@@ -25,7 +25,7 @@ void Summaries::start_layer(int64_t layer) {
 Summary::Shape Summaries::shape(int64_t layer) const {
   const RowShape rows = rows_.shape(layer);
   return {rows.width, chunk_rows(options_.group_tokens, rows.tokens_per_row),
-          options_.summary_dtype};
+          options_.summary_dtype, options_.first_columns(rows.width)};
 }
 
 void Summaries::set_sequences(int64_t sequences) {
@@ -78,6 +78,8 @@ Status Summaries::append(const SealedKeys& sealed, const WriteRows& write) {
         piece.valid = sealed.valid;
         piece.first_token = first_column + first;
         piece.rows = chunk.rows.data();
+        piece.rest = chunk.rest.data();
+        piece.rest_columns = summary.shape().rest_columns();
         piece.row_scale = chunk.token_scale.empty() ? nullptr : chunk.token_scale.data();
         piece.first_row = first_row;
         pieces.push_back(piece);

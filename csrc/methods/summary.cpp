@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/low_rank_score.h"
-
 namespace kvswap {
 
 namespace {
@@ -42,8 +40,10 @@ std::shared_ptr<Summary::Chunk> Summary::make_chunk(int64_t room) const {
   chunk->memory_ = memory_->allocate(shape_.chunk_bytes(room));
   if (chunk->memory_ == nullptr) return nullptr;
   const int64_t row_bytes = room * shape_.rank * dtype_bytes(shape_.dtype);
+  const int64_t rest_bytes = room * shape_.rest_columns() * dtype_bytes(shape_.dtype);
   chunk->room = room;
-  chunk->rows = {chunk->memory_.get(), static_cast<size_t>(row_bytes)};
+  chunk->rows = {chunk->memory_.get(), static_cast<size_t>(row_bytes - rest_bytes)};
+  chunk->rest = {chunk->memory_.get() + row_bytes - rest_bytes, static_cast<size_t>(rest_bytes)};
   if (shape_.dtype == DType::kInt8) {
     chunk->token_scale = {reinterpret_cast<float*>(chunk->memory_.get() + row_bytes),
                           static_cast<size_t>(room)};
@@ -88,8 +88,12 @@ Status Summary::own_last_chunk(int64_t rows) {
   }
   const Chunk& old = *chunks_.back();
   const int64_t kept = round_up(begun, kSummaryBlock);
+  const int64_t rest = shape_.rest_columns();
   memory_->copy(chunk->rows.data(), old.rows.data(),
-                kept * shape_.rank * dtype_bytes(shape_.dtype));
+                kept / kSummaryBlock * block_bytes(shape_.rank - rest));
+  if (rest > 0) {
+    memory_->copy(chunk->rest.data(), old.rest.data(), kept / kSummaryBlock * block_bytes(rest));
+  }
   if (!old.token_scale.empty()) {
     memory_->copy(reinterpret_cast<std::byte*>(chunk->token_scale.data()),
                   reinterpret_cast<const std::byte*>(old.token_scale.data()),
@@ -122,14 +126,39 @@ Result<std::shared_ptr<Summary::Chunk>> Summary::load_chunk(
     return Status::budget("summary: " + std::to_string(shape_.chunk_bytes(room)) +
                           " bytes of memory must be available for what was saved, and are not");
   }
-  KVSWAP_ASSERT(saved_rows.size() <= chunk->rows.size() &&
+  KVSWAP_ASSERT(saved_rows.size() <= chunk->rows.size() + chunk->rest.size() &&
                 saved_scales.size() <= chunk->token_scale.size_bytes());
-  memory_->upload(chunk->rows.data(), saved_rows.data(), static_cast<int64_t>(saved_rows.size()));
+  upload_blocks(*chunk, saved_rows);
   if (!saved_scales.empty()) {
     memory_->upload(reinterpret_cast<std::byte*>(chunk->token_scale.data()), saved_scales.data(),
                     static_cast<int64_t>(saved_scales.size()));
   }
   return chunk;
+}
+
+void Summary::upload_blocks(Chunk& chunk, std::span<const std::byte> saved) const {
+  const auto bytes = static_cast<int64_t>(saved.size());
+  const int64_t rest = block_bytes(shape_.rest_columns());
+  if (rest == 0) return memory_->upload(chunk.rows.data(), saved.data(), bytes);
+  const int64_t first = block_bytes(shape_.first_columns);
+  for (int64_t block = 0; block < bytes / (first + rest); ++block) {
+    const std::byte* from = saved.data() + block * (first + rest);
+    memory_->upload(chunk.rows.data() + block * first, from, first);
+    memory_->upload(chunk.rest.data() + block * rest, from + first, rest);
+  }
+}
+
+Status Summary::download_blocks(const Chunk& chunk, int64_t first, int64_t count,
+                                std::byte* host) const {
+  const int64_t rest = block_bytes(shape_.rest_columns());
+  const int64_t own = block_bytes(shape_.rank) - rest;
+  if (rest == 0) return download(host, chunk.rows.data() + first * own, count * own);
+  for (int64_t block = first; block < first + count; ++block) {
+    KVSWAP_RETURN_IF_ERROR(download(host, chunk.rows.data() + block * own, own));
+    KVSWAP_RETURN_IF_ERROR(download(host + own, chunk.rest.data() + block * rest, rest));
+    host += own + rest;
+  }
+  return Status::ok();
 }
 
 std::shared_ptr<Summary::Chunk> Summary::share_chunk(Chunk& other) const {

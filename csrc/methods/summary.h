@@ -10,12 +10,15 @@
 #include <vector>
 
 #include "io/status.h"
+#include "kernels/low_rank_score.h"
 #include "kernels/types.h"
 #include "methods/summary_memory.h"
 
 namespace kvswap {
 
-/// Low-rank rows of one layer and one sequence, in chunks of blocks (`[blocks, rank, 16]`).
+/// Low-rank rows of one layer and one sequence, in chunks of blocks (`[blocks, rank, 16]`). Where
+/// most rows are read in their first columns alone, these stand together in a chunk, before those
+/// of the rest: what is skipped between them would cost as much as what is read.
 ///
 /// All chunks but the last are full; the last has room for what is there and little more, and moves
 /// to a larger place when it must grow, so that memory follows the context. Chunks are shared
@@ -28,6 +31,8 @@ class Summary {
     int64_t rank = 0;
     int64_t chunk_tokens = 0;  // a multiple of 16
     DType dtype = DType::kFloat32;
+    int64_t first_columns = 0;  // that stand apart from the rest; 0: all together
+    int64_t rest_columns() const { return first_columns > 0 ? rank - first_columns : 0; }
     /// Tokens that a chunk has room for which holds `rows`, at most chunk_tokens.
     int64_t room(int64_t rows) const;
     /// Bytes of a chunk with such a room: whole memory pages.
@@ -42,7 +47,8 @@ class Summary {
   };
   /// Counted by its memory while it lives.
   struct Chunk {
-    std::span<std::byte> rows;     // [blocks, rank, 16] of dtype
+    std::span<std::byte> rows;     // [blocks, rank - rest_columns, 16] of dtype
+    std::span<std::byte> rest;     // [blocks, rest_columns, 16]
     std::span<float> token_scale;  // [blocks, 16]: int8 only
     int64_t room = 0;              // 16 * blocks
 
@@ -83,13 +89,19 @@ class Summary {
   /// Chunks that load_chunk() or share_chunk() made, of `rows` rows together; perhaps shared with
   /// others.
   void take(std::vector<std::shared_ptr<Chunk>> chunks, int64_t rows);
-  /// Copies `bytes` of a chunk's rows or scales to the host.
+  /// Copies `count` blocks of a chunk to the host, all their columns together.
+  Status download_blocks(const Chunk& chunk, int64_t first, int64_t count, std::byte* host) const;
+  /// Copies `bytes` of a chunk's scales to the host.
   Status download(void* host, const void* from, int64_t bytes) const {
     return memory_->download(host, static_cast<const std::byte*>(from), bytes);
   }
 
  private:
   std::shared_ptr<Chunk> make_chunk(int64_t room) const;
+  void upload_blocks(Chunk& chunk, std::span<const std::byte> saved) const;
+  int64_t block_bytes(int64_t columns) const {
+    return columns * kSummaryBlock * dtype_bytes(shape_.dtype);
+  }
   /// The last chunk, with room for `rows` and nobody else's.
   Status own_last_chunk(int64_t rows);
 

@@ -59,6 +59,19 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "mean", "score": "max", "exact_layers": [0, 1], "heads": "each"},
     {"rows": "none", "group_tokens": 16, "score": "sum", "audit_every": 0, "missed_mass_max": None},
     {"projection_kind": "skewed", "score": "max"},
+    {"score_columns": 12, "score": "max", "projection_kind": "svd_keys"},
+    {"score_columns": None, "score_share": 0.2, "score": "mass"},
+    {
+        "rank": 32,
+        "table": [
+            {"batch": 1, "context": 8192, "settings": {}},
+            {
+                "batch": 1,
+                "context": 131072,
+                "settings": {"score_columns": 12, "score_share": 0.5},
+            },
+        ],
+    },
     {"rows": "given", "heads": "each", "group_tokens": 16, "audit_every": 64},
     {"rows": "none", "keeper": "given", "keep_tokens": 9, "keep_interval": 7},
     {"rows": "none", "keeper": "newest", "tail_tokens": 1020, "groups_max": 1, "pages_max": 8},
@@ -117,8 +130,20 @@ BAD: list[tuple[str, str]] = [
             ("score", "max_mass"),
             ("projection_file", "p.safetensors"),
             ("projection_kind", "svd_keys"),
+            ("score_columns", 8),
         )
     ),
+    *((_file(score_columns=value), "score_columns: must be") for value in (0, 65537, 8.0, True)),
+    *((_file(score_columns=8, score_share=value), "score_share: must be a float from 0.0 to 1.0")
+      for value in (1, -0.5, 1.5, "all", None)),
+    *((_file(score_columns=8, score=score),
+       f"score_columns: must be left out where score is {score}, since a head's softmax needs")
+      for score in ("mass", "max_mass")),
+    *((_file(score_columns=8, projection_kind=kind),
+       f"score_columns: must be left out where projection_kind is {kind}, since its first columns")
+      for kind in ("pca_per_head", "skewed", "channels")),
+    (_file(score_share=0.5),
+     "score_share: must be left out where score_columns is null, since all groups are scored by"),
     *((_file(rank=rank), "rank: must be") for rank in (None, 8.0, [[8]], {"a": 1}, 10**30)),
     *((_file(group_tokens=value), "group_tokens: must be") for value in (0, 65, 4.0, True, None)),
     (_file(group_tokens=1e22), "got 1e+22"),

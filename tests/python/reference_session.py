@@ -17,6 +17,7 @@ import torch
 
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
+from kvswap_torch.methods.two_stages import in_two_stages
 from tests.python.reference_decisions import Decisions
 from tests.python.reference_dropping import Dropping
 from tests.python.reference_keeper import Kept, ReferenceKeeper, as_kept
@@ -305,18 +306,18 @@ class ReferenceSession(Dropping, Decisions):
                 continue
             whole = state.kept[sequence].whole_groups(self._options.group_tokens)
             candidates = [g for g in others if g not in whole]
+            is_shared, kept = self._options.keep_share == "auto", state.kept[sequence]
+            fewer = len(kept.columns) // self._options.group_tokens if is_shared else 0
+            count = max(1, at_most - fewer)
             if self._lacks_projection(layer):
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
             if self._options.rows == "given":
                 scores = state.given[sequence]
             elif self._options.score in ("sum", "max"):
-                scores = self._group_scores(layer, sequence, query[sequence])
+                scores = self._group_scores(layer, sequence, query[sequence], count)
             else:
                 scores = self._group_masses(layer, sequence, query[sequence], scale)
             best = scores[:, candidates]
-            is_shared, kept = self._options.keep_share == "auto", state.kept[sequence]
-            fewer = len(kept.columns) // self._options.group_tokens if is_shared else 0
-            count = max(1, at_most - fewer)
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
             chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
         return chosen
@@ -326,18 +327,24 @@ class ReferenceSession(Dropping, Decisions):
         columns = set(range(g * group, (g + 1) * group)) - state.kept[sequence].columns
         return any(state.valid[sequence, column] for column in columns)
 
-    def _group_scores(self, layer: int, sequence: int, query: torch.Tensor) -> torch.Tensor:
+    def _group_scores(self, layer, sequence, query: torch.Tensor, wanted: int) -> torch.Tensor:
         """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
-        state = self._layers[layer]
-        method = METHODS[self._options.rows]
-        scores = method.group_scores if self._options.score == "sum" else method.best_head_scores
-        return scores(
-            state.scored[sequence, :, : state.sealed],
-            state.valid[sequence, : state.sealed],
-            query,
-            self._options.group_tokens,
-            self._projections.get(layer),
-        )
+        state, options = self._layers[layer], self._options
+        method = METHODS[options.rows]
+        of_score = method.group_scores if options.score == "sum" else method.best_head_scores
+        projections, columns = self._projections.get(layer), options.score_columns
+
+        def scores(by):
+            keys, valid = state.scored[sequence], state.valid[sequence]
+            seen = keys[:, : state.sealed], valid[: state.sealed]
+            return of_score(*seen, query, options.group_tokens, by)
+
+        whole = scores(projections)
+        if columns is None or columns >= projections[0].shape[1]:
+            return whole
+        first = scores([matrix[:, :columns] for matrix in projections])
+        wanted = min(wanted, whole.shape[1])
+        return in_two_stages(first, whole, options.group_tokens, options.score_share, wanted)
 
     def _lacks_projection(self, layer: int) -> bool:
         takes = METHODS[self._options.rows].takes_projections and not self._is_exact(layer)

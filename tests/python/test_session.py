@@ -213,6 +213,27 @@ def test_random_operations(tmp_path, seed, rows, heads):
     live(made, rng, seed)
 
 
+@pytest.mark.parametrize("score", ["sum", "max"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_where_groups_are_scored_in_two_stages(tmp_path, seed, score, heads):
+    rng = random.Random(seed)
+    made = options(
+        tmp_path,
+        score=score,
+        heads=heads,
+        score_columns=rng.choice([1, 6, 12]),
+        score_share=rng.choice([0.0, 0.2, 0.6]),
+        group_tokens=rng.choice([1, 3, 4, 16]),
+        groups_max=rng.choice([1, 3]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        sink_tokens=rng.choice([0, 4, 6]),
+        select_queries_max=rng.choice([1, 4, 8]),
+        **rng.choice(BACK_ENDS),
+    )
+    live(made, rng, seed)
+
+
 @pytest.mark.parametrize("rows", ["low_rank", "box", "none"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("seed", range(3))

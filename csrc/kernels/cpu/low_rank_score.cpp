@@ -67,9 +67,23 @@ void score_block(const LowRankScoreArgs& args, int64_t block, int64_t first_quer
   }
 }
 
+/// Asks for a block that comes later: at each memory page the processor's own guess begins anew.
+template <typename T>
+inline void ask_for_block(const LowRankScoreArgs& args, int64_t block) {
+  constexpr int64_t kLine = 64;
+  const int64_t bytes = args.rank * kSummaryBlock * int64_t{sizeof(T)};
+  const char* rows = static_cast<const char*>(args.summary) + block * bytes;
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(rows + at);
+  if (args.token_scale) __builtin_prefetch(args.token_scale + block * kSummaryBlock);
+}
+
 template <typename T>
 void score_blocks(const LowRankScoreArgs& args) {
+  constexpr int64_t kAheadBytes = 4096;
+  const int64_t block_bytes = args.rank * kSummaryBlock * int64_t{sizeof(T)};
+  const int64_t ahead = (kAheadBytes + block_bytes - 1) / block_bytes;
   for (int64_t block = 0; block < args.blocks; ++block) {
+    if (block + ahead < args.blocks) ask_for_block<T>(args, block + ahead);
     int64_t query = 0;
     for (; query + kQueriesMax <= args.queries; query += kQueriesMax) {
       score_block<T, kQueriesMax>(args, block, query);

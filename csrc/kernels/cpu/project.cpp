@@ -105,7 +105,9 @@ template <typename T>
 void store_row(const ProjectKeysArgs& args, const float* sums, int64_t row) {
   const int64_t block = row / kSummaryBlock;
   const int64_t lane = row % kSummaryBlock;
-  T* target = static_cast<T*>(args.summary) + block * args.rank * kSummaryBlock + lane;
+  const int64_t first = args.rank - args.rest_rank;
+  T* summary = static_cast<T*>(args.summary) + block * first * kSummaryBlock + lane;
+  T* rest = static_cast<T*>(args.rest) + block * args.rest_rank * kSummaryBlock + lane;
   float inverse = 1.0f;
   if constexpr (std::is_same_v<T, int8_t>) {
     float limit = 0.0f;
@@ -115,11 +117,12 @@ void store_row(const ProjectKeysArgs& args, const float* sums, int64_t row) {
     inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   }
   for (int64_t r = 0; r < args.rank; ++r) {
+    T& target = r < first ? summary[r * kSummaryBlock] : rest[(r - first) * kSummaryBlock];
     if constexpr (std::is_same_v<T, int8_t>) {
       const float level = std::nearbyint(sums[r] * inverse);
-      target[r * kSummaryBlock] = static_cast<int8_t>(std::clamp(level, -127.0f, 127.0f));
+      target = static_cast<int8_t>(std::clamp(level, -127.0f, 127.0f));
     } else {
-      target[r * kSummaryBlock] = from_float<T>(sums[r]);
+      target = from_float<T>(sums[r]);
     }
   }
 }

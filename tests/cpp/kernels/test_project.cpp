@@ -89,6 +89,43 @@ TEST_P(ProjectKeys, MatchesReference) {
   }
 }
 
+TEST_P(ProjectKeys, ColumnsThatStandApartAreTheSame) {
+  constexpr int64_t kTokens = 37, kFirst = 5, kRank = 12, kRest = 7, kBlocks = 3;
+  const Keys<BFloat16> keys({kTokens, kFirst, 2, 64, kRank});
+  const auto projection = random_elements<float>(2 * 64 * kRank, 12);
+  std::vector<int8_t> together(kBlocks * kRank * kSummaryBlock);
+  std::vector<int8_t> first(kBlocks * (kRank - kRest) * kSummaryBlock);
+  std::vector<int8_t> rest(kBlocks * kRest * kSummaryBlock);
+  std::vector<float> scales(kBlocks * kSummaryBlock), scales_apart(kBlocks * kSummaryBlock);
+  ProjectKeysArgs args = {.keys = keys.elements.data(),
+                          .head_stride = keys.head_stride,
+                          .token_stride = keys.token_stride,
+                          .projection = projection.data(),
+                          .summary = together.data(),
+                          .token_scale = scales.data(),
+                          .first_row = kFirst,
+                          .tokens = kTokens,
+                          .kv_heads = 2,
+                          .head_dim = 64,
+                          .rank = kRank,
+                          .key_dtype = DType::kBFloat16,
+                          .summary_dtype = DType::kInt8};
+  project_keys(args);
+  args.summary = first.data();
+  args.rest = rest.data();
+  args.rest_rank = kRest;
+  args.token_scale = scales_apart.data();
+  project_keys(args);
+  EXPECT_EQ(scales, scales_apart);
+  std::vector<int8_t> joined;
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    const int64_t own = (kRank - kRest) * kSummaryBlock, others = kRest * kSummaryBlock;
+    joined.insert(joined.end(), first.begin() + block * own, first.begin() + (block + 1) * own);
+    joined.insert(joined.end(), rest.begin() + block * others, rest.begin() + (block + 1) * others);
+  }
+  EXPECT_EQ(joined, together);
+}
+
 TEST_P(ProjectKeys, ZeroKeysGiveZeroRowsInInt8) {
   const std::vector<float> keys(64, 0.0f);
   const auto projection = random_elements<float>(64 * 8, 1);

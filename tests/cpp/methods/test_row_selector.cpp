@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <set>
@@ -34,7 +35,9 @@ struct Case {
   int64_t sink_groups = 1;
   int64_t padding = 0;  // of the last sequence
   int64_t query_heads = kHeads;
-  int64_t hole = 0;  // columns of padding in the middle of the first sequence
+  int64_t hole = 0;           // columns of padding in the middle of the first sequence
+  int64_t score_columns = 0;  // of two stages
+  double score_share = 0;
 };
 
 /// Where a selector is; none: on the CPU.
@@ -78,7 +81,9 @@ class Selection {
                                    .kv_heads = kKvHeads,
                                    .head_dim = kDim,
                                    .group_tokens = of.group_tokens,
-                                   .summary_dtype = of.summary_dtype};
+                                   .summary_dtype = of.summary_dtype,
+                                   .score_columns = of.score_columns,
+                                   .score_share = of.score_share};
     if (!place) {
       host_ = make_selector(options, nullptr);
       selector_ = host_.get();
@@ -130,11 +135,10 @@ class Selection {
       std::set<int32_t> of_any_query;
       for (int64_t q = 0; q < case_.queries; ++q) {
         std::vector<std::pair<float, int32_t>> scored;
+        const std::set<int64_t> blocks = second_stage(b, q);
         for (int64_t g = case_.sink_groups; g < case_.groups; ++g) {
-          float best = -INFINITY;
-          for (int64_t t = g * case_.group_tokens; t < (g + 1) * case_.group_tokens; ++t) {
-            if (validity_[b].is_valid(t)) best = std::max(best, score(b, q, t));
-          }
+          const float best = best_token(b, q, g, case_.rank);
+          if (!blocks.contains(g / block_groups())) continue;
           if (best > -INFINITY) scored.push_back({-best, static_cast<int32_t>(g)});
         }
         std::sort(scored.begin(), scored.end());
@@ -180,7 +184,42 @@ class Selection {
     validity_.back().append(tokens - validity_.back().columns(), nullptr);
   }
 
-  float score(int64_t b, int64_t q, int64_t token) const {
+  int64_t block_groups() const { return std::lcm(16, case_.group_tokens) / case_.group_tokens; }
+
+  /// Blocks whose groups are scored by all columns.
+  std::set<int64_t> second_stage(int64_t b, int64_t q) const {
+    const int64_t blocks = (case_.groups + block_groups() - 1) / block_groups();
+    std::vector<std::pair<float, int64_t>> scored(blocks, {INFINITY, 0});
+    for (int64_t g = 0; g < case_.groups; ++g) {
+      auto& block = scored[g / block_groups()];
+      block = {std::min(block.first, -best_token(b, q, g, case_.score_columns)),
+               g / block_groups()};
+    }
+    const bool is_staged = case_.score_columns > 0 && case_.score_columns < case_.rank;
+    const int64_t chunk = chunk_rows(case_.group_tokens, 1) / case_.group_tokens / block_groups();
+    const int64_t wanted = std::min(case_.k, case_.groups);
+    std::set<int64_t> best;
+    for (int64_t first = 0; first < blocks; first += chunk) {
+      const int64_t here = std::min(chunk, blocks - first);
+      const auto shared = static_cast<int64_t>(std::ceil(case_.score_share * here));
+      const int64_t least = (wanted * here + blocks - 1) / blocks;
+      std::sort(scored.begin() + first, scored.begin() + first + here);
+      const int64_t count = is_staged ? std::min(here, std::max(shared, least)) : here;
+      for (int64_t i = 0; i < count; ++i) best.insert(scored[first + i].second);
+    }
+    return best;
+  }
+
+  float best_token(int64_t b, int64_t q, int64_t group, int64_t columns) const {
+    float best = -INFINITY;
+    for (int64_t t = group * case_.group_tokens; t < (group + 1) * case_.group_tokens; ++t) {
+      if (validity_[b].is_valid(t)) best = std::max(best, score(b, q, t, columns));
+    }
+    return best;
+  }
+
+  /// By the first so many columns.
+  float score(int64_t b, int64_t q, int64_t token, int64_t columns) const {
     const int64_t tokens = case_.groups * case_.group_tokens;
     std::vector<float> row(case_.rank);
     std::vector<float> projected(case_.rank);
@@ -206,7 +245,7 @@ class Selection {
       for (float& value : row) value = std::nearbyint(value * inverse);
     }
     float sum = 0;
-    for (int64_t r = 0; r < case_.rank; ++r) sum += row[r] * projected[r];
+    for (int64_t r = 0; r < columns; ++r) sum += row[r] * projected[r];
     return sum * scale;
   }
 
@@ -225,6 +264,7 @@ class Selection {
 void expect_reference(const Case& of) {
   for (uint32_t seed = 0; seed < 6; ++seed) {
     const Place device = HostDeviceOptions{.delay_us_max = 50};
+    if (of.score_columns > 0 && seed % 2 == 1) continue;  // on the host alone
     Selection selection(of, seed / 2, seed % 2 == 0 ? std::nullopt : device);
     ASSERT_EQ(selection.choose(), selection.expected())
         << "G " << of.group_tokens << ", rank " << of.rank << ", seed " << seed;
@@ -260,6 +300,33 @@ TEST(RowSelector, QueriesPaddingSinksAndSmallBudgets) {
   expect_reference({.k = 1});
   expect_reference({.k = 1000});
   expect_reference({.query_heads = kKvHeads});
+}
+
+TEST(RowSelector, InTwoStagesTheBestBlocksOfAChunkAreScoredByAllColumns) {
+  for (const int64_t group_tokens : {1, 3, 16, 64}) {
+    for (const double share : {0.0, 0.5}) {
+      expect_reference({.group_tokens = group_tokens,
+                        .groups = 1100 / group_tokens + 1,
+                        .batch = 1,
+                        .k = 3,
+                        .score_columns = 3,
+                        .score_share = share});
+    }
+  }
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8}) {
+    expect_reference({.summary_dtype = dtype,
+                      .groups = 300,
+                      .queries = 2,
+                      .piece_groups = 17,
+                      .padding = 90,
+                      .hole = 200,
+                      .score_columns = 2,
+                      .score_share = 0.2});
+  }
+  // Nothing but padding; no more columns than are asked for.
+  expect_reference(
+      {.groups = 100, .batch = 1, .padding = 400, .score_columns = 2, .score_share = 0.1});
+  expect_reference({.groups = 100, .score_columns = 5, .score_share = 0.1});
 }
 
 TEST(RowSelector, WaitsForAStreamThatIsFarBehind) {

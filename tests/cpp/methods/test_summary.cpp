@@ -241,5 +241,53 @@ TEST(Summary, ForksCountWhatTheyShareOnceInWhateverOrderTheyGo) {
   }
 }
 
+/// Blocks as they are saved: all columns of a block together.
+std::vector<std::byte> blocks_of(const Summary& summary, const Summary::Chunk& chunk,
+                                 int64_t blocks) {
+  std::vector<std::byte> bytes(blocks * kRank * 16 * sizeof(float));
+  EXPECT_TRUE(summary.download_blocks(chunk, 0, blocks, bytes.data()).is_ok());
+  return bytes;
+}
+
+TEST(Summary, ColumnsThatStandApartAreSavedLoadedAndMovedTogether) {
+  const Summary::Shape shape = {kRank, 1024, DType::kFloat32, 1};
+  EXPECT_EQ(shape.rest_columns(), kRank - 1);
+  EXPECT_EQ(shape.bytes(700), (Summary::Shape{kRank, 1024, DType::kFloat32}.bytes(700)));
+  const auto live = make_host_summary_memory();
+  Summary summary(shape, live);
+  for (const int64_t tokens : {16, 16, 96, 400}) {  // the chunk moves where it grows
+    const Status appended =
+        summary.append(tokens, [](Summary::Chunk& chunk, int64_t row, int64_t, int64_t count) {
+          const auto fill = [&](std::span<std::byte> part, int64_t columns, float first) {
+            auto* numbers = reinterpret_cast<float*>(part.data());
+            for (int64_t at = row * columns; at < (row + count) * columns; ++at) {
+              numbers[at] = first + static_cast<float>(at);
+            }
+          };
+          fill(chunk.rows, 1, 0);
+          fill(chunk.rest, kRank - 1, 10000);
+        });
+    ASSERT_TRUE(appended.is_ok()) << appended.message();
+  }
+  const int64_t blocks = summary.rows() / 16;
+  const std::vector<std::byte> saved = blocks_of(summary, summary.chunk(0), blocks);
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t at = 0; at < kRank * 16; ++at) {
+      const int64_t number = at < 16 ? block * 16 + at : 10000 + block * (kRank - 1) * 16 + at - 16;
+      float found = 0;
+      std::memcpy(&found, saved.data() + (block * kRank * 16 + at) * sizeof(float), sizeof(float));
+      ASSERT_EQ(found, static_cast<float>(number));
+    }
+  }
+  for (const int64_t first_columns : {0, 1, 2}) {
+    Summary::Shape other = shape;
+    other.first_columns = first_columns;
+    const Summary loader(other, live);
+    const auto loaded = loader.load_chunk(summary.rows(), saved, {});
+    ASSERT_TRUE(loaded.is_ok());
+    EXPECT_EQ(blocks_of(loader, *loaded.value(), blocks), saved);
+  }
+}
+
 }  // namespace
 }  // namespace kvswap
