@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "io/status.h"
 #include "kernels/cuda/kernels.h"
@@ -25,6 +26,22 @@ inline constexpr int kStreams = 4;
 
 /// Belongs to the device that made it. Marks a point of a stream each time it is recorded.
 using Event = int32_t;
+
+/// A kernel, by its arguments: the batched contracts of kernels/cuda/kernels.h, which needs no
+/// CUDA. All arrays, and what they name, are on the device. Scratch is what the kind's ScratchSizes
+/// say of the same arguments; kernels of one stream may share it.
+struct AttentionCall {
+  PagedAttentionArgs args;
+  void* scratch = nullptr;
+};
+using KernelCall = std::variant<cuda::BatchProjectKeysArgs,   // project_keys()
+                                cuda::BatchProjectQueryArgs,  // project_query()
+                                cuda::BatchSelectArgs,        // select_groups()
+                                cuda::BatchTransferArgs,      // pack_records()
+                                cuda::CopyRecordsArgs,        // copy_records()
+                                RecordCodecArgs,              // encode_records()
+                                AttentionCall,                // paged_attention()
+                                AttentionMassArgs>;           // attention_mass()
 
 /// What the engine needs of an accelerator: memory, streams, events, copies and its kernels.
 ///
@@ -76,16 +93,8 @@ class Device {
   virtual void copy_out(void* host, const void* from, int64_t bytes) = 0;
   virtual void copy(void* to, const void* from, int64_t bytes) = 0;
 
-  // Kernels: the batched contracts of kernels/cuda/kernels.h, which needs no CUDA. All arrays, and
-  // what they name, are on the device. Scratch is what the kind's ScratchSizes say of the
-  // same arguments; kernels of one stream may share it.
+  virtual void launch(const KernelCall& call) = 0;
 
-  virtual void project_keys(const cuda::BatchProjectKeysArgs& args) = 0;
-  virtual void project_query(const cuda::BatchProjectQueryArgs& args) = 0;
-  virtual void select_groups(const cuda::BatchSelectArgs& args) = 0;
-  virtual void pack_records(const cuda::BatchTransferArgs& args) = 0;
-  virtual void copy_records(const cuda::CopyRecordsArgs& args) = 0;
-  virtual void paged_attention(const PagedAttentionArgs& args, void* scratch) = 0;
   int64_t allocated_bytes() const { return allocated_bytes_; }
   int64_t pinned_bytes() const { return pinned_bytes_; }
   Stream stream() const { return stream_; }

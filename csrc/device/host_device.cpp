@@ -12,6 +12,15 @@ namespace {
 
 constexpr int64_t kAlignment = 4096;
 
+void run(const cuda::BatchProjectKeysArgs& args) { host_kernels::project_keys(args); }
+void run(const cuda::BatchProjectQueryArgs& args) { host_kernels::project_query(args); }
+void run(const cuda::BatchSelectArgs& args) { host_kernels::select_groups(args); }
+void run(const cuda::BatchTransferArgs& args) { host_kernels::pack_records(args); }
+void run(const cuda::CopyRecordsArgs& args) { host_kernels::copy_records(args); }
+void run(const RecordCodecArgs& args) { encode_records(args, {}); }
+void run(const AttentionCall& call) { paged_attention(call.args, {}); }
+void run(const AttentionMassArgs& args) { attention_mass(args, {}); }
+
 class HostDevice final : public Device {
  public:
   explicit HostDevice(const HostDeviceOptions& options) {
@@ -84,23 +93,8 @@ class HostDevice final : public Device {
     queue([=] { std::memcpy(to, from, bytes); });
   }
 
-  void project_keys(const cuda::BatchProjectKeysArgs& args) override {
-    queue([args] { host_kernels::project_keys(args); });
-  }
-  void project_query(const cuda::BatchProjectQueryArgs& args) override {
-    queue([args] { host_kernels::project_query(args); });
-  }
-  void select_groups(const cuda::BatchSelectArgs& args) override {
-    queue([args] { host_kernels::select_groups(args); });
-  }
-  void pack_records(const cuda::BatchTransferArgs& args) override {
-    queue([args] { host_kernels::pack_records(args); });
-  }
-  void copy_records(const cuda::CopyRecordsArgs& args) override {
-    queue([args] { host_kernels::copy_records(args); });
-  }
-  void paged_attention(const PagedAttentionArgs& args, void*) override {
-    queue([args] { kvswap::paged_attention(args, {}); });
+  void launch(const KernelCall& call) override {
+    queue([call] { std::visit([](const auto& args) { run(args); }, call); });
   }
 
  private:

@@ -35,6 +35,7 @@ Status Account::charge_staging(EngineParts& parts) {
   const MemoryNeed need = memory_need(parts.options, parts.record_bytes(), 0, 0);
   const std::string what = "the staging buffers of writes and long chunks";
   KVSWAP_RETURN_IF_ERROR(parts.ledger.charge(Use::kDevice, need.device, what));
+  KVSWAP_RETURN_IF_ERROR(parts.ledger.charge(Use::kPinned, need.pinned, what));
   return parts.ledger.charge(Use::kStaging, need.staging, what);
 }
 

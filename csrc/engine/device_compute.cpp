@@ -1,18 +1,22 @@
 #include "engine/device_compute.h"
 
+#include <utility>
+
 namespace kvswap {
 
 Status DeviceCompute::open() {
-  std::vector<Event*> events = {&tokens_, &packed_};
+  std::vector<Event*> events = {&tokens_, &packed_, &copied_};
   for (Event& event : attended_) events.push_back(&event);
   return make_events(device_, events);
 }
 
-Status DeviceCompute::reserve(int64_t scratch_bytes) {
-  scratch_ = {};
-  auto scratch = DeviceBytes::allocate(device_, scratch_bytes);
-  if (!scratch.is_ok()) return scratch.status();
-  scratch_ = std::move(scratch.value());
+Status DeviceCompute::reserve(int64_t scratch_bytes, int64_t mass_bytes) {
+  for (const auto& [memory, bytes] : {std::pair{&scratch_, scratch_bytes}, {&mass_, mass_bytes}}) {
+    *memory = {};
+    auto allocated = DeviceBytes::allocate(device_, bytes);
+    if (!allocated.is_ok()) return allocated.status();
+    *memory = std::move(allocated.value());
+  }
   return Status::ok();
 }
 
@@ -34,7 +38,16 @@ void DeviceCompute::pack(const cuda::BatchTransferArgs& args) {
   on_device.slots = add(args.slots);
   on_device.lengths = add(args.lengths);
   tables.send();
-  device_.pack_records(on_device);
+  device_.launch(on_device);
+}
+
+void DeviceCompute::encode(const RecordCodecArgs& args) {
+  auto tables = tables_->open(2 * TableRing::padded(args.count * int64_t{sizeof(void*)}));
+  RecordCodecArgs on_device = args;
+  on_device.from = tables.add(args.from, args.count);
+  on_device.to = tables.add(args.to, args.count);
+  tables.send();
+  device_.launch(on_device);
 }
 
 void DeviceCompute::copy(std::byte* to, const std::byte* from, int64_t bytes) {
@@ -48,7 +61,29 @@ Status DeviceCompute::upload(std::byte* to, const std::byte* host, int64_t bytes
 
 Status DeviceCompute::download(std::byte* host, const std::byte* from, int64_t bytes) {
   device_.copy_out(host, from, bytes);
-  return device_.drain();
+  return wait_for_host();
+}
+
+Status DeviceCompute::upload_pages(std::span<std::byte* const> pages, const std::byte* host,
+                                   int64_t bytes) {
+  for (std::byte* page : pages) {
+    device_.copy_in(page, host, bytes);
+    host += bytes;
+  }
+  return wait_for_host();
+}
+
+Result<const std::byte*> DeviceCompute::look_at(const std::byte* from, int64_t bytes,
+                                                std::vector<std::byte>& room) {
+  room.resize(bytes);
+  KVSWAP_RETURN_IF_ERROR(download(room.data(), from, bytes));
+  return room.data();
+}
+
+/// For what was queued on this stream.
+Status DeviceCompute::wait_for_host() {
+  device_.record(copied_);
+  return device_.synchronize(copied_);
 }
 
 void DeviceCompute::mark_tokens() { device_.record(tokens_); }
@@ -64,22 +99,46 @@ void DeviceCompute::end_chunk() {
   device_.wait(packed_);
 }
 
-void DeviceCompute::attend(int64_t layer, const PagedAttentionArgs& args) {
+/// Its tables' copies on the device.
+PagedAttentionArgs DeviceCompute::with_tables(const PagedAttentionArgs& args) {
   const int64_t entries = args.batch * args.table_heads * args.pages_max;
   const int64_t counts = args.batch * args.table_heads;
+  const int64_t exponents = args.exponents == nullptr ? 0 : entries * args.shape.kv_heads * 2;
   const auto room = [](int64_t count, int64_t size) { return TableRing::padded(count * size); };
   auto tables = tables_->open(room(entries, sizeof(void*)) + room(entries, sizeof(uint64_t)) +
                               room(entries, sizeof(int32_t)) + room(counts, sizeof(int32_t)) +
-                              room(args.batch, sizeof(int32_t)));
+                              room(args.batch, sizeof(int32_t)) + room(exponents, 1));
   PagedAttentionArgs on_device = args;
   on_device.pages = tables.add(args.pages, entries);
   on_device.masks = tables.add(args.masks, entries);
   on_device.columns = tables.add(args.columns, entries);
   on_device.page_counts = tables.add(args.page_counts, counts);
   on_device.query_columns = tables.add(args.query_columns, args.batch);
+  if (exponents > 0) on_device.exponents = tables.add(args.exponents, exponents);
   tables.send();
-  device_.paged_attention(on_device, scratch_.data());
+  return on_device;
+}
+
+void DeviceCompute::attend(int64_t layer, const PagedAttentionArgs& args) {
+  device_.launch(AttentionCall{with_tables(args), scratch_.data()});
   device_.record(attended(layer));
+}
+
+Status DeviceCompute::weigh(const AttentionMassArgs& args) {
+  const PagedAttentionArgs& attended = args.attention;
+  const int64_t sums = attended.batch * attended.heads * attended.queries;
+  const int64_t slots =
+      attended.batch * attended.kv_heads() * attended.pages_max * attended.shape.group_tokens;
+  const int64_t bytes = slots * int64_t{sizeof(float)};
+  AttentionMassArgs on_device = {.attention = with_tables(attended)};
+  on_device.mean = log_sum_exps(nullptr) + sums;
+  if (args.square != nullptr) on_device.square = on_device.mean + slots;
+  KVSWAP_ASSERT((sums + (args.square == nullptr ? 1 : 2) * slots) * int64_t{sizeof(float)} <=
+                mass_.size());
+  device_.launch(on_device);
+  device_.copy_out(args.mean, on_device.mean, bytes);
+  if (args.square != nullptr) device_.copy_out(args.square, on_device.square, bytes);
+  return wait_for_host();
 }
 
 }  // namespace kvswap

@@ -1,8 +1,10 @@
 #include <algorithm>
 
 #include "engine/device_space.h"
+#include "engine/keeping.h"
 #include "engine/landing_lanes.h"
 #include "engine/memory_need.h"
+#include "engine/page_scores.h"
 #include "methods/device_selector.h"
 
 namespace kvswap {
@@ -30,6 +32,10 @@ int64_t attention_scratch_bytes(const EngineOptions& options, int64_t batch_max)
 
 }  // namespace
 
+int64_t outbox_note_bytes(const EngineOptions& options, int64_t record_bytes) {
+  return write_buffer_bytes(options, record_bytes) / record_bytes * options.note_bytes();
+}
+
 int64_t groups_unit(const EngineOptions& options) {
   return 4 * chunk_rows(options.group_tokens, 1) / options.group_tokens;
 }
@@ -41,18 +47,22 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   room.outbox_bytes = kWriteBuffers * write_buffer_bytes(options, record_bytes);
   if (batch == 0) return room;
   if (has_device_kernels(options.method())) {
-    room.choice = {.batch = batch,
-                   .queries = options.select_queries_max,
-                   .groups = groups,
-                   .k = std::min(options.groups_max, options.pages_max),
-                   .sinks = sink_pages(options),
-                   .rank = *std::max_element(options.ranks.begin(), options.ranks.end()),
-                   .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads};
+    room.choice = {
+        .batch = batch,
+        .queries = options.select_queries_max,
+        .groups = groups,
+        .k = std::min(options.groups_max, options.pages_max),
+        .sinks = sink_pages(options) + KeepPlan(options).tokens_max / options.group_tokens,
+        .rank = *std::max_element(options.ranks.begin(), options.ranks.end()),
+        .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads};
   }
   room.scratch_bytes = attention_scratch_bytes(options, batch);
+  room.mass_bytes =
+      batch * std::max(Keeping::sequence_bytes(options), PageScores::sequence_bytes(options));
   const int64_t entries = batch * pages_per_layer(options);
   const int64_t attention = padded(entries, sizeof(void*)) + padded(entries, sizeof(uint64_t)) +
-                            padded(entries, sizeof(int32_t)) + 2 * padded(batch, sizeof(int32_t));
+                            padded(entries, sizeof(int32_t)) + 2 * padded(batch, sizeof(int32_t)) +
+                            padded(entries, page_note_bytes(options));
   const int64_t transfers = std::max(write_buffer_bytes(options, record_bytes) / record_bytes,
                                      batch * tail_pages(options));
   const int64_t packing = padded(transfers, sizeof(void*)) + padded(transfers, sizeof(int64_t)) +
@@ -69,8 +79,9 @@ DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t tables = TableRing::kSegments * room.segment_bytes;
   const int64_t landing = room.lane_records * record_bytes;
   DeviceNeed need;
-  need.device = room.outbox_bytes + landing + tables + room.scratch_bytes;
-  need.pinned = LandingLanes::kLanes * landing + tables;
+  const int64_t notes = kWriteBuffers * outbox_note_bytes(options, record_bytes);
+  need.device = room.outbox_bytes + notes + landing + tables + room.scratch_bytes + room.mass_bytes;
+  need.pinned = LandingLanes::kLanes * landing + tables + notes;
   if (room.choice.batch > 0) {
     need.device +=
         DeviceSelector::device_bytes(options.device->scratch, options.group_tokens, room.choice);

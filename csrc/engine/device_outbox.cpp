@@ -1,5 +1,8 @@
 #include "engine/device_outbox.h"
 
+#include <cstring>
+#include <iterator>
+
 namespace kvswap {
 
 Status DeviceOutbox::open() {
@@ -12,6 +15,13 @@ Status DeviceOutbox::open() {
   auto memory = DeviceBytes::allocate(device_, bytes);
   if (!memory.is_ok()) return memory.status();
   memory_ = std::move(memory.value());
+  const int64_t note_bytes = std::ssize(sent_) * note_bytes_;
+  auto notes = DeviceBytes::allocate(device_, note_bytes);
+  if (!notes.is_ok()) return notes.status();
+  notes_ = std::move(notes.value());
+  auto pinned = PinnedBytes::allocate(device_, note_bytes);
+  if (!pinned.is_ok()) return pinned.status();
+  host_notes_ = std::move(pinned.value());
   return Status::ok();
 }
 
@@ -22,6 +32,16 @@ void DeviceOutbox::close() {
 
 std::byte* DeviceOutbox::at(const RecordStore::StagedRun& run) {
   return memory_.data() + (run.data() - staging_.data());
+}
+
+/// Where a run's notes begin, here and there.
+int64_t DeviceOutbox::first_note(const RecordStore::StagedRun& run) const {
+  KVSWAP_ASSERT(std::ssize(run.notes) <= note_bytes_);
+  return run.buffer.index * note_bytes_;
+}
+
+int8_t* DeviceOutbox::notes_at(RecordStore::StagedRun& run) {
+  return reinterpret_cast<int8_t*>(notes_.data() + first_note(run));
 }
 
 /// A run without a buffer would record an event that is none.
@@ -35,12 +55,20 @@ Outbox::Sent DeviceOutbox::send(const RecordStore::StagedRun& run, int64_t bytes
   const Device::On write(device_, Stream::kWrite);
   device_.wait(sealed_);
   device_.copy_out(run.data(), at(run), bytes);
+  if (!run.notes.empty()) {
+    device_.copy_out(host_notes_.data() + first_note(run), notes_.data() + first_note(run),
+                     std::ssize(run.notes));
+  }
   device_.record(sent_of(run));
   return Sent::kOnItsWay;
 }
 
-Status DeviceOutbox::arrive(const RecordStore::StagedRun& run) {
-  return device_.synchronize(sent_of(run));
+Status DeviceOutbox::arrive(RecordStore::StagedRun& run) {
+  KVSWAP_RETURN_IF_ERROR(device_.synchronize(sent_of(run)));
+  if (!run.notes.empty()) {
+    std::memcpy(run.notes.data(), host_notes_.data() + first_note(run), run.notes.size());
+  }
+  return Status::ok();
 }
 
 }  // namespace kvswap

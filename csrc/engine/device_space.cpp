@@ -41,7 +41,7 @@ DeviceSpace::DeviceSpace(const EngineOptions& options, int64_t record_bytes,
       device_(std::move(device)),
       compute_(*device_, tables_, page_layers(options)),
       landing_(*device_, tables_, compute_, options.layers, record_bytes, options.memory_at_end()),
-      outbox_(*device_, staging, kWriteBuffers) {}
+      outbox_(*device_, staging, kWriteBuffers, outbox_note_bytes(options, record_bytes)) {}
 
 DeviceSpace::~DeviceSpace() {
   // Errors were reported by the calls before this one.
@@ -93,7 +93,7 @@ Status DeviceSpace::reserve_tables(const DeviceRoom& room) {
                       .scratch = &options_.device->scratch,
                       .tables = tables_.get(),
                       .answer = table_memory_.data() + tables};
-  return compute_.reserve(room.scratch_bytes);
+  return compute_.reserve(room.scratch_bytes, room.mass_bytes);
 }
 
 }  // namespace kvswap

@@ -20,6 +20,7 @@ struct DeviceRoom {
   int64_t lane_records = 0;  // of one landing lane, and of the staging on the device
   int64_t outbox_bytes = 0;
   int64_t scratch_bytes = 0;  // of attention
+  int64_t mass_bytes = 0;     // what it paid, see Compute::weigh()
   int64_t segment_bytes = 0;  // of the table ring
   SelectionRoom choice;
 };
@@ -35,6 +36,8 @@ struct DeviceNeed {
 /// For a batch and `groups` sealed groups of a sequence: a multiple of groups_unit().
 DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
                        int64_t groups);
+/// Notes of a run, that stand beside each write buffer.
+int64_t outbox_note_bytes(const EngineOptions& options, int64_t record_bytes);
 /// Groups are made room for in multiples of this, so that few steps find none.
 int64_t groups_unit(const EngineOptions& options);
 

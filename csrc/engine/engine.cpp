@@ -65,6 +65,7 @@ Engine::~Engine() {
   }
   // A forked child has neither the pages nor a device and its threads: leave all of it alone.
   (void)past_.release();
+  sealer_.leave_memory();
   (void)batch_.release();
   (void)parts_->selector.release();
   (void)parts_->space.release();
@@ -190,8 +191,9 @@ Status Engine::attend(const AttendArgs& args) {
     parts_->space->compute().attend(args.layer, kernel);
   }
   Status finished = audit_.finish(kernel);
-  keeping_.observe_step(args.layer, kernel);
-  page_scores_.rate(step, args.layer, kernel);
+  Status observed = keeping_.observe_step(args.layer, kernel);
+  if (observed.is_ok()) observed = page_scores_.rate(step, args.layer, kernel);
+  if (finished.is_ok()) finished = std::move(observed);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
   if (finished.is_ok()) finished = clustering_.catch_up(args.layer);
   if (finished.is_ok()) keeping_.dropping().drop_past(args.layer);

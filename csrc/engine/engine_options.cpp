@@ -77,27 +77,18 @@ Status EngineOptions::validate() const {
     return Status::invalid("session: query_heads must be a multiple of kv_heads, got " +
                            std::to_string(query_heads) + " and " + std::to_string(kv_heads));
   }
-  if (device && has_float8_records()) {
-    return Status::invalid(
-        "session: records must be 'model' where pages are a device's, got 'fp8', which the CPU "
-        "alone reads; leave records out, or keep the cache in host memory");
-  }
-  if (device && keeper != "none") {
-    return Status::invalid("session: keeper must be 'none' where pages are a device's, got '" +
-                           keeper + "', which the CPU alone has; keep the cache in host memory");
-  }
-  if (device && replacement == "score") {
-    return Status::invalid(
-        "session: replacement must not be 'score' where pages are a device's, since the CPU alone "
-        "finds out what they were paid; take lru, or keep the cache in host memory");
-  }
   if (device && has_clusters(*this)) {
     return Status::invalid(
         "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
-        "CPU "
-        "alone has so far; keep the cache in host memory");
+        "CPU alone has so far; keep the cache in host memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
+  if (device && keep_share == "auto" && has_device_kernels(method())) {
+    return Status::invalid(
+        "session: keep_share must be 'fixed' where a device chooses (rows=" + rows +
+        "), which takes as many groups in every step, got 'auto'; take other rows, or keep "
+        "the cache in host memory");
+  }
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
                            std::to_string(layers) + "), got " + std::to_string(ranks.size()));
@@ -116,6 +107,12 @@ Status EngineOptions::validate() const {
 Status EngineOptions::check_place() const {
   if (!directory.empty()) return Status::ok();
   const std::string end = "; name a folder on a disk";
+  if (drops() && device) {
+    return Status::invalid(
+        "session: directory must be given where pages are a device's, since what a step drops is "
+        "the host's, got none" +
+        end + ", or keep the cache in host memory");
+  }
   if (!drops()) {
     return Status::invalid("session: directory must be given where every token is kept (rows=" +
                            rows + ", keeper=" + keeper + "), got none" + end +

@@ -30,8 +30,9 @@ class HostLanding final : public Landing {
 class HostOutbox final : public Outbox {
  public:
   std::byte* at(const RecordStore::StagedRun& run) override { return run.data(); }
+  int8_t* notes_at(RecordStore::StagedRun& run) override { return run.notes.data(); }
   Sent send(const RecordStore::StagedRun&, int64_t) override { return Sent::kArrived; }
-  Status arrive(const RecordStore::StagedRun&) override { return Status::ok(); }
+  Status arrive(RecordStore::StagedRun&) override { return Status::ok(); }
 };
 
 class HostCompute final : public Compute {
@@ -62,9 +63,26 @@ class HostCompute final : public Compute {
     std::memcpy(host, from, bytes);
     return Status::ok();
   }
+  Status upload_pages(std::span<std::byte* const> pages, const std::byte* host,
+                      int64_t bytes) override {
+    for (std::byte* page : pages) {
+      std::memcpy(page, host, bytes);
+      host += bytes;
+    }
+    return Status::ok();
+  }
+  Result<const std::byte*> look_at(const std::byte* from, int64_t,
+                                   std::vector<std::byte>&) override {
+    return from;
+  }
 
   void attend(int64_t, const PagedAttentionArgs& args) override {
     paged_attention(args, execution_);
+  }
+  float* log_sum_exps(float* host) override { return host; }
+  Status weigh(const AttentionMassArgs& args) override {
+    attention_mass(args, execution_);
+    return Status::ok();
   }
   Status hand_back() override { return Status::ok(); }
   void set_compute_stream(void*) override {}

@@ -132,9 +132,9 @@ double Joining::ratio(int64_t layer, int64_t part) const {
   return most > 0 ? *own / most : 1.0;
 }
 
-void Joining::observe_step(int64_t layer, const PagedAttentionArgs& attended, StepMass& mass) {
+Status Joining::observe_step(int64_t layer, const PagedAttentionArgs& attended, StepMass& mass) {
   const EngineOptions& options = parts_.options;
-  if (!options.keeps_tokens(layer)) return;
+  if (!options.keeps_tokens(layer)) return Status::ok();
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
@@ -142,12 +142,14 @@ void Joining::observe_step(int64_t layer, const PagedAttentionArgs& attended, St
     kept.next.reset();
     if (!lacks_room(layer, part)) continue;
     if (!is_weighed) {
-      mass.weigh(attended, options.keep_variance > 0 ? StepMass::Numbers::kMeansAndSquares
-                                                     : StepMass::Numbers::kMeans);
+      KVSWAP_RETURN_IF_ERROR(mass.weigh(attended, options.keep_variance > 0
+                                                      ? StepMass::Numbers::kMeansAndSquares
+                                                      : StepMass::Numbers::kMeans));
       is_weighed = true;
     }
     choose_who_stays(layer, part, attended, mass);
   }
+  return Status::ok();
 }
 
 void Joining::choose_who_stays(int64_t layer, int64_t part, const PagedAttentionArgs& attended,

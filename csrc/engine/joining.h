@@ -25,7 +25,7 @@ class Joining {
   /// Will it be full once what is due has left the tail? Then the step is to be observed.
   bool lacks_room(int64_t layer, int64_t part) const;
   /// After each step: who will stay where there will be no room. `mass` weighs it where that is so.
-  void observe_step(int64_t layer, const PagedAttentionArgs& attended, StepMass& mass);
+  Status observe_step(int64_t layer, const PagedAttentionArgs& attended, StepMass& mass);
 
   /// Has something left the tail that had no chance to be kept?
   bool is_behind(int64_t layer, int64_t part) const;

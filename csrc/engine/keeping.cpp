@@ -44,12 +44,12 @@ float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
   return nullptr;
 }
 
-void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
+Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   if (parts_.keep.kind.joins) return joining_.observe_step(layer, attended, step_);
-  if (!options.keeps_tokens(layer) || options.keep_interval == 0) return;
-  if (parts_.keep.kind.is_given) return;
-  if (parts_.keep.weighs_disk) take_queries(layer, attended);
+  if (!options.keeps_tokens(layer) || options.keep_interval == 0) return Status::ok();
+  if (parts_.keep.kind.is_given) return Status::ok();
+  if (parts_.keep.weighs_disk) KVSWAP_RETURN_IF_ERROR(take_queries(layer, attended));
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
@@ -59,10 +59,11 @@ void Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
     kept.seen_columns = std::max(kept.seen_columns, columns);
     kept.count_queries(fresh, options.keep_interval);
     if (!is_part_observed) continue;
-    if (!is_weighed) step_.weigh(attended);
+    if (!is_weighed) KVSWAP_RETURN_IF_ERROR(step_.weigh(attended));
     is_weighed = true;
     add_paid(layer, part, fresh, attended);
   }
+  return Status::ok();
 }
 
 /// What the newest `queries` of an observed step paid, to the part's mass.
@@ -87,16 +88,30 @@ void Keeping::add_paid(int64_t layer, int64_t part, int64_t queries,
 }
 
 /// Decoded queries become the newest of each part's window.
-void Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) {
+Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   const int64_t heads = options.query_heads;
   const int64_t bytes = dtype_bytes(options.dtype);
+  Compute& compute = parts_.space->compute();
+  const int64_t reach = (attended.batch - 1) * attended.query_batch_stride +
+                        (attended.heads - 1) * attended.query_head_stride +
+                        (attended.queries - 1) * attended.query_token_stride + options.head_dim;
+  const auto queries =
+      compute.look_at(static_cast<const std::byte*>(attended.query), reach * bytes, queries_);
+  if (!queries.is_ok()) return queries.status();
+  const float* sinks = nullptr;
+  if (attended.sinks != nullptr) {
+    const auto seen = compute.look_at(reinterpret_cast<const std::byte*>(attended.sinks),
+                                      attended.heads * int64_t{sizeof(float)}, sinks_);
+    if (!seen.is_ok()) return seen.status();
+    sinks = reinterpret_cast<const float*>(seen.value());
+  }
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens::Window& window = batch_.pages(part).kept(layer).window;
     const int64_t first_head = part % options.heads_apart * heads;
     const int64_t from = part / options.heads_apart * attended.query_batch_stride +
                          first_head * attended.query_head_stride;
-    window.add({.queries = static_cast<const std::byte*>(attended.query) + from * bytes,
+    window.add({.queries = queries.value() + from * bytes,
                 .head_stride = attended.query_head_stride * bytes,
                 .query_stride = attended.query_token_stride * bytes,
                 .row_bytes = options.head_dim * bytes,
@@ -107,9 +122,10 @@ void Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) {
     window.scale = attended.scale;
     window.softcap = attended.softcap;
     window.sinks.clear();
-    if (attended.sinks == nullptr) continue;
-    window.sinks.assign(attended.sinks + first_head, attended.sinks + first_head + heads);
+    if (sinks == nullptr) continue;
+    window.sinks.assign(sinks + first_head, sinks + first_head + heads);
   }
+  return Status::ok();
 }
 
 Status Keeping::turn(int64_t layer, int64_t column) {

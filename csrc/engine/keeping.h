@@ -54,7 +54,7 @@ class Keeping {
   float* log_sum_exp(int64_t layer, int64_t queries);
   /// Afterwards, with the arguments of that attention. A step that is made again since another
   /// layer failed counts once.
-  void observe_step(int64_t layer, const PagedAttentionArgs& attended);
+  Status observe_step(int64_t layer, const PagedAttentionArgs& attended);
 
   /// Chooses anew where that is due, for a step whose first token stands at `column`. The layer's
   /// pages must not be planned for.
@@ -74,7 +74,7 @@ class Keeping {
  private:
   bool is_observed(const KeptTokens& kept) const;
   bool is_due(int64_t layer, int64_t part, int64_t column) const;
-  void take_queries(int64_t layer, const PagedAttentionArgs& attended);
+  Status take_queries(int64_t layer, const PagedAttentionArgs& attended);
   void add_paid(int64_t layer, int64_t part, int64_t queries, const PagedAttentionArgs& attended);
   std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh(int64_t layer, int64_t part);
@@ -91,6 +91,9 @@ class Keeping {
   Joining joining_;
   StepMass step_;
   std::vector<float> mass_;  // of a turn, where it is not what is summed up between turns
+  // Of a step on a device.
+  std::vector<std::byte> queries_;
+  std::vector<std::byte> sinks_;
 };
 
 }  // namespace kvswap

@@ -1,7 +1,7 @@
 #include "engine/kept_pages.h"
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "engine/page_tokens.h"
@@ -24,8 +24,36 @@ int64_t KeptPages::fixed_bytes(const EngineOptions& apart, int64_t record_bytes)
   const int64_t loads = 2 * past_block_groups(apart, record_bytes) * Fetch::bytes_per_load();
   // A record, and a page that is encoded.
   const int64_t rounded = keep.kind.joins ? 2 * apart.group_bytes() : 0;
-  return loads + rounded + (keep.pages + 1) * apart.group_bytes() +
+  const int64_t copies = apart.device ? keep.pages * token_page_bytes(apart, record_bytes) +
+                                            (keep.kind.joins ? apart.group_bytes() : 0)
+                                      : 0;
+  return loads + rounded + copies + (keep.pages + 1) * apart.group_bytes() +
          apart.keep_tokens * int64_t{sizeof(size_t)};
+}
+
+/// Before they are read: they stand until they are written.
+Status KeptPages::look_at_kept(int64_t layer, int64_t part) {
+  const int64_t bytes = parts_.keep.pages * token_page_bytes(parts_.options, parts_.record_bytes());
+  SequencePages& pages = batch_.pages(part);
+  if (pages.kept(layer).count() == 0) return Status::ok();
+  auto seen = parts_.space->compute().look_at(pages.kept_page(layer, 0), bytes, kept_copy_);
+  if (!seen.is_ok()) return seen.status();
+  kept_ = seen.value();
+  return Status::ok();
+}
+
+const std::byte* KeptPages::kept_page(int64_t page) const {
+  return kept_ + page * token_page_bytes(parts_.options, parts_.record_bytes());
+}
+
+/// The first of what was gathered becomes kept pages.
+Status KeptPages::write(int64_t layer, int64_t part, int64_t first_page, int64_t count) {
+  std::vector<std::byte*> pages;
+  for (int64_t page = first_page; page < first_page + count; ++page) {
+    pages.push_back(batch_.pages(part).kept_page(layer, page));
+  }
+  return parts_.space->compute().upload_pages(pages, gathered_.data(),
+                                              parts_.options.group_bytes());
 }
 
 Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
@@ -33,13 +61,10 @@ Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> column
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
   if (columns == kept.columns() && float8 == kept.float8()) return Status::ok();
-  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, {columns}));
   std::vector<int8_t> exponents;
   encode(layer, part, float8, exponents);
-  for (int64_t page = 0; page < parts_.keep.pages; ++page) {
-    std::memcpy(batch_.pages(part).kept_page(layer, page),
-                gathered_.data() + page * options.group_bytes(), options.group_bytes());
-  }
+  KVSWAP_RETURN_IF_ERROR(write(layer, part, 0, parts_.keep.pages));
   kept.set_float8(std::move(float8), std::move(exponents));
   kept.set(std::move(columns), options.group_tokens);
   return Status::ok();
@@ -47,37 +72,38 @@ Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> column
 
 Status KeptPages::append(int64_t layer, int64_t part, std::span<const int32_t> columns) {
   const int64_t group_tokens = parts_.options.group_tokens;
-  const RecordShape shape = parts_.options.record_shape();
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  KVSWAP_RETURN_IF_ERROR(gather(layer, part, columns));
   std::vector<int32_t> all = kept.columns();
-  for (size_t i = 0; i < columns.size(); ++i) {
-    const auto from = static_cast<int64_t>(i);
-    const auto to = static_cast<int64_t>(all.size());
-    copy_token(shape, {batch_.pages(part).kept_page(layer, to / group_tokens), to % group_tokens},
-               gathered_.data() + from / group_tokens * shape.payload_bytes(), from % group_tokens);
-    all.push_back(columns[i]);
-  }
+  const auto before = static_cast<int64_t>(all.size());
+  all.insert(all.end(), columns.begin(), columns.end());
+  const int64_t first_page = before / group_tokens;
+  const int64_t in_first = before % group_tokens;
+  const int64_t pages = (std::ssize(all) + group_tokens - 1) / group_tokens - first_page;
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, {columns, in_first}));
+  for (int64_t slot = 0; slot < in_first; ++slot) put(slot, kept_page(first_page), slot);
+  KVSWAP_RETURN_IF_ERROR(write(layer, part, first_page, pages));
   kept.set(std::move(all), group_tokens);
   return Status::ok();
 }
 
 /// The tokens of `columns`, packed to gathered_.
-Status KeptPages::gather(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+Status KeptPages::gather(int64_t layer, int64_t part, const Wanted& wanted) {
   const EngineOptions& options = parts_.options;
   SequencePages& pages = batch_.pages(part);
   const std::vector<int32_t>& kept = pages.kept(layer).columns();
   const int64_t gone = parts_.store->tables().first_group(layer, part) * options.group_tokens;
+  const std::span<const int32_t> columns = wanted.columns;
+  KVSWAP_RETURN_IF_ERROR(look_at_kept(layer, part));
   gathered_.resize(parts_.keep.pages * options.group_bytes());
   decoded_.resize(options.group_bytes());
   missing_.clear();
   const std::byte* page = nullptr;
   int64_t group = -1;  // that stands in the page
   for (size_t i = 0; i < columns.size(); ++i) {
-    const auto to = static_cast<int64_t>(i);
+    const int64_t to = wanted.first_place + static_cast<int64_t>(i);
     const int64_t place = place_of(kept, columns[i]);
     if (place < std::ssize(kept)) {
-      put(to, pages.kept_page(layer, place / options.group_tokens), place % options.group_tokens);
+      put(to, kept_page(place / options.group_tokens), place % options.group_tokens);
       continue;
     }
     if (columns[i] < gone) {
@@ -86,7 +112,9 @@ Status KeptPages::gather(int64_t layer, int64_t part, std::span<const int32_t> c
     }
     if (columns[i] / options.group_tokens != group) {
       group = columns[i] / options.group_tokens;
-      page = page_in_tail(layer, part, group);
+      auto in_tail = page_in_tail(layer, part, group);
+      if (!in_tail.is_ok()) return in_tail.status();
+      page = in_tail.value();
     }
     if (page == nullptr) {
       missing_.push_back(i);
@@ -95,15 +123,16 @@ Status KeptPages::gather(int64_t layer, int64_t part, std::span<const int32_t> c
     }
   }
   for (size_t first = 0, end = 0; first < missing_.size(); first = end) {
-    KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, columns, first, end));
+    KVSWAP_RETURN_IF_ERROR(read_groups(layer, part, wanted, first, end));
   }
   return Status::ok();
 }
 
 /// The groups of missing_[first] and the next, as many as a block holds; `end`: where they end.
-Status KeptPages::read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns,
-                              size_t first, size_t& end) {
+Status KeptPages::read_groups(int64_t layer, int64_t part, const Wanted& wanted, size_t first,
+                              size_t& end) {
   const EngineOptions& options = parts_.options;
+  const std::span<const int32_t> columns = wanted.columns;
   auto blocks = past_.blocks();
   if (!blocks.is_ok()) return blocks.status();
   const int64_t most = 2 * blocks.value().groups;
@@ -131,31 +160,43 @@ Status KeptPages::read_groups(int64_t layer, int64_t part, std::span<const int32
     parts_.store->copy_note(layer, part, load.group, note.data());
     const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
     for (; i < end && group_of(i) == load.group; ++i) {
-      put(static_cast<int64_t>(missing_[i]), page, columns[missing_[i]] % options.group_tokens);
+      put(wanted.first_place + static_cast<int64_t>(missing_[i]), page,
+          columns[missing_[i]] % options.group_tokens);
     }
   }
   return Status::ok();
 }
 
 /// A sealed group that still stands in the tail's pages, as its record has it; null: it does not.
-const std::byte* KeptPages::page_in_tail(int64_t layer, int64_t part, int64_t group) {
+Result<const std::byte*> KeptPages::page_in_tail(int64_t layer, int64_t part, int64_t group) {
   const EngineOptions& options = parts_.options;
-  if (!parts_.keep.kind.joins || group < batch_.layer(layer).first_in_tail) return nullptr;
-  const std::byte* page = tail_.page(layer, part, group);
-  if (!options.has_float8_records()) return page;
+  if (!parts_.keep.kind.joins || group < batch_.layer(layer).first_in_tail) {
+    return static_cast<const std::byte*>(nullptr);
+  }
+  auto page = parts_.space->compute().look_at(tail_.page(layer, part, group), options.group_bytes(),
+                                              tail_copy_);
+  if (!page.is_ok() || !options.has_float8_records()) return page;
   rounded_.resize(options.payload_bytes());
   std::vector<int8_t> exponents(options.note_bytes());
-  encode_page(options, page, rounded_.data(), exponents.data());
+  encode_page(options, page.value(), rounded_.data(), exponents.data());
   return tokens_of_page(options, rounded_.data(), exponents.data(), decoded_.data());
 }
 
 const std::byte* KeptPages::decoded(int64_t layer, int64_t part, int64_t page) {
+  const Status looked_at = look_at_kept(layer, part);
+  KVSWAP_ASSERT(looked_at.is_ok());
+  return decode(layer, part, page);
+}
+
+const std::byte* KeptPages::decode(int64_t layer, int64_t part, int64_t page) {
   const EngineOptions& options = parts_.options;
-  SequencePages& pages = batch_.pages(part);
+  const int64_t each = parts_.keep.float8_per_token;
   decoded_.resize(options.group_bytes());
-  decode_page(options, pages.kept_float8_page(layer, page),
-              pages.kept(layer).exponents().data() + page * page_note_bytes(options),
-              decoded_.data());
+  decode_page(
+      options,
+      kept_page(parts_.keep.pages - 1 - page / each) + page % each * (options.group_bytes() / each),
+      batch_.pages(part).kept(layer).exponents().data() + page * page_note_bytes(options),
+      decoded_.data());
   return decoded_.data();
 }
 
@@ -165,7 +206,7 @@ void KeptPages::put_rounded(int64_t layer, int64_t part, int32_t column, int64_t
   const int64_t from = place_of(float8, column);
   KVSWAP_ASSERT(from < std::ssize(float8));
   const int64_t group_tokens = parts_.options.group_tokens;
-  put(place, decoded(layer, part, from / group_tokens), from % group_tokens);
+  put(place, decode(layer, part, from / group_tokens), from % group_tokens);
 }
 
 void KeptPages::put(int64_t place, const std::byte* page, int64_t slot) {
@@ -182,8 +223,7 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> col
   const int64_t group_tokens = options.group_tokens;
   const int64_t each = parts_.keep.float8_per_token;
   const int64_t note_bytes = page_note_bytes(options);
-  SequencePages& pages = batch_.pages(part);
-  const KeptTokens& kept = pages.kept(layer);
+  const KeptTokens& kept = batch_.pages(part).kept(layer);
   const auto count = static_cast<int64_t>(columns.size());
   exponents.resize((count + group_tokens - 1) / group_tokens * note_bytes);
   int64_t in_room = -1;  // page that stands in decoded_
@@ -195,10 +235,10 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> col
       const int64_t place = is_float8 ? in_float8 : place_of(kept.columns(), columns[i]);
       const int64_t from = place / group_tokens;
       if (is_float8 && std::exchange(in_room, from) != from) {
-        decoded(layer, part, from);
+        decode(layer, part, from);
       }
       copy_token(shape, {unencoded_.data(), i % group_tokens},
-                 is_float8 ? decoded_.data() : pages.kept_page(layer, from), place % group_tokens);
+                 is_float8 ? decoded_.data() : kept_page(from), place % group_tokens);
     }
     encode_page(options, unencoded_.data(),
                 gathered_.data() + (parts_.keep.pages - 1 - page / each) * options.group_bytes() +

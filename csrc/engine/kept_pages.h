@@ -16,8 +16,8 @@ namespace kvswap {
 /// Copies the bytes of tokens that are kept to pages of their own (SequencePages::kept_page()), in
 /// the order of their columns: from where they are kept already, from the tail's pages where tokens
 /// join (KeeperKind), or from the file, where everything stays as it is. Those that are to be kept
-/// in e4m3 are encoded; one whose record is gone is decoded. An error leaves what was kept.
-/// Not thread-safe.
+/// in e4m3 are encoded; one whose record is gone is decoded. The host does all of it: of a device
+/// it copies what is there, and what comes there. An error leaves what was kept. Not thread-safe.
 class KeptPages {
  public:
   KeptPages(EngineParts& parts, Batch& batch, const Tail& tail, Sealer& sealer, PastReader& past)
@@ -31,17 +31,24 @@ class KeptPages {
   Status append(int64_t layer, int64_t part, std::span<const int32_t> columns);
 
   /// Kept page `page` of those in e4m3, in the model's dtype: [group_bytes]. Stands until the next
-  /// call.
+  /// call. Pages must be the host's.
   const std::byte* decoded(int64_t layer, int64_t part, int64_t page);
 
   /// What it allocates.
   static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
 
  private:
-  Status gather(int64_t layer, int64_t part, std::span<const int32_t> columns);
-  Status read_groups(int64_t layer, int64_t part, std::span<const int32_t> columns, size_t first,
-                     size_t& end);
-  const std::byte* page_in_tail(int64_t layer, int64_t part, int64_t group);
+  Status look_at_kept(int64_t layer, int64_t part);
+  const std::byte* kept_page(int64_t page) const;
+  const std::byte* decode(int64_t layer, int64_t part, int64_t page);
+  struct Wanted {
+    std::span<const int32_t> columns;
+    int64_t first_place = 0;  // of the first, in gathered_
+  };
+  Status gather(int64_t layer, int64_t part, const Wanted& wanted);
+  Status read_groups(int64_t layer, int64_t part, const Wanted& wanted, size_t first, size_t& end);
+  Status write(int64_t layer, int64_t part, int64_t first_page, int64_t count);
+  Result<const std::byte*> page_in_tail(int64_t layer, int64_t part, int64_t group);
   void put_rounded(int64_t layer, int64_t part, int32_t column, int64_t place);
   /// Token `slot` of a page becomes gathered token `place`.
   void put(int64_t place, const std::byte* page, int64_t slot);
@@ -54,6 +61,9 @@ class KeptPages {
   Sealer& sealer_;
   PastReader& past_;
 
+  const std::byte* kept_ = nullptr;   // the part's kept pages, as the host reads them
+  std::vector<std::byte> kept_copy_;  // the same, of a device
+  std::vector<std::byte> tail_copy_;  // [group_bytes], of a device
   std::vector<std::byte> gathered_;   // [kept_pages, group_bytes]
   std::vector<std::byte> decoded_;    // [group_bytes]
   std::vector<std::byte> rounded_;    // [payload_bytes]: of records in e4m3, before that

@@ -48,11 +48,11 @@ void LandingLanes::copy(Fetch& fetch, std::byte* staging, std::byte* const* page
   const auto count = static_cast<int64_t>(fetch.loads.size());
   device_.record(lane.begins);
   device_.copy_in(staging, memory(fetch.lane), count * record_bytes_);
-  device_.copy_records({.source = staging,
-                        .source_stride = record_bytes_,
-                        .targets = reinterpret_cast<void* const*>(pages),
-                        .count = count,
-                        .bytes = record_bytes_});
+  device_.launch(cuda::CopyRecordsArgs{.source = staging,
+                                       .source_stride = record_bytes_,
+                                       .targets = reinterpret_cast<void* const*>(pages),
+                                       .count = count,
+                                       .bytes = record_bytes_});
   device_.record(lane.copied);
   lane.is_timed = true;
 }

@@ -17,11 +17,11 @@ float* PageScores::log_sum_exp(int64_t queries) {
   return is_wanted(parts_.options) ? mass_.log_sum_exp(queries) : nullptr;
 }
 
-void PageScores::rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended) {
+Status PageScores::rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
-  if (!is_wanted(options) || step.pages().empty()) return;
+  if (!is_wanted(options) || step.pages().empty()) return Status::ok();
   const int64_t group_tokens = options.group_tokens;
-  mass_.weigh(attended);
+  KVSWAP_RETURN_IF_ERROR(mass_.weigh(attended));
   const Batch::Layer& state = batch_.layer(layer);
   const int64_t in_tail = (state.columns + group_tokens - 1) / group_tokens - state.sealed_groups;
   for (int64_t part = 0; part < batch_.size(); ++part) {
@@ -37,6 +37,7 @@ void PageScores::rate(const LayerStep& step, int64_t layer, const PagedAttention
       batch_.pages(part).map(layer).rate(pages[i], paid > 0 ? paid : 0);  // NaN: nothing
     }
   }
+  return Status::ok();
 }
 
 }  // namespace kvswap

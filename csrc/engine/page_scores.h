@@ -20,7 +20,7 @@ class PageScores {
   /// Where a step's attention must leave its own, unless another asks for it too; null: not wanted.
   float* log_sum_exp(int64_t queries);
   /// Afterwards, with the arguments of that attention, before anything is sealed.
-  void rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended);
+  Status rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended);
 
   /// What it allocates, beside each of the parts' sequences.
   static int64_t sequence_bytes(const EngineOptions& apart);

@@ -3,7 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "engine/fetcher.h"
 #include "kernels/cuda/kernels.h"
@@ -38,16 +40,18 @@ class Landing {
   virtual std::byte* landing_in(std::byte* page) const = 0;
 };
 
-/// Records out: packed at(run), sent, arrived in the run's buffer.
+/// Records out: packed at(run), their notes at notes_at(run), sent, arrived in the run.
 class Outbox {
  public:
   enum class Sent { kArrived, kOnItsWay };
 
   virtual ~Outbox() = default;
   virtual std::byte* at(const RecordStore::StagedRun& run) = 0;
+  /// [count, note_bytes].
+  virtual int8_t* notes_at(RecordStore::StagedRun& run) = 0;
   virtual Sent send(const RecordStore::StagedRun& run, int64_t bytes) = 0;
   /// Waits for what is on its way.
-  virtual Status arrive(const RecordStore::StagedRun& run) = 0;
+  virtual Status arrive(RecordStore::StagedRun& run) = 0;
 };
 
 /// Tokens and pages, and the attention over them. The arrays of BatchTransferArgs are the host's.
@@ -55,11 +59,17 @@ class Compute {
  public:
   virtual ~Compute() = default;
   virtual void pack(const cuda::BatchTransferArgs& args) = 0;
-  /// Pages of tokens to records of e4m3; the arrays, exponents too, are the host's.
+  /// Pages of tokens to records of e4m3; the arrays are the host's, the exponents the space's.
   virtual void encode(const RecordCodecArgs& args) = 0;
   virtual void copy(std::byte* to, const std::byte* from, int64_t bytes) = 0;
   virtual Status upload(std::byte* to, const std::byte* host, int64_t bytes) = 0;
   virtual Status download(std::byte* host, const std::byte* from, int64_t bytes) = 0;
+  /// Pages of `bytes` each, from as many that stand one after the other.
+  virtual Status upload_pages(std::span<std::byte* const> pages, const std::byte* host,
+                              int64_t bytes) = 0;
+  /// Bytes as the host reads them: where they are, or a copy in `room`.
+  virtual Result<const std::byte*> look_at(const std::byte* from, int64_t bytes,
+                                           std::vector<std::byte>& room) = 0;
 
   /// Packing inside begin_chunk()..end_chunk() depends only on work queued before mark_tokens(),
   /// so it overlaps with what the caller computes after that.
@@ -69,6 +79,12 @@ class Compute {
 
   /// Tables are the host's; query and output the space's.
   virtual void attend(int64_t layer, const PagedAttentionArgs& args) = 0;
+  /// Where an attention that is to be weighed leaves its log-sum-exps: `host`, which has room for
+  /// them, or as many elsewhere, until the next.
+  virtual float* log_sum_exps(float* host) = 0;
+  /// What the newest attention paid, with its arguments; mean and square are the host's, and are
+  /// there afterwards.
+  virtual Status weigh(const AttentionMassArgs& args) = 0;
   /// What callers lent for a call may be used and freed by them again.
   virtual Status hand_back() = 0;
   virtual void set_compute_stream(void* stream) = 0;

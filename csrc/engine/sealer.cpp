@@ -154,7 +154,7 @@ Status Sealer::make_unencoded() {
   auto pool = parts_.space->make_pool(encoded_at_once(parts_.options, record_bytes),
                                       token_page_bytes(parts_.options, record_bytes));
   if (!pool.is_ok()) return pool.status();
-  unencoded_ = std::move(pool.value());
+  unencoded_ = std::make_unique<PagePool>(std::move(pool.value()));
   return Status::ok();
 }
 
@@ -163,6 +163,7 @@ void Sealer::encode(RecordStore::StagedRun& run, int64_t first,
                     std::span<const void* const> pages) {
   const EngineOptions& options = parts_.options;
   std::byte* outbox = parts_.space->outbox().at(run);
+  int8_t* notes = parts_.space->outbox().notes_at(run);
   std::vector<void*> records(pages.size());
   for (size_t i = 0; i < pages.size(); ++i) {
     records[i] = outbox + (first + static_cast<int64_t>(i)) * parts_.record_bytes();
@@ -171,7 +172,7 @@ void Sealer::encode(RecordStore::StagedRun& run, int64_t first,
                                   .dtype = options.dtype,
                                   .from = pages.data(),
                                   .to = records.data(),
-                                  .exponents = run.notes.data() + first * options.note_bytes(),
+                                  .exponents = notes + first * options.note_bytes(),
                                   .count = static_cast<int64_t>(pages.size())});
 }
 
@@ -226,7 +227,7 @@ Status Sealer::commit(RecordStore::StagedRun run, std::span<const int64_t> seque
 }
 
 Status Sealer::hand_over_oldest() {
-  const RecordStore::StagedRun run = std::move(sent_.front());
+  RecordStore::StagedRun run = std::move(sent_.front());
   sent_.pop_front();
   const Status arrived = parts_.space->outbox().arrive(run);
   const Status handed_over = parts_.store->hand_over(run);

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 #include <deque>
-#include <optional>
+#include <memory>
 #include <span>
 
 #include "engine/account.h"
@@ -40,6 +40,9 @@ class Sealer {
   /// The same, where something of this layer is on its way.
   Status settle_layer(int64_t layer);
 
+  /// In a forked child, which has no device whose memory it could free.
+  void leave_memory() { (void)unencoded_.release(); }
+
   /// The keys of a record, where it stands.
   KeyView keys_of(const std::byte* record) const;
 
@@ -69,7 +72,7 @@ class Sealer {
   Tail& tail_;
   Account& account_;
   std::deque<RecordStore::StagedRun> sent_;  // on their way from the device, oldest first
-  std::optional<PagePool> unencoded_;        // of a long chunk, what is encoded next
+  std::unique_ptr<PagePool> unencoded_;      // of a long chunk, what is encoded next
 };
 
 }  // namespace kvswap

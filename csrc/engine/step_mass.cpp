@@ -11,18 +11,17 @@ int64_t StepMass::sequence_bytes(const EngineOptions& apart, Numbers numbers) {
 
 float* StepMass::log_sum_exp(int64_t queries) {
   log_sums_.resize(batch_.size() * parts_.options.query_heads * queries);
-  return log_sums_.data();
+  return parts_.space->compute().log_sum_exps(log_sums_.data());
 }
 
-void StepMass::weigh(const PagedAttentionArgs& attended, Numbers numbers) {
+Status StepMass::weigh(const PagedAttentionArgs& attended, Numbers numbers) {
   const EngineOptions& options = parts_.options;
   pages_max_ = attended.pages_max;
   mean_.resize(batch_.size() * options.kv_heads * pages_max_ * options.group_tokens);
   square_.resize(numbers == Numbers::kMeansAndSquares ? mean_.size() : 0);
-  attention_mass({.attention = attended,
-                  .mean = mean_.data(),
-                  .square = square_.empty() ? nullptr : square_.data()},
-                 {.parallel = parts_.threads()});
+  return parts_.space->compute().weigh({.attention = attended,
+                                        .mean = mean_.data(),
+                                        .square = square_.empty() ? nullptr : square_.data()});
 }
 
 }  // namespace kvswap

@@ -20,7 +20,7 @@ class StepMass {
 
   enum class Numbers : int8_t { kMeans, kMeansAndSquares };
   /// Afterwards, with the arguments of that attention.
-  void weigh(const PagedAttentionArgs& attended, Numbers numbers = Numbers::kMeans);
+  Status weigh(const PagedAttentionArgs& attended, Numbers numbers = Numbers::kMeans);
 
   /// [group_tokens]: of a page of the step's table, by its place there.
   const float* means(int64_t part, int64_t head, int64_t entry) const {

@@ -34,7 +34,9 @@ int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_by
                                           : 0;
   const int64_t agreed =
       keep.shares_groups ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
-  return WindowBlock::bytes(apart, block) + mean + log_sums + output + agreed;
+  const int64_t tail =
+      keep.weighs_disk && apart.device ? tail_pages(apart) * apart.group_bytes() : 0;
+  return WindowBlock::bytes(apart, block) + mean + log_sums + output + agreed + tail;
 }
 
 Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mass) {
@@ -96,8 +98,12 @@ Status WindowWeigher::sum_past(int64_t layer, int64_t part) {
   const PastReader::Groups newest = {layer, part, state.sealed_groups, end - state.sealed_groups};
   PastPages& listed = block_.listed();
   listed.pages.clear();
+  tail_copies_.resize(tail_pages(options));
   for (int64_t group = newest.first; group < end; ++group) {
-    listed.pages.push_back(tail_.page(layer, part, group));
+    auto page = parts_.space->compute().look_at(
+        tail_.page(layer, part, group), options.group_bytes(), tail_copies_[group - newest.first]);
+    if (!page.is_ok()) return page.status();
+    listed.pages.push_back(page.value());
   }
   listed.exponents.assign(newest.count * options.note_bytes(), kNotFloat8);
   block_.take(newest, batch_);

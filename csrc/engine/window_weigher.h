@@ -79,7 +79,8 @@ class WindowWeigher {
   PastReader& past_;
   Dropping& dropping_;
 
-  std::vector<float> window_sums_;  // [heads, queries]: log-sum-exps of a window
+  std::vector<std::vector<std::byte>> tail_copies_;  // of a device: [tail_pages][group_bytes]
+  std::vector<float> window_sums_;                   // [heads, queries]: log-sum-exps of a window
   std::optional<TopOverlap> overlap_;
   AttentionShape shape_;  // of the window's attention to what is before it
   // Of the block that is weighed.

@@ -6,7 +6,7 @@ namespace kvswap {
 
 struct AttentionMassArgs {
   /// Table, query, scale and softcap; log_sum_exp is read, values, sinks and output are not. Pages
-  /// in e4m3 count on the CPU alone.
+  /// in e4m3 count as what they decode to.
   PagedAttentionArgs attention = {};
   float* mean = nullptr;    // [batch, kv_heads, pages_max * group_tokens] out
   float* square = nullptr;  // the same; null: not wanted

@@ -140,7 +140,7 @@ void DeviceSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
   auto tables = tables_->open(bytes_of(args.count, sizeof(cuda::ProjectPiece)));
   args.pieces = tables.add(table);
   tables.send();
-  device_.project_keys(args);
+  device_.launch(args);
 }
 
 void DeviceSelector::choose(const ChooseArgs& args) {
@@ -161,22 +161,23 @@ Status DeviceSelector::start_choice(const ChooseArgs& args) {
     // The caller's stream: the query is its tensor.
     const Device::On compute(device_, Stream::kCompute);
     const bool is_sum = options().score == Score::kSum;
-    device_.project_query({.query = args.query.data,
-                           .batch_stride = args.query.batch_stride,
-                           .head_stride = args.query.head_stride,
-                           .query_stride = args.query.query_stride,
-                           .projection = low_rank().query_projection(args.layer, 0),
-                           .projected = reinterpret_cast<float*>(projected_.data()),
-                           .projects = is_sum ? cuda::QueryHeads::kSummed : cuda::QueryHeads::kEach,
-                           .factor = args.scale,
-                           .batch = batch,
-                           .queries = queries_,
-                           .heads = args.query.heads,
-                           .kv_heads = options().kv_heads,
-                           .head_dim = options().head_dim,
-                           .rank = low_rank().shape(args.layer).width,
-                           .dtype = args.query.dtype,
-                           .heads_apart = args.query.heads_apart});
+    device_.launch(cuda::BatchProjectQueryArgs{
+        .query = args.query.data,
+        .batch_stride = args.query.batch_stride,
+        .head_stride = args.query.head_stride,
+        .query_stride = args.query.query_stride,
+        .projection = low_rank().query_projection(args.layer, 0),
+        .projected = reinterpret_cast<float*>(projected_.data()),
+        .projects = is_sum ? cuda::QueryHeads::kSummed : cuda::QueryHeads::kEach,
+        .factor = args.scale,
+        .batch = batch,
+        .queries = queries_,
+        .heads = args.query.heads,
+        .kv_heads = options().kv_heads,
+        .head_dim = options().head_dim,
+        .rank = low_rank().shape(args.layer).width,
+        .dtype = args.query.dtype,
+        .heads_apart = args.query.heads_apart});
     device_.record(asked_);
   }
   const Device::On scoring(device_, Stream::kScore);
@@ -245,7 +246,7 @@ void DeviceSelector::score(const ChooseArgs& args) {
   select.k = k_;
   select.scratch = scratch_.data();
   tables.send();
-  device_.select_groups(select);
+  device_.launch(select);
 }
 
 Status DeviceSelector::finish_choice() {

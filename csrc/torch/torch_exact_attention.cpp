@@ -12,6 +12,7 @@
 #include "torch/element_type.h"
 #include "torch/parallel.h"
 #include "torch/partial_attention.h"
+#include "torch/past_tensors.h"
 
 namespace kvswap {
 namespace {
@@ -48,31 +49,6 @@ PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
     log_sum_exps.push_back(part.log_sum_exp);
   }
   return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
-}
-
-/// [kv_heads, pages * group_tokens, head_dim] twice, from pages in the model's dtype,
-/// [pages, group_bytes()] bytes.
-std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options, const at::Tensor& bytes,
-                                              at::ScalarType dtype) {
-  const at::Tensor tokens =
-      bytes.view(dtype)
-          .view({bytes.size(0), options.kv_heads, 2, options.group_tokens, options.head_dim})
-          .permute({2, 1, 0, 3, 4})
-          .reshape({2, options.kv_heads, -1, options.head_dim});
-  return {tokens[0], tokens[1]};
-}
-
-/// [kv_heads, groups * group_tokens, head_dim] twice, from records on another device, in torch's
-/// own operations.
-std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
-                                               const PastStream::Block& block, int64_t record_bytes,
-                                               const at::TensorOptions& like) {
-  const at::Tensor records =
-      at::from_blob(const_cast<std::byte*>(block.records), {block.groups, record_bytes}, at::kByte)
-          .to(like.device())
-          .narrow(1, 0, options.payload_bytes())
-          .contiguous();
-  return split_pages(options, records, c10::typeMetaToScalarType(like.dtype()));
 }
 
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
@@ -174,7 +150,7 @@ class TorchPart final : public ExactPart {
     if (pages == 0) return Status::ok();
     const at::Tensor bytes = at::from_blob(const_cast<std::byte*>(left.pages.data()),
                                            {pages, options.group_bytes()}, at::kByte);
-    const auto [keys, values] = split_pages(options, bytes, query_.scalar_type());
+    const auto [keys, values] = split_pages(options, bytes.view(query_.scalar_type()));
     const at::Tensor left_keys = keys.narrow(1, 0, left.count);
     const at::Tensor left_values = values.narrow(1, 0, left.count);
     merge_part(partial_, attend_part(query_, left_keys, left_values, Causal::kNo, {}, rule_));

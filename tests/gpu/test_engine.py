@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvswap_torch import KVSwapCache
+from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.native import build_info
-from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
+from tests.python.test_float8_records import ROUNDED, RoundedCache
+from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not (build_info() or {}).get("cuda"),
@@ -111,6 +112,60 @@ def test_half_precision_errs_at_most_twice_as_much_as_sdpa(open_cache, dtype):
     ours = (logits(half, open_cache(half)) - truth).abs()
     assert ours.max() <= 2 * own.max()
     assert ours.mean() <= 2 * own.mean()
+
+
+def test_records_in_e4m3_are_a_cache_that_is_rounded(open_cache):
+    """Groups are encoded, attended, streamed past and cropped as e4m3."""
+    model = tiny_model("llama", head_dim=64).cuda()
+    cache, memory = open_cache(model, ROUNDED), RoundedCache(model)
+    ids = prompt(2, 160)["input_ids"].cuda()
+    length = 0
+    for i, tokens in enumerate((50, *(3,) * 6, 1, 1, 29, 1, 3)):
+        chunk = ids[:, length : length + tokens]
+        ours, theirs = (forward(model, chunk, each) for each in (cache, memory))
+        # A key that differs in its last bit may round to the next number of e4m3.
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-2)
+        length += tokens
+        if i % 4 == 2:
+            cache.crop(-21)
+            memory.crop(-21)
+            length -= 21
+    inputs = {"input_ids": ids[:, :length], "attention_mask": torch.ones_like(ids[:, :length])}
+    half = tiny_model("llama", head_dim=64, dtype=torch.bfloat16).cuda()
+    assert greedy(half, inputs, open_cache(half, ROUNDED), 20).shape == (2, length + 20)
+
+
+@pytest.mark.parametrize("records", ["model", "fp8"])
+@pytest.mark.parametrize(
+    "keeper",
+    [
+        {"keeper": "observed", "keep_interval": 8},
+        {"keeper": "observed", "keep_interval": 8, "keep_scores": "disk"},
+        {"keeper": "heavy", "keep_interval": 8},
+        {"keeper": "arkv", "keep_ratio": 0.5},
+    ],
+    ids=lambda keeper: "-".join(map(str, keeper.values())),
+)
+def test_kept_tokens_are_those_the_cpu_keeps(open_cache, keeper, records):
+    """Of what is given alike: the tokens alone decide, and rounding seldom does."""
+    config = SwapConfig(
+        rows="none", records=records, group_tokens=8, tail_tokens=16, sink_tokens=0, keep_tokens=32,
+        keep_window=8, **keeper,
+    )  # fmt: skip
+    inputs, facts = prompt(2, 150), []
+    for device in ("cpu", "cuda"):
+        model = tiny_model("llama", head_dim=64).to(device)
+        cache = open_cache(model, config)
+        ids = inputs["input_ids"].to(device)
+        logits = [forward(model, ids[:, :100], cache)]
+        logits += [forward(model, ids[:, i : i + 1], cache) for i in range(100, 150)]
+        stats = cache.stats()
+        facts.append((torch.cat(logits, 1).cpu(), stats.counters["turns"], stats.tokens_kept))
+    (here, turns, kept), (there, turns_there, kept_there) = facts
+    assert (turns, kept) == (turns_there, kept_there) and turns > 0 < kept
+    apart = (here - there).abs().amax((0, 2))
+    assert apart[:101].max() < 2e-3
+    assert apart.median() < 2e-3, "where a token more or less is kept, few steps differ"
 
 
 def test_two_caches_on_two_streams(open_cache):

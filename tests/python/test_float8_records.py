@@ -10,16 +10,24 @@ import torch
 from transformers import DynamicCache
 
 from kvswap_torch import ConfigError, KVSwapCache
+from kvswap_torch.hf import session as session_module
 from tests.python.test_hf_selection import conversation
-from tests.python.test_session import BACK_ENDS, HEAD_DIM, Twins, live, native, options
-from tests.python.tiny_models import COVERING, forward, greedy, has_native, prompt, tiny_model
+from tests.python.test_session import BACK_ENDS, HEAD_DIM, Twins, live, options
+from tests.python.tiny_models import (
+    COVERING,
+    forward,
+    greedy,
+    has_native,
+    host_device_options,
+    prompt,
+    tiny_model,
+)
 from tests.reference import float8_rounded
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
-HOST = [back_end for back_end in BACK_ENDS if "device" not in back_end]
 # A record of the tiny models below fills half a block of 4 KiB.
 ROUNDED = dataclasses.replace(
     COVERING, records="fp8", group_tokens=8, tail_tokens=5, sink_tokens=0, groups_max=100
@@ -65,8 +73,10 @@ def wide():
     return tiny_model("llama", head_dim=64)
 
 
-@pytest.fixture
-def open_rounded(wide, tmp_path):
+@pytest.fixture(params=["native", "host device"])
+def open_rounded(wide, tmp_path, request, monkeypatch):
+    if request.param == "host device":
+        monkeypatch.setattr(session_module, "_native", host_device_options)
     with KVSwapCache(wide, tmp_path, ROUNDED) as cache:
         yield cache
 
@@ -131,14 +141,17 @@ def test_save_open_and_fork_go_on_rounded(wide, open_rounded, tmp_path):
 @pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "true-query"])
 @pytest.mark.parametrize("rows", ["low_rank", "box"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-def test_choices_are_the_references(wide, rows, heads, look_ahead, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["native", "host device"])
+def test_choices_are_the_references(wide, kind, rows, heads, look_ahead, tmp_path, monkeypatch):
     changes = {"rows": rows, "heads": heads, "look_ahead": look_ahead}
     if rows == "box":
         changes["rank"] = 32
     if heads == "each":
         changes["group_tokens"] = 16
     config = dataclasses.replace(TIGHT, **changes)
-    logits, chosen, _ = conversation(wide, tmp_path, config, "native", monkeypatch)
+    if kind == "host device":
+        monkeypatch.setattr(session_module, "_native", host_device_options)
+    logits, chosen, _ = conversation(wide, tmp_path, config, kind, monkeypatch)
     expected, expected_chosen, _ = conversation(wide, tmp_path, config, "reference", monkeypatch)
     assert chosen == expected_chosen
     torch.testing.assert_close(logits, expected)
@@ -159,7 +172,7 @@ def test_random_operations(tmp_path, seed, heads):
         tail_tokens=rng.choice([0, 3, 32]),
         sink_tokens=rng.choice([0, 4, 20]),
         select_queries_max=rng.choice([1, 4]),
-        **rng.choice(HOST),
+        **rng.choice(BACK_ENDS),
     )
     live(made, rng, seed)
 
@@ -190,11 +203,6 @@ def test_what_is_no_number_stays_visible(tmp_path):
     back = session.read_back(0, 0, 60)[1]
     assert back[0, 1, 20, 5].isnan() and back[0, 1, 21, 6].isnan()
     assert back.isnan().sum() == 2
-
-
-def test_a_device_refuses(tmp_path):
-    with pytest.raises(ValueError, match="records must be 'model' where pages are a device's"):
-        native(options(tmp_path, records="fp8", group_tokens=8, device="host"))
 
 
 def test_refusals_name_the_number(wide, tmp_path):

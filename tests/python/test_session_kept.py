@@ -65,8 +65,10 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         tail_tokens=rng.choice([0, 3, 32]),
         sink_tokens=rng.choice([0, 4, 6]),
         select_queries_max=rng.choice([1, 4, 8]),
-        **rng.choice(BACK_ENDS[:4]),
+        **rng.choice(BACK_ENDS),
     )
+    if made.device != "cpu" and rows == "low_rank":
+        made.keep_share = "fixed"  # a device chooses as many groups in every step
     if heads == "all" and made.group_tokens >= 3:
         made.records = rng.choice(["model", "fp8"])
     twins = live(made, rng, seed)
@@ -100,9 +102,11 @@ def test_turns_follow_prompts_and_intervals(tmp_path, rows):
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("interval", [3, 8])
 @pytest.mark.parametrize("records", ["model", "fp8"])
-def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, rows, heads, interval, records):
+@pytest.mark.parametrize("device", ["cpu", "host"])
+def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, device, rows, heads, interval, records):
     """Of a window of 5: with an interval of 3 a choice goes by queries of the prompt too."""
     made = options(tmp_path, rows=rows, heads=heads, keeper="observed", keep_tokens=12)
+    made.device = device
     made.keep_window, made.keep_interval, made.keep_scores = 5, interval, "disk"
     made.records, made.group_tokens = records, 16 if records == "fp8" else 4
     twins = Twins(made, seed=2)
@@ -158,6 +162,12 @@ def test_a_prompt_decides_how_many_tokens_stay(tmp_path, heads, scores):
     assert twins.sessions[0].counters()["tokens_kept"] == sum(kept) / len(kept)
 
 
+def test_a_device_that_chooses_takes_as_many_groups_in_every_step(tmp_path):
+    made = options(tmp_path, keeper="observed", keep_tokens=40, keep_share="auto", device="host")
+    with pytest.raises(ValueError, match="keep_share must be 'fixed' where a device chooses"):
+        native(made)
+
+
 def test_without_a_prompt_a_quarter_stays(tmp_path):
     made = options(tmp_path, rows="box", keeper="observed", keep_tokens=40, groups_max=12)
     made.keep_share, made.keep_interval, made.pages_max = "auto", 5, 24
@@ -168,12 +178,14 @@ def test_without_a_prompt_a_quarter_stays(tmp_path):
 
 
 @pytest.mark.parametrize("scores", ["attended", "disk"])
-def test_capped_scores_and_sinks_count_where_tokens_are_chosen(tmp_path, scores):
+@pytest.mark.parametrize("device", ["cpu", "host"])
+def test_capped_scores_and_sinks_count_where_tokens_are_chosen(tmp_path, device, scores):
     """Sinks that leave the heads of one KV head nothing: the other's alone choose."""
     made = options(tmp_path, rows="none", keeper="observed", keep_tokens=6, keep_window=3)
+    made.device = device
     made.keep_interval, made.keep_scores, made.keep_pool = 3, scores, 1
     alone = copy.copy(made)
-    alone.kv_heads, alone.query_heads = 1, HEADS // KV_HEADS
+    alone.kv_heads, alone.query_heads, alone.device = 1, HEADS // KV_HEADS, "cpu"
     session, of_second = native(made), reference(alone)
     generator = torch.Generator().manual_seed(4)
     sinks = torch.tensor([80.0, 80.0, -torch.inf, 0.0])
@@ -224,8 +236,10 @@ def test_what_is_decoded_is_kept_until_there_is_no_room(tmp_path, rows, records)
     ("ratio", "count"),
     [(0.0, "bytes"), (0.5, "bytes"), (1.0, "bytes"), (0.0, "tokens"), (0.5, "tokens")],
 )
-def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, rows, dtype, ratio, count):
+@pytest.mark.parametrize("device", ["cpu", "host"])
+def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, device, rows, dtype, ratio, count):
     made = options(tmp_path, rows=rows, keeper="arkv", keep_tokens=100, keep_ratio=ratio)
+    made.device = device
     made.keep_count = count
     made.keep_variance, made.dtype = 263.8, dtype
     session = native(made)

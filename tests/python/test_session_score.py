@@ -64,11 +64,6 @@ def watch(session, head: int, paid) -> None:
     session._attention = seen
 
 
-def test_a_device_refuses_it(tmp_path):
-    with pytest.raises(ValueError, match="replacement must not be 'score' where pages are a dev"):
-        native(options(tmp_path, replacement="score", device="host"))
-
-
 def test_keys_that_are_no_numbers_are_rated_too(tmp_path):
     made = options(tmp_path, rows="mean", replacement="score", groups_max=2, pages_max=4)
     session = native(made)

@@ -53,6 +53,29 @@ class FirstError {
   Status status_;
 };
 
+Status run(const cuda::BatchProjectKeysArgs& args, void* stream) {
+  return cuda::project_keys(args, stream);
+}
+Status run(const cuda::BatchProjectQueryArgs& args, void* stream) {
+  return cuda::project_query(args, stream);
+}
+Status run(const cuda::BatchSelectArgs& args, void* stream) {
+  return cuda::select_groups(args, stream);
+}
+Status run(const cuda::BatchTransferArgs& args, void* stream) {
+  return cuda::pack_records(args, stream);
+}
+Status run(const cuda::CopyRecordsArgs& args, void* stream) {
+  return cuda::copy_records(args, stream);
+}
+Status run(const RecordCodecArgs& args, void* stream) { return cuda::encode_records(args, stream); }
+Status run(const AttentionCall& call, void* stream) {
+  return cuda::paged_attention(call.args, call.scratch, stream);
+}
+Status run(const AttentionMassArgs& args, void* stream) {
+  return cuda::attention_mass(args, stream);
+}
+
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(int index) : index_(index) {}
@@ -94,29 +117,9 @@ class CudaDevice final : public Device {
     move(to, from, bytes, cudaMemcpyDeviceToDevice);
   }
 
-  void project_keys(const cuda::BatchProjectKeysArgs& args) override {
+  void launch(const KernelCall& call) override {
     const Current current(index_);
-    error_.keep(cuda::project_keys(args, queue()));
-  }
-  void project_query(const cuda::BatchProjectQueryArgs& args) override {
-    const Current current(index_);
-    error_.keep(cuda::project_query(args, queue()));
-  }
-  void select_groups(const cuda::BatchSelectArgs& args) override {
-    const Current current(index_);
-    error_.keep(cuda::select_groups(args, queue()));
-  }
-  void pack_records(const cuda::BatchTransferArgs& args) override {
-    const Current current(index_);
-    error_.keep(cuda::pack_records(args, queue()));
-  }
-  void copy_records(const cuda::CopyRecordsArgs& args) override {
-    const Current current(index_);
-    error_.keep(cuda::copy_records(args, queue()));
-  }
-  void paged_attention(const PagedAttentionArgs& args, void* scratch) override {
-    const Current current(index_);
-    error_.keep(cuda::paged_attention(args, scratch, queue()));
+    error_.keep(std::visit([this](const auto& args) { return run(args, queue()); }, call));
   }
 
  private:

@@ -20,13 +20,15 @@ struct AttentionJob {
   const int32_t* columns = nullptr;
   const int32_t* page_counts = nullptr;
   const int32_t* query_columns = nullptr;
+  const int8_t* exponents = nullptr;
   float* partial_output = nullptr;       // [units, splits, tile_rows, head_dim]
   float* partial_log_sum_exp = nullptr;  // [units, splits, tile_rows]
   int64_t pages_max = 0;
   int64_t split_slots = 0;
-  int64_t page_head_bytes = 0;  // from one head to the next in a page; 0: a page holds one
+  int64_t page_head_elements = 0;  // from one head to the next in a page; 0: a page holds one
   int splits = 1;
   int table_heads = 1;
+  int page_heads = 1;
   int kv_heads = 1;
   int row_tiles = 1;
   int ratio = 1;
@@ -87,20 +89,27 @@ struct AttentionPlace {
   int rows;  // of this tile
 };
 
+/// In which format pages stand: all in the model's dtype, or some in e4m3.
+enum class PageFormat { kModel, kMixed };
+
 /// Where the K rows of some token slots stand, and at which columns; kUnseen: not to be read.
+template <PageFormat kFormat>
 struct SlotStage {
   const char* rows[kStageSlots];
   int32_t columns[kStageSlots];
+  /// Of K and V; kNotFloat8: the slot's page is of the model's dtype.
+  int8_t exponents[2][kFormat == PageFormat::kMixed ? kStageSlots : 1];
 };
 
 /// Looks up slots [first, first + kStageSlots) of a page table, all threads of the block.
-template <int kRows>
+template <int kRows, PageFormat kFormat>
 __device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace<kRows>& place,
-                                   int64_t first, int64_t last, int row_bytes, SlotStage& stage) {
+                                   int64_t first, int64_t last, int element_bytes,
+                                   SlotStage<kFormat>& stage) {
   const int64_t table =
       place.sequence * job.table_heads + (job.table_heads == 1 ? 0 : place.kv_head);
   const int32_t last_column = job.query_columns[place.sequence] + job.queries - 1;
-  const int64_t head_offset = place.kv_head * job.page_head_bytes;
+  const int64_t head_offset = place.kv_head * job.page_head_elements;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kStageSlots; i += kAttentionThreads) {
     const int64_t slot = first + i;
@@ -116,7 +125,15 @@ __device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace
     const int32_t column = job.columns[entry] + token;
     const char* base = static_cast<const char*>(job.pages[entry]);
     if (base == nullptr || column > last_column) continue;
-    stage.rows[i] = base + head_offset + static_cast<int64_t>(token) * row_bytes;
+    int bytes = element_bytes;
+    if constexpr (kFormat == PageFormat::kMixed) {
+      const int8_t* of_page =
+          job.exponents + (entry * job.page_heads + (job.page_heads == 1 ? 0 : place.kv_head)) * 2;
+      stage.exponents[0][i] = of_page[0];
+      stage.exponents[1][i] = of_page[1];
+      if (of_page[0] != kNotFloat8) bytes = 1;
+    }
+    stage.rows[i] = base + (head_offset + static_cast<int64_t>(token) * job.head_dim) * bytes;
     stage.columns[i] = column;
   }
 }

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "kernels/cuda/float8.cuh"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/mass.cuh"
@@ -14,13 +15,21 @@ struct MassJob {
   const int32_t* columns = nullptr;
   const int32_t* page_counts = nullptr;
   const int32_t* query_columns = nullptr;
+  const int8_t* exponents = nullptr;  // null: all pages are of the model's dtype
   float* mean = nullptr;
   float* square = nullptr;
   int64_t slots = 0;  // pages_max * group_tokens
   int64_t pages_max = 0;
   int64_t page_head_elements = 0;  // from one head to the next in a page; 0: a page holds one
   int table_heads = 1;
+  int page_heads = 1;
   int group_tokens = 1;
+
+  /// kNotFloat8: the page is of the model's dtype.
+  __device__ int exponent(int64_t entry, int64_t kv_head) const {
+    if (exponents == nullptr) return kNotFloat8;
+    return exponents[(entry * page_heads + (page_heads == 1 ? 0 : kv_head)) * 2];
+  }
 };
 
 /// A warp has one token slot. Grid: (slots / warps, kv_heads, batch).
@@ -39,10 +48,17 @@ __global__ void __launch_bounds__(kMassThreads, 8) weigh_slots(MassJob job) {
   float square = 0.0f;
   if (page < job.page_counts[table] && (job.masks[entry] >> token & 1) != 0 &&
       job.pages[entry] != nullptr) {
-    const T* key = static_cast<const T*>(job.pages[entry]) + kv_head * job.page_head_elements +
-                   static_cast<int64_t>(token) * job.queries.head_dim;
-    weigh_key(job.queries, sequence, kv_head, key, job.columns[entry] + token,
-              job.query_columns[sequence], mean, square);
+    const int64_t at =
+        kv_head * job.page_head_elements + static_cast<int64_t>(token) * job.queries.head_dim;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int exponent = job.exponent(entry, kv_head);
+    const MassKey key =
+        exponent == kNotFloat8
+            ? MassKey(static_cast<const T*>(job.pages[entry]) + at, job.queries.head_dim, lane)
+            : MassKey(static_cast<const Float8*>(job.pages[entry]) + at, job.queries.head_dim, lane,
+                      power_of_two(exponent));
+    weigh_key<T>(job.queries, sequence, kv_head, key, job.columns[entry] + token,
+                 job.query_columns[sequence], mean, square);
   }
   if (threadIdx.x % 32 != 0) return;
   const int64_t at = (sequence * job.queries.kv_heads + kv_head) * job.slots + slot;
@@ -75,6 +91,7 @@ Status attention_mass(const AttentionMassArgs& args, void* stream) {
   job.columns = from.columns;
   job.page_counts = from.page_counts;
   job.query_columns = from.query_columns;
+  job.exponents = from.exponents;
   job.mean = args.mean;
   job.square = args.square;
   job.slots = from.pages_max * from.shape.group_tokens;
@@ -82,6 +99,7 @@ Status attention_mass(const AttentionMassArgs& args, void* stream) {
   job.page_head_elements =
       from.shape.kv_heads == 1 ? 0 : 2 * from.shape.group_tokens * from.shape.head_dim;
   job.table_heads = static_cast<int>(from.table_heads);
+  job.page_heads = static_cast<int>(from.shape.kv_heads);
   job.group_tokens = static_cast<int>(from.shape.group_tokens);
   const Grid grid = {.x = ceil_div(job.slots, kMassWarps), .y = kv_heads, .z = from.batch};
   return with_floating(from.dtype, [&](auto type) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
+#include "kernels/cuda/float8.cuh"
 #include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/score.cuh"
 
@@ -13,7 +14,7 @@ namespace kvswap::cuda {
 /// Decode attention in fp32: a warp takes 8 tokens at a time against 4 query rows. A lane holds 4
 /// values of each chunk of 128 of head_dim; after reduce_scatter() it holds the one score of its
 /// own row and token.
-template <int kChunks>  // of 128 values of head_dim
+template <int kChunks, PageFormat kFormat>  // of 128 values of head_dim
 struct ScalarAttention {
   static constexpr int kHeadDim = kChunks * 128;
   static constexpr int kTokens = 8;
@@ -21,7 +22,7 @@ struct ScalarAttention {
   static_assert(kTokens * kScalarRows == 32);
 
   struct Shared {
-    SlotStage stage;
+    SlotStage<kFormat> stage;
     RowSums<kScalarRows> sums;
     RowValues<kScalarRows, kHeadDim> values;
   };
@@ -63,12 +64,20 @@ struct ScalarAttention {
     }
   }
 
-  __device__ float4 load(int slot, int64_t offset, int first) const {
+  /// Four values of a token's K (side 0) or V (side 1).
+  __device__ float4 load(int slot, int side, int first) const {
     if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
       return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    return load_read_only<float4>(shared.stage.rows[slot] + offset +
-                                  static_cast<int64_t>(first) * 4);
+    const int64_t at = side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first;
+    if constexpr (kFormat == PageFormat::kMixed) {
+      const int exponent = shared.stage.exponents[side][slot];
+      if (exponent != kNotFloat8) {
+        const auto bytes = load_read_only<uint32_t>(shared.stage.rows[slot] + at);
+        return decode_four(bytes, power_of_two(exponent));
+      }
+    }
+    return load_read_only<float4>(shared.stage.rows[slot] + at * 4);
   }
 
   __device__ float score(int slot) const {
@@ -126,7 +135,6 @@ struct ScalarAttention {
   }
 
   __device__ void add_values(int slot, float weight) {
-    const int64_t side_bytes = static_cast<int64_t>(job.group_tokens) * job.head_dim * 4;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       float weights[kScalarRows];
@@ -136,7 +144,7 @@ struct ScalarAttention {
       }
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const float4 value = load(slot + t, side_bytes, chunk * 128 + lane * 4);
+        const float4 value = load(slot + t, 1, chunk * 128 + lane * 4);
 #pragma unroll
         for (int row = 0; row < kScalarRows; ++row) {
           float* into = output[row] + chunk * 4;

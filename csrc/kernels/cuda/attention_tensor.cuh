@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
+#include "kernels/cuda/float8.cuh"
 #include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/tensor_core.cuh"
 
@@ -20,7 +21,7 @@ namespace kvswap::cuda {
 /// memory in that order. Of V it reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1,
 /// 2c + 8 and 2c + 9; value 8g + i is column g of multiplication i. So the sums of multiplication i
 /// in lane (g, c) belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
-template <typename T, int kChunks>  // of 64 values of head_dim
+template <typename T, int kChunks, PageFormat kFormat>  // of 64 values of head_dim
 struct TensorAttention {
   static constexpr int kHeadDim = kChunks * 64;
   static constexpr int kKeyChunks = kChunks * 2;  // of 32 values
@@ -32,7 +33,7 @@ struct TensorAttention {
   static constexpr int kTokenWarps = kAttentionWarps / kParts;
 
   struct Shared {
-    SlotStage stage;
+    SlotStage<kFormat> stage;
     uint4 query[kKeyChunks][2][32];  // [chunk][row half][lane]
     RowSums<kTensorRows> sums;
     RowValues<kTensorRows, kHeadDim> values;
@@ -79,21 +80,27 @@ struct TensorAttention {
     }
   }
 
-  /// One 16-byte piece of a row, or zeros where the slot is not seen or the row has ended.
-  __device__ uint4 load(int slot, int64_t offset, int first) const {
+  /// Eight values of a token's K (side 0) or V (side 1), or zeros where the slot is not seen or the
+  /// row has ended.
+  __device__ uint4 load(int slot, int side, int first) const {
     if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
       return make_uint4(0, 0, 0, 0);
     }
-    return load_read_only<uint4>(shared.stage.rows[slot] + offset +
-                                 static_cast<int64_t>(first) * static_cast<int64_t>(sizeof(T)));
+    const int64_t at = side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first;
+    if constexpr (kFormat == PageFormat::kMixed) {
+      const int exponent = shared.stage.exponents[side][slot];
+      if (exponent != kNotFloat8) {
+        const auto bytes = load_read_only<uint2>(shared.stage.rows[slot] + at);
+        return decode_eight<T>(bytes, power_of_two(exponent));
+      }
+    }
+    return load_read_only<uint4>(shared.stage.rows[slot] + at * static_cast<int64_t>(sizeof(T)));
   }
 
   __device__ void load_values(int slot, int chunk, uint4 (&values)[4]) const {
-    const int64_t side_bytes =
-        static_cast<int64_t>(job.group_tokens) * job.head_dim * static_cast<int64_t>(sizeof(T));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      values[i] = load(slot + 2 * c + i % 2 + i / 2 * 8, side_bytes, chunk * 64 + g * 8);
+      values[i] = load(slot + 2 * c + i % 2 + i / 2 * 8, 1, chunk * 64 + g * 8);
     }
   }
 

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/element.cuh"
+
 namespace kvswap::cuda {
 
 inline constexpr float kFloat8Max = 448.0f;
@@ -30,6 +32,33 @@ __device__ inline uint32_t float8_from_float(float value) {
   }
   magnitude += 0x7ffffu + (magnitude >> 20 & 1u);
   return sign | (magnitude - 0x3c000000u) >> 20;
+}
+
+/// One element in e4m3; what is used of it is its value times a power of two.
+struct Float8 {
+  uint8_t bits;
+};
+__device__ inline float to_float(Float8 value) { return float8_to_float(value.bits); }
+
+/// 2^exponent, of a normal number.
+__device__ inline float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+/// Four elements in e4m3 times `factor`; exact for the factors of records, see encode_records().
+__device__ inline float4 decode_four(uint32_t bytes, float factor) {
+  return make_float4(
+      float8_to_float(bytes & 0xffu) * factor, float8_to_float(bytes >> 8 & 0xffu) * factor,
+      float8_to_float(bytes >> 16 & 0xffu) * factor, float8_to_float(bytes >> 24) * factor);
+}
+
+/// Eight of them as one vector of a 16-bit type.
+template <typename T>
+__device__ inline uint4 decode_eight(uint2 bytes, float factor) {
+  const float4 low = decode_four(bytes.x, factor);
+  const float4 high = decode_four(bytes.y, factor);
+  return make_uint4(pack_pair<T>(low.x, low.y), pack_pair<T>(low.z, low.w),
+                    pack_pair<T>(high.x, high.y), pack_pair<T>(high.z, high.w));
 }
 
 }  // namespace kvswap::cuda

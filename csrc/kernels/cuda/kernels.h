@@ -11,6 +11,7 @@
 #include "kernels/observe_keys.h"
 #include "kernels/paged_attention.h"
 #include "kernels/paged_gather.h"
+#include "kernels/record_codec.h"
 #include "kernels/records.h"
 #include "kernels/types.h"
 
@@ -234,6 +235,10 @@ struct BatchTransferArgs {
 /// NHD or HND tokens -> records, and back.
 Status pack_records(const BatchTransferArgs& args, void* stream);
 Status unpack_records(const BatchTransferArgs& args, void* stream);
+
+/// The contract's arguments; `from`, `to` and exponents stand on the device. The same bytes as the
+/// CPU's, but for the sign of what is no number.
+Status encode_records(const RecordCodecArgs& args, void* stream);
 
 Status fp8_quantize(const Fp8Args& args, void* stream);
 Status fp8_dequantize(const Fp8Args& args, void* stream);

@@ -41,12 +41,12 @@ struct MassQueries {
 struct MassKey {
   float values[kMassDimMax / 32] = {};
 
-  template <typename T>
-  __device__ MassKey(const T* key, int head_dim, int lane) {
+  template <typename Key>
+  __device__ MassKey(const Key* key, int head_dim, int lane, float factor = 1.0f) {
 #pragma unroll
     for (int i = 0; i < kMassDimMax / 32; ++i) {
       const int d = i * 32 + lane;
-      if (d < head_dim) values[i] = to_float(key[d]);
+      if (d < head_dim) values[i] = to_float(key[d]) * factor;
     }
   }
 
@@ -69,10 +69,9 @@ struct MassKey {
 /// i at first_column + i.
 template <typename T>
 __device__ void weigh_key(const MassQueries& queries, int64_t sequence, int64_t kv_head,
-                          const T* key, int64_t column, int64_t first_column, float& mean,
+                          const MassKey& own, int64_t column, int64_t first_column, float& mean,
                           float& square) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const MassKey own(key, queries.head_dim, lane);
   mean = square = 0.0f;
   for (int row = 0; row < queries.ratio * queries.queries; ++row) {
     const int64_t head = kv_head * queries.ratio + row / queries.queries;

@@ -76,8 +76,9 @@ __global__ void __launch_bounds__(kMassThreads) weigh_tokens(ObserveJob job) {
   float mean = 0.0f;
   float square = 0.0f;
   if (job.is_valid(sequence, token)) {
-    weigh_key(job.queries, sequence, kv_head, job.template key<T>(sequence, kv_head, token), token,
-              job.first_column(), mean, square);
+    const MassKey key(job.template key<T>(sequence, kv_head, token), job.queries.head_dim,
+                      static_cast<int>(threadIdx.x) % 32);
+    weigh_key<T>(job.queries, sequence, kv_head, key, token, job.first_column(), mean, square);
   }
   if (threadIdx.x % 32 != 0) return;
   const int64_t place = (sequence * job.queries.kv_heads + kv_head) * job.tokens + token;

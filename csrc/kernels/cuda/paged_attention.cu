@@ -10,7 +10,7 @@ namespace {
 
 /// One split of one page table for one tile of query rows; warps take turns at its tokens.
 template <typename Attention, int kRows>
-__device__ void attend_split(const AttentionJob& job, int row_bytes) {
+__device__ void attend_split(const AttentionJob& job, int element_bytes) {
   __shared__ typename Attention::Shared shared;
   const AttentionPlace<kRows> place(job);
   Attention attention(job, place, shared);
@@ -21,7 +21,7 @@ __device__ void attend_split(const AttentionJob& job, int row_bytes) {
   constexpr int kTokens = Attention::kTokens;
   for (int64_t stage = first; stage < last; stage += kStageSlots) {
     __syncthreads();  // nobody looks at the stage before
-    stage_slots(job, place, stage, last, row_bytes, shared.stage);
+    stage_slots(job, place, stage, last, element_bytes, shared.stage);
     __syncthreads();
     const int64_t left = last - stage;
     const int here = left < kStageSlots ? static_cast<int>(left) : kStageSlots;
@@ -36,16 +36,16 @@ __device__ void attend_split(const AttentionJob& job, int row_bytes) {
 /// Blocks that must fit a multiprocessor: a cap on registers that still leaves enough for kChunks.
 constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : 2; }
 
-template <typename T, int kChunks>
+template <typename T, int kChunks, PageFormat kFormat>
 __global__ void __launch_bounds__(kAttentionThreads, tensor_blocks(kChunks))
     attend_tensor(AttentionJob job) {
-  attend_split<TensorAttention<T, kChunks>, kTensorRows>(job, job.head_dim * 2);
+  attend_split<TensorAttention<T, kChunks, kFormat>, kTensorRows>(job, 2);
 }
 
 /// Without the 2 the compiler aims at three blocks on sm_90, and spills a register to get there.
-template <int kChunks>
+template <int kChunks, PageFormat kFormat>
 __global__ void __launch_bounds__(kAttentionThreads, 2) attend_scalar(AttentionJob job) {
-  attend_split<ScalarAttention<kChunks>, kScalarRows>(job, job.head_dim * 4);
+  attend_split<ScalarAttention<kChunks, kFormat>, kScalarRows>(job, 4);
 }
 
 /// Joins the splits of one tile of rows, in rising order. Grid: (parts of head_dim, kv_heads *
@@ -119,15 +119,16 @@ AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan,
   job.columns = args.columns;
   job.page_counts = args.page_counts;
   job.query_columns = args.query_columns;
+  job.exponents = args.exponents;
   job.partial_output = static_cast<float*>(scratch);
   job.partial_log_sum_exp = job.partial_output + plan.partial_rows(args) * args.shape.head_dim;
   job.pages_max = args.pages_max;
   job.split_slots = plan.split_slots;
-  const int64_t side_bytes =
-      args.shape.group_tokens * args.shape.head_dim * args.shape.element_bytes;
-  job.page_head_bytes = args.shape.kv_heads == 1 ? 0 : 2 * side_bytes;
+  const int64_t side_elements = args.shape.group_tokens * args.shape.head_dim;
+  job.page_head_elements = args.shape.kv_heads == 1 ? 0 : 2 * side_elements;
   job.splits = static_cast<int>(plan.splits);
   job.table_heads = static_cast<int>(args.table_heads);
+  job.page_heads = static_cast<int>(args.shape.kv_heads);
   job.kv_heads = static_cast<int>(plan.kv_heads);
   job.row_tiles = static_cast<int>(plan.row_tiles);
   job.ratio = static_cast<int>(plan.ratio);
@@ -156,14 +157,14 @@ Status check(const PagedAttentionArgs& args) {
   return Status::ok();
 }
 
-template <typename T>
+template <typename T, PageFormat kFormat>
 void (*pick_kernel(int64_t head_dim))(AttentionJob) {
   if constexpr (sizeof(T) == 4) {
-    return head_dim <= 128 ? attend_scalar<1> : attend_scalar<2>;
+    return head_dim <= 128 ? attend_scalar<1, kFormat> : attend_scalar<2, kFormat>;
   } else {
-    return head_dim <= 64    ? attend_tensor<T, 1>
-           : head_dim <= 128 ? attend_tensor<T, 2>
-                             : attend_tensor<T, 4>;
+    return head_dim <= 64    ? attend_tensor<T, 1, kFormat>
+           : head_dim <= 128 ? attend_tensor<T, 2, kFormat>
+                             : attend_tensor<T, 4, kFormat>;
   }
 }
 
@@ -184,8 +185,10 @@ Status paged_attention(const PagedAttentionArgs& args, void* scratch, void* stre
   return with_floating(args.dtype, [&](auto type) {
     using T = typename decltype(type)::Type;
     constexpr int kRows = sizeof(T) == 4 ? kScalarRows : kTensorRows;
-    KVSWAP_RETURN_IF_ERROR(
-        launch(kWhere, stream, grid, kAttentionThreads, pick_kernel<T>(args.shape.head_dim), job));
+    const auto kernel = args.exponents == nullptr
+                            ? pick_kernel<T, PageFormat::kModel>(args.shape.head_dim)
+                            : pick_kernel<T, PageFormat::kMixed>(args.shape.head_dim);
+    KVSWAP_RETURN_IF_ERROR(launch(kWhere, stream, grid, kAttentionThreads, kernel, job));
     if (plan.splits == 1) return Status::ok();
     const int64_t rows = std::min<int64_t>(kRows, plan.ratio * args.queries);
     const Grid parts = {

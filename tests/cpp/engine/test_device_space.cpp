@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "device/host_device.h"
@@ -33,6 +34,8 @@ class DeviceSpaceTest : public testing::Test {
     options.query_heads = options.kv_heads = 1;
     options.head_dim = kHeadDim;
     options.ranks = {8};
+    options.records = records_;
+    options.replacement = replacement_;
     options.device = host_device({.slow = slow, .slow_us = 20000});
     staging_.resize(kWriteBuffers * write_buffer_bytes(options, kRecordBytes));
     auto space = DeviceSpace::create(options, kRecordBytes, staging_);
@@ -69,25 +72,27 @@ class DeviceSpaceTest : public testing::Test {
 
   /// Attention of one query over one page; the answer is there after finish().
   void attend(int32_t index, Record& output) {
-    const void* const pages[] = {page(index)};
-    const uint64_t masks[] = {(uint64_t{1} << kTokens) - 1};
-    const int32_t columns[] = {0};
-    const int32_t counts[] = {1};
-    const int32_t query_columns[] = {kTokens};
+    static constexpr uint64_t kMasks[] = {(uint64_t{1} << kTokens) - 1};
+    static constexpr int32_t kColumns[] = {0};
+    static constexpr int32_t kCounts[] = {1};
+    static constexpr int32_t kQueryColumns[] = {kTokens};
+    table_[0] = page(index);
     output.assign(kHeadDim, -1);
     PagedAttentionArgs args;
     args.query = query_.data();
     args.query_batch_stride = args.query_head_stride = args.query_token_stride = kHeadDim;
     args.output = output.data();
-    args.pages = pages;
-    args.masks = masks;
-    args.columns = columns;
-    args.page_counts = counts;
-    args.query_columns = query_columns;
+    args.pages = table_;
+    args.masks = kMasks;
+    args.columns = kColumns;
+    args.page_counts = kCounts;
+    args.query_columns = kQueryColumns;
     args.pages_max = 1;
     args.batch = args.heads = args.queries = 1;
     args.shape = {1, kTokens, kHeadDim, sizeof(float)};
+    args.log_sum_exp = space_->compute().log_sum_exps(nullptr);
     space_->compute().attend(0, args);
+    attended_ = args;
   }
   void finish() { ASSERT_TRUE(space_->finish().is_ok()); }
 
@@ -117,6 +122,10 @@ class DeviceSpaceTest : public testing::Test {
                            kRecordBytes);
   }
 
+  std::string records_ = "model";
+  std::string replacement_ = "fifo";
+  const void* table_[1] = {};
+  PagedAttentionArgs attended_;  // the newest
   std::vector<std::byte> staging_;
   std::unique_ptr<DeviceSpace> space_;
   std::unique_ptr<PagePool> pool_;
@@ -175,7 +184,8 @@ TEST_F(DeviceSpaceTest, ARunHasArrivedWhenItsBytesAreThere) {
   set(*tokens_, first_);
   space_->compute().copy(space_->outbox().at(run()), tokens_->page(0), kRecordBytes);
   space_->outbox().send(run(), kRecordBytes);
-  ASSERT_TRUE(space_->outbox().arrive(run()).is_ok());
+  RecordStore::StagedRun sent = run();
+  ASSERT_TRUE(space_->outbox().arrive(sent).is_ok());
   EXPECT_EQ(staged(), first_);
 }
 
@@ -229,6 +239,74 @@ TEST_F(DeviceSpaceTest, AnUploadComesAfterWhatIsOnItsWayToThePage) {
   attend(0, output);
   finish();
   EXPECT_EQ(output, answer_);
+}
+
+/// Records of e4m3: exponents arrive with the bytes they belong to.
+class EncodedRun : public DeviceSpaceTest, public testing::WithParamInterface<Stream> {};
+
+TEST_P(EncodedRun, HasArrivedWhenItsBytesAndExponentsAreThere) {
+  records_ = "fp8";
+  open(GetParam());
+  RecordStore::StagedRun sent = run();
+  sent.notes.assign(2, 99);
+  for (const float number : {896.0f, 3.5f}) {  // 448 times 2^1, and times 2^-7
+    const Record record = record_of(number);
+    set(*tokens_, record);
+    const void* const from[] = {tokens_->page(0)};
+    void* const to[] = {space_->outbox().at(sent)};
+    space_->compute().encode({.shape = {1, kTokens, kHeadDim, sizeof(float)},
+                              .dtype = DType::kFloat32,
+                              .from = from,
+                              .to = to,
+                              .exponents = space_->outbox().notes_at(sent),
+                              .count = 1});
+    space_->outbox().send(sent, kRecordFloats);
+    ASSERT_TRUE(space_->outbox().arrive(sent).is_ok());
+    EXPECT_EQ(sent.notes, std::vector<int8_t>(2, number > 448 ? 1 : -7));
+    const std::vector<std::byte> encoded(staging_.begin(), staging_.begin() + kRecordFloats);
+    EXPECT_EQ(encoded, std::vector<std::byte>(kRecordFloats, std::byte{0x7e}));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Late, EncodedRun, testing::Values(Stream::kCompute, Stream::kWrite));
+
+TEST_F(DeviceSpaceTest, WhatWasPaidIsThereWhenItIsWeighed) {
+  replacement_ = "score";
+  open(Stream::kCompute);
+  for (const Record& record : {first_, second_}) {
+    Record output;
+    load(record, 0);
+    attend(0, output);
+    std::vector<float> paid(kTokens, -1);
+    ASSERT_TRUE(space_->compute().weigh({.attention = attended_, .mean = paid.data()}).is_ok());
+    for (const float of_token : paid) EXPECT_NEAR(of_token, 1.0f / kTokens, 1e-6f);
+  }
+}
+
+TEST_F(DeviceSpaceTest, PagesAreTheirsWhenUploadReturns) {
+  open(Stream::kCompute);
+  std::vector<float> both(2 * kRecordFloats, 1);
+  std::fill(both.begin() + kRecordFloats, both.end(), 2);
+  Record one, other;
+  std::byte* const pages[] = {page(0), page(1)};
+  ASSERT_TRUE(space_->compute()
+                  .upload_pages(pages, reinterpret_cast<std::byte*>(both.data()), kRecordBytes)
+                  .is_ok());
+  std::fill(both.begin(), both.end(), 3);
+  attend(0, one);
+  attend(1, other);
+  finish();
+  EXPECT_EQ(one, answer_);
+  EXPECT_EQ(other, other_answer_);
+}
+
+TEST_F(DeviceSpaceTest, ALookSeesWhatIsOnItsWayToThePage) {
+  open(Stream::kLoad);
+  load(first_, 0);
+  std::vector<std::byte> room;
+  const auto seen = space_->compute().look_at(page(0), kRecordBytes, room);
+  ASSERT_TRUE(seen.is_ok());
+  EXPECT_EQ(std::memcmp(seen.value(), first_.data(), kRecordBytes), 0);
 }
 
 class Download : public DeviceSpaceTest, public testing::WithParamInterface<Stream> {};

@@ -127,8 +127,10 @@ INSTANTIATE_TEST_SUITE_P(
             Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "fp8"},
             Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8", 5,
                   2}),
-        testing::Values(Place::kHost)),
-    [](const auto& info) { return std::string(std::get<0>(info.param).name); });
+        testing::Values(Place::kHost, Place::kDevice)),
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
+    });
 
 }  // namespace
 }  // namespace kvswap

@@ -1,4 +1,6 @@
-// Turns: what is kept is right whatever fails, and counts against the budget.
+// Turns: what is kept is right whatever fails, here and on a device, and counts against the budget.
+
+#include <optional>
 
 #include "device/host_device.h"
 #include "engine/engine_report.h"
@@ -46,6 +48,9 @@ class Pair {
       window.log_sum_exp.assign(one.query_heads * kWindow, 8.0f);
       for (EngineRun* run : {&one_, &other_}) {
         EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
+        if (!one.ranks.empty()) {
+          EXPECT_TRUE(run->set_projection(layer).is_ok());
+        }
         for (int64_t part = 0; part < kBatch; ++part)
           run->engine().keeping().observe_chunk(layer, part, window);
       }
@@ -110,10 +115,13 @@ EngineOptions mixed_options(const std::string& directory, const std::string& row
   return options;
 }
 
-/// Turns of each layer and sequence in 8 steps, whatever read fails.
-void expect_right_after_faults(EngineOptions (*made)(const std::string&, const std::string&),
-                               const std::string& rows, uint64_t turns, double kept,
-                               uint64_t reads = 60) {
+using MakeOptions = EngineOptions (*)(const std::string&, const std::string&);
+
+/// Turns of each layer and sequence in 8 steps, whatever read fails; on a device too, where one is
+/// given.
+void expect_right_after_faults(MakeOptions made, const std::string& rows, uint64_t turns,
+                               double kept, uint64_t reads = 60,
+                               const std::optional<DeviceKind>& device = std::nullopt) {
   int64_t failures = 0;
   for (uint64_t read = 1; read <= reads && !testing::Test::HasFailure(); read += kEvery) {
     SCOPED_TRACE(read);
@@ -123,6 +131,7 @@ void expect_right_after_faults(EngineOptions (*made)(const std::string&, const s
     const EngineOptions undisturbed = options;
     options.merge_bytes_max = 4096;
     options.merge_gap_bytes = 0;
+    options.device = device;
     options.wrap_reader = [&](std::unique_ptr<BlockReader> inner) {
       return std::make_unique<FaultyReader>(std::move(inner), &faults);
     };
@@ -136,7 +145,7 @@ void expect_right_after_faults(EngineOptions (*made)(const std::string&, const s
     EXPECT_EQ(tokens_kept(pair.one().engine()), kept);
     EXPECT_EQ(tokens_kept(pair.other().engine()), kept);
   }
-  EXPECT_GT(failures, 50 / static_cast<int64_t>(kEvery));
+  EXPECT_GT(failures, static_cast<int64_t>(std::min<uint64_t>(50, reads - 10) / kEvery));
 }
 
 TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
@@ -156,6 +165,90 @@ TEST(Joining, ATurnThatFailsIsMadeAgainAndRight) {
   expect_right_after_faults(joining_options, "box", 3, 10);
   // 3 of 10 in the model's dtype, and in e4m3 4, then 5 in the room of 1 and 2; and a group of 4.
   expect_right_after_faults(mixed_options, "box", 3, 12);
+}
+
+TEST(Keeping, ATurnOnADeviceThatFailsIsMadeAgainAndRight) {
+  const DeviceKind device = host_device({.delay_us_max = 20});
+  expect_right_after_faults(keeping_options, "box", 2, 10, 20, device);
+  expect_right_after_faults(disk_options, "none", 2, 10, 20, device);
+  expect_right_after_faults(shared_options, "box", 2, 8, 20, device);
+  expect_right_after_faults(joining_options, "box", 3, 10, 20, device);
+  expect_right_after_faults(mixed_options, "box", 3, 12, 20, device);
+}
+
+EngineOptions heavy_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keeper = "heavy";
+  return options;
+}
+
+EngineOptions rounded(EngineOptions options) {
+  options.records = "fp8";
+  options.group_tokens = 8;
+  options.head_dim = 64;
+  return options;
+}
+
+/// The bytes of an engine on a device are those of one on the host, whichever stream is far behind.
+void expect_device_keeps_as_host(const EngineOptions& options) {
+  for (const Stream slow : {Stream::kCompute, Stream::kLoad, Stream::kWrite}) {
+    EngineOptions on_device = options;
+    on_device.device = host_device({.slow = slow, .slow_us = 200});
+    ReadFaults faults;
+    Pair pair(on_device, options);
+    for (int64_t step = 0; step < 25; ++step) {
+      for (const int64_t layer : {0, 1}) EXPECT_EQ(pair.step(layer, faults), 1);
+    }
+    EXPECT_GT(tokens_kept(pair.one().engine()), 0);
+    EXPECT_EQ(tokens_kept(pair.one().engine()), tokens_kept(pair.other().engine()));
+    for (EngineRun* run : {&pair.one(), &pair.other()}) {
+      ASSERT_TRUE(run->engine().crop(160).is_ok());
+      const int64_t order[] = {1, 0};
+      ASSERT_TRUE(run->engine().select_sequences(order).is_ok());
+    }
+    for (int64_t step = 0; step < 12; ++step) {
+      for (const int64_t layer : {0, 1}) EXPECT_EQ(pair.step(layer, faults), 1);
+    }
+    EXPECT_EQ(pair.one().engine().parts().counters.turns,
+              pair.other().engine().parts().counters.turns);
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(Keeping, IsTheSameOnADevice) {
+  const TestDirectory directory;
+  for (const std::string rows : {"box", "none"}) {
+    for (const MakeOptions made :
+         {keeping_options, heavy_options, disk_options, joining_options, mixed_options}) {
+      const EngineOptions options = made(directory.path(), rows);
+      SCOPED_TRACE(rows + " " + options.keeper + " " + options.keep_scores);
+      expect_device_keeps_as_host(options);
+      expect_device_keeps_as_host(rounded(options));
+    }
+  }
+  expect_device_keeps_as_host(shared_options(directory.path(), "box"));
+}
+
+TEST(Keeping, TheNewestStayOnADevice) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.rows = "none";
+  options.ranks.clear();
+  options.keeper = "newest";
+  options.device = host_device({});
+  EXPECT_TRUE(options.validate().is_ok()) << options.validate().message();
+}
+
+/// A selector on the device leaves out what is kept, as the host's does.
+TEST(Keeping, ADevicesOwnSelectorLeavesOutWhatIsKept) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.tail_tokens = 4;
+  options.keeper = "heavy";
+  options.keep_tokens = 24;
+  options.keep_interval = 3;
+  options.keep_window = kWindow;
+  expect_device_keeps_as_host(options);
 }
 
 TEST(Joining, WhatLeavesTheTailIsKeptUntilThereIsNoRoomAndNothingIsRead) {
@@ -254,7 +347,38 @@ TEST(Keeping, CountsAgainstTheBudget) {
   expect_counted(of_prompt);
 }
 
-TEST(Keeping, IsNeitherForDevicesNorSaved) {
+TEST(Keeping, CountsAgainstTheBudgetOnADevice) {
+  const TestDirectory directory;
+  for (const MakeOptions made : {keeping_options, disk_options, joining_options, mixed_options}) {
+    EngineOptions options = made(directory.path(), "box");
+    options.device = host_device({});
+    expect_counted(options);
+    options = rounded(options);
+    expect_counted(options);
+  }
+}
+
+TEST(Keeping, SharesNoGroupsWhereADeviceChooses) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.keeper = "observed";
+  options.keep_tokens = 10;
+  options.keep_share = "auto";
+  options.device = host_device({});
+  const Status refused = options.validate();
+  EXPECT_NE(refused.message().find("keep_share must be 'fixed' where a device chooses"),
+            std::string::npos);
+}
+
+TEST(Keeping, DropsNothingWherePagesAreADevices) {
+  EngineOptions options = keeping_options("", "none");
+  options.device = host_device({});
+  const Status refused = options.check_place();
+  EXPECT_NE(refused.message().find("directory must be given where pages are a device's"),
+            std::string::npos);
+}
+
+TEST(Keeping, IsNotSaved) {
   const TestDirectory directory;
   EngineOptions options = keeping_options(directory.path());
   ReadFaults faults;
@@ -262,10 +386,6 @@ TEST(Keeping, IsNeitherForDevicesNorSaved) {
   const auto shared = pair.one().engine().saver().share();
   ASSERT_FALSE(shared.is_ok());
   EXPECT_NE(shared.status().message().find("keeper must be none or newest, got 'observed'"),
-            std::string::npos);
-  options.device = host_device({});
-  const Status refused = options.validate();
-  EXPECT_NE(refused.message().find("keeper must be 'none' where pages are a device's"),
             std::string::npos);
 }
 
