@@ -213,16 +213,15 @@ PRESETS = (
         {
             "grouping": "clusters",
             "rows": "centroid",
-            "cluster_tokens": 32,
-            "cluster_tokens_max": 64,
             "group_tokens": lambda shape: max(8, shape.group_of_bytes),
             "groups_max": lambda shape: -(-TOKENS // max(8, shape.group_of_bytes)),
             "pages_max": lambda shape: -(-2 * TOKENS // max(8, shape.group_of_bytes)),
-            "replacement": "clusters",
+            "replacement": "lru",
         },
         "",
         (
-            "KV heads choose together; in the paper each chooses by itself (heads=each)",
+            "KV heads choose together, clusters of 16 tokens; in the paper each head chooses by "
+            "itself (heads=each), and they have 25",
             "a fixed number of tokens, where the paper takes a share of the context",
             "tokens stand on disk twice: in the order of the text, for what reads all of them, and "
             "in clusters, whose pages are written anew as they change",
@@ -230,6 +229,7 @@ PRESETS = (
             "time (resident_layers)",
             "clusters stand where there is room; the paper places those side by side that are "
             "retrieved together",
+            "the least recently used page leaves; the paper's order is replacement=clusters",
             "records are of the model's dtype, where the paper has e4m3",
         ),
     ),

@@ -17,11 +17,11 @@ import torch
 
 from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
-from kvswap_torch.methods.two_stages import in_two_stages
 from tests.python.reference_decisions import Decisions
 from tests.python.reference_dropping import Dropping
 from tests.python.reference_keeper import Kept, ReferenceKeeper, as_kept
 from tests.python.reference_options import COUNTERS, Options
+from tests.python.reference_scores import Scores
 from tests.reference import float8_rounded
 
 
@@ -45,7 +45,7 @@ class Layer:
         return self.keys.shape[2]
 
 
-class ReferenceSession(Dropping, Decisions):
+class ReferenceSession(Dropping, Scores, Decisions):
     """Exact selection semantics of KVSwap (sections 3.2-3.4) over tensors in memory."""
 
     def __init__(self, options: Options):
@@ -327,47 +327,9 @@ class ReferenceSession(Dropping, Decisions):
         columns = set(range(g * group, (g + 1) * group)) - state.kept[sequence].columns
         return any(state.valid[sequence, column] for column in columns)
 
-    def _group_scores(self, layer, sequence, query: torch.Tensor, wanted: int) -> torch.Tensor:
-        """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
-        state, options = self._layers[layer], self._options
-        method = METHODS[options.rows]
-        of_score = method.group_scores if options.score == "sum" else method.best_head_scores
-        projections, columns = self._projections.get(layer), options.score_columns
-
-        def scores(by):
-            keys, valid = state.scored[sequence], state.valid[sequence]
-            seen = keys[:, : state.sealed], valid[: state.sealed]
-            return of_score(*seen, query, options.group_tokens, by)
-
-        whole = scores(projections)
-        if columns is None or columns >= projections[0].shape[1]:
-            return whole
-        first = scores([matrix[:, :columns] for matrix in projections])
-        wanted = min(wanted, whole.shape[1])
-        return in_two_stages(first, whole, options.group_tokens, options.score_share, wanted)
-
     def _lacks_projection(self, layer: int) -> bool:
         takes = METHODS[self._options.rows].takes_projections and not self._is_exact(layer)
         return takes and layer not in self._projections
-
-    def _group_masses(self, layer, sequence, query, scale: float) -> torch.Tensor:
-        """query: [heads, queries, head_dim] -> [queries, groups]: each head's softmax over low-rank
-        products of what may be chosen, summed in the group, joined over heads."""
-        state, options = self._layers[layer], self._options
-        key_projection, query_projection = self._projections[layer]
-        keys = state.scored[sequence, :, : state.sealed].float()
-        rows = keys.transpose(0, 1).flatten(1) @ key_projection
-        ratio = options.query_heads // options.kv_heads
-        of_head = query_projection.unflatten(0, (options.kv_heads, -1)).repeat_interleave(ratio, 0)
-        logits = query.float() @ of_head @ rows.T * scale  # [heads, queries, sealed]
-        whole = state.kept[sequence].whole_groups(options.group_tokens)
-        attended = [*self._groups(state, sequence)[0], *whole]
-        sinks = torch.tensor(attended, dtype=torch.long)
-        is_sink = torch.isin(torch.arange(state.sealed) // options.group_tokens, sinks)
-        hidden = is_sink | ~state.valid[sequence, : state.sealed]
-        mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
-        groups = mass.unflatten(2, (-1, options.group_tokens)).sum(3)
-        return groups.sum(0) if options.score == "mass" else groups.amax(0)
 
     def _attended_columns(self, state: Layer, chosen: list[list[int]]) -> torch.Tensor:
         group = self._options.group_tokens

@@ -1,0 +1,170 @@
+"""What clusters cost while a text goes on: a prompt, then a token at a time, caches in turn.
+
+    python -m bench.clustering --steps 2048 --out clustering
+
+A model reads a prompt and follows the same text token by token in each cache, whose clusters grow
+and split meanwhile: clusters that wait for more or fewer tokens before pages are written anew,
+`replacement=clusters` beside `lru`, and KVSwap's groups of as many tokens. What else the machine
+does falls on all alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench import machine
+from bench.quality.harness import REFERENCE
+from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
+from kvswap_torch.tuning.documents import default_samples
+
+CHUNK = 2048  # of the prompt
+WARM = 16  # first steps that do not count
+TOKENS = 400  # attended by each
+COLUMNS = ("cache", "ms a token", "of the first", "clustering", "read, requests a token")
+COLUMNS += ("written", "clusters", "tokens of one", "splits", "forced reads")
+
+
+def kinds(group_tokens: int) -> Iterator[tuple[str, SwapConfig]]:
+    """What is compared, by name; the first is what the others are compared with."""
+    groups = TOKENS // group_tokens
+    common = {"group_tokens": group_tokens, "groups_max": groups, "pages_max": 2 * groups}
+    runs = SwapConfig(score="mass", rank=16, replacement="lru", **common)
+    clusters = SwapConfig(grouping="clusters", rows="centroid", replacement="lru", **common)
+    yield "groups", runs
+    for waiting in (0, 16, 64):
+        changed = dataclasses.replace(clusters, pending_tokens=waiting)
+        yield f"clusters, {waiting} wait", changed
+    yield "clusters, replacement=clusters", dataclasses.replace(clusters, replacement="clusters")
+
+
+class Follower:
+    """One cache, its step times, and what it has counted since the prompt."""
+
+    def __init__(self, name: str, cache: KVSwapCache):
+        self.name, self.cache = name, cache
+        self.seconds: list[float] = []
+        self._begun = dict(cache.stats().counters)
+
+    def begin(self) -> None:
+        self._begun = dict(self.cache.stats().counters)
+
+    @torch.inference_mode()
+    def step(self, model: Any, ids: torch.Tensor) -> None:
+        began = time.perf_counter()
+        model(input_ids=ids.view(1, -1), past_key_values=self.cache, logits_to_keep=1)
+        self.seconds.append(time.perf_counter() - began)
+
+    def since(self, name: str) -> float:
+        return self.cache.stats().counters.get(name, 0.0) - self._begun.get(name, 0.0)
+
+    def as_dict(self, steps: int, token_bytes: int) -> dict[str, Any]:
+        """Figures a decoded token; `token_bytes` of K and V of all layers."""
+        counters = self.cache.stats().counters
+        told = {
+            "name": self.name,
+            "ms": round(1e3 * statistics.median(self.seconds[WARM:]), 3),
+            "clustering_share": round(self.since("cluster_seconds") / sum(self.seconds), 4),
+            "bytes_read": round(self.since("bytes_read") / steps),
+            "requests": round(self.since("reads") / steps, 1),
+            "written_of_own": round(self.since("bytes_written") / steps / token_bytes, 2),
+            "memory_bytes": self.cache.stats().resident_bytes,
+        }
+        if "clusters" in counters:
+            told |= {
+                "clusters": round(counters["clusters"]),
+                "tokens_a_cluster": round(counters["tokens_a_cluster"], 1),
+                "splits": round(self.since("cluster_splits")),
+                "splits_forced": round(self.since("cluster_splits_forced")),
+                "records_forced": round(self.since("cluster_records_read")),
+            }
+        return told
+
+
+def lines(caches: list[dict[str, Any]], ratios: dict[str, list[float]]) -> Iterator[list[str]]:
+    """A row a cache."""
+    for cache in caches:
+        low, middle, high = ratios[cache["name"]]
+        own = [str(cache.get(key, "")) for key in ("clusters", "tokens_a_cluster", "splits")]
+        yield [
+            cache["name"],
+            f"{cache['ms']:.2f}",
+            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            f"{cache['clustering_share']:.1%}",
+            f"{format_bytes(cache['bytes_read'])}, {cache['requests']:.0f}",
+            f"{cache['written_of_own']:.1f} x its own",
+            *own,
+            str(cache.get("records_forced", "")),
+        ]
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="folder of the model")] = REFERENCE,
+    length: Annotated[int, typer.Option(help="tokens of the prompt")] = 4096,
+    steps: Annotated[int, typer.Option(help="tokens that follow, one at a time")] = 1024,
+    group_tokens: Annotated[int, typer.Option(help="of a group, and of a cluster's page")] = 8,
+    device: Annotated[str, typer.Option(help="modelled device: nvme, ufs, emmc")] = "",
+    threads: Annotated[int, typer.Option(help="of torch")] = 1,
+    path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
+    out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
+) -> None:
+    torch.set_num_threads(threads)
+    described = machine.describe(path)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (length + steps,), 2)
+    ids = sample.ids[: length + steps]
+    steps = len(ids) - length
+    with ExitStack() as stack:
+        followers = []
+        for name, config in kinds(group_tokens):
+            made = dataclasses.replace(config, device_model=device or None)
+            cache = stack.enter_context(
+                KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
+            )
+            followers.append(Follower(name, cache))
+            with torch.inference_mode():
+                for chunk in ids[:length].split(CHUNK):
+                    network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
+            followers[-1].begin()
+        for token in track(ids[length:], "following"):
+            for follower in followers:
+                follower.step(network, token)
+        stats = followers[0].cache.stats()
+        own = stats.kv_bytes_full // stats.tokens
+        caches = [follower.as_dict(steps, own) for follower in followers]
+        first = followers[0].seconds[WARM:]
+        ratios = {
+            follower.name: [
+                round(quartile, 3)
+                for quartile in statistics.quantiles(
+                    (a / b for a, b in zip(follower.seconds[WARM:], first, strict=True)), n=4
+                )
+            ]
+            for follower in followers
+        }
+    table = Table(*COLUMNS, title=f"{length:,} tokens, then {steps:,}, {device or 'local disk'}")
+    for line in lines(caches, ratios):
+        table.add_row(*line)
+    console = Console(width=150)
+    console.print(table)
+    if out:
+        facts = {"machine": described, "model": model.resolve().name, "tokens": length}
+        facts |= {"steps": steps, "device": device or "local disk", "threads": threads}
+        written = machine.write(out, facts | {"step_ratio": ratios, "caches": caches})
+        console.print(f"wrote {written.name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
