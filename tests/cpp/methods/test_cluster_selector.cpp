@@ -142,12 +142,14 @@ TEST_P(ClusterChoice, OneThatIsLargerThanItAllGetsWhatFits) {
   EXPECT_EQ(slot_of_page(one[0]) / pages_a_cluster(options_of(GetParam())), best);
 }
 
+std::string name_of(const testing::TestParamInfo<Score>& info) {
+  const char* names[] = {"sum", "max", "mass", "max_mass"};
+  return names[static_cast<int>(info.param)];
+}
+
 INSTANTIATE_TEST_SUITE_P(Scores, ClusterChoice,
                          testing::Values(Score::kSum, Score::kMax, Score::kMass, Score::kMaxMass),
-                         [](const auto& info) {
-                           const char* names[] = {"sum", "max", "mass", "max_mass"};
-                           return std::string(names[static_cast<int>(info.param)]);
-                         });
+                         name_of);
 
 }  // namespace
 }  // namespace kvswap
