@@ -19,6 +19,7 @@ FLOORS = (
     Floor("pages_max", "select_queries_max", "a page for each query's choice"),
     Floor("cluster_tokens_max", "cluster_tokens", "which a cluster has on average"),
     Floor("keep_tokens", "group_tokens", "since a group joins what is kept at once", "arkv"),
+    Floor("keep_tokens", "keep_layer_least", "since it is what layers have on average"),
     Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
 )
 # What other rows than these would ignore.
@@ -41,12 +42,19 @@ OWNED = (
     ),
     Owned("replacement", "grouping", "clusters", ("clusters",)),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
-    Owned("keeper", "rows", "none", ("newest",)),
+    Owned("keeper", "rows", "none", ("newest", "cake")),
+    *(Owned(name, "keeper", "arkv") for name in ("keep_slack", "keep_ratio", "keep_count")),
     *(
-        Owned(name, "keeper", "arkv")
-        for name in ("keep_variance", "keep_slack", "keep_ratio", "keep_count")
+        Owned(name, "keeper", "observed")
+        for name in ("keep_scores", "keep_share", "keep_layer_shares", "keep_heads")
     ),
-    *(Owned(name, "keeper", "observed") for name in ("keep_scores", "keep_share")),
+    *(
+        Owned(name, *of)
+        for name in ("keep_layer_shares", "keep_heads")
+        for of in (("rows", "none"), ("keep_interval", "0"))
+    ),
+    Owned("keep_heads", "heads", "all"),
+    Owned("keep_preference", "keeper", "cake"),
     Owned("keep_temperatures", "keep_ratio", "null"),
 )
 IDLE = (  # what would have no effect
@@ -82,6 +90,15 @@ IDLE = (  # what would have no effect
     Idle("keep_scores", "keep_interval", "0", "since nothing is decided while decoding"),
     Idle("keep_count", "keep_ratio", "1", "since no token is rounded"),
     Idle("keep_interval", "keeper", "arkv", "since it is chosen anew where there is no room"),
+    Idle("keep_interval", "keeper", "cake", "since a prompt alone says what layers have"),
+    *(
+        Idle("keep_layer_most", "keeper", keeper, "since all layers have as many")
+        for keeper in ("none", "newest", "heavy", "arkv", "given")
+    ),
+    *(
+        Idle("keep_variance", "keeper", keeper, "since no token is worth its variance")
+        for keeper in ("none", "newest", "observed", "heavy", "given")
+    ),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
 )
 

@@ -209,8 +209,11 @@ def _rule(item: dataclasses.Field[Any]) -> str:
     if schema["type"] == "array" and "minItems" in schema:
         low, high = schema["items"]["minimum"], schema["items"]["maximum"]
         return f'RealsRange{{{schema["minItems"]}, {low}, {high}, "{low} to {high}"}}'
+    if schema["type"] == "array" and schema["items"]["type"] == "number":
+        low, high = schema["items"]["minimum"], schema["items"]["maximum"]
+        return f'Reals{{{low}, {high}, "{low} to {high}"}}'
     if schema["type"] == "array":
-        return "LayerNumbers{}"
+        return f'Numbers{{"{schema["title"]}"}}'
     if "exclusiveMinimum" in schema:
         return "Share{}"
     low, high = schema["minimum"], schema["maximum"]

@@ -236,14 +236,12 @@ PRESETS = (
     *KEEPING,
 )
 
-_BUDGETS = "a number of tokens for each layer that follows from the prompt's attention"
 _MERGED = "tokens that are merged or quantised, not dropped"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _QUANTISED = "rows of quantised keys"
 _LOCAL = "clusters that are made anew for what is decoded; dynakv's grow and split"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("cake", "compresskv"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
     "clusterkv": _LOCAL,

@@ -130,6 +130,7 @@ Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) 
 
 Status Keeping::turn(int64_t layer, int64_t column) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
+  if (parts_.keep.kind.prefers_layers) return turn_of_layers(layer, column);
   const auto begin = [&] {
     return Stopwatch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
                      &parts_.counters.turn_seconds);
@@ -149,6 +150,24 @@ Status Keeping::turn(int64_t layer, int64_t column) {
     KVSWAP_RETURN_IF_ERROR(is_turn ? turn_of(layer, part) : joining_.join(layer, part));
   }
   return Status::ok();
+}
+
+/// All layers whose turn is due have it together: what each keeps depends on the others.
+Status Keeping::turn_of_layers(int64_t layer, int64_t column) {
+  const auto is_due_in = [&](int64_t of, int64_t part) {
+    return parts_.options.keeps_tokens(of) && is_due(of, part, column);
+  };
+  bool is_turn = false;
+  for (int64_t part = 0; part < batch_.size(); ++part) is_turn |= is_due_in(layer, part);
+  if (!is_turn) return Status::ok();
+  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
+                        &parts_.counters.turn_seconds);
+  for (int64_t other = 0; other < parts_.options.layers; ++other) {
+    for (int64_t part = 0; part < batch_.size(); ++part) {
+      if (is_due_in(other, part)) KVSWAP_RETURN_IF_ERROR(choose(other, part));
+    }
+  }
+  return division_.adopt();
 }
 
 Status Keeping::turn_before_chunk(int64_t layer) {
@@ -180,11 +199,8 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
     std::sort(columns.begin(), columns.end());
   }
   KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
-  kept.next.reset();
   if (!parts_.keep.kind.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
-  kept.queries_since = 0;
-  kept.is_due = false;
-  kept.joined_columns = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
+  kept.end_turn(batch_.layer(layer).sealed_groups * parts_.options.group_tokens);
   ++parts_.counters.turns;
   return Status::ok();
 }
@@ -204,9 +220,11 @@ Status Keeping::choose(int64_t layer, int64_t part) {
                          .valid = &batch_.validity(part),
                          .sinks = batch_.pages(part).sinks(layer),
                          .group_tokens = options.group_tokens,
-                         .tokens = options.keep_tokens,
+                         .tokens = division_.most(layer),
                          .floor = parts_.keep.kind.is_given ? kNever : 0};
-  kept.next = parts_.keep.shares_groups ? by_attention(args) : most_attended(args);
+  const bool is_ranked = parts_.keep.shares_groups || parts_.keep.kind.prefers_layers;
+  kept.next = is_ranked ? by_attention(args) : most_attended(args);
+  kept.candidates = static_cast<int64_t>(kept.next->size());
   kept.window.log_sum_exp = {};
   if (!parts_.keep.weighs_disk) kept.window = {};
   return Status::ok();

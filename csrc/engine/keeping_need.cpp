@@ -23,9 +23,12 @@ int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_
   const int64_t mass =
       numbers_a_token(keep) * (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
   const int64_t exponents = keep.has_float8 ? keep.entries * page_note_bytes(apart) : 0;
+  // Where layers differ: which pages a layer has, and the order of its tokens.
+  const int64_t divided =
+      keep.divides_layers ? 4 * (keep.pages + keep.layer_pages + keep.tokens_max) : 0;
   // Columns, now and next, and groups that are whole.
   return keep.pages * token_page_bytes + 4 * keep.entries + 8 * keep.tokens_max + exponents +
-         window + mass;
+         window + mass + divided;
 }
 
 int64_t Keeping::bytes_per_group(const EngineOptions& apart) {

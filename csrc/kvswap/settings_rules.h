@@ -61,6 +61,11 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"keep_ratio", true},
                                                 {"keep_count", true},
                                                 {"keep_temperatures", true},
+                                                {"keep_preference", true},
+                                                {"keep_layer_shares", true},
+                                                {"keep_layer_least", true},
+                                                {"keep_layer_most", true},
+                                                {"keep_heads", true},
                                                 {"audit_every", true},
                                                 {"audit_groups", true},
                                                 {"missed_mass_max", true},
@@ -109,10 +114,10 @@ void visit_settings(Visit&& visit) {
         OneOf{{"fifo", "lru", "unused", "none", "score", "clusters"}});
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
   visit("look_ahead", &Settings::look_ahead, Boolean{});
-  visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
-  visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
+  visit("true_query_layers", &Settings::true_query_layers, Numbers{"numbers of layers"});
+  visit("exact_layers", &Settings::exact_layers, Numbers{"numbers of layers"});
   visit("keeper", &Settings::keeper,
-        OneOf{{"none", "newest", "observed", "heavy", "arkv", "given"}});
+        OneOf{{"none", "newest", "observed", "heavy", "arkv", "cake", "given"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
   visit("keep_share", &Settings::keep_share, OneOf{{"fixed", "auto"}});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
@@ -125,6 +130,13 @@ void visit_settings(Visit&& visit) {
   visit("keep_count", &Settings::keep_count, OneOf{{"bytes", "tokens"}});
   visit("keep_temperatures", &Settings::keep_temperatures,
         RealsRange{3, 0.1, 1000000.0, "0.1 to 1000000.0"});
+  visit("keep_preference", &Settings::keep_preference,
+        RealsRange{2, 0.1, 1000000.0, "0.1 to 1000000.0"});
+  visit("keep_layer_shares", &Settings::keep_layer_shares,
+        Reals{0.0, 1000000.0, "0.0 to 1000000.0"});
+  visit("keep_layer_least", &Settings::keep_layer_least, IntRange{0, 1048576});
+  visit("keep_layer_most", &Settings::keep_layer_most, RealRange{1.0, 4096.0, "1.0 to 4096.0"});
+  visit("keep_heads", &Settings::keep_heads, Numbers{"numbers of heads"});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
@@ -146,6 +158,8 @@ void visit_floors(Visit&& visit) {
         &Settings::cluster_tokens, "which a cluster has on average", "");
   visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
         "since a group joins what is kept at once", "arkv");
+  visit("keep_tokens", &Settings::keep_tokens, "keep_layer_least", &Settings::keep_layer_least,
+        "since it is what layers have on average", "");
   visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
         &Settings::merge_gap_bytes, "since a merged read holds its gaps", "");
 }
@@ -176,13 +190,25 @@ void visit_owned(Visit&& visit) {
         OneOf{{"clusters"}});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
-  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest", "cake"}});
   visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_count", &Settings::keep_count, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_scores", &Settings::keep_scores, "keeper", &Settings::keeper, "observed", OneOf{});
   visit("keep_share", &Settings::keep_share, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_layer_shares", &Settings::keep_layer_shares, "keeper", &Settings::keeper, "observed",
+        OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_layer_shares", &Settings::keep_layer_shares, "rows", &Settings::rows, "none",
+        OneOf{});
+  visit("keep_layer_shares", &Settings::keep_layer_shares, "keep_interval",
+        &Settings::keep_interval, "0", OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "rows", &Settings::rows, "none", OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "keep_interval", &Settings::keep_interval, "0",
+        OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "heads", &Settings::heads, "all", OneOf{});
+  visit("keep_preference", &Settings::keep_preference, "keeper", &Settings::keeper, "cake",
+        OneOf{});
   visit("keep_temperatures", &Settings::keep_temperatures, "keep_ratio", &Settings::keep_ratio,
         "null", OneOf{});
 }
@@ -251,6 +277,28 @@ void visit_idle(Visit&& visit) {
         "since no token is rounded");
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",
         "since it is chosen anew where there is no room");
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "cake",
+        "since a prompt alone says what layers have");
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "none",
+        "since all layers have as many");
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "newest",
+        "since all layers have as many");
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "heavy",
+        "since all layers have as many");
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "arkv",
+        "since all layers have as many");
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "given",
+        "since all layers have as many");
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "none",
+        "since no token is worth its variance");
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "newest",
+        "since no token is worth its variance");
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "observed",
+        "since no token is worth its variance");
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "heavy",
+        "since no token is worth its variance");
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "given",
+        "since no token is worth its variance");
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
         "since what each step paid is summed token by token");
 }
