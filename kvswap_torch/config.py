@@ -167,14 +167,15 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
     )
     keeper: str = one_of(
         "none",
-        ("none", "newest", "observed", "heavy", "arkv", "cake", "given"),
+        ("none", "newest", "observed", "heavy", "arkv", "cake", "outliers", "given"),
         "which tokens stay in memory, and are attended in every step, whatever is asked: none but "
         "sinks and tail; with rows=none `newest`, the same with nothing else attended "
         "(StreamingLLM); `observed`, those that the newest queries of a prompt paid most attention "
         "(SnapKV, PRKV); `heavy`, the same summed up over all steps since (H2O); `arkv`, those of "
         "a prompt whose attention is high or varies much, and all that is decoded, until there is "
         "no room (ARKV); `cake`, as `observed` by attention that is high or varies much, more of "
-        "them in layers whose attention is spread over many tokens and changes (CAKE); or `given`, "
+        "them in layers whose attention is spread over many tokens and changes (CAKE); `outliers`, "
+        "the groups of a prompt whose mean stands for their keys worst (ShadowKV); or `given`, "
         "those that your own `token_scores` says are worth most. With rows=none they alone are "
         "attended: the others stay on disk",
     )
@@ -344,8 +345,8 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         Raises
         ------
         ConfigError
-            Unknown, or without a part or a setting that it needs; for an override that is no setting, that
-            would make another method of it, or that its method does not have.
+            Unknown, or without a part or a setting that it needs; for an override that is no
+            setting, that would make another method of it, or that its method does not have.
         """
         chosen = find(name)
         if shape is None:

@@ -180,19 +180,21 @@ class Owned:
 class Idle:
     """A setting without effect where `owner` is `word`, and why: left at its default there.
 
-    A word as in `Owned`.
+    A word and `values` as in `Owned`.
     """
 
     name: str
     owner: str
     word: str
     why: str
+    values: tuple[str, ...] = ()
 
     def check(self, settings: Any) -> None:
         """Raises `ConfigError` where it would do nothing."""
         value = getattr(settings, self.name)
         default = type(settings).__dataclass_fields__[self.name].default
-        if _word(getattr(settings, self.owner)) == self.word and value != default:
+        is_idle = value in self.values if self.values else value != default
+        if _word(getattr(settings, self.owner)) == self.word and is_idle:
             raise ConfigError(
                 f"{self.name}: must be left out where {self.owner} is {self.word}, {self.why}, got "
                 f"{value!r}"

@@ -16,7 +16,18 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 int64_t Keeping::window(int64_t layer) const {
   const EngineOptions& options = parts_.options;
-  return options.keeps_tokens(layer) && !parts_.keep.kind.is_given ? options.keep_window : 0;
+  const bool is_observed = !parts_.keep.kind.is_given && !parts_.keep.kind.keeps_outliers;
+  return options.keeps_tokens(layer) && is_observed ? options.keep_window : 0;
+}
+
+void Keeping::note_chunk(int64_t layer) {
+  if (!parts_.keep.kind.keeps_outliers || !parts_.options.keeps_tokens(layer)) return;
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    KeptTokens& kept = batch_.pages(part).kept(layer);
+    kept.seen_columns = batch_.layer(layer).columns;
+    kept.next.reset();
+    kept.is_due = true;
+  }
 }
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
@@ -216,12 +227,13 @@ Status Keeping::choose(int64_t layer, int64_t part) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(weigh(layer, part));
+  const bool is_measured = parts_.keep.kind.is_given || parts_.keep.kind.keeps_outliers;
   const KeepArgs args = {.mass = std::span(mass_of(kept)).first(sealed),
                          .valid = &batch_.validity(part),
                          .sinks = batch_.pages(part).sinks(layer),
                          .group_tokens = options.group_tokens,
                          .tokens = division_.most(layer),
-                         .floor = parts_.keep.kind.is_given ? kNever : 0};
+                         .floor = is_measured ? kNever : 0};
   const bool is_ranked = parts_.keep.shares_groups || parts_.keep.kind.prefers_layers;
   kept.next = is_ranked ? by_attention(args) : most_attended(args);
   kept.candidates = static_cast<int64_t>(kept.next->size());
@@ -241,6 +253,8 @@ Status Keeping::weigh(int64_t layer, int64_t part) {
   std::vector<float>& mass = mass_of(kept);
   if (parts_.keep.kind.is_given) {
     given_.weigh(layer, part, mass);
+  } else if (parts_.keep.kind.keeps_outliers) {
+    KVSWAP_RETURN_IF_ERROR(fits_.weigh(layer, part, mass));
   } else {
     if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigher_.weigh(layer, part, mass));
     grow_mass(mass, batch_.layer(layer).sealed_groups * parts_.options.group_tokens);

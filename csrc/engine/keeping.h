@@ -7,6 +7,7 @@
 #include "engine/dropping.h"
 #include "engine/engine_parts.h"
 #include "engine/given_worths.h"
+#include "engine/group_fits.h"
 #include "engine/joining.h"
 #include "engine/kept_pages.h"
 #include "engine/layer_division.h"
@@ -26,7 +27,7 @@ namespace kvswap {
 /// what the newest `keep_window` queries paid the tokens that they attended (StepMass), or by what
 /// all queries since the prompt did (H2O 4); with keep_scores=disk by what those would pay all
 /// tokens, which WindowWeigher finds out; with a keeper whose KeeperKind::is_given by what
-/// GivenWorths says. Kept
+/// GivenWorths says; after a prompt with one that keeps outliers by what GroupFits does. Kept
 /// tokens are copied to pages of their own (KeptPages); on disk everything stays where it is, and
 /// where nothing is on disk Dropping says what is left. While everything fits, nobody is kept. A
 /// turn that fails leaves the old set. With keep_share=auto a prompt's turn finds out how many
@@ -42,6 +43,7 @@ class Keeping {
         dropping_(parts, batch, kept_pages_),
         given_(parts, batch),
         weigher_(parts, batch, tail, past, dropping_),
+        fits_(parts, batch, past),
         division_(parts, batch, kept_pages_),
         joining_(parts, batch, kept_pages_),
         step_(parts, batch) {}
@@ -51,6 +53,8 @@ class Keeping {
 
   /// Of a long chunk's newest queries so many are to be observed; 0: none.
   int64_t window(int64_t layer) const;
+  /// Where nothing of a chunk is observed, and a prompt decides all the same: it has ended.
+  void note_chunk(int64_t layer);
   /// What they were, for the turn that comes before the layer's next step.
   void observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window);
 
@@ -93,6 +97,7 @@ class Keeping {
   Dropping dropping_;
   GivenWorths given_;
   WindowWeigher weigher_;
+  GroupFits fits_;
   LayerDivision division_;
   Joining joining_;
   StepMass step_;

@@ -10,7 +10,8 @@ namespace {
 
 std::vector<int64_t> most_of(const EngineOptions& options, const KeepPlan& keep) {
   if (options.keep_layer_shares.empty()) {
-    return std::vector<int64_t>(options.layers, keep.in_dtype_max);
+    const int64_t unit = keep.kind.keeps_outliers ? options.group_tokens : 1;
+    return std::vector<int64_t>(options.layers, keep.in_dtype_max / unit * unit);
   }
   return divide_by_share({.shares = options.keep_layer_shares,
                           .average = options.keep_tokens,

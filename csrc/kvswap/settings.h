@@ -118,7 +118,8 @@ struct Settings {
   /// heavy, the same summed up over all steps since (H2O); arkv, those of a prompt whose
   /// attention is high or varies much, and all that is decoded, until there is no room (ARKV);
   /// cake, as observed by attention that is high or varies much, more of them in layers whose
-  /// attention is spread over many tokens and changes (CAKE); or given, those that your own
+  /// attention is spread over many tokens and changes (CAKE); outliers, the groups of a prompt
+  /// whose mean stands for their keys worst (ShadowKV); or given, those that your own
   /// token_scores says are worth most. With rows=none they alone are attended: the others stay
   /// on disk
   std::string keeper = "none";

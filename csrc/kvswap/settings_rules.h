@@ -117,7 +117,7 @@ void visit_settings(Visit&& visit) {
   visit("true_query_layers", &Settings::true_query_layers, Numbers{"numbers of layers"});
   visit("exact_layers", &Settings::exact_layers, Numbers{"numbers of layers"});
   visit("keeper", &Settings::keeper,
-        OneOf{{"none", "newest", "observed", "heavy", "arkv", "cake", "given"}});
+        OneOf{{"none", "newest", "observed", "heavy", "arkv", "cake", "outliers", "given"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
   visit("keep_share", &Settings::keep_share, OneOf{{"fixed", "auto"}});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
@@ -158,6 +158,8 @@ void visit_floors(Visit&& visit) {
         &Settings::cluster_tokens, "which a cluster has on average", "");
   visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
         "since a group joins what is kept at once", "arkv");
+  visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
+        "since whole groups are kept", "outliers");
   visit("keep_tokens", &Settings::keep_tokens, "keep_layer_least", &Settings::keep_layer_least,
         "since it is what layers have on average", "");
   visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
@@ -213,94 +215,106 @@ void visit_owned(Visit&& visit) {
         "null", OneOf{});
 }
 
-/// visit(name, member, owner's name, its member, word, why): the setting has its default
-/// where the owner is that word.
+/// visit(name, member, owner's name, its member, word, why, values): the setting has its
+/// default, or where there are values none of them, where the owner is that word.
 template <typename Visit>
 void visit_idle(Visit&& visit) {
   visit("audit_every", &Settings::audit_every, "rows", &Settings::rows, "none",
-        "since nothing is selected");
+        "since nothing is selected", OneOf{});
   visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
-        "since nothing is selected");
+        "since nothing is selected", OneOf{});
   visit("score", &Settings::score, "grouping", &Settings::grouping, "clusters",
-        "since cluster_score says it of clusters");
+        "since cluster_score says it of clusters", OneOf{});
   visit("summary_dtype", &Settings::summary_dtype, "grouping", &Settings::grouping, "clusters",
-        "since centroids are float32");
+        "since centroids are float32", OneOf{});
   visit("records", &Settings::records, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("keeper", &Settings::keeper, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("audit_every", &Settings::audit_every, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("missed_mass_max", &Settings::missed_mass_max, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("keep_share", &Settings::keep_share, "rows", &Settings::rows, "none",
-        "since no groups are selected");
+        "since no groups are selected", OneOf{});
   visit("score", &Settings::score, "rows", &Settings::rows, "given",
-        "since scores come from outside");
+        "since scores come from outside", OneOf{});
   visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "given",
-        "since there is no summary");
+        "since there is no summary", OneOf{});
   visit("score_share", &Settings::score_share, "score_columns", &Settings::score_columns, "null",
-        "since all groups are scored by all columns");
+        "since all groups are scored by all columns", OneOf{});
   visit("score_columns", &Settings::score_columns, "score", &Settings::score, "mass",
-        "since a head's softmax needs every token's product");
+        "since a head's softmax needs every token's product", OneOf{});
   visit("score_columns", &Settings::score_columns, "score", &Settings::score, "max_mass",
-        "since a head's softmax needs every token's product");
+        "since a head's softmax needs every token's product", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "pca_per_head", "since its first columns are one head's");
+        "pca_per_head", "since its first columns are one head's", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "skewed", "since its first columns are one head's");
+        "skewed", "since its first columns are one head's", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "channels", "since its first columns are one head's");
+        "channels", "since its first columns are one head's", OneOf{});
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "given",
-        "since what tokens are worth comes from outside");
+        "since what tokens are worth comes from outside", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
-        "since what tokens are worth comes from outside");
+        "since what tokens are worth comes from outside", OneOf{});
+  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "outliers",
+        "since no query decides who is kept", OneOf{});
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "outliers",
+        "since no query decides who is kept", OneOf{});
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "outliers",
+        "since no query decides who is kept", OneOf{});
+  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none",
+        "since there are no groups to be left out of", OneOf{{"outliers"}});
   visit("keep_scores", &Settings::keep_scores, "keep_interval", &Settings::keep_interval, "0",
-        "since nothing is decided while decoding");
+        "since nothing is decided while decoding", OneOf{});
   visit("keep_count", &Settings::keep_count, "keep_ratio", &Settings::keep_ratio, "1",
-        "since no token is rounded");
+        "since no token is rounded", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",
-        "since it is chosen anew where there is no room");
+        "since it is chosen anew where there is no room", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "cake",
-        "since a prompt alone says what layers have");
+        "since a prompt alone says what layers have", OneOf{});
   visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "none",
-        "since all layers have as many");
+        "since all layers have as many", OneOf{});
   visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "newest",
-        "since all layers have as many");
+        "since all layers have as many", OneOf{});
   visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "heavy",
-        "since all layers have as many");
+        "since all layers have as many", OneOf{});
   visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "arkv",
-        "since all layers have as many");
+        "since all layers have as many", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "outliers",
+        "since all layers have as many", OneOf{});
   visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "given",
-        "since all layers have as many");
+        "since all layers have as many", OneOf{});
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "none",
-        "since no token is worth its variance");
+        "since no token is worth its variance", OneOf{});
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "newest",
-        "since no token is worth its variance");
+        "since no token is worth its variance", OneOf{});
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "observed",
-        "since no token is worth its variance");
+        "since no token is worth its variance", OneOf{});
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "heavy",
-        "since no token is worth its variance");
+        "since no token is worth its variance", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "outliers",
+        "since no token is worth its variance", OneOf{});
   visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "given",
-        "since no token is worth its variance");
+        "since no token is worth its variance", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
-        "since what each step paid is summed token by token");
+        "since what each step paid is summed token by token", OneOf{});
 }
 
 template <typename Visit>

@@ -26,6 +26,7 @@ struct KeeperKind {
   bool joins;
   /// Layers differ in how many of their tokens are kept, by what each prompt's attention says.
   bool prefers_layers;
+  bool keeps_outliers;  // whole groups, those whose mean stands for their keys worst
 
   static std::span<const KeeperKind> all();
   /// Null where there is none of that name.

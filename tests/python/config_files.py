@@ -97,6 +97,7 @@ GOOD: list[dict[str, Any]] = [
         "keep_layer_most": 1.0,
         "keep_heads": [0, 3, 40],
     },
+    {"rows": "mean", "keeper": "outliers", "keep_tokens": 384, "group_tokens": 8, "heads": "each"},
     {"keeper": "arkv", "keep_layer_shares": [], "keep_heads": [], "keep_layer_least": 0},
     {"rows": "box", "group_tokens": 16, "rank": 32, "score": "sum", "projection_file": None},
     {
@@ -243,6 +244,12 @@ BAD: list[tuple[str, str]] = [
     (_file(keeper="arkv", keep_layer_most=2.0),
      "keep_layer_most: must be left out where keeper is arkv, since all layers have as many"),
     (_file(rows="none", keeper="cake", keep_layer_most=0.5), "keep_layer_most: must be a float f"),
+    (_file(rows="none", keeper="outliers"),
+     "keeper: must be left out where rows is none, since there are no groups to be left out of, "),
+    *((_file(keeper="outliers", **{name: 8}), f"{name}: must be left out where keeper is outliers")
+      for name in ("keep_window", "keep_pool", "keep_interval")),
+    (_file(keeper="outliers", keep_tokens=3),
+     "keep_tokens: must be at least group_tokens (4), since whole groups are kept, got 3"),
     (_file(keeper="heavy", keep_variance=1.0),
      "keep_variance: must be left out where keeper is heavy, since no token is worth its va"),
     (_file(keeper="arkv", keep_interval=4), "keep_interval: must be left out where keeper is arkv"),

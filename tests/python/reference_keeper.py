@@ -17,6 +17,7 @@ from kvswap_torch.methods.observed import (
     log_sum_exp,
     most_attended,
 )
+from kvswap_torch.methods.shadowkv import outlier_worth
 from tests.python.reference_division import Division
 from tests.reference import float8_rounded
 
@@ -94,7 +95,7 @@ class ReferenceKeeper(Division):
         self.softcap = 0.0  # of the newest attention, as the next
         self.head_sinks: torch.Tensor | None = None  # [heads]
         self._is_given = options.keeper == "given"
-        self.is_on = options.keeper in ("observed", "heavy", "arkv", "cake", "given")
+        self.is_on = options.keeper in (*("observed", "heavy", "arkv", "cake"), "outliers", "given")
         self.prefers_layers = options.keeper == "cake"
         self.joins = options.keeper == "arkv"
         self._sums_up = options.keeper == "heavy"
@@ -104,6 +105,10 @@ class ReferenceKeeper(Division):
     def observe_chunk(self, state, query, log_sum_exp) -> None:
         """After a long chunk: query [batch, heads, n, head_dim], log_sum_exp [batch, heads, n]."""
         tokens = query.shape[2]
+        if self._options.keeper == "outliers":
+            for kept in state.kept:
+                kept.is_due, kept.seen = True, state.columns
+            return
         for sequence, kept in enumerate([] if self._is_given else state.kept):
             valid = state.valid[sequence].nonzero().flatten()
             first = int(valid[0]) if len(valid) else state.columns
@@ -146,6 +151,15 @@ class ReferenceKeeper(Division):
             chosen = most_attended(worth, may_stay, self._options.keep_tokens, 1, -torch.inf)
             kept.columns = set(chosen.tolist())
             kept.queries_since, kept.is_due = 0, False
+            return
+        if self._options.keeper == "outliers":
+            valid = state.valid[sequence, : state.sealed]
+            worth = outlier_worth(state.keys[sequence, :, : state.sealed], valid, group)
+            may_stay = self._may_stay(state, sequence, sinks, 0, state.sealed)
+            most = self._options.keep_tokens // group * group
+            worth = worth.repeat_interleave(group)
+            kept.columns = set(most_attended(worth, may_stay, most, 1, -torch.inf).tolist())
+            kept.is_due = False
             return
         if self._reads_disk and kept.window is None:
             kept.queries_since, kept.is_due = 0, False

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
-from kvswap_torch.preset import MISSING
+from kvswap_torch.preset import MISSING, find
 from kvswap_torch.preset_parts import Shape
 from tests.python.test_presets_generate import given_of, model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
@@ -92,7 +92,7 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
 @pytest.mark.parametrize(
     "name",
     ["snapkv", "snapkv+", "cake", "compresskv", "arkv", "arkv-origin", "arkv-quant", "h2o"]
-    + ["tova", "prkv"],
+    + ["tova", "prkv", "shadowkv"],
 )
 def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     """With one group in pages nothing fits, and everything is kept."""
@@ -100,7 +100,7 @@ def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     inputs = prompt(3, 60, padding=(0, 7, 3))
     config = small(name, model, 1, keep_tokens=1000, tail_tokens=2)
     tokens = (
-        2 if name in ("snapkv", "snapkv+", "cake", "compresskv", "prkv") else 30
+        2 if name in ("snapkv", "snapkv+", "cake", "compresskv", "prkv", "shadowkv") else 30
     )  # the others choose anew in each step
     with KVSwapCache(model, tmp_path, config) as cache:
         ours = greedy(model, inputs, cache, tokens=tokens)
@@ -244,7 +244,8 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("cake", {"keep_interval": 8}, "preset cake: keep_interval: must be left out"),
         ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
-        ("shadowkv", {}, "rows=mean"),
+        ("clusterkv", {}, "clusterkv needs clusters that are made anew"),
+        ("shadowkv", {"keep_window": 8}, "preset shadowkv: keep_window: must be left out"),
         ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
         ("quest", {"version": 1}, "overrides must be settings, got version"),
         ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),

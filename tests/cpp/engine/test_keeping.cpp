@@ -123,6 +123,15 @@ EngineOptions divided_options(const std::string& directory, const std::string& r
   return options;
 }
 
+EngineOptions outlier_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keeper = "outliers";
+  options.keep_interval = 0;
+  options.keep_window = Settings().keep_window;
+  options.keep_tokens = 12;
+  return options;
+}
+
 using MakeOptions = EngineOptions (*)(const std::string&, const std::string&);
 
 /// Turns of each layer and sequence in 8 steps, whatever read fails; on a device too, where one is
@@ -166,6 +175,10 @@ TEST(Keeping, AWalkOverAllThatIsOnDiskThatFailsIsMadeAgainAndRight) {
 
 TEST(Keeping, ATurnOfAllLayersThatFailsIsMadeAgainAndRight) {
   expect_right_after_faults(divided_options, "none", 1, 10);
+}
+
+TEST(Keeping, AWalkForOutliersThatFailsIsMadeAgainAndRight) {
+  expect_right_after_faults(outlier_options, "mean", 1, 12);
 }
 
 TEST(Keeping, ATurnThatDecidesHowManyStayIsMadeAgainAndRight) {
