@@ -25,12 +25,12 @@ from kvswap_torch.config_parts import (
     Solution,
     adopt_plain_values,
     check_table,
-    nearest,
 )
 from kvswap_torch.config_rules import (
     boolean,
     check_beside,
     documented,
+    floats_rule,
     layers_rule,
     number,
     one_of,
@@ -167,20 +167,24 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
     )
     keeper: str = one_of(
         "none",
-        ("none", "newest", "observed", "heavy", "arkv", "given"),
+        ("none", "newest", "observed", "heavy", "arkv", "cake", "outliers", "given"),
         "which tokens stay in memory, and are attended in every step, whatever is asked: none but "
         "sinks and tail; with rows=none `newest`, the same with nothing else attended "
         "(StreamingLLM); `observed`, those that the newest queries of a prompt paid most attention "
         "(SnapKV, PRKV); `heavy`, the same summed up over all steps since (H2O); `arkv`, those of "
         "a prompt whose attention is high or varies much, and all that is decoded, until there is "
-        "no room (ARKV); or `given`, those that your own `token_scores` says are worth most. With "
-        "rows=none they alone are attended: the others stay on disk",
+        "no room (ARKV); `cake`, as `observed` by attention that is high or varies much, more of "
+        "them in layers whose attention is spread over many tokens and changes (CAKE); `outliers`, "
+        "the groups of a prompt whose mean stands for their keys worst (ShadowKV); or `given`, "
+        "those that your own `token_scores` says are worth most. With rows=none they alone are "
+        "attended: the others stay on disk",
     )
     keep_tokens: int = number(
         256,
         1,
         1 << 20,
-        "tokens that stay, of each layer and sequence; with heads=each of each KV head",
+        "tokens that stay, of each layer and sequence, on average where layers differ; with "
+        "heads=each of each KV head",
     )
     keep_share: str = one_of(
         "fixed",
@@ -236,6 +240,33 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         "with `keep_ratio` None: roots that are taken of a prompt's entropy, variance and kurtosis "
         "before they are multiplied (tau); the larger, the less it counts",
     )
+    keep_preference: tuple[float, ...] = reals(
+        (1.0, 1.0),
+        0.1,
+        1e6,
+        "with keeper=cake: roots that are taken of how far a layer's attention is spread, and of "
+        "how much it changes, before they are multiplied (tau 1, tau 2)",
+    )
+    keep_layer_shares: tuple[float, ...] = floats_rule(
+        0.0,
+        1e6,
+        "what each layer on disk is worth, in any unit: of `keep_tokens` for each layer on average "
+        "a layer has that part (CompressKV). Empty: all have as many",
+    )
+    keep_layer_least: int = number(0, 0, 1 << 20, "tokens that a layer has at least, by its share")
+    keep_layer_most: float = real(
+        3.0,
+        1.0,
+        4096.0,
+        "where layers differ: times what they have on average, the newest `keep_window` included, "
+        "that one may have; memory for a step is counted by it",
+    )
+    keep_heads: tuple[int, ...] = layers_rule(
+        "query heads whose attention alone decides which tokens stay, numbered through all layers "
+        "on disk: head h of layer l is l times the heads of a layer, plus h (CompressKV's semantic "
+        "retrieval heads). Empty: all",
+        "numbers of heads",
+    )
     audit_every: int = number(
         0,
         0,
@@ -283,31 +314,10 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         check_beside("projection_file", self.projection_file)
         check_table(self.table, SOLVABLE, self._with)
 
-    def _with(self, row: Solution) -> SwapConfig:
-        return dataclasses.replace(self, **dict(row.settings), table=())
-
     @property
     def solutions(self) -> tuple[SwapConfig, ...]:
         """Each row of the table as a config without one."""
         return tuple(map(self._with, self.table))
-
-    def for_batch_and_context(self, batch: int, context: int) -> SwapConfig:
-        """The config for a run, without a table: the exact pair's solution, or the nearest's.
-
-        Near is measured in doublings of batch plus doublings of context; of two equally near the
-        one with the longer context, then the larger batch, is taken, which reads less than it may
-        rather than more. Without a table the config itself is returned.
-
-        Raises
-        ------
-        ConfigError
-            When batch or context is not positive.
-        """
-        if batch < 1 or context < 1:
-            raise ConfigError(
-                f"for_batch_and_context: both must be positive, got {batch} and {context}"
-            )
-        return self._with(nearest(self.table, batch, context)) if self.table else self
 
     def check_model(self, identity: ModelIdentity) -> None:
         """Refuses another model's config.
@@ -319,25 +329,6 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
             for, one rank a layer for another number of layers, or a layer that it does not have.
         """
         check_model(self, identity)
-
-    @property
-    def projection_path(self) -> Path | None:
-        """Where the projection file is; None when there is none.
-
-        Raises
-        ------
-        ConfigError
-            When the config was not loaded from or saved to a file, so that there is no folder to
-            look in.
-        """
-        if self.projection_file is None:
-            return None
-        if self.source is None:
-            raise ConfigError(
-                "projection_file: is relative to the config's file, but this config was not loaded "
-                "from one; use SwapConfig.load(), or pass source="
-            )
-        return self.source.parent / self.projection_file
 
     @classmethod
     def preset(cls, name: str, shape: Shape | None = None, **overrides: Any) -> SwapConfig:
@@ -354,8 +345,8 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         Raises
         ------
         ConfigError
-            Unknown, or without a part that it needs; for an override that is no setting, that
-            would make another method of it, or that its method does not have.
+            Unknown, or without a part or a setting that it needs; for an override that is no
+            setting, that would make another method of it, or that its method does not have.
         """
         chosen = find(name)
         if shape is None:

@@ -19,6 +19,8 @@ FLOORS = (
     Floor("pages_max", "select_queries_max", "a page for each query's choice"),
     Floor("cluster_tokens_max", "cluster_tokens", "which a cluster has on average"),
     Floor("keep_tokens", "group_tokens", "since a group joins what is kept at once", "arkv"),
+    Floor("keep_tokens", "group_tokens", "since whole groups are kept", "outliers"),
+    Floor("keep_tokens", "keep_layer_least", "since it is what layers have on average"),
     Floor("merge_bytes_max", "merge_gap_bytes", "since a merged read holds its gaps"),
 )
 # What other rows than these would ignore.
@@ -41,12 +43,19 @@ OWNED = (
     ),
     Owned("replacement", "grouping", "clusters", ("clusters",)),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
-    Owned("keeper", "rows", "none", ("newest",)),
+    Owned("keeper", "rows", "none", ("newest", "cake")),
+    *(Owned(name, "keeper", "arkv") for name in ("keep_slack", "keep_ratio", "keep_count")),
     *(
-        Owned(name, "keeper", "arkv")
-        for name in ("keep_variance", "keep_slack", "keep_ratio", "keep_count")
+        Owned(name, "keeper", "observed")
+        for name in ("keep_scores", "keep_share", "keep_layer_shares", "keep_heads")
     ),
-    *(Owned(name, "keeper", "observed") for name in ("keep_scores", "keep_share")),
+    *(
+        Owned(name, *of)
+        for name in ("keep_layer_shares", "keep_heads")
+        for of in (("rows", "none"), ("keep_interval", "0"))
+    ),
+    Owned("keep_heads", "heads", "all"),
+    Owned("keep_preference", "keeper", "cake"),
     Owned("keep_temperatures", "keep_ratio", "null"),
 )
 IDLE = (  # what would have no effect
@@ -79,9 +88,23 @@ IDLE = (  # what would have no effect
         Idle(name, "keeper", "given", "since what tokens are worth comes from outside")
         for name in ("keep_window", "keep_pool")
     ),
+    *(
+        Idle(name, "keeper", "outliers", "since no query decides who is kept")
+        for name in ("keep_window", "keep_pool", "keep_interval")
+    ),
+    Idle("keeper", "rows", "none", "since there are no groups to be left out of", ("outliers",)),
     Idle("keep_scores", "keep_interval", "0", "since nothing is decided while decoding"),
     Idle("keep_count", "keep_ratio", "1", "since no token is rounded"),
     Idle("keep_interval", "keeper", "arkv", "since it is chosen anew where there is no room"),
+    Idle("keep_interval", "keeper", "cake", "since a prompt alone says what layers have"),
+    *(
+        Idle("keep_layer_most", "keeper", keeper, "since all layers have as many")
+        for keeper in ("none", "newest", "heavy", "arkv", "outliers", "given")
+    ),
+    *(
+        Idle("keep_variance", "keeper", keeper, "since no token is worth its variance")
+        for keeper in ("none", "newest", "observed", "heavy", "outliers", "given")
+    ),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
 )
 

@@ -125,7 +125,7 @@ def _between_two() -> list[str]:
     ]
     idle = [
         f'  visit("{each.name}", &Settings::{each.name}, "{each.owner}", '
-        f'&Settings::{each.owner}, "{each.word}", "{each.why}");'
+        f'&Settings::{each.owner}, "{each.word}", "{each.why}", {_values(each.values)});'
         for each in IDLE
     ]
     return [
@@ -143,8 +143,8 @@ def _between_two() -> list[str]:
         *owned,
         "}",
         "",
-        "/// visit(name, member, owner's name, its member, word, why): the setting has its default",
-        "/// where the owner is that word.",
+        "/// visit(name, member, owner's name, its member, word, why, values): the setting has its",
+        "/// default, or where there are values none of them, where the owner is that word.",
         "template <typename Visit>",
         "void visit_idle(Visit&& visit) {",
         *idle,
@@ -209,8 +209,11 @@ def _rule(item: dataclasses.Field[Any]) -> str:
     if schema["type"] == "array" and "minItems" in schema:
         low, high = schema["items"]["minimum"], schema["items"]["maximum"]
         return f'RealsRange{{{schema["minItems"]}, {low}, {high}, "{low} to {high}"}}'
+    if schema["type"] == "array" and schema["items"]["type"] == "number":
+        low, high = schema["items"]["minimum"], schema["items"]["maximum"]
+        return f'Reals{{{low}, {high}, "{low} to {high}"}}'
     if schema["type"] == "array":
-        return "LayerNumbers{}"
+        return f'Numbers{{"{schema["title"]}"}}'
     if "exclusiveMinimum" in schema:
         return "Share{}"
     low, high = schema["minimum"], schema["maximum"]

@@ -31,8 +31,30 @@ def check_model(config: SwapConfig, identity: ModelIdentity) -> None:
                     f"{name}: must be below {identity.layers}, the layers on disk, got "
                     f"{list(layers)}"
                 )
+        _check_division(config, identity.layers, identity.heads)
     if identity.kv_heads is not None and identity.head_dim is not None:
         width = config.row_heads(identity.kv_heads) * identity.head_dim
         for row in (config, *config.solutions):
             if row.takes_projections:
                 checked_rank(row.rank, width)
+
+
+def _check_division(config: SwapConfig, layers: int, heads: int | None) -> None:
+    """What layers are worth, and heads that are asked, belong to a model."""
+    shares = config.keep_layer_shares
+    if shares and (len(shares) != layers or not any(shares)):
+        raise ConfigError(
+            f"keep_layer_shares: must be {layers} numbers, one for each layer on disk, one of them "
+            f"above 0, got {len(shares)}; read_heads() needs a file of this model"
+        )
+    asked = config.keep_heads
+    if not asked or heads is None:
+        return
+    if asked[-1] >= layers * heads:
+        raise ConfigError(
+            f"keep_heads: must be below {layers * heads}, {heads} heads of {layers} layers on "
+            f"disk, got {asked[-1]}; read_heads() needs a file of this model"
+        )
+    for layer in range(layers):
+        if not any(layer * heads <= head < (layer + 1) * heads for head in asked):
+            raise ConfigError(f"keep_heads: must name a head of each layer, got none of {layer}")

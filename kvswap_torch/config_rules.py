@@ -70,6 +70,21 @@ def reals(default: tuple[float, ...], low: float, high: float, doc: str) -> Any:
     return _field(default, check, schema, doc)
 
 
+def floats_rule(low: float, high: float, doc: str) -> Any:
+    """Any number of floats from `low` to `high`; none by default."""
+
+    def check(name: str, value: Any) -> None:
+        good = isinstance(value, tuple) and all(
+            isinstance(one, float) and low <= one <= high for one in value
+        )
+        if not good:
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{name}: must be floats from {low} to {high}, got {shown!r}")
+
+    one = {"type": "number", "minimum": low, "maximum": high}
+    return _field((), check, {"type": "array", "items": one}, doc)
+
+
 def boolean(default: bool, doc: str) -> Any:
     """True or False."""
 
@@ -98,8 +113,8 @@ def rank_rule(default: int, doc: str) -> Any:
     return _field(default, lambda name, value: checked_rank(value, _RANK_MAX), schema, doc)
 
 
-def layers_rule(doc: str) -> Any:
-    """Numbers of layers, rising; none by default."""
+def layers_rule(doc: str, what: str = "numbers of layers") -> Any:
+    """`what`, rising; none by default."""
 
     def check(name: str, value: Any) -> None:
         good = isinstance(value, tuple) and all(
@@ -108,10 +123,10 @@ def layers_rule(doc: str) -> Any:
         )
         if not good or list(value) != sorted(set(value)):
             shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{name}: must be numbers of layers, rising, got {shown!r}")
+            raise ConfigError(f"{name}: must be {what}, rising, got {shown!r}")
 
     one = {"type": "integer", "minimum": 0, "maximum": INT_MAX}
-    return _field((), check, {"type": "array", "items": one}, doc)
+    return _field((), check, {"type": "array", "items": one, "title": what}, doc)
 
 
 def checked_rank(rank: Any, width: int) -> None:
@@ -165,19 +180,21 @@ class Owned:
 class Idle:
     """A setting without effect where `owner` is `word`, and why: left at its default there.
 
-    A word as in `Owned`.
+    A word and `values` as in `Owned`.
     """
 
     name: str
     owner: str
     word: str
     why: str
+    values: tuple[str, ...] = ()
 
     def check(self, settings: Any) -> None:
         """Raises `ConfigError` where it would do nothing."""
         value = getattr(settings, self.name)
         default = type(settings).__dataclass_fields__[self.name].default
-        if _word(getattr(settings, self.owner)) == self.word and value != default:
+        is_idle = value in self.values if self.values else value != default
+        if _word(getattr(settings, self.owner)) == self.word and is_idle:
             raise ConfigError(
                 f"{self.name}: must be left out where {self.owner} is {self.word}, {self.why}, got "
                 f"{value!r}"

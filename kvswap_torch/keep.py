@@ -44,7 +44,7 @@ def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapC
     if not drops(config):
         kept = "restores all" if config.rows == "none" else f"reads groups by rows={config.rows}"
         raise ConfigError(
-            "keep: must come with a preset that drops tokens (snapkv, arkv, h2o, tova, "
+            "keep: must come with a preset that drops tokens (snapkv, cake, arkv, h2o, tova, "
             f"streaming, window), got one that {kept}; groups_max says how many it attends"
         )
     tokens = _tokens(keep, max_context)

@@ -127,6 +127,35 @@ PRESETS = (
         ),
     ),
     Preset(
+        "shadowkv",
+        "ShadowKV",
+        "Where neighbours' keys are alike: their mean stands for them, those it does not fit stay.",
+        "In small budgets: its landmarks take one part in 16 of the KV cache.",
+        {
+            "rows": "mean",
+            "heads": "each",
+            "score": "max",
+            "replacement": "lru",
+            "group_tokens": lambda shape: max(8, shape.group_of_head),
+            "groups_max": lambda shape: 2 * TOKENS // max(8, shape.group_of_head),
+            "pages_max": lambda shape: 4 * TOKENS // max(8, shape.group_of_head),
+            "sink_tokens": 0,
+            "tail_tokens": 32,
+            "keeper": "outliers",
+            "keep_tokens": lambda shape: 48 * max(8, shape.group_of_head),
+        },
+        "",
+        (
+            "K is read together with V; the paper keeps a low-rank form of the prompt's keys in "
+            "memory, rebuilds K from it and reads V alone",
+            "KV heads choose, each by the largest product of its query heads with a mean; the "
+            "paper by their largest softmax weight",
+            "what is decoded is chosen from like the prompt once it has left the tail, and has "
+            "means; the paper keeps all of it",
+            "groups of eight tokens, or more where the disk reads more at once",
+        ),
+    ),
+    Preset(
         "infinigen",
         "InfiniGen",
         "To reproduce a table.",
@@ -236,20 +265,17 @@ PRESETS = (
     *KEEPING,
 )
 
-_BUDGETS = "a number of tokens for each layer that follows from the prompt's attention"
 _MERGED = "tokens that are merged or quantised, not dropped"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _QUANTISED = "rows of quantised keys"
 _LOCAL = "clusters that are made anew for what is decoded; dynakv's grow and split"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("cake", "compresskv"), _BUDGETS),
     **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
     "clusterkv": _LOCAL,
     "pqcache": _QUANTISED,
     "fasa": "projections of pairs of rotary channels",
-    "shadowkv": "a keeper of outliers (its landmarks are rows=mean)",
 }
 
 

@@ -28,6 +28,9 @@ _MIXED_ARKV = (
 )
 _RECALLED = "the paper drops tokens; here those of low rank that a query asks for are read again"
 _ON_DISK = "with a path what it drops stays on disk: a crop, or a longer prompt, finds it again"
+# B tokens in all, of which the window always stays; as many more are kept as fit beside it.
+_DIVIDED = {**_DROPS, "tail_tokens": 32, "keep_tokens": TOKENS - 32}
+_NEWEST_DECODED = "of what is decoded the newest {} tokens stay; the paper keeps all of it"
 _REREAD = "it needs a path: what it drops is read again"
 _PRKV = {
     "rows": "box",
@@ -110,6 +113,41 @@ KEEPING = (
             "PRKV with a budget that is all static; of what is decoded the newest 64 tokens stay "
             "until the next choice",
         ),
+    ),
+    Preset(
+        "cake",
+        "CAKE",
+        "As snapkv, where layers differ: those whose attention is spread and changes keep more.",
+        "Where questions come later: what the prompt's end did not attend is gone from answers.",
+        {**_DIVIDED, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
+        | {"keeper": "cake", "keep_variance": 200.0},
+        "",
+        (
+            _ON_DISK,
+            _NEWEST_DECODED.format(32),
+            "both roots are 1 for any model (keep_preference); the paper sets them model by model",
+            "a layer keeps at most three times what layers keep on average (keep_layer_most), "
+            "which memory is for; in the paper whatever the others leave",
+            "spread and change are summed over tokens whose groups are sealed",
+        ),
+    ),
+    Preset(
+        "compresskv",
+        "CompressKV",
+        "As snapkv, with a heads file of the model: its retrieval heads alone choose, and layers "
+        "that need more have more.",
+        "Without such a file; where questions come later.",
+        {**_DROPS, "tail_tokens": 8, "keeper": "observed", "keep_tokens": TOKENS - 8}
+        | {"keep_window": 8, "keep_layer_least": 24},
+        "a heads file (kvswap_torch.heads_file) must be given: the paper finds heads and shares of "
+        "layers beforehand",
+        (
+            _ON_DISK,
+            _NEWEST_DECODED.format(8),
+            "finding the heads and what layers are worth is not here: the paper's own files are "
+            "read",
+        ),
+        needs={"keep_heads": (), "keep_layer_shares": lambda shape: (1.0,) * shape.layers},
     ),
     Preset(
         "arkv-origin",

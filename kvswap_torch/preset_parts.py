@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class Preset:
         What is better calibrated, or must be; empty: nothing.
     differences
         From its paper, a sentence each.
+    needs
+        Settings of a model that must be given, and some of any model to show it with; empty: none.
     divides
         It divides any budget between columns, groups and pages; of the others columns belong to
         what they are, and a comparison at equal bytes leaves them.
@@ -99,12 +102,24 @@ class Preset:
     settings: Mapping[str, Value]
     calibrate: str = ""
     differences: tuple[str, ...] = ()
+    needs: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     divides: bool = False
+
+    def shown(self, shape: Shape) -> dict[str, Any]:
+        """What it needs to be shown without a model."""
+        return {name: each(shape) if callable(each) else each for name, each in self.needs.items()}
 
     def settings_for(
         self, shape: Shape, known: Sequence[str], overrides: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Of `SwapConfig`, whose settings are `known`, for a model; see `SwapConfig.preset`."""
+        missing = [name for name in self.needs if name not in overrides]
+        if missing:
+            raise ConfigError(
+                f"preset {self.name}: must be given {' and '.join(missing)}, which belong to a "
+                f"model: SwapConfig.preset({self.name!r}, **read_heads(FILE)) has them from a "
+                "heads file (kvswap_torch.heads_file)"
+            )
         where = f"preset {self.name}"
         for name in overrides:
             if name not in (*known, "model"):

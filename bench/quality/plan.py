@@ -46,7 +46,13 @@ def preset_method(name: str, share: str) -> str:
     return f"product:preset={name},memory={share},question=inside"
 
 
-OF_PRESETS = tuple(preset_method(preset.name, share) for preset in presets() for share in SHARES)
+# One that needs a file of the model has none here.
+OF_PRESETS = tuple(
+    preset_method(preset.name, share)
+    for preset in presets()
+    for share in SHARES
+    if not preset.needs
+)
 
 
 def layer_set(layers: int) -> tuple[str, ...]:

@@ -82,9 +82,9 @@ Status check_settings(const Settings& settings) {
              json(settings.*member);
   });
   visit_idle([&](const char* name, auto member, const char* owner, auto owner_member,
-                 const std::string& word, const char* why) {
+                 const std::string& word, const char* why, const OneOf& values) {
     if (!broken.empty() || settings.*member == defaults.*member ||
-        word_of(settings.*owner_member) != word)
+        !concerns(values, settings.*member) || word_of(settings.*owner_member) != word)
       return;
     broken = std::string(name) + ": must be left out where " + owner + " is " + word + ", " + why +
              ", got " + json(settings.*member);

@@ -38,6 +38,32 @@ Status check_looks(const EngineOptions& options) {
       got);
 }
 
+/// That what layers are worth, and the heads that are asked, are of this model.
+Status check_division(const EngineOptions& options) {
+  const std::vector<double>& shares = options.keep_layer_shares;
+  if (!shares.empty()) {
+    const bool is_any = std::any_of(shares.begin(), shares.end(), [](double x) { return x > 0; });
+    if (static_cast<int64_t>(shares.size()) != options.layers || !is_any) {
+      return Status::invalid("session: keep_layer_shares must be one number for each layer (" +
+                             std::to_string(options.layers) + "), one of them above 0, got " +
+                             std::to_string(shares.size()));
+    }
+  }
+  const std::vector<int64_t>& heads = options.keep_heads;
+  if (heads.empty()) return Status::ok();
+  if (heads.back() >= options.layers * options.query_heads) {
+    return out_of_range("keep_heads", 0, options.layers * options.query_heads - 1, heads.back());
+  }
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    const auto first = std::lower_bound(heads.begin(), heads.end(), layer * options.query_heads);
+    if (first != heads.end() && *first < (layer + 1) * options.query_heads) continue;
+    return Status::invalid(
+        "session: keep_heads must name a head of each layer, got none of layer " +
+        std::to_string(layer));
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status EngineOptions::validate() const {
@@ -82,6 +108,12 @@ Status EngineOptions::validate() const {
         "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
         "CPU alone has so far; keep the cache in host memory");
   }
+  if (device && KeepPlan(*this).divides_layers) {
+    return Status::invalid(
+        "session: keeper must not be 'cake' where pages are a device's, nor keep_layer_shares be "
+        "given, since the CPU alone divides kept pages among layers; keep the cache in host "
+        "memory");
+  }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   if (device && keep_share == "auto" && has_device_kernels(method())) {
     return Status::invalid(
@@ -97,6 +129,7 @@ Status EngineOptions::validate() const {
     if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
   }
   KVSWAP_RETURN_IF_ERROR(check_looks(*this));
+  KVSWAP_RETURN_IF_ERROR(check_division(*this));
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {
     return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);

@@ -10,6 +10,14 @@
 namespace kvswap {
 namespace {
 
+/// Of each sequence.
+double tokens_kept_in(const Engine& engine, int64_t layer) {
+  const Batch& batch = engine.sequences();
+  int64_t kept = 0;
+  for (int64_t part = 0; part < batch.size(); ++part) kept += batch.pages(part).kept(layer).count();
+  return static_cast<double>(kept) / static_cast<double>(std::max<int64_t>(1, batch.size()));
+}
+
 /// Tokens of each sequence that are kept in a layer, and that are dropped, on average.
 void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.parts().options;
@@ -20,6 +28,9 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;
   counters["tokens_kept"] = tokens_kept(engine);
+  for (int64_t layer = 0; engine.parts().keep.divides_layers && layer < options.layers; ++layer) {
+    counters["tokens_kept_" + std::to_string(layer)] = tokens_kept_in(engine, layer);
+  }
   if (!engine.parts().keep.has_float8) return;
   counters["tokens_kept_fp8"] = tokens_kept(engine, KeptAs::kFloat8);
 }

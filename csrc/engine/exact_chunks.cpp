@@ -26,6 +26,7 @@ Status ExactChunks::begin(int64_t layer, int64_t tokens) {
 }
 
 void ExactChunks::end(int64_t layer, int64_t tokens) {
+  keeping_.note_chunk(layer);
   if (!parts_.options.drops() || batch_.layer(layer).columns != tokens) return;
   if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }

@@ -1,13 +1,32 @@
 #include "engine/keep_plan.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace kvswap {
 namespace {
 
+int64_t pages_for(const EngineOptions& apart, int64_t tokens) {
+  return (tokens + apart.group_tokens - 1) / apart.group_tokens;
+}
+
+/// Of a layer, whatever others have.
+int64_t most_of_a_layer(const EngineOptions& apart, const KeepPlan& plan) {
+  if (!plan.divides_layers) return apart.keep_tokens;
+  const auto usual = static_cast<double>(apart.keep_tokens + apart.keep_window);
+  const auto most = static_cast<int64_t>(std::floor(apart.keep_layer_most * usual));
+  return std::clamp(most - apart.keep_window, apart.keep_tokens, apart.keep_tokens * apart.layers);
+}
+
 int64_t pages_of(const EngineOptions& apart, const KeepPlan& plan) {
   if (!plan.kind.keeps_tokens) return 0;
-  // Of each precision the last page may be partly empty.
-  return (apart.keep_tokens + apart.group_tokens - 1) / apart.group_tokens +
-         (plan.has_float8 ? 1 : 0);
+  // Of each precision, and of each layer, the last page may be partly empty.
+  return pages_for(apart, apart.keep_tokens) + (plan.has_float8 || plan.divides_layers ? 1 : 0);
+}
+
+int64_t layer_pages_of(const EngineOptions& apart, const KeepPlan& plan) {
+  if (!plan.divides_layers) return plan.pages;
+  return std::min(pages_for(apart, plan.in_dtype_max), plan.pages * apart.layers);
 }
 
 }  // namespace
@@ -17,11 +36,14 @@ KeepPlan::KeepPlan(const EngineOptions& apart)
       weighs_attended(apart.keep_interval > 0 && !kind.is_given && apart.keep_scores == "attended"),
       weighs_disk(apart.keep_interval > 0 && apart.keep_scores == "disk"),
       shares_groups(apart.keep_share == "auto"),
+      divides_layers(kind.prefers_layers || !apart.keep_layer_shares.empty()),
       has_float8(kind.joins && apart.keep_ratio != 1.0),
       float8_per_token(dtype_bytes(apart.dtype)),
       float8_a_room(apart.keep_count == "bytes" ? float8_per_token : 1),
-      tokens_max(apart.keep_tokens * (has_float8 ? float8_a_room : 1)),
+      in_dtype_max(most_of_a_layer(apart, *this)),
+      tokens_max(in_dtype_max * (has_float8 ? float8_a_room : 1)),
       pages(pages_of(apart, *this)),
-      entries(pages * (has_float8 ? float8_a_room : 1)) {}
+      layer_pages(layer_pages_of(apart, *this)),
+      entries(layer_pages * (has_float8 ? float8_a_room : 1)) {}
 
 }  // namespace kvswap

@@ -16,12 +16,16 @@ struct KeepPlan {
   bool weighs_attended;
   bool weighs_disk;
   bool shares_groups;        // each prompt decides how many
+  bool divides_layers;       // layers differ in how many of their tokens are kept
   bool has_float8;           // some of them are in e4m3
   int64_t float8_per_token;  // so many of e4m3 take the bytes of one of the model's dtype
   int64_t float8_a_room;     // so many of e4m3 count as one of the model's dtype
-  int64_t tokens_max;        // that are kept at once, of both precisions
-  int64_t pages;             // 0: no keeper of tokens; those in e4m3 share them, from behind
-  int64_t entries;           // in a page table: where all pages are divided among tokens in e4m3
+  int64_t in_dtype_max;      // of a layer that are kept at once in the model's dtype
+  int64_t tokens_max;        // the same, of both precisions
+  int64_t pages;  // of each layer, on average where they differ; 0: no keeper of tokens; those
+                  // in e4m3 share them, from behind
+  int64_t layer_pages;  // of one layer at most
+  int64_t entries;      // in a page table: where all pages are divided among tokens in e4m3
 };
 
 }  // namespace kvswap

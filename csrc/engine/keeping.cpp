@@ -16,7 +16,18 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 int64_t Keeping::window(int64_t layer) const {
   const EngineOptions& options = parts_.options;
-  return options.keeps_tokens(layer) && !parts_.keep.kind.is_given ? options.keep_window : 0;
+  const bool is_observed = !parts_.keep.kind.is_given && !parts_.keep.kind.keeps_outliers;
+  return options.keeps_tokens(layer) && is_observed ? options.keep_window : 0;
+}
+
+void Keeping::note_chunk(int64_t layer) {
+  if (!parts_.keep.kind.keeps_outliers || !parts_.options.keeps_tokens(layer)) return;
+  for (int64_t part = 0; part < batch_.size(); ++part) {
+    KeptTokens& kept = batch_.pages(part).kept(layer);
+    kept.seen_columns = batch_.layer(layer).columns;
+    kept.next.reset();
+    kept.is_due = true;
+  }
 }
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
@@ -130,6 +141,7 @@ Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) 
 
 Status Keeping::turn(int64_t layer, int64_t column) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
+  if (parts_.keep.kind.prefers_layers) return turn_of_layers(layer, column);
   const auto begin = [&] {
     return Stopwatch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
                      &parts_.counters.turn_seconds);
@@ -149,6 +161,24 @@ Status Keeping::turn(int64_t layer, int64_t column) {
     KVSWAP_RETURN_IF_ERROR(is_turn ? turn_of(layer, part) : joining_.join(layer, part));
   }
   return Status::ok();
+}
+
+/// All layers whose turn is due have it together: what each keeps depends on the others.
+Status Keeping::turn_of_layers(int64_t layer, int64_t column) {
+  const auto is_due_in = [&](int64_t of, int64_t part) {
+    return parts_.options.keeps_tokens(of) && is_due(of, part, column);
+  };
+  bool is_turn = false;
+  for (int64_t part = 0; part < batch_.size(); ++part) is_turn |= is_due_in(layer, part);
+  if (!is_turn) return Status::ok();
+  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
+                        &parts_.counters.turn_seconds);
+  for (int64_t other = 0; other < parts_.options.layers; ++other) {
+    for (int64_t part = 0; part < batch_.size(); ++part) {
+      if (is_due_in(other, part)) KVSWAP_RETURN_IF_ERROR(choose(other, part));
+    }
+  }
+  return division_.adopt();
 }
 
 Status Keeping::turn_before_chunk(int64_t layer) {
@@ -180,11 +210,8 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
     std::sort(columns.begin(), columns.end());
   }
   KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
-  kept.next.reset();
   if (!parts_.keep.kind.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
-  kept.queries_since = 0;
-  kept.is_due = false;
-  kept.joined_columns = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
+  kept.end_turn(batch_.layer(layer).sealed_groups * parts_.options.group_tokens);
   ++parts_.counters.turns;
   return Status::ok();
 }
@@ -200,13 +227,16 @@ Status Keeping::choose(int64_t layer, int64_t part) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(weigh(layer, part));
+  const bool is_measured = parts_.keep.kind.is_given || parts_.keep.kind.keeps_outliers;
   const KeepArgs args = {.mass = std::span(mass_of(kept)).first(sealed),
                          .valid = &batch_.validity(part),
                          .sinks = batch_.pages(part).sinks(layer),
                          .group_tokens = options.group_tokens,
-                         .tokens = options.keep_tokens,
-                         .floor = parts_.keep.kind.is_given ? kNever : 0};
-  kept.next = parts_.keep.shares_groups ? by_attention(args) : most_attended(args);
+                         .tokens = division_.most(layer),
+                         .floor = is_measured ? kNever : 0};
+  const bool is_ranked = parts_.keep.shares_groups || parts_.keep.kind.prefers_layers;
+  kept.next = is_ranked ? by_attention(args) : most_attended(args);
+  kept.candidates = static_cast<int64_t>(kept.next->size());
   kept.window.log_sum_exp = {};
   if (!parts_.keep.weighs_disk) kept.window = {};
   return Status::ok();
@@ -223,6 +253,8 @@ Status Keeping::weigh(int64_t layer, int64_t part) {
   std::vector<float>& mass = mass_of(kept);
   if (parts_.keep.kind.is_given) {
     given_.weigh(layer, part, mass);
+  } else if (parts_.keep.kind.keeps_outliers) {
+    KVSWAP_RETURN_IF_ERROR(fits_.weigh(layer, part, mass));
   } else {
     if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigher_.weigh(layer, part, mass));
     grow_mass(mass, batch_.layer(layer).sealed_groups * parts_.options.group_tokens);

@@ -7,8 +7,10 @@
 #include "engine/dropping.h"
 #include "engine/engine_parts.h"
 #include "engine/given_worths.h"
+#include "engine/group_fits.h"
 #include "engine/joining.h"
 #include "engine/kept_pages.h"
+#include "engine/layer_division.h"
 #include "engine/past_reader.h"
 #include "engine/sealer.h"
 #include "engine/step_mass.h"
@@ -25,11 +27,13 @@ namespace kvswap {
 /// what the newest `keep_window` queries paid the tokens that they attended (StepMass), or by what
 /// all queries since the prompt did (H2O 4); with keep_scores=disk by what those would pay all
 /// tokens, which WindowWeigher finds out; with a keeper whose KeeperKind::is_given by what
-/// GivenWorths says. Kept tokens are copied to pages of their own (KeptPages); on disk everything
-/// stays where it is, and where nothing is on disk Dropping says what is left. While everything
-/// fits, nobody is kept. A turn that fails leaves the old set. With keep_share=auto a prompt's turn
-/// finds out how many stay, and so many groups fewer are selected (PRKV G). What leaves the tail
-/// joins those that are kept where the keeper says so (Joining). Not thread-safe.
+/// GivenWorths says; after a prompt with one that keeps outliers by what GroupFits does. Kept
+/// tokens are copied to pages of their own (KeptPages); on disk everything stays where it is, and
+/// where nothing is on disk Dropping says what is left. While everything fits, nobody is kept. A
+/// turn that fails leaves the old set. With keep_share=auto a prompt's turn finds out how many
+/// stay, and so many groups fewer are selected (PRKV G). Where layers differ in how many they keep
+/// LayerDivision says it. What leaves the tail joins those that are kept where the keeper says so
+/// (Joining). Not thread-safe.
 class Keeping {
  public:
   Keeping(EngineParts& parts, Batch& batch, const Tail& tail, Sealer& sealer, PastReader& past)
@@ -39,6 +43,8 @@ class Keeping {
         dropping_(parts, batch, kept_pages_),
         given_(parts, batch),
         weigher_(parts, batch, tail, past, dropping_),
+        fits_(parts, batch, past),
+        division_(parts, batch, kept_pages_),
         joining_(parts, batch, kept_pages_),
         step_(parts, batch) {}
 
@@ -47,6 +53,8 @@ class Keeping {
 
   /// Of a long chunk's newest queries so many are to be observed; 0: none.
   int64_t window(int64_t layer) const;
+  /// Where nothing of a chunk is observed, and a prompt decides all the same: it has ended.
+  void note_chunk(int64_t layer);
   /// What they were, for the turn that comes before the layer's next step.
   void observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window);
 
@@ -80,6 +88,7 @@ class Keeping {
   Status weigh(int64_t layer, int64_t part);
   Status choose(int64_t layer, int64_t part);
   Status turn_of(int64_t layer, int64_t part);
+  Status turn_of_layers(int64_t layer, int64_t column);
   int64_t share_of(int64_t layer, int64_t part) const;
 
   EngineParts& parts_;
@@ -88,6 +97,8 @@ class Keeping {
   Dropping dropping_;
   GivenWorths given_;
   WindowWeigher weigher_;
+  GroupFits fits_;
+  LayerDivision division_;
   Joining joining_;
   StepMass step_;
   std::vector<float> mass_;  // of a turn, where it is not what is summed up between turns

@@ -17,15 +17,19 @@ int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_
   const KeepPlan keep(apart);
   if (keep.pages == 0) return 0;
   const int64_t window =
-      keep.kind.is_given ? 0
-                         : apart.keep_window * apart.query_heads *
-                               (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
+      keep.kind.is_given || keep.kind.keeps_outliers
+          ? 0
+          : apart.keep_window * apart.query_heads *
+                (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
   const int64_t mass =
       numbers_a_token(keep) * (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
   const int64_t exponents = keep.has_float8 ? keep.entries * page_note_bytes(apart) : 0;
+  // Where layers differ: which pages a layer has, and the order of its tokens.
+  const int64_t divided =
+      keep.divides_layers ? 4 * (keep.pages + keep.layer_pages + keep.tokens_max) : 0;
   // Columns, now and next, and groups that are whole.
   return keep.pages * token_page_bytes + 4 * keep.entries + 8 * keep.tokens_max + exponents +
-         window + mass;
+         window + mass + divided;
 }
 
 int64_t Keeping::bytes_per_group(const EngineOptions& apart) {
@@ -51,7 +55,8 @@ int64_t Keeping::sequence_bytes(const EngineOptions& apart) {
 
 int64_t Keeping::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   return Dropping::fixed_bytes(apart) + KeptPages::fixed_bytes(apart, record_bytes) +
-         WindowWeigher::fixed_bytes(apart, record_bytes) + Joining::fixed_bytes(apart);
+         WindowWeigher::fixed_bytes(apart, record_bytes) + Joining::fixed_bytes(apart) +
+         GroupFits::fixed_bytes(apart, record_bytes);
 }
 
 }  // namespace kvswap

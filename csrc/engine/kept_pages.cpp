@@ -27,14 +27,17 @@ int64_t KeptPages::fixed_bytes(const EngineOptions& apart, int64_t record_bytes)
   const int64_t copies = apart.device ? keep.pages * token_page_bytes(apart, record_bytes) +
                                             (keep.kind.joins ? apart.group_bytes() : 0)
                                       : 0;
-  return loads + rounded + copies + (keep.pages + 1) * apart.group_bytes() +
-         apart.keep_tokens * int64_t{sizeof(size_t)};
+  return loads + rounded + copies + (keep.layer_pages + 1) * apart.group_bytes() +
+         keep.in_dtype_max * int64_t{sizeof(size_t)};
 }
 
 /// Before they are read: they stand until they are written.
 Status KeptPages::look_at_kept(int64_t layer, int64_t part) {
   const int64_t bytes = parts_.keep.pages * token_page_bytes(parts_.options, parts_.record_bytes());
   SequencePages& pages = batch_.pages(part);
+  divided_ = &pages;
+  layer_ = layer;
+  if (parts_.keep.divides_layers) return Status::ok();
   if (pages.kept(layer).count() == 0) return Status::ok();
   auto seen = parts_.space->compute().look_at(pages.kept_page(layer, 0), bytes, kept_copy_);
   if (!seen.is_ok()) return seen.status();
@@ -43,6 +46,7 @@ Status KeptPages::look_at_kept(int64_t layer, int64_t part) {
 }
 
 const std::byte* KeptPages::kept_page(int64_t page) const {
+  if (parts_.keep.divides_layers) return divided_->kept_page(layer_, page);
   return kept_ + page * token_page_bytes(parts_.options, parts_.record_bytes());
 }
 
@@ -64,7 +68,11 @@ Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> column
   KVSWAP_RETURN_IF_ERROR(gather(layer, part, {columns}));
   std::vector<int8_t> exponents;
   encode(layer, part, float8, exponents);
-  KVSWAP_RETURN_IF_ERROR(write(layer, part, 0, parts_.keep.pages));
+  int64_t count = parts_.keep.pages;
+  if (parts_.keep.divides_layers) {
+    count = batch_.pages(part).hold_kept(layer, static_cast<int64_t>(columns.size()));
+  }
+  KVSWAP_RETURN_IF_ERROR(write(layer, part, 0, count));
   kept.set_float8(std::move(float8), std::move(exponents));
   kept.set(std::move(columns), options.group_tokens);
   return Status::ok();
@@ -94,7 +102,7 @@ Status KeptPages::gather(int64_t layer, int64_t part, const Wanted& wanted) {
   const int64_t gone = parts_.store->tables().first_group(layer, part) * options.group_tokens;
   const std::span<const int32_t> columns = wanted.columns;
   KVSWAP_RETURN_IF_ERROR(look_at_kept(layer, part));
-  gathered_.resize(parts_.keep.pages * options.group_bytes());
+  gathered_.resize(parts_.keep.layer_pages * options.group_bytes());
   decoded_.resize(options.group_bytes());
   missing_.clear();
   const std::byte* page = nullptr;

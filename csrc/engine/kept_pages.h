@@ -61,10 +61,13 @@ class KeptPages {
   Sealer& sealer_;
   PastReader& past_;
 
-  const std::byte* kept_ = nullptr;   // the part's kept pages, as the host reads them
+  const std::byte* kept_ = nullptr;  // the part's kept pages, as the host reads them
+  // The same where layers differ in how many they have, and the pages of one stand anywhere.
+  const SequencePages* divided_ = nullptr;
+  int64_t layer_ = 0;
   std::vector<std::byte> kept_copy_;  // the same, of a device
   std::vector<std::byte> tail_copy_;  // [group_bytes], of a device
-  std::vector<std::byte> gathered_;   // [kept_pages, group_bytes]
+  std::vector<std::byte> gathered_;   // [layer_pages, group_bytes]
   std::vector<std::byte> decoded_;    // [group_bytes]
   std::vector<std::byte> rounded_;    // [payload_bytes]: of records in e4m3, before that
   std::vector<std::byte> unencoded_;  // [group_bytes]

@@ -1,5 +1,7 @@
 #include "engine/sequence_pages.h"
 
+#include <numeric>
+
 #include "engine/memory_need.h"
 
 namespace kvswap {
@@ -39,6 +41,15 @@ SequencePages::SequencePages(const EngineOptions& options, PagePool records, Pag
     maps_.emplace_back(static_cast<int32_t>(layer * options.pages_max),
                        static_cast<int32_t>(options.pages_max), options.replacement_policy());
   }
+  free_kept();
+}
+
+/// No layer has pages of kept tokens.
+void SequencePages::free_kept() {
+  if (!keep_.divides_layers) return;
+  held_.assign(options_.layers, {});
+  free_.resize(options_.layers * keep_.pages);
+  std::iota(free_.rbegin(), free_.rend(), 0);
 }
 
 int64_t SequencePages::first_sink(int64_t layer) const { return layer * token_pages(options_); }
@@ -54,8 +65,28 @@ std::byte* SequencePages::tail_page(int64_t layer, int64_t group) const {
 }
 
 std::byte* SequencePages::kept_page(int64_t layer, int64_t index) const {
+  if (keep_.divides_layers) {
+    const int64_t page = held_[layer][index];
+    layer = page / keep_.pages;
+    index = page % keep_.pages;
+  }
   return tokens_.page(static_cast<int32_t>(first_sink(layer) + sink_pages(options_) +
                                            tail_pages(options_) + index));
+}
+
+int64_t SequencePages::hold_kept(int64_t layer, int64_t tokens) {
+  const int64_t wanted = (tokens + options_.group_tokens - 1) / options_.group_tokens;
+  std::vector<int32_t>& held = held_[layer];
+  while (std::ssize(held) > wanted) {
+    free_.push_back(held.back());
+    held.pop_back();
+  }
+  while (std::ssize(held) < wanted) {
+    KVSWAP_ASSERT(!free_.empty());
+    held.push_back(free_.back());
+    free_.pop_back();
+  }
+  return wanted;
 }
 
 std::byte* SequencePages::kept_float8_page(int64_t layer, int64_t index) const {
@@ -81,6 +112,8 @@ void SequencePages::copy_from(SequencePages& other) {
   space_.compute().copy(tokens_.page(0), other.tokens_.page(0), tokens_.resident_bytes());
   sinks_ = other.sinks_;
   kept_ = other.kept_;
+  held_ = other.held_;
+  free_ = other.free_;
   for (PageMap& map : maps_) map.clear();
 }
 
@@ -88,6 +121,7 @@ void SequencePages::clear() {
   for (PageMap& map : maps_) map.clear();
   for (auto& sinks : sinks_) sinks.clear();
   for (KeptTokens& kept : kept_) kept = {};
+  free_kept();
 }
 
 }  // namespace kvswap

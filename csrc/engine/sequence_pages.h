@@ -43,6 +43,9 @@ class SequencePages {
   std::byte* sink_page(int64_t layer, int64_t index) const;
   std::byte* tail_page(int64_t layer, int64_t group) const;
   std::byte* kept_page(int64_t layer, int64_t index) const;
+  /// Where layers differ in how many tokens they keep, all layers' pages are one store: the layer
+  /// has as many as so many tokens take from now on, its first ones as before. Returns how many.
+  int64_t hold_kept(int64_t layer, int64_t tokens);
   /// Of those in e4m3, a part of a page: from the last one on.
   std::byte* kept_float8_page(int64_t layer, int64_t index) const;
   KeptTokens& kept(int64_t layer) { return kept_[layer]; }
@@ -58,6 +61,7 @@ class SequencePages {
  private:
   SequencePages(const EngineOptions& options, PagePool records, PagePool tokens, PageSpace& space);
   int64_t first_sink(int64_t layer) const;
+  void free_kept();
 
   EngineOptions options_;
   KeepPlan keep_;
@@ -67,6 +71,9 @@ class SequencePages {
   std::vector<PageMap> maps_;                // [page_layers()]
   std::vector<std::vector<int32_t>> sinks_;  // [layers][sinks]
   std::vector<KeptTokens> kept_;             // [layers]
+  // Where layers differ in how many tokens they keep: kept pages, numbered through all layers.
+  std::vector<std::vector<int32_t>> held_;  // [layers]
+  std::vector<int32_t> free_;
 };
 
 }  // namespace kvswap

@@ -24,7 +24,8 @@ int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_by
   if (keep.pages == 0) return 0;
   const int64_t block = 2 * past_block_groups(apart, record_bytes);
   // Means, and with a variance squares, of one call and of a window's.
-  const int64_t copies = apart.keep_variance > 0 || !apart.keep_ratio ? 4 : 1;
+  const bool has_sums = apart.keep_variance > 0 || !apart.keep_ratio || weighs_each(apart);
+  const int64_t copies = has_sums ? 4 : 1;
   const int64_t mean =
       copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
   const int64_t log_sums =
@@ -50,11 +51,12 @@ Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mas
   mass.clear();
   grow_mass(mass, batch_.layer(layer).sealed_groups * options.group_tokens);
   shape_ = {};
+  spread_ = {};
   overlap_.reset();
   if (parts_.keep.shares_groups && !kept.overlap) {
     overlap_.emplace(options.query_heads, options.selected_tokens());
   }
-  const Block all = {.window = &kept.window, .mass = mass.data()};
+  const Block all = {.window = &kept.window, .layer = layer, .mass = mass.data()};
   weigh_left(layer, part, all);
   KVSWAP_RETURN_IF_ERROR(walk_sealed(layer, part, [&](const PastReader::Groups& groups) {
     Block block = all;
@@ -63,6 +65,7 @@ Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mas
   }));
   if (!options.keep_ratio) kept.quality = shape_.quality(options.keep_temperatures);
   if (overlap_) kept.overlap = overlap_->mean();
+  if (parts_.keep.kind.prefers_layers) kept.spread = spread_;
   return Status::ok();
 }
 
@@ -148,6 +151,7 @@ void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
 
 void WindowWeigher::weigh_block(const Block& block) {
   const EngineOptions& options = parts_.options;
+  if (weighs_each(options)) return weigh_each_head(block);
   const QueryWindow& window = *block.window;
   const int64_t tokens = block_.tokens();
   mean_.resize(options.kv_heads * tokens);
@@ -187,6 +191,70 @@ void WindowWeigher::weigh_block(const Block& block) {
   if (!options.keep_ratio) weigh_shape(block);
 }
 
+/// What tokens are worth to each query head, summed over those that are asked: what its queries
+/// paid, or CAKE (8), the mean of that and its variance.
+void WindowWeigher::weigh_each_head(const Block& block) {
+  const EngineOptions& options = parts_.options;
+  const int64_t ratio = options.query_heads / options.kv_heads;
+  const int64_t tokens = block_.tokens();
+  for (int64_t of_group = 0; of_group < ratio; ++of_group) {
+    means_.assign(options.kv_heads * tokens, 0.0f);
+    squares_.assign(options.kv_heads * tokens, 0.0f);
+    for (int64_t query = 0; query < block.window->count; ++query) {
+      weigh_one(*block.window, query, of_group);
+      for (size_t i = 0; i < means_.size(); ++i) {
+        means_[i] += mean_[i];
+        squares_[i] += mean_[i] * mean_[i];
+        if (static_cast<int64_t>(i) % tokens < block.before(tokens)) spread_.add(mean_[i]);
+      }
+    }
+    for (int64_t head = 0; head < options.kv_heads; ++head) {
+      if (is_asked(block.layer, head * ratio + of_group)) add_worth_of_head(block, head);
+    }
+  }
+}
+
+void WindowWeigher::add_worth_of_head(const Block& block, int64_t kv_head) {
+  const int64_t tokens = block_.tokens();
+  const auto count = static_cast<float>(block.window->count);
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int64_t place = kv_head * tokens + token;
+    float worth = means_[place];
+    if (parts_.keep.kind.prefers_layers) {
+      const float mean = means_[place] / count;
+      const float apart = std::max(0.0f, squares_[place] - means_[place] * mean);
+      const float variance = count > 1 ? apart / (count - 1) : 0.0f;
+      worth = mean + static_cast<float>(parts_.options.keep_variance) * variance;
+      if (token < block.before(tokens)) spread_.change += variance;
+    }
+    block.mass[block.column(token)] += worth;
+  }
+}
+
+bool WindowWeigher::is_asked(int64_t layer, int64_t head) const {
+  const std::vector<int64_t>& heads = parts_.options.keep_heads;
+  const int64_t number = layer * parts_.options.query_heads + head;
+  return heads.empty() || std::binary_search(heads.begin(), heads.end(), number);
+}
+
+/// What one query of a window pays, of the same query head of each KV head, to mean_.
+void WindowWeigher::weigh_one(const QueryWindow& window, int64_t query, int64_t of_group) {
+  const EngineOptions& options = parts_.options;
+  const int64_t ratio = options.query_heads / options.kv_heads;
+  mean_.resize(options.kv_heads * block_.tokens());
+  log_sums_.clear();
+  for (int64_t head = of_group; head < options.query_heads; head += ratio) {
+    log_sums_.push_back(window_sums_[head * window.count + query]);
+  }
+  PagedAttentionArgs args = block_.asked(window, query, log_sums_.data());
+  args.query = static_cast<const std::byte*>(args.query) +
+               of_group * args.query_head_stride * dtype_bytes(options.dtype);
+  args.query_head_stride *= ratio;
+  args.heads = options.kv_heads;
+  args.queries = 1;
+  attention_mass({.attention = args, .mean = mean_.data()}, {.parallel = parts_.threads()});
+}
+
 /// What the window's first and last query pay the tokens before it, each head alone.
 void WindowWeigher::weigh_overlap(const Block& block) {
   const EngineOptions& options = parts_.options;
@@ -196,17 +264,7 @@ void WindowWeigher::weigh_overlap(const Block& block) {
   for (const TopOverlap::Of which : {TopOverlap::Of::kFirst, TopOverlap::Of::kLast}) {
     const int64_t query = which == TopOverlap::Of::kFirst ? 0 : window.count - 1;
     for (int64_t of_group = 0; of_group < ratio; ++of_group) {
-      log_sums_.clear();
-      for (int64_t head = of_group; head < options.query_heads; head += ratio) {
-        log_sums_.push_back(window_sums_[head * window.count + query]);
-      }
-      PagedAttentionArgs args = block_.asked(window, query, log_sums_.data());
-      args.query = static_cast<const std::byte*>(args.query) +
-                   of_group * args.query_head_stride * dtype_bytes(options.dtype);
-      args.query_head_stride *= ratio;
-      args.heads = options.kv_heads;
-      args.queries = 1;
-      attention_mass({.attention = args, .mean = mean_.data()}, {.parallel = parts_.threads()});
+      weigh_one(window, query, of_group);
       for (int64_t token = 0; token < block.before(tokens); ++token) {
         if (!block_.counts(token)) continue;
         for (int64_t head = 0; head < options.kv_heads; ++head) {

@@ -36,8 +36,8 @@ class WindowWeigher {
 
   /// mass: [sealed tokens] out, what each was paid by the window's queries, summed over them; where
   /// heads are weighed alone, what it is worth for that, see worth_of(). Also to the part's kept
-  /// tokens, where the settings ask for it: how unevenly the queries look, and on how many tokens
-  /// they agree (KeptTokens::quality, overlap).
+  /// tokens, where the settings ask for it: how unevenly the queries look, how that changes, and on
+  /// how many tokens they agree (KeptTokens::quality, spread, overlap).
   Status weigh(int64_t layer, int64_t part, std::vector<float>& mass);
 
   /// What it allocates.
@@ -48,6 +48,7 @@ class WindowWeigher {
   /// A block of the past, and whose it is.
   struct Block {
     const QueryWindow* window = nullptr;
+    int64_t layer = 0;
     int64_t first_token = 0;
     const int32_t* columns = nullptr;  // of its tokens, all before the window; null: from the first
     float* mass = nullptr;             // of all tokens
@@ -66,11 +67,19 @@ class WindowWeigher {
   void sum_block(const QueryWindow& window);
   void weigh_left(int64_t layer, int64_t part, Block block);
   void weigh_block(const Block& block);
+  void weigh_each_head(const Block& block);
+  void add_worth_of_head(const Block& block, int64_t kv_head);
+  void weigh_one(const QueryWindow& window, int64_t query, int64_t of_group);
+  bool is_asked(int64_t layer, int64_t head) const;
   void weigh_overlap(const Block& block);
   void weigh_shape(const Block& block);
   /// Are means of each KV head wanted over all of a window, and their squares?
   bool weighs_heads() const {
     return parts_.options.keep_variance > 0 || !parts_.options.keep_ratio;
+  }
+  /// Is each query head weighed for itself (CAKE, CompressKV)?
+  static bool weighs_each(const EngineOptions& apart) {
+    return apart.keeper_kind().prefers_layers || !apart.keep_heads.empty();
   }
 
   EngineParts& parts_;
@@ -82,14 +91,15 @@ class WindowWeigher {
   std::vector<std::vector<std::byte>> tail_copies_;  // of a device: [tail_pages][group_bytes]
   std::vector<float> window_sums_;                   // [heads, queries]: log-sum-exps of a window
   std::optional<TopOverlap> overlap_;
-  AttentionShape shape_;  // of the window's attention to what is before it
+  AttentionShape shape_;    // of the window's attention to what is before it
+  AttentionSpread spread_;  // the same
   // Of the block that is weighed.
   WindowBlock block_;
   std::vector<float> log_sums_;    // [heads, queries] of a call
   std::vector<std::byte> output_;  // of attention whose log-sum-exps alone are wanted
   std::vector<float> mean_;        // [kv_heads, tokens] of a call
   std::vector<float> square_;
-  std::vector<float> means_;    // of the calls for a window, summed up
+  std::vector<float> means_;    // of the calls for a window, or of one head's queries, summed up
   std::vector<float> squares_;  // the same
 };
 

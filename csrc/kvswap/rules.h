@@ -48,6 +48,18 @@ struct RealsRange {
   std::string words() const { return std::to_string(count) + " floats from " + range; }
 };
 
+/// Any number of them from low to high; `range` says it.
+struct Reals {
+  double low;
+  double high;
+  const char* range;
+  bool holds(const std::vector<double>& values) const {
+    return std::all_of(values.begin(), values.end(),
+                       [&](double one) { return one >= low && one <= high; });
+  }
+  std::string words() const { return std::string("floats from ") + range; }
+};
+
 /// Between 0 and 1, neither of them.
 struct Share {
   bool holds(double value) const { return value > 0 && value < 1; }
@@ -87,14 +99,15 @@ struct RankRange {
   }
 };
 
-/// Numbers of layers, rising.
-struct LayerNumbers {
-  bool holds(const std::vector<int64_t>& layers) const {
+/// Numbers of `what`, rising.
+struct Numbers {
+  const char* what;
+  bool holds(const std::vector<int64_t>& numbers) const {
     const bool rises =
-        std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) == layers.end();
-    return rises && (layers.empty() || layers[0] >= 0);
+        std::adjacent_find(numbers.begin(), numbers.end(), std::greater_equal<>()) == numbers.end();
+    return rises && (numbers.empty() || numbers[0] >= 0);
   }
-  std::string words() const { return "numbers of layers, rising"; }
+  std::string words() const { return std::string(what) + ", rising"; }
 };
 
 /// A file beside the config or in a folder below it.

@@ -117,10 +117,14 @@ struct Settings {
   /// observed, those that the newest queries of a prompt paid most attention (SnapKV, PRKV);
   /// heavy, the same summed up over all steps since (H2O); arkv, those of a prompt whose
   /// attention is high or varies much, and all that is decoded, until there is no room (ARKV);
-  /// or given, those that your own token_scores says are worth most. With rows=none they alone
-  /// are attended: the others stay on disk
+  /// cake, as observed by attention that is high or varies much, more of them in layers whose
+  /// attention is spread over many tokens and changes (CAKE); outliers, the groups of a prompt
+  /// whose mean stands for their keys worst (ShadowKV); or given, those that your own
+  /// token_scores says are worth most. With rows=none they alone are attended: the others stay
+  /// on disk
   std::string keeper = "none";
-  /// tokens that stay, of each layer and sequence; with heads=each of each KV head
+  /// tokens that stay, of each layer and sequence, on average where layers differ; with
+  /// heads=each of each KV head
   int64_t keep_tokens = 256;
   /// how many tokens stay: keep_tokens; or, decided by each prompt, as many as the first and
   /// the last of its newest keep_window queries agree on, of as many as groups_max groups hold,
@@ -150,6 +154,21 @@ struct Settings {
   /// with keep_ratio None: roots that are taken of a prompt's entropy, variance and kurtosis
   /// before they are multiplied (tau); the larger, the less it counts
   std::vector<double> keep_temperatures = {7.774380648611771, 5.407015096778621, 5.527702582901318};
+  /// with keeper=cake: roots that are taken of how far a layer's attention is spread, and of
+  /// how much it changes, before they are multiplied (tau 1, tau 2)
+  std::vector<double> keep_preference = {1.0, 1.0};
+  /// what each layer on disk is worth, in any unit: of keep_tokens for each layer on average a
+  /// layer has that part (CompressKV). Empty: all have as many
+  std::vector<double> keep_layer_shares;
+  /// tokens that a layer has at least, by its share
+  int64_t keep_layer_least = 0;
+  /// where layers differ: times what they have on average, the newest keep_window included,
+  /// that one may have; memory for a step is counted by it
+  double keep_layer_most = 3.0;
+  /// query heads whose attention alone decides which tokens stay, numbered through all layers
+  /// on disk: head h of layer l is l times the heads of a layer, plus h (CompressKV's semantic
+  /// retrieval heads). Empty: all
+  std::vector<int64_t> keep_heads;
   /// decoding steps between two looks of a layer at groups that were not selected, to estimate
   /// how much attention they would have had (missed_mass in stats()); 0: never
   int64_t audit_every = 0;

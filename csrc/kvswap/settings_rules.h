@@ -61,6 +61,11 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"keep_ratio", true},
                                                 {"keep_count", true},
                                                 {"keep_temperatures", true},
+                                                {"keep_preference", true},
+                                                {"keep_layer_shares", true},
+                                                {"keep_layer_least", true},
+                                                {"keep_layer_most", true},
+                                                {"keep_heads", true},
                                                 {"audit_every", true},
                                                 {"audit_groups", true},
                                                 {"missed_mass_max", true},
@@ -109,10 +114,10 @@ void visit_settings(Visit&& visit) {
         OneOf{{"fifo", "lru", "unused", "none", "score", "clusters"}});
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
   visit("look_ahead", &Settings::look_ahead, Boolean{});
-  visit("true_query_layers", &Settings::true_query_layers, LayerNumbers{});
-  visit("exact_layers", &Settings::exact_layers, LayerNumbers{});
+  visit("true_query_layers", &Settings::true_query_layers, Numbers{"numbers of layers"});
+  visit("exact_layers", &Settings::exact_layers, Numbers{"numbers of layers"});
   visit("keeper", &Settings::keeper,
-        OneOf{{"none", "newest", "observed", "heavy", "arkv", "given"}});
+        OneOf{{"none", "newest", "observed", "heavy", "arkv", "cake", "outliers", "given"}});
   visit("keep_tokens", &Settings::keep_tokens, IntRange{1, 1048576});
   visit("keep_share", &Settings::keep_share, OneOf{{"fixed", "auto"}});
   visit("keep_window", &Settings::keep_window, IntRange{1, 4096});
@@ -125,6 +130,13 @@ void visit_settings(Visit&& visit) {
   visit("keep_count", &Settings::keep_count, OneOf{{"bytes", "tokens"}});
   visit("keep_temperatures", &Settings::keep_temperatures,
         RealsRange{3, 0.1, 1000000.0, "0.1 to 1000000.0"});
+  visit("keep_preference", &Settings::keep_preference,
+        RealsRange{2, 0.1, 1000000.0, "0.1 to 1000000.0"});
+  visit("keep_layer_shares", &Settings::keep_layer_shares,
+        Reals{0.0, 1000000.0, "0.0 to 1000000.0"});
+  visit("keep_layer_least", &Settings::keep_layer_least, IntRange{0, 1048576});
+  visit("keep_layer_most", &Settings::keep_layer_most, RealRange{1.0, 4096.0, "1.0 to 4096.0"});
+  visit("keep_heads", &Settings::keep_heads, Numbers{"numbers of heads"});
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
@@ -146,6 +158,10 @@ void visit_floors(Visit&& visit) {
         &Settings::cluster_tokens, "which a cluster has on average", "");
   visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
         "since a group joins what is kept at once", "arkv");
+  visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
+        "since whole groups are kept", "outliers");
+  visit("keep_tokens", &Settings::keep_tokens, "keep_layer_least", &Settings::keep_layer_least,
+        "since it is what layers have on average", "");
   visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
         &Settings::merge_gap_bytes, "since a merged read holds its gaps", "");
 }
@@ -176,83 +192,129 @@ void visit_owned(Visit&& visit) {
         OneOf{{"clusters"}});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
-  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest"}});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "arkv", OneOf{});
+  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest", "cake"}});
   visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_count", &Settings::keep_count, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_scores", &Settings::keep_scores, "keeper", &Settings::keeper, "observed", OneOf{});
   visit("keep_share", &Settings::keep_share, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_layer_shares", &Settings::keep_layer_shares, "keeper", &Settings::keeper, "observed",
+        OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "keeper", &Settings::keeper, "observed", OneOf{});
+  visit("keep_layer_shares", &Settings::keep_layer_shares, "rows", &Settings::rows, "none",
+        OneOf{});
+  visit("keep_layer_shares", &Settings::keep_layer_shares, "keep_interval",
+        &Settings::keep_interval, "0", OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "rows", &Settings::rows, "none", OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "keep_interval", &Settings::keep_interval, "0",
+        OneOf{});
+  visit("keep_heads", &Settings::keep_heads, "heads", &Settings::heads, "all", OneOf{});
+  visit("keep_preference", &Settings::keep_preference, "keeper", &Settings::keeper, "cake",
+        OneOf{});
   visit("keep_temperatures", &Settings::keep_temperatures, "keep_ratio", &Settings::keep_ratio,
         "null", OneOf{});
 }
 
-/// visit(name, member, owner's name, its member, word, why): the setting has its default
-/// where the owner is that word.
+/// visit(name, member, owner's name, its member, word, why, values): the setting has its
+/// default, or where there are values none of them, where the owner is that word.
 template <typename Visit>
 void visit_idle(Visit&& visit) {
   visit("audit_every", &Settings::audit_every, "rows", &Settings::rows, "none",
-        "since nothing is selected");
+        "since nothing is selected", OneOf{});
   visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
-        "since nothing is selected");
+        "since nothing is selected", OneOf{});
   visit("score", &Settings::score, "grouping", &Settings::grouping, "clusters",
-        "since cluster_score says it of clusters");
+        "since cluster_score says it of clusters", OneOf{});
   visit("summary_dtype", &Settings::summary_dtype, "grouping", &Settings::grouping, "clusters",
-        "since centroids are float32");
+        "since centroids are float32", OneOf{});
   visit("records", &Settings::records, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("keeper", &Settings::keeper, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("audit_every", &Settings::audit_every, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("missed_mass_max", &Settings::missed_mass_max, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters");
+        "which has not been built for clusters", OneOf{});
   visit("keep_share", &Settings::keep_share, "rows", &Settings::rows, "none",
-        "since no groups are selected");
+        "since no groups are selected", OneOf{});
   visit("score", &Settings::score, "rows", &Settings::rows, "given",
-        "since scores come from outside");
+        "since scores come from outside", OneOf{});
   visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "given",
-        "since there is no summary");
+        "since there is no summary", OneOf{});
   visit("score_share", &Settings::score_share, "score_columns", &Settings::score_columns, "null",
-        "since all groups are scored by all columns");
+        "since all groups are scored by all columns", OneOf{});
   visit("score_columns", &Settings::score_columns, "score", &Settings::score, "mass",
-        "since a head's softmax needs every token's product");
+        "since a head's softmax needs every token's product", OneOf{});
   visit("score_columns", &Settings::score_columns, "score", &Settings::score, "max_mass",
-        "since a head's softmax needs every token's product");
+        "since a head's softmax needs every token's product", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "pca_per_head", "since its first columns are one head's");
+        "pca_per_head", "since its first columns are one head's", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "skewed", "since its first columns are one head's");
+        "skewed", "since its first columns are one head's", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "channels", "since its first columns are one head's");
+        "channels", "since its first columns are one head's", OneOf{});
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid");
+        "since no token is kept for what it was paid", OneOf{});
   visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "given",
-        "since what tokens are worth comes from outside");
+        "since what tokens are worth comes from outside", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
-        "since what tokens are worth comes from outside");
+        "since what tokens are worth comes from outside", OneOf{});
+  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "outliers",
+        "since no query decides who is kept", OneOf{});
+  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "outliers",
+        "since no query decides who is kept", OneOf{});
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "outliers",
+        "since no query decides who is kept", OneOf{});
+  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none",
+        "since there are no groups to be left out of", OneOf{{"outliers"}});
   visit("keep_scores", &Settings::keep_scores, "keep_interval", &Settings::keep_interval, "0",
-        "since nothing is decided while decoding");
+        "since nothing is decided while decoding", OneOf{});
   visit("keep_count", &Settings::keep_count, "keep_ratio", &Settings::keep_ratio, "1",
-        "since no token is rounded");
+        "since no token is rounded", OneOf{});
   visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",
-        "since it is chosen anew where there is no room");
+        "since it is chosen anew where there is no room", OneOf{});
+  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "cake",
+        "since a prompt alone says what layers have", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "none",
+        "since all layers have as many", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "newest",
+        "since all layers have as many", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "heavy",
+        "since all layers have as many", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "arkv",
+        "since all layers have as many", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "outliers",
+        "since all layers have as many", OneOf{});
+  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "given",
+        "since all layers have as many", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "none",
+        "since no token is worth its variance", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "newest",
+        "since no token is worth its variance", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "observed",
+        "since no token is worth its variance", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "heavy",
+        "since no token is worth its variance", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "outliers",
+        "since no token is worth its variance", OneOf{});
+  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "given",
+        "since no token is worth its variance", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
-        "since what each step paid is summed token by token");
+        "since what each step paid is summed token by token", OneOf{});
 }
 
 template <typename Visit>

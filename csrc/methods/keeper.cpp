@@ -18,37 +18,65 @@ constexpr std::array kKinds = {
                .keeps_tokens = false,
                .accumulates = false,
                .is_given = false,
-               .joins = false},
+               .joins = false,
+               .prefers_layers = false,
+               .keeps_outliers = false},
     KeeperKind{.name = "newest",
                .source = "StreamingLLM 3.2",
                .keeps_tokens = false,
                .accumulates = false,
                .is_given = false,
-               .joins = false},
+               .joins = false,
+               .prefers_layers = false,
+               .keeps_outliers = false},
     KeeperKind{.name = "observed",
                .source = "SnapKV 4, PRKV 3.4",
                .keeps_tokens = true,
                .accumulates = false,
                .is_given = false,
-               .joins = false},
+               .joins = false,
+               .prefers_layers = false,
+               .keeps_outliers = false},
     KeeperKind{.name = "heavy",
                .source = "H2O 4",
                .keeps_tokens = true,
                .accumulates = true,
                .is_given = false,
-               .joins = false},
+               .joins = false,
+               .prefers_layers = false,
+               .keeps_outliers = false},
     KeeperKind{.name = "arkv",
                .source = "ARKV IV",
                .keeps_tokens = true,
                .accumulates = false,
                .is_given = false,
-               .joins = true},
+               .joins = true,
+               .prefers_layers = false,
+               .keeps_outliers = false},
+    KeeperKind{.name = "cake",
+               .source = "CAKE 4",
+               .keeps_tokens = true,
+               .accumulates = false,
+               .is_given = false,
+               .joins = false,
+               .prefers_layers = true,
+               .keeps_outliers = false},
+    KeeperKind{.name = "outliers",
+               .source = "ShadowKV 4.1",
+               .keeps_tokens = true,
+               .accumulates = false,
+               .is_given = false,
+               .joins = false,
+               .prefers_layers = false,
+               .keeps_outliers = true},
     KeeperKind{.name = "given",
                .source = "",
                .keeps_tokens = true,
                .accumulates = true,
                .is_given = true,
-               .joins = false},
+               .joins = false,
+               .prefers_layers = false,
+               .keeps_outliers = false},
 };
 
 }  // namespace
@@ -87,6 +115,7 @@ std::vector<int32_t> by_attention(const KeepArgs& args) {
     return args.mass[one] != args.mass[other] ? args.mass[one] > args.mass[other] : one < other;
   };
   std::vector<int32_t> kept;  // a heap, the worst in front
+  if (args.tokens <= 0) return kept;
   for (int64_t i = args.valid->first_valid(); i < count; ++i) {
     const auto column = static_cast<int32_t>(i);
     const auto group = static_cast<int32_t>(i / args.group_tokens);
@@ -162,6 +191,13 @@ void KeptTokens::count_queries(int64_t fresh, int64_t interval) {
   is_due = is_due || (interval > 0 && queries_since >= interval);
 }
 
+void KeptTokens::end_turn(int64_t sealed_columns) {
+  next.reset();
+  queries_since = 0;
+  is_due = false;
+  joined_columns = sealed_columns;
+}
+
 void KeptTokens::set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents) {
   float8_ = std::move(columns);
   exponents_ = std::move(exponents);
@@ -197,6 +233,8 @@ void KeptTokens::truncate(const Cut& cut) {
     set(std::vector<int32_t>(columns_.begin(), end), cut.group_tokens);
   }
   if (next) std::erase_if(*next, [&](int32_t column) { return column >= cut.sealed; });
+  std::erase_if(ranked, [&](int32_t column) { return column >= cut.sealed; });
+  if (cut.columns == 0) spread.reset();
   joined_columns = std::min(joined_columns, cut.sealed);
   if (window.log_sum_exp.empty()) window.truncate(cut.columns);
   if (seen_columns - cut.columns <= cut.step) return;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "methods/layer_tokens.h"
 #include "methods/query_window.h"
 #include "methods/token_validity.h"
 
@@ -23,6 +24,9 @@ struct KeeperKind {
   /// What leaves the tail joins those that are kept. Where there is no room for it a share of them
   /// stays, by what the step before paid them.
   bool joins;
+  /// Layers differ in how many of their tokens are kept, by what each prompt's attention says.
+  bool prefers_layers;
+  bool keeps_outliers;  // whole groups, those whose mean stands for their keys worst
 
   static std::span<const KeeperKind> all();
   /// Null where there is none of that name.
@@ -119,6 +123,11 @@ class KeptTokens {
   // Of the newest prompt, where they are asked for.
   std::optional<double> quality;
   std::optional<double> overlap;  // TopOverlap::mean()
+  std::optional<AttentionSpread> spread;
+
+  // Where layers differ in how many tokens are kept.
+  std::vector<int32_t> ranked;  // those that are, the best first
+  int64_t candidates = 0;       // for the newest choice
 
   /// In the model's dtype, rising. Token i stands in slot i % group_tokens of kept page
   /// i / group_tokens.
@@ -129,6 +138,8 @@ class KeptTokens {
   int64_t count() const { return static_cast<int64_t>(columns_.size() + float8_.size()); }
   /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
   void count_queries(int64_t fresh, int64_t interval);
+  /// What was chosen is kept, and what was sealed before there had its chance.
+  void end_turn(int64_t sealed_columns);
   /// What those in e4m3 are, before set().
   void set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents);
   void set(std::vector<int32_t> columns, int64_t group_tokens);

@@ -42,7 +42,7 @@ def main(
 def about(preset: Preset, model: str | None = None, context: int = 32768) -> dict[str, Any]:
     """What there is to say of a preset, as JSON has it; settings are those not at their default."""
     shape, heads = (Shape(), HEADS) if model is None else _shape_of(model)
-    config = SwapConfig.preset(preset.name, shape)
+    config = SwapConfig.preset(preset.name, shape, **preset.shown(shape))
     plain = SwapConfig()
     settings = {
         each: getattr(config, each)

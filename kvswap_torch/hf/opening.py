@@ -100,7 +100,7 @@ def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:
         raise ConfigError(
             f"path: must be given where every token is kept (rows={config.rows}, "
             f"keeper={config.keeper}), got None; name a folder on a disk, or take a preset that "
-            "drops tokens (snapkv, arkv, h2o, tova, streaming, window)"
+            "drops tokens (snapkv, cake, arkv, h2o, tova, streaming, window)"
         )
     usual = SwapConfig()
     for name, needed, why in WITHOUT_A_PATH:

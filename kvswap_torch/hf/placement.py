@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.errors import ConfigError, UnsupportedModelError
 from kvswap_torch.projection import Pair
 
 
@@ -166,6 +166,7 @@ def local_config(config: SwapConfig, disk: tuple[int, ...], placement: Placement
     disk
         Numbers of all layers that go to disk, of all processes.
     """
+    _check_division(config, placement)
     mine = [number for number, layer in enumerate(disk) if placement.has_layer(layer)]
     if len(mine) == len(disk):
         return config
@@ -188,6 +189,17 @@ def local_config(config: SwapConfig, disk: tuple[int, ...], placement: Placement
     )
     whole = {name: getattr(config, name) for name in ("rank", *of_layers)}
     return dataclasses.replace(config, **of(whole), table=table)
+
+
+def _check_division(config: SwapConfig, placement: Placement) -> None:
+    """Tokens are divided among all layers by all heads, which one process must have."""
+    named = [name for name in ("keep_layer_shares", "keep_heads") if getattr(config, name)]
+    named += ["keeper=cake"] if config.keeper == "cake" else []
+    if named and (placement.stages > 1 or placement.head_ranks > 1):
+        raise ConfigError(
+            f"{named[0]}: must be left out where several processes run one model, since tokens are "
+            f"divided among all of its layers, got {placement}; snapkv keeps as many in each"
+        )
 
 
 def local_projections(pairs: list[Pair], disk: tuple[int, ...], placement: Placement) -> list[Pair]:

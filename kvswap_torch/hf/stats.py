@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ class CacheStats:
         With `SwapConfig.keeper`: tokens that stay in a layer for what they were paid, on average
         over layers and sequences (and KV heads, with ``heads="each"``); how often they were chosen
         anew, and how long that took, in `counters` (`turns`, `turn_seconds`; `tokens_kept_fp8`: of
-        those that stay, how many are in e4m3). None without.
+        those that stay, how many are in e4m3; where layers differ in how many they keep,
+        `tokens_kept_0` and so on are each layer's). None without.
     tokens_dropped
         With ``rows="none"`` and a keeper: tokens that a layer does not attend any more, on average
         as `tokens_kept`; with a path they stay on disk, else they are gone. None without.
@@ -272,7 +274,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
     ]
     if stats.tokens_kept is not None:
         turns = f"{stats.counters['turns']:,.0f} turns"
-        rows.append(("tokens kept", f"{stats.tokens_kept:,.0f} a layer, {turns}"))
+        kept = f"{stats.tokens_kept:,.0f} a layer{_least_most(stats)}"
+        rows.append(("tokens kept", f"{kept}, {turns}"))
     if "clusters" in stats.counters:
         rows.append(("clusters", _clusters(stats.counters)))
     if stats.tokens_dropped is not None:
@@ -302,6 +305,12 @@ def _clusters(counters: Mapping[str, float]) -> str:
         f"{counters['clusters']:,.0f} a layer of {counters['tokens_a_cluster']:.1f} tokens, "
         f"{counters['cluster_splits']:,.0f} splits, {counters['tokens_waiting']:.1f} tokens wait"
     )
+
+
+def _least_most(stats: CacheStats) -> str:
+    """Where layers differ in how many tokens they keep."""
+    kept = [n for name, n in stats.counters.items() if re.fullmatch(r"tokens_kept_\d+", name)]
+    return f" ({min(kept):,.0f} to {max(kept):,.0f})" if kept else ""
 
 
 def _device_rows(stats: CacheStats) -> list[tuple[str, str]]:

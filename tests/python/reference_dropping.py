@@ -68,7 +68,33 @@ class Dropping:
         for state in states:
             state.gone = [min(gone, sealed) for gone in state.gone]
 
+    def _turn_of_layers(self, state: Any, column: int) -> None:
+        """All layers that are due, together; of all KV heads."""
+        if not self._has_turn(state, column):
+            return
+        for keeper in self._keeper.siblings:
+            for other in keeper.states.values():
+                valid, due = other.valid, self._has_turn(other, column)
+                other.valid = valid & ~self._dropped(other)
+                for sequence in due:
+                    sinks = self._groups(other, sequence)[0]
+                    keeper.choose(other, sequence, sinks, self._scale)
+                other.valid = valid
+        layers = [i for i in range(self._options.layers) if not self._is_exact(i)]
+        for sequence in range(len(state.kept)):
+            self._keeper.divide(sequence, len(layers))
+
+    def _has_turn(self, state: Any, column: int) -> list[int]:
+        """Sequences."""
+        return [
+            sequence
+            for sequence, kept in enumerate(state.kept)
+            if kept.is_due and column >= kept.seen and not self._fits(state, sequence)
+        ]
+
     def _turn(self, state: Any, column: int) -> None:
+        if self._keeper.prefers_layers:
+            return self._turn_of_layers(state, column)
         valid = state.valid
         there = valid & ~self._dropped(state)
         for sequence, kept in enumerate(state.kept):

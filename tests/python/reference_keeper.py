@@ -12,12 +12,13 @@ import torch
 from kvswap_torch.methods.arkv import layer_quality, token_worth
 from kvswap_torch.methods.observed import (
     agreement,
-    attention_paid,
     attention_weights,
     by_mass,
     log_sum_exp,
     most_attended,
 )
+from kvswap_torch.methods.shadowkv import outlier_worth
+from tests.python.reference_division import Division
 from tests.reference import float8_rounded
 
 
@@ -37,6 +38,10 @@ class Kept:
     rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     quality: float | None = None
     overlap: float | None = None
+    spread: tuple[float, float] | None = None  # CAKE's
+    candidates: int = 0
+    ranked: list[int] = field(default_factory=list)  # of `columns`, the best first
+    chosen: list[int] | None = None  # not kept yet, the best first
     # Of the newest long chunk, or with keep_scores=disk the newest of all: queries
     # [heads, n, head_dim], the first one's column, and their log-sum-exps [heads, n] or None.
     window: tuple[torch.Tensor, int, torch.Tensor | None] | None = None
@@ -48,6 +53,9 @@ class Kept:
     def crop(self, sealed: int, columns: int, step: int) -> None:
         self.columns = {column for column in self.columns if column < sealed}
         self.joined = min(self.joined, sealed)
+        self.ranked = [column for column in self.ranked if column < sealed]
+        if columns == 0:
+            self.spread = None
         self.rounded = {column: kv for column, kv in self.rounded.items() if column < sealed}
         if self.stay is not None:
             self.stay = [column for column in self.stay if column < sealed]
@@ -78,7 +86,7 @@ def _until(window: Any, columns: int) -> Any:
     )
 
 
-class ReferenceKeeper:
+class ReferenceKeeper(Division):
     """Turns, and what happens between them."""
 
     def __init__(self, options: Any):
@@ -87,7 +95,8 @@ class ReferenceKeeper:
         self.softcap = 0.0  # of the newest attention, as the next
         self.head_sinks: torch.Tensor | None = None  # [heads]
         self._is_given = options.keeper == "given"
-        self.is_on = options.keeper in ("observed", "heavy", "arkv", "given")
+        self.is_on = options.keeper in (*("observed", "heavy", "arkv", "cake"), "outliers", "given")
+        self.prefers_layers = options.keeper == "cake"
         self.joins = options.keeper == "arkv"
         self._sums_up = options.keeper == "heavy"
         self.siblings = [self]  # of the other KV heads, with heads=each
@@ -96,6 +105,10 @@ class ReferenceKeeper:
     def observe_chunk(self, state, query, log_sum_exp) -> None:
         """After a long chunk: query [batch, heads, n, head_dim], log_sum_exp [batch, heads, n]."""
         tokens = query.shape[2]
+        if self._options.keeper == "outliers":
+            for kept in state.kept:
+                kept.is_due, kept.seen = True, state.columns
+            return
         for sequence, kept in enumerate([] if self._is_given else state.kept):
             valid = state.valid[sequence].nonzero().flatten()
             first = int(valid[0]) if len(valid) else state.columns
@@ -139,17 +152,30 @@ class ReferenceKeeper:
             kept.columns = set(chosen.tolist())
             kept.queries_since, kept.is_due = 0, False
             return
+        if self._options.keeper == "outliers":
+            valid = state.valid[sequence, : state.sealed]
+            worth = outlier_worth(state.keys[sequence, :, : state.sealed], valid, group)
+            may_stay = self._may_stay(state, sequence, sinks, 0, state.sealed)
+            most = self._options.keep_tokens // group * group
+            worth = worth.repeat_interleave(group)
+            kept.columns = set(most_attended(worth, may_stay, most, 1, -torch.inf).tolist())
+            kept.is_due = False
+            return
         if self._reads_disk and kept.window is None:
             kept.queries_since, kept.is_due = 0, False
             return
         most = self._options.keep_tokens
         if self._options.keep_share == "auto":
             most = self._share(state, sequence, scale)
+        layer = next(i for i, each in self.states.items() if each is state)
+        if self._options.keep_layer_shares:
+            most = self.share_of_layer(layer)
         if kept.window is not None:
             query, first_column, sums = kept.window
             sums = self._sums(state, sequence, scale) if sums is None else sums
             keys = state.keys[sequence, :, : state.sealed]
-            kept.mass = attention_paid(keys, query, first_column, sums, scale, self.softcap)
+            weights = attention_weights(keys, query, first_column, sums, scale, self.softcap)
+            kept.mass = weights[self._asked(layer)].sum(1).mean(0)
             kept.mass = kept.mass * state.valid[sequence, : state.sealed]
         kept.grow(state.sealed)
         may_stay = state.valid[sequence, : len(kept.mass)].clone()

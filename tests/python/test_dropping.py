@@ -15,6 +15,7 @@ import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.keep import drops, drops_for_good
+from kvswap_torch.preset_parts import Shape
 from tests.python.test_cli import generate
 from tests.python.test_presets_generate import (
     BEAMS,
@@ -33,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
-PRESETS = {p.name: SwapConfig.preset(p.name) for p in kvswap_torch.presets()}
+PRESETS = {p.name: SwapConfig.preset(p.name, **p.shown(Shape())) for p in kvswap_torch.presets()}
 NAMES = [name for name, config in PRESETS.items() if drops_for_good(config)]
 
 
@@ -41,6 +42,7 @@ def few(name: str, model, **changes) -> SwapConfig:
     """Attends some 12 tokens of those beside the tail."""
     config = small(name, model, 2)
     kept = {} if config.keeper == "newest" else {"keep_tokens": 12}
+    kept |= {"keep_layer_least": 3} if config.keep_layer_shares else {}
     return dataclasses.replace(config, **kept | changes)
 
 

@@ -15,7 +15,7 @@ from kvswap_torch.cli.generate import _keep
 from kvswap_torch.keep import with_keep
 from tests.python.tiny_models import has_native, tiny_model
 
-DROPPING = ("snapkv", "snapkv+", "arkv-origin", "h2o", "tova", "streaming", "window")
+DROPPING = ("snapkv", "snapkv+", "cake", "arkv-origin", "h2o", "tova", "streaming", "window")
 
 
 def attended(config: SwapConfig) -> int:
@@ -105,7 +105,8 @@ def test_everything_kept_is_the_full_cache(name: str, tmp_path: Path) -> None:
             dropped = 719 - math.ceil(keep * 720)
             # What leaves the tail after the prompt's turn is dropped where no turn follows; in one
             # of arkv's a quarter.
-            late = {"snapkv": 20, "snapkv+": 20, "arkv-origin": math.ceil(keep * 720) // 4}
+            late = dict.fromkeys(("snapkv", "snapkv+", "cake"), 20)
+            late["arkv-origin"] = math.ceil(keep * 720) // 4
             assert dropped - 64 <= stats.tokens_dropped <= max(0, dropped) + late.get(name, 1)
         if keep == 1.0:
             assert torch.equal(told, model.generate(prompt, **options))

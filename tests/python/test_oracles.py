@@ -18,12 +18,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from bench.oracles import models
 from kvswap_torch import SwapConfig
 from kvswap_torch.config import SETTINGS, ModelIdentity
+from kvswap_torch.methods import cake, compresskv
 from kvswap_torch.projection import from_chunk
 from tests.python.reference_options import Options
 from tests.python.test_session import native
 
 ROOM = Path(models.__file__).parent
 KVPRESS = json.loads((ROOM / "kvpress.json").read_text())
+DIVIDED = json.loads((ROOM / "divided.json").read_text())
 PUBLISHED = json.loads((ROOM / "published.json").read_text())
 MULTI_HEAD = [name for name in models.MODELS if name in PUBLISHED]
 CHOSEN, FAR = 24, 128  # tokens of each head, of so many
@@ -169,3 +171,26 @@ def test_loki_chooses_the_tokens_that_the_original_chooses(tmp_path, model):
 def test_infinigen_chooses_the_tokens_that_the_original_chooses(tmp_path, model):
     config = preset("infinigen", models.HEADS, group_tokens=1, groups_max=CHOSEN)
     assert chosen(tmp_path, config, layers_of(model, 160)) == PUBLISHED[model]["infinigen"]
+
+
+@pytest.mark.parametrize("case", DIVIDED["cake"], ids=range(len(DIVIDED["cake"])))
+def test_cake_divides_tokens_among_layers(case):
+    """What is no more is gone: so many that some layer is full are among the cases."""
+    preferences, layers = case["preferences"], len(case["preferences"])
+    ours = cake.divide(preferences, [case["limit"]] * layers, case["average"] * layers)
+    assert ours == case["tokens"]
+
+
+@pytest.mark.parametrize("case", DIVIDED["compresskv"], ids=range(len(DIVIDED["compresskv"])))
+def test_compresskv_divides_tokens_among_layers(case):
+    """A window of 8, at least 32 tokens with it and at most three times the average."""
+    average = case["average"]
+    settings = SwapConfig.preset("compresskv", keep_heads=(0,), keep_layer_shares=(1.0,))
+    window, most = settings.keep_window, settings.keep_layer_most
+    ours = compresskv.divide(
+        case["shares"],
+        average,
+        settings.keep_layer_least,
+        int(most * (average + window)) - window,
+    )
+    assert window == 8 and ours == case["tokens"]

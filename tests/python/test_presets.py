@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
-from kvswap_torch.preset import MISSING
+from kvswap_torch.preset import MISSING, find
 from kvswap_torch.preset_parts import Shape
-from tests.python.test_presets_generate import model_of, small
+from tests.python.test_presets_generate import given_of, model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -91,7 +91,8 @@ def test_a_saved_one_goes_on(name, changes, llama, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["snapkv", "snapkv+", "arkv", "arkv-origin", "arkv-quant", "h2o", "tova", "prkv"],
+    ["snapkv", "snapkv+", "cake", "compresskv", "arkv", "arkv-origin", "arkv-quant", "h2o"]
+    + ["tova", "prkv", "shadowkv"],
 )
 def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     """With one group in pages nothing fits, and everything is kept."""
@@ -99,7 +100,7 @@ def test_who_keeps_all_tokens_is_the_full_cache(name, tmp_path):
     inputs = prompt(3, 60, padding=(0, 7, 3))
     config = small(name, model, 1, keep_tokens=1000, tail_tokens=2)
     tokens = (
-        2 if name in ("snapkv", "snapkv+", "prkv") else 30
+        2 if name in ("snapkv", "snapkv+", "cake", "compresskv", "prkv", "shadowkv") else 30
     )  # the others choose anew in each step
     with KVSwapCache(model, tmp_path, config) as cache:
         ours = greedy(model, inputs, cache, tokens=tokens)
@@ -190,6 +191,10 @@ def test_one_kv_head_makes_infinigen_of_infinigen_star(tmp_path):
 
 def test_a_cache_takes_a_preset_for_its_model_and_disk(llama, tmp_path):
     for name in NAMES:
+        if find(name).needs:
+            with pytest.raises(ConfigError, match="belong to a model"):
+                KVSwapCache(llama, tmp_path, preset=name)
+            continue
         with KVSwapCache(llama, tmp_path, preset=name) as cache:
             config = cache.driver.config
             inputs = prompt(2, 30, padding=(0, 7))
@@ -210,7 +215,7 @@ def test_a_cache_takes_a_preset_for_its_model_and_disk(llama, tmp_path):
 
 def test_a_preset_is_plain_settings(tmp_path):
     for name in NAMES:
-        config = SwapConfig.preset(name)
+        config = SwapConfig.preset(name, **given_of(find(name), 32, 32))
         saved = config.save(tmp_path / "config.json")
         assert SwapConfig.load(tmp_path / "config.json") == config
         assert "preset" not in json.loads((tmp_path / "config.json").read_text())
@@ -234,10 +239,13 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("fasa", {}, "fasa needs projections of pairs of rotary channels"),
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
-        ("cake", {}, "cake needs a number of tokens for each layer"),
+        ("dapq", {}, "dapq needs its own rule of who is kept"),
+        ("compresskv", {}, r"must be given keep_heads and keep_layer_shares, .*read_heads\(FILE\)"),
+        ("cake", {"keep_interval": 8}, "preset cake: keep_interval: must be left out"),
         ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
-        ("shadowkv", {}, "rows=mean"),
+        ("clusterkv", {}, "clusterkv needs clusters that are made anew"),
+        ("shadowkv", {"keep_window": 8}, "preset shadowkv: keep_window: must be left out"),
         ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
         ("quest", {"version": 1}, "overrides must be settings, got version"),
         ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),
@@ -277,8 +285,8 @@ def test_the_command_lists_and_tells():
     assert 1 / 34 > share["arkvale"] > 0.9 * 30 / 32 / 32
     assert 1 / 16 > share["quest"] > 0.9 * 30 / 32 / 16
     assert 1 / 8 <= share["loki"] < 0.14 and share["infinigen"] > 0.148
-    with pytest.raises(ConfigError, match="number of tokens for each"):
-        CliRunner().invoke(app, ["presets", "cake"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="its own rule of who is kept"):
+        CliRunner().invoke(app, ["presets", "dapq"], catch_exceptions=False)
 
 
 def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 import kvswap_torch
 from kvswap_torch import KVSwapCache, ModelIdentity, SwapConfig
+from kvswap_torch.preset import find
 from tests.python.test_float8_records import RoundedCache
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
@@ -65,8 +66,20 @@ def small(name: str, model, groups: int, **changes) -> SwapConfig:
     budget = {"groups_max": groups, "pages_max": max(8, 2 * groups)}
     if name == "kvswap-fp8" and config.num_key_value_heads == 1:
         changes["group_tokens"] = 8  # fewer fill no half of what a disk reads at once
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * identity.layers
+    on_disk = kinds.count("full_attention")
+    changes = given_of(find(name), on_disk, config.num_attention_heads) | changes
     made = SwapConfig.preset(name, model=identity, **FEW | budget | changes)
     return SwapConfig(**{k: getattr(made, k) for k in kvswap_torch.config.SETTINGS})
+
+
+def given_of(preset, layers: int, heads: int) -> dict:
+    """What a preset needs to know of a model: one head of each layer, and rising shares."""
+    given = {
+        "keep_heads": tuple(layer * heads + layer % heads for layer in range(layers)),
+        "keep_layer_shares": tuple(float(1 + layer) for layer in range(layers)),
+    }
+    return {name: given[name] for name in preset.needs}
 
 
 def short(name: str, number: int) -> bool:

@@ -77,6 +77,52 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     assert 0 <= twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens * each
 
 
+@pytest.mark.parametrize("rows", ["low_rank", "box", "mean"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_with_outliers(tmp_path, seed, rows, heads):
+    rng = random.Random(seed)
+    group_tokens = rng.choice([3, 4, 16])
+    made = options(
+        tmp_path,
+        rows=rows,
+        heads=heads,
+        keeper="outliers",
+        keep_tokens=group_tokens * rng.choice([1, 2, 5]) + rng.choice([0, 1]),
+        exact_layers=rng.choice([[], [1]]),
+        group_tokens=group_tokens,
+        groups_max=rng.choice([1, 3, 8]),
+        tail_tokens=rng.choice([0, 3, 32]),
+        sink_tokens=rng.choice([0, 4, 6]),
+        select_queries_max=rng.choice([1, 4, 8]),
+    )
+    if heads == "all":
+        made.records = rng.choice(["model", "fp8"])
+    twins = live(made, rng, seed)
+    assert twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens
+
+
+def test_a_group_that_is_unlike_its_mean_stays(tmp_path):
+    """Of 35 groups two have a key that points elsewhere; nobody asks for them."""
+    made = options(tmp_path, rows="mean", keeper="outliers", keep_tokens=8, sink_tokens=0)
+    made.group_tokens, made.groups_max = 4, 3
+    session = native(made)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(LAYERS):
+        keys = 1 + 0.1 * torch.randn(1, KV_HEADS, 150, HEAD_DIM, generator=generator)
+        keys[:, :, [21, 90]] *= -1
+        values = torch.zeros(1, KV_HEADS, 150, HEAD_DIM)
+        values[:, :, 21], values[:, :, 90] = 1, 2
+        session.extend(layer, torch.ones(1, HEADS, 150, HEAD_DIM), keys, values, 0.1)
+    one = torch.ones(1, KV_HEADS, 1, HEAD_DIM)
+    for layer in range(LAYERS):
+        # It asks all alike: of equal groups the first three are chosen.
+        output = session.extend(layer, torch.zeros(1, HEADS, 1, HEAD_DIM), one, 0 * one, 0.1)
+        (attended,) = (3 / output).unique().round().tolist()
+        assert 3 * 4 + 8 + made.tail_tokens <= attended <= 3 * 4 + 8 + made.tail_tokens + 4
+    assert session.counters()["tokens_kept"] == 8
+
+
 @pytest.mark.parametrize("rows", ["box", "none"])
 def test_turns_follow_prompts_and_intervals(tmp_path, rows):
     made = options(tmp_path, rows=rows, keeper="observed", keep_tokens=16, keep_window=4)

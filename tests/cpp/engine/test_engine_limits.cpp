@@ -283,10 +283,11 @@ EngineOptions drawn_options(std::mt19937_64& random) {
     const bool is_another = !is_word(owner, word) && concerns(values, options.*member);
     if (is_another) options.*member = usual.*member;
   });
-  visit_idle(
-      [&](const char*, auto member, const char*, auto owner, const std::string& word, const char*) {
-        if (is_word(owner, word)) options.*member = usual.*member;
-      });
+  visit_idle([&](const char*, auto member, const char*, auto owner, const std::string& word,
+                 const char*, const OneOf& values) {
+    const bool is_idle = is_word(owner, word) && concerns(values, options.*member);
+    if (is_idle) options.*member = usual.*member;
+  });
   visit_floors([&](const char*, auto member, const char*, auto floor, const char*,
                    const std::string& keeper) {
     if (!keeper.empty() && options.keeper != keeper) return;

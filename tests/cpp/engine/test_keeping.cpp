@@ -115,6 +115,23 @@ EngineOptions mixed_options(const std::string& directory, const std::string& row
   return options;
 }
 
+EngineOptions divided_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keeper = "cake";
+  options.keep_interval = 0;
+  options.keep_variance = 200.0;
+  return options;
+}
+
+EngineOptions outlier_options(const std::string& directory, const std::string& rows) {
+  EngineOptions options = keeping_options(directory, rows);
+  options.keeper = "outliers";
+  options.keep_interval = 0;
+  options.keep_window = Settings().keep_window;
+  options.keep_tokens = 12;
+  return options;
+}
+
 using MakeOptions = EngineOptions (*)(const std::string&, const std::string&);
 
 /// Turns of each layer and sequence in 8 steps, whatever read fails; on a device too, where one is
@@ -154,6 +171,14 @@ TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
 
 TEST(Keeping, AWalkOverAllThatIsOnDiskThatFailsIsMadeAgainAndRight) {
   expect_right_after_faults(disk_options, "none", 2, 10, 150);
+}
+
+TEST(Keeping, ATurnOfAllLayersThatFailsIsMadeAgainAndRight) {
+  expect_right_after_faults(divided_options, "none", 1, 10);
+}
+
+TEST(Keeping, AWalkForOutliersThatFailsIsMadeAgainAndRight) {
+  expect_right_after_faults(outlier_options, "mean", 1, 12);
 }
 
 TEST(Keeping, ATurnThatDecidesHowManyStayIsMadeAgainAndRight) {
