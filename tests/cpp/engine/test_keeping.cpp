@@ -46,11 +46,9 @@ class Pair {
       const auto* bytes = reinterpret_cast<const std::byte*>(queries.data());
       window.queries.assign(bytes, bytes + queries.size() * sizeof(float));
       window.log_sum_exp.assign(one.query_heads * kWindow, 8.0f);
+      set_projections(one, layer);
       for (EngineRun* run : {&one_, &other_}) {
         EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
-        if (!one.ranks.empty()) {
-          EXPECT_TRUE(run->set_projection(layer).is_ok());
-        }
         for (int64_t part = 0; part < kBatch; ++part)
           run->engine().keeping().observe_chunk(layer, part, window);
       }
@@ -83,6 +81,17 @@ class Pair {
   EngineRun& other() { return other_; }
 
  private:
+  void set_projections(const EngineOptions& options, int64_t layer) {
+    if (options.ranks.empty()) return;
+    const int64_t rank = options.ranks[layer];
+    const int64_t count = options.kv_heads * options.head_dim * rank;
+    const std::vector<float> keys = one_.numbers(count, 2);
+    const std::vector<float> queries = one_.numbers(count, 2);
+    for (EngineRun* run : {&one_, &other_}) {
+      EXPECT_TRUE(run->engine().set_projection(layer, rank, keys.data(), queries.data()).is_ok());
+    }
+  }
+
   EngineRun one_;
   EngineRun other_;
 };
