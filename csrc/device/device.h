@@ -34,14 +34,14 @@ struct AttentionCall {
   PagedAttentionArgs args;
   void* scratch = nullptr;
 };
-using KernelCall = std::variant<cuda::BatchProjectKeysArgs,   // project_keys()
-                                cuda::BatchProjectQueryArgs,  // project_query()
-                                cuda::BatchSelectArgs,        // select_groups()
-                                cuda::BatchTransferArgs,      // pack_records()
-                                cuda::CopyRecordsArgs,        // copy_records()
-                                RecordCodecArgs,              // encode_records()
-                                AttentionCall,                // paged_attention()
-                                AttentionMassArgs>;           // attention_mass()
+using KernelLaunch = std::variant<cuda::BatchProjectKeysArgs,   // project_keys()
+                                  cuda::BatchProjectQueryArgs,  // project_query()
+                                  cuda::BatchSelectArgs,        // select_groups()
+                                  cuda::BatchTransferArgs,      // pack_records()
+                                  cuda::CopyRecordsArgs,        // copy_records()
+                                  RecordCodecArgs,              // encode_records()
+                                  AttentionCall,                // paged_attention()
+                                  AttentionMassArgs>;           // attention_mass()
 
 /// What the engine needs of an accelerator: memory, streams, events, copies and its kernels.
 ///
@@ -93,7 +93,7 @@ class Device {
   virtual void copy_out(void* host, const void* from, int64_t bytes) = 0;
   virtual void copy(void* to, const void* from, int64_t bytes) = 0;
 
-  virtual void launch(const KernelCall& call) = 0;
+  virtual void launch(const KernelLaunch& call) = 0;
 
   int64_t allocated_bytes() const { return allocated_bytes_; }
   int64_t pinned_bytes() const { return pinned_bytes_; }

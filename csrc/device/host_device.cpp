@@ -93,7 +93,7 @@ class HostDevice final : public Device {
     queue([=] { std::memcpy(to, from, bytes); });
   }
 
-  void launch(const KernelCall& call) override {
+  void launch(const KernelLaunch& call) override {
     queue([call] { std::visit([](const auto& args) { run(args); }, call); });
   }
 

@@ -117,7 +117,7 @@ class CudaDevice final : public Device {
     move(to, from, bytes, cudaMemcpyDeviceToDevice);
   }
 
-  void launch(const KernelCall& call) override {
+  void launch(const KernelLaunch& call) override {
     const Current current(index_);
     error_.keep(std::visit([this](const auto& args) { return run(args, queue()); }, call));
   }
