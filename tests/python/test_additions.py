@@ -60,7 +60,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The setting: one field. The method: its C++ file, its module, and where each is registered.
     config = tree / "kvswap_torch" / "config.py"
     insert(config, "    look_ahead: bool = boolean(\n", FIELD)
-    insert(config, '"mean", "given", "none"),', '"first", ')
+    insert(config, '"given", "none"),', '"first", ')
     shutil.copy(ADDED / "first_rows.h", tree / "csrc" / "methods")
     kinds = tree / "csrc" / "methods" / "rows_kind.cpp"
     insert(kinds, '#include "methods/given_rows.h"', '#include "methods/first_rows.h"\n')

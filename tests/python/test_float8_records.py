@@ -76,7 +76,7 @@ def wide():
 @pytest.fixture(params=["native", "host device"])
 def open_rounded(wide, tmp_path, request, monkeypatch):
     if request.param == "host device":
-        monkeypatch.setattr(session_module, "_native", host_device_options)
+        monkeypatch.setattr(session_module, "cache_options", host_device_options)
     with KVSwapCache(wide, tmp_path, ROUNDED) as cache:
         yield cache
 
@@ -150,7 +150,7 @@ def test_choices_are_the_references(wide, kind, rows, heads, look_ahead, tmp_pat
         changes["group_tokens"] = 16
     config = dataclasses.replace(TIGHT, **changes)
     if kind == "host device":
-        monkeypatch.setattr(session_module, "_native", host_device_options)
+        monkeypatch.setattr(session_module, "cache_options", host_device_options)
     logits, chosen, _ = conversation(wide, tmp_path, config, kind, monkeypatch)
     expected, expected_chosen, _ = conversation(wide, tmp_path, config, "reference", monkeypatch)
     assert chosen == expected_chosen
