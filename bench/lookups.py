@@ -1,12 +1,12 @@
 """Which layers and heads look answers up, and what of it is found with so many columns and groups?
 
-    python -m bench.lookups --model build/models/smollm2 --settings 32x26,16x13 --out
+    python -m bench.lookups --model build/models/smollm2 --settings 32x26,16x13,32x13xint4 --out
 
 A look-up is a head with a tenth of its mass where the next two tokens stand in the text already, or
 just before (`kvswap_torch.tuning.recall`). Documents have facts and questions laid in; rows are
-int8, scored by mass, their projections from the document, as without a calibration. The oracle
-takes as many groups by the attention itself, mean over heads: what it misses, no score of the same
-kind could find.
+int8 or int4, scored by mass, their projections from the document, as without a calibration. The
+oracle takes as many groups by the attention itself, mean over heads: what it misses, no score of
+the same kind could find.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from bench import machine
 from bench.reading import REFERENCE, open_reading
 from bench.score_stages import STEPS, Scores
 from kvswap_torch.tuning.observe import Calibrator, Observed, attention_weights
-from kvswap_torch.tuning.recall import SOUGHT_MIN, Choice, Steps, decoded_positions, sources
+from kvswap_torch.tuning.recall import (
+    LEVELS,
+    SOUGHT_MIN,
+    Choice,
+    Steps,
+    decoded_positions,
+    sources,
+)
 from kvswap_torch.tuning.samples import Sample
 
 LAYERS_SHOWN = 10
-Setting = tuple[int, int]  # columns, groups
+Setting = tuple[int, int, str]  # columns, groups, the summary's dtype
 
 
 class Lookups:
@@ -45,17 +52,18 @@ class Lookups:
         """One layer of one document, on the true queries of its questions."""
         positions = decoded_positions(len(sample.ids), sample.focus, STEPS)
         steps = Steps(seen, positions, Choice())
-        scores = Scores(seen, sample, steps)
         looked_up = _looked_up(seen, positions, sources(sample.ids, positions), steps)
         self.sought[seen.layer] += looked_up.sum((1, 2))
-        masses: dict[int, torch.Tensor] = {}
-        for columns, groups in self.settings:
-            if columns not in masses:
-                masses[columns] = scores.by_mass(columns, steps.choosable)
-            for by, mass in ((self.found, masses[columns]), (self.oracle, steps.mass)):
+        masses: dict[tuple[int, str], torch.Tensor] = {}
+        for setting in self.settings:
+            columns, groups, dtype = setting
+            if (columns, dtype) not in masses:
+                scores = Scores(seen, sample, steps, columns, dtype)
+                masses[columns, dtype] = scores.by_mass(columns, steps.choosable)
+            for by, mass in ((self.found, masses[columns, dtype]), (self.oracle, steps.mass)):
                 best = mass.masked_fill(~steps.choosable, -1.0).topk(groups, dim=1).indices
                 held = looked_up.gather(2, best.expand(len(looked_up), -1, -1))
-                by[columns, groups][seen.layer] += held.sum((1, 2))
+                by[setting][seen.layer] += held.sum((1, 2))
 
     def as_dict(self) -> dict[str, Any]:
         """Shares of what is sought: in all, and in the layers that seek most."""
@@ -65,12 +73,13 @@ class Lookups:
             "layers": len(order),
             "settings": [
                 {
-                    "columns": columns,
-                    "groups": groups,
-                    "found": _share(self.found[columns, groups], self.sought, order),
-                    "oracle": _share(self.oracle[columns, groups], self.sought, order),
+                    "columns": setting[0],
+                    "groups": setting[1],
+                    "summary_dtype": setting[2],
+                    "found": _share(self.found[setting], self.sought, order),
+                    "oracle": _share(self.oracle[setting], self.sought, order),
                 }
-                for columns, groups in self.settings
+                for setting in self.settings
             ],
             "by_layer": [
                 self._layer(layer, float(self.sought[layer].sum() / whole))
@@ -115,13 +124,17 @@ def _looked_up(
 
 
 def parse(text: str) -> list[Setting]:
-    """``32x26,16x13`` -> columns and groups."""
+    """``32x26,32x13xint4`` -> columns, groups and dtype; int8 where none is said."""
     settings = []
     for part in text.split(","):
-        columns, _, groups = part.partition("x")
-        if not (columns.isdigit() and groups.isdigit() and int(columns) and int(groups)):
-            raise typer.BadParameter(f"--settings: must be COLUMNSxGROUPS, got {part!r}")
-        settings.append((int(columns), int(groups)))
+        columns, _, rest = part.partition("x")
+        groups, _, dtype = rest.partition("x")
+        is_number = columns.isdigit() and groups.isdigit() and int(columns) and int(groups)
+        if not is_number or dtype not in ("", *LEVELS):
+            raise typer.BadParameter(
+                f"--settings: must be COLUMNSxGROUPS, xint4 behind it or not, got {part!r}"
+            )
+        settings.append((int(columns), int(groups), dtype or "int8"))
     return settings
 
 
@@ -129,7 +142,9 @@ def main(
     model: Annotated[Path, typer.Option(help="folder of the model")] = REFERENCE,
     length: Annotated[int, typer.Option(help="tokens of a document")] = 4096,
     documents: Annotated[int, typer.Option(help="how many")] = 2,
-    settings: Annotated[str, typer.Option(help="columns and groups of 4 tokens")] = "32x26,16x13",
+    settings: Annotated[
+        str, typer.Option(help="columns, groups of 4 tokens, and xint4 for other than int8 rows")
+    ] = "32x26,16x13",
     out: Annotated[bool, typer.Option(help="write bench/results/lookups_MODEL.json")] = False,
 ) -> None:
     console = Console(width=110)
@@ -141,8 +156,8 @@ def main(
     table = Table(title=f"{name}, {length:,} tokens, {documents} documents")
     for column in ("layer", "of all look-ups", "head"):
         table.add_column(column, justify="right")
-    for columns, groups in lookups.settings:
-        table.add_column(f"{columns} columns, {groups} groups (oracle)", justify="right")
+    for columns, groups, dtype in lookups.settings:
+        table.add_column(f"{columns} {dtype} columns, {groups} groups (oracle)", justify="right")
     for row in (*found["by_layer"], None):
         part = row or {name: [s[name] for s in found["settings"]] for name in ("found", "oracle")}
         cells = zip(part["found"], part["oracle"], strict=True)

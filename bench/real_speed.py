@@ -112,6 +112,7 @@ def main(
                 "bytes_read_per_token": round(stats.bytes_read_per_token),
                 "hit_rate": stats.hit_rate,
                 "ranks": list(cache.driver.ranks),
+                "summary_dtype": config.summary_dtype,
                 "groups_max": config.groups_max,
                 "group_tokens": config.group_tokens,
             }

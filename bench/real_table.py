@@ -97,7 +97,8 @@ def _product_row(length: int, name: str, method: Result) -> str:
 
 def _columns(method: Result) -> str:
     ranks = sorted(set(method["ranks"]))
-    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    return f"{shown} in int4" if method.get("summary_dtype") == "int4" else shown
 
 
 def _groups(method: Result) -> str:
@@ -193,11 +194,17 @@ def speed_rows(results: list[Result]) -> Iterator[str]:
             tokens = ""
 
 
+def _named_setting(setting: Result) -> str:
+    dtype = setting.get("summary_dtype", "int8")
+    precision = "" if dtype == "int8" else f" in {dtype}"
+    return f"{setting['columns']} columns{precision}, {setting['groups']} groups"
+
+
 def lookup_rows(results: list[Result]) -> Iterator[str]:
     """By layer: look-ups found, and in brackets those of the oracle with as many groups."""
     for result in results:
         settings = result["settings"]
-        named = " | ".join(f"{s['columns']} columns, {s['groups']} groups" for s in settings)
+        named = " | ".join(map(_named_setting, settings))
         yield f"| layer | of all look-ups | most of them by head | {named} |"
         yield "|---|---|---|" + "---|" * len(settings)
         for row in result["by_layer"]:

@@ -28,7 +28,14 @@ from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.projection import flat_tokens, from_chunk
 from kvswap_torch.tuning.observe import Observed
-from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions, int8_rows, sources
+from kvswap_torch.tuning.recall import (
+    Choice,
+    Steps,
+    decoded_positions,
+    int8_rows,
+    level_rows,
+    sources,
+)
 from kvswap_torch.tuning.samples import Sample
 
 RANK = 32  # the most columns
@@ -66,12 +73,21 @@ class Scores:
     ----------
     seen
         The layer's queries and keys over `sample`.
+    rank, summary_dtype
+        Of the rows: all columns share a row's scale, however many a score looks at.
     """
 
-    def __init__(self, seen: Observed, sample: Sample, steps: Steps):
+    def __init__(
+        self,
+        seen: Observed,
+        sample: Sample,
+        steps: Steps,
+        rank: int = RANK,
+        summary_dtype: str = "int8",
+    ):
         keys, query = seen.keys[:, :, : sample.focus], seen.query[:, :, : sample.focus]
-        key_side, query_side = from_chunk("query_aware", keys, query, RANK, score="mass")
-        self._rows = int8_rows(flat_tokens(seen.keys).float() @ key_side)
+        key_side, query_side = from_chunk("query_aware", keys, query, rank, score="mass")
+        self._rows = level_rows(flat_tokens(seen.keys).float() @ key_side, summary_dtype)
         heads, kv_heads = seen.query.shape[1], seen.keys.shape[1]
         sides = query_side.unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0)
         self._low = seen.query[0][:, steps.positions].float() @ sides * seen.scale

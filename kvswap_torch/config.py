@@ -92,7 +92,10 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         "the projection is computed from the first prefill",
     )
     summary_dtype: str = one_of(
-        "model", ("model", "int8"), "precision of the summary's rows: the model's dtype, or int8"
+        "model",
+        ("model", "int8", "int4"),
+        "precision of the summary's rows: the model's dtype, int8, or int4, two columns to a byte; "
+        "the last two with one scale a row",
     )
     score: str = one_of(
         "sum",

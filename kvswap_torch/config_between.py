@@ -43,6 +43,7 @@ OWNED = (
     ),
     Owned("replacement", "grouping", "clusters", ("clusters",)),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
+    Owned("summary_dtype", "rows", "low_rank", ("int4",)),
     Owned("keeper", "rows", "none", ("newest", "cake")),
     *(Owned(name, "keeper", "arkv") for name in ("keep_slack", "keep_ratio", "keep_count")),
     *(
@@ -71,6 +72,7 @@ IDLE = (  # what would have no effect
     Idle("score", "rows", "given", "since scores come from outside"),
     Idle("summary_dtype", "rows", "given", "since there is no summary"),
     Idle("score_share", "score_columns", "null", "since all groups are scored by all columns"),
+    Idle("score_columns", "summary_dtype", "int4", "which has not been built for two stages"),
     *(
         Idle("score_columns", "score", score, "since a head's softmax needs every token's product")
         for score in ("mass", "max_mass")

@@ -111,19 +111,23 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
     return _searched("fit_budget", request, shape, config, need)
 
 
-def spend_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Need) -> SwapConfig:
+def spend_budget(
+    request: Request, shape: ModelShape, config: SwapConfig, need: Need, on_device: bool = False
+) -> SwapConfig:
     """The settings that make the most of a budget, where nobody has calibrated or asked for any.
 
-    Where the whole context fits it is kept, and attention is exact. Otherwise columns and groups
-    are chosen together, by what they are worth: of every number of columns with the most groups
-    that then fit, up to `config`'s, the pair that misses least. Columns come first: 8 of them find
-    a tenth of what is asked for with 100 groups, and 32 find nine tenths with 8. What is left over
-    keeps more pages.
+    Where the whole context fits it is kept, and attention is exact. Otherwise columns, their
+    precision and groups are chosen together, by what they are worth: of every number of columns
+    with the most groups that then fit, up to `config`'s, the pair that misses least. Columns come
+    first: 8 of them find a tenth of what is asked for with 100 groups, and 32 find nine tenths with
+    8. int4 rows have more of them in the same bytes. What is left over keeps more pages.
 
     Parameters
     ----------
     config
         Everything else; rank is half the columns, since it is doubled without a calibration.
+    on_device
+        Pages are a device's, which has no kernels for int4 rows: they are not chosen.
 
     Raises
     ------
@@ -131,26 +135,32 @@ def spend_budget(request: Request, shape: ModelShape, config: SwapConfig, need: 
         As `fit_budget`.
     """
 
-    return _searched("spend_budget", request, shape, config, need)
+    return _searched("spend_budget", request, shape, config, need, on_device)
 
 
 def _searched(
-    name: str, request: Request, shape: ModelShape, config: SwapConfig, need: Need
+    name: str, request: Request, shape: ModelShape, config: SwapConfig, need: Need, *how: bool
 ) -> SwapConfig:
-    """What C++'s search of that name chooses; only rank, groups and pages change."""
+    """What C++'s search of that name chooses; rank, groups, pages and the rows' precision alone."""
     from kvswap_torch import _C
 
-    def sized(rank: int | list[int], groups_max: int, pages_max: int) -> SwapConfig:
+    def sized(
+        rank: int | list[int], groups_max: int, pages_max: int, summary_dtype: str
+    ) -> SwapConfig:
         return dataclasses.replace(
-            config, rank=rank, groups_max=groups_max, pages_max=pages_max, table=()
+            config,
+            rank=rank,
+            groups_max=groups_max,
+            pages_max=pages_max,
+            summary_dtype=summary_dtype,
+            table=(),
         )
 
     def uses(*sizes: Any) -> dict[str, int]:
         return dict(need(sized(*sizes)))
 
-    return sized(
-        *getattr(_C, name)(native_options(config, shape), _C.Request(*_plain(request)), uses)
-    )
+    options, asked = native_options(config, shape), _C.Request(*_plain(request))
+    return sized(*getattr(_C, name)(options, asked, uses, *how))
 
 
 def too_small(request: Request, need: Mapping[str, int], smallest: SwapConfig) -> str:

@@ -30,7 +30,7 @@ from kvswap_torch.tuning.recall import (
 from kvswap_torch.tuning.samples import Sample
 
 KINDS = ("query_aware", "svd_keys")
-SUMMARY_DTYPES = ("model", "int8")
+SUMMARY_DTYPES = ("model", "int8", "int4")
 FEW_QUERIES = 4  # per element of a key; fewer in focus make a poor estimate of their moment
 
 
@@ -100,6 +100,11 @@ class Calibration:
         """The projection to use."""
         return next(iter(self.pairs))[0]
 
+    @property
+    def summary_dtypes(self) -> tuple[str, ...]:
+        """The summary's precisions that were measured with it."""
+        return tuple(d for d in SUMMARY_DTYPES if (self.kind, d, "true") in self.tables)
+
 
 def calibrate(
     model: Any,
@@ -140,10 +145,12 @@ def calibrate(
         for kind in options.kinds:
             pairs[kind, query] = [m.pair(kind, ranks[-1]) for m in moments]
     pairs = {(kind, query): pairs[kind, query] for kind in options.kinds for query in QUERIES}
+    # Without kernels for int4 a device would have the host score.
+    dtypes = SUMMARY_DTYPES if calibrator.parts.device.type == "cpu" else SUMMARY_DTYPES[:2]
     tables = {
         (kind, dtype, query): RecallTable(made, ranks, dtype, query)
         for (kind, query), made in pairs.items()
-        for dtype in (SUMMARY_DTYPES if kind == options.kinds[0] else SUMMARY_DTYPES[:1])
+        for dtype in (dtypes if kind == options.kinds[0] else dtypes[:1])
     }
     measure_recall(calibrator, held_out, list(tables.values()), options, progress)
     return Calibration(

@@ -274,7 +274,7 @@ def make_work(
     """What a step with these settings computes."""
     sealed = max(0, context - config.tail_tokens)
     ranks = config.ranks(shape.layers)
-    element = 1 if config.summary_dtype == "int8" else shape.element_bytes
+    element = {"int8": 1, "int4": 0.5}.get(config.summary_dtype, shape.element_bytes)
     groups = batch * sum(each.attended for each in traffic)
     beside = config.sink_tokens + config.tail_tokens
     return Work(

@@ -221,16 +221,16 @@ class GroupScores:
 
     def at(self, rank: int, summary_dtype: str, sizes: Sequence[Steps]) -> list[torch.Tensor]:
         """For each of `sizes` ``[steps, groups]`` with the first `rank` columns."""
-        is_int8 = summary_dtype == "int8"
+        has_levels = summary_dtype in LEVELS
         kept = self._rows[:, :rank]
-        kept = int8_rows(kept) if is_int8 else kept.to(self._dtype).float()
+        kept = level_rows(kept, summary_dtype) if has_levels else kept.to(self._dtype).float()
         if self._choice.score == "sum":
             products = self._low[:, :rank] @ kept.T
             return [steps.largest(products) for steps in sizes]
         join = torch.add if self._choice.score == "mass" else torch.maximum
         joined = [torch.zeros(steps.choosable.shape) for steps in sizes]
         for low in self._low[:, :, :rank]:
-            logits = (int8_rows(low) if is_int8 else low) @ kept.T * self._scale
+            logits = (int8_rows(low) if has_levels else low) @ kept.T * self._scale
             logits.masked_fill_(self._later, -torch.inf)
             most = logits.masked_fill(self._kept, -torch.inf).amax(1, keepdim=True)
             weights = (logits - most.nan_to_num(neginf=0.0)).exp()
@@ -259,10 +259,18 @@ def worth(
     ]
 
 
-def int8_rows(rows: torch.Tensor) -> torch.Tensor:
-    """What an int8 summary keeps of low-rank keys ``[tokens, rank]``: one scale a token."""
-    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+LEVELS = {"int8": 127, "int4": 7}  # the largest of each
+
+
+def level_rows(rows: torch.Tensor, summary_dtype: str) -> torch.Tensor:
+    """What an int8 or int4 summary keeps of low-rank keys ``[tokens, rank]``: one scale a token."""
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / LEVELS[summary_dtype]
     return (rows / scale).round() * scale
+
+
+def int8_rows(rows: torch.Tensor) -> torch.Tensor:
+    """As `level_rows`; queries too meet rows of whole numbers like this."""
+    return level_rows(rows, "int8")
 
 
 class RecallTable:
@@ -273,7 +281,7 @@ class RecallTable:
     pairs
         One projection a layer on disk, with columns for the largest of `ranks`.
     summary_dtype
-        ``model`` or ``int8``, as in `SwapConfig`.
+        As in `SwapConfig`.
     query
         ``predicted`` by the layer before, as far as it can be, or ``true``.
     """

@@ -136,7 +136,7 @@ def print_result(result: TuneResult, console: Console) -> None:
         console.print(line)
     measured, calibrated = result.measured, result.measured.calibrated
     ranks = ", ".join(map(str, result.config.ranks(calibrated.layers)))
-    summary = "int8" if calibrated.summary_dtype == "int8" else "the model's dtype"
+    summary = calibrated.summary_words
     console.print(f"ranks by layer {ranks}; summary in {summary}")
     if calibrated.true_query_layers:
         layers = ", ".join(map(str, calibrated.true_query_layers))
@@ -278,7 +278,7 @@ def _facts(result: TuneResult, solved: Solved) -> dict[str, str]:
         f"{shape.kv_heads} KV heads x {shape.head_dim}",
         "for": f"batch {solved.batch}, context {solved.context:,}",
         "full cache": format_bytes(full),
-        "summary": "int8" if calibrated.summary_dtype == "int8" else "the model's dtype",
+        "summary": calibrated.summary_words,
         "calibrated on": f"{calibrated.tokens_fitted:,} tokens, measured on "
         f"{calibrated.tokens_measured:,}",
         "processors": str(os.cpu_count()),

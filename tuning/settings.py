@@ -106,7 +106,8 @@ def check_budget(
     from kvswap_torch.hf.families import model_parts
     from kvswap_torch.hf.session import alignment_bytes
 
-    shape = model_parts(model).shape
+    parts = model_parts(model)
+    shape = parts.shape
     alignment = alignment_bytes(path)
     request = Request(budget_bytes, context_max, batch_max)
     need = engine_need(model, Demand(context_max, batch_max, budget_bytes), alignment)
@@ -115,7 +116,7 @@ def check_budget(
         SwapConfig(
             group_tokens=size,
             rank=min(RANKS[0], shape.width),
-            summary_dtype="int8",
+            summary_dtype="int4" if parts.device.type == "cpu" else "int8",
             groups_max=max(1, tokens // size),
             pages_max=max(tokens // size, SwapConfig().select_queries_max),
             score=choice.score,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.projection import Pair
-from kvswap_torch.tuning.calibration import SUMMARY_DTYPES, Calibration
+from kvswap_torch.tuning.calibration import Calibration
 from kvswap_torch.tuning.choices import Choices, Recorded
 from kvswap_torch.tuning.recall import QUERIES
 from kvswap_torch.tuning.settings import true_query_layers
@@ -101,6 +101,7 @@ def machine_key(path: str | Path) -> list[Any]:
 
 
 INT8_LOSS_MAX = 0.002  # of recall; within it int8 rows serve twice the rank for the same bytes
+INT4_COLUMNS = 1.5  # for one of int8's: projections and scales take no less for them
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Calibrated:
     true_query_layers
         Layers that choose with their true query.
     summary_dtype
-        ``model`` or ``int8``.
+        As in `SwapConfig`.
     recall
         By (kind, query), with the summary in the model's dtype: for each layer, rank -> recall.
     energy
@@ -144,15 +145,33 @@ class Calibrated:
         """Layers on disk."""
         return len(self.pairs)
 
+    @property
+    def summary_words(self) -> str:
+        """The summary's precision, to be shown."""
+        return "the model's dtype" if self.summary_dtype == "model" else self.summary_dtype
+
 
 def pick_summary_dtype(calibration: Calibration) -> str:
-    """int8 where it finds as much as the model's dtype at the same rank."""
-    means = []
-    for dtype in SUMMARY_DTYPES:
-        tables = calibration.tables[calibration.kind, dtype, "true"].worth()
-        held = [value for layer in tables for value in layer.values()]
-        means.append(sum(held) / len(held))
-    return "int8" if means[1] >= means[0] - INT8_LOSS_MAX else "model"
+    """int8 where it finds as much as the model's dtype at the same rank; int4 where it finds more.
+
+    That is, at `INT4_COLUMNS` times int8's columns, where both were measured.
+    """
+    tables = {
+        dtype: calibration.tables[calibration.kind, dtype, "true"].worth()
+        for dtype in calibration.summary_dtypes
+    }
+
+    def mean(dtype: str, ranks: list[int]) -> float:
+        return sum(layer[r] for layer in tables[dtype] for r in ranks) / len(ranks)
+
+    ranks = list(tables["model"][0])
+    loss_max = INT8_LOSS_MAX * len(tables["model"])
+    if mean("int8", ranks) < mean("model", ranks) - loss_max:
+        return "model"
+    few = [rank for rank in ranks if INT4_COLUMNS * rank in ranks]
+    more = [round(INT4_COLUMNS * rank) for rank in few]
+    is_worth_it = few and "int4" in tables and mean("int4", more) > mean("int8", few)
+    return "int4" if is_worth_it else "int8"
 
 
 def pick_pairs(calibration: Calibration) -> list[Pair]:

@@ -237,6 +237,7 @@ def _line(document: Document, method: Resolved, size: Bytes) -> dict[str, Any]:
         "record_bytes": method.record_bytes,
         "layers_read": size.shape.layers,
         "ranks": None if method.frame is None else list(method.config.ranks(size.shape.layers)),
+        "summary_dtype": None if method.frame is None else method.config.summary_dtype,
         "groups_max": None if method.frame is None else method.frame.groups_max,
         "group_tokens": None if method.frame is None else method.frame.group_tokens,
     }

@@ -32,7 +32,7 @@ SETTINGS = {
     "groups": "groups chosen (M)",
     "rank": "columns in every layer; x2 or x0.5: of what the config has; fit: as many as fit",
     "projection": "file, estimated (from the prompt), svd (the paper's), query-aware, corrected",
-    "dtype": "of the summary: model or int8",
+    "dtype": "of the summary: model, int8 or int4",
     "score": f"one of {', '.join(SCORES)}",
     "first": "columns that all groups are scored by before the best fifth is by all of them",
     "heads": "who chooses: all KV heads together, or each for itself",

@@ -135,6 +135,7 @@ class Product:
                 "groups_max": config.groups_max,
                 "group_tokens": config.group_tokens,
                 "ranks": list(cache.driver.ranks),
+                "summary_dtype": config.summary_dtype,
             }
 
     def _rows(self, model: Any, cache: Any, sample: Sample) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from bench.quality.choosing import Frame
 from bench.quality.view import LayerPast, View
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
-from kvswap_torch.tuning.recall import int8_rows
+from kvswap_torch.tuning.recall import LEVELS, int8_rows, level_rows
 
 MASSES = ("mass", "max_mass", "mass_kept", "max_mass_kept")
 SCORES = ("sum", *MASSES, "softmax", "max")
@@ -30,7 +30,7 @@ class Swap:
     ranks
         Columns used of each.
     summary_dtype
-        ``model`` or ``int8``.
+        As in `SwapConfig`.
     true_query
         Layers that choose with their true query; all others with the predicted one.
     score
@@ -124,8 +124,8 @@ class Swap:
         joined: torch.Tensor | None = None
         for head in range(look.shape[1]):
             low = look[:, head].float() @ parts[head // view.repeats] * view.scale
-            if self.summary_dtype == "int8":
-                low = int8_rows(low.flatten(0, -2)).view_as(low)  # a query meets int8 rows as int8
+            if self.summary_dtype in LEVELS:
+                low = int8_rows(low.flatten(0, -2)).view_as(low)  # as a query meets such rows
             logits = view.products(low[..., :columns], document, own)
             if has_kept:
                 _put_exact(logits, view, look[:, head], head // view.repeats, always)
@@ -190,12 +190,17 @@ class Swap:
     def _pair(self, view: View) -> Pair:
         rank = self.ranks[view.layer]
         if self.pairs is not None:
-            return tuple(matrix[:, :rank] for matrix in self.pairs[view.layer])
+            return tuple(self._kept(matrix[:, :rank]) for matrix in self.pairs[view.layer])
         past = view.past
         key, query = (
-            past.once(f"projection {i}", lambda i=i: self._estimate(past, rank)[i]) for i in (0, 1)
+            past.once(f"projection {i}", lambda i=i: self._kept(self._estimate(past, rank)[i]))
+            for i in (0, 1)
         )
         return key, query
+
+    def _kept(self, projection: torch.Tensor) -> torch.Tensor:
+        """bf16 beside int4 rows."""
+        return projection.bfloat16().float() if self.summary_dtype == "int4" else projection
 
     def _estimate(self, past: LayerPast, rank: int) -> Pair:
         """What the cache makes of a prompt's first chunk when nobody calibrated."""
@@ -206,8 +211,8 @@ class Swap:
     def _rows(self, keys: torch.Tensor, key: torch.Tensor, view: View) -> torch.Tensor:
         """[tokens, width] -> [tokens, rank] fp32, as the summary keeps them."""
         rows = keys.float() @ key
-        if self.summary_dtype == "int8":
-            return int8_rows(rows)
+        if self.summary_dtype in LEVELS:
+            return level_rows(rows, self.summary_dtype)
         return rows.to(view.keys.dtype).float()
 
 

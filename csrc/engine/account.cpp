@@ -7,6 +7,7 @@
 
 #include "engine/batch.h"
 #include "engine/device_space.h"
+#include "methods/rows.h"
 
 namespace kvswap {
 
@@ -199,7 +200,7 @@ Status Account::charge_batch(const Batch& batch, int64_t sequences) {
 Status Account::charge_projection(int64_t rank) {
   const EngineOptions& options = parts_.options;
   const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
-  const int64_t bytes = 2 * width * rank * int64_t{sizeof(float)};
+  const int64_t bytes = 2 * width * rank * dtype_bytes(projection_dtype(options.summary_type()));
   return parts_.ledger.charge(Use::kProjections, bytes, "one more projection");
 }
 

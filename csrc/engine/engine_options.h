@@ -80,7 +80,9 @@ struct EngineOptions : Settings {
            : word == "mass" ? Score::kMass
                             : Score::kMaxMass;
   }
-  DType summary_type() const { return summary_dtype == "int8" ? DType::kInt8 : dtype; }
+  DType summary_type() const {
+    return summary_dtype == "int8" ? DType::kInt8 : summary_dtype == "int4" ? DType::kInt4 : dtype;
+  }
   MethodOptions method() const;
   AtEnd memory_at_end() const { return wipe_on_close ? AtEnd::kWiped : AtEnd::kLeft; }
   /// Does the layer attend everything, whatever its queries are?

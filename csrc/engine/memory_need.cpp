@@ -211,7 +211,10 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
     const int64_t bytes = size_product({batch, shape.bytes(summarised / rows.tokens_per_row)});
     need.summary = std::min(need.summary + bytes, kTooManyBytes);
     moving = std::max(moving, shape.moving_bytes());
-    if (kind.takes_projections) need.projections += 2 * width * rows.width * int64_t{sizeof(float)};
+    if (kind.takes_projections) {
+      need.projections +=
+          2 * width * rows.width * dtype_bytes(projection_dtype(options.summary_type()));
+    }
   }
   need.tables = size_product({partitions, groups, table_bytes_per_group(options)}) +
                 size_product({buffers, options.pages_max,

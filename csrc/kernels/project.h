@@ -11,10 +11,11 @@ struct ProjectKeysArgs {
   int64_t head_stride = 0;            // elements
   int64_t token_stride = 0;           // elements; head_dim is contiguous
   const float* projection = nullptr;  // [kv_heads * head_dim, rank]
-  void* summary = nullptr;            // [blocks, rank, 16]: rows first_row.. are written
+  void* summary = nullptr;            // [blocks, rank, 16]: rows first_row.. are written; int4: see
+                                      // UnpackInt4Args
   void* rest = nullptr;               // [blocks, rest_rank, 16]: columns rank - rest_rank..; null:
-                                      // none. `summary` has the others
-  float* token_scale = nullptr;       // [blocks, 16]: int8 summaries only
+                                      // none, as always with int4. `summary` has the others
+  float* token_scale = nullptr;       // [blocks, 16]: int8 and int4 summaries only
   int64_t first_row = 0;              // row (token) in the summary where the first token goes
   int64_t tokens = 0;
   int64_t kv_heads = 0;
@@ -26,7 +27,7 @@ struct ProjectKeysArgs {
 };
 
 /// K_lr = flatten(K) A (KVSwap section 3.2), written into the blocked layout of a summary. An int8
-/// row is scaled by its own largest magnitude / 127.
+/// row is scaled by its own largest magnitude / 127, an int4 one by it / 7.
 void project_keys(const ProjectKeysArgs& args);
 
 struct ProjectQueryArgs {

@@ -5,11 +5,23 @@
 
 namespace kvswap {
 
-/// Element types that kernels read and write. Arithmetic is fp32 inside.
-enum class DType : int8_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+/// Element types that kernels read and write. Arithmetic is fp32 inside. int4 is of summaries
+/// alone: two columns of a row share a byte.
+enum class DType : int8_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 
+/// Whole numbers in the place of floats, with a scale for each row.
+constexpr bool has_row_scales(DType dtype) {
+  return dtype == DType::kInt8 || dtype == DType::kInt4;
+}
+
+/// Of an element; with int4 of what holds two of them.
 constexpr int64_t dtype_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kInt8 ? 1 : 2;
+  return dtype == DType::kFloat32 ? 4 : has_row_scales(dtype) ? 1 : 2;
+}
+
+/// Of a row of so many columns, its scale apart.
+constexpr int64_t row_bytes(DType dtype, int64_t columns) {
+  return dtype == DType::kInt4 ? (columns + 1) / 2 : columns * dtype_bytes(dtype);
 }
 
 /// Runs body(begin, end) over disjoint pieces of [0, count), possibly on several threads, and

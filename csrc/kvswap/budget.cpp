@@ -81,10 +81,15 @@ Settings with_spare_pages(const Settings& settings, int64_t pages_max, const Fit
   return wider(largest(spare, [&](int64_t more) { return fits(wider(more)); }));
 }
 
-// Measured on a model of 135M parameters with keys of 192 elements, at 3,900 tokens, int8 rows,
-// scored by mass, projections from the prompt; docs/choosing.md has it all.
-constexpr MissedByColumns kMissedByColumns[] = {{8, 0.45},  {12, 0.40}, {16, 0.32}, {24, 0.10},
-                                                {32, 0.03}, {48, 0.01}, {64, 0.00}};
+// Measured on a model of 135M parameters with keys of 192 elements, at 3,900 tokens, scored by
+// mass, projections from the prompt; docs/choosing.md has it all. int4's are read off int8's line
+// at nine tenths of the columns, which find as much.
+constexpr MissedByColumns kMissedByInt8Columns[] = {{8, 0.45},  {12, 0.40}, {16, 0.32}, {24, 0.10},
+                                                    {32, 0.03}, {48, 0.01}, {64, 0.00}};
+constexpr MissedByColumns kMissedByInt4Columns[] = {{8, 0.46},  {12, 0.42}, {16, 0.35}, {24, 0.17},
+                                                    {32, 0.06}, {48, 0.02}, {64, 0.00}};
+constexpr MissedByRows kMissedByRows[] = {{"int8", kMissedByInt8Columns},
+                                          {"int4", kMissedByInt4Columns}};
 struct MissedByTokens {
   int64_t tokens;
   double missed;
@@ -106,7 +111,9 @@ std::string both(int64_t bytes) {
 
 }  // namespace
 
-std::span<const MissedByColumns> missed_by_columns() { return kMissedByColumns; }
+std::span<const MissedByRows> missed_by_rows(bool on_device) {
+  return std::span(kMissedByRows).first(on_device ? 1 : std::size(kMissedByRows));
+}
 
 /// Between the measured numbers a straight line, beyond them the nearest.
 double missed_by_tokens(int64_t tokens) {
@@ -163,7 +170,7 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
 }
 
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                      const Need& need) {
+                      const Need& need, bool on_device) {
   const auto need_of = [&](const Settings& candidate) {
     return need(candidate, request.batch, request.context);
   };
@@ -171,14 +178,17 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
     return need_of(candidate).at("total") <= request.kv_memory_bytes;
   };
   const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
-  const auto at = [&](int64_t columns, int64_t groups) {
+  const auto at = [&](const char* dtype, int64_t columns, int64_t groups) {
     Settings chosen = settings;
+    chosen.summary_dtype = dtype;
     chosen.rank = std::max<int64_t>(1, std::min(columns, width) / 2);
     chosen.groups_max = groups;
     chosen.pages_max = std::max(groups, settings.select_queries_max);
     return in_least_memory(chosen, settings.pages_max, need_of);
   };
-  const Settings smallest = at(kMissedByColumns[0].columns, kGroupsMin);
+  const std::span<const MissedByRows> tables = missed_by_rows(on_device);
+  const Settings smallest =
+      at(tables.back().summary_dtype, tables.back().by_columns[0].columns, kGroupsMin);
   if (!fits(smallest)) {
     throw SessionError(SessionError::Kind::kBudget,
                        too_small(request, need_of(smallest), smallest));
@@ -186,20 +196,25 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
   const int64_t whole = (request.context + settings.group_tokens - 1) / settings.group_tokens;
   Settings best = smallest;
   double least = std::numeric_limits<double>::infinity();
-  for (const MissedByColumns& by : kMissedByColumns) {
-    const auto with = [&](int64_t groups) { return at(by.columns, groups); };
-    const bool is_exact = fits(with(whole));
-    const int64_t low = is_exact ? whole : kGroupsMin;
-    if (!fits(with(low))) break;
-    const int64_t spare = std::max<int64_t>(0, settings.groups_max - low);
-    const int64_t groups =
-        low + largest(spare, [&](int64_t more) { return fits(with(low + more)); });
-    // What is exact misses nothing, and more columns do no harm to it.
-    const double missed = is_exact ? -static_cast<double>(by.columns)
-                                   : by.missed + missed_by_tokens(groups * settings.group_tokens);
-    if (missed < least) {
-      best = with(groups);
-      least = missed;
+  for (const auto& [dtype, by_columns] : tables) {
+    if (least < 0) break;  // exact already
+    for (const MissedByColumns& by : by_columns) {
+      const auto with = [&, dtype = dtype](int64_t groups) {
+        return at(dtype, by.columns, groups);
+      };
+      const bool is_exact = fits(with(whole));
+      const int64_t low = is_exact ? whole : kGroupsMin;
+      if (!fits(with(low))) break;
+      const int64_t spare = std::max<int64_t>(0, settings.groups_max - low);
+      const int64_t groups =
+          low + largest(spare, [&](int64_t more) { return fits(with(low + more)); });
+      // What is exact misses nothing, and more columns do no harm to it.
+      const double missed = is_exact ? -static_cast<double>(by.columns)
+                                     : by.missed + missed_by_tokens(groups * settings.group_tokens);
+      if (missed < least) {
+        best = with(groups);
+        least = missed;
+      }
     }
   }
   return with_spare_pages(best, settings.pages_max, fits);
@@ -237,7 +252,7 @@ std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape&
 }
 
 Settings settle(const SwapConfig* config, const ModelShape& shape, const Budget& budget,
-                const Need& need, const FirstPass* first) {
+                const Need& need, const FirstPass* first, bool on_device) {
   check_positive("max_context", budget.max_context);
   check_positive("max_batch", budget.max_batch);
   const int64_t context = budget.max_context.value_or(first ? first->context() : 1);
@@ -254,9 +269,7 @@ Settings settle(const SwapConfig* config, const ModelShape& shape, const Budget&
   }
   const Request request = {*budget.kv_memory_bytes, context, batch};
   if (config) return fit_budget(request, shape, base, need);
-  Settings compact = base;
-  compact.summary_dtype = "int8";
-  return spend_budget(request, shape, compact, need);
+  return spend_budget(request, shape, base, need, on_device);
 }
 
 }  // namespace kvswap

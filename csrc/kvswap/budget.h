@@ -57,14 +57,17 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
 
 /// The settings that make the most of a budget, where nobody has calibrated or asked for any.
 ///
-/// Where the whole context fits it is kept, and attention is exact. Otherwise columns and groups
-/// are chosen together, by what they are worth: of every number of columns with the most groups
-/// that then fit, up to the given ones, the pair that misses least. Columns come first: 8 of them
-/// find a tenth of what is asked for with 100 groups, and 32 find nine tenths with 8. What is left
-/// over keeps more pages. The rank chosen is half the columns, since it is doubled without a
-/// calibration. Throws as fit_budget().
+/// Where the whole context fits it is kept, and attention is exact. Otherwise columns, their
+/// precision and groups are chosen together, by what they are worth: of every number of columns
+/// with the most groups that then fit, up to the given ones, the pair that misses least. Columns
+/// come first: 8 of them find a tenth of what is asked for with 100 groups, and 32 find nine tenths
+/// with 8. int4 rows have more of them in the same bytes. What is left over keeps more pages. The
+/// rank chosen is half the columns, since it is doubled without a calibration. Throws as
+/// fit_budget().
+///
+/// on_device: pages are a device's, which has no kernels for int4 rows: they are not chosen.
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                      const Need& need);
+                      const Need& need, bool on_device = false);
 
 /// That a budget does not cover the smallest settings: what does, and what to lower.
 std::string too_small(const Request& request, const std::map<std::string, int64_t>& need,
@@ -76,7 +79,13 @@ struct MissedByColumns {
   int64_t columns;
   double missed;
 };
-std::span<const MissedByColumns> missed_by_columns();
+/// Of rows of one precision.
+struct MissedByRows {
+  const char* summary_dtype;
+  std::span<const MissedByColumns> by_columns;
+};
+/// Of what spend_budget() chooses from, the precision that is preferred first.
+std::span<const MissedByRows> missed_by_rows(bool on_device = false);
 double missed_by_tokens(int64_t tokens);
 
 /// Fewer groups are not chosen for a budget.
@@ -88,7 +97,8 @@ inline constexpr int64_t kGroupsMin = 8;
 /// does not fit or, when there is no config (null), uses what there is. With neither batch and
 /// context nor a first pass, only what no run could do without is checked. Throws ConfigError, and
 /// SessionError (kBudget) naming the minimum when even the smallest settings do not fit.
+/// on_device: as in spend_budget().
 Settings settle(const SwapConfig* config, const ModelShape& shape, const Budget& budget,
-                const Need& need, const FirstPass* first = nullptr);
+                const Need& need, const FirstPass* first = nullptr, bool on_device = false);
 
 }  // namespace kvswap

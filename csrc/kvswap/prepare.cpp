@@ -81,7 +81,7 @@ Opening prepare(const OpenArgs& args) {
     return uses;
   };
   opening.options.settings = settle(config ? &*config : nullptr, args.shape, args.budget, need,
-                                    args.first ? &*args.first : nullptr);
+                                    args.first ? &*args.first : nullptr, args.device != "cpu");
   opening.options.budget = without_predictor(args, opening.options.settings);
   opening.options.predictor_bytes = predictor_bytes(args, opening.options.settings);
   opening.options.ranks = effective_ranks(opening.options.settings, args.shape, calibrated);

@@ -69,7 +69,8 @@ struct Settings {
   /// columns of the low-rank summary: one number, or one for each layer on disk; doubled when
   /// the projection is computed from the first prefill
   Rank rank = 32;
-  /// precision of the summary's rows: the model's dtype, or int8
+  /// precision of the summary's rows: the model's dtype, int8, or int4, two columns to a byte;
+  /// the last two with one scale a row
   std::string summary_dtype = "model";
   /// what a group is worth: its largest product with the sum of all heads' queries (the paper),
   /// with the query of any head, the attention paid to it summed over heads, or that of the

@@ -101,7 +101,7 @@ void visit_settings(Visit&& visit) {
   visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "centroid", "given", "none"}});
   visit("records", &Settings::records, OneOf{{"model", "fp8"}});
   visit("rank", &Settings::rank, RankRange{65536});
-  visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8"}});
+  visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8", "int4"}});
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("score_columns", &Settings::score_columns, IntRange{1, 65536});
   visit("score_share", &Settings::score_share, RealRange{0.0, 1.0, "0.0 to 1.0"});
@@ -192,6 +192,8 @@ void visit_owned(Visit&& visit) {
         OneOf{{"clusters"}});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
+  visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "low_rank",
+        OneOf{{"int4"}});
   visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest", "cake"}});
   visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
   visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
@@ -243,6 +245,8 @@ void visit_idle(Visit&& visit) {
         "since there is no summary", OneOf{});
   visit("score_share", &Settings::score_share, "score_columns", &Settings::score_columns, "null",
         "since all groups are scored by all columns", OneOf{});
+  visit("score_columns", &Settings::score_columns, "summary_dtype", &Settings::summary_dtype,
+        "int4", "which has not been built for two stages", OneOf{});
   visit("score_columns", &Settings::score_columns, "score", &Settings::score, "mass",
         "since a head's softmax needs every token's product", OneOf{});
   visit("score_columns", &Settings::score_columns, "score", &Settings::score, "max_mass",

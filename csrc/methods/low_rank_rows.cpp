@@ -1,15 +1,37 @@
 #include "methods/low_rank_rows.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 
+#include "kernels/cpu/element.h"
 #include "kernels/project.h"
 
 namespace kvswap {
+namespace {
+
+/// As they are kept; int4 rows, whose projections are rounded, are the host's alone.
+void put(SummaryMemory& memory, DType dtype, std::byte* target, const float* numbers,
+         int64_t count) {
+  if (dtype == DType::kFloat32) {
+    memory.upload(target, numbers, count * int64_t{sizeof(float)});
+  } else {
+    std::transform(numbers, numbers + count, reinterpret_cast<BFloat16*>(target),
+                   from_float<BFloat16>);
+  }
+}
+
+void widen(const std::byte* numbers, int64_t count, float* target) {
+  const auto* source = reinterpret_cast<const BFloat16*>(numbers);
+  for (int64_t i = 0; i < count; ++i) target[i] = to_float(source[i]);
+}
+
+}  // namespace
 
 Status LowRankRows::set_projection(int64_t layer, int64_t rank, const float* keys,
                                    const float* queries) {
   const int64_t width = options_.heads_apart * options_.kv_heads * options_.head_dim;
-  const int64_t bytes = width * rank * int64_t{sizeof(float)};
+  const int64_t bytes = width * rank * dtype_bytes(dtype());
   Layer& target = layers_.at(layer);
   target = {};
   auto memory = memory_->allocate(2 * bytes);
@@ -17,34 +39,52 @@ Status LowRankRows::set_projection(int64_t layer, int64_t rank, const float* key
     return Status::budget("set_projection: " + std::to_string(2 * bytes) +
                           " bytes of memory must be available, and are not; lower rank");
   }
-  memory_->upload(memory.get(), keys, bytes);
-  memory_->upload(memory.get() + bytes, queries, bytes);
+  put(*memory_, dtype(), memory.get(), keys, width * rank);
+  put(*memory_, dtype(), memory.get() + bytes, queries, width * rank);
   target.rank = rank;
   target.projections = std::move(memory);
   return Status::ok();
 }
 
 int64_t LowRankRows::projection_bytes() const {
-  int64_t floats = 0;
+  int64_t numbers = 0;
   for (const Layer& layer : layers_) {
-    floats += 2 * options_.heads_apart * options_.kv_heads * options_.head_dim * layer.rank;
+    numbers += 2 * options_.heads_apart * options_.kv_heads * options_.head_dim * layer.rank;
   }
-  return floats * int64_t{sizeof(float)};
+  return numbers * dtype_bytes(dtype());
+}
+
+const float* LowRankRows::as_floats(int64_t layer, int64_t first, int64_t count) const {
+  const std::byte* numbers = layers_[layer].projections.get() + first * dtype_bytes(dtype());
+  if (dtype() == DType::kFloat32) return reinterpret_cast<const float*>(numbers);
+  thread_local std::vector<float> widened;
+  widened.resize(count);
+  widen(numbers, count, widened.data());
+  return widened.data();
 }
 
 void LowRankRows::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
   if (!is_ready(layer)) return;
   const int64_t width = options_.heads_apart * options_.kv_heads * options_.head_dim;
-  const int64_t row_bytes = layers_[layer].rank * int64_t{sizeof(float)};
+  const int64_t rank = layers_[layer].rank;
+  const int64_t row_bytes = rank * int64_t{sizeof(float)};
+  const int64_t kept_bytes = rank * dtype_bytes(dtype());
   for (const bool is_key : {true, false}) {
-    const std::byte* from = layers_[layer].projections.get() + (is_key ? 0 : width * row_bytes);
+    const std::byte* from = layers_[layer].projections.get() + (is_key ? 0 : width * kept_bytes);
     tensors.push_back(
         {.name = projection_name(layer, is_key),
          .dtype = "F32",
-         .shape = {width, layers_[layer].rank},
+         .shape = {width, rank},
          .row_bytes = row_bytes,
-         .read = [this, from, row_bytes](int64_t first, int64_t count, std::byte* target) {
-           return memory_->download(target, from + first * row_bytes, count * row_bytes);
+         .read = [this, from, rank, kept_bytes](int64_t first, int64_t count, std::byte* target) {
+           const std::byte* rows = from + first * kept_bytes;
+           if (dtype() == DType::kFloat32) {
+             return memory_->download(target, rows, count * kept_bytes);
+           }
+           std::vector<float> widened(count * rank);
+           widen(rows, count * rank, widened.data());
+           std::memcpy(target, widened.data(), widened.size() * sizeof(float));
+           return Status::ok();
          }});
   }
 }
@@ -97,10 +137,13 @@ void LowRankRows::ask_each_head(int64_t layer, const QueryView& query, int64_t b
                    const int64_t row = i / heads;
                    const int64_t head = i % heads;
                    const int64_t kv_head = head / (heads / options_.kv_heads);
-                   const float* projection = query_projection(layer, row / query.queries);
+                   const int64_t part = options_.head_dim * rank;  // a KV head's
+                   const int64_t apart = row / query.queries % options_.heads_apart;
+                   const int64_t first = (options_.heads_apart + apart) * part_size(layer);
+                   const float* projection = as_floats(layer, first + kv_head * part, part);
                    float* target = asked + i * rank;
                    project_query({.query = query.at(row / query.queries, head, row % query.queries),
-                                  .projection = projection + kv_head * options_.head_dim * rank,
+                                  .projection = projection,
                                   .projected = target,
                                   .heads = 1,
                                   .kv_heads = 1,

@@ -44,23 +44,27 @@ class LowRankRows final : public Rows {
   int64_t projection_bytes() const override;
   void list(int64_t layer, std::vector<SavedTensor>& tensors) const override;
 
-  /// [kv_heads * head_dim, rank]; of sequence 0 those of all heads apart, one after the other.
+  /// [kv_heads * head_dim, rank]; of sequence 0 those of all heads apart, one after the other. With
+  /// int4 rows in scratch of the calling thread, until it asks again, and of the sequence alone.
   const float* key_projection(int64_t layer, int64_t sequence) const {
-    return reinterpret_cast<const float*>(layers_[layer].projections.get()) +
-           sequence % options_.heads_apart * part_size(layer);
+    return as_floats(layer, sequence % options_.heads_apart * part_size(layer), part_size(layer));
   }
   const float* query_projection(int64_t layer, int64_t sequence) const {
-    return key_projection(layer, sequence) + options_.heads_apart * part_size(layer);
+    const int64_t first = options_.heads_apart + sequence % options_.heads_apart;
+    return as_floats(layer, first * part_size(layer), part_size(layer));
   }
 
  private:
   int64_t part_size(int64_t layer) const {
     return options_.kv_heads * options_.head_dim * layers_[layer].rank;
   }
+  DType dtype() const { return projection_dtype(options_.summary_dtype); }
+  const float* as_floats(int64_t layer, int64_t first, int64_t count) const;
 
   struct Layer {
     int64_t rank = 0;
-    std::shared_ptr<std::byte> projections;  // both, [heads_apart * kv_heads * head_dim, rank]
+    std::shared_ptr<std::byte> projections;  // both, [heads_apart * kv_heads * head_dim, rank];
+                                             // of dtype()
   };
 
   MethodOptions options_;

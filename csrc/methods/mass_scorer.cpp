@@ -5,6 +5,7 @@
 #include <numbers>
 #include <vector>
 
+#include "kernels/int4_rows.h"
 #include "kernels/int8_mass.h"
 #include "kernels/low_rank_score.h"
 #include "methods/rows.h"
@@ -71,7 +72,7 @@ void MassScorer::clear() {
 void MassScorer::prepare(const MassArgs& args) {
   const int64_t rank = args.summary->shape().rank;
   factors_.assign(args.heads, 1.0f);
-  if (args.summary->shape().dtype == DType::kInt8) {
+  if (has_row_scales(args.summary->shape().dtype)) {
     int8_query_.resize(args.heads * int8_stride(rank));
     quantize_queries({.query = args.query,
                       .quantized = int8_query_.data(),
@@ -88,18 +89,21 @@ void MassScorer::weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArg
   KVSWAP_ASSERT(weigh.tokens <= args.summary->chunk_rows(piece));
   const std::vector<int64_t> others =
       others_of(*args.candidates, piece * shape.chunk_tokens, weigh.tokens, weigh.group_tokens);
-  if (shape.dtype == DType::kInt8 && weigh_int8(args, piece, weigh, others)) return;
-  weigh_products(args, piece, weigh, others);
+  const int64_t blocks = (weigh.tokens + kSummaryBlock - 1) / kSummaryBlock;
+  const int8_t* int8_rows =
+      as_int8_rows(shape.dtype, args.summary->chunk(piece).rows.data(), blocks, shape.rank);
+  if (int8_rows && weigh_int8(args, piece, int8_rows, weigh, others)) return;
+  weigh_products(args, piece, int8_rows, weigh, others);
 }
 
 /// In one pass; false: not here.
-bool MassScorer::weigh_int8(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh,
+bool MassScorer::weigh_int8(const MassArgs& args, int64_t piece, const int8_t* int8_rows,
+                            const WeighGroupsArgs& weigh,
                             const std::vector<int64_t>& others) const {
   std::vector<uint64_t> counted((weigh.tokens + kMassUnit - 1) / kMassUnit, ~uint64_t{0});
   for (const int64_t row : others) counted[row / 64] &= ~(uint64_t{1} << (row % 64));
-  const Summary::Chunk& source = args.summary->chunk(piece);
-  return int8_mass({.summary = reinterpret_cast<const int8_t*>(source.rows.data()),
-                    .token_scale = source.token_scale.data(),
+  return int8_mass({.summary = int8_rows,
+                    .token_scale = args.summary->chunk(piece).token_scale.data(),
                     .query = int8_query_.data(),
                     .factors = factors_.data(),
                     .counted = counted.data(),
@@ -114,8 +118,8 @@ bool MassScorer::weigh_int8(const MassArgs& args, int64_t piece, const WeighGrou
 }
 
 /// Products of some heads at a time, then their weights.
-void MassScorer::weigh_products(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh,
-                                const std::vector<int64_t>& others) const {
+void MassScorer::weigh_products(const MassArgs& args, int64_t piece, const int8_t* int8_rows,
+                                WeighGroupsArgs weigh, const std::vector<int64_t>& others) const {
   // A whole power of two between heads would put them all on the same lines of the cache.
   const int64_t stride = args.summary->shape().chunk_tokens + kSummaryBlock;
   thread_local std::vector<float> products;  // [heads at once, stride]
@@ -126,7 +130,7 @@ void MassScorer::weigh_products(const MassArgs& args, int64_t piece, WeighGroups
   for (int64_t head = 0; head < args.heads; head += kHeadsAtOnce) {
     weigh.heads = std::min(kHeadsAtOnce, args.heads - head);
     weigh.factors = factors_.data() + head;
-    multiply(args, piece, weigh, head, products.data());
+    multiply(args, piece, int8_rows, weigh, head, products.data());
     for (int64_t i = 0; i < weigh.heads; ++i) {
       for (const int64_t row : others) products[i * stride + row] = kNever;
     }
@@ -137,13 +141,13 @@ void MassScorer::weigh_products(const MassArgs& args, int64_t piece, WeighGroups
   }
 }
 
-void MassScorer::multiply(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh,
-                          int64_t head, float* products) const {
+void MassScorer::multiply(const MassArgs& args, int64_t piece, const int8_t* int8_rows,
+                          const WeighGroupsArgs& weigh, int64_t head, float* products) const {
   const Summary::Chunk& source = args.summary->chunk(piece);
   const Summary::Shape& shape = args.summary->shape();
   const int64_t blocks = (weigh.tokens + kSummaryBlock - 1) / kSummaryBlock;
-  if (shape.dtype == DType::kInt8) {
-    int8_score({.summary = reinterpret_cast<const int8_t*>(source.rows.data()),
+  if (int8_rows) {
+    int8_score({.summary = int8_rows,
                 .token_scale = source.token_scale.data(),
                 .query = int8_query_.data() + head * int8_stride(shape.rank),
                 .scores = products,

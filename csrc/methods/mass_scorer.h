@@ -30,7 +30,7 @@ struct MassArgs {
 /// that look everywhere; a share of attention is at most 1 for each. It costs heads x rank products
 /// a token where the sum costs rank. The summary is read once, and an exponential is taken once for
 /// each head and token: groups' weights are kept relative to their chunk's largest exponent, and
-/// made shares when all chunks are through. Queries meet int8 rows as int8 numbers.
+/// made shares when all chunks are through. Queries meet int8 and int4 rows as int8 numbers.
 ///
 /// The same scores for any number of threads. Keeps scratch from call to call; not thread-safe.
 class MassScorer {
@@ -47,16 +47,17 @@ class MassScorer {
   static Pieces pieces_of(int64_t heads, int64_t groups, int64_t group_tokens);
   void prepare(const MassArgs& args);
   void weigh_piece(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh) const;
-  bool weigh_int8(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh,
-                  const std::vector<int64_t>& others) const;
-  void weigh_products(const MassArgs& args, int64_t piece, WeighGroupsArgs weigh,
-                      const std::vector<int64_t>& others) const;
-  void multiply(const MassArgs& args, int64_t piece, const WeighGroupsArgs& weigh, int64_t head,
-                float* products) const;
+  // int8_rows: the piece's, where rows are whole numbers; else null.
+  bool weigh_int8(const MassArgs& args, int64_t piece, const int8_t* int8_rows,
+                  const WeighGroupsArgs& weigh, const std::vector<int64_t>& others) const;
+  void weigh_products(const MassArgs& args, int64_t piece, const int8_t* int8_rows,
+                      WeighGroupsArgs weigh, const std::vector<int64_t>& others) const;
+  void multiply(const MassArgs& args, int64_t piece, const int8_t* int8_rows,
+                const WeighGroupsArgs& weigh, int64_t head, float* products) const;
 
   std::vector<float> scratch_;
   std::vector<float> factors_;      // [heads]: see WeighGroupsArgs
-  std::vector<int8_t> int8_query_;  // [heads, int8_stride(rank)]: int8 rows only
+  std::vector<int8_t> int8_query_;  // [heads, int8_stride(rank)]: int8 and int4 rows only
 };
 
 }  // namespace kvswap

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "kernels/group_topk.h"
+#include "kernels/int4_rows.h"
 #include "kernels/low_rank_score.h"
 
 namespace kvswap {
@@ -50,9 +51,13 @@ class ChunkScorer {
 
   void run() {
     const bool is_whole = shape_.rest_columns() == 0;
-    multiply(source_.rows.data(), shape_.rank - shape_.rest_columns(),
-             is_whole ? args_.asked : asked_first_, vectors(), {0, rows_},
-             scratch_.products.data());
+    const std::byte* rows = source_.rows.data();
+    if (shape_.dtype == DType::kInt4) {
+      rows = reinterpret_cast<const std::byte*>(
+          as_int8_rows(shape_.dtype, rows, ratio_up(rows_, kSummaryBlock), shape_.rank));
+    }
+    multiply(rows, shape_.rank - shape_.rest_columns(), is_whole ? args_.asked : asked_first_,
+             vectors(), {0, rows_}, scratch_.products.data());
     for (int64_t query = 0; query < args_.queries; ++query) {
       is_whole ? settle(query, {0, rows_}) : score_rest(query);
     }
@@ -72,7 +77,7 @@ class ChunkScorer {
     return args_.group_scores + query * args_.groups + (first_row_ + row) / rows_a_group_;
   }
 
-  /// target: [count, stride], from the range's first row on.
+  /// target: [count, stride], from the range's first row on. part: int4 rows as int8.
   void multiply(const std::byte* part, int64_t columns, const float* asked, int64_t count,
                 Range range, float* target) const {
     const int64_t row_bytes = columns * dtype_bytes(shape_.dtype);
@@ -86,7 +91,7 @@ class ChunkScorer {
                     .blocks = ratio_up(range.count, kSummaryBlock),
                     .rank = columns,
                     .queries = count,
-                    .dtype = shape_.dtype});
+                    .dtype = has_row_scales(shape_.dtype) ? DType::kInt8 : shape_.dtype});
   }
 
   /// Groups' scores of the products that are there.

@@ -50,10 +50,11 @@ struct RowPiece {
   int64_t tokens = 0;  // whole groups where a row stands for a group
   const TokenValidity* valid = nullptr;
   int64_t first_token = 0;     // its column, for `valid`
-  std::byte* rows = nullptr;   // [blocks, width - rest_columns, 16] of the summary's dtype
+  std::byte* rows = nullptr;   // [blocks, width - rest_columns, 16] of the summary's dtype; int4 in
+                               // half the bytes
   std::byte* rest = nullptr;   // [blocks, rest_columns, 16]
   int64_t rest_columns = 0;    // low_rank only
-  float* row_scale = nullptr;  // [blocks, 16]: int8 only
+  float* row_scale = nullptr;  // [blocks, 16]: int8 and int4 only
   int64_t first_row = 0;
 };
 
@@ -102,7 +103,8 @@ struct RowsKind {
   bool needs_all_heads;     // the query's heads must not be summed
   bool is_given;            // scores come from outside, before each choice
   bool is_of_clusters;      // what is chosen are clusters: a selector of their own has them
-  bool has_device_kernels;  // else, by the best head or in two stages, a selector on the host
+  bool has_device_kernels;  // else, by the best head, in two stages or with int4 rows, a selector
+                            // on the host
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,
                                 const std::shared_ptr<class SummaryMemory>& memory);
@@ -119,6 +121,11 @@ bool has_device_kernels(const MethodOptions& options);
 
 /// Is there such a kind, and does it know these settings? What it does not is refused by name.
 Status check_method(const MethodOptions& options);
+
+/// What projections are kept in: bf16 beside int4 rows, which are rounded by far more.
+constexpr DType projection_dtype(DType summary_dtype) {
+  return summary_dtype == DType::kInt4 ? DType::kBFloat16 : DType::kFloat32;
+}
 
 /// As a saved session calls a layer's projection of keys or queries.
 std::string projection_name(int64_t layer, bool is_key);

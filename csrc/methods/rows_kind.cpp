@@ -99,7 +99,7 @@ std::string RowsKind::names() {
 
 bool has_device_kernels(const MethodOptions& options) {
   return RowsKind::find(options.rows)->has_device_kernels && options.score != Score::kMax &&
-         options.score_columns == 0;
+         options.score_columns == 0 && options.summary_dtype != DType::kInt4;
 }
 
 Status check_method(const MethodOptions& options) {
@@ -121,6 +121,17 @@ Status check_method(const MethodOptions& options) {
     return Status::invalid(
         "session: score_columns must be left out but with rows=low_rank and score=sum or max, "
         "got " +
+        std::to_string(options.score_columns));
+  }
+  const bool is_int4 = options.summary_dtype == DType::kInt4;
+  if (!kind->takes_projections && is_int4) {
+    return Status::invalid("session: summary_dtype must be model or int8 with rows=" +
+                           options.rows + ", got int4, which low_rank rows alone have");
+  }
+  if (options.score_columns > 0 && is_int4) {
+    return Status::invalid(
+        "session: score_columns must be left out with summary_dtype=int4, whose rows have not been "
+        "built for two stages; got " +
         std::to_string(options.score_columns));
   }
   return Status::ok();

@@ -25,8 +25,15 @@ const char* stored_dtype(DType dtype) {
       return "F16";
     case DType::kInt8:
       return "I8";
+    case DType::kInt4:  // a byte holds two columns
+      return "U8";
   }
   return "";
+}
+
+/// Columns as they are stored, of dtype `stored_dtype`.
+int64_t stored_columns(const Summary::Shape& shape) {
+  return row_bytes(shape.dtype, shape.rank) / dtype_bytes(shape.dtype);
 }
 
 int64_t blocks_of(int64_t rows) { return (rows + kSummaryBlock - 1) / kSummaryBlock; }
@@ -87,8 +94,8 @@ void Summaries::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
       const int64_t blocks = blocks_of(summary.chunk_rows(i));
       tensors.push_back({of_chunk + ".rows",
                          stored_dtype(shape.dtype),
-                         {blocks, shape.rank, kSummaryBlock},
-                         shape.rank * kSummaryBlock * dtype_bytes(shape.dtype),
+                         {blocks, stored_columns(shape), kSummaryBlock},
+                         kSummaryBlock * row_bytes(shape.dtype, shape.rank),
                          [&summary, &chunk](int64_t first, int64_t count, std::byte* target) {
                            return summary.download_blocks(chunk, first, count, target);
                          }});
@@ -143,11 +150,11 @@ Status Summaries::load(int64_t layer, int64_t tokens, const SavedTensors& saved)
   std::map<uint32_t, std::shared_ptr<Summary::Chunk>> loaded;
   for (const auto& [number, chunk] : read.value().chunks) {
     const std::string name = summary_name(layer) + "." + std::to_string(number);
-    const int64_t sizes[] = {blocks_of(chunk.rows), shape.rank, kSummaryBlock};
+    const int64_t sizes[] = {blocks_of(chunk.rows), stored_columns(shape), kSummaryBlock};
     auto of_rows = saved.get(name + ".rows", stored_dtype(shape.dtype), sizes);
     if (!of_rows.is_ok()) return of_rows.status();
     std::span<const std::byte> of_scales;
-    if (shape.dtype == DType::kInt8) {
+    if (has_row_scales(shape.dtype)) {
       const int64_t scale_sizes[] = {blocks_of(chunk.rows), kSummaryBlock};
       auto scales = saved.get(name + ".scales", "F32", scale_sizes);
       if (!scales.is_ok()) return scales.status();

@@ -16,7 +16,7 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 }  // namespace
 
 int64_t Summary::Shape::token_bytes() const {
-  return rank * dtype_bytes(dtype) + (dtype == DType::kInt8 ? int64_t{sizeof(float)} : 0);
+  return row_bytes(dtype, rank) + (has_row_scales(dtype) ? int64_t{sizeof(float)} : 0);
 }
 
 int64_t Summary::Shape::room(int64_t rows) const {
@@ -39,13 +39,13 @@ std::shared_ptr<Summary::Chunk> Summary::make_chunk(int64_t room) const {
   auto chunk = std::allocate_shared<Chunk>(NodeAllocator<Chunk>(memory_));
   chunk->memory_ = memory_->allocate(shape_.chunk_bytes(room));
   if (chunk->memory_ == nullptr) return nullptr;
-  const int64_t row_bytes = room * shape_.rank * dtype_bytes(shape_.dtype);
-  const int64_t rest_bytes = room * shape_.rest_columns() * dtype_bytes(shape_.dtype);
+  const int64_t bytes = room * row_bytes(shape_.dtype, shape_.rank);
+  const int64_t rest_bytes = room * row_bytes(shape_.dtype, shape_.rest_columns());
   chunk->room = room;
-  chunk->rows = {chunk->memory_.get(), static_cast<size_t>(row_bytes - rest_bytes)};
-  chunk->rest = {chunk->memory_.get() + row_bytes - rest_bytes, static_cast<size_t>(rest_bytes)};
-  if (shape_.dtype == DType::kInt8) {
-    chunk->token_scale = {reinterpret_cast<float*>(chunk->memory_.get() + row_bytes),
+  chunk->rows = {chunk->memory_.get(), static_cast<size_t>(bytes - rest_bytes)};
+  chunk->rest = {chunk->memory_.get() + bytes - rest_bytes, static_cast<size_t>(rest_bytes)};
+  if (has_row_scales(shape_.dtype)) {
+    chunk->token_scale = {reinterpret_cast<float*>(chunk->memory_.get() + bytes),
                           static_cast<size_t>(room)};
   }
   return chunk;

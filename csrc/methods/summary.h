@@ -31,7 +31,7 @@ class Summary {
     int64_t rank = 0;
     int64_t chunk_tokens = 0;  // a multiple of 16
     DType dtype = DType::kFloat32;
-    int64_t first_columns = 0;  // that stand apart from the rest; 0: all together
+    int64_t first_columns = 0;  // that stand apart from the rest; 0: all together, as with int4
     int64_t rest_columns() const { return first_columns > 0 ? rank - first_columns : 0; }
     /// Tokens that a chunk has room for which holds `rows`, at most chunk_tokens.
     int64_t room(int64_t rows) const;
@@ -47,9 +47,10 @@ class Summary {
   };
   /// Counted by its memory while it lives.
   struct Chunk {
-    std::span<std::byte> rows;     // [blocks, rank - rest_columns, 16] of dtype
+    std::span<std::byte> rows;     // [blocks, rank - rest_columns, 16] of dtype; int4: see
+                                   // UnpackInt4Args
     std::span<std::byte> rest;     // [blocks, rest_columns, 16]
-    std::span<float> token_scale;  // [blocks, 16]: int8 only
+    std::span<float> token_scale;  // [blocks, 16]: int8 and int4 only
     int64_t room = 0;              // 16 * blocks
 
    private:
@@ -100,7 +101,7 @@ class Summary {
   std::shared_ptr<Chunk> make_chunk(int64_t room) const;
   void upload_blocks(Chunk& chunk, std::span<const std::byte> saved) const;
   int64_t block_bytes(int64_t columns) const {
-    return columns * kSummaryBlock * dtype_bytes(shape_.dtype);
+    return kSummaryBlock * row_bytes(shape_.dtype, columns);
   }
   /// The last chunk, with room for `rows` and nobody else's.
   Status own_last_chunk(int64_t rows);

@@ -15,23 +15,31 @@ namespace kvswap {
 namespace {
 
 using Uses = std::map<std::string, int64_t>;
-/// What a budget decides: rank, groups_max, pages_max.
-using Sizes = std::tuple<Rank, int64_t, int64_t>;
+/// What a budget decides: rank, groups_max, pages_max, summary_dtype.
+using Sizes = std::tuple<Rank, int64_t, int64_t, std::string>;
 
 Sizes sizes_of(const Settings& settings) {
-  return {settings.rank, settings.groups_max, settings.pages_max};
+  return {settings.rank, settings.groups_max, settings.pages_max, settings.summary_dtype};
 }
 
-/// need(rank, groups_max, pages_max) returns bytes by use.
+/// need(rank, groups_max, pages_max, summary_dtype) returns bytes by use.
 Need need_of(const py::function& need) {
   return [&need](const Settings& settings, int64_t, int64_t) {
-    return need(settings.rank, settings.groups_max, settings.pages_max).cast<Uses>();
+    return std::apply(need, sizes_of(settings)).cast<Uses>();
   };
 }
 
-template <auto kSearch>
-Sizes search(const CacheOptions& options, const Request& request, const py::function& need) {
-  return sizes_of(kSearch(request, options.shape, options.settings, need_of(need)));
+/// By dtype of the summary, (columns, missed).
+using Missed = std::map<std::string, std::vector<std::pair<int64_t, double>>>;
+
+Missed missed_by_dtype() {
+  Missed missed;
+  for (const MissedByRows& of : missed_by_rows()) {
+    for (const MissedByColumns& each : of.by_columns) {
+      missed[of.summary_dtype].emplace_back(each.columns, each.missed);
+    }
+  }
+  return missed;
 }
 
 }  // namespace
@@ -42,10 +50,20 @@ void bind_budget(py::module_& module) {
              return Request{bytes, context, batch};
            }),
            py::arg("kv_memory_bytes"), py::arg("context"), py::arg("batch"));
-  module.def("fit_budget", &search<&fit_budget>, py::arg("options"), py::arg("request"),
-             py::arg("need"));
-  module.def("spend_budget", &search<&spend_budget>, py::arg("options"), py::arg("request"),
-             py::arg("need"));
+  module.def(
+      "fit_budget",
+      [](const CacheOptions& options, const Request& request, const py::function& need) {
+        return sizes_of(fit_budget(request, options.shape, options.settings, need_of(need)));
+      },
+      py::arg("options"), py::arg("request"), py::arg("need"));
+  module.def(
+      "spend_budget",
+      [](const CacheOptions& options, const Request& request, const py::function& need,
+         bool on_device) {
+        return sizes_of(
+            spend_budget(request, options.shape, options.settings, need_of(need), on_device));
+      },
+      py::arg("options"), py::arg("request"), py::arg("need"), py::arg("on_device") = false);
   module.def(
       "too_small",
       [](const CacheOptions& options, const Request& request, const Uses& need) {
@@ -58,13 +76,7 @@ void bind_budget(py::module_& module) {
         return effective_ranks(options.settings, options.shape, options.is_calibrated);
       },
       py::arg("options"));
-  module.def("missed_by_columns", [] {
-    std::vector<std::pair<int64_t, double>> missed;
-    for (const MissedByColumns& each : missed_by_columns()) {
-      missed.emplace_back(each.columns, each.missed);
-    }
-    return missed;
-  });
+  module.def("missed_by_columns", &missed_by_dtype);
   module.def("missed_by_tokens", &missed_by_tokens, py::arg("tokens"));
   module.attr("GROUPS_MIN") = kGroupsMin;
 }

@@ -108,7 +108,8 @@ class SessionDriver:
             uses = session_module.memory_need(options, batch, context, alignment())
             return uses | beside | {"total": uses["total"] + sum(beside.values())}
 
-        config = settle(self._given, self.parts.shape, self.budget, need, first)
+        on_device = self.parts.device.type != "cpu"
+        config = settle(self._given, self.parts.shape, self.budget, need, first, on_device)
         self.plug_ins.open(config, self.parts)
         beside = self._beside(config, *ready_for(self.budget, first))
         options = self._options(config, sum(beside.values()))

@@ -74,12 +74,18 @@ def settle(
     budget: Budget,
     need: Need,
     first: FirstPass | None = None,
+    on_device: bool = False,
 ) -> SwapConfig:
     """The settings for a run.
 
     A config's table gives the solution for the nearest (batch, context); a budget then lowers what
     does not fit or, when there is no config, uses what there is. Before the first pass, with batch
     or context not known, only what no run could do without is checked.
+
+    Parameters
+    ----------
+    on_device
+        Pages are a device's, which has no kernels for int4 rows: they are not chosen unasked.
     """
     batch, context = ready_for(budget, first)
     base = config or default_config(shape)
@@ -88,13 +94,14 @@ def settle(
     base = dataclasses.replace(base, table=())
     if budget.kv_memory_bytes is None:
         return base
-    fit = spend_budget if config is None else fit_budget
-    return fit(
-        Request(budget.kv_memory_bytes, context, batch),
-        shape,
-        base if config is not None else dataclasses.replace(base, summary_dtype="int8"),
-        lambda settings: need(settings, batch, context),
-    )
+    request = Request(budget.kv_memory_bytes, context, batch)
+
+    def uses(settings: SwapConfig) -> Mapping[str, int]:
+        return need(settings, batch, context)
+
+    if config is not None:
+        return fit_budget(request, shape, base, uses)
+    return spend_budget(request, shape, base, uses, on_device)
 
 
 def default_config(shape: ModelShape) -> SwapConfig:

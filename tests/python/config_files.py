@@ -23,6 +23,8 @@ def _table(*rows: Any) -> str:
 GOOD: list[dict[str, Any]] = [
     {},
     {"rank": 8, "group_tokens": 64, "summary_dtype": "int8", "replacement": "unused"},
+    {"rank": 9, "summary_dtype": "int4", "score": "mass"},
+    {"rows": "mean", "summary_dtype": "int8"},
     {"rank": [8, 48, 16], "true_query_layers": [0, 2], "look_ahead": False, "checksum": False},
     {
         "groups_max": 7,
@@ -148,6 +150,8 @@ BAD: list[tuple[str, str]] = [
     *((_file(score_columns=value), "score_columns: must be") for value in (0, 65537, 8.0, True)),
     *((_file(score_columns=8, score_share=value), "score_share: must be a float from 0.0 to 1.0")
       for value in (1, -0.5, 1.5, "all", None)),
+    (_file(score_columns=8, summary_dtype="int4"),
+     "score_columns: must be left out where summary_dtype is int4, which has not been built"),
     *((_file(score_columns=8, score=score),
        f"score_columns: must be left out where score is {score}, since a head's softmax needs")
       for score in ("mass", "max_mass")),
@@ -161,7 +165,9 @@ BAD: list[tuple[str, str]] = [
     (_file(group_tokens=1e22), "got 1e+22"),
     (_file(group_tokens=0.00001), "got 1e-05"),
     (_file(group_tokens=-0.5), "got -0.5"),
-    (_file(summary_dtype="int4"), "must be one of model, int8, got 'int4'"),
+    (_file(summary_dtype="int3"), "must be one of model, int8, int4, got 'int3'"),
+    (_file(rows="mean", summary_dtype="int4"),
+     "summary_dtype: must be left out where rows is mean, since it belongs to low_rank"),
     (_file(summary_dtype=None), "got None"),
     (_file(summary_dtype='it"s\n'), "summary_dtype: must be"),
     (_file(summary_dtype="it's"), "summary_dtype: must be"),

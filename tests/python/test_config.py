@@ -36,7 +36,7 @@ configs = st.builds(
     SwapConfig,
     group_tokens=st.integers(1, 64),
     rank=ranks,
-    summary_dtype=st.sampled_from(["model", "int8"]),
+    summary_dtype=st.sampled_from(["model", "int8", "int4"]),
     groups_max=st.integers(1, 200),
     pages_max=st.integers(200, 4000),
     sink_tokens=st.integers(0, 64),
@@ -95,7 +95,7 @@ def test_a_config_is_frozen_hashable_and_travels() -> None:
     [
         ("group_tokens", 0), ("group_tokens", 65), ("group_tokens", 4.0), ("group_tokens", True),
         ("rank", 0), ("rank", ()), ("rank", (8, 0)), ("rank", "32"), ("rank", (True,)),
-        ("rank", 1 << 17), ("summary_dtype", "int4"), ("summary_dtype", None), ("groups_max", 0),
+        ("rank", 1 << 17), ("summary_dtype", "int3"), ("summary_dtype", None), ("groups_max", 0),
         ("pages_max", 99), ("sink_tokens", -1), ("tail_tokens", -1), ("replacement", "random"),
         ("replacement", ["fifo"]), ("select_queries_max", 17), ("look_ahead", 1),
         ("layout", "clusters"), ("reader", "aio"), ("io_mode", "mmap"), ("read_depth", 0),

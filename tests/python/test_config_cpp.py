@@ -215,7 +215,7 @@ def random_config(draw: random.Random, layers: int) -> SwapConfig:
     ]
     return SwapConfig(
         **settings(),
-        summary_dtype=draw.choice(["model", "int8"]),
+        summary_dtype=draw.choice(["model", "int8", "int4"]),
         look_ahead=draw.choice([False, True]),
         select_queries_max=draw.randint(1, 16),
         table=draw.choice([[], rows]),

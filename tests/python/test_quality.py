@@ -75,20 +75,23 @@ def engine_run(model, config, path, document, ids):
     return chosen, torch.stack(logits)
 
 
-def compare_with_engine(model, config, path, document, ids):
+def compare_with_engine(model, config, path, document, ids, alike=1.0):
+    """`alike`: the share of steps whose choice must be the same to the last group."""
     expected, expected_logits = engine_run(model, config, path, document, ids)
     watched = Watched(resolve(model, config, len(document)), ids)
     with Emulation(model) as emulation:
         past = emulation.read(document)
         logits = emulation.follow(past, ids[None], watched, lambda *_: None, len(ids))[0]
     for layer, steps in expected.items():
-        assert watched.chosen[layer] == steps, layer
+        same = [mine == theirs for mine, theirs in zip(watched.chosen[layer], steps, strict=True)]
+        assert sum(same) >= alike * len(same), layer
         assert {len(step) for step in steps} == {config.groups_max}
-    torch.testing.assert_close(logits, expected_logits, atol=2e-3, rtol=1e-3)
+    if alike == 1.0:
+        torch.testing.assert_close(logits, expected_logits, atol=2e-3, rtol=1e-3)
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["int8", "model"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "model"])
 def test_the_emulated_choice_is_the_engines(dtype, reference, tmp_path):
     """The row `kvswap` of the tables measures the product: same groups in each layer and step."""
     model, document = reference
@@ -96,7 +99,9 @@ def test_the_emulated_choice_is_the_engines(dtype, reference, tmp_path):
     config = dataclasses.replace(config, model=None, summary_dtype=dtype, **SMALL)
     sample = document.samples[-1]  # of several turns: longer than the tail
     assert len(sample.ids) > config.tail_tokens + config.group_tokens
-    compare_with_engine(model, config, tmp_path, document.ids, sample.ids[:-1])
+    # Sums in another order round to another level here and there, and one of seven shows.
+    alike = 0.98 if dtype == "int4" else 1.0
+    compare_with_engine(model, config, tmp_path, document.ids, sample.ids[:-1], alike)
 
 
 @needs_native

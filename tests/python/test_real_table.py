@@ -119,20 +119,23 @@ def test_look_ups_are_found_where_their_groups_are_chosen():
         if int(place) < FOCUS:
             seen.keys[0, 0, place] = torch.randn(HEAD_DIM, generator=generator)
             seen.query[0, 0, FOCUS + offset] = 8 * seen.keys[0, 0, place]
-    lookups = Lookups(parse("32x1,32x60"))
+    lookups = Lookups(parse("32x1,32x60,8x60xint4"))
     lookups.add(seen, sample)
     found = lookups.as_dict()
     (layer,) = found["by_layer"]
     assert (layer["layer"], layer["share"], layer["head"]) == (3, 1.0, 0)
-    one, many = found["settings"]
+    one, many, coarse = found["settings"]
     assert (many["columns"], many["groups"]) == (32, 60)
     assert one["found"] < many["found"] <= 1.0
     assert many["found"] > 0.9
-    assert layer["found"] == [one["found"], many["found"]]
+    assert coarse["summary_dtype"] == "int4" and coarse["found"] < many["found"]
+    assert layer["found"] == [one["found"], many["found"], coarse["found"]]
     rows = list(lookup_rows([found]))
-    assert rows[0].count("32 columns") == 2 and rows[-1].startswith("| all 1 | 1.00 |")
-    with pytest.raises(typer.BadParameter, match="COLUMNSxGROUPS, got '32'"):
-        parse("32")
+    assert rows[0].count("32 columns,") == 2 and "8 columns in int4, 60" in rows[0]
+    assert rows[-1].startswith("| all 1 | 1.00 |")
+    for wrong in ("32", "32x0", "32x9xint3"):
+        with pytest.raises(typer.BadParameter, match=f"COLUMNSxGROUPS, .* got '{wrong}'"):
+            parse(wrong)
 
 
 def method(difference: float, kl: float, same: float) -> dict[str, Any]:

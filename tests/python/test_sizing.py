@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
 import pytest
 import torch
@@ -32,10 +34,11 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
     """A simple stand-in for the session's own count."""
     page = 2 * shape.width * config.group_tokens * shape.element_bytes
     ranks = sum(effective_ranks(config, shape, calibrated=False))
+    element = {"int8": 1, "int4": 0.5}.get(config.summary_dtype, shape.element_bytes)
     uses = {
         "pages": shape.layers * batch * (config.pages_max + 20) * page,
-        "summary": batch * context * ranks * shape.element_bytes,
-        "projections": 8 * shape.width * ranks,
+        "summary": math.ceil(batch * context * ranks * element),
+        "projections": (4 if config.summary_dtype == "int4" else 8) * shape.width * ranks,
     }
     return uses | {"total": sum(uses.values())}
 
@@ -70,7 +73,7 @@ configs = st.builds(
     groups_max=st.integers(1, 300),
     group_tokens=st.sampled_from([1, 4, 16]),
     tail_tokens=st.integers(0, 64),
-    summary_dtype=st.sampled_from(["model", "int8"]),
+    summary_dtype=st.sampled_from(["model", "int8", "int4"]),
 )
 
 
@@ -107,7 +110,8 @@ def missed(config: SwapConfig, context: int, width: int) -> float:
     if config.groups_max * config.group_tokens >= context:
         return -1.0
     columns = 2 * config.rank
-    share = min(share for by, share in _C.missed_by_columns() if min(by, width) <= columns)
+    table = _C.missed_by_columns()[config.summary_dtype]
+    share = min(share for by, share in table if min(by, width) <= columns)
     return share + _C.missed_by_tokens(config.groups_max * config.group_tokens)
 
 
@@ -119,6 +123,21 @@ def spent(budget: int, context: int = 4096) -> SwapConfig:
         return plain_need(settings, WIDE, context, 1)
 
     return spend_budget(Request(budget, context, 1), WIDE, SwapConfig(), need)
+
+
+def test_a_device_is_not_given_rows_that_it_cannot_score():
+    budget = Budget(1 << 20, 8192, 1)
+
+    def need(config, batch, context):
+        return plain_need(config, WIDE, context, batch)
+
+    dtypes = [
+        settle(None, WIDE, budget, need, on_device=on_device).summary_dtype
+        for on_device in (False, True)
+    ]
+    assert dtypes == ["int4", "int8"]
+    asked = SwapConfig(summary_dtype="int4", rank=8)
+    assert settle(asked, WIDE, budget, need, on_device=True).summary_dtype == "int4"
 
 
 @given(budget=st.integers(1 << 20, 1 << 28), more=st.integers(0, 1 << 26))
@@ -134,7 +153,9 @@ def test_what_memory_is_spent_on():
     """Columns first, then groups with them, then spare pages; or the whole context."""
     small, middle, ample = (spent(int(size * 2**20)) for size in (1.6, 2.6, 9))
     assert small.rank >= 12 and 8 <= small.groups_max < 60
-    assert (middle.rank, middle.groups_max) == (16, 100) and middle.pages_max < 200
+    assert small.summary_dtype == middle.summary_dtype == "int4"
+    assert (middle.rank, middle.groups_max) == (32, 100) and middle.pages_max < 200
+    assert ample.summary_dtype == "int8", "as many columns, and none rounded by more than it must"
     assert (ample.rank, ample.groups_max, ample.pages_max) == (32, 100, 200)
     exact = spent(64 << 20)
     assert exact.groups_max == exact.pages_max == 1024 and exact.rank == 32
@@ -142,7 +163,7 @@ def test_what_memory_is_spent_on():
     assert spent(14 << 20).groups_max == 1024
 
 
-@pytest.mark.parametrize("fit", [fit_budget, spend_budget])
+@pytest.mark.parametrize("fit", [fit_budget, functools.partial(spend_budget, on_device=True)])
 def test_a_crop_has_the_tails_pages_rather_than_memory_of_its_own(fit):
     """Twelve groups fit where eight, with a crop's memory beside their pages, do not."""
     shape = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64, element_bytes=2)

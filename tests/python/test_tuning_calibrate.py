@@ -18,7 +18,7 @@ from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample, windows
 from kvswap_torch.tuning.settings import true_query_layers
-from kvswap_torch.tuning.work import pick_pairs
+from kvswap_torch.tuning.work import pick_pairs, pick_summary_dtype
 from tests.python import every_model
 
 TOKENS, FOCUS = 120, 80
@@ -143,7 +143,8 @@ def calibrated():
 
 def test_recall_is_between_nothing_and_the_best(calibrated):
     _, calibration = calibrated
-    ways = {("query_aware", "model"), ("query_aware", "int8"), ("svd_keys", "model")}
+    ways = {("query_aware", dtype) for dtype in ("model", "int8", "int4")}
+    ways |= {("svd_keys", "model")}
     queries = ("predicted", "true")
     assert set(calibration.tables) == {(*way, query) for way in ways for query in queries}
     for table in calibration.tables.values():
@@ -173,6 +174,26 @@ def with_tables(calibration, predicted, true):
         for query, table in (("predicted", predicted), ("true", true))
     }
     return dataclasses.replace(calibration, tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("worth", "dtype"),  # at ranks 8, 12 and 16
+    [
+        ({"model": (0.5, 0.6, 0.7), "int8": (0.5, 0.6, 0.7), "int4": (0.4, 0.51, 0.6)}, "int4"),
+        ({"model": (0.5, 0.6, 0.7), "int8": (0.5, 0.6, 0.7), "int4": (0.4, 0.49, 0.6)}, "int8"),
+        ({"model": (0.5, 0.6, 0.7), "int8": (0.4, 0.6, 0.7), "int4": (0.4, 0.9, 0.9)}, "model"),
+        ({"model": (0.5, 0.6, 0.7), "int8": (0.5, 0.6, 0.7)}, "int8"),  # a device has no int4
+    ],
+)
+def test_rows_are_of_as_few_bits_as_more_columns_make_up_for(calibrated, worth, dtype):
+    _, calibration = calibrated
+    tables = {
+        ("query_aware", each, "true"): SimpleNamespace(
+            worth=lambda values=values: [dict(zip((8, 12, 16), values, strict=True))] * 3
+        )
+        for each, values in worth.items()
+    }
+    assert pick_summary_dtype(dataclasses.replace(calibration, tables=tables)) == dtype
 
 
 @pytest.mark.parametrize(

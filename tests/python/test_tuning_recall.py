@@ -16,7 +16,7 @@ from kvswap_torch.tuning.recall import (
     Steps,
     attention_views,
     decoded_positions,
-    int8_rows,
+    level_rows,
     rank_grid,
     sources,
     worth,
@@ -175,11 +175,12 @@ def test_without_a_prediction_the_true_query_chooses():
     assert recall_of(sample, "predicted") == recall_of(sample, "true")
 
 
-def test_int8_rows_are_within_half_a_step():
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 127), ("int4", 7)])
+def test_rows_of_whole_numbers_are_within_half_a_step(dtype, most):
     rows = torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
-    error = (int8_rows(rows) - rows).abs()
-    assert (error <= rows.abs().amax(1, keepdim=True) / 127 / 2 + 1e-7).all()
-    assert not int8_rows(torch.zeros(2, 3)).any()
+    error = (level_rows(rows, dtype) - rows).abs()
+    assert (error <= rows.abs().amax(1, keepdim=True) / most / 2 + 1e-7).all()
+    assert not level_rows(torch.zeros(2, 3), dtype).any()
 
 
 def test_decoded_positions():

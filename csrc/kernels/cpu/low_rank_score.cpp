@@ -104,6 +104,8 @@ void low_rank_score(const LowRankScoreArgs& args) {
       return score_blocks<Float16>(args);
     case DType::kInt8:
       return score_blocks<int8_t>(args);
+    case DType::kInt4:  // see int4_rows.h
+      return;
   }
 }
 

@@ -64,6 +64,7 @@ void merge_into_floats(const MergeAttentionArgs& args, int64_t begin, int64_t en
     case DType::kFloat16:
       return merge_typed<float, Float16>(args, begin, end);
     case DType::kInt8:
+    case DType::kInt4:
       return;
   }
 }
@@ -77,6 +78,7 @@ void merge_rows(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
     case DType::kFloat16:
       return merge_typed<Float16, Float16>(args, begin, end);
     case DType::kInt8:
+    case DType::kInt4:
       return;
   }
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/int4_rows.h"
 #include "kernels/low_rank_score.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -100,6 +101,19 @@ void project_panel(const ProjectKeysArgs& args, const float* factors, int64_t fi
   }
 }
 
+/// Sets a row's scale, by which its largest magnitude becomes `most`; returns 1 / scale, or 0.
+float set_scale(const ProjectKeysArgs& args, const float* sums, int64_t row, float most) {
+  float limit = 0.0f;
+  for (int64_t r = 0; r < args.rank; ++r) limit = std::max(limit, std::fabs(sums[r]));
+  const float scale = limit / most;
+  args.token_scale[row] = scale;
+  return scale > 0.0f ? 1.0f / scale : 0.0f;
+}
+
+int8_t level_of(float value, float inverse, float most) {
+  return static_cast<int8_t>(std::clamp(std::nearbyint(value * inverse), -most, most));
+}
+
 /// Writes one token's row into its lane of the summary.
 template <typename T>
 void store_row(const ProjectKeysArgs& args, const float* sums, int64_t row) {
@@ -109,21 +123,27 @@ void store_row(const ProjectKeysArgs& args, const float* sums, int64_t row) {
   T* summary = static_cast<T*>(args.summary) + block * first * kSummaryBlock + lane;
   T* rest = static_cast<T*>(args.rest) + block * args.rest_rank * kSummaryBlock + lane;
   float inverse = 1.0f;
-  if constexpr (std::is_same_v<T, int8_t>) {
-    float limit = 0.0f;
-    for (int64_t r = 0; r < args.rank; ++r) limit = std::max(limit, std::fabs(sums[r]));
-    const float scale = limit / 127.0f;
-    args.token_scale[row] = scale;
-    inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  }
+  if constexpr (std::is_same_v<T, int8_t>) inverse = set_scale(args, sums, row, 127.0f);
   for (int64_t r = 0; r < args.rank; ++r) {
     T& target = r < first ? summary[r * kSummaryBlock] : rest[(r - first) * kSummaryBlock];
     if constexpr (std::is_same_v<T, int8_t>) {
-      const float level = std::nearbyint(sums[r] * inverse);
-      target = static_cast<int8_t>(std::clamp(level, -127.0f, 127.0f));
+      target = level_of(sums[r], inverse, 127.0f);
     } else {
       target = from_float<T>(sums[r]);
     }
+  }
+}
+
+/// As store_row(), two columns to a byte; none stand apart.
+void store_int4_row(const ProjectKeysArgs& args, const float* sums, int64_t row) {
+  const int64_t bytes = row_bytes(DType::kInt4, args.rank);
+  uint8_t* target = static_cast<uint8_t*>(args.summary) +
+                    row / kSummaryBlock * bytes * kSummaryBlock + row % kSummaryBlock;
+  const float inverse = set_scale(args, sums, row, kInt4Levels);
+  for (int64_t r = 0; r < args.rank; r += 2) {
+    const int low = level_of(sums[r], inverse, kInt4Levels);
+    const int high = r + 1 < args.rank ? level_of(sums[r + 1], inverse, kInt4Levels) : 0;
+    target[r / 2 * kSummaryBlock] = static_cast<uint8_t>((low & 0xf) | (high & 0xf) << 4);
   }
 }
 
@@ -147,6 +167,12 @@ void store_panel(const ProjectKeysArgs& args, const float* sums, int64_t first_t
       return store_rows<Float16>(args, sums, first_token, tokens);
     case DType::kInt8:
       return store_rows<int8_t>(args, sums, first_token, tokens);
+    case DType::kInt4:
+      for (int64_t t = 0; t < tokens; ++t) {
+        store_int4_row(args, sums + t * round_up_to_lanes(args.rank),
+                       args.first_row + first_token + t);
+      }
+      return;
   }
 }
 
@@ -224,6 +250,7 @@ void project_query(const ProjectQueryArgs& args) {
       sum_query_heads<Float16>(args, grouped.data());
       break;
     case DType::kInt8:
+    case DType::kInt4:
       return;
   }
   for (int64_t column = 0; column < args.rank; column += kLanes) {

@@ -39,7 +39,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace kvswap::HWY_NAMESPACE {
 
-/// Calls body<T>() with the floating-point type that `dtype` names; nothing for kInt8.
+/// Calls body<T>() with the floating-point type that `dtype` names; nothing for int8 and int4.
 template <typename Body>
 void with_float_type(DType dtype, const Body& body) {
   switch (dtype) {
@@ -50,6 +50,7 @@ void with_float_type(DType dtype, const Body& body) {
     case DType::kFloat16:
       return body.template operator()<Float16>();
     case DType::kInt8:
+    case DType::kInt4:
       return;
   }
 }

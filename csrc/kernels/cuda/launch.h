@@ -62,8 +62,9 @@ inline Status check_range(const char* where, const char* name, int64_t value, in
 }
 
 inline Status check_floating(const char* where, DType dtype) {
-  if (dtype != DType::kInt8) return Status::ok();
-  return Status::invalid(std::string(where) + ": dtype must be fp32, bf16 or fp16, got int8");
+  if (!has_row_scales(dtype)) return Status::ok();
+  return Status::invalid(std::string(where) +
+                         ": dtype must be fp32, bf16 or fp16, got int8 or int4");
 }
 
 }  // namespace kvswap::cuda

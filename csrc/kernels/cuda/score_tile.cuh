@@ -53,6 +53,10 @@ inline Status check_summary(const char* where, const SummaryTable& table) {
     return Status::invalid(std::string(where) + ": chunk_tokens must be a multiple of 16, got " +
                            std::to_string(table.chunk_tokens));
   }
+  if (table.dtype == DType::kInt4) {
+    return Status::invalid(std::string(where) +
+                           ": summaries must not be int4, which have no kernels");
+  }
   if ((table.dtype == DType::kInt8) != (table.scales != nullptr)) {
     return Status::invalid(std::string(where) +
                            ": scales must be given with an int8 summary and only then");

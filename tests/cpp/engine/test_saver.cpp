@@ -98,7 +98,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, SavedEngine, testing::ValuesIn(kKinds),
                          [](const auto& of) { return of.param.name; });
 
 TEST(Saver, AnswersOfRowsThatTheReferenceHasNotAreThoseOfTheOneThatWasSaved) {
-  for (const std::string rows : {"box", "mass", "int8"}) {
+  for (const std::string rows : {"box", "mass", "int8", "int4"}) {
     const bool is_box = rows == "box";
     TestDirectory directory;
     EngineOptions options = small_options(directory.path());
@@ -108,7 +108,7 @@ TEST(Saver, AnswersOfRowsThatTheReferenceHasNotAreThoseOfTheOneThatWasSaved) {
     } else if (rows == "mass") {
       options.score = "mass";
     } else {
-      options.summary_dtype = "int8";
+      options.summary_dtype = rows;
     }
     EngineRun run(options, 3);
     const Tokens tokens = run.draw_tokens(1, 200);

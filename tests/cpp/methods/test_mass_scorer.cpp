@@ -34,14 +34,16 @@ class Scored {
     const int64_t tokens = of.groups * of.group_tokens;
     rows_ = numbers(tokens * of.rank);
     queries_ = numbers(of.heads * of.rank);
-    if (of.dtype == DType::kInt8) round_all(queries_, of.rank);
-    if (of.dtype == DType::kInt8) round_all(rows_, of.rank);
+    if (has_row_scales(of.dtype)) round_all(queries_, of.rank, 127);
+    if (has_row_scales(of.dtype)) round_all(rows_, of.rank, levels());
     const Status appended =
         summary_.append(tokens, [&](auto& chunk, int64_t row, int64_t token, int64_t count) {
           for (int64_t i = 0; i < count; ++i) {
             if (!chunk.token_scale.empty()) chunk.token_scale[row + i] = scale_of(token + i);
             for (int64_t r = 0; r < of.rank; ++r) {
-              const int64_t at = ((row + i) / 16 * of.rank + r) * 16 + (row + i) % 16;
+              const int64_t columns = of.dtype == DType::kInt4 ? (of.rank + 1) / 2 : of.rank;
+              const int64_t column = of.dtype == DType::kInt4 ? r / 2 : r;
+              const int64_t at = ((row + i) / 16 * columns + column) * 16 + (row + i) % 16;
               store(chunk.rows.data(), at, token + i, r);
             }
           }
@@ -93,12 +95,13 @@ class Scored {
   }
 
  private:
-  /// To what an int8 row or query holds.
-  static void round_all(std::vector<float>& values, int64_t rank) {
+  float levels() const { return case_.dtype == DType::kInt4 ? 7 : 127; }
+  /// To what an int8 or int4 row or an int8 query holds.
+  static void round_all(std::vector<float>& values, int64_t rank, float levels) {
     for (size_t first = 0; first < values.size(); first += rank) {
       float limit = 0;
       for (int64_t r = 0; r < rank; ++r) limit = std::max(limit, std::abs(values[first + r]));
-      const float scale = limit / 127;
+      const float scale = limit / levels;
       for (int64_t r = 0; r < rank; ++r) {
         values[first + r] = std::nearbyint(values[first + r] / scale) * scale;
       }
@@ -109,13 +112,17 @@ class Scored {
     for (int64_t r = 0; r < case_.rank; ++r) {
       limit = std::max(limit, std::abs(rows_[token * case_.rank + r]));
     }
-    return limit / 127;
+    return limit / levels();
   }
   void store(std::byte* target, int64_t at, int64_t token, int64_t column) {
     float& value = rows_[token * case_.rank + column];
     if (case_.dtype == DType::kInt8) {
       const float level = std::nearbyint(value / scale_of(token));
       reinterpret_cast<int8_t*>(target)[at] = static_cast<int8_t>(level);
+    } else if (case_.dtype == DType::kInt4) {
+      auto& byte = reinterpret_cast<uint8_t*>(target)[at];
+      const int level = static_cast<int>(std::nearbyint(value / scale_of(token))) & 15;
+      byte = static_cast<uint8_t>(column % 2 == 0 ? level : (byte & 15) | level << 4);
     } else if (case_.dtype == DType::kBFloat16) {
       const auto rounded = from_float<BFloat16>(value);
       reinterpret_cast<BFloat16*>(target)[at] = rounded;
@@ -158,8 +165,10 @@ TEST(MassScorer, AsSoftmaxesInDouble) {
           .expect_reference();
     }
     Scored({.heads = 1, .groups = 1, .excluded = {}, .join = join}).expect_reference();
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt8}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt8, DType::kInt4}) {
       Scored({.heads = 17, .rank = 32, .join = join, .dtype = dtype}).expect_reference();
+      Scored({.heads = 2, .rank = 7, .group_tokens = 3, .join = join, .dtype = dtype})
+          .expect_reference();
     }
     Scored({.padding = 61, .hole = 1100, .excluded = {15, 16}, .join = join}).expect_reference();
     Scored({.groups = 20, .padding = 80, .excluded = {}, .join = join}).expect_reference();

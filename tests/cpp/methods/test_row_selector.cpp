@@ -165,11 +165,10 @@ class Selection {
     keys_.push_back(numbers(kWidth * tokens, 2));
     const int64_t piece = case_.piece_groups * case_.group_tokens;
     for (int64_t first = 0; first < tokens; first += piece) {
-      const KeyView view = {keys_[b].data() + first * kDim, tokens * kDim, kDim};
       EXPECT_TRUE(selector_
                       ->append({.layer = 1,
                                 .sequence = b,
-                                .keys = view,
+                                .keys = {keys_[b].data() + first * kDim, tokens * kDim, kDim},
                                 .tokens = std::min(piece, tokens - first)})
                       .is_ok());
     }
@@ -237,10 +236,10 @@ class Selection {
       }
     }
     float scale = 1;
-    if (case_.summary_dtype == DType::kInt8) {
+    if (has_row_scales(case_.summary_dtype)) {
       float largest = 0;
       for (const float value : row) largest = std::max(largest, std::fabs(value));
-      scale = largest / 127.0f;
+      scale = largest / (case_.summary_dtype == DType::kInt8 ? 127.0f : 7.0f);
       const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
       for (float& value : row) value = std::nearbyint(value * inverse);
     }
@@ -262,9 +261,9 @@ class Selection {
 };
 
 void expect_reference(const Case& of) {
-  for (uint32_t seed = 0; seed < 6; ++seed) {
+  const bool is_hosts = of.score_columns > 0 || of.summary_dtype == DType::kInt4;
+  for (uint32_t seed = 0; seed < 6; seed += is_hosts ? 2 : 1) {
     const Place device = HostDeviceOptions{.delay_us_max = 50};
-    if (of.score_columns > 0 && seed % 2 == 1) continue;  // on the host alone
     Selection selection(of, seed / 2, seed % 2 == 0 ? std::nullopt : device);
     ASSERT_EQ(selection.choose(), selection.expected())
         << "G " << of.group_tokens << ", rank " << of.rank << ", seed " << seed;
@@ -281,7 +280,8 @@ TEST(RowSelector, ChoosesAsTheReferenceForEveryGroupSize) {
 }
 
 TEST(RowSelector, ChoosesAsTheReferenceForEveryRankAndElementType) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8}) {
+  for (const DType dtype :
+       {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8, DType::kInt4}) {
     for (const int64_t rank : {1, 2, 5, 8, 13, 16}) {
       expect_reference({.rank = rank, .summary_dtype = dtype});
     }
