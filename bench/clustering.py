@@ -58,9 +58,6 @@ class Follower:
         self.seconds: list[float] = []
         self._begun = dict(cache.stats().counters)
 
-    def begin(self) -> None:
-        self._begun = dict(self.cache.stats().counters)
-
     @torch.inference_mode()
     def step(self, model: Any, ids: torch.Tensor) -> None:
         began = time.perf_counter()
@@ -133,11 +130,10 @@ def main(
             cache = stack.enter_context(
                 KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
             )
-            followers.append(Follower(name, cache))
             with torch.inference_mode():
                 for chunk in ids[:length].split(CHUNK):
                     network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
-            followers[-1].begin()
+            followers.append(Follower(name, cache))
         for token in track(ids[length:], "following"):
             for follower in followers:
                 follower.step(network, token)
