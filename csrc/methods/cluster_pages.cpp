@@ -47,24 +47,29 @@ int64_t ClusterPages::end_wait(int64_t token) {
 std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster,
                                               std::span<const int64_t> members) const {
   const int64_t first = cluster * pages_a_cluster_;
-  std::vector<int64_t> own(pages_a_cluster_);  // members in each of its slots
-  for (const int64_t token : members) {
+  // Which of the cluster's own slots a token stands in; -1: none.
+  const auto own_slot = [&](int64_t token) {
     const int64_t slot = places_[token] >= 0 ? slot_of(token) - first : -1;
-    if (slot >= 0 && slot < pages_a_cluster_) ++own[slot];
+    return slot < pages_a_cluster_ ? std::max<int64_t>(slot, -1) : -1;
+  };
+  std::vector<int64_t> own(pages_a_cluster_);  // members in each of them
+  for (const int64_t token : members) {
+    if (own_slot(token) >= 0) ++own[own_slot(token)];
   }
   ClusterPlan plan;
   plan.cluster = cluster;
   std::vector<bool> is_full(pages_a_cluster_);
   for (int64_t i = 0; i < pages_a_cluster_; ++i) is_full[i] = own[i] == page_tokens_;
+  bool all_at_home = true;
   for (const int64_t token : members) {
-    const int64_t slot = places_[token] >= 0 ? slot_of(token) - first : -1;
-    const bool is_at_home = slot >= 0 && slot < pages_a_cluster_;
-    if (!is_at_home || !is_full[slot]) plan.tokens.push_back(token);
+    const int64_t slot = own_slot(token);
+    if (slot >= 0 && is_full[slot]) continue;
+    plan.tokens.push_back(token);
+    all_at_home = all_at_home && slot >= 0;
   }
   const auto wanted =
       static_cast<size_t>((std::ssize(plan.tokens) + page_tokens_ - 1) / page_tokens_);
   int64_t in_use = 0;  // pages that are not full
-  bool all_at_home = true;
   for (int64_t i = 0; i < pages_a_cluster_; ++i) {
     if (is_full[i]) continue;
     const int64_t held = std::popcount(masks_[first + i]);
@@ -73,10 +78,6 @@ std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster,
     if (held == own[i] && plan.slots.size() < wanted) {
       plan.slots.push_back(static_cast<int32_t>(first + i));
     }
-  }
-  for (const int64_t token : plan.tokens) {
-    const int64_t slot = places_[token] >= 0 ? slot_of(token) - first : -1;
-    all_at_home = all_at_home && slot >= 0 && slot < pages_a_cluster_;
   }
   const bool is_packed = all_at_home && static_cast<int64_t>(wanted) == in_use;
   if (is_packed || plan.slots.size() < wanted) return std::nullopt;
