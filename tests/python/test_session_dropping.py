@@ -41,12 +41,19 @@ def dropping(rng: random.Random, keeper: str, heads: str):
     return made
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
-@pytest.mark.parametrize("heads", ["all", "each"])
+# In the specification each head has a life of its own; layers that share room (cake) are weighed
+# over all heads at once, which the next test asks for.
+KEEPERS_AND_HEADS = [
+    (keeper, heads)
+    for keeper in KEEPERS
+    for heads in ("all", "each")
+    if (keeper, heads) != ("cake", "each")
+]
+
+
+@pytest.mark.parametrize(("keeper", "heads"), KEEPERS_AND_HEADS)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations(seed, keeper, heads):
-    if keeper == "cake" and heads == "each":
-        pytest.skip("the specification has heads one after the other, see the next test")
     rng = random.Random(f"{seed} {keeper}")
     twins = Twins(dropping(rng, keeper, heads), seed)
     batch = rng.choice([1, 2, 3])
