@@ -185,10 +185,11 @@ void select_groups(const cuda::BatchSelectArgs& args) {
         if (group >= 0 && group < args.groups) scores[group] = kNever;
       }
       int32_t* indices = args.indices + row * args.k;
+      const int64_t wanted = args.wanted == nullptr ? args.k : args.wanted[row];
       const int64_t chosen = top_k({.scores = scores,
                                     .indices = indices,
                                     .count = args.groups,
-                                    .k = std::min(args.k, args.groups)});
+                                    .k = std::min({wanted, args.k, args.groups})});
       std::fill(indices + chosen, indices + args.k, -1);
       args.chosen[row] = static_cast<int32_t>(chosen);
     }

@@ -54,7 +54,8 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
         .k = std::min(options.groups_max, options.pages_max),
         .sinks = sink_pages(options) + KeepPlan(options).tokens_max / options.group_tokens,
         .rank = *std::max_element(options.ranks.begin(), options.ranks.end()),
-        .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads};
+        .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads,
+        .differs = KeepPlan(options).shares_groups};
   }
   room.scratch_bytes = attention_scratch_bytes(options, batch);
   room.mass_bytes =

@@ -115,12 +115,6 @@ Status EngineOptions::validate() const {
         "memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
-  if (device && keep_share == "auto" && has_device_kernels(method())) {
-    return Status::invalid(
-        "session: keep_share must be 'fixed' where a device chooses (rows=" + rows +
-        "), which takes as many groups in every step, got 'auto'; take other rows, or keep "
-        "the cache in host memory");
-  }
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
                            std::to_string(layers) + "), got " + std::to_string(ranks.size()));

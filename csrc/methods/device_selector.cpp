@@ -86,7 +86,8 @@ int64_t DeviceSelector::table_bytes(int64_t group_tokens, const Room& room) {
   const int64_t pointers = room.batch * chunks_of(group_tokens, room.groups);
   return 2 * bytes_of(pointers, sizeof(void*)) + bytes_of(room.batch, sizeof(int64_t)) +
          bytes_of(room.batch * words_of(group_tokens, room.groups), sizeof(uint64_t)) +
-         bytes_of(room.batch * room.sinks, sizeof(int32_t));
+         bytes_of(room.batch * room.sinks, sizeof(int32_t)) +
+         (room.differs ? bytes_of(room.batch * room.queries, sizeof(int32_t)) : 0);
 }
 
 int64_t DeviceSelector::append_table_bytes(int64_t group_tokens, int64_t groups) {
@@ -198,11 +199,14 @@ void DeviceSelector::score(const ChooseArgs& args) {
   std::vector<int64_t> first_tokens;
   std::vector<uint64_t> valid;
   std::vector<int32_t> excluded(batch * room_.sinks, -1);
+  std::vector<int32_t> wanted;
   const int64_t words = words_of(group_tokens_, args.groups);
   bool has_holes = false;
   for (int64_t sequence = 0; sequence < batch; ++sequence) {
     const Candidates& candidates = args.candidates[sequence];
     const TokenValidity& of_sequence = *candidates.valid;
+    const int64_t wants = std::max<int64_t>(1, k_ - candidates.fewer);
+    wanted.insert(wanted.end(), queries_, static_cast<int32_t>(wants));
     first_tokens.push_back(of_sequence.first_valid());
     has_holes = has_holes || of_sequence.all_valid_from() > of_sequence.first_valid();
     KVSWAP_ASSERT(static_cast<int64_t>(candidates.excluded.size()) <= room_.sinks);
@@ -244,6 +248,7 @@ void DeviceSelector::score(const ChooseArgs& args) {
   select.groups = args.groups;
   select.group_tokens = group_tokens_;
   select.k = k_;
+  select.wanted = room_.differs ? tables.add(wanted) : nullptr;
   select.scratch = scratch_.data();
   tables.send();
   device_.launch(select);

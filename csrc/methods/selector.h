@@ -74,7 +74,7 @@ enum class Score : int8_t {
 struct Candidates {
   const TokenValidity* valid = nullptr;  // invalid tokens do not score
   std::span<const int32_t> excluded;     // attended anyway (sinks)
-  int64_t fewer = 0;  // groups that each query chooses less, but one; on the host alone
+  int64_t fewer = 0;                     // groups that each query chooses less, but one
 };
 
 struct ChooseArgs {
@@ -100,11 +100,12 @@ struct GivenScores {
 struct SelectionRoom {
   int64_t batch = 0;
   int64_t queries = 0;
-  int64_t groups = 0;  // of a sequence
-  int64_t k = 0;       // groups chosen by one query at most
-  int64_t sinks = 0;   // groups excluded of a sequence at most
-  int64_t rank = 0;    // the widest
-  int64_t heads = 0;   // 0: scored by sum
+  int64_t groups = 0;    // of a sequence
+  int64_t k = 0;         // groups chosen by one query at most
+  int64_t sinks = 0;     // groups excluded of a sequence at most
+  int64_t rank = 0;      // the widest
+  int64_t heads = 0;     // 0: scored by sum
+  bool differs = false;  // sequences in how many they choose (Candidates::fewer)
 };
 
 /// What a selector that computes on a device is lent there.

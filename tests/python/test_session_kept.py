@@ -67,8 +67,6 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         select_queries_max=rng.choice([1, 4, 8]),
         **rng.choice(BACK_ENDS),
     )
-    if made.device != "cpu" and rows == "low_rank":
-        made.keep_share = "fixed"  # a device chooses as many groups in every step
     if heads == "all" and made.group_tokens >= 3:
         made.records = rng.choice(["model", "fp8"])
     twins = live(made, rng, seed)
@@ -179,9 +177,13 @@ def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, device, rows, heads, int
 
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("scores", ["attended", "disk"])
-def test_a_prompt_decides_how_many_tokens_stay(tmp_path, heads, scores):
+@pytest.mark.parametrize(
+    ("rows", "device"), [("box", "cpu"), ("box", "host"), ("low_rank", "host")]
+)
+def test_a_prompt_decides_how_many_tokens_stay(tmp_path, device, rows, heads, scores):
     """Of 12 groups of 4: whole groups, the same for all heads, and so many groups fewer."""
-    made = options(tmp_path, rows="box", heads=heads, keeper="observed", keep_tokens=40)
+    made = options(tmp_path, rows=rows, heads=heads, keeper="observed", keep_tokens=40)
+    made.device = device
     made.keep_share, made.keep_window, made.keep_interval = "auto", 6, 5
     made.keep_scores, made.groups_max = scores, 12
     made.pages_max = 24
@@ -206,12 +208,6 @@ def test_a_prompt_decides_how_many_tokens_stay(tmp_path, heads, scores):
     assert len(shares) > 1, "prompts differ"
     kept = [len(kept.columns) for one in of_heads for s in one._layers.values() for kept in s.kept]
     assert twins.sessions[0].counters()["tokens_kept"] == sum(kept) / len(kept)
-
-
-def test_a_device_that_chooses_takes_as_many_groups_in_every_step(tmp_path):
-    made = options(tmp_path, keeper="observed", keep_tokens=40, keep_share="auto", device="host")
-    with pytest.raises(ValueError, match="keep_share must be 'fixed' where a device chooses"):
-        native(made)
 
 
 def test_without_a_prompt_a_quarter_stays(tmp_path):

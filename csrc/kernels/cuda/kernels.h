@@ -69,6 +69,7 @@ inline constexpr int64_t kTopKMax = 4096;
 struct BatchTopKArgs {
   const float* scores = nullptr;    // [rows, row_stride]: `counts` or `count` of each are looked at
   const int32_t* counts = nullptr;  // [rows]; null: `count` of every row
+  const int32_t* wanted = nullptr;  // [rows]: of each at most as many, and k; null: k of every row
   int32_t* indices = nullptr;       // [rows, k] out: rising, then -1
   int32_t* chosen = nullptr;        // [rows] out: how many
   int64_t rows = 0;
@@ -100,9 +101,10 @@ struct BatchSelectArgs {
   int32_t* chosen = nullptr;   // [batch, queries] out: how many
   int64_t batch = 0;
   int64_t queries = 0;
-  int64_t groups = 0;        // of the longest sequence; tokens: groups * group_tokens
-  int64_t group_tokens = 0;  // 1..64
-  int64_t k = 0;             // as in BatchTopKArgs
+  int64_t groups = 0;               // of the longest sequence; tokens: groups * group_tokens
+  int64_t group_tokens = 0;         // 1..64
+  int64_t k = 0;                    // as in BatchTopKArgs
+  const int32_t* wanted = nullptr;  // [batch, queries]: as in BatchTopKArgs
   void* scratch = nullptr;
 };
 

@@ -103,6 +103,7 @@ Status select_groups(const BatchSelectArgs& args, void* stream) {
   best.row_stride = job.score_stride;
   best.count = args.groups;
   best.k = args.k;
+  best.wanted = args.wanted;
   best.scratch = rest;
   return top_k(best, stream);
 }

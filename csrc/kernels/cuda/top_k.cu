@@ -11,6 +11,7 @@ namespace {
 struct LevelJob {
   const float* scores = nullptr;  // of the first level
   const int32_t* row_counts = nullptr;
+  const int32_t* wanted = nullptr;  // of each row; null: k
   int64_t row_stride = 0;
   TopKLists from = {};
   int64_t count = 0;  // of a row of the input, the lists' capacity all counted
@@ -53,7 +54,9 @@ __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) keys[i] = load_key<kInput>(job, row, count, first + i);
 
-  const Threshold threshold = find_threshold(keys, job.k, shared);
+  const bool wants_fewer = job.wanted != nullptr && job.wanted[row] < job.k;
+  const int k = wants_fewer ? job.wanted[row] : job.k;
+  const Threshold threshold = find_threshold(keys, k, shared);
   const int64_t list = row * job.chunks + chunk;
   const int chosen = choose_keys(keys, threshold, shared, [&](int place, int item) {
     const int64_t at = first + item;
@@ -126,6 +129,7 @@ Status top_k(const BatchTopKArgs& args, void* stream) {
   LevelJob job;
   job.scores = args.scores;
   job.row_counts = args.counts;
+  job.wanted = args.wanted;
   job.row_stride = args.row_stride;
   job.count = args.count;
   job.k = static_cast<int>(kept);

@@ -102,16 +102,23 @@ TEST(Keeping, CountsAgainstTheBudgetOnADevice) {
   }
 }
 
-TEST(Keeping, SharesNoGroupsWhereADeviceChooses) {
+TEST(Keeping, ADevicesOwnSelectorChoosesSoManyFewerAsStay) {
   const TestDirectory directory;
-  EngineOptions options = small_options(directory.path());
-  options.keeper = "observed";
-  options.keep_tokens = 10;
-  options.keep_share = "auto";
-  options.device = host_device({});
-  const Status refused = options.validate();
-  EXPECT_NE(refused.message().find("keep_share must be 'fixed' where a device chooses"),
-            std::string::npos);
+  for (const std::string score : {"sum", "mass"}) {
+    EngineOptions options = small_options(directory.path());
+    options.tail_tokens = 4;
+    options.keeper = "observed";
+    options.keep_tokens = 40;
+    options.keep_interval = 3;
+    options.keep_window = kWindow;
+    options.keep_share = "auto";
+    options.score = score;
+    options.groups_max = 12;
+    options.pages_max = 24;
+    expect_device_keeps_as_host(options);
+    options.device = host_device({});
+    expect_counted(options);
+  }
 }
 
 TEST(Keeping, DropsNothingWherePagesAreADevices) {

@@ -38,25 +38,28 @@ std::vector<float> scores_with_ties(int64_t rows, int64_t stride, float spread) 
 struct TopKShape {
   int64_t rows, count, k;
   float spread = 30.0f;
+  bool differs = false;  // rows in how many they want
 };
 
 void expect_top_k_as_on_cpu(const TopKShape& s) {
   const int64_t stride = s.count + 3;
   GuardedBuffer<float> scores(scores_with_ties(s.rows, stride, s.spread));
-  GuardedBuffer<int32_t> counts(s.rows);
+  GuardedBuffer<int32_t> counts(s.rows), wanted(s.rows);
   std::vector<int32_t> expected(s.rows * s.k, -1), expected_counts(s.rows);
   for (int64_t row = 0; row < s.rows; ++row) {
+    wanted[row] = static_cast<int32_t>(s.differs ? s.k * (row + 1) / 3 : s.k + row);
     counts[row] = static_cast<int32_t>(row % 3 == 1 ? s.count / 2 : s.count);
     expected_counts[row] = static_cast<int32_t>(top_k({.scores = scores.data() + row * stride,
                                                        .indices = expected.data() + row * s.k,
                                                        .count = counts[row],
-                                                       .k = s.k}));
+                                                       .k = std::min<int64_t>(wanted[row], s.k)}));
   }
   in_every_order([&] {
     GuardedBuffer<int32_t> indices(s.rows * s.k), chosen(s.rows);
     GuardedBuffer<char> scratch(cuda::top_k_scratch_bytes(s.rows, s.count, s.k));
     expect_ok(cuda::top_k({.scores = scores.data(),
                            .counts = counts.data(),
+                           .wanted = wanted.data(),
                            .indices = indices.data(),
                            .chosen = chosen.data(),
                            .rows = s.rows,
@@ -90,6 +93,13 @@ TEST(CudaTopK, SeveralLevels) {
   expect_top_k_as_on_cpu({.rows = 2, .count = 20000, .k = 300});
   expect_top_k_as_on_cpu({.rows = 1, .count = 70000, .k = 4096, .spread = 4000.0f});
   expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 0});
+}
+
+TEST(CudaTopK, RowsThatWantFewer) {
+  for (const int64_t count : {17, 4097, 20000}) {
+    expect_top_k_as_on_cpu({.rows = 4, .count = count, .k = 300, .differs = true});
+    expect_top_k_as_on_cpu({.rows = 2, .count = count, .k = 2, .differs = true});
+  }
 }
 
 TEST(CudaTopK, RefusesWhatItsLevelsCannotDo) {
