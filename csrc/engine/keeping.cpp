@@ -68,6 +68,7 @@ Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) 
     const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, attended.queries);
     const bool is_part_observed = fresh > 0 && is_observed(kept);
     kept.seen_columns = std::max(kept.seen_columns, columns);
+    if (parts_.keep.weighs_disk) stagger(layer, part);
     kept.count_queries(fresh, options.keep_interval);
     if (!is_part_observed) continue;
     if (!is_weighed) KVSWAP_RETURN_IF_ERROR(step_.weigh(attended));
@@ -75,6 +76,16 @@ Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) 
     add_paid(layer, part, fresh, attended);
   }
   return Status::ok();
+}
+
+/// So that turns are spread evenly: a layer's or sequence's first one comes earlier than that of
+/// those before it.
+void Keeping::stagger(int64_t layer, int64_t part) {
+  KeptTokens& kept = batch_.pages(part).kept(layer);
+  if (std::exchange(kept.is_staggered, true)) return;
+  const int64_t number = layer * batch_.size() + part;
+  kept.queries_since =
+      parts_.options.keep_interval * number / (parts_.options.layers * batch_.size());
 }
 
 /// What the newest `queries` of an observed step paid, to the part's mass.
@@ -211,7 +222,11 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
   }
   KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
   if (!parts_.keep.kind.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
+  // Where turns are staggered a prompt's, and one that comes late, leaves them so.
+  const int64_t since =
+      parts_.keep.weighs_disk ? kept.queries_since % parts_.options.keep_interval : 0;
   kept.end_turn(batch_.layer(layer).sealed_groups * parts_.options.group_tokens);
+  kept.queries_since = since;
   ++parts_.counters.turns;
   return Status::ok();
 }

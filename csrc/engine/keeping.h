@@ -26,7 +26,8 @@ namespace kvswap {
 /// found out exactly (WindowWeigher). While decoding one follows every `keep_interval` tokens, by
 /// what the newest `keep_window` queries paid the tokens that they attended (StepMass), or by what
 /// all queries since the prompt did (H2O 4); with keep_scores=disk by what those would pay all
-/// tokens, which WindowWeigher finds out; with a keeper whose KeeperKind::is_given by what
+/// tokens, which WindowWeigher finds out, and turns of layers and sequences are spread over the
+/// interval, so that no step reads all records; with a keeper whose KeeperKind::is_given by what
 /// GivenWorths says; after a prompt with one that keeps outliers by what GroupFits does. Kept
 /// tokens are copied to pages of their own (KeptPages); on disk everything stays where it is, and
 /// where nothing is on disk Dropping says what is left. While everything fits, nobody is kept. A
@@ -90,6 +91,7 @@ class Keeping {
   Status turn_of(int64_t layer, int64_t part);
   Status turn_of_layers(int64_t layer, int64_t column);
   int64_t share_of(int64_t layer, int64_t part) const;
+  void stagger(int64_t layer, int64_t part);
 
   EngineParts& parts_;
   Batch& batch_;

@@ -113,6 +113,7 @@ class KeptTokens {
   std::vector<float> mass;    // [tokens]: seen so far, or given
   std::vector<float> decay;   // [tokens] given beside it
   int64_t queries_since = 0;  // decoded since the last choice
+  bool is_staggered = false;  // and counted from where that of others is not
   int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;
   /// Chosen, and not gathered yet, the best first where it is not known how many stay; where tokens

@@ -30,6 +30,7 @@ class Kept:
     mass: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     decay: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     queries_since: int = 0
+    is_staggered: bool = False  # `queries_since` began where that of others did not
     seen: int = 0  # columns whose queries have counted
     is_due: bool = False
     joined: int = 0  # columns before here had their chance to join
@@ -161,8 +162,9 @@ class ReferenceKeeper(Division):
             kept.columns = set(most_attended(worth, may_stay, most, 1, -torch.inf).tolist())
             kept.is_due = False
             return
+        since = kept.queries_since % self._options.keep_interval if self._reads_disk else 0
         if self._reads_disk and kept.window is None:
-            kept.queries_since, kept.is_due = 0, False
+            kept.queries_since, kept.is_due = since, False
             return
         most = self._options.keep_tokens
         if self._options.keep_share == "auto":
@@ -185,7 +187,7 @@ class ReferenceKeeper(Division):
         pool = 1 if self._sums_up else self._options.keep_pool
         kept.columns = set(most_attended(kept.mass, may_stay, most, pool).tolist())
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
-        kept.queries_since, kept.is_due = 0, False
+        kept.queries_since, kept.is_due = since, False
         kept.window = (*kept.window[:2], None) if self._reads_disk else None
 
     def _sums(self, state, sequence: int, scale: float) -> torch.Tensor:
@@ -329,6 +331,14 @@ class ReferenceKeeper(Division):
         stay = math.floor(options.keep_slack * len(kept.columns))
         kept.stay = by_mass(worth, is_kept, options.keep_pool, -torch.inf)[:stay].tolist()
 
+    def _stagger(self, state, sequence: int) -> int:
+        """Queries that count before there are any: turns are spread over the interval."""
+        heads, batch = len(self.siblings), len(state.kept)
+        head = next(i for i, each in enumerate(self.siblings) if each is self)
+        layer = next(i for i, each in self.states.items() if each is state)
+        number = (layer * batch + sequence) * heads + head
+        return self._options.keep_interval * number // (self._options.layers * batch * heads)
+
     def observe_step(self, state, weights, query) -> None:
         """After a step: weights [batch, heads, queries, columns], query as in attend()."""
         interval = self._options.keep_interval
@@ -338,6 +348,9 @@ class ReferenceKeeper(Division):
             is_observed = (
                 self._sums_up or kept.queries_since + self._options.keep_window >= interval
             )
+            if self._reads_disk and not kept.is_staggered:
+                kept.queries_since = self._stagger(state, sequence)
+                kept.is_staggered = True
             kept.queries_since += fresh
             kept.seen = max(kept.seen, state.columns)
             kept.is_due = kept.is_due or kept.queries_since >= interval

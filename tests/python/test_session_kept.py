@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -163,9 +164,9 @@ def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, device, rows, heads, int
     parts = 2 * LAYERS * (KV_HEADS if heads == "each" else 1)
     decoded = 9 + 2 + 4 + 3
     assert turns[13] > parts * (1 + (decoded - 4) // interval - 2)
-    of_turns = {read[i + 1] - read[i] for i in range(len(read) - 1) if turns[i + 1] > turns[i]}
-    others = {read[i + 1] - read[i] for i in range(1, 12) if turns[i + 1] == turns[i]}
-    assert min(of_turns) > 2 * max(others), "all records are read, twice"
+    token_bytes = 2 * KV_HEADS * HEAD_DIM * (4 if records == "model" else 1)
+    of_part = 120 * token_bytes // (KV_HEADS if heads == "each" else 1)
+    assert read[9] - read[1] > 2 * of_part * (turns[9] - turns[1]), "all records are read, twice"
     twins.all("crop", 150)  # in the middle of what is chosen by
     twins.all("select_sequences", [1, 1, 0])
     for tokens in (1, 1, 4, 1, 1, 1, 2, 1, 1):
@@ -173,6 +174,41 @@ def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, device, rows, heads, int
     twins.all("crop", 120)  # all that was decoded
     for tokens in (1, 1, 1, 1, 40, 1):
         twins.forward(3, tokens)
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("interval", [3, 8, 20])
+def test_turns_that_read_all_that_is_on_disk_are_spread_over_the_interval(
+    tmp_path, heads, interval
+):
+    """Each layer and row has one in every interval, no step more than its share of them."""
+    made = options(tmp_path, rows="none", heads=heads, keeper="observed", keep_tokens=12)
+    made.keep_window, made.keep_interval, made.keep_scores = 5, interval, "disk"
+    twins = Twins(made)
+    parts = 2 * LAYERS * (KV_HEADS if heads == "each" else 1)
+
+    def turns_of(passes: list[int]) -> list[float]:
+        told = [twins.sessions[0].counters()["turns"]]
+        for tokens in passes:
+            twins.forward(2, tokens)
+            told.append(twins.sessions[0].counters()["turns"])
+        return [after - before for before, after in itertools.pairwise(told)]
+
+    def expect_spread() -> None:
+        steps = turns_of([1] * 2 * interval)
+        assert max(steps) <= -(-parts // interval)
+        for first in range(interval + 1):
+            assert sum(steps[first : first + interval]) == parts
+
+    assert turns_of([150, 1]) == [0, parts], "after the prompt all at once"
+    expect_spread()
+    turns_of([2, 4, 3])  # several queries each: a turn comes late by up to three
+    turns_of([1])
+    expect_spread()
+    assert turns_of([40, 1])[1] == parts, "the next prompt leaves them spread"
+    expect_spread()
+    twins.all("select_sequences", [1, 0])
+    expect_spread()
 
 
 @pytest.mark.parametrize("heads", ["all", "each"])

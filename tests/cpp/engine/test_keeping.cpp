@@ -6,30 +6,30 @@ namespace kvswap {
 namespace {
 
 TEST(Keeping, ATurnThatFailsIsMadeAgainAndRight) {
-  expect_right_after_faults(keeping_options, "box", 2, 10);
+  expect_right_after_faults(keeping_options, "box", 2 * kParts, 10);
 }
 
 TEST(Keeping, AWalkOverAllThatIsOnDiskThatFailsIsMadeAgainAndRight) {
-  expect_right_after_faults(disk_options, "none", 2, 10, 150);
+  expect_right_after_faults(disk_options, "none", 2 * kParts + 1, 10, 150);
 }
 
 TEST(Keeping, ATurnOfAllLayersThatFailsIsMadeAgainAndRight) {
-  expect_right_after_faults(divided_options, "none", 1, 10);
+  expect_right_after_faults(divided_options, "none", kParts, 10);
 }
 
 TEST(Keeping, AWalkForOutliersThatFailsIsMadeAgainAndRight) {
-  expect_right_after_faults(outlier_options, "mean", 1, 12);
+  expect_right_after_faults(outlier_options, "mean", kParts, 12);
 }
 
 TEST(Keeping, ATurnThatDecidesHowManyStayIsMadeAgainAndRight) {
   // Whole groups of the 10 there is room for.
-  expect_right_after_faults(shared_options, "box", 2, 8);
+  expect_right_after_faults(shared_options, "box", 2 * kParts, 8);
 }
 
 TEST(Joining, ATurnThatFailsIsMadeAgainAndRight) {
-  expect_right_after_faults(joining_options, "box", 3, 10);
+  expect_right_after_faults(joining_options, "box", 3 * kParts, 10);
   // 3 of 10 in the model's dtype, and in e4m3 4, then 5 in the room of 1 and 2; and a group of 4.
-  expect_right_after_faults(mixed_options, "box", 3, 12);
+  expect_right_after_faults(mixed_options, "box", 3 * kParts, 12);
 }
 
 TEST(Joining, WhatLeavesTheTailIsKeptUntilThereIsNoRoomAndNothingIsRead) {

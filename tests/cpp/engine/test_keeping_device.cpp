@@ -7,12 +7,12 @@ namespace {
 
 TEST(Keeping, ATurnOnADeviceThatFailsIsMadeAgainAndRight) {
   const DeviceKind device = host_device({.delay_us_max = 20});
-  expect_right_after_faults(keeping_options, "box", 2, 10, 20, device);
-  expect_right_after_faults(disk_options, "none", 2, 10, 20, device);
-  expect_right_after_faults(shared_options, "box", 2, 8, 20, device);
-  expect_right_after_faults(outlier_options, "mean", 1, 12, 20, device);
-  expect_right_after_faults(joining_options, "box", 3, 10, 20, device);
-  expect_right_after_faults(mixed_options, "box", 3, 12, 20, device);
+  expect_right_after_faults(keeping_options, "box", 2 * kParts, 10, 20, device);
+  expect_right_after_faults(disk_options, "none", 2 * kParts + 1, 10, 20, device);
+  expect_right_after_faults(shared_options, "box", 2 * kParts, 8, 20, device);
+  expect_right_after_faults(outlier_options, "mean", kParts, 12, 20, device);
+  expect_right_after_faults(joining_options, "box", 3 * kParts, 10, 20, device);
+  expect_right_after_faults(mixed_options, "box", 3 * kParts, 12, 20, device);
 }
 
 EngineOptions heavy_options(const std::string& directory, const std::string& rows) {
