@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import float8_scales
+from bench import float8_scales, kept_recall
 from bench.clusters_table import cluster_rows, drift_rows
 from bench.float8_records import COLUMNS, lines
 from bench.machine import RESULTS
@@ -273,7 +273,18 @@ def scales_table() -> Iterator[str]:
             place = ""
 
 
-TABLES |= {"float8": float8_table, "float8-scales": scales_table}
+def recall_table() -> Iterator[str]:
+    """What PRKV's mix holds of the attention."""
+    yield "| model, tokens read and decoded | " + " | ".join(kept_recall.COLUMNS) + " |"
+    yield "|" + "---|" * (1 + len(kept_recall.COLUMNS))
+    for results in load("kept_recall_*.json"):
+        place = f"{results['model']}, {results['prompt']:,} and {results['decoded']:,}"
+        for line in kept_recall.lines(results):
+            yield "| " + " | ".join([place, *line]) + " |"
+            place = ""
+
+
+TABLES |= {"float8": float8_table, "float8-scales": scales_table, "kept-recall": recall_table}
 TABLES |= {"presets": lambda: preset_rows(load("quality/presets_*.json"))}
 
 
