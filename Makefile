@@ -264,6 +264,16 @@ bench: build  ## speed: KV on disk beside its peers (ARGS="--help" tells all), t
 	$(PY) -m bench.side_by_side $(ARGS)
 	$(PY) -m bench.reader
 
+# With gcc, ggml's sums over AVX512-FP16 are not in vectors; without it they are.
+ifeq ($(shell uname -m),x86_64)
+PEERS_FLAGS := -mno-avx512fp16
+endif
+.PHONY: peers
+peers: $(STAMP)  ## llama.cpp for `make bench`, built for this processor; some 10 minutes
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_C_FLAGS=$(PEERS_FLAGS) -DCMAKE_CXX_FLAGS=$(PEERS_FLAGS)" \
+	  $(PY) -m pip --disable-pip-version-check install -q --no-binary llama-cpp-python \
+	  -r bench/side_by_side/peers.txt
+
 # Tensors of tens of MiB come and go: without this each is mapped and cleared anew.
 QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648
 

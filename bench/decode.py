@@ -6,6 +6,8 @@ Fills caches of one shape with random keys and values (no prefill is needed), th
 randomly initialised model, one token of each in turn, so that what else the machine does falls on
 all alike; medians are reported. Random weights have no locality: two steps choose almost nothing
 in common. `--trace` replays the choices of a model that reads (see record_trace.py) instead.
+`--memory 1/13` gives the reuse buffer all that such a share of the full cache leaves. A time *with
+a free disk* is the measured one without waiting for reads: no disk makes it less.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +58,19 @@ def replay(contender: Contender, trace: dict[str, Any], shape: Shape, batch: int
     contender.before_step = override
 
 
+def read_trace(path: Path, group_tokens: int) -> dict[str, Any]:
+    """Recorded choices, which name groups of the same size as the cache's."""
+    trace = json.loads(path.read_text())
+    recorded = trace["group_tokens"]
+    if recorded != group_tokens:
+        raise typer.BadParameter(
+            f"{path.name} has choices of groups of {recorded} tokens, --group-tokens is "
+            f"{group_tokens}: give {recorded}, or record another with bench.record_trace",
+            param_hint="--trace",
+        )
+    return trace
+
+
 def main(
     shape_name: Annotated[str, typer.Option("--shape", help="1b, small or 8b-layers")] = "1b",
     layers: Annotated[int, typer.Option(help="cut the model to so many layers; 0: all")] = 4,
@@ -67,6 +83,8 @@ def main(
     rows: Annotated[str, typer.Option(help="of the summary: model or int8")] = "model",
     score: Annotated[str, typer.Option(help="sum, mass or max_mass")] = "sum",
     pages: Annotated[int, typer.Option(help="reuse buffer, groups per layer and sequence")] = 150,
+    memory: Annotated[str, typer.Option(help="share of the full cache, such as 1/13")] = "",
+    replacement: Annotated[str, typer.Option(help="who leaves a page: fifo or lru")] = "fifo",
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("."),
     device: Annotated[str, typer.Option(help="modelled device: nvme, ufs, emmc")] = "",
     trace: Annotated[Path | None, typer.Option(help="replay recorded choices")] = None,
@@ -76,13 +94,16 @@ def main(
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
     setting = Setting(shape_name, layers, context, batch, group_tokens, rank, pages, device or None)
-    setting = replace(setting, rows=rows, score=score)
+    setting = replace(
+        setting, rows=rows, score=score, memory=memory or None, replacement=replacement
+    )
+    recorded = read_trace(trace, group_tokens) if trace is not None else None
     console = Console()
     contenders = open_contenders(setting, only.split(","), path, console)
     ours = contenders[0] if only.startswith("kvswap") else None
     clock = TokenClock(ours.cache) if ours is not None else None
-    if ours is not None and trace is not None:
-        replay(ours, json.loads(trace.read_text()), setting.shape, batch)
+    if ours is not None and recorded is not None:
+        replay(ours, recorded, setting.shape, batch)
     with console.status("decoding"):
         for _ in range(steps):
             for contender in contenders:
@@ -98,7 +119,9 @@ def main(
     } | summarise(contenders, warm_up)
     if clock is not None:
         times = clock.milliseconds(ours.seconds)
+        free = results["ms_per_token"]["kvswap"] - times["wait"]
         results["kvswap"] = account(ours, setting) | {"time_of_a_token_ms": times}
+        results["kvswap"] |= {"ms_with_a_free_disk": round(free, 2)}
     _print(console, results)
     if out:
         console.print(f"wrote {machine.write(out, results).name}")
@@ -120,6 +143,15 @@ class Setting:
     device: str | None
     rows: str = "model"
     score: str = "sum"
+    memory: str | None = None
+    replacement: str = "fifo"
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The share of the full cache; pages are then as many as fit."""
+        if self.memory is None:
+            return None
+        return int(Fraction(self.memory) * self.shape.kv_bytes(self.batch, self.context))
 
     @property
     def shape(self) -> Shape:
@@ -129,13 +161,15 @@ class Setting:
     @property
     def config(self) -> SwapConfig:
         groups = SELECTED_TOKENS // self.group_tokens
+        pages = self.pages if self.memory is None else self.context // self.group_tokens
         return SwapConfig(
             group_tokens=self.group_tokens,
             rank=self.rank // 2,  # doubled by a cache that has no projection file
             summary_dtype=self.rows,
             score=self.score,
             groups_max=groups,
-            pages_max=max(self.pages, groups),
+            pages_max=max(pages, groups),
+            replacement=self.replacement,
             select_queries_max=1,
             look_ahead=True,
             device_model=self.device,
@@ -148,7 +182,9 @@ def open_contenders(
     shape, batch, context = setting.shape, setting.batch, setting.context
     model = make_model(shape, context)
     openers = {
-        "kvswap": lambda: open_kvswap(model, shape, batch, context, path, setting.config),
+        "kvswap": lambda: open_kvswap(
+            model, shape, batch, context, path, setting.config, setting.budget_bytes
+        ),
         "static": lambda: open_static(model, shape, batch, context),
         "dynamic": lambda: open_dynamic(model, shape, batch, context),
         "restore": lambda: open_filled_restore(model, setting, path),
@@ -180,7 +216,7 @@ def summarise(contenders: list[Contender], warm_up: int) -> dict[str, Any]:
 
 def account(ours: Contender, setting: Setting) -> dict[str, Any]:
     """What our cache says of itself."""
-    stats, config = ours.cache.stats(), setting.config
+    stats, config = ours.cache.stats(), ours.cache.driver.config
     return {
         "config": {
             "G": config.group_tokens,
@@ -188,6 +224,7 @@ def account(ours: Contender, setting: Setting) -> dict[str, Any]:
             "rows": config.summary_dtype,
             "score": config.score,
             "pages_max": config.pages_max,
+            "replacement": config.replacement,
         },
         "kv_bytes_full": stats.kv_bytes_full,
         "kv_memory_bytes": stats.resident_bytes,
@@ -225,7 +262,8 @@ def _print(console: Console, results: dict[str, Any]) -> None:
             f"KV memory {format_bytes(ours['kv_memory_bytes'])} of "
             f"{format_bytes(ours['kv_bytes_full'])} ({ours['memory_share']:.1%}), "
             f"{format_bytes(ours['bytes_read_per_token'])} read per token, "
-            f"hit rate {ours['hit_rate']:.1%}, {ours['reader']}"
+            f"hit rate {ours['hit_rate']:.1%}, {ours['reader']}; "
+            f"with a free disk {ours['ms_with_a_free_disk']:.1f} ms"
         )
         console.print("a token's ms: " + json.dumps(ours["time_of_a_token_ms"]))
 

@@ -1,12 +1,13 @@
 """Records which groups a model that reads chooses, step by step, for `decode.py --trace`.
 
-    python -m bench.record_trace --context 32000
+    python -m bench.record_trace --context 32000 --group-tokens 8
 
 The reference model reads a document with facts laid in and answers questions about it with the
-cache on disk; the groups that each layer chose at each decoding step are written to
-bench/results/trace_<context>.json: ``{"group_tokens", "context", "overlap", "steps"}``,
-steps as ``[step][layer][group]``. `overlap` is the share of a step's groups that the step before
-chose, too.
+cache on disk; the groups that each layer chose at each decoding step, of as many tokens together
+as the model's config selects, are written to bench/results/trace_<context>_g<G>.json:
+``{"group_tokens", "context", "overlap", "right", "steps"}``, steps as ``[step][layer][group]``.
+`overlap` is the share of a step's groups that the step before chose, too; `right` how many of the
+questions were answered, ``[right, asked]``.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ def decode(model: Any, cache: Any, ids: list[int], steps: int, recorder: Recorde
     return generated[len(ids) - 1 :]
 
 
+def with_groups(config: SwapConfig, group_tokens: int) -> SwapConfig:
+    """As many tokens selected and kept in pages, in groups of `group_tokens`; 0: as they are."""
+    ratio = (group_tokens or config.group_tokens) / config.group_tokens
+    return dataclasses.replace(
+        config,
+        group_tokens=round(config.group_tokens * ratio),
+        groups_max=round(config.groups_max / ratio),
+        pages_max=round(config.pages_max / ratio),
+        select_queries_max=1,
+    )
+
+
 def overlap(steps: list[list[list[int]]]) -> float:
     """Mean share of a step's groups that the step before had chosen, over layers."""
     shares = [
@@ -72,6 +85,7 @@ def main(
     model: Annotated[Path, typer.Option(help="folder of the model")] = MODEL,
     source: Annotated[str, typer.Option(help=f"one of {', '.join(SOURCES)}")] = SOURCES[0],
     answer_tokens: Annotated[int, typer.Option(help="generated after each question")] = 12,
+    group_tokens: Annotated[int, typer.Option(help="G; 0: as the model's config has it")] = 0,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -82,26 +96,30 @@ def main(
 
     text, questions = make_document(load_source(source), 3, context, lambda t: len(encode(t)))
     ids = encode(text)
-    config = dataclasses.replace(SwapConfig.load(model / "kvswap.json"), select_queries_max=1)
+    config = with_groups(SwapConfig.load(model / "kvswap.json"), group_tokens)
     with KVSwapCache(network, path=path, config=config) as cache, torch.inference_mode():
         for begin in range(0, len(ids), CHUNK):
             part = torch.tensor([ids[begin : begin + CHUNK]])
             network(input_ids=part, past_key_values=cache, logits_to_keep=1)
         recorder = Recorder(cache)
+        right = 0
         for question in questions:
-            decode(network, cache, encode(question_prompt(question)), answer_tokens, recorder)
+            asked = encode(question_prompt(question))
+            answer = tokenizer.decode(decode(network, cache, asked, answer_tokens, recorder))
+            right += answer.strip().startswith(question.answer)
         hit_rate = cache.stats().hit_rate
     trace = {
         "group_tokens": config.group_tokens,
         "context": len(ids),
         "overlap": round(overlap(recorder.steps), 3),
+        "right": [right, len(questions)],
         "steps": recorder.steps,
     }
-    out = RESULTS / f"trace_{context}.json"
+    out = RESULTS / f"trace_{context}_g{config.group_tokens}.json"
     out.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
     print(
         f"{out.name}: {len(recorder.steps)} steps, overlap {trace['overlap']:.0%}, "
-        f"hit rate {hit_rate:.0%} with {config.pages_max} pages"
+        f"hit rate {hit_rate:.0%} with {config.pages_max} pages, {right} of {len(questions)} right"
     )
 
 

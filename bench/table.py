@@ -62,9 +62,13 @@ def headline_table() -> Iterator[str]:
 
 
 def decode_table() -> Iterator[str]:
-    yield "| shape, context, batch | disk | KV memory | cache | ms per token | against kvswap |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| shape, context, batch | disk | G, pages, KV memory | cache | ms per token "
+        "| against kvswap | with a free disk |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for result in load("decode_*.json"):
+        free = result["kvswap"].get("ms_with_a_free_disk")
         setting = (
             f"{result['shape']} ({result['layers']} layers), {result['context']:,}, "
             f"{result['batch']}"
@@ -73,12 +77,22 @@ def decode_table() -> Iterator[str]:
             "" if result["choices"] == "random" else f", choices of {result['choices']}"
         )
         for name, value in result["ms_per_token"].items():
-            memory, ratio = "", result["speed_against"].get(name)
+            memory = bound = ""
+            ratio = result["speed_against"].get(name)
             if name == "kvswap":
-                memory = f"1/{1 / result['kvswap']['memory_share']:.1f}"
+                memory = _decode_memory(result["kvswap"])
+                bound = "" if free is None else f"{free:.1f} ms"
+            elif free is not None:
+                bound = f"{value / free:.1f}x"
             against = "" if ratio is None else f"{ratio:.2f}x"
-            yield f"| {setting} | {disk} | {memory} | {name} | {value:.1f} | {against} |"
+            yield f"| {setting} | {disk} | {memory} | {name} | {value:.1f} | {against} | {bound} |"
             setting = disk = ""
+
+
+def _decode_memory(ours: dict[str, Any]) -> str:
+    config = ours["config"]
+    policy = config.get("replacement", "fifo")
+    return f"{config['G']}, {config['pages_max']} {policy}, 1/{1 / ours['memory_share']:.1f}"
 
 
 def demo_table(name: str = "demo") -> Iterator[str]:
@@ -249,6 +263,7 @@ def float8_table() -> Iterator[str]:
 TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
+TABLES |= {"side-by-side-context": side_by_side.context_rows}
 TABLES |= {"side-by-side-presets": side_by_side.preset_rows}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from bench.side_by_side.memory_cap import MemoryCap
 from bench.side_by_side.plan import (
     BATCHES,
     CONTEXTS,
+    DEFAULT,
     LABELS,
     PRESET,
     Cell,
@@ -40,6 +42,7 @@ Each cell is one JSON file under bench/results/side_by_side; a cell that has one
 alone, so that a plan can be run in parts. Tables and the figure: python -m bench.table
 
 Contenders: {", ".join(LABELS)}, and {PRESET}NAME: a preset with its own settings and memory.
+Those of llama.cpp need `make peers`.
 
 Example: python -m bench.side_by_side --shapes small --contexts 8192 --batches 1
 """
@@ -53,7 +56,7 @@ def main(
     contexts: Annotated[str, typer.Option(help="tokens")] = ",".join(map(str, CONTEXTS)),
     batches: Annotated[str, typer.Option(help="sequences")] = ",".join(map(str, BATCHES)),
     devices: Annotated[str, typer.Option(help="local, emmc (modelled)")] = "local,emmc",
-    only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(LABELS),
+    only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(DEFAULT),
     seconds: Annotated[float, typer.Option(help="of decoding, at most, with each")] = 20,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),
     again: Annotated[bool, typer.Option(help="measure cells that have a result, too")] = False,
@@ -122,7 +125,12 @@ def room_now(path: Path) -> Room:
     if cap is not None:
         cap.close()
     available = int(fields["MemAvailable"].split()[0]) << 10
-    return Room(available, shutil.disk_usage(path).free, has_cap=cap is not None)
+    return Room(
+        available,
+        shutil.disk_usage(path).free,
+        has_cap=cap is not None,
+        has_llama=importlib.util.find_spec("llama_cpp") is not None,
+    )
 
 
 def _print_plan(

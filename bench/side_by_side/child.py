@@ -55,10 +55,11 @@ class Runner:
     def __init__(self, order: Order):
         import torch
 
-        from bench.side_by_side.plan import Cell
+        from bench.side_by_side.plan import LLAMA, Cell
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.order, self.cell = order, Cell(**order.cell)
+        self.is_llama = order.key in LLAMA
         self.model: Any = None
         self.contender: Any = None
         self.clock: Any = None
@@ -66,6 +67,11 @@ class Runner:
         self.update_seconds = 0.0
 
     def load(self) -> dict[str, Any]:
+        if self.is_llama:
+            from bench.side_by_side.llama import gguf_file, open_model
+
+            self.model = open_model(gguf_file(Path(self.order.weights), self.cell.shape))
+            return {}
         from bench.side_by_side.weights import load_model
 
         self.model = load_model(self.cell.shape, self.cell.context, Path(self.order.weights))
@@ -73,10 +79,7 @@ class Runner:
 
     def warm(self) -> dict[str, Any]:
         """A step of the model with few tokens."""
-        from bench.contenders import open_floor
-
-        cell = self.cell
-        warm = open_floor(self.model, cell.shape, cell.batch)
+        warm = open_floor_of(self)
         warm.step()
         warm.close()
         _trim()
@@ -91,7 +94,7 @@ class Runner:
         seconds = time.perf_counter() - began
         if self.order.key in ("dynamic", "static", "restore", "mmap", "floor"):
             self._time_updates()
-        else:
+        elif not self.is_llama:
             self.clock = TokenClock(self.contender.cache)
         written = disk_bytes()["write_bytes"] - before["write_bytes"]
         return {"seconds": round(seconds, 2), "bytes_written": written}
@@ -143,7 +146,8 @@ class Runner:
         update = 1e3 * self.update_seconds / len(seconds)
         rest = "model, attention, page faults" if self.order.key == "mmap" else "model, attention"
         parts = {"update": update, rest: 1e3 * statistics.mean(seconds) - update}
-        return self.memory() | {"parts_ms": _rounded(parts)}
+        about = self.contender.about() if self.is_llama else {}
+        return self.memory() | {"parts_ms": _rounded(parts)} | about
 
     def memory(self) -> dict[str, Any]:
         """What the cache says that it holds."""
@@ -156,16 +160,32 @@ class Runner:
             self.contender.close()
 
 
+def open_floor_of(runner: Runner) -> Any:
+    """The order's model over few tokens."""
+    model, cell = runner.model, runner.cell
+    if runner.is_llama:
+        from bench.side_by_side.llama import LlamaContender
+
+        return LlamaContender("llama_floor", model, cell)
+    from bench.contenders import open_floor
+
+    return open_floor(model, cell.shape, cell.batch)
+
+
 def open_contender(runner: Runner) -> Any:
     """Opens and fills the order's cache."""
     from bench import contenders as known
     from bench.side_by_side.mapped import MappedCache
-    from bench.side_by_side.plan import PRESET
+    from bench.side_by_side.plan import FLOORS, PRESET
 
     model, cell, key = runner.model, runner.cell, runner.order.key
     shape, batch, context = cell.shape, cell.batch, cell.context
-    if key == "floor":
-        return known.open_floor(model, shape, batch)
+    if key in FLOORS:
+        return open_floor_of(runner)
+    if runner.is_llama:
+        from bench.side_by_side.llama import LlamaContender
+
+        return LlamaContender(key, model, cell)
     if key == "dynamic":
         return known.open_dynamic(model, shape, batch, context)
     if key == "static":
@@ -236,9 +256,12 @@ def session_report(runner: Runner) -> dict[str, Any]:
 
 def held_bytes(runner: Runner) -> int:
     """Memory that a cache of tensors or buffers takes; a mapped file's pages are the kernel's."""
-    cache, key = runner.contender.cache, runner.order.key
+    key = runner.order.key
     if key == "mmap":
         return 0
+    if runner.is_llama:
+        return runner.contender.nbytes
+    cache = runner.contender.cache
     layers = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     total = sum(tensor.nbytes for tensor in layers if tensor is not None)
     return total + sum(map(len, cache.reader.buffers)) if key == "restore" else total

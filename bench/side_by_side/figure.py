@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.side_by_side.plan import LABELS
+from bench.side_by_side.plan import DEFAULT, LABELS
 from bench.side_by_side.report import FOLDER, load, title
 
 COLUMNS = 3
@@ -42,7 +42,7 @@ def draw(folder: Path = FOLDER) -> Path | None:
 
 
 def _draw_cell(axis: Any, result: dict[str, Any]) -> None:
-    keys = list(LABELS)[::-1]
+    keys = list(DEFAULT)[::-1]
     axis.set_xscale("log")
     for place, key in enumerate(keys):
         row = result["contenders"].get(key)

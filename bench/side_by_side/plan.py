@@ -33,19 +33,33 @@ LABELS = {
     "tokens": "tokens per head",
     "tokens_no_reuse": "tokens per head, no reuse",
 }
+DEFAULT = tuple(LABELS)  # who runs unless others are asked for
+# llama.cpp's, by the type of its KV cache; llama_floor attends as many tokens as floor does.
+LLAMA = {"llama_f16": "f16", "llama_q8": "q8_0", "llama_floor": "f16"}
+LABELS |= {
+    "llama_f16": "llama.cpp, f16",
+    "llama_q8": "llama.cpp, q8_0",
+    "llama_floor": f"llama.cpp ({SELECTED_TOKENS} tokens)",
+}
+FLOORS = ("floor", "llama_floor")
 PRESET = "preset:"  # before a preset's name: a contender with its own settings and memory
 ALWAYS = ("kvswap", "floor")  # in every wave, so that all are paired with them
 ON_FILE = ("restore", "mmap")
 ON_SESSION = ("kvswap", "tokens", "tokens_no_reuse")
 UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
+NO_DISK = "reads no disk: its time is that of the cell without a modelled device"
+NO_LLAMA = "no llama.cpp: `make peers` builds it for this processor"
 
 # To fill and to run, for an estimate; measured on two cores and a disk of some 2 GB/s.
 FILL_SECONDS_PER_GIB = {
     "kvswap": 3.0, "tokens": 12.0, "tokens_no_reuse": 12.0, "dynamic": 2.0, "static": 2.0,
     "restore": 2.0, "mmap": 0.0, "floor": 0.0,
+    "llama_f16": 8.0, "llama_q8": 16.0, "llama_floor": 0.0,
 }  # fmt: skip
 START_SECONDS = 2.5  # of a child; they start together
-STEP_SECONDS_PER_GIB = {"dynamic": 1.2, "static": 0.15, "restore": 0.9, "mmap": 5.0}
+STEP_SECONDS_PER_GIB = {
+    "dynamic": 1.2, "static": 0.15, "restore": 0.9, "mmap": 5.0, "llama_f16": 0.5, "llama_q8": 0.9,
+}  # fmt: skip
 
 
 def label(key: str) -> str:
@@ -136,6 +150,10 @@ def memory_need(cell: Cell, key: str) -> int:
         "dynamic": whole + layer,  # a layer grows by being copied
         "static": whole * (cell.context + ROOM_TOKENS) // cell.context,
         "restore": 2 * layer,
+        # While it is filled, a sequence's state twice.
+        "llama_f16": whole + 2 * whole // cell.batch,
+        "llama_q8": (whole + 2 * whole // cell.batch) * 9 // 16,
+        "llama_floor": 2 * cell.selected_bytes,
     }
     chosen = cell.budget_bytes + 3 * cell.selected_bytes
     if key.startswith(PRESET):
@@ -160,6 +178,7 @@ class Room:
     memory: int
     disk: int
     has_cap: bool
+    has_llama: bool
 
     def problem(self, cell: Cell, key: str) -> str | None:
         """Why a contender cannot be measured; None: it can."""
@@ -167,6 +186,10 @@ class Room:
             return UNMODELLED
         if key == "mmap" and not self.has_cap:
             return memory_cap.NONE
+        if key in LLAMA and cell.device:
+            return NO_DISK
+        if key in LLAMA and not self.has_llama:
+            return NO_LLAMA
         for what, need, there in (
             ("memory", self._memory_with_always(cell, key), MEMORY_SHARE_MAX * self.memory),
             ("disk", self._disk_with_always(cell, key), DISK_SHARE_MAX * self.disk),

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import RESULTS
-from bench.side_by_side.plan import LABELS, in_order, label
+from bench.side_by_side.plan import DEFAULT, FLOORS, LABELS, LLAMA, in_order, label
 from kvswap_torch import format_bytes
 
 FOLDER = RESULTS / "side_by_side"
 OF_PRESETS = RESULTS / "side_by_side_presets"
+OF_LLAMA = RESULTS / "side_by_side_llama"
 IN_FULL = "1b_32k_b8_local"  # the cell that the results page shows with everything
 COLUMNS = (
     "contender", "ms per step (quartiles)", "against kvswap", "KV memory", "seen from outside",
@@ -84,7 +85,7 @@ def print_cell(console: Console, result: dict[str, Any]) -> None:
 
 def compact_rows(folder: Path = FOLDER) -> Iterator[str]:
     """A line a cell: kvswap's time and memory, and the others' time against it."""
-    peers = [key for key in LABELS if key != "kvswap"]
+    peers = [key for key in DEFAULT if key != "kvswap"]
     heads = ["shape, context, batch", "disk", "KV memory", "kvswap"]
     yield "| " + " | ".join(heads + [LABELS[key] for key in peers]) + " |"
     yield "|" + "---|" * (len(heads) + len(peers))
@@ -111,6 +112,29 @@ def full_rows(result: dict[str, Any]) -> Iterator[str]:
         else:
             line = cells_of(row, result["kv_bytes_full"])
         yield "| " + " | ".join([label(key), *line]) + " |"
+
+
+def context_rows(folder: Path = OF_LLAMA) -> Iterator[str]:
+    """Where llama.cpp was measured: what the context costs each engine above so few tokens."""
+    columns = ("shape, context, batch", "contender", "KV memory", "ms per step", "few tokens",
+               "the context costs", "against kvswap's")  # fmt: skip
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for result in load(folder):
+        rows, place = result["contenders"], title(result)
+        if "llama_floor" not in rows or "floor" not in rows:
+            continue
+        ours = rows["kvswap"]["ms"] - rows["floor"]["ms"]
+        for key in keys_of(result):
+            row = rows.get(key)
+            if row is None or key in FLOORS:
+                continue
+            few = rows["llama_floor" if key in LLAMA else "floor"]["ms"]
+            cost, memory = row["ms"] - few, format_bytes(row["kv_memory_bytes"])
+            against = "" if key == "kvswap" or ours <= 0 else f"{cost / ours:.1f}x"
+            line = [place, label(key), memory, f"{row['ms']:.1f}", f"{few:.1f}", f"{cost:.1f}"]
+            yield "| " + " | ".join([*line, against]) + " |"
+            place = ""
 
 
 def in_full(folder: Path = FOLDER) -> Iterator[str]:

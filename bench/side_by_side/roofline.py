@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.contenders import SELECTED_TOKENS
-from bench.side_by_side.plan import Cell, is_on_session
+from bench.side_by_side.plan import FLOORS, LLAMA, Cell, is_on_session
 from bench.side_by_side.weights import touched_bytes
 
 BUFFER_BYTES = 1 << 30
@@ -97,7 +97,9 @@ def floor_of(
     """row: what `measure.py` has found of the contender."""
     selected = cell.shape.kv_bytes(cell.batch, SELECTED_TOKENS)
     kept = cell.shape.kv_bytes(cell.batch, KEPT_TOKENS)
-    kv_bytes = {"floor": selected}.get(key, cell.kv_bytes)
+    kv_bytes = selected if key in FLOORS else cell.kv_bytes
+    if key in LLAMA and key not in FLOORS:
+        kv_bytes = row["kv_memory_bytes"]
     if is_on_session(key):
         kv_bytes = selected + kept
     read = row["bytes_read"]

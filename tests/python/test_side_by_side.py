@@ -29,7 +29,7 @@ from tests.python.tiny_models import has_native, prompt, tiny_model
 
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 GIB = 1 << 30
-PLENTY = Room(memory=1 << 50, disk=1 << 50, has_cap=True)
+PLENTY = Room(memory=1 << 50, disk=1 << 50, has_cap=True, has_llama=True)
 
 
 @torch.inference_mode()
@@ -175,20 +175,22 @@ def test_the_plan_refuses_by_name(given, said):
 def test_who_cannot_run_is_told_why():
     cell = Cell("1b", 131072, 8)
     assert PLENTY.problem(cell, "dynamic") is None
-    little = Room(memory=4 * GIB, disk=1 << 50, has_cap=True)
+    little = Room(memory=4 * GIB, disk=1 << 50, has_cap=True, has_llama=True)
     assert re.match(r"memory: needs .* there is", little.problem(cell, "dynamic"))
-    full = Room(memory=1 << 50, disk=GIB, has_cap=True)
+    full = Room(memory=1 << 50, disk=GIB, has_cap=True, has_llama=True)
     assert full.problem(cell, "tokens").startswith("disk: needs")
-    assert Room(1 << 50, 1 << 50, has_cap=False).problem(cell, "mmap") == memory_cap.NONE
+    uncapped = Room(1 << 50, 1 << 50, has_cap=False, has_llama=True)
+    assert uncapped.problem(cell, "mmap") == memory_cap.NONE
     assert "modelled" in PLENTY.problem(Cell("1b", 32768, 1, "emmc"), "mmap")
 
 
 def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
-        ["kvswap", "floor", "restore", "mmap", "static", "dynamic", "tokens", "tokens_no_reuse"]
-    ]
-    room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True)
+        ["kvswap", "floor", "restore", "mmap", "static", "dynamic", "tokens", "tokens_no_reuse",
+         "llama_f16", "llama_q8", "llama_floor"]
+    ]  # fmt: skip
+    room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, has_llama=True)
     waves = room.waves(cell, keys)
     assert len(waves) > 1
     assert all(wave[:2] == ["kvswap", "floor"] for wave in waves)
@@ -217,7 +219,7 @@ def test_the_part_that_fills_the_distance_is_what_it_takes_above_its_own_bytes()
 def test_a_cell_is_measured_and_told(tiny, tmp_path):
     cell = Cell("tiny", 1024, 1)
     keys = ["kvswap", "restore", "mmap"]
-    room = Room(memory=1 << 50, disk=1 << 50, has_cap=False)
+    room = Room(memory=1 << 50, disk=1 << 50, has_cap=False, has_llama=True)
     measured = Measurement(cell, tmp_path, tiny[1], seconds=0.01, say=lambda what: None)
     measured.run(keys, room)
     assert measured.empty == {"mmap": memory_cap.NONE}
