@@ -46,11 +46,11 @@ Status Account::check_room(int64_t batch, int64_t context) const {
   const std::string of = " for a batch of " + std::to_string(batch / options.heads_apart) +
                          " and a context of " + std::to_string(context) + " tokens";
   if (options.kv_memory_bytes >= 0 && need.total() > options.kv_memory_bytes) {
-    return Status::budget("session: kv_memory_bytes must be at least " +
-                          std::to_string(need.total()) + of + " (" +
-                          uses_of(need, options.device.has_value()) + "), got " +
-                          std::to_string(options.kv_memory_bytes) +
-                          "; raise it, or lower pages_max, rank, the context or the batch");
+    return Status::budget(
+        "session: kv_memory_bytes must be at least " + std::to_string(need.total()) + of + " (" +
+        uses_of(need, options.device.has_value()) + "), got " +
+        std::to_string(options.kv_memory_bytes) + "; raise it, or lower " +
+        (need.kept > 0 ? "keep_tokens, " : "") + "pages_max, rank, the context or the batch");
   }
   const int64_t saved_groups = options.base != nullptr ? options.base->groups : 0;
   const int64_t new_groups = std::max<int64_t>(0, options.sealed_groups(context) - saved_groups);

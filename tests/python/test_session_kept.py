@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import re
 
 import pytest
 import torch
 
 from kvswap_torch import SwapConfig
+from kvswap_torch.errors import BudgetError
 from tests.python.reference_heads import reference
 from tests.python.test_session import (
     BACK_ENDS,
@@ -244,6 +246,20 @@ def test_a_prompt_decides_how_many_tokens_stay(tmp_path, device, rows, heads, sc
     assert len(shares) > 1, "prompts differ"
     kept = [len(kept.columns) for one in of_heads for s in one._layers.values() for kept in s.kept]
     assert twins.sessions[0].counters()["tokens_kept"] == sum(kept) / len(kept)
+
+
+def test_a_budget_that_cannot_hold_what_is_kept_names_the_least_and_its_parts(tmp_path):
+    made = options(tmp_path, rows="box", keeper="observed", keep_tokens=4000)
+    made.kv_memory_bytes, made.max_context, made.max_batch = 6 << 20, 5000, 1
+    with pytest.raises(
+        BudgetError, match=r"must be at least \d+ .*kept \d+.*lower keep_tokens"
+    ) as told:
+        native(made)
+    named = [int(number) for number in re.findall(r"\d+", str(told.value))]
+    least, parts = named[0], named[3:-1]
+    assert sum(parts) == least and named[-1] == made.kv_memory_bytes
+    made.kv_memory_bytes = 2 * least
+    native(made).close()
 
 
 def test_without_a_prompt_a_quarter_stays(tmp_path):
