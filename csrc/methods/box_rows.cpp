@@ -16,6 +16,13 @@ struct Box {
   std::vector<float> highs;
 };
 
+/// The largest finite number of a summary's elements.
+float largest_of(DType dtype) {
+  if (dtype == DType::kFloat16) return 65504.0f;
+  if (dtype == DType::kBFloat16) return 0x1.fep127f;
+  return std::numeric_limits<float>::max();
+}
+
 /// The element that stands for `value`, or the next larger one.
 template <typename T>
 T rounded_up(float value) {
@@ -77,10 +84,17 @@ void BoxRows::write(int64_t layer, const RowPiece& piece) const {
   for (int64_t i = 0; i < piece.tokens / options().group_tokens; ++i) {
     box.lows.assign(channels(), std::numeric_limits<float>::infinity());
     box.highs.assign(channels(), -std::numeric_limits<float>::infinity());
+    bool is_bounded = true;
     for_each_key(piece, i * options().group_tokens, [&](int64_t channel, float key) {
+      is_bounded = is_bounded && std::isfinite(key);
       box.lows[channel] = std::min(box.lows[channel], key);
       box.highs[channel] = std::max(box.highs[channel], key);
     });
+    if (!is_bounded) {
+      const float largest = largest_of(options().summary_dtype);
+      box.lows.assign(channels(), -largest);
+      box.highs.assign(channels(), largest);
+    }
     const int64_t row = piece.first_row + i;
     const int64_t lane = row / kSummaryBlock * width * kSummaryBlock + row % kSummaryBlock;
     if (options().summary_dtype == DType::kInt8) {

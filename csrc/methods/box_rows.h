@@ -13,8 +13,9 @@ namespace kvswap {
 /// sum over heads of the largest product that a key in the box can have.
 ///
 /// Half widths are rounded up, so that the score is a bound at any precision of the summary.
-/// Padding is left out. Needs no projection and no calibration. Not for small groups: a row is as
-/// large as the keys of two tokens.
+/// A group with a key that is no finite number has the largest box, so that it is chosen before
+/// all others and what it makes of the attention is seen. Padding is left out. Needs no projection
+/// and no calibration. Not for small groups: a row is as large as the keys of two tokens.
 class BoxRows final : public GroupRows {
  public:
   explicit BoxRows(const MethodOptions& options) : GroupRows(options, 2) {}

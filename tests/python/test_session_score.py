@@ -75,3 +75,28 @@ def test_keys_that_are_no_numbers_are_rated_too(tmp_path):
             session.append(layer, keys, keys)
             session.attend(layer, query, 0.125)
     assert session.counters()["groups_attended"] > 0
+
+
+@pytest.mark.parametrize("records", ["model", "fp8"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("keeper", ["none", "observed", "heavy", "arkv"])
+def test_a_key_that_is_no_number_is_attended_and_seen(tmp_path, keeper, bad, records):
+    """Of boxes its group's is the largest."""
+    kept = {} if keeper == "none" else {"keeper": keeper, "keep_tokens": 16}
+    made = options(tmp_path, rows="box", records=records, group_tokens=16, groups_max=2, **kept)
+    made.keep_interval = 2 if keeper == "heavy" else 0
+    session = native(made)
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (150, 1, 1, 1):
+        keys, values = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM, generator=generator)
+        if tokens > 1:
+            keys[0, 0, 60, 3] = bad
+        query = torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator).abs()
+        for layer in range(LAYERS):
+            output = session.extend(layer, query, keys, values, 0.125)
+            of_head = output[:, -1:, : HEADS // KV_HEADS]
+            # One that is infinitely small is attended with a weight of 0, unless it was rounded.
+            is_seen = bad != -torch.inf or (records == "fp8" and tokens == 1)
+            assert of_head.isnan().any() == is_seen
+            assert output[:, -1:, HEADS // KV_HEADS :].isfinite().all()
+    assert session.read_back(0, 60, 61)[0][0, 0, 0, 3].isfinite().logical_not()

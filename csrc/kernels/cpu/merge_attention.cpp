@@ -35,7 +35,7 @@ void merge_typed(const MergeAttentionArgs& args, int64_t begin, int64_t end) {
     const Other* other = static_cast<const Other*>(args.other_output) + row * args.head_dim;
     const float mine = args.log_sum_exp[row];
     const float theirs = args.other_log_sum_exp[row];
-    const float larger = std::max(mine, theirs);
+    const float larger = mine == kNothing ? theirs : std::max(mine, theirs);
     if (larger == kNothing) {
       std::fill_n(output, args.head_dim, T{});
       continue;

@@ -198,7 +198,7 @@ class AttentionRun {
 
   void finish_row(const AttentionPartials& partials, const AttentionState& state, int64_t unit,
                   int64_t row) const {
-    const bool is_empty = !(state.sum[row] > 0.0f);
+    const bool is_empty = state.sum[row] == 0.0f;
     const float factor = is_empty ? 0.0f : 1.0f / state.sum[row];
     const float log_sum_exp = is_empty ? kNothing : state.largest[row] + std::log(state.sum[row]);
     const float* values = state.output + row * state.stride;

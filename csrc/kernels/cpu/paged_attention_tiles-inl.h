@@ -189,7 +189,7 @@ inline void cap_scores(const AttentionState& state, int64_t row, float scale, fl
     const Floats below = multiply(maximum(multiply(share, fill(-1.0f)), fill(-10.0f)), fill(-1.0f));
     const Floats grown = exponential(multiply(maximum(below, fill(-10.0f)), fill(2.0f)));
     const Floats tanh = add(one, divide(fill(-2.0f), add(grown, one)));
-    store(multiply(tanh, fill(softcap)), scores + t);
+    store(keep_nan(share, multiply(tanh, fill(softcap))), scores + t);
   }
 }
 
@@ -221,7 +221,8 @@ inline void weigh_scores(const AttentionState& state, int64_t row, float scale, 
   const float reference = now == kNothing ? 0.0f : now;
   Floats sums = zeros();
   for (int64_t t = 0; t < padded; t += kLanes) {
-    const Floats weight = exponential(add(load(scores + t), fill(-reference)));
+    const Floats below = add(load(scores + t), fill(-reference));
+    const Floats weight = keep_nan(below, exponential(below));
     store(weight, scores + t);
     sums = add(sums, weight);
   }

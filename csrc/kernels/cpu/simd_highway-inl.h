@@ -122,6 +122,10 @@ inline Floats power_of_two(Floats a) {
 inline Floats nan_to(Floats a, float substitute) {
   return hn::IfThenElse(hn::Eq(a, a), a, fill(substitute));
 }
+/// `a`, but `from` where that is no number: a clamp must not hide it.
+inline Floats keep_nan(Floats from, Floats a) {
+  return hn::IfThenElse(hn::Eq(from, from), a, from);
+}
 inline Floats pairwise_max(Floats a, Floats b) {
   return hn::Max(hn::ConcatEven(FloatTag(), b, a), hn::ConcatOdd(FloatTag(), b, a));
 }

@@ -34,6 +34,7 @@ inline Floats magnitude(Floats a) { return std::fabs(a); }
 inline Floats exponential(Floats a) { return std::exp(a); }
 inline Floats power_of_two(Floats a) { return std::exp2(a); }
 inline Floats nan_to(Floats a, float substitute) { return a != a ? substitute : a; }
+inline Floats keep_nan(Floats from, Floats a) { return from == from ? a : from; }
 inline Floats pairwise_max(Floats a, Floats b) { return std::max(a, b); }
 inline Floats pairwise_add(Floats a, Floats b) { return a + b; }
 inline Floats where_greater(Floats a, Floats b, Floats yes, Floats no) { return a > b ? yes : no; }

@@ -154,7 +154,7 @@ struct RowSums {
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < kAttentionWarps; ++w) {
-      if (sum[w][row] > 0.0f) total += sum[w][row] * exp2f(largest[w][row] - all_largest);
+      if (sum[w][row] != 0.0f) total += sum[w][row] * exp2f(largest[w][row] - all_largest);
     }
     return total;
   }
@@ -162,13 +162,13 @@ struct RowSums {
   __device__ float factor_of(int warp, int row) const {
     const float all_largest = largest_of(row);
     const float total = total_of(row, all_largest);
-    if (!(total > 0.0f) || !(sum[warp][row] > 0.0f)) return 0.0f;
+    if (total == 0.0f || sum[warp][row] == 0.0f) return 0.0f;
     return exp2f(largest[warp][row] - all_largest) / total;
   }
   __device__ float log_sum_exp_of(int row) const {
     const float all_largest = largest_of(row);
     const float total = total_of(row, all_largest);
-    return total > 0.0f ? (all_largest + log2f(total)) * 0.6931471805599453f : never();
+    return total != 0.0f ? (all_largest + log2f(total)) * 0.6931471805599453f : never();
   }
 };
 

@@ -15,7 +15,7 @@ struct Weights {
 
 __device__ Weights weigh(float mine, float theirs) {
   const float larger = fmaxf(mine, theirs);
-  if (larger == never()) return {0.0f, 0.0f, never()};
+  if (mine == never() && theirs == never()) return {0.0f, 0.0f, never()};
   const float weight = expf(mine - larger);
   const float other_weight = expf(theirs - larger);
   const float sum = weight + other_weight;
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       // What stands on a side that counts for nothing may be anything, NaN too.
-      const float weighted = weights.mine > 0.0f ? weights.mine * values[i] : 0.0f;
-      values[i] = weights.theirs > 0.0f ? fmaf(weights.theirs, others[i], weighted) : weighted;
+      const float weighted = weights.mine != 0.0f ? weights.mine * values[i] : 0.0f;
+      values[i] = weights.theirs != 0.0f ? fmaf(weights.theirs, others[i], weighted) : weighted;
     }
     store_row(output + at, values);
   }

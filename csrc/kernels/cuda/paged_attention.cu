@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
   }
   float total = 0.0f;
   for (int s = static_cast<int>(threadIdx.x) % kTeam; s < job.splits; s += kTeam) {
-    const float weight = largest == never() ? 0.0f : expf(weights[s][row] - largest);
+    const float weight = weights[s][row] == never() ? 0.0f : expf(weights[s][row] - largest);
     weights[s][row] = weight;
     total += weight;
   }
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
   if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) % kTeam == 0 && row < place.rows &&
       job.log_sum_exp != nullptr) {
     job.log_sum_exp[log_sum_exp_index(job, place, row)] =
-        total > 0.0f ? largest + logf(total) : never();
+        total != 0.0f ? largest + logf(total) : never();
   }
 
   const int vectors = job.head_dim / 4;
@@ -96,12 +96,12 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
   for (int s = 0; s < job.splits; ++s) {
     const float weight = weights[s][own_row];
     // A split that saw nothing has a weight of 0; what stands there is not a number of ours.
-    if (!(weight > 0.0f)) continue;
+    if (weight == 0.0f) continue;
     const float4 part = source[static_cast<int64_t>(s) * kRows * vectors];
     value = make_float4(fmaf(weight, part.x, value.x), fmaf(weight, part.y, value.y),
                         fmaf(weight, part.z, value.z), fmaf(weight, part.w, value.w));
   }
-  const float factor = totals[own_row] > 0.0f ? 1.0f / totals[own_row] : 0.0f;
+  const float factor = totals[own_row] != 0.0f ? 1.0f / totals[own_row] : 0.0f;
   value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
   write_output<T>(job, place, own_row, i % vectors, value);
 }

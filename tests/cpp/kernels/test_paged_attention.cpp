@@ -101,6 +101,32 @@ TEST_P(PagedAttention, SinksTakeAllWeightWhereNothingIsSeen) {
   attention.expect_matches_reference();
 }
 
+template <typename T>
+void expect_seen(float bad, int64_t pages, float softcap) {
+  AttentionCase<T> attention({.kv_heads = 2, .ratio = 2, .pages = pages, .softcap = softcap});
+  attention.masks[pages - 2] = 0b11;
+  const auto* page = static_cast<const T*>(attention.pages[pages - 2]);
+  const_cast<T*>(page)[64 + 5] = from_float<T>(bad);  // K of the first KV head, token 1
+  for (int64_t head = 0; head < 2; ++head) attention.query[head * 64 + 5] = from_float<T>(0.5f);
+  paged_attention(attention.args(), {});
+  for (int64_t i = 0; i < 4 * 64; ++i) {
+    EXPECT_EQ(std::isnan(to_float(attention.output[i])), i < 2 * 64) << bad << " " << i;
+  }
+  for (int64_t head = 0; head < 4; ++head) {
+    EXPECT_EQ(std::isnan(attention.log_sum_exp[head]), head < 2) << bad;
+  }
+}
+
+TEST_P(PagedAttention, WhatIsNoNumberIsSeen) {
+  for (const int64_t pages : {8, 1500}) {
+    for (const float softcap : {0.0f, 2.0f}) {
+      expect_seen<float>(std::numeric_limits<float>::quiet_NaN(), pages, softcap);
+      expect_seen<BFloat16>(std::numeric_limits<float>::quiet_NaN(), pages, softcap);
+    }
+    expect_seen<Float16>(std::numeric_limits<float>::infinity(), pages, 0.0f);
+  }
+}
+
 /// The pieces in falling order on other threads: nothing may depend on who does what when.
 void contrary_for(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) {
   for (int64_t i = count - 1; i >= 0; --i) std::thread(body, i, i + 1).join();

@@ -113,6 +113,21 @@ TEST(CudaAttention, ManyPages) {
   expect_attention<BFloat16>({.group_tokens = 64, .head_dim = 8, .pages = 600});
 }
 
+TEST(CudaAttention, WhatIsNoNumberIsSeen) {
+  for (const int64_t pages : {8, 150}) {
+    DeviceAttention<Float16> device({.kv_heads = 2, .ratio = 2, .head_dim = 64, .pages = pages});
+    AttentionCase<Float16>& attention = device.attention;
+    attention.masks[3] = 0b11;
+    const auto* page = static_cast<const Float16*>(attention.pages[3]);
+    const_cast<Float16*>(page)[64 + 5] =  // K of the first KV head
+        from_float<Float16>(std::numeric_limits<float>::quiet_NaN());
+    device.run();
+    for (int64_t i = 0; i < 4 * 64; ++i) {
+      ASSERT_EQ(std::isnan(to_float(attention.output[i])), i < 2 * 64) << i;
+    }
+  }
+}
+
 TEST(CudaAttention, NothingSeen) {
   expect_attention_of_all_types({.batch = 2, .ratio = 2, .head_dim = 64, .pages = 0});
   DeviceAttention<Float16> device({.batch = 1, .ratio = 2, .head_dim = 64, .pages = 40});

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -186,6 +187,19 @@ TEST(BoxRows, TheScoreIsABoundAtEveryPrecision) {
         }
         ASSERT_GE(scores[token / 16], product - 1e-3) << static_cast<int>(dtype);
       }
+    }
+  }
+}
+
+TEST(BoxRows, AKeyThatIsNoFiniteNumberIsChosenFirst) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8}) {
+      Prompt prompt = draw(5, 96, 0);
+      prompt.keys[(1 * 96 + 50) * kDim + 3] = bad;
+      const MethodOptions options = box_options(4, dtype);
+      EXPECT_EQ(choice(*make_selector(options, nullptr), prompt, 4, 1), std::vector<int32_t>{12})
+          << bad << " " << static_cast<int>(dtype);
     }
   }
 }
