@@ -67,6 +67,7 @@ def open_cache(
 def fill_to(contender: Contender, shape: Shape, context: int, console: Console) -> float:
     """Appends random tokens up to `context`; seconds."""
     session, began = contender.cache.driver.session, time.perf_counter()
+    session.begin_pass("prefill")
     begins = range(contender.position, context, FILL_TOKENS)
     for begin in track(begins, f"filling to {context:,}", console=console, transient=True):
         tokens = min(FILL_TOKENS, context - begin)

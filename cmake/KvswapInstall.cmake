@@ -5,8 +5,8 @@ include(CMakePackageConfigHelpers)
 # Each stands alone: torch (below torch/ only), the standard library and one another.
 set(public_headers
   kvswap/budget.h kvswap/cache.h kvswap/cache_options.h kvswap/cache_report.h kvswap/errors.h
-  kvswap/memory_size.h kvswap/model_shape.h kvswap/projection_file.h kvswap/safetensors.h
-  kvswap/saved_cache.h kvswap/settings.h kvswap/swap_config.h kvswap/tokens.h
+  kvswap/memory_size.h kvswap/model_shape.h kvswap/pass.h kvswap/projection_file.h
+  kvswap/safetensors.h kvswap/saved_cache.h kvswap/settings.h kvswap/swap_config.h kvswap/tokens.h
   torch/query_predictor.h torch/tensor_cache.h)
 
 install(TARGETS kvswap_torch LIBRARY DESTINATION lib)

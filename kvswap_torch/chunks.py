@@ -1,8 +1,20 @@
-"""How a long text is read: in passes of like length."""
+"""Forward passes: how a long text is divided into them, and what each is."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Literal
+
+Pass = Literal["prefill", "decode"]  # as kvswap::Pass
+
+
+def pass_of(tokens: int, select_queries_max: int) -> Pass:
+    """What a model's forward pass of `tokens` new tokens is to its cache.
+
+    transformers does not say what it runs a pass for, so that a few tokens are a step of an answer,
+    or a question: they attend over what they select. Who drives a session says it himself.
+    """
+    return "decode" if tokens <= select_queries_max else "prefill"
 
 
 def even_chunks(tokens: int, chunk: int) -> list[tuple[int, int]]:

@@ -153,7 +153,7 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         "clusters a page of the largest cluster, and last of all one that was written anew",
     )
     select_queries_max: int = number(
-        8, 1, 16, "longest chunk that attends the union of its selections; longer ones are exact"
+        8, 1, 16, "longest step of decoding, which attends the union of its tokens' selections"
     )
     look_ahead: bool = boolean(
         False,

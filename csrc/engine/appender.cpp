@@ -5,10 +5,20 @@
 
 namespace kvswap {
 
+Status Appender::check_length(const char* where, int64_t tokens) const {
+  const int64_t most = parts_.options.select_queries_max;
+  if (pass_ == Pass::kPrefill || tokens <= most) return Status::ok();
+  return Status::invalid(std::string(where) +
+                         ": a decode pass must be of at most select_queries_max (" +
+                         std::to_string(most) + ") tokens, got " + std::to_string(tokens) +
+                         "; begin_pass() as a prefill attends exactly");
+}
+
 Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
   if (tokens < 1) {
     return Status::invalid("append: tokens must be at least 1, got " + std::to_string(tokens));
   }
+  KVSWAP_RETURN_IF_ERROR(check_length("append", tokens));
   if (batch_.size() == 0) KVSWAP_RETURN_IF_ERROR(batch_.begin(batch, tokens));
   if (batch != batch_.size()) {
     const int64_t apart = parts_.options.heads_apart;
@@ -29,7 +39,7 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
 Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   prepared_ = -1;
   KVSWAP_RETURN_IF_ERROR(check(layer, batch, tokens));
-  if (is_long(layer, tokens)) {
+  if (is_exact(layer)) {
     KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   } else {
     // Left over when nobody attended after the last append().
@@ -50,12 +60,11 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
 }
 
 Status Appender::append(int64_t layer, const KeyValueView& tokens) {
-  const bool is_prepared =
-      prepared_ == layer && tokens.batch == batch_.size() && is_long(layer, tokens.tokens);
+  const bool is_prepared = prepared_ == layer && tokens.batch == batch_.size() && is_exact(layer);
   if (!is_prepared) KVSWAP_RETURN_IF_ERROR(prepare(layer, tokens.batch, tokens.tokens));
   prepared_ = -1;
   Batch::Layer& state = batch_.layer(layer);
-  if (!is_long(layer, tokens.tokens)) {
+  if (!is_exact(layer)) {
     tail_.fill(layer, tokens, {.count = tokens.tokens, .first_column = state.columns});
     batch_.grow(layer, state.columns + tokens.tokens);
     return Status::ok();
@@ -65,6 +74,7 @@ Status Appender::append(int64_t layer, const KeyValueView& tokens) {
   const Status appended = append_chunk(layer, tokens);
   parts_.space->compute().end_chunk();
   if (!appended.is_ok()) sealer_.take_back(layer, sealed);
+  if (appended.is_ok() && pass_ == Pass::kPrefill) state.prefilled = state.columns;
   return appended;
 }
 

@@ -8,14 +8,15 @@
 #include "engine/layer_steps.h"
 #include "engine/sealer.h"
 #include "engine/tail.h"
+#include "kvswap/pass.h"
 
 namespace kvswap {
 
-/// New tokens of a layer: a few go to the tail, a long chunk goes past it to the disk.
+/// New tokens of a layer: those of a decoding step go to the tail, a prefill's past it to the disk.
 ///
 /// append() is all or nothing. A failed background write is permanent: every later call returns
-/// it. prepare() checks and charges ahead of a long chunk's append(), and holds until forget().
-/// Not thread-safe.
+/// it. prepare() checks and charges ahead of an exact append(), and holds until forget() or the
+/// next pass. Not thread-safe.
 class Appender {
  public:
   Appender(EngineParts& parts, Batch& batch, Tail& tail, Sealer& sealer, Account& account,
@@ -31,10 +32,18 @@ class Appender {
   Status prepare(int64_t layer, int64_t batch, int64_t tokens);
   Status append(int64_t layer, const KeyValueView& tokens);
   void forget() { prepared_ = -1; }
-  /// Does it go past the tail? What attends from the disk does too.
-  bool is_long(int64_t layer, int64_t tokens) const {
-    return tokens > parts_.options.select_queries_max || batch_.is_restored(layer);
+  /// What the next calls belong to.
+  void begin(Pass pass) {
+    pass_ = pass;
+    forget();
   }
+  Pass pass() const { return pass_; }
+  /// Does the pass attend everything in this layer? Its tokens then go past the tail.
+  bool is_exact(int64_t layer) const {
+    return pass_ == Pass::kPrefill || batch_.is_restored(layer);
+  }
+  /// Can a pass of this kind have so many tokens?
+  Status check_length(const char* where, int64_t tokens) const;
 
  private:
   Status check(int64_t layer, int64_t batch, int64_t tokens);
@@ -47,7 +56,8 @@ class Appender {
   Account& account_;
   LayerSteps& steps_;
   Clustering& clustering_;
-  int64_t prepared_ = -1;  // the layer that prepare() was called for; -1: none
+  Pass pass_ = Pass::kPrefill;  // until it is said
+  int64_t prepared_ = -1;       // the layer that prepare() was called for; -1: none
 };
 
 }  // namespace kvswap

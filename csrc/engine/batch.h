@@ -24,6 +24,7 @@ class Batch {
     int64_t columns = 0;
     int64_t sealed_groups = 0;
     int64_t first_in_tail = 0;  // sealed groups from here on still stand in the tail's pages
+    int64_t prefilled = 0;      // columns, the newest prefill's with all before it
   };
 
   Batch(EngineParts& parts, Account& account)

@@ -18,6 +18,8 @@ class Calls {
   Calls(EngineParts& parts, LayerSteps& steps);
 
   bool is_own_process() const;
+  /// The first of it alone, for what touches no step.
+  Status check(int64_t layer = 0) const;
   Status enter();  // a call that names no layer
   Status enter(int64_t layer);
   Status enter_step(int64_t layer);  // of the layer's own step: see LayerSteps::settle_before()
@@ -25,8 +27,6 @@ class Calls {
   Status leave(Status status);
 
  private:
-  Status check(int64_t layer) const;
-
   EngineParts& parts_;
   LayerSteps& steps_;
   pid_t owner_;

@@ -85,7 +85,9 @@ Status Editor::crop_layer(const Returning& returning, int64_t columns) {
                                             past_.tokens(listed, i, room.data())));
     }
   }
-  batch_.layer(returning.layer).columns = columns;
+  Batch::Layer& layer = batch_.layer(returning.layer);
+  layer.columns = columns;
+  layer.prefilled = std::min(layer.prefilled, columns);
   steps_.of(returning.layer).forget_choice();
   sealer_.take_back(returning.layer, returning.sealed);
   return Status::ok();

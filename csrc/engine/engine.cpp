@@ -84,6 +84,12 @@ Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, Par
   return engine;
 }
 
+Status Engine::begin_pass(Pass pass) {
+  KVSWAP_RETURN_IF_ERROR(calls_.check());
+  appender_.begin(pass);
+  return Status::ok();
+}
+
 Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   if (batch_->size() == 0) {
@@ -101,7 +107,7 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
   const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
                         &parts_->counters.append_seconds);
   KVSWAP_RETURN_IF_ERROR(calls_.enter_step(layer));
-  KVSWAP_RETURN_IF_ERROR(exact_chunks_.begin(layer, tokens.tokens));
+  KVSWAP_RETURN_IF_ERROR(exact_chunks_.begin(layer));
   KeyValueView parts = tokens;
   parts.heads_apart = parts_->options.heads_apart;
   parts.batch = tokens.batch * parts.heads_apart;
@@ -130,10 +136,11 @@ bool Engine::needs_projection(int64_t layer) const {
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
-  if (batch_->layer(layer).sealed_groups == 0 || query.queries < 1 ||
-      exact_chunks_.takes(layer, query.queries) || needs_projection(layer)) {
+  if (batch_->layer(layer).sealed_groups == 0 || query.queries < 1 || exact_chunks_.takes(layer) ||
+      needs_projection(layer)) {
     return Status::ok();
   }
+  KVSWAP_RETURN_IF_ERROR(appender_.check_length("look_ahead", query.queries));
   KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
   KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
@@ -151,15 +158,15 @@ Status Engine::attend(const AttendArgs& args) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter_step(args.layer));
   const int64_t queries = args.query.queries;
   const int64_t held = columns(args.layer);
-  if (batch_->is_restored(args.layer)) {
-    return Status::invalid("attend: layer " + std::to_string(args.layer) +
-                           " must attend exactly, since it never chooses");
+  if (exact_chunks_.takes(args.layer)) {
+    return Status::invalid(
+        "attend: layer " + std::to_string(args.layer) + " must attend exactly, since " +
+        (batch_->is_restored(args.layer) ? "it never chooses" : "the pass is a prefill"));
   }
-  if (queries < 1 || queries > options().select_queries_max || queries > held) {
-    return Status::invalid("attend: queries must be at least 1 and at most select_queries_max (" +
-                           std::to_string(options().select_queries_max) +
-                           ") and the columns appended (" + std::to_string(held) + "), got " +
-                           std::to_string(queries));
+  KVSWAP_RETURN_IF_ERROR(appender_.check_length("attend", queries));
+  if (queries < 1 || queries > held) {
+    return Status::invalid("attend: queries must be at least 1 and at most the columns appended (" +
+                           std::to_string(held) + "), got " + std::to_string(queries));
   }
   LayerStep& step = steps_.of(args.layer);
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
@@ -229,7 +236,7 @@ Status Engine::reset() {
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   // Errors of it are forgotten with all the rest.
   (void)sealer_.settle().is_ok();
-  appender_.forget();
+  appender_.begin(Pass::kPrefill);
   batch_->clear();
   steps_.forget_choices();
   account_.release_scores();

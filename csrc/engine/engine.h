@@ -58,6 +58,8 @@ class Engine {
   static Result<std::unique_ptr<Engine>> create(const EngineOptions& options, ParallelFor parallel);
   ~Engine();
 
+  /// What the next calls belong to; until it is said, and after reset(), a prefill.
+  Status begin_pass(Pass pass);
   /// Validity of the next columns: [batch, tokens], true where the token counts.
   Status declare(int64_t batch, int64_t tokens, const bool* valid);
   /// append() is all or nothing. A background write that failed is kept and tried again by the
@@ -68,7 +70,7 @@ class Engine {
   /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
   Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
   /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
-  /// what has left the tail. Not for what ExactChunks takes.
+  /// what has left the tail. Of a decode pass, but for what ExactChunks takes.
   Status attend(const AttendArgs& args);
 
   /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the

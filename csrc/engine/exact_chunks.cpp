@@ -13,12 +13,12 @@ constexpr int64_t kBlockTokensMax = 2048;    // more gains nothing
 
 Status ExactChunks::prepare(int64_t layer, int64_t sequences, int64_t tokens) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  KVSWAP_RETURN_IF_ERROR(begin(layer, tokens));
+  KVSWAP_RETURN_IF_ERROR(begin(layer));
   return appender_.prepare(layer, sequences * parts_.options.heads_apart, tokens);
 }
 
-Status ExactChunks::begin(int64_t layer, int64_t tokens) {
-  if (!parts_.options.drops() || batch_.layer(layer).columns == 0 || !takes(layer, tokens)) {
+Status ExactChunks::begin(int64_t layer) {
+  if (!parts_.options.drops() || batch_.layer(layer).columns == 0 || !takes(layer)) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
@@ -31,8 +31,8 @@ void ExactChunks::end(int64_t layer, int64_t tokens) {
   if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }
 
-void ExactChunks::count(int64_t layer, int64_t queries) {
-  if (queries > parts_.options.select_queries_max) return;
+void ExactChunks::count(int64_t layer) {
+  if (appender_.pass() != Pass::kDecode) return;
   EngineCounters& counters = parts_.counters;
   const auto groups = static_cast<uint64_t>(batch_.size() * batch_.layer(layer).sealed_groups);
   counters.groups_attended += groups;

@@ -20,8 +20,8 @@ struct PastWalk {
   int64_t past = 0;  // tokens before the chunk
 };
 
-/// Chunks that attend everything before them, which streams by: long ones, and any in a layer that
-/// never chooses and has outgrown its pages.
+/// Chunks that attend everything before them, which streams by: a prefill's, and any in a layer
+/// that never chooses and has outgrown its pages.
 ///
 ///   prepare(...), walk(...) for each part, Engine::append(), end(...)
 /// or the same with append() first, which prepares by itself. Not thread-safe.
@@ -37,16 +37,16 @@ class ExactChunks {
         appender_(appender),
         keeping_(keeping) {}
 
-  /// Does a chunk of so many queries attend so?
-  bool takes(int64_t layer, int64_t queries) const { return appender_.is_long(layer, queries); }
+  /// Does the pass attend so?
+  bool takes(int64_t layer) const { return appender_.is_exact(layer); }
   /// Reserves memory for the next Engine::append(), so that the caller can attend first and the
   /// write overlaps with it. sequences: the caller's.
   Status prepare(int64_t layer, int64_t sequences, int64_t tokens);
   /// Such a chunk is about to come. Where nothing is on disk, what came before has its turn while
   /// it is all there.
-  Status begin(int64_t layer, int64_t tokens);
-  /// Counts a short chunk as a step which read all that is sealed.
-  void count(int64_t layer, int64_t queries);
+  Status begin(int64_t layer);
+  /// Counts a chunk that decodes as a step which read all that is sealed.
+  void count(int64_t layer);
   /// The exact walk: every token before the chunk once, from the first valid group on. Sealed
   /// groups stream by in blocks, what is newer comes last. Of those that were dropped for good what
   /// is left comes first.

@@ -9,8 +9,8 @@ bool Given::needs_scores(int64_t layer, int64_t queries) {
   const EngineOptions& options = parts_.options;
   if (!RowsKind::find(options.rows)->is_given) return false;
   steps_.settle();
-  return !options.is_exact(layer) && !batch_.all_fit(layer) &&
-         !exact_chunks_.takes(layer, queries) && !steps_.of(layer).is_for(queries);
+  return !options.is_exact(layer) && !batch_.all_fit(layer) && !exact_chunks_.takes(layer) &&
+         !steps_.of(layer).is_for(queries);
 }
 
 Status Given::take_scores(int64_t layer, const GivenScores& scores) {

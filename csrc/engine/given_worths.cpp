@@ -57,7 +57,7 @@ Status GivenWorths::give(int64_t layer, const GivenWorth& given) {
     }
     const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, given.tokens);
     kept.seen_columns = std::max(kept.seen_columns, columns);
-    if (given.tokens > options.select_queries_max) {
+    if (first < batch_.layer(layer).prefilled) {
       kept.is_due = true;
       kept.next.reset();
     } else {

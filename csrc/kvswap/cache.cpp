@@ -99,23 +99,25 @@ std::unique_ptr<Cache> Cache::fork() {
   return std::unique_ptr<Cache>(new Cache(impl_->fork()));
 }
 
-void Cache::declare(int64_t batch, int64_t tokens, const bool* valid) {
+void Cache::begin_pass(Pass pass, const NewColumns& columns) {
   const Impl::Use use(*impl_);
-  throw_status(use.engine().declare(batch, tokens, valid));
+  throw_status(use.engine().begin_pass(pass));
+  if (columns.valid == nullptr) return;
+  throw_status(use.engine().declare(columns.batch, columns.tokens, columns.valid));
 }
 
 LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   const Impl::Use use(*impl_);
-  const EngineOptions& options = use.engine().options();
+  Engine& engine = use.engine();
+  const EngineOptions& options = engine.options();
   const std::vector<int64_t>& own = options.true_query_layers;
   if (!options.look_ahead || layer < 0 || layer >= options.layers ||
-      std::find(own.begin(), own.end(), layer) != own.end() ||
+      std::find(own.begin(), own.end(), layer) != own.end() || engine.exact_chunks().takes(layer) ||
       tokens > options.select_queries_max ||
-      use.engine().columns(layer) < options.tail_tokens + options.group_tokens) {
+      engine.columns(layer) < options.tail_tokens + options.group_tokens) {
     return LookAhead::kNo;
   }
-  if (use.engine().sequences().all_fit(layer)) return LookAhead::kAnyQuery;
-  return options.is_exact(layer) ? LookAhead::kNo : LookAhead::kPredicted;
+  return engine.sequences().all_fit(layer) ? LookAhead::kAnyQuery : LookAhead::kPredicted;
 }
 
 void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms) {
@@ -201,7 +203,7 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
   const AttendArgs args = attend_args(layer, query, scale, output, terms, engine.options().dtype);
   const KeyValueView added = key_value_view(tokens);
   ExactChunks& chunks = engine.exact_chunks();
-  if (!chunks.takes(layer, tokens.tokens)) {
+  if (!chunks.takes(layer)) {
     throw_status(engine.append(layer, added));
     impl_->attend(args);
     return;
@@ -215,14 +217,17 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
 
 EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
   const Impl::Use use(*impl_);
-  const Engine& engine = use.engine(layer);
+  Engine& engine = use.engine(layer);
   const EngineOptions& options = engine.options();
   // Rows that have no projection have no rank either.
   if (impl_->projection(layer).source != ProjectionSource::kNone || options.ranks.empty() ||
       options.is_exact(layer)) {
     return EstimateWanted::kNo;
   }
-  if (tokens <= options.select_queries_max) return EstimateWanted::kIfOutgrown;
+  // A few tokens say too little, whatever they are.
+  if (!engine.exact_chunks().takes(layer) || tokens <= options.select_queries_max) {
+    return EstimateWanted::kIfOutgrown;
+  }
   const int64_t to_seal = engine.columns(layer) + tokens - options.tail_tokens;
   return to_seal / options.group_tokens > options.groups_max ? EstimateWanted::kFromChunk
                                                              : EstimateWanted::kNo;

@@ -10,6 +10,7 @@
 #include "kvswap/cache_options.h"
 #include "kvswap/cache_report.h"
 #include "kvswap/errors.h"
+#include "kvswap/pass.h"
 #include "kvswap/tokens.h"
 
 namespace kvswap {
@@ -42,7 +43,7 @@ enum class LookAhead {
 /// Whether a layer that is to choose must be given a projection that is estimated.
 enum class EstimateWanted {
   kNo,          // it has one, or none is of use to it
-  kFromChunk,   // from a long chunk, before it is appended: then nothing must be read back
+  kFromChunk,   // from a prefill's chunk, before it is appended: then nothing must be read back
   kIfOutgrown,  // after append(), if LayerState::needs_projection: from what is there
 };
 
@@ -58,14 +59,16 @@ struct LookAheadTerms {
 /// <kvswap/torch/tensor_cache.h>.
 ///
 /// Order of calls in one forward pass of n new tokens, for each layer i in turn:
-///   declare(...)         once, before the first layer, when some new columns are padding
+///   begin_pass(pass)     once, before the first layer; with NewColumns where some are padding
 ///   look_ahead(i + 1, predicted query)   any time before layer i + 1's attend(); optional
 ///   append(i, tokens)    the new tokens' K and V
 ///   attend(i, query, scale, output)
 /// or the last two in one, extend(i, ...).
-/// Up to select_queries_max tokens attend over sinks, selected groups and tail; a longer chunk
-/// attends exactly over everything before it, which is streamed from disk. With records=fp8 those
-/// of its own tokens that an append() has sealed before attend() are rounded, too.
+/// What a pass is the program says, see Pass: a prefill attends exactly, a decoding step, of at
+/// most select_queries_max tokens, selects. The last piece of a prompt is a prefill however short
+/// it is. Until begin_pass(), and after reset(), a pass is a prefill; what is said holds until the
+/// next begin_pass(). With records=fp8 those of a prefill's own tokens that an append() has sealed
+/// before attend() are rounded, too.
 ///
 /// A layer that must choose among more groups than groups_max needs a projection first: a
 /// calibrated one, which OpenArgs bring, or one that the program estimates where wants_estimate().
@@ -93,17 +96,17 @@ class Cache {
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  /// Validity of the columns that the next append() of each layer brings: [batch, tokens], true
-  /// where the token counts. Without it new columns are all valid.
-  void declare(int64_t batch, int64_t tokens, const bool* valid);
+  /// A forward pass begins; `columns`: those that the next append() of each layer brings.
+  void begin_pass(Pass pass, const NewColumns& columns = {});
 
   /// Whether a look ahead could be of use to `layer` in a forward pass of `tokens` tokens that has
-  /// not reached it. kNo for a layer that is not there, so that i + 1 may be asked for the last.
+  /// not reached it. kNo in a prefill, and for a layer that is not there, so that i + 1 may be
+  /// asked for the last.
   LookAhead wants_look_ahead(int64_t layer, int64_t tokens) const;
   /// Predicts what `layer` will read from a predicted query, and submits the reads; where the layer
   /// before is to choose first, with its own query, behind the reads of that one. Does nothing when
-  /// nothing has to be read or when there are more than select_queries_max queries. Where any query
-  /// will do its data may be null. A score by mass needs all heads.
+  /// nothing has to be read, or in a prefill. Where any query will do its data may be null. A score
+  /// by mass needs all heads.
   void look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms = {});
 
   // What a program decides in the place of the settings' method.
@@ -115,12 +118,12 @@ class Cache {
   /// cannot hold it.
   void append(int64_t layer, const NewTokens& tokens);
   /// softmax(scale * Q K^T) V of the newest query.tokens columns, into output: [batch, tokens,
-  /// heads, head_dim] contiguous, of the cache's dtype. Rows of padding mean nothing. A long chunk
+  /// heads, head_dim] contiguous, of the cache's dtype. Rows of padding mean nothing. A prefill
   /// takes memory in the order of its own K, V and output on top of the ledger's.
   void attend(int64_t layer, const Queries& query, float scale, void* output,
               const CapAndSinks& terms = {});
-  /// append() and attend() in one; on a device a long chunk is written while its attention is
-  /// computed. When it throws, nothing of a long chunk is kept; of a short one the tokens may be.
+  /// append() and attend() in one; on a device a prefill is written while its attention is
+  /// computed. When it throws, nothing of a prefill is kept; of a decoding step the tokens may be.
   void extend(int64_t layer, const NewTokens& tokens, const Queries& query, float scale,
               void* output, const CapAndSinks& terms = {});
 

@@ -69,7 +69,7 @@ class Cache::Impl {
   /// Over columns that are appended.
   void attend(const AttendArgs& args) {
     const int64_t queries = args.query.queries;
-    if (!engine_->exact_chunks().takes(args.layer, queries)) {
+    if (!engine_->exact_chunks().takes(args.layer)) {
       throw_status(engine_->attend(args));
       return;
     }

@@ -99,7 +99,7 @@ Status attend_exactly(Engine& engine, const ExactArgs& args, const ExactAttentio
   const int64_t tokens = args.attention.query.queries;
   const Stopwatch watch(engine.parts().timeline.get(),
                         {.kind = SpanKind::kAttendExactly, .layer = layer});
-  engine.exact_chunks().count(layer, tokens);
+  engine.exact_chunks().count(layer);
   ExactArgs whole = args;
   std::optional<OwnTokens> own;
   if (args.own.keys == nullptr) {

@@ -102,7 +102,7 @@ struct Settings {
   /// when it was last attended, which costs a look at the keys in each step; with clusters a
   /// page of the largest cluster, and last of all one that was written anew
   std::string replacement = "fifo";
-  /// longest chunk that attends the union of its selections; longer ones are exact
+  /// longest step of decoding, which attends the union of its tokens' selections
   int64_t select_queries_max = 8;
   /// predict the next layer's query and read ahead; off: choose with the true query. For
   /// projections that were calibrated for it: the tuner's

@@ -29,6 +29,13 @@ struct NewTokens {
                           int64_t batch, int64_t tokens);
 };
 
+/// Which of the columns that a pass brings count; those of padding do not.
+struct NewColumns {
+  int64_t batch = 0;
+  int64_t tokens = 0;
+  const bool* valid = nullptr;  // [batch, tokens], true where the token counts; null: all do
+};
+
 /// Queries of a layer, [batch, heads, tokens, head_dim] of the cache's dtype, after RoPE.
 struct Queries {
   const void* data = nullptr;

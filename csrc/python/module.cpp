@@ -21,6 +21,7 @@ using kvswap::EstimateFrom;
 using kvswap::GroupChoice;
 using kvswap::LayerState;
 using kvswap::ModelShape;
+using kvswap::Pass;
 using kvswap::Report;
 using kvswap::SavedCache;
 using kvswap::TensorCache;
@@ -120,10 +121,22 @@ void set_estimate(TensorCache& cache, py::function estimate) {
   });
 }
 
+Pass pass_named(const std::string& name) {
+  if (name == "prefill") return Pass::kPrefill;
+  if (name == "decode") return Pass::kDecode;
+  throw py::value_error("begin_pass: a pass must be prefill or decode, got " + name);
+}
+
 void bind_tensor_calls(py::class_<TensorCache>& cache) {
   // Reads, packing and attention need no interpreter.
   using Released = py::call_guard<py::gil_scoped_release>;
-  cache.def("declare", &TensorCache::declare, py::arg("valid"), Released())
+  cache
+      .def(
+          "begin_pass",
+          [](TensorCache& self, const std::string& pass, const std::optional<at::Tensor>& valid) {
+            self.begin_pass(pass_named(pass), valid);
+          },
+          py::arg("pass"), py::arg("valid") = py::none(), Released())
       .def("look_ahead",
            py::overload_cast<int64_t, const at::Tensor&, std::optional<double>, int64_t>(
                &TensorCache::look_ahead),

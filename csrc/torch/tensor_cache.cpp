@@ -157,13 +157,17 @@ at::Tensor TensorCache::output_for(const at::Tensor& query) const {
   return at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
 }
 
-void TensorCache::declare(const at::Tensor& valid) {
-  TORCH_CHECK_VALUE(valid.dim() == 2 && valid.scalar_type() == at::kBool,
-                    "declare: valid must be a [batch, tokens] bool tensor, got ", valid.sizes(),
-                    " of ", valid.scalar_type());
-  const at::Tensor packed = valid.to(at::kCPU).contiguous();
-  with_value_errors(
-      [&] { cache_->declare(packed.size(0), packed.size(1), packed.data_ptr<bool>()); });
+void TensorCache::begin_pass(Pass pass, const std::optional<at::Tensor>& valid) {
+  NewColumns columns;
+  at::Tensor packed;
+  if (valid) {
+    TORCH_CHECK_VALUE(valid->dim() == 2 && valid->scalar_type() == at::kBool,
+                      "begin_pass: valid must be a [batch, tokens] bool tensor, got ",
+                      valid->sizes(), " of ", valid->scalar_type());
+    packed = valid->to(at::kCPU).contiguous();
+    columns = {packed.size(0), packed.size(1), packed.data_ptr<bool>()};
+  }
+  with_value_errors([&] { cache_->begin_pass(pass, columns); });
 }
 
 void TensorCache::look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale,

@@ -33,8 +33,9 @@ using Estimate = std::function<std::pair<at::Tensor, at::Tensor>(const EstimateF
 /// A Cache over tensors: checks them, hands over what they point to, and estimates projections
 /// where none was calibrated. What needs no tensors is asked of cache().
 ///
-/// A program calls, for each layer i of a forward pass of `tokens` tokens:
+/// A program calls, for a forward pass of `tokens` tokens and each layer i of it:
 ///
+///   cache.begin_pass(Pass::kDecode);   // or kPrefill, once
 ///   cache.look_ahead(i + 1, tokens, predict);
 ///   output = cache.extend(i, query, keys, values, scale);
 ///
@@ -59,8 +60,9 @@ class TensorCache {
   /// In the place of the settings' projection_kind. The tokens' own call is not under way in it.
   void set_estimate(Estimate estimate) { estimate_ = std::move(estimate); }
 
-  /// valid: [batch, tokens] bool of the columns that the next append() of each layer brings.
-  void declare(const at::Tensor& valid);
+  /// valid: [batch, tokens] bool of the columns that the next append() of each layer brings; none:
+  /// no token is padding.
+  void begin_pass(Pass pass, const std::optional<at::Tensor>& valid = {});
 
   /// query: [batch, heads or kv_heads, queries, head_dim] after RoPE; with kv_heads heads it is the
   /// sum over each GQA group. scale, predicting_since_ns: as LookAheadTerms.
@@ -83,8 +85,8 @@ class TensorCache {
   at::Tensor attend(int64_t layer, const at::Tensor& query, double scale,
                     const ScoreTerms& terms = {});
   /// append() and attend() in one. A layer that is to choose from now on and has no projection gets
-  /// one that is estimated: from a long chunk, or from the newest tokens when decoding has outgrown
-  /// what may be attended.
+  /// one that is estimated: from a prefill's chunk, or from the newest tokens when decoding, or a
+  /// few tokens of a prefill, have outgrown what may be attended.
   at::Tensor extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                     const at::Tensor& values, double scale, const ScoreTerms& terms = {});
 

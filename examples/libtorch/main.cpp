@@ -43,15 +43,14 @@ class Conversation {
   Conversation(const Qwen3& model, const Tokenizer& tokenizer, kvswap::TensorCache& cache)
       : model_(model), tokenizer_(tokenizer), cache_(cache) {}
 
-  /// Prefills the document in chunks that differ by at most one token: a short last one would be
-  /// taken for a question, which attends over selected groups only.
+  /// Prefills the document.
   void read(const std::vector<int64_t>& document, int64_t chunk) {
     const auto began = Clock::now();
     const auto total = static_cast<int64_t>(document.size());
-    const int64_t chunks = (total + chunk - 1) / chunk;
-    for (int64_t i = 0; i < chunks; ++i) {
-      const int64_t end = total * (i + 1) / chunks;
-      model_.forward({document.begin() + total * i / chunks, document.begin() + end}, cache_);
+    for (int64_t begin = 0; begin < total; begin += chunk) {
+      const int64_t end = std::min(begin + chunk, total);
+      cache_.begin_pass(kvswap::Pass::kPrefill);
+      model_.forward({document.begin() + begin, document.begin() + end}, cache_);
       std::fprintf(stderr, "\rreading the document: %ld of %ld tokens, %.0f tokens/s",
                    static_cast<long>(end), static_cast<long>(total),
                    static_cast<double>(end) / seconds_since(began));
@@ -63,11 +62,16 @@ class Conversation {
   /// Greedy; writes the answer as it comes.
   void ask(const std::vector<int64_t>& question, int64_t max_new_tokens) {
     tokens_.insert(tokens_.end(), question.begin(), question.end());
+    const int64_t most = cache_.cache().options().settings.select_queries_max;
     int64_t count = 0;
     for (bool is_last = false; !is_last; ++count) {
       // What the cache has not seen: the question, then one token at a time.
-      const at::Tensor logits =
-          model_.forward({tokens_.begin() + cache_.cache().held().columns, tokens_.end()}, cache_);
+      const std::vector<int64_t> unread(tokens_.begin() + cache_.cache().held().columns,
+                                        tokens_.end());
+      // As Python does, a question that is short enough for it is answered over what it selects.
+      const bool is_short = static_cast<int64_t>(unread.size()) <= most;
+      cache_.begin_pass(is_short ? kvswap::Pass::kDecode : kvswap::Pass::kPrefill);
+      const at::Tensor logits = model_.forward(unread, cache_);
       const auto token = logits.argmax().item<int64_t>();
       std::cout << tokenizer_.bytes_of(token) << std::flush;
       if (count == 0) began_ = Clock::now();

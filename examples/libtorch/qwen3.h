@@ -22,7 +22,8 @@ class Qwen3 {
   const std::string& type() const { return type_; }
   const std::set<int64_t>& end_tokens() const { return end_tokens_; }
 
-  /// Runs `tokens` after what is in the cache; the logits of the last one, [vocabulary] fp32.
+  /// Runs `tokens` after what is in the cache, in a pass that has begun there; the logits of the
+  /// last one, [vocabulary] fp32.
   at::Tensor forward(const std::vector<int64_t>& tokens, kvswap::TensorCache& cache) const;
 
  private:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvswap_torch.chunks import pass_of
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
@@ -203,9 +204,8 @@ class SessionDriver:
         if valid is None and self._declared:
             # A pass that failed declared what it did not append.
             valid = torch.ones(batch, tokens, dtype=torch.bool)
-        if valid is not None:
-            self._declared = True
-            self.session.declare(valid)
+        self._declared = self._declared or valid is not None
+        self.session.begin_pass(pass_of(tokens, self.config.select_queries_max), valid)
 
     def begin_pass(self) -> int:
         """Columns before a pass that is about to begin; `take_back` comes back to this."""
@@ -229,6 +229,8 @@ class SessionDriver:
         """Whether a look ahead could be of use to `layer`."""
         if not self.config.look_ahead or self._held != batch:
             return Ahead.NO
+        if layer == 0:  # asked by one that is not on disk
+            self.session.begin_pass(pass_of(tokens, self.config.select_queries_max))
         return Ahead(self.session.wants_look_ahead(layer, tokens))
 
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float, since_ns: int) -> None:

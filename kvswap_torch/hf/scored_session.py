@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvswap_torch.chunks import Pass
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.padding import Padding
@@ -45,16 +46,22 @@ class ScoredSession:
         self._room = room
         self._padding = padding
         self._told: dict[int, int] = {}  # tokens of a layer that the plug-in has seen
+        self._pass: Pass = "prefill"  # until it is said
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
     # What a forward pass calls.
 
+    def begin_pass(self, kind: Pass, valid: torch.Tensor | None = None) -> None:
+        self._session.begin_pass(kind, valid)
+        self._pass = kind
+
     def look_ahead(
         self, layer: int, query: torch.Tensor, scale: float | None = None, since_ns: int = 0
     ) -> None:
-        if not (self._is_long(query) or self._config.is_exact(layer) or self.attends_all(layer)):
+        is_prefill = self._pass == "prefill"
+        if not (is_prefill or self._config.is_exact(layer) or self.attends_all(layer)):
             self._give(layer, query, query.shape[-1] ** -0.5 if scale is None else scale)
         self._session.look_ahead(layer, query, scale, since_ns)
 
@@ -62,7 +69,7 @@ class ScoredSession:
         self._check_room(layer, keys)
         # What the last append left to be sealed is sealed before these come.
         self._tell(layer, *self._sealing(layer, None))
-        sealing = self._sealing(layer, keys) if self._is_long(keys) else None
+        sealing = self._sealing(layer, keys) if self._pass == "prefill" else None
         self._session.append(layer, keys, values)
         if sealing is not None:
             self._tell(layer, *sealing)
@@ -76,7 +83,7 @@ class ScoredSession:
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
-        if not self._is_long(keys) and not self._config.is_exact(layer):
+        if self._pass == "decode" and not self._config.is_exact(layer):
             self.append(layer, keys, values)
             return self.attend(layer, query, scale, *terms)
         self._check_room(layer, keys)
@@ -101,12 +108,10 @@ class ScoredSession:
     def reset(self) -> None:
         self._session.reset()
         self._told.clear()
+        self._pass = "prefill"
         self._plug_in.reset()
 
     # How.
-
-    def _is_long(self, tokens: torch.Tensor) -> bool:
-        return tokens.shape[2] > self._config.select_queries_max
 
     def _sealed(self, columns: int) -> int:
         """Of so many columns those that are on disk once they have been attended."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvswap_torch import _C
+from kvswap_torch.chunks import pass_of
 from tests.golden.record import counted, quiet
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 2, 4, 2, 32, 8
@@ -97,8 +98,7 @@ class _Passes:
     def run(self, batch: int) -> list[Any]:
         valid = torch.ones(batch, 90, dtype=torch.bool)
         valid[0, :7] = False
-        self._session.declare(valid)
-        self._forward(batch, 90)
+        self._forward(batch, 90, valid)
         for _ in range(8):
             self._forward(batch, 1)
         self._forward(batch, 3)
@@ -119,7 +119,8 @@ class _Passes:
     def _whole(self, *shape: int) -> torch.Tensor:
         return torch.randint(-4, 5, shape, generator=self._generator).to(self._dtype)
 
-    def _forward(self, batch: int, tokens: int) -> None:
+    def _forward(self, batch: int, tokens: int, valid: torch.Tensor | None = None) -> None:
+        self._session.begin_pass(pass_of(tokens, OPTIONS["select_queries_max"]), valid)
         for layer in range(LAYERS):
             keys, values = (self._whole(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
             query = self._whole(batch, HEADS, tokens, HEAD_DIM)

@@ -27,6 +27,7 @@ def tell(session: _C.TensorCache, chunks: int, steps: int) -> str:
     digest = hashlib.sha256()
     for turn in range(chunks + steps):
         tokens = CHUNK_TOKENS if turn < chunks else 1
+        session.begin_pass("prefill" if turn < chunks else "decode")
         for layer in range(LAYERS):
             keys, values = torch.randn((2, 1, 2, tokens, 64), generator=generator)
             session.append(layer, keys, values)

@@ -13,6 +13,8 @@ KEYS_READ_BACK = 2048  # newest keys that a late estimate looks at
 class Decisions:
     """Whether to look ahead, and projections that are estimated where none was given."""
 
+    kind = "prefill"  # of the pass
+
     def __init__(self, options: Any):
         self._options = options
         self._estimate: Callable[..., Any] | None = None
@@ -28,6 +30,7 @@ class Decisions:
             made.look_ahead
             and layer in range(made.layers)
             and layer not in made.true_query_layers
+            and self.kind == "decode"
             and tokens <= made.select_queries_max
             and self.columns(layer) >= made.tail_tokens + made.group_tokens
         )
@@ -52,14 +55,15 @@ class Decisions:
         made, tokens = self._options, keys.shape[2]
         held = self.columns(layer)
         groups = (held + tokens - made.tail_tokens) // made.group_tokens
-        is_long = tokens > made.select_queries_max
-        if self._is_without(layer) and is_long and groups > made.groups_max:
+        says_much = self.kind == "prefill" and tokens > made.select_queries_max
+        if self._is_without(layer) and says_much and groups > made.groups_max:
             valid = self._declared.get(layer)
             self._put_estimate(layer, keys, query, valid, held)
 
     def _estimate_late(self, layer: int, tokens: int) -> None:
         """Decoding has outgrown what may be attended: the newest keys have to do."""
-        if tokens > self._options.select_queries_max or not self.needs_projection(layer):
+        says_much = self.kind == "prefill" and tokens > self._options.select_queries_max
+        if says_much or not self.needs_projection(layer):
             return
         state, held = self._layers[layer], self.columns(layer)
         begin = max(0, held - KEYS_READ_BACK)

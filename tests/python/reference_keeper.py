@@ -133,7 +133,7 @@ class ReferenceKeeper(Division):
             kept.decay = torch.cat([kept.decay[:first], lost[sequence]])
             fresh = min(tokens, max(0, state.columns - kept.seen))
             kept.seen = max(kept.seen, state.columns)
-            if tokens > self._options.select_queries_max:
+            if first < state.prefilled:
                 kept.is_due = True
             else:
                 kept.queries_since += fresh

@@ -37,6 +37,7 @@ class Layer:
     sealed: int = 0  # columns in sealed groups, a multiple of G
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
+    prefilled: int = 0  # columns, the newest prefill's with all before it
     given: torch.Tensor | None = None  # [batch, queries, groups]
     gone: list[int] = field(default_factory=list)  # [batch]: columns before have no records
 
@@ -60,13 +61,15 @@ class ReferenceSession(Dropping, Scores, Decisions):
 
     # What comes in.
 
-    def declare(self, valid: torch.Tensor) -> None:
+    def begin_pass(self, kind: str, valid: torch.Tensor | None = None) -> None:
         self._open()
-        self._declared = dict.fromkeys(range(self._options.layers), valid.bool().clone())
+        self.kind = kind
+        if valid is not None:
+            self._declared = dict.fromkeys(range(self._options.layers), valid.bool().clone())
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._store(layer, keys, values)
-        if keys.shape[2] > self._options.select_queries_max or self._is_restored(layer):
+        if self.kind == "prefill" or self._is_restored(layer):
             self._seal(self._layers[layer])
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -74,6 +77,8 @@ class ReferenceSession(Dropping, Scores, Decisions):
         batch, _, tokens, _ = keys.shape
         if self.batch() not in (0, batch):
             raise ValueError(f"append: batch must stay {self.batch()}, got {batch}")
+        if self.kind == "decode" and tokens > self._options.select_queries_max:
+            raise ValueError(f"append: {tokens} tokens are too many to decode")
         valid = self._declared.pop(layer, None)
         if valid is None:
             valid = torch.ones(batch, tokens, dtype=torch.bool)
@@ -85,12 +90,14 @@ class ReferenceSession(Dropping, Scores, Decisions):
             self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone(), kept)
             self._layers[layer].gone = [0] * batch
         else:
-            if tokens > self._options.select_queries_max:
+            if self.kind == "prefill":
                 self._have_turn(old)
             old.keys = torch.cat([old.keys, keys], 2)
             old.values = torch.cat([old.values, values], 2)
             old.valid = torch.cat([old.valid, valid], 1)
             old.scored = torch.cat([old.scored, keys], 2)
+        if self.kind == "prefill":
+            self._layers[layer].prefilled = self._layers[layer].columns
 
     def set_projection(self, layer, key_projection, query_projection) -> None:
         self._open()
@@ -109,7 +116,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         """query: [batch, heads or kv_heads, queries, head_dim]."""
         self._open()
         state = self._layers.get(layer)
-        if state is None or query.shape[2] > self._options.select_queries_max:
+        if state is None or self.kind == "prefill":
             return
         if self._is_restored(layer) or (self._must_choose(state) and self._lacks_projection(layer)):
             return
@@ -124,7 +131,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         self._scale = scale
         self._keeper.softcap, self._keeper.head_sinks = softcap, sinks
         tokens = query.shape[2]
-        if tokens > self._options.select_queries_max or self._is_restored(layer):
+        if self.kind == "prefill" or self._is_restored(layer):
             terms = (scale, softcap, sinks)
             visible = state.valid & ~self._dropped(state)
             output, (_, log_sum_exp) = self._attention(state, query, visible, terms)
@@ -204,6 +211,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
             state.keys, state.values = state.keys[:, :, :columns], state.values[:, :, :columns]
             state.valid, state.predicted = state.valid[:, :columns], None
             state.sealed = min(state.sealed, self._sealed_at(state.columns))
+            state.prefilled = min(state.prefilled, state.columns)
             came_back = state.keys[:, :, state.sealed :]
             state.scored = torch.cat([state.scored[:, :, : state.sealed], came_back], 2)
             for kept in state.kept if is_cut else []:
@@ -212,6 +220,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
     def reset(self) -> None:
         self._open()
         self._forget_estimates(0)
+        self.kind = "prefill"
         self._layers: dict[int, Layer] = {}
         self._keeper.states = self._layers
         self._declared: dict[int, torch.Tensor] = {}

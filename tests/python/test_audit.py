@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvswap_torch.chunks import pass_of
 from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, native, options, projection
 
 SCALE = 0.125
@@ -29,7 +30,8 @@ class Watched:
 
     def forward(self, batch: int, tokens: int, valid: torch.Tensor | None = None) -> torch.Tensor:
         valid = torch.ones(batch, tokens, dtype=torch.bool) if valid is None else valid
-        self.session.declare(valid)
+        kind = pass_of(tokens, self.options.select_queries_max)
+        self.session.begin_pass(kind, valid)
         self.valid = torch.cat([self.valid.reshape(batch, -1), valid], 1)
         for layer in range(self.options.layers):
             keys, values = (self.random(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
@@ -38,7 +40,7 @@ class Watched:
             self.keys[layer] = torch.cat([old, keys], 2)
             self.session.append(layer, keys, values)
             output = self.session.attend(layer, query, SCALE)
-            if tokens <= self.options.select_queries_max:
+            if kind == "decode":
                 self.missed.setdefault(layer, []).append(self.truly_missed(layer, query))
         return output
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvswap_torch import _C
+from kvswap_torch.chunks import pass_of
 from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, LAYERS, native, options, projection
 
 
@@ -18,6 +19,7 @@ def opened(directory, **changes) -> _C.TensorCache:
 
 def forward(session, generator: torch.Generator, tokens: int) -> list[torch.Tensor]:
     outputs = []
+    session.begin_pass(pass_of(tokens, options("").select_queries_max))
     for layer in range(LAYERS):
         keys, values, query = (
             torch.randn(2, heads, tokens, HEAD_DIM, generator=generator)

@@ -22,8 +22,9 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "cor
 
 # Who may include whom. Every room sees io's Status, where small things are kept, what is saved.
 SHARED = {"io/status.h", "io/kept_memory.h", "io/saved_tensor.h"}
-# The table of settings: plain words, which the engine is made of and every face shows.
-TABLE = {"kvswap/settings.h", "kvswap/settings_rules.h"}
+# The table of settings, and what a pass is: plain words, which the engine is made of and every face
+# shows.
+TABLE = {"kvswap/pass.h", "kvswap/settings.h", "kvswap/settings_rules.h"}
 MAY_INCLUDE = {
     "io": {"io"},
     "kernels": {"kernels"},

@@ -77,6 +77,7 @@ def attended(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list
             each = torch.arange(first, min(tokens, first + dim))
             values[:, :, each, each - first] = 1
             session.extend(number, layer.query, layer.keys, values, dim**-0.5)
+        session.begin_pass("decode")
         for number, layer in enumerate(layers):
             one = torch.zeros_like(layer.keys[:, :, :1])
             query = torch.zeros_like(layer.query[:, :, :1])
@@ -146,7 +147,9 @@ def chosen(folder: Path, config: SwapConfig, layers: list[Layer]) -> list[list[l
             kind = config.projection_kind
             pair = from_chunk(kind, keys, query, config.rank, heads=config.heads)
             session.set_projection(number, *pair)
+        session.begin_pass("prefill")
         session.extend(number, query, keys, keys, models.HEAD_DIM**-0.5)
+        session.begin_pass("decode")
         one = keys[:, :, -1:]
         session.extend(number, query[:, :, -1:], one, one, models.HEAD_DIM**-0.5)
         found.append(session.last_selection(number))

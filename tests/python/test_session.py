@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvswap_torch import _C, SwapConfig
+from kvswap_torch.chunks import pass_of
 from kvswap_torch.errors import BudgetError, ClosedError, StorageError
 from kvswap_torch.methods import METHODS
 from tests.python.reference_heads import reference
@@ -81,16 +82,19 @@ class Twins:
         return torch.randn(shape, generator=self.generator).to(self.options.dtype)
 
     def forward(self, batch: int, tokens: int, look_ahead: bool = True, valid=None) -> None:
-        if valid is not None:
-            for session in self.sessions:
-                session.declare(valid)
+        kind = pass_of(tokens, self.options.select_queries_max)
+        self.pass_(kind, batch, tokens, look_ahead, valid)
+
+    def pass_(self, kind: str, batch: int, tokens: int, look_ahead: bool = True, valid=None):
+        self.all("begin_pass", kind, valid)
         for layer in range(self.options.layers):
             keys = self.random(batch, KV_HEADS, tokens, HEAD_DIM)
             values = self.random(batch, KV_HEADS, tokens, HEAD_DIM)
             query = self.random(batch, HEADS, tokens, HEAD_DIM)
             predicted = query + 0.1 * self.random(batch, HEADS, tokens, HEAD_DIM)
             outputs = []
-            self.give_scores(layer, batch, tokens)
+            if kind == "decode":
+                self.give_scores(layer, batch, tokens)
             for session in self.sessions:
                 if look_ahead and layer > 0:
                     session.look_ahead(layer, predicted)
@@ -104,15 +108,13 @@ class Twins:
                 outputs = [torch.where(valid[..., None, None], out, 0.0) for out in outputs]
             torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-5, atol=2e-5)
             mine, theirs = (session.last_selection(layer) for session in self.sessions)
-            if tokens <= self.options.select_queries_max:
+            if kind == "decode":
                 assert [list(groups) for groups in mine] == theirs
 
     def give_scores(self, layer: int, batch: int, tokens: int) -> None:
         """With rows=given, before each choice; many are alike."""
         made, specified = self.options, self.sessions[1]
         if made.rows != "given" or layer in made.exact_layers or specified.attends_all(layer):
-            return
-        if tokens > made.select_queries_max:
             return
         parts = batch * (KV_HEADS if made.heads == "each" else 1)
         size = (parts, tokens, specified.sealed_groups(layer))

@@ -56,7 +56,7 @@ def life(session, seed: int, steps: int = 60) -> list[torch.Tensor]:
         valid = torch.ones(batch, tokens, dtype=torch.bool)
         if columns == 0:
             valid[1:, : tokens // 3] = False
-        session.declare(valid)
+        session.begin_pass("prefill" if tokens > 4 else "decode", valid)
         for layer in range(2):
             query = draw(batch, HEADS, tokens, HEAD_DIM)
             if rng.random() < 0.5 and columns:
@@ -140,6 +140,7 @@ def test_keys_that_are_no_numbers_have_clusters_of_their_own(tmp_path):
     for layer in range(2):
         session.extend(layer, query, keys, values, 0.125)
     one = torch.randn(1, HEADS, 1, HEAD_DIM)
+    session.begin_pass("decode")
     for _ in range(30):
         for layer in range(2):
             new = torch.randn(2, 1, KV_HEADS, 1, HEAD_DIM)
@@ -152,9 +153,11 @@ def test_texts_that_are_nothing_to_cluster(tmp_path, kind):
     session = native(clustered(tmp_path, "all", "sum", READERS[0]))
     tokens = 1 if kind == "one token" else 100
     keys = torch.ones(1, KV_HEADS, tokens, HEAD_DIM)
-    session.declare(torch.full((1, tokens), kind != "padding only"))
+    valid = torch.full((1, tokens), kind != "padding only")
+    session.begin_pass("decode" if kind == "one token" else "prefill", valid)
     for layer in range(2):
         session.extend(layer, torch.ones(1, HEADS, tokens, HEAD_DIM), keys, keys, 0.125)
+    session.begin_pass("decode")
     for _ in range(40):
         for layer in range(2):
             key = torch.ones(1, KV_HEADS, 1, HEAD_DIM)

@@ -89,6 +89,8 @@ def test_layers_give_up_what_others_need(heads):
         one, other = (native(options(path, **changes)) for path in ("", folder))
         generator, most = torch.Generator().manual_seed(1), []
         for session_tokens in (150, 1):
+            for session in (one, other):
+                session.begin_pass("decode" if session_tokens == 1 else "prefill")
             for layer in range(LAYERS):
                 size = (1, 2, session_tokens, 64)
                 keys, values = torch.randn(2, *size, generator=generator) * (1 + layer)

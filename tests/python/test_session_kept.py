@@ -116,6 +116,7 @@ def test_a_group_that_is_unlike_its_mean_stays(tmp_path):
         values[:, :, 21], values[:, :, 90] = 1, 2
         session.extend(layer, torch.ones(1, HEADS, 150, HEAD_DIM), keys, values, 0.1)
     one = torch.ones(1, KV_HEADS, 1, HEAD_DIM)
+    session.begin_pass("decode")
     for layer in range(LAYERS):
         # It asks all alike: of equal groups the first three are chosen.
         output = session.extend(layer, torch.zeros(1, HEADS, 1, HEAD_DIM), one, 0 * one, 0.1)
@@ -287,6 +288,8 @@ def test_capped_scores_and_sinks_count_where_tokens_are_chosen(tmp_path, device,
         size = (1, KV_HEADS, tokens, HEAD_DIM)
         keys, values = torch.randn(2, *size, generator=generator)
         query = torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
+        for each in (session, of_second):
+            each.begin_pass("decode" if tokens == 1 else "prefill")
         for layer in range(LAYERS):
             session.append(layer, keys, values)
             output = session.attend(layer, query, 0.6, 5.0, sinks)
@@ -339,6 +342,7 @@ def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, device, rows, dty
     session = native(made)
     generator, kept, float8 = torch.Generator().manual_seed(0), [], []
     for tokens in (150, *[1] * 150):
+        session.begin_pass("decode" if tokens == 1 else "prefill")
         for layer in range(LAYERS):
             size = (2, KV_HEADS, tokens, HEAD_DIM)
             keys, values = torch.randn(2, *size, generator=generator).to(dtype)

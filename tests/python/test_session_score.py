@@ -30,6 +30,7 @@ def test_what_is_loaded_is_what_such_a_buffer_lacks(tmp_path, heads, records):
     for _ in range(30):
         query = 0.9 * query + 0.4 * torch.randn(query.shape, generator=generator)
         keys, values = twins.random(2, 2, KV_HEADS, 1, HEAD_DIM)
+        twins.all("begin_pass", "decode")
         for layer in range(LAYERS):
             for session in twins.sessions:
                 session.append(layer, keys, values)
@@ -68,6 +69,7 @@ def test_keys_that_are_no_numbers_are_rated_too(tmp_path):
     made = options(tmp_path, rows="mean", replacement="score", groups_max=2, pages_max=4)
     session = native(made)
     for tokens in (100, 1, 1, 1):
+        session.begin_pass("decode" if tokens == 1 else "prefill")
         keys = torch.randn(1, KV_HEADS, tokens, HEAD_DIM)
         keys[:, :, : tokens // 2] = torch.nan if tokens > 1 else 1.0
         query = torch.randn(1, HEADS, tokens, HEAD_DIM)

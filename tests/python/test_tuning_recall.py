@@ -90,6 +90,7 @@ def test_steps_choose_what_a_session_chooses(score):
     session.set_projection(0, *pair)
     session.append(0, sample.keys[:, :, :read], sample.keys[:, :, :read])
 
+    session.begin_pass("decode")
     choice = dataclasses.replace(CHOICE, score=score)
     steps = Steps(sample, positions, choice)
     scores = GroupScores(sample, sample.predicted, pair, positions, choice)

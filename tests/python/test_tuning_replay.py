@@ -84,6 +84,7 @@ def test_loads_are_the_engines(policy, tmp_path):
     session.attend(0, keys, 1.0)
     buffer, token = ReuseBuffer(9, policy), keys[:, :, :1].contiguous()
     before = session.counters()["groups_loaded"]
+    session.begin_pass("decode")
     for _ in range(25):
         chosen = torch.randperm(14, generator=generator)[:4].sort().values.tolist()
         session.override_selection(0, [chosen])

@@ -141,8 +141,23 @@ class EngineRun {
                                    target.query_projection.data());
   }
 
+  /// Says that a pass of so many tokens decodes, where it can.
+  Status begin(int64_t tokens) {
+    const bool is_short = tokens <= options_.select_queries_max;
+    return engine_->begin_pass(is_short ? Pass::kDecode : Pass::kPrefill);
+  }
+  // The engine alone, in a pass of as many tokens.
+  Status give(int64_t layer, const Tokens& tokens, int64_t batch) {
+    KVSWAP_RETURN_IF_ERROR(begin(tokens.tokens));
+    return engine_->append(layer, view(tokens, batch));
+  }
+  Status ask(int64_t layer, const std::vector<float>& query, int64_t queries) {
+    KVSWAP_RETURN_IF_ERROR(begin(queries));
+    return engine_->look_ahead(layer, view(query, queries));
+  }
   Status attend(int64_t layer, const std::vector<float>& query, int64_t queries,
                 std::vector<std::byte>& output) {
+    KVSWAP_RETURN_IF_ERROR(begin(queries));
     output.assign(query.size() * dtype_bytes(options_.dtype), std::byte{0xab});
     return engine_->attend(
         {.layer = layer, .query = view(query, queries), .output = output.data(), .scale = 0.125f});
@@ -171,14 +186,14 @@ class EngineRun {
   void append(int64_t layer, int64_t batch, int64_t tokens) {
     const Tokens drawn = draw_tokens(batch, tokens);
     reference_.append(layer, batch, drawn);
-    const Status appended = engine_->append(layer, view(drawn, batch));
+    const Status appended = give(layer, drawn, batch);
     ASSERT_TRUE(appended.is_ok()) << appended.message();
   }
 
   void look_ahead(int64_t layer, int64_t queries) {
     const std::vector<float> query = draw_query(engine_->batch(), queries);
     reference_.look_ahead(layer, query, queries);
-    const Status planned = engine_->look_ahead(layer, view(query, queries));
+    const Status planned = ask(layer, query, queries);
     ASSERT_TRUE(planned.is_ok()) << planned.message();
   }
 

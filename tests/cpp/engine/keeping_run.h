@@ -49,7 +49,7 @@ class Pair {
       window.log_sum_exp.assign(one.query_heads * kWindow, 8.0f);
       set_projections(one, layer);
       for (EngineRun* run : {&one_, &other_}) {
-        EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
+        EXPECT_TRUE(run->give(layer, drawn, kBatch).is_ok());
         for (int64_t part = 0; part < kBatch; ++part)
           run->engine().keeping().observe_chunk(layer, part, window);
       }
@@ -61,7 +61,7 @@ class Pair {
     const Tokens drawn = one_.draw_tokens(kBatch, 1);
     const std::vector<float> query = one_.draw_query(kBatch, 1);
     for (EngineRun* run : {&one_, &other_}) {
-      EXPECT_TRUE(run->engine().append(layer, run->view(drawn, kBatch)).is_ok());
+      EXPECT_TRUE(run->give(layer, drawn, kBatch).is_ok());
     }
     std::vector<std::byte> expected;
     EXPECT_TRUE(other_.attend(layer, query, 1, expected).is_ok());

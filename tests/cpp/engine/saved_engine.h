@@ -125,6 +125,8 @@ inline std::vector<std::byte> answers(Engine& engine, uint64_t seed) {
   std::vector<std::byte> all;
   for (int64_t pass = 0; pass < 12; ++pass) {
     const int64_t tokens = pass == 5 ? 30 : 1 + pass % options.select_queries_max;
+    const bool is_short = tokens <= options.select_queries_max;
+    EXPECT_TRUE(engine.begin_pass(is_short ? Pass::kDecode : Pass::kPrefill).is_ok());
     const int64_t dim = options.head_dim;
     const auto draw = [&](int64_t heads) {
       std::normal_distribution<float> normal;
@@ -146,7 +148,7 @@ inline std::vector<std::byte> answers(Engine& engine, uint64_t seed) {
                                   .batch = 1,
                                   .tokens = tokens};
       EXPECT_TRUE(engine.append(layer, added).is_ok());
-      if (tokens > options.select_queries_max) continue;
+      if (!is_short) continue;
       std::vector<std::byte> output(query.size() * sizeof(float));
       const QueryView asked = {.data = query.data(),
                                .head_stride = tokens * dim,

@@ -51,6 +51,7 @@ class ClusterRun {
   /// A forward pass of so many tokens, some layers of which look ahead; what a disk refuses is
   /// asked again once it is mended.
   void step(int64_t batch, int64_t tokens, ReadFaults* faults = nullptr) {
+    ASSERT_TRUE(run_.begin(tokens).is_ok());
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
       const std::vector<float> ahead = run_.draw_query(batch, tokens);
       const bool looks = run_.draw(0, 1) == 0;

@@ -45,7 +45,7 @@ class CountingKernel final : public Kernel {
 void read_prompt(EngineRun& run, int64_t batch, int64_t tokens) {
   for (const int64_t layer : {0, 1}) {
     const Tokens drawn = run.draw_tokens(batch, tokens);
-    ASSERT_TRUE(run.engine().append(layer, run.view(drawn, batch)).is_ok());
+    ASSERT_TRUE(run.give(layer, drawn, batch).is_ok());
     run.engine().exact_chunks().end(layer, tokens);
   }
 }
@@ -60,7 +60,7 @@ TEST(Dropping, TouchesNoFile) {
       for (const int64_t layer : {0, 1}) {
         const Tokens drawn = run.draw_tokens(2, 1);
         const std::vector<float> query = run.draw_query(2, 1);
-        ASSERT_TRUE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
+        ASSERT_TRUE(run.give(layer, drawn, 2).is_ok());
         std::vector<std::byte> output;
         ASSERT_TRUE(run.attend(layer, query, 1, output).is_ok());
       }

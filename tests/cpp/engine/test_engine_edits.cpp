@@ -26,10 +26,10 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
                     .set_projection(0, options.ranks[0], projection.key_projection.data(),
                                     projection.query_projection.data())
                     .is_ok());
-    ASSERT_TRUE(cropped.engine().append(0, cropped.view(all, 2)).is_ok());
+    ASSERT_TRUE(cropped.give(0, all, 2).is_ok());
     ASSERT_TRUE(cropped.engine().crop(kept).is_ok());
     if (kept > 0) {
-      ASSERT_TRUE(fresh.engine().append(0, fresh.view(first, 2)).is_ok());
+      ASSERT_TRUE(fresh.give(0, first, 2).is_ok());
     }
 
     // The next token sees the same in both.
@@ -38,7 +38,7 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
     std::vector<std::byte> outputs[2];
     EngineRun* runs[] = {&cropped, &fresh};
     for (int i = 0; i < 2; ++i) {
-      ASSERT_TRUE(runs[i]->engine().append(0, runs[i]->view(next, 2)).is_ok());
+      ASSERT_TRUE(runs[i]->give(0, next, 2).is_ok());
       const Status attended = runs[i]->attend(0, query, 1, outputs[i]);
       ASSERT_TRUE(attended.is_ok()) << attended.message();
     }

@@ -30,12 +30,12 @@ void decode_through_faults(EngineRun& run, ReadFaults& faults, StatusCode expect
                            int64_t* failures) {
   for (int64_t step = 0; step < 6; ++step) {
     const std::vector<float> ahead = run.draw_query(2, 1);
-    const Status planned = run.engine().look_ahead(0, run.view(ahead, 1));
+    const Status planned = run.ask(0, ahead, 1);
     if (planned.is_ok()) run.reference().look_ahead(0, ahead, 1);
     if (!planned.is_ok()) ++*failures;
     const Tokens drawn = run.draw_tokens(2, 1);
     run.reference().append(0, 2, drawn);
-    ASSERT_TRUE(run.engine().append(0, run.view(drawn, 2)).is_ok());
+    ASSERT_TRUE(run.give(0, drawn, 2).is_ok());
     const std::vector<float> query = run.draw_query(2, 1);
     std::vector<std::byte> output;
     Status attended = run.attend(0, query, 1, output);
@@ -56,7 +56,7 @@ void prefill(EngineRun& run) {
   for (const int64_t layer : {0, 1}) {
     const Tokens drawn = run.draw_tokens(2, 150);
     run.reference().append(layer, 2, drawn);
-    ASSERT_TRUE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
+    ASSERT_TRUE(run.give(layer, drawn, 2).is_ok());
     ASSERT_TRUE(run.set_projection(layer).is_ok());
   }
   run.compare_state();
@@ -180,7 +180,7 @@ TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
   EngineRun run(with_read_faults(directory.path(), &faults), 3);
   prefill(run);
   const Tokens drawn = run.draw_tokens(2, 1);
-  ASSERT_TRUE(run.engine().append(0, run.view(drawn, 2)).is_ok());
+  ASSERT_TRUE(run.give(0, drawn, 2).is_ok());
   // Wrong bytes in the file itself: every read of them is wrong.
   std::vector<std::byte> garbage(run.engine().parts().file->allocated_bytes(), std::byte{7});
   const int fd = run.engine().parts().file->fd();
@@ -255,7 +255,7 @@ TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
     for (int step = 0; step < 60 && status.is_ok(); ++step) {
       const int64_t tokens = step % 3 == 0 ? 30 : 1;
       const Tokens drawn = run.draw_tokens(2, tokens);
-      status = run.engine().append(0, run.view(drawn, 2));
+      status = run.give(0, drawn, 2);
       if (!status.is_ok()) break;
       run.reference().append(0, 2, drawn);
       if (tokens > 1) continue;
@@ -270,7 +270,7 @@ TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
     // nothing has been lost.
     Tokens refused = run.draw_tokens(2, 30);
     for (int more = 0; more < 100; ++more) {
-      status = run.engine().append(0, run.view(refused, 2));
+      status = run.give(0, refused, 2);
       if (!status.is_ok()) break;
       run.reference().append(0, 2, refused);
       refused = run.draw_tokens(2, 30);
@@ -279,13 +279,13 @@ TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
     faults.fail_write = 0;
     if (write % 2 == 0) {
       run.compare_contents();
-      const Status again = run.engine().append(0, run.view(refused, 2));
+      const Status again = run.give(0, refused, 2);
       ASSERT_TRUE(again.is_ok()) << again.message();
       run.reference().append(0, 2, refused);
       run.compare_contents();
     }
     ASSERT_TRUE(run.engine().reset().is_ok());
-    ASSERT_TRUE(run.engine().append(0, run.view(refused, 2)).is_ok());
+    ASSERT_TRUE(run.give(0, refused, 2).is_ok());
   }
   EXPECT_TRUE(directory.is_empty());
 }
@@ -308,7 +308,7 @@ void append_through_a_full_disk(EngineOptions options, uint64_t reserve) {
   int64_t refusals = 0;
   for (int step = 0; step < 25; ++step) {
     const Tokens drawn = run.draw_tokens(3, step % 5 == 0 ? 21 : 4);
-    Status appended = run.engine().append(0, run.view(drawn, 3));
+    Status appended = run.give(0, drawn, 3);
     if (!appended.is_ok()) {
       ASSERT_EQ(appended.code(), StatusCode::kStorage);
       ++refusals;
@@ -316,7 +316,7 @@ void append_through_a_full_disk(EngineOptions options, uint64_t reserve) {
       run.compare_state();
       run.compare_contents();
       left = ~uint64_t{0};
-      appended = run.engine().append(0, run.view(drawn, 3));
+      appended = run.give(0, drawn, 3);
     }
     ASSERT_TRUE(appended.is_ok()) << appended.message();
     run.reference().append(0, 3, drawn);
@@ -345,7 +345,7 @@ TEST(Fork, AChildGetsErrorsAndHarmsNothing) {
   auto run = std::make_unique<EngineRun>(small_options(directory.path()), 4);
   run->forward(2, 100);
   const std::vector<float> query = run->draw_query(2, 1);
-  ASSERT_TRUE(run->engine().look_ahead(0, run->view(query, 1)).is_ok());
+  ASSERT_TRUE(run->ask(0, query, 1).is_ok());
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(20);
@@ -377,7 +377,7 @@ TEST(End, InTheMiddleOfALookAheadLeavesNothing) {
     for (const int64_t layer : {0, 1}) {
       ASSERT_TRUE(run.set_projection(layer).is_ok());
       const std::vector<float> query = run.draw_query(2, 2);
-      ASSERT_TRUE(run.engine().look_ahead(layer, run.view(query, 2)).is_ok());
+      ASSERT_TRUE(run.ask(layer, query, 2).is_ok());
     }
     EXPECT_TRUE(directory.is_empty());
   }

@@ -36,7 +36,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     Status refused;
     while (run.engine().columns(0) < 8000) {
       const Tokens drawn = run.draw_tokens(2, tokens);
-      refused = run.engine().append(layer, run.view(drawn, 2));
+      refused = run.give(layer, drawn, 2);
       ASSERT_LE(run.engine().parts().ledger.peak(), options.kv_memory_bytes);
       if (!refused.is_ok()) break;
       run.reference().append(layer, 2, drawn);
@@ -48,7 +48,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     const int64_t total = run.engine().parts().ledger.total();
     for (int again = 0; again < 3; ++again) {
       const Tokens drawn = run.draw_tokens(2, tokens);
-      ASSERT_FALSE(run.engine().append(layer, run.view(drawn, 2)).is_ok());
+      ASSERT_FALSE(run.give(layer, drawn, 2).is_ok());
       ASSERT_EQ(run.engine().parts().ledger.total(), total);
     }
     if (tokens <= options.select_queries_max) run.reference().seal_overflow(layer);
@@ -68,7 +68,7 @@ TEST(Budget, ThatCannotHoldTheFirstAppendIsRefusedWithTheLeastThatCan) {
   options.kv_memory_bytes = least - 1;
   EngineRun run(options, 7);
   const Tokens drawn = run.draw_tokens(2, 300);
-  const Status refused = run.engine().append(0, run.view(drawn, 2));
+  const Status refused = run.give(0, drawn, 2);
   EXPECT_EQ(refused.code(), StatusCode::kBudget);
   EXPECT_NE(refused.message().find(std::to_string(least)), std::string::npos) << refused.message();
   EXPECT_EQ(run.engine().batch(), 0);
@@ -88,12 +88,12 @@ TEST(Budget, PromisesAboutContextAndBatchAreCheckedAtTheStart) {
     run.forward(2, 4);
     run.forward(2, 4);
     const Tokens drawn = run.draw_tokens(2, 3);
-    EXPECT_EQ(run.engine().append(0, run.view(drawn, 2)).code(), StatusCode::kBudget);
+    EXPECT_EQ(run.give(0, drawn, 2).code(), StatusCode::kBudget);
     run.forward(2, 2);
     run.compare_contents();
     run.reset();
     const Tokens wide = run.draw_tokens(3, 8);
-    EXPECT_EQ(run.engine().append(0, run.view(wide, 3)).code(), StatusCode::kInvalid);
+    EXPECT_EQ(run.give(0, wide, 3).code(), StatusCode::kInvalid);
   }
   options.kv_memory_bytes -= 1;
   auto refused = Engine::create(options, nullptr);
@@ -110,7 +110,7 @@ TEST(Budget, AProjectionThatDoesNotFitLeavesTheLayerWithout) {
   EngineRun run(options, 7);
   run.forward(1, 20);
   const Tokens more = run.draw_tokens(1, 1200);  // a second chunk of the summary
-  ASSERT_TRUE(run.engine().append(0, run.view(more, 1)).is_ok());
+  ASSERT_TRUE(run.give(0, more, 1).is_ok());
   const std::vector<float> numbers(64 * 16, 1.0f);
   EXPECT_EQ(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).code(),
             StatusCode::kBudget);
@@ -137,7 +137,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   Status refused;
   while (refused.is_ok()) {
     const Tokens drawn = run.draw_tokens(2, 37);
-    refused = run.engine().append(0, run.view(drawn, 2));
+    refused = run.give(0, drawn, 2);
     if (refused.is_ok()) run.reference().append(0, 2, drawn);
   }
   EXPECT_EQ(refused.code(), StatusCode::kBudget);
@@ -175,14 +175,14 @@ TEST(Calls, OutOfTurnOrRangeAreRefused) {
   EXPECT_EQ(run.attend(0, query, 1, output).code(), StatusCode::kInvalid) << "before any append";
   run.forward(2, 30);
   const Tokens one = run.draw_tokens(1, 2);
-  EXPECT_EQ(run.engine().append(0, run.view(one, 1)).code(), StatusCode::kInvalid);
-  EXPECT_EQ(run.engine().append(2, run.view(one, 2)).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.give(0, one, 1).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.give(2, one, 2).code(), StatusCode::kInvalid);
   const Tokens none = {0, {}, {}};
-  EXPECT_EQ(run.engine().append(0, run.view(none, 2)).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.give(0, none, 2).code(), StatusCode::kInvalid);
   EXPECT_EQ(run.attend(0, query, 5, output).code(), StatusCode::kInvalid);
   EXPECT_EQ(run.attend(0, query, 0, output).code(), StatusCode::kInvalid);
   EXPECT_EQ(run.attend(-1, query, 1, output).code(), StatusCode::kInvalid);
-  EXPECT_EQ(run.engine().look_ahead(2, run.view(query, 1)).code(), StatusCode::kInvalid);
+  EXPECT_EQ(run.ask(2, query, 1).code(), StatusCode::kInvalid);
   EXPECT_EQ(run.engine().read_back(0, 2, 0, 1, output.data(), output.data()).code(),
             StatusCode::kInvalid);
   EXPECT_EQ(run.engine().read_back(0, 0, 0, 31, output.data(), output.data()).code(),
@@ -195,13 +195,13 @@ TEST(Calls, ALayerThatMustChooseWithoutAProjectionSaysSo) {
   EngineRun run(small_options(directory.path()), 7);
   run.forward(1, 30);
   const Tokens more = run.draw_tokens(1, 60);
-  ASSERT_TRUE(run.engine().append(0, run.view(more, 1)).is_ok());
+  ASSERT_TRUE(run.give(0, more, 1).is_ok());
   const Tokens next = run.draw_tokens(1, 1);
-  ASSERT_TRUE(run.engine().append(0, run.view(next, 1)).is_ok());
+  ASSERT_TRUE(run.give(0, next, 1).is_ok());
   std::vector<std::byte> output;
   EXPECT_TRUE(run.engine().needs_projection(0));
   const std::vector<float> query = run.draw_query(1, 1);
-  EXPECT_TRUE(run.engine().look_ahead(0, run.view(query, 1)).is_ok());
+  EXPECT_TRUE(run.ask(0, query, 1).is_ok());
   EXPECT_EQ(run.attend(0, query, 1, output).code(), StatusCode::kInvalid);
   ASSERT_TRUE(run.set_projection(0).is_ok());
   EXPECT_TRUE(run.attend(0, query, 1, output).is_ok());
@@ -222,7 +222,7 @@ TEST(Calls, OfHeadsThatChooseApartAreCountedInSequences) {
     EXPECT_NE(refused.message().find(words), std::string::npos) << refused.message();
   };
   const Tokens one = run.draw_tokens(1, 2);
-  said(run.engine().append(0, run.view(one, 1)), "batch must stay 2");
+  said(run.give(0, one, 1), "batch must stay 2");
   const std::vector<int64_t> beyond = {0, 2}, wide = {0, 1, 1};
   said(run.engine().select_sequences(beyond), "indices must be 0..1, got 2");
   said(run.engine().select_sequences(wide), "max_batch (2), got 3");

@@ -156,7 +156,7 @@ class Life : public Persistent {
   }
   void append_to(int64_t layer, int64_t tokens) {
     const Tokens drawn = run_.draw_tokens(kBatch, tokens);
-    again([&] { return run_.engine().append(layer, run_.view(drawn, kBatch)); });
+    again([&] { return run_.give(layer, drawn, kBatch); });
     run_.reference().append(layer, kBatch, drawn);
   }
 
@@ -164,14 +164,14 @@ class Life : public Persistent {
   void read_ahead() {
     for (const int64_t layer : {0, 1}) {
       const std::vector<float> ahead = run_.draw_query(kBatch, 1);
-      was_refused_ |= !run_.engine().look_ahead(layer, run_.view(ahead, 1)).is_ok();
+      was_refused_ |= !run_.ask(layer, ahead, 1).is_ok();
     }
   }
 
   void attend_chunk(int64_t tokens) {
     for (const int64_t layer : {0, 1}) {
       const std::vector<float> ahead = run_.draw_query(kBatch, tokens);
-      const Status planned = run_.engine().look_ahead(layer, run_.view(ahead, tokens));
+      const Status planned = run_.ask(layer, ahead, tokens);
       was_refused_ |= !planned.is_ok();
       if (planned.is_ok()) run_.reference().look_ahead(layer, ahead, tokens);
       append_to(layer, tokens);
@@ -229,7 +229,7 @@ class TurningLife : public Persistent {
 
   void append(int64_t layer, int64_t tokens) {
     const Tokens drawn = run_.draw_tokens(kBatch, tokens);
-    again([&] { return run_.engine().append(layer, run_.view(drawn, kBatch)); });
+    again([&] { return run_.give(layer, drawn, kBatch); });
   }
 
   KeptTokens::Window window() {

@@ -23,7 +23,7 @@ std::unique_ptr<EngineRun> long_run(const EngineOptions& options, int64_t tokens
   auto run = std::make_unique<EngineRun>(options, 3);
   const Tokens drawn = run->draw_tokens(1, tokens);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    EXPECT_TRUE(run->engine().append(layer, run->view(drawn, 1)).is_ok());
+    EXPECT_TRUE(run->give(layer, drawn, 1).is_ok());
     EXPECT_TRUE(run->set_projection(layer).is_ok());
   }
   return run;

@@ -113,7 +113,7 @@ TEST(Saver, AnswersOfRowsThatTheReferenceHasNotAreThoseOfTheOneThatWasSaved) {
     EngineRun run(options, 3);
     const Tokens tokens = run.draw_tokens(1, 200);
     for (int64_t layer = 0; layer < options.layers; ++layer) {
-      ASSERT_TRUE(run.engine().append(layer, run.view(tokens, 1)).is_ok());
+      ASSERT_TRUE(run.give(layer, tokens, 1).is_ok());
       if (!is_box) {
         ASSERT_TRUE(run.set_projection(layer).is_ok());
       }
@@ -147,7 +147,7 @@ TEST(Saver, RefusesAnEmptySessionAndOneWhoseLayersDiffer) {
   const Status empty = run.engine().saver().save(saved);
   EXPECT_NE(empty.message().find("must hold tokens"), std::string::npos) << empty.message();
   const Tokens tokens = run.draw_tokens(1, 20);
-  ASSERT_TRUE(run.engine().append(0, run.view(tokens, 1)).is_ok());
+  ASSERT_TRUE(run.give(0, tokens, 1).is_ok());
   const Status uneven = run.engine().saver().save(saved);
   EXPECT_NE(uneven.message().find("end the forward pass"), std::string::npos) << uneven.message();
   EXPECT_FALSE(run.engine().saver().share().is_ok());

@@ -40,6 +40,12 @@ inline CacheOptions covering(const std::string& directory,
   return options;
 }
 
+/// What a pass of so many tokens is to tests that decode where they can.
+inline Pass pass_of(int64_t tokens, const Cache& session) {
+  const bool is_short = tokens <= session.options().settings.select_queries_max;
+  return is_short ? Pass::kDecode : Pass::kPrefill;
+}
+
 /// Drives one layer and keeps all it was given, for attention written down plainly.
 class Plain {
  public:
@@ -47,6 +53,9 @@ class Plain {
 
   /// Appends random tokens to all layers, attends, and compares the last layer's answer.
   void step(Cache& session, int64_t tokens, double tolerance) {
+    pass(session, pass_of(tokens, session), tokens, tolerance);
+  }
+  void pass(Cache& session, Pass kind, int64_t tokens, double tolerance) {
     const int64_t kv_count = batch_ * shape_.kv_heads * tokens * shape_.head_dim;
     const auto keys = random(kv_count);
     const auto values = random(kv_count);
@@ -56,6 +65,7 @@ class Plain {
     const NewTokens added = NewTokens::packed(k.data(), v.data(), shape_, batch_, tokens);
     const Queries asked = Queries::packed(q.data(), shape_.heads, tokens, shape_.head_dim);
     const CapAndSinks terms = {.softcap = softcap, .sinks = sinks.empty() ? nullptr : sinks.data()};
+    session.begin_pass(kind);
     for (int64_t layer = 0; layer < shape_.layers; ++layer) {
       if (extends) {
         session.extend(layer, added, asked, 0.25f, output.data(), terms);

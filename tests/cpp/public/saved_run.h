@@ -58,6 +58,8 @@ inline std::vector<float> step(Cache& session, int64_t tokens, uint64_t seed) {
   };
   const auto keys = draw(shape.kv_heads), values = draw(shape.kv_heads), query = draw(shape.heads);
   std::vector<float> output(query.size());
+  const bool is_short = tokens <= session.options().settings.select_queries_max;
+  session.begin_pass(is_short ? Pass::kDecode : Pass::kPrefill);
   for (int64_t layer = 0; layer < shape.layers; ++layer) {
     session.append(layer, NewTokens::packed(keys.data(), values.data(), shape, 1, tokens));
     session.attend(layer, Queries::packed(query.data(), shape.heads, tokens, shape.head_dim), 0.25f,

@@ -56,7 +56,7 @@ TEST(Cache, LayersThatNeverChooseRestoreWhatTheirPagesDoNotHold) {
       plain.pad(1, 11);
       bool valid[2 * 37];
       for (int64_t i = 0; i < 2 * 37; ++i) valid[i] = i < 37 || i >= 37 + 11;
-      session.declare(2, 37, valid);
+      session.begin_pass(Pass::kPrefill, {2, 37, valid});
       // The first chunks fit into eight groups of four tokens and the tail of eight.
       for (const int64_t tokens : {37, 1, 3, 1, 40, 1, 3, 1}) plain.step(session, tokens, 1e-5);
       EXPECT_EQ(session.report().ledger.at("summary"), 0);
@@ -112,7 +112,7 @@ TEST(Cache, LeavesPaddingOut) {
   plain.pad(1, 11);
   bool valid[2 * 37];
   for (int64_t i = 0; i < 2 * 37; ++i) valid[i] = i < 37 || i >= 37 + 11;
-  session.declare(2, 37, valid);
+  session.begin_pass(Pass::kPrefill, {2, 37, valid});
   run_chunks(session, plain, 1e-5);
 }
 
@@ -155,6 +155,7 @@ TEST(Cache, SelectsWithAProjectionAndLooksAhead) {
   const auto tokens = NewTokens::packed(keys.data(), keys.data(), options.shape, 1, 100);
   session.append(0, tokens);
   EXPECT_TRUE(session.layer(0).needs_projection);
+  session.begin_pass(Pass::kDecode);
   EXPECT_THROW(session.attend(0, query, 1, output.data()), std::invalid_argument);
   Projection projection = {32, 8, std::vector<float>(32 * 8, 0.1f), std::vector<float>(32 * 8, 1)};
   session.set_projection(0, projection);

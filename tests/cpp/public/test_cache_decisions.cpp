@@ -26,7 +26,7 @@ TEST(CacheOnADevice, AnswersAsOnTheHostWithoutTorch) {
       plain.pad(1, 11);
       bool valid[2 * 37];
       for (int64_t i = 0; i < 2 * 37; ++i) valid[i] = i < 37 || i >= 37 + 11;
-      cache.declare(2, 37, valid);
+      cache.begin_pass(Pass::kPrefill, {2, 37, valid});
       for (const int64_t tokens : {37, 1, 3, 20, 1}) plain.step(cache, tokens, 1e-5);
     }
   }
@@ -59,6 +59,7 @@ class Decisions : public testing::Test {
   }
 
   void append(Cache& cache, int64_t tokens) {
+    cache.begin_pass(Pass::kPrefill);
     for (int64_t layer = 0; layer < options_.shape.layers; ++layer) {
       cache.append(layer,
                    NewTokens::packed(numbers_.data(), numbers_.data(), options_.shape, 1, tokens));
@@ -78,14 +79,18 @@ TEST_F(Decisions, ALookAheadIsWantedWhereItCouldBeOfUse) {
   options_.settings.exact_layers = {};
   Cache cache(options_);
   append(cache, 11);
+  cache.begin_pass(Pass::kDecode);
   EXPECT_EQ(cache.wants_look_ahead(1, 1), LookAhead::kNo) << "nothing is sealed";
   append(cache, 1);
+  EXPECT_EQ(cache.wants_look_ahead(1, 1), LookAhead::kNo) << "it is a prefill";
+  cache.begin_pass(Pass::kDecode);
   EXPECT_EQ(cache.wants_look_ahead(1, 1), LookAhead::kAnyQuery);
   EXPECT_EQ(cache.wants_look_ahead(0, 1), LookAhead::kNo) << "it waits for its true query";
   EXPECT_EQ(cache.wants_look_ahead(2, 1), LookAhead::kNo) << "there is no such layer";
   EXPECT_EQ(cache.wants_look_ahead(1, options_.settings.select_queries_max + 1), LookAhead::kNo);
   cache.look_ahead(1, {.tokens = 1});
   append(cache, 88);
+  cache.begin_pass(Pass::kDecode);
   EXPECT_EQ(cache.wants_look_ahead(1, 1), LookAhead::kPredicted);
   EXPECT_THROW(cache.look_ahead(1, {.tokens = 1}), std::invalid_argument) << "not any will do";
 }
@@ -94,8 +99,10 @@ TEST_F(Decisions, ALayerThatNeverChoosesIsNotPredicted) {
   options_.settings.exact_layers = {1};
   Cache cache(options_);
   append(cache, 12);
+  cache.begin_pass(Pass::kDecode);
   EXPECT_EQ(cache.wants_look_ahead(1, 1), LookAhead::kAnyQuery);
   append(cache, 88);
+  cache.begin_pass(Pass::kDecode);
   EXPECT_EQ(cache.wants_look_ahead(1, 1), LookAhead::kNo);
   EXPECT_EQ(cache.wants_estimate(1, 100), EstimateWanted::kNo);
 }
@@ -155,7 +162,7 @@ TEST_F(Decisions, PaddingIsTold) {
   Cache cache(options_);
   EXPECT_FALSE(cache.has_padding(0, 9));
   const bool valid[2 * 3] = {true, true, true, false, false, true};
-  cache.declare(2, 3, valid);
+  cache.begin_pass(Pass::kPrefill, {2, 3, valid});
   bool told[2 * 2] = {};
   EXPECT_TRUE(cache.has_padding(1, 3, told)) << "declared, and not appended yet";
   EXPECT_TRUE(told[0] && told[1] && !told[2] && told[3]);

@@ -39,11 +39,11 @@ std::vector<float> drawn(std::mt19937& random, int64_t count) {
 }
 
 /// The tokens of one pass, [heads, tokens, head_dim] each.
-struct Pass {
+struct Piece {
   int64_t tokens;
   std::vector<float> query, keys, values;
 
-  Pass(std::mt19937& random, int64_t count)
+  Piece(std::mt19937& random, int64_t count)
       : tokens(count),
         query(drawn(random, kHeads * count * kDim)),
         keys(drawn(random, kKvHeads * count * kDim)),
@@ -52,6 +52,8 @@ struct Pass {
   /// [tokens, heads, head_dim]
   std::vector<float> run(Cache& session) const {
     std::vector<float> output(query.size());
+    const bool is_short = tokens <= session.options().settings.select_queries_max;
+    session.begin_pass(is_short ? Pass::kDecode : Pass::kPrefill);
     session.append(
         0, NewTokens::packed(keys.data(), values.data(), session.options().shape, 1, tokens));
     session.attend(0, Queries::packed(query.data(), kHeads, tokens, kDim), 0.125f, output.data());
@@ -65,7 +67,7 @@ TEST(CoreDropping, OnePromptIsAsWithADirectory) {
     Cache there(dropping(std::filesystem::temp_directory_path(), keeper));
     Cache gone(dropping("", keeper));
     for (const int64_t tokens : {200, 1, 1, 3, 1, 1, 1, 1, 1}) {
-      const Pass pass(random, tokens);
+      const Piece pass(random, tokens);
       EXPECT_EQ(pass.run(there), pass.run(gone)) << keeper;
     }
     EXPECT_EQ(gone.report().counters.at("bytes_written"), 0);
@@ -78,7 +80,7 @@ TEST(CoreDropping, OnePromptIsAsWithADirectory) {
 TEST(CoreDropping, ALaterPromptAttendsItselfAndWhatIsLeft) {
   std::mt19937 random(2);
   Cache session(dropping("", "newest"));
-  const Pass first(random, 200), second(random, 30);
+  const Piece first(random, 200), second(random, 30);
   first.run(session);
   const std::vector<float> output = second.run(session);
   // Two steps of 4 have left a tail of 8, in groups of 4; the sinks are the first group.
@@ -88,7 +90,7 @@ TEST(CoreDropping, ALaterPromptAttendsItselfAndWhatIsLeft) {
       const int64_t kv = head / (kHeads / kKvHeads);
       std::vector<double> sum(kDim, 0);
       double total = 0;
-      const auto meet = [&](const Pass& pass, int64_t at) {
+      const auto meet = [&](const Piece& pass, int64_t at) {
         const int64_t entry = (kv * pass.tokens + at) * kDim;
         double product = 0;
         for (int64_t i = 0; i < kDim; ++i) {
@@ -111,7 +113,7 @@ TEST(CoreDropping, ALaterPromptAttendsItselfAndWhatIsLeft) {
 TEST(CoreDropping, WhatIsRefused) {
   std::mt19937 random(3);
   Cache session(dropping("", "observed"));
-  Pass(random, 200).run(session);
+  Piece(random, 200).run(session);
   try {
     session.crop(100);
     FAIL() << "those are gone";
@@ -120,7 +122,7 @@ TEST(CoreDropping, WhatIsRefused) {
   }
   EXPECT_EQ(session.layer(0).columns, 200);
   session.crop(0);
-  Pass(random, 20).run(session);
+  Piece(random, 20).run(session);
   CacheOptions all = dropping("", "observed");
   all.settings = {};
   EXPECT_THROW(Cache{all}, std::invalid_argument);

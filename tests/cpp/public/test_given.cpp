@@ -40,17 +40,24 @@ class Given : public testing::Test {
   void append(Cache& session, int64_t tokens) {
     const std::vector<float> numbers = random(2 * tokens * kDim);
     const ModelShape shape = session.options().shape;
+    begin(session, tokens);
     session.append(0, NewTokens::packed(numbers.data(), numbers.data(), shape, 1, tokens));
   }
   void attend(Cache& session, int64_t tokens) {
     const std::vector<float> query = random(kHeads * tokens * kDim);
     std::vector<float> output(query.size());
+    begin(session, tokens);
     session.attend(0, Queries::packed(query.data(), kHeads, tokens, kDim), 0.25f, output.data());
   }
   /// 100 tokens: 23 groups of 4 on disk, of which the first is a sink.
   void prompt(Cache& session) {
     append(session, 100);
     attend(session, 100);
+  }
+
+  static void begin(Cache& session, int64_t tokens) {
+    const bool is_short = tokens <= session.options().settings.select_queries_max;
+    session.begin_pass(is_short ? Pass::kDecode : Pass::kPrefill);
   }
 
  private:

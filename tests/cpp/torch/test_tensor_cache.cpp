@@ -59,6 +59,11 @@ class TensorCacheTest : public testing::Test {
 
   /// Every layer is given a chunk of its own and must answer as plain attention does.
   void pass(TensorCache& cache, int64_t tokens) {
+    const bool is_short = tokens <= cache.cache().options().settings.select_queries_max;
+    pass(cache, is_short ? Pass::kDecode : Pass::kPrefill, tokens);
+  }
+  void pass(TensorCache& cache, Pass kind, int64_t tokens) {
+    cache.begin_pass(kind);
     keys_.resize(args_.shape.layers);
     values_.resize(args_.shape.layers);
     for (int64_t layer = 0; layer < args_.shape.layers; ++layer) {
@@ -131,6 +136,7 @@ TEST_F(TensorCacheTest, LooksAheadWhereThatIsOfUse) {
   TensorCache cache(args_);
   const Settings& settings = cache.cache().options().settings;
   pass(cache, settings.tail_tokens + settings.group_tokens - 1);
+  cache.begin_pass(Pass::kDecode);
   EXPECT_EQ(cache.cache().wants_look_ahead(1, 1), LookAhead::kNo) << "nothing is sealed";
   pass(cache, 1);
   EXPECT_EQ(cache.cache().wants_look_ahead(1, 1), LookAhead::kAnyQuery);
@@ -148,6 +154,7 @@ TEST_F(TensorCacheTest, PredictsAndChoosesOnceTheContextIsLong) {
   TensorCache cache(args_);
   pass(cache, 100);  // a long chunk is exact; the projection is estimated from it
   EXPECT_FALSE(cache.cache().layer(0).needs_projection);
+  cache.begin_pass(Pass::kDecode);
   const Chunk chunk = draw(1);
   cache.extend(0, chunk.query, chunk.keys, chunk.values, kScale);
   ASSERT_EQ(cache.cache().wants_look_ahead(1, 1), LookAhead::kPredicted);
@@ -166,6 +173,7 @@ TEST_F(TensorCacheTest, DecodingThatOutgrowsTheChoiceEstimatesFromWhatIsStored) 
   configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
   if (IsSkipped()) return;
   TensorCache cache(args_);
+  cache.begin_pass(Pass::kDecode);
   for (int step = 0; step < 40; ++step) {
     const Chunk chunk = draw(1);
     for (const int64_t layer : {0, 1}) {
@@ -179,6 +187,15 @@ TEST_F(TensorCacheTest, DecodingThatOutgrowsTheChoiceEstimatesFromWhatIsStored) 
   EXPECT_NE(told(cache).find("first prefill"), std::string::npos);
 }
 
+TEST_F(TensorCacheTest, APrefillInPiecesOfAFewTokensIsExactAndEstimatesFromWhatIsStored) {
+  configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8)");
+  if (IsSkipped()) return;
+  TensorCache cache(args_);
+  for (int piece = 0; piece < 30; ++piece) pass(cache, Pass::kPrefill, 1 + piece % 3);
+  EXPECT_FALSE(cache.cache().layer(0).needs_projection);
+  EXPECT_NE(told(cache).find("first prefill"), std::string::npos);
+}
+
 TEST_F(TensorCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
   configure(R"("heads": "each", "group_tokens": 16, "rank": 8, "groups_max": 3, "pages_max": 8)");
   if (IsSkipped()) return;
@@ -186,6 +203,7 @@ TEST_F(TensorCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
   pass(cache, 50);
   pass(cache, 70);  // exact over the chunk before, head by head
   EXPECT_FALSE(cache.cache().layer(0).needs_projection);
+  cache.begin_pass(Pass::kDecode);
   const Chunk chunk = draw(1);
   for (const int64_t layer : {0, 1}) {
     cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale, terms_);
@@ -207,6 +225,7 @@ TEST_F(TensorCacheTest, EveryKindOfProjectionIsEstimatedFromThePrompt) {
     TensorCache cache(args_);
     pass(cache, 100);
     EXPECT_FALSE(cache.cache().layer(0).needs_projection) << kind;
+    cache.begin_pass(Pass::kDecode);
     const Chunk chunk = draw(1);
     cache.extend(0, chunk.query, chunk.keys, chunk.values, kScale);
     EXPECT_EQ(cache.cache().last_selection(0).at(0).size(), 4u) << kind;
@@ -247,7 +266,7 @@ TEST_F(TensorCacheTest, AProgramsOwnEstimateIsAskedOnceALayerAndToldOfPadding) {
   });
   at::Tensor valid = at::ones({kBatch, 100}, at::kBool);
   valid.narrow(0, 1, 1).narrow(1, 0, 7).fill_(false);
-  cache.declare(valid);
+  cache.begin_pass(Pass::kPrefill, valid);
   for (const int64_t layer : {0, 1}) {
     const Chunk chunk = draw(100);
     cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale);
@@ -276,7 +295,7 @@ TEST_F(TensorCacheTest, ALateEstimateIsToldOfPaddingToo) {
   for (int step = 0; step < 40; ++step) {
     at::Tensor valid = at::ones({kBatch, 1}, at::kBool);
     if (step < 3) valid.narrow(0, 0, 1).fill_(false);
-    cache.declare(valid);
+    cache.begin_pass(Pass::kDecode, valid);
     for (const int64_t layer : {0, 1}) {
       const Chunk chunk = draw(1);
       cache.extend(layer, chunk.query, chunk.keys, chunk.values, kScale);

@@ -32,6 +32,7 @@ int main(int, char** arguments) try {
   kvswap::Cache cache(args);
   cache.append(0, kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens));
   std::vector<float> output(query.size());
+  cache.begin_pass(kvswap::Pass::kDecode);
   cache.attend(0, kvswap::Queries::packed(query.data(), 4, 1, 16), 0.25f, output.data());
   std::cout << cache.options().settings.patience;
   const auto selected = cache.last_selection(0);

@@ -11,6 +11,7 @@ int main(int count, char** arguments) {
   kvswap::TensorCache cache(args);
 
   for (const int64_t tokens : {300, 1}) {  // a prompt, then a token
+    cache.begin_pass(tokens == 1 ? kvswap::Pass::kDecode : kvswap::Pass::kPrefill);
     for (int64_t layer = 0; layer < 2; ++layer) {
       const at::Tensor query = at::randn({1, 4, tokens, 64});  // after RoPE, as the keys
       const at::Tensor keys = at::randn({1, 2, tokens, 64}), values = at::randn_like(keys);

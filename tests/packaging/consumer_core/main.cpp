@@ -14,6 +14,7 @@ int main(int count, char** arguments) {
   const int64_t tokens = 300;
   std::vector<float> keys(2 * tokens * 64, 0.5f), query(4 * tokens * 64, 1.0f),
       output(query.size());
+  cache.begin_pass(kvswap::Pass::kPrefill);
   for (int64_t layer = 0; layer < 2; ++layer) {
     cache.extend(layer,
                  kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens),
