@@ -24,9 +24,9 @@ from rich.table import Table
 from bench import machine
 from bench.reading import REFERENCE, open_reading
 from bench.score_stages import STEPS, Scores
+from kvswap_torch.methods.kvswap import SUMMARY_LEVELS
 from kvswap_torch.tuning.observe import Calibrator, Observed, attention_weights
 from kvswap_torch.tuning.recall import (
-    LEVELS,
     SOUGHT_MIN,
     Choice,
     Steps,
@@ -130,7 +130,7 @@ def parse(text: str) -> list[Setting]:
         columns, _, rest = part.partition("x")
         groups, _, dtype = rest.partition("x")
         is_number = columns.isdigit() and groups.isdigit() and int(columns) and int(groups)
-        if not is_number or dtype not in ("", *LEVELS):
+        if not is_number or dtype not in ("", *SUMMARY_LEVELS):
             raise typer.BadParameter(
                 f"--settings: must be COLUMNSxGROUPS, xint4 behind it or not, got {part!r}"
             )

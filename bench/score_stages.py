@@ -26,14 +26,13 @@ from rich.table import Table
 
 from bench import machine
 from bench.reading import REFERENCE, open_reading
+from kvswap_torch.methods.kvswap import kept_rows
 from kvswap_torch.projection import flat_tokens, from_chunk
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import (
     Choice,
     Steps,
     decoded_positions,
-    int8_rows,
-    level_rows,
     sources,
 )
 from kvswap_torch.tuning.samples import Sample
@@ -87,7 +86,7 @@ class Scores:
     ):
         keys, query = seen.keys[:, :, : sample.focus], seen.query[:, :, : sample.focus]
         key_side, query_side = from_chunk("query_aware", keys, query, rank, score="mass")
-        self._rows = level_rows(flat_tokens(seen.keys).float() @ key_side, summary_dtype)
+        self._rows = kept_rows(flat_tokens(seen.keys).float() @ key_side, summary_dtype)
         heads, kv_heads = seen.query.shape[1], seen.keys.shape[1]
         sides = query_side.unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0)
         self._low = seen.query[0][:, steps.positions].float() @ sides * seen.scale
@@ -109,7 +108,7 @@ class Scores:
 
     def _products(self, columns: int):
         rows = self._rows[:, :columns]
-        return (int8_rows(low)[:, :columns] @ rows.T for low in self._low)
+        return (kept_rows(low, "int8")[:, :columns] @ rows.T for low in self._low)
 
     def _tokens(self, groups: torch.Tensor) -> torch.Tensor:
         spread = groups.repeat_interleave(self._steps.choice.group_tokens, 1)

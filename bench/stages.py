@@ -15,7 +15,6 @@ OpenMP, and what the library is built with.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import tempfile
 from pathlib import Path
@@ -27,12 +26,13 @@ from rich.progress import track
 
 from bench import machine
 from bench.reading import REFERENCE, open_reading
-from bench.score_stages import Kept
+from bench.score_stages import Kept, summarised
 from bench.shapes import SHAPES
+from kvswap_torch.methods.kvswap import kept_rows
 from kvswap_torch.methods.two_stages import in_two_stages
 from kvswap_torch.projection import flat_tokens, from_chunk, sum_over_heads
 from kvswap_torch.tuning.observe import Observed
-from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions, int8_rows, sources
+from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions, sources
 from kvswap_torch.tuning.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,7 @@ def measure_layer(seen: Observed, sample: Sample) -> dict[Setting, Kept]:
     steps = Steps(seen, positions, Choice(groups_max=CHOSEN), wanted=wanted)
     keys, query = seen.keys[:, :, : sample.focus], seen.query[:, :, : sample.focus]
     key_side, query_side = from_chunk("query_aware", keys, query, RANK)
-    rows = int8_rows(flat_tokens(seen.keys).float() @ key_side)
+    rows = kept_rows(flat_tokens(seen.keys).float() @ key_side, "int8")
     low = sum_over_heads(seen.query[:, :, positions], seen.keys.shape[1]) @ query_side
 
     def by(columns: int) -> Any:
@@ -76,18 +76,6 @@ def measure_layer(seen: Observed, sample: Sample) -> dict[Setting, Kept]:
         )
 
     return {setting: kept(setting) for setting in SETTINGS}
-
-
-def summarised(layers: list[Kept]) -> dict[str, float | None]:
-    """Over layers and documents; a layer that looks nothing up does not count for look-ups."""
-    found = sum(kept.found_by_all for kept in layers)
-    numbers = {
-        "chosen": statistics.fmean(kept.chosen for kept in layers),
-        "chosen_worst": min(kept.chosen for kept in layers),
-        "held": sum(kept.held for kept in layers) / sum(kept.held_by_all for kept in layers),
-        "found": sum(kept.found for kept in layers) / found if found else None,
-    }
-    return {name: value and round(value, 3) for name, value in numbers.items()}
 
 
 def measure_choices(model: Path, length: int, documents: int, console: Console) -> Any:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvswap_torch import ops
+from kvswap_torch.methods.kvswap import SUMMARY_LEVELS, kept_rows
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
 from kvswap_torch.tuning.observe import Observed, attention_weights
 
@@ -89,21 +91,28 @@ class Steps:
         sums = tokens[:, : self.groups * group].unflatten(1, (self.groups, group)).sum(2)
         return sums.masked_fill(~self.choosable, 0.0)
 
-    def select(self, scores: torch.Tensor) -> torch.Tensor:
-        """The chosen groups of each step, ``[steps, at most M]``, the best first.
+    def select(self, scores: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        """The chosen groups of each step, ``[steps, at most M]``, rising.
+
+        Where fewer can be chosen one that cannot, and weighs nothing, fills up.
 
         Parameters
         ----------
         scores
             ``[steps, groups]``.
+        most
+            In the place of M.
         """
         best = scores.masked_fill(~self.choosable, -torch.inf)
-        return best.topk(min(self.choice.groups_max, self.groups), dim=1).indices
+        most = self.choice.groups_max if most is None else most
+        indices, _ = ops.top_k_groups(best, min(most, self.groups))
+        nothing = self.choosable.int().argmin(1, keepdim=True)  # one that weighs nothing
+        return torch.where(indices < 0, nothing, indices.long())
 
     def largest(self, tokens: torch.Tensor) -> torch.Tensor:
         """A group as its best token: ``[steps, tokens]`` -> ``[steps, groups]``."""
         group = self.choice.group_tokens
-        return tokens[:, : self.groups * group].unflatten(1, (self.groups, group)).amax(2)
+        return ops.group_max(tokens[:, : self.groups * group].contiguous(), group)
 
     def shares(self, weights: torch.Tensor) -> torch.Tensor:
         """Weights ``[steps, tokens]`` as shares of all that may be chosen: ``[steps, groups]``."""
@@ -124,7 +133,7 @@ class Steps:
 
     def best_recall(self) -> float:
         """What the best choice of as many groups would hold."""
-        return self.recall(self.mass.topk(min(self.choice.groups_max, self.groups), dim=1).indices)
+        return self.recall(self.select(self.mass))
 
 
 def sources(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -221,16 +230,17 @@ class GroupScores:
 
     def at(self, rank: int, summary_dtype: str, sizes: Sequence[Steps]) -> list[torch.Tensor]:
         """For each of `sizes` ``[steps, groups]`` with the first `rank` columns."""
-        has_levels = summary_dtype in LEVELS
+        has_levels = summary_dtype in SUMMARY_LEVELS
         kept = self._rows[:, :rank]
-        kept = level_rows(kept, summary_dtype) if has_levels else kept.to(self._dtype).float()
+        kept = kept_rows(kept, summary_dtype) if has_levels else kept.to(self._dtype).float()
         if self._choice.score == "sum":
             products = self._low[:, :rank] @ kept.T
             return [steps.largest(products) for steps in sizes]
         join = torch.add if self._choice.score == "mass" else torch.maximum
         joined = [torch.zeros(steps.choosable.shape) for steps in sizes]
         for low in self._low[:, :, :rank]:
-            logits = (int8_rows(low) if has_levels else low) @ kept.T * self._scale
+            # Rows of whole numbers are met by queries of such.
+            logits = (kept_rows(low, "int8") if has_levels else low) @ kept.T * self._scale
             logits.masked_fill_(self._later, -torch.inf)
             most = logits.masked_fill(self._kept, -torch.inf).amax(1, keepdim=True)
             weights = (logits - most.nan_to_num(neginf=0.0)).exp()
@@ -257,20 +267,6 @@ def worth(
         {rank: 0.5 * value + 0.5 * share * finds[rank] for rank, value in holds.items()}
         for holds, finds in zip(held, found, strict=True)
     ]
-
-
-LEVELS = {"int8": 127, "int4": 7}  # the largest of each
-
-
-def level_rows(rows: torch.Tensor, summary_dtype: str) -> torch.Tensor:
-    """What an int8 or int4 summary keeps of low-rank keys ``[tokens, rank]``: one scale a token."""
-    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / LEVELS[summary_dtype]
-    return (rows / scale).round() * scale
-
-
-def int8_rows(rows: torch.Tensor) -> torch.Tensor:
-    """As `level_rows`; queries too meet rows of whole numbers like this."""
-    return level_rows(rows, "int8")
 
 
 class RecallTable:
@@ -311,10 +307,11 @@ class RecallTable:
         pair = self.pairs[seen.layer]
         scores = GroupScores(seen, look, pair, steps.positions, steps.choice)
         for rank in self.ranks:
-            chosen = steps.select(scores.at(rank, self.summary_dtype, [steps])[0])
+            of_groups = scores.at(rank, self.summary_dtype, [steps])[0]
+            chosen = steps.select(of_groups)
             self._sums[seen.layer][rank] += steps.recall(chosen)
             self._found[seen.layer][rank] += steps.found(chosen)
-            few = chosen[:, : max(1, steps.choice.groups_max // FEW)]
+            few = steps.select(of_groups, max(1, steps.choice.groups_max // FEW))
             self._found_by_few[seen.layer][rank] += steps.found(few)
         self._sought[seen.layer] += steps.sought()
         self._best[seen.layer] += steps.best_recall()

@@ -1,7 +1,8 @@
 """Choosing groups: which may be chosen, the best of them, and the columns they stand for.
 
-As the engine does it (csrc/engine/step.cpp): a token at column p is decoded when p columns are in
-the cache; what is sealed of them may be chosen, sinks and tail are attended anyway.
+By the cache's own ops, as the engine does it (csrc/engine/layer_step.cpp): a token at column p is
+decoded when p columns are in the cache; what is sealed of them may be chosen, sinks and tail are
+attended anyway.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.quality.view import View
+from kvswap_torch import ops
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,22 @@ class Frame:
     def group(self, tokens: torch.Tensor, reduce: str = "max") -> torch.Tensor:
         """``[..., columns]`` values of tokens to ``[..., groups]``, by maximum or sum."""
         size = self.group_tokens
+        if reduce == "max":
+            whole = tokens[..., : tokens.shape[-1] // size * size].float()
+            best = ops.group_max(whole.flatten(0, -2).contiguous(), size)
+            return best.unflatten(0, tokens.shape[:-1])
         grouped = tokens[..., : tokens.shape[-1] // size * size].unflatten(-1, (-1, size))
-        return grouped.amax(-1) if reduce == "max" else grouped.sum(-1)
+        return grouped.sum(-1)
 
     def best(self, scores: torch.Tensor, view: View) -> torch.Tensor:
         """The best choosable groups: bool like `scores`, ``[..., n, groups]``."""
         scores = scores.masked_fill(~self.choosable(view), -torch.inf)
-        top = scores.topk(min(self.groups_max, scores.shape[-1]), dim=-1)
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        return chosen.scatter_(-1, top.indices, top.values.isfinite())
+        groups = scores.shape[-1]
+        indices, _ = ops.top_k_groups(scores.flatten(0, -2), min(self.groups_max, groups))
+        # -1, for none, is one that does not count.
+        chosen = torch.zeros(len(indices), groups + 1, dtype=torch.bool)
+        chosen.scatter_(1, indices.long() % (groups + 1), True)
+        return chosen[:, :groups].unflatten(0, scores.shape[:-1])
 
     def columns(self, chosen: torch.Tensor, view: View) -> torch.Tensor:
         """Chosen groups ``[..., n, groups]`` to attended columns ``[..., n, columns]``, bool."""
@@ -60,4 +69,4 @@ class Frame:
 
     def chosen(self, mask: torch.Tensor, view: View) -> torch.Tensor:
         """The way back: attended columns to chosen groups."""
-        return self.group(mask) & self.choosable(view)
+        return (self.group(mask, "sum") > 0) & self.choosable(view)

@@ -10,8 +10,8 @@ import torch
 
 from bench.quality.choosing import Frame
 from bench.quality.view import LayerPast, View
+from kvswap_torch.methods.kvswap import SUMMARY_LEVELS, kept_rows
 from kvswap_torch.projection import Pair, flat_tokens, from_chunk, sum_over_heads
-from kvswap_torch.tuning.recall import LEVELS, int8_rows, level_rows
 
 MASSES = ("mass", "max_mass", "mass_kept", "max_mass_kept")
 SCORES = ("sum", *MASSES, "softmax", "max")
@@ -124,8 +124,10 @@ class Swap:
         joined: torch.Tensor | None = None
         for head in range(look.shape[1]):
             low = look[:, head].float() @ parts[head // view.repeats] * view.scale
-            if self.summary_dtype in LEVELS:
-                low = int8_rows(low.flatten(0, -2)).view_as(low)  # as a query meets such rows
+            if self.summary_dtype in SUMMARY_LEVELS:
+                low = kept_rows(low.flatten(0, -2), "int8").view_as(
+                    low
+                )  # as a query meets such rows
             logits = view.products(low[..., :columns], document, own)
             if has_kept:
                 _put_exact(logits, view, look[:, head], head // view.repeats, always)
@@ -211,8 +213,8 @@ class Swap:
     def _rows(self, keys: torch.Tensor, key: torch.Tensor, view: View) -> torch.Tensor:
         """[tokens, width] -> [tokens, rank] fp32, as the summary keeps them."""
         rows = keys.float() @ key
-        if self.summary_dtype in LEVELS:
-            return level_rows(rows, self.summary_dtype)
+        if self.summary_dtype in SUMMARY_LEVELS:
+            return kept_rows(rows, self.summary_dtype)
         return rows.to(view.keys.dtype).float()
 
 

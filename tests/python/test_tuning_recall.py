@@ -8,6 +8,7 @@ import pytest
 import torch
 from python.reference_session import Options, ReferenceSession
 
+from kvswap_torch.methods.kvswap import kept_rows
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import (
     Choice,
@@ -16,7 +17,6 @@ from kvswap_torch.tuning.recall import (
     Steps,
     attention_views,
     decoded_positions,
-    level_rows,
     rank_grid,
     sources,
     worth,
@@ -152,9 +152,9 @@ def test_few_groups_find_less():
     for _ in range(3):  # samples of the first layer; the second has none
         table.add(sample, steps)
     scores = GroupScores(sample, sample.query, full_pair(), positions, choice)
-    chosen = steps.select(scores.at(WIDTH, "model", [steps])[0])
-    few = steps.found(chosen[:, : choice.groups_max // 4])
-    assert 0 < few < steps.found(chosen)
+    of_groups = scores.at(WIDTH, "model", [steps])[0]
+    few = steps.found(steps.select(of_groups, choice.groups_max // 4))
+    assert 0 < few < steps.found(steps.select(of_groups))
     assert table.found_by_few() == pytest.approx([few / steps.sought(), 0.0])
 
 
@@ -179,9 +179,9 @@ def test_without_a_prediction_the_true_query_chooses():
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 127), ("int4", 7)])
 def test_rows_of_whole_numbers_are_within_half_a_step(dtype, most):
     rows = torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
-    error = (level_rows(rows, dtype) - rows).abs()
+    error = (kept_rows(rows, dtype) - rows).abs()
     assert (error <= rows.abs().amax(1, keepdim=True) / most / 2 + 1e-7).all()
-    assert not level_rows(torch.zeros(2, 3), dtype).any()
+    assert not kept_rows(torch.zeros(2, 3), dtype).any()
 
 
 def test_decoded_positions():
