@@ -1,81 +1,40 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
-#include "reference_engine.h"
+#include "plain_memory.h"
+#include "small_options.h"
 
 namespace kvswap {
 
-/// A directory of its own for a test, on the disk.
-class TestDirectory {
- public:
-  TestDirectory() {
-    path_ = std::filesystem::temp_directory_path() / "kvswap-engine-XXXXXX";
-    EXPECT_NE(::mkdtemp(path_.data()), nullptr);
-  }
-  ~TestDirectory() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-  bool is_empty() const { return std::filesystem::is_empty(path_); }
-
- private:
-  std::string path_;
-};
-
-/// Two layers of a small model; a group's record fills at least a block of O_DIRECT.
-inline EngineOptions small_options(const std::string& directory, int64_t group_tokens = 4) {
-  EngineOptions options;
-  options.layers = 2;
-  options.query_heads = 4;
-  options.kv_heads = 2;
-  options.head_dim = std::max<int64_t>(8, 128 / group_tokens);
-  options.directory = directory;
-  options.file_extend_bytes = 1 << 20;
-  options.group_tokens = group_tokens;
-  options.ranks = {5, 8};
-  options.groups_max = 4;
-  options.pages_max = 8;
-  options.sink_tokens = 4;
-  options.tail_tokens = 8;
-  options.select_queries_max = 4;
-  return options;
-}
-
-/// An engine and its reference, driven through the same calls and compared after each.
+/// An engine, and what it was given, judged after each call: nothing is lost, groups are sealed in
+/// time, choices are the best ones, and attention is that over what was chosen.
 class EngineRun {
  public:
   EngineRun(const EngineOptions& options, uint64_t seed, ParallelFor parallel = nullptr)
-      : options_(options), reference_(options), random_(seed) {
+      : options_(options), memory_(options), random_(seed) {
     auto engine = Engine::create(options, std::move(parallel));
     EXPECT_TRUE(engine.is_ok()) << engine.status().message();
     if (engine.is_ok()) engine_ = std::move(engine.value());
   }
 
   Engine& engine() { return *engine_; }
-  /// The engine was saved, or shared: what has left the tail is sealed.
-  void seal_overflow() {
-    if (reference_.batch() == 0) return;  // the engine alone was driven
-    std::vector<int64_t> all(engine_->batch());
-    std::iota(all.begin(), all.end(), 0);
-    reference_.select_sequences(all);
-  }
   /// Goes on with another engine, which holds what this one's does.
   std::unique_ptr<Engine> go_on_with(std::unique_ptr<Engine> other) {
-    seal_overflow();
     return std::exchange(engine_, std::move(other));
   }
-  ReferenceEngine& reference() { return reference_; }
+  PlainMemory& memory() { return memory_; }
   const std::vector<std::byte>& outputs() const { return outputs_; }
   int64_t draw(int64_t low, int64_t high) {
     return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1));
@@ -133,19 +92,20 @@ class EngineRun {
 
   Status set_projection(int64_t layer) {
     const int64_t count = options_.kv_heads * options_.head_dim * options_.ranks[layer];
-    auto& target = reference_.layer(layer);
+    auto& target = memory_.layer(layer);
     target.key_projection = numbers(count, 2);
     target.query_projection = numbers(count, 2);
-    target.is_planned = false;
+    target.asked.clear();
     return engine_->set_projection(layer, options_.ranks[layer], target.key_projection.data(),
                                    target.query_projection.data());
   }
 
-  /// Says that a pass of so many tokens decodes, where it can.
-  Status begin(int64_t tokens) {
-    const bool is_short = tokens <= options_.select_queries_max;
-    return engine_->begin_pass(is_short ? Pass::kDecode : Pass::kPrefill);
+  /// What a pass of so many tokens is: it decodes where it can, unless it is read on purpose.
+  Pass pass_of(int64_t tokens) const {
+    const bool decodes = tokens <= options_.select_queries_max && !reads_;
+    return decodes ? Pass::kDecode : Pass::kPrefill;
   }
+  Status begin(int64_t tokens) { return engine_->begin_pass(pass_of(tokens)); }
   // The engine alone, in a pass of as many tokens.
   Status give(int64_t layer, const Tokens& tokens, int64_t batch) {
     KVSWAP_RETURN_IF_ERROR(begin(tokens.tokens));
@@ -158,16 +118,23 @@ class EngineRun {
   Status attend(int64_t layer, const std::vector<float>& query, int64_t queries,
                 std::vector<std::byte>& output) {
     KVSWAP_RETURN_IF_ERROR(begin(queries));
+    sealed_before_ = engine_->sequences().layer(layer).sealed_groups;
     output.assign(query.size() * dtype_bytes(options_.dtype), std::byte{0xab});
     return engine_->attend(
         {.layer = layer, .query = view(query, queries), .output = output.data(), .scale = 0.125f});
   }
 
+  /// A prefill, however short.
+  void read(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {}) {
+    reads_ = true;
+    forward(batch, tokens, valid);
+    reads_ = false;
+  }
   /// One forward pass of `tokens` new columns through all layers.
   void forward(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {}) {
     if (!valid.empty()) {
       const auto* flags = reinterpret_cast<const bool*>(valid.data());
-      reference_.declare(batch, tokens, flags);
+      memory_.declare(batch, tokens, flags);
       const Status declared = engine_->declare(batch, tokens, flags);
       ASSERT_TRUE(declared.is_ok()) << declared.message();
     }
@@ -177,22 +144,24 @@ class EngineRun {
       has_looked = layer + 1 < options_.layers && draw(0, 1) > 0 && engine_->batch() > 0;
       if (has_looked) look_ahead(layer + 1, tokens);
       append(layer, batch, tokens);
-      if (tokens <= options_.select_queries_max && draw(0, 9) > 0)
-        attend_and_compare(layer, tokens);
+      if (pass_of(tokens) == Pass::kDecode && draw(0, 9) > 0) attend_and_compare(layer, tokens);
     }
     compare_state();
   }
 
   void append(int64_t layer, int64_t batch, int64_t tokens) {
     const Tokens drawn = draw_tokens(batch, tokens);
-    reference_.append(layer, batch, drawn);
+    memory_.append(layer, batch, drawn);
     const Status appended = give(layer, drawn, batch);
     ASSERT_TRUE(appended.is_ok()) << appended.message();
+    if (pass_of(tokens) == Pass::kDecode) return;
+    ASSERT_EQ(engine_->sequences().layer(layer).sealed_groups,
+              options_.sealed_groups(engine_->columns(layer)));
   }
 
   void look_ahead(int64_t layer, int64_t queries) {
     const std::vector<float> query = draw_query(engine_->batch(), queries);
-    reference_.look_ahead(layer, query, queries);
+    memory_.layer(layer).asked.push_back(query);
     const Status planned = ask(layer, query, queries);
     ASSERT_TRUE(planned.is_ok()) << planned.message();
   }
@@ -203,24 +172,41 @@ class EngineRun {
       ASSERT_TRUE(set.is_ok()) << set.message();
     }
     const std::vector<float> query = draw_query(engine_->batch(), queries);
-    const std::vector<double> expected = reference_.attend(layer, query, queries, 0.125);
     std::vector<std::byte> output;
     const Status attended = attend(layer, query, queries, output);
     ASSERT_TRUE(attended.is_ok()) << attended.message();
-    ASSERT_EQ(engine_->last_selection(layer), reference_.layer(layer).chosen);
-    expect_close(output, expected);
+    expect_attended(layer, query, queries, output);
     outputs_.insert(outputs_.end(), output.begin(), output.end());
   }
 
+  /// What attend() has answered just now: over the groups that are best by a look-ahead's query or
+  /// by its own. What has left the tail is sealed afterwards.
+  void expect_attended(int64_t layer, const std::vector<float>& query, int64_t queries,
+                       const std::vector<std::byte>& output) {
+    const auto chosen = engine_->last_selection(layer);
+    std::vector<std::vector<float>> asked = std::exchange(memory_.layer(layer).asked, {});
+    asked.push_back(query);
+    ASSERT_TRUE(std::any_of(asked.begin(), asked.end(),
+                            [&](const auto& each) {
+                              return each.size() == query.size() &&
+                                     is_best(layer, each, queries, chosen);
+                            }))
+        << "layer " << layer << " with " << sealed_before_ << " groups sealed";
+    take_rounded(layer, sealed_before_);
+    const auto is_seen = [&](int64_t b, int64_t part, int64_t token) {
+      const auto group = static_cast<int32_t>(token / options_.group_tokens);
+      return group >= sealed_before_ || memory_.is_sink(b, group) ||
+             std::binary_search(chosen[part].begin(), chosen[part].end(), group);
+    };
+    expect_close(output, memory_.attend_over(layer, query, queries, 0.125, is_seen));
+    ASSERT_EQ(engine_->sequences().layer(layer).sealed_groups,
+              options_.sealed_groups(engine_->columns(layer)));
+  }
+
   void expect_close(const std::vector<std::byte>& output, const std::vector<double>& expected) {
-    const bool is_float = options_.dtype == DType::kFloat32;
+    const double most = options_.dtype == DType::kFloat32 ? 2e-5 : 0.02;
     for (size_t i = 0; i < expected.size(); ++i) {
-      uint32_t bits = 0;
-      std::memcpy(reinterpret_cast<std::byte*>(&bits) + (is_float ? 0 : 2),
-                  output.data() + i * dtype_bytes(options_.dtype), dtype_bytes(options_.dtype));
-      float value;
-      std::memcpy(&value, &bits, sizeof(value));
-      ASSERT_NEAR(value, expected[i], is_float ? 2e-5 : 0.02) << "element " << i;
+      ASSERT_NEAR(number(output, i), expected[i], most) << "element " << i;
     }
   }
 
@@ -229,8 +215,13 @@ class EngineRun {
 
   void compare_state() {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
-      ASSERT_EQ(engine_->columns(layer), reference_.layer(layer).columns);
-      ASSERT_EQ(engine_->sequences().layer(layer).sealed_groups, reference_.layer(layer).sealed);
+      ASSERT_EQ(engine_->columns(layer), memory_.layer(layer).columns);
+      // All but what the newest short append() has pushed out of the tail.
+      const int64_t due = options_.sealed_groups(engine_->columns(layer)) -
+                          engine_->sequences().layer(layer).sealed_groups;
+      ASSERT_GE(due, 0) << "the tail is not sealed";
+      ASSERT_LE(due * options_.group_tokens,
+                options_.select_queries_max + options_.group_tokens - 1);
       context_max_ = std::max(context_max_, engine_->columns(layer));
     }
     batch_max_ = std::max(batch_max_, engine_->batch());
@@ -241,10 +232,12 @@ class EngineRun {
     ASSERT_LE(engine_->parts().ledger.used(Use::kTables), need.tables);
   }
 
-  /// Every column of every sequence is what was appended, bit for bit.
+  /// Every column of every sequence is what was appended, bit for bit; with records=fp8 of what is
+  /// sealed as near as e4m3 is, and from then on the same.
   void compare_contents() {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
       const int64_t columns = engine_->columns(layer);
+      take_rounded(layer, engine_->sequences().layer(layer).sealed_groups);
       for (int64_t sequence = 0; sequence < engine_->batch() && columns > 0; ++sequence) {
         const int64_t begin = draw(0, columns - 1);
         compare_columns(layer, sequence, begin, draw(begin, columns));
@@ -260,7 +253,7 @@ class EngineRun {
     std::vector<std::byte> values(keys.size());
     const Status read = engine_->read_back(layer, sequence, begin, end, keys.data(), values.data());
     ASSERT_TRUE(read.is_ok()) << read.message();
-    const auto& expected = reference_.layer(layer).sequences[sequence];
+    const auto& expected = memory_.layer(layer).sequences[sequence];
     const auto* key_rows = static_cast<const std::byte*>(raw(expected.keys, 0));
     const auto* value_rows = static_cast<const std::byte*>(raw(expected.values, 1));
     for (int64_t head = 0; head < options_.kv_heads; ++head) {
@@ -274,14 +267,17 @@ class EngineRun {
   }
 
   void crop(int64_t columns) {
-    reference_.crop(columns);
+    for (int64_t layer = 0; layer < options_.layers; ++layer) {
+      take_rounded(layer, engine_->sequences().layer(layer).sealed_groups);  // it may come back
+    }
+    memory_.crop(columns);
     const Status cropped = engine_->crop(columns);
     ASSERT_TRUE(cropped.is_ok()) << cropped.message();
     compare_state();
   }
 
   void select(const std::vector<int64_t>& indices) {
-    reference_.select_sequences(indices);
+    memory_.select_sequences(indices);
     const Status selected = engine_->select_sequences(indices);
     ASSERT_TRUE(selected.is_ok()) << selected.message();
     batch_max_ = std::max(batch_max_, engine_->batch());
@@ -289,7 +285,7 @@ class EngineRun {
   }
 
   void reset() {
-    reference_.reset();
+    memory_.reset();
     const Status status = engine_->reset();
     ASSERT_TRUE(status.is_ok()) << status.message();
   }
@@ -312,7 +308,7 @@ class EngineRun {
       if (action <= 4) {
         const int64_t tokens = draw(1, chunk_max);
         const bool is_padded = engine_->batch() == 0 ? draw(0, 1) : draw(0, 4) == 0;
-        forward(batch, tokens, is_padded ? left_padding(batch, tokens) : std::vector<uint8_t>{});
+        read(batch, tokens, is_padded ? left_padding(batch, tokens) : std::vector<uint8_t>{});
       } else if (action <= 14) {
         forward(batch, draw(1, options_.select_queries_max));
       } else if (action <= 15) {
@@ -335,12 +331,67 @@ class EngineRun {
   }
 
  private:
+  bool is_best(int64_t layer, const std::vector<float>& query, int64_t queries,
+               const std::vector<std::vector<int32_t>>& chosen) const {
+    std::vector<std::vector<int32_t>> best;
+    for (int64_t part = 0; part < memory_.parts(); ++part) {
+      best.push_back(memory_.best(layer, part, sealed_before_, query, queries));
+    }
+    return chosen == best;
+  }
+
+  /// Number `i` of an array of the engine's element type.
+  float number(const std::vector<std::byte>& array, int64_t i) const {
+    const int64_t bytes = dtype_bytes(options_.dtype);
+    uint32_t bits = 0;
+    std::memcpy(reinterpret_cast<std::byte*>(&bits) + 4 - bytes, array.data() + i * bytes, bytes);
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+
+  /// With records=fp8: the first `sealed` groups are what is on disk from now on, but for sinks.
+  void take_rounded(int64_t layer, int64_t sealed) {
+    PlainMemory::Layer& kept = memory_.layer(layer);
+    const int64_t tokens = options_.group_tokens;
+    const int64_t first = std::exchange(kept.rounded, std::max(kept.rounded, sealed));
+    if (!options_.has_float8_records()) return;
+    for (int64_t sequence = 0; sequence < memory_.batch(); ++sequence) {
+      for (int64_t group = first; group < sealed; ++group) {
+        if (memory_.is_sink(sequence, group)) continue;
+        const int64_t bytes = tokens * memory_.width() * dtype_bytes(options_.dtype);
+        std::vector<std::byte> sides[2] = {std::vector<std::byte>(bytes),
+                                           std::vector<std::byte>(bytes)};
+        const Status read =
+            engine_->read_back(layer, sequence, group * tokens, (group + 1) * tokens,
+                               sides[0].data(), sides[1].data());
+        ASSERT_TRUE(read.is_ok()) << read.message();
+        PlainMemory::Sequence& of = kept.sequences[sequence];
+        take_rounded(of.keys, group, sides[0]);
+        take_rounded(of.values, group, sides[1]);
+      }
+    }
+  }
+  /// read: [kv_heads, group_tokens, head_dim].
+  void take_rounded(std::vector<float>& side, int64_t group, const std::vector<std::byte>& read) {
+    const int64_t dim = options_.head_dim, tokens = options_.group_tokens;
+    for (int64_t i = 0; i < tokens * memory_.width(); ++i) {
+      const int64_t head = i / dim / tokens, token = group * tokens + i / dim % tokens;
+      float& was = side[(token * options_.kv_heads + head) * dim + i % dim];
+      const float now = number(read, i);
+      ASSERT_NEAR(now, was, std::max(std::fabs(was) / 16, 0.01f)) << "of group " << group;
+      was = now;
+    }
+  }
+
   EngineOptions options_;
-  ReferenceEngine reference_;
+  PlainMemory memory_;
   std::unique_ptr<Engine> engine_;
   std::mt19937_64 random_;
   std::vector<uint16_t> halves_[3];
   std::vector<std::byte> outputs_;
+  bool reads_ = false;
+  int64_t sealed_before_ = 0;  // of the layer that has attended last, when it did
   int64_t batch_max_ = 0;
   int64_t context_max_ = 0;
 };

@@ -24,7 +24,7 @@ EngineOptions cluster_options(const std::string& directory, int64_t group_tokens
   return options;
 }
 
-/// An engine of clusters beside the reference, which is told what is attended.
+/// An engine of clusters, and what it was given, which is told what is attended.
 class ClusterRun {
  public:
   ClusterRun(const EngineOptions& options, uint64_t seed)
@@ -41,7 +41,7 @@ class ClusterRun {
   void append(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {}) {
     if (!valid.empty()) {
       const auto* flags = reinterpret_cast<const bool*>(valid.data());
-      run_.reference().declare(batch, tokens, flags);
+      run_.memory().declare(batch, tokens, flags);
       ASSERT_TRUE(engine().declare(batch, tokens, flags).is_ok());
     }
     for (int64_t layer = 0; layer < options_.layers; ++layer) run_.append(layer, batch, tokens);
@@ -60,7 +60,7 @@ class ClusterRun {
                [&] { return engine().look_ahead(layer, run_.view(ahead, tokens), 0.125f); });
       }
       const Tokens drawn = run_.draw_tokens(batch, tokens);
-      run_.reference().append(layer, batch, drawn);
+      run_.memory().append(layer, batch, drawn);
       repeat(faults, [&] { return engine().append(layer, run_.view(drawn, batch)); });
       const std::vector<float> query = run_.draw_query(batch, tokens);
       std::vector<std::byte> output;
@@ -70,7 +70,7 @@ class ClusterRun {
       const int refused = refused_;
       repeat(faults, [&] { return run_.attend(layer, query, tokens, output); });
       if (testing::Test::HasFatalFailure()) return;
-      const auto expected = run_.reference().attend_over(
+      const auto expected = run_.memory().attend_over(
           layer, query, tokens, 0.125,
           [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
       // One that was refused after it had attended enters its tokens first, and chooses anew.
@@ -93,8 +93,8 @@ class ClusterRun {
       std::map<int64_t, uint64_t> masks;
       int64_t waiting = 0;
       for (int64_t token = 0; token < sealed; ++token) {
-        const bool is_outside = !run_.reference().validity()[b][token] ||
-                                run_.reference().is_sink(b, token / group_tokens);
+        const bool is_outside =
+            !run_.memory().validity()[b][token] || run_.memory().is_sink(b, token / group_tokens);
         const int32_t cluster = clusters.table().place()[token];
         ASSERT_EQ(is_outside, cluster == kInSinks) << token;
         if (is_outside) {
@@ -143,7 +143,7 @@ class ClusterRun {
             {part, page_id(place / shape.group_tokens), -1, memory.value().get(), nullptr});
         ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
         ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
-        const auto& kept = run_.reference().layer(layer).sequences[part / heads_apart()];
+        const auto& kept = run_.memory().layer(layer).sequences[part / heads_apart()];
         const int64_t row_bytes = shape.head_dim * shape.element_bytes;
         for (int64_t head = 0; head < shape.kv_heads; ++head) {
           const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
@@ -195,7 +195,7 @@ class ClusterRun {
         const bool is_chosen = place >= 0 && ids.contains(page_id(place / group_tokens));
         const bool waits = has_left && pages.waiting_at(token) >= 0;
         if (group >= batch.layer(layer).sealed_groups ||
-            run_.reference().is_sink(part / heads_apart(), group) ||
+            run_.memory().is_sink(part / heads_apart(), group) ||
             (batch.fits(layer, part) ? ids.contains(group) : is_chosen || waits)) {
           seen[part].insert(token);
         }

@@ -21,7 +21,7 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
       first.values.insert(first.values.end(), &all.values[begin], &all.values[end]);
     }
     ASSERT_TRUE(cropped.set_projection(0).is_ok());
-    const auto& projection = cropped.reference().layer(0);
+    const auto& projection = cropped.memory().layer(0);
     ASSERT_TRUE(fresh.engine()
                     .set_projection(0, options.ranks[0], projection.key_projection.data(),
                                     projection.query_projection.data())

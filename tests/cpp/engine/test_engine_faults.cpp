@@ -31,10 +31,10 @@ void decode_through_faults(EngineRun& run, ReadFaults& faults, StatusCode expect
   for (int64_t step = 0; step < 6; ++step) {
     const std::vector<float> ahead = run.draw_query(2, 1);
     const Status planned = run.ask(0, ahead, 1);
-    if (planned.is_ok()) run.reference().look_ahead(0, ahead, 1);
+    if (planned.is_ok()) run.memory().layer(0).asked.push_back(ahead);
     if (!planned.is_ok()) ++*failures;
     const Tokens drawn = run.draw_tokens(2, 1);
-    run.reference().append(0, 2, drawn);
+    run.memory().append(0, 2, drawn);
     ASSERT_TRUE(run.give(0, drawn, 2).is_ok());
     const std::vector<float> query = run.draw_query(2, 1);
     std::vector<std::byte> output;
@@ -43,19 +43,18 @@ void decode_through_faults(EngineRun& run, ReadFaults& faults, StatusCode expect
       ++*failures;
       ASSERT_EQ(attended.code(), expected) << attended.message();
       faults = {};
-      run.reference().layer(0).is_planned = false;
+      run.memory().layer(0).asked.clear();
       attended = run.attend(0, query, 1, output);
     }
     ASSERT_TRUE(attended.is_ok()) << attended.message();
-    run.expect_close(output, run.reference().attend(0, query, 1, 0.125));
-    ASSERT_EQ(run.engine().last_selection(0), run.reference().layer(0).chosen);
+    run.expect_attended(0, query, 1, output);
   }
 }
 
 void prefill(EngineRun& run) {
   for (const int64_t layer : {0, 1}) {
     const Tokens drawn = run.draw_tokens(2, 150);
-    run.reference().append(layer, 2, drawn);
+    run.memory().append(layer, 2, drawn);
     ASSERT_TRUE(run.give(layer, drawn, 2).is_ok());
     ASSERT_TRUE(run.set_projection(layer).is_ok());
   }
@@ -257,12 +256,12 @@ TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
       const Tokens drawn = run.draw_tokens(2, tokens);
       status = run.give(0, drawn, 2);
       if (!status.is_ok()) break;
-      run.reference().append(0, 2, drawn);
+      run.memory().append(0, 2, drawn);
       if (tokens > 1) continue;
       const std::vector<float> query = run.draw_query(2, 1);
       std::vector<std::byte> output;
       status = run.attend(0, query, 1, output);
-      if (status.is_ok()) run.expect_close(output, run.reference().attend(0, query, 1, 0.125));
+      if (status.is_ok()) run.expect_attended(0, query, 1, output);
     }
     ASSERT_EQ(status.code(), StatusCode::kStorage) << status.message();
     EXPECT_EQ(status.error_number(), ENOSPC);
@@ -272,7 +271,7 @@ TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
     for (int more = 0; more < 100; ++more) {
       status = run.give(0, refused, 2);
       if (!status.is_ok()) break;
-      run.reference().append(0, 2, refused);
+      run.memory().append(0, 2, refused);
       refused = run.draw_tokens(2, 30);
     }
     ASSERT_EQ(status.code(), StatusCode::kStorage) << status.message();
@@ -281,7 +280,7 @@ TEST(WriteFault, WhereverItComesIsAnErrorAndNeverAWrongOutput) {
       run.compare_contents();
       const Status again = run.give(0, refused, 2);
       ASSERT_TRUE(again.is_ok()) << again.message();
-      run.reference().append(0, 2, refused);
+      run.memory().append(0, 2, refused);
       run.compare_contents();
     }
     ASSERT_TRUE(run.engine().reset().is_ok());
@@ -319,7 +318,7 @@ void append_through_a_full_disk(EngineOptions options, uint64_t reserve) {
       appended = run.give(0, drawn, 3);
     }
     ASSERT_TRUE(appended.is_ok()) << appended.message();
-    run.reference().append(0, 3, drawn);
+    run.memory().append(0, 3, drawn);
     run.compare_state();
   }
   run.compare_contents();
@@ -362,7 +361,7 @@ TEST(Fork, AChildGetsErrorsAndHarmsNothing) {
   int exit_status = -1;
   ASSERT_EQ(::waitpid(child, &exit_status, 0), child);
   EXPECT_EQ(exit_status, 0);
-  run->reference().look_ahead(0, query, 1);
+  run->memory().layer(0).asked.push_back(query);
   run->forward(2, 1);
   run->compare_contents();
 }

@@ -39,7 +39,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
       refused = run.give(layer, drawn, 2);
       ASSERT_LE(run.engine().parts().ledger.peak(), options.kv_memory_bytes);
       if (!refused.is_ok()) break;
-      run.reference().append(layer, 2, drawn);
+      run.memory().append(layer, 2, drawn);
       layer = 1 - layer;
     }
     EXPECT_EQ(refused.code(), StatusCode::kBudget);
@@ -51,7 +51,6 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
       ASSERT_FALSE(run.give(layer, drawn, 2).is_ok());
       ASSERT_EQ(run.engine().parts().ledger.total(), total);
     }
-    if (tokens <= options.select_queries_max) run.reference().seal_overflow(layer);
     run.compare_state();
     run.compare_contents();
     // With some room made, life goes on.
@@ -138,7 +137,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   while (refused.is_ok()) {
     const Tokens drawn = run.draw_tokens(2, 37);
     refused = run.give(0, drawn, 2);
-    if (refused.is_ok()) run.reference().append(0, 2, drawn);
+    if (refused.is_ok()) run.memory().append(0, 2, drawn);
   }
   EXPECT_EQ(refused.code(), StatusCode::kBudget);
   EXPECT_NE(refused.message().find("quota"), std::string::npos) << refused.message();

@@ -23,7 +23,7 @@ enum class Place { kHost, kDevice };
 
 class RandomLife : public testing::TestWithParam<std::tuple<Shape, Place>> {};
 
-TEST_P(RandomLife, EqualsTheReference) {
+TEST_P(RandomLife, LosesNothingAndAttendsOverTheBest) {
   const auto& [shape, place] = GetParam();
   const TestDirectory directory;
   EngineOptions options = small_options(directory.path(), shape.group_tokens);

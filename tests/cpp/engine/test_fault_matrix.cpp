@@ -105,7 +105,7 @@ class Persistent {
   bool was_refused_ = false;
 };
 
-/// Lives through one phase, beside the reference.
+/// Lives through one phase, judged step by step.
 class Life : public Persistent {
  public:
   using Persistent::Persistent;
@@ -126,16 +126,16 @@ class Life : public Persistent {
     }
     if (phase == "crop") {
       again([&] { return run_.engine().crop(41); });
-      run_.reference().crop(41);
+      run_.memory().crop(41);
       again([&] { return run_.engine().select_sequences(kSwapped); });
-      run_.reference().select_sequences(kSwapped);
+      run_.memory().select_sequences(kSwapped);
       append(90);
     }
     if (phase == "reset") {
       append(30);
       read_ahead();
       again([&] { return run_.engine().reset(); });
-      run_.reference().reset();
+      run_.memory().reset();
       append(60);
     }
     if (phase == "close") {
@@ -157,7 +157,7 @@ class Life : public Persistent {
   void append_to(int64_t layer, int64_t tokens) {
     const Tokens drawn = run_.draw_tokens(kBatch, tokens);
     again([&] { return run_.give(layer, drawn, kBatch); });
-    run_.reference().append(layer, kBatch, drawn);
+    run_.memory().append(layer, kBatch, drawn);
   }
 
   /// Reads that nobody will wait for.
@@ -173,24 +173,24 @@ class Life : public Persistent {
       const std::vector<float> ahead = run_.draw_query(kBatch, tokens);
       const Status planned = run_.ask(layer, ahead, tokens);
       was_refused_ |= !planned.is_ok();
-      if (planned.is_ok()) run_.reference().look_ahead(layer, ahead, tokens);
+      if (planned.is_ok()) run_.memory().layer(layer).asked.push_back(ahead);
       append_to(layer, tokens);
       const std::vector<float> query = run_.draw_query(kBatch, tokens);
       std::vector<std::byte> output;
       again([&] {
         const Status attended = run_.attend(layer, query, tokens, output);
         // What is made again is planned with the query itself.
-        if (!attended.is_ok()) run_.reference().layer(layer).is_planned = false;
+        if (!attended.is_ok()) run_.memory().layer(layer).asked.clear();
         return attended;
       });
       if (testing::Test::HasFatalFailure()) return;
-      run_.expect_close(output, run_.reference().attend(layer, query, tokens, 0.125));
+      run_.expect_attended(layer, query, tokens, output);
     }
   }
 };
 
 /// Tokens that stay in memory for what they were paid are chosen after a prompt and every few
-/// steps, and read for it. The reference knows none: a life without a fault is one.
+/// steps, and read for it: beside a life without a fault.
 class TurningLife : public Persistent {
  public:
   TurningLife(const EngineOptions& options, FaultyKernel& kernel)

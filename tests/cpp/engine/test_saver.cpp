@@ -60,7 +60,6 @@ TEST_P(SavedEngine, OpensAsItWasAndGoesOnAsItWould) {
       SavedInMemory saved(directory_.path(), may_link);
       const Status status = run.engine().saver().save(saved);
       ASSERT_TRUE(status.is_ok()) << status.message();
-      run.seal_overflow();
       run.compare_contents();
       auto opened = saved.open(options);
       ASSERT_TRUE(opened.is_ok()) << opened.status().message();
@@ -135,7 +134,6 @@ TEST(Saver, WritesAWayThatIsMostlyHolesAnewAndGoesOn) {
   SavedInMemory saved(directory.path());
   ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
   EXPECT_FALSE(saved.is_linked());
-  run.seal_overflow();
   run.live(10, 2);
 }
 
@@ -169,7 +167,6 @@ TEST(Saver, TheSavedFileChangesNoMoreWhateverTheSaverDoes) {
     return bytes;
   };
   const std::string before = bytes_of();
-  run.seal_overflow();
   run.crop(10);
   run.forward(2, 100);
   run.reset();
