@@ -32,9 +32,18 @@ Status Clustering::catch_up(int64_t layer) {
                         &parts_.counters.cluster_seconds);
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     ClusterBytes bytes(parts_, batch_, layer, sequence);
-    KVSWAP_RETURN_IF_ERROR(catch_up_row({layer, sequence, bytes}));
+    KVSWAP_RETURN_IF_ERROR(counted({layer, sequence, bytes}, &Clustering::catch_up_row));
   }
   return Status::ok();
+}
+
+Status Clustering::counted(const Row& row, Status (Clustering::*enter)(const Row& row)) {
+  const ClusterCounts before = row.data().clusters.counts();
+  Status entered = (this->*enter)(row);
+  const ClusterCounts& after = row.data().clusters.counts();
+  parts_.counters.cluster_splits += after.splits - before.splits;
+  parts_.counters.cluster_splits_refused += after.refused - before.refused;
+  return entered;
 }
 
 Status Clustering::catch_up_row(const Row& row) {
@@ -73,7 +82,7 @@ Status Clustering::enter_chunk(int64_t layer, const KeyValueView& tokens, int64_
       const std::byte* page = tail_.page(layer, sequence, token / shape.group_tokens);
       return token_of_page(shape, page, token % shape.group_tokens);
     });
-    KVSWAP_RETURN_IF_ERROR(enter_row({layer, sequence, bytes}));
+    KVSWAP_RETURN_IF_ERROR(counted({layer, sequence, bytes}, &Clustering::enter_row));
   }
   return Status::ok();
 }

@@ -46,6 +46,8 @@ class Clustering {
   static KeyRows keys_of(const Row& row);
   int64_t sealed(int64_t layer) const;
   bool is_outside(const Row& row, int64_t token) const;
+  /// Counts the splits of what is done with a row.
+  Status counted(const Row& row, Status (Clustering::*enter)(const Row& row));
   Status catch_up_row(const Row& row);
   Status enter_row(const Row& row);
   Status enter_block(const Row& row, int64_t end);

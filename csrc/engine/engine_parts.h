@@ -35,9 +35,11 @@ struct EngineCounters {
   double turn_seconds = 0;
   double append_seconds = 0;  // packing, summarising, handing to the writer
   uint64_t cluster_records_sealed = 0;
-  uint64_t cluster_splits_forced = 0;  // of clusters that were read for what waited
-  uint64_t cluster_records_read = 0;   // because too many tokens waited for their cluster
-  double cluster_seconds = 0;          // tokens enter clusters, and these are packed anew
+  uint64_t cluster_splits = 0;
+  uint64_t cluster_splits_refused = 0;  // for lack of numbers
+  uint64_t cluster_splits_forced = 0;   // of clusters that were read for what waited
+  uint64_t cluster_records_read = 0;    // because too many tokens waited for their cluster
+  double cluster_seconds = 0;           // tokens enter clusters, and these are packed anew
 };
 
 /// What an engine is built of, in the order of building; freed in the reverse order.

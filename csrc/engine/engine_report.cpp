@@ -39,7 +39,6 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
 void add_clusters(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineParts& parts = engine.parts();
   if (parts.clusters == nullptr) return;
-  ClusterCounts counts;
   int64_t clusters = 0;
   int64_t tokens = 0;
   int64_t waiting = 0;
@@ -51,8 +50,6 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
       clusters += row.table().count();
       for (const int32_t size : row.table().size()) tokens += size;
       waiting += std::ssize(pages.waiting());
-      counts.splits += row.counts().splits;
-      counts.refused += row.counts().refused;
     }
   }
   const auto each = [](int64_t count, int64_t of) {
@@ -61,8 +58,8 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   counters["clusters"] = each(clusters, rows);
   counters["tokens_a_cluster"] = each(tokens, clusters);
   counters["tokens_waiting"] = each(waiting, rows);
-  counters["cluster_splits"] = static_cast<double>(counts.splits);
-  counters["cluster_splits_refused"] = static_cast<double>(counts.refused);
+  counters["cluster_splits"] = static_cast<double>(parts.counters.cluster_splits);
+  counters["cluster_splits_refused"] = static_cast<double>(parts.counters.cluster_splits_refused);
   counters["cluster_splits_forced"] = static_cast<double>(parts.counters.cluster_splits_forced);
   counters["cluster_records_sealed"] = static_cast<double>(parts.counters.cluster_records_sealed);
   counters["cluster_records_read"] = static_cast<double>(parts.counters.cluster_records_read);
