@@ -107,6 +107,14 @@ void end_wait(const RecordShape& shape, SequencePages& pages, int64_t layer, Clu
              pages.waiting_page(layer, from / page_tokens), from % page_tokens);
 }
 
+void release_slots(EngineParts& parts, SequencePages& pages, int64_t layer, int64_t sequence,
+                   std::span<const int32_t> slots) {
+  for (const int32_t slot : slots) {
+    pages.map(layer).forget(parts.store->key(layer, sequence, page_id(slot)));
+    parts.store->tables().set_page(layer, sequence, page_id(slot), RecordTables::kNoRecord);
+  }
+}
+
 void truncate_clusters(EngineParts& parts, const Batch& batch, int64_t layer, int64_t tokens) {
   if (parts.clusters_of(layer) == nullptr) return;
   const RecordShape shape = parts.options.record_shape();
@@ -117,10 +125,7 @@ void truncate_clusters(EngineParts& parts, const Batch& batch, int64_t layer, in
     for (const int64_t token : waiting) {
       if (token >= tokens) end_wait(shape, pages, layer, row.pages, token);
     }
-    for (const int32_t slot : row.pages.truncate(tokens)) {
-      pages.map(layer).forget(parts.store->key(layer, sequence, page_id(slot)));
-      parts.store->tables().set_page(layer, sequence, page_id(slot), RecordTables::kNoRecord);
-    }
+    release_slots(parts, pages, layer, sequence, row.pages.truncate(tokens));
     row.clusters.truncate(tokens);
   }
 }

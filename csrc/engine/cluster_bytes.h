@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -72,6 +73,10 @@ class ClusterBytes final : public KeySource {
 /// A token waits for its cluster no more: the last that does takes its place.
 void end_wait(const RecordShape& shape, SequencePages& pages, int64_t layer, ClusterPages& row,
               int64_t token);
+
+/// Slots that hold no token any more have no record any more.
+void release_slots(EngineParts& parts, SequencePages& pages, int64_t layer, int64_t sequence,
+                   std::span<const int32_t> slots);
 
 /// Tokens from this one on leave the clusters of a layer's sequences; pages that are empty since
 /// are released.

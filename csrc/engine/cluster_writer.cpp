@@ -97,10 +97,7 @@ void ClusterWriter::install(ClusterBytes& bytes, int64_t layer, int64_t sequence
     for (const int64_t token : plan.tokens) {
       if (row.waiting_at(token) >= 0) end_wait(shape, bytes.pages(), layer, row, token);
     }
-    for (const int32_t slot : row.install(plan)) {
-      map.forget(parts_.store->key(layer, sequence, page_id(slot)));
-      parts_.store->tables().set_page(layer, sequence, page_id(slot), RecordTables::kNoRecord);
-    }
+    release_slots(parts_, bytes.pages(), layer, sequence, row.install(plan));
   }
 }
 
