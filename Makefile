@@ -82,7 +82,7 @@ SHORT_THREAD := -DKVSWAP_SANITIZE=thread $(QUICKLY) -DKVSWAP_SANITIZE_ROOMS='io|
   -DKVSWAP_TEST_FILES='test_read.*|test_write_queue|test_kept_memory|test_faulty_kernel|test_record_store'
 SHORT_ADDRESS := -DKVSWAP_SANITIZE=address,undefined $(QUICKLY) \
   -DKVSWAP_SANITIZE_ROOMS='io|store|methods|engine|public' \
-  -DKVSWAP_TEST_FILES='test_read_.*|test_write_queue|test_kept_memory|test_wiping|test_faulty_kernel|test_record_store|test_extent.*|test_files|test_keep.*|test_cluster_.*|test_query_window|test_top_overlap'
+  -DKVSWAP_TEST_FILES='test_read_.*|test_write_queue|test_kept_memory|test_wiping|test_faulty_kernel|test_record_store|test_extent.*|test_pool_layout|test_files|test_keep.*|test_cluster_.*|test_query_window|test_top_overlap'
 FUZZ_SECONDS ?= 60
 FUZZ_FILES ?= 20000
 FUZZ_SEED ?= 1

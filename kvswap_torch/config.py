@@ -284,7 +284,13 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         "attention that a layer may miss: by what its looks find, it attends fewer groups than "
         "`groups_max`, or more, up to `pages_max`; without `audit_every` it looks once in 32 steps",
     )
-    layout: str = one_of("sequence", ("sequence",), "order of the records on disk")
+    layout: str = one_of(
+        "sequence",
+        ("sequence", "pools"),
+        "where records stand on disk: in the order in which they are sealed; or, with clusters, "
+        "their pages in pools of two clusters that grow towards each other (DynaKV 5.2), so that "
+        "one read fetches a cluster, however it has grown",
+    )
     projection_file: str | None = plain(
         None, "safetensors file, relative to the config; None: computed from the first prefill"
     )

@@ -42,6 +42,8 @@ OWNED = (
         )
     ),
     Owned("replacement", "grouping", "clusters", ("clusters",)),
+    Owned("layout", "grouping", "clusters", ("pools",)),
+    Owned("pool_slack_pages", "layout", "pools"),
     Owned("score", "rows", "low_rank", ("mass", "max_mass")),
     Owned("summary_dtype", "rows", "low_rank", ("int4",)),
     Owned("keeper", "rows", "none", ("newest", "cake")),

@@ -36,3 +36,10 @@ class ClusterSettings:
         ("sum", "max", "mass", "max_mass"),
         "what a cluster is worth, by its centroid: as `score`, which is for groups",
     )
+    pool_slack_pages: int = number(
+        2,
+        0,
+        16,
+        "with layout=pools: free pages between the two clusters of a new pool, which both grow "
+        "into; each has one more at its other end",
+    )

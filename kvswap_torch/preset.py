@@ -256,8 +256,8 @@ PRESETS = (
             "in clusters, whose pages are written anew as they change",
             "centroids stay in memory, and pages of every layer; the paper has one layer's at a "
             "time (resident_layers)",
-            "clusters stand where there is room; the paper places those side by side that are "
-            "retrieved together",
+            "clusters stand where there is room; the paper's pools of two that grow towards each "
+            "other are layout=pools, without its choice of which two",
             "the least recently used page leaves; the paper's order is replacement=clusters",
             "records are of the model's dtype, where the paper has e4m3",
         ),

@@ -55,8 +55,7 @@ Status Account::check_room(int64_t batch, int64_t context) const {
   const int64_t saved_groups = options.base != nullptr ? options.base->groups : 0;
   const int64_t new_groups = std::max<int64_t>(0, options.sealed_groups(context) - saved_groups);
   int64_t disk_bytes = options.layers;
-  const int64_t pages =
-      has_clusters(options) ? ClusterRows::pages_max(options.method(), context) : 0;
+  const int64_t pages = has_clusters(options) ? cluster_pages_on_disk(options, context) : 0;
   for (const int64_t factor : {batch, new_groups + pages, parts_.record_bytes()}) {
     if (__builtin_mul_overflow(disk_bytes, factor, &disk_bytes)) {
       disk_bytes = std::numeric_limits<int64_t>::max();

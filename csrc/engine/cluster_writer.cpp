@@ -8,19 +8,70 @@
 
 namespace kvswap {
 
+std::optional<ClusterPlan> ClusterWriter::plan(const ClusterBytes& bytes, int64_t layer,
+                                               int64_t sequence, int64_t cluster) const {
+  const ClusterPages& pages = bytes.row().pages;
+  const std::vector<int64_t> members = bytes.row().clusters.members(cluster);
+  auto plan = pages.plan(cluster, members);
+  if (!writes_apart()) return plan;
+  const auto packed = plan ? std::span<const int64_t>(plan->tokens) : std::span<const int64_t>{};
+  const SlotsLeft slots = pages.slots_without(cluster, packed);
+  const bool has_room = parts_.store->places().has_room_beside(
+      offsets_of(layer, sequence, slots.stay), plan ? std::ssize(plan->slots) : 0);
+  return has_room ? plan : pages.plan(cluster, members, Pack::kAll);
+}
+
+bool ClusterWriter::writes_apart() const { return parts_.options.layout == "pools"; }
+
+std::vector<int64_t> ClusterWriter::offsets_of(int64_t layer, int64_t sequence,
+                                               std::span<const int64_t> slots) const {
+  std::vector<int64_t> offsets;
+  for (const int64_t slot : slots) {
+    offsets.push_back(parts_.store->offset_bytes(layer, sequence, page_id(slot)));
+  }
+  return offsets;
+}
+
 Status ClusterWriter::write(ClusterBytes& bytes, int64_t layer, int64_t sequence,
                             std::span<const ClusterPlan> plans) {
+  if (!writes_apart()) return write_together(bytes, layer, sequence, plans, std::nullopt);
+  for (const ClusterPlan& plan : plans) {
+    const SlotsLeft slots = bytes.row().pages.slots_without(plan.cluster, plan.tokens);
+    const std::vector<int64_t> beside = offsets_of(layer, sequence, slots.stay);
+    const std::vector<int64_t> instead = offsets_of(layer, sequence, slots.go);
+    const auto offset = parts_.store->places().take({.layer = layer,
+                                                     .count = std::ssize(plan.slots),
+                                                     .purpose = PlaceFor::kClusterPages,
+                                                     .beside = beside,
+                                                     .instead = instead});
+    if (!offset.is_ok()) return offset.status();
+    const bool is_before = !beside.empty() && offset.value() < beside.front();
+    KVSWAP_RETURN_IF_ERROR(
+        write_together(bytes, layer, sequence, {&plan, 1}, Place{offset.value(), is_before}));
+  }
+  return Status::ok();
+}
+
+Status ClusterWriter::write_together(ClusterBytes& bytes, int64_t layer, int64_t sequence,
+                                     std::span<const ClusterPlan> plans,
+                                     const std::optional<Place>& place) {
   std::vector<Page> pages;
   for (const ClusterPlan& plan : plans) {
     for (int64_t i = 0; i < std::ssize(plan.slots); ++i) pages.push_back({&plan, i});
   }
+  // The last page, which is not full, stands where it can be replaced from the other end.
+  if (place && place->is_before_others) std::reverse(pages.begin(), pages.end());
   const auto run_max = static_cast<size_t>(parts_.store->run_records_max());
   std::vector<RecordStore::StagedRun> runs;
   Status written;
-  for (size_t done = 0; done < pages.size() && written.is_ok(); done += run_max) {
+  size_t done = 0;
+  while (done < pages.size() && written.is_ok()) {
     const auto some = std::span(pages).subspan(done, std::min(run_max, pages.size() - done));
+    std::optional<int64_t> at;
+    if (place) at = place->offset_bytes + static_cast<int64_t>(done) * parts_.record_bytes();
+    done += some.size();
     RecordStore::StagedRun run;
-    written = stage(bytes, layer, some, &run);
+    written = stage(bytes, layer, some, at, &run);
     if (!written.is_ok()) break;
     // Only where nothing is to be packed any more: it may be what the pages hold.
     if (some.size() == pages.size()) adopt(bytes, run, sequence);
@@ -34,6 +85,10 @@ Status ClusterWriter::write(ClusterBytes& bytes, int64_t layer, int64_t sequence
         parts_.store->tables().give_up(run.entries[i].record);
       }
     }
+    const int64_t first = place ? place->offset_bytes / parts_.record_bytes() : 0;
+    for (size_t i = done; place && i < pages.size(); ++i) {
+      parts_.store->places().release(static_cast<uint32_t>(first + i));
+    }
     parts_.store->writes().drop_unread();
     return written;
   }
@@ -43,8 +98,8 @@ Status ClusterWriter::write(ClusterBytes& bytes, int64_t layer, int64_t sequence
 }
 
 Status ClusterWriter::stage(const ClusterBytes& bytes, int64_t layer, std::span<const Page> pages,
-                            RecordStore::StagedRun* run) {
-  auto staged = parts_.store->stage(layer, std::ssize(pages));
+                            std::optional<int64_t> taken_bytes, RecordStore::StagedRun* run) {
+  auto staged = parts_.store->stage(layer, std::ssize(pages), taken_bytes);
   if (!staged.is_ok()) return staged.status();
   *run = std::move(staged.value());
   std::vector<int64_t> ids;

@@ -1,7 +1,6 @@
 #include "engine/clustering.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "engine/memory_need.h"
@@ -204,7 +203,7 @@ Status Clustering::pack_changed(const Row& row) {
   const std::vector<int64_t> changed = row.data().clusters.changed();
   row.data().clusters.end_step();
   for (size_t i = changed.size(); i-- > 0;) {
-    auto plan = row.data().pages.plan(changed[i], row.data().clusters.members(changed[i]));
+    auto plan = writer_.plan(row.bytes, row.layer, row.sequence, changed[i]);
     if (!plan || !row.bytes.are_in_memory(plan->tokens)) continue;
     KVSWAP_RETURN_IF_ERROR(writer_.write(row.bytes, row.layer, row.sequence, {&*plan, 1}));
   }
@@ -223,29 +222,20 @@ Status Clustering::pack_some(const Row& row) {
   clusters.erase(std::unique(clusters.begin(), clusters.end()), clusters.end());
   std::vector<ClusterPlan> plans;
   for (const int32_t cluster : clusters) {
-    auto plan = data.pages.plan(cluster, data.clusters.members(cluster));
-    if (plan && row.bytes.are_in_memory(plan->tokens)) plans.push_back(std::move(*plan));
+    auto plan = writer_.plan(row.bytes, row.layer, row.sequence, cluster);
+    if (!plan || !row.bytes.are_in_memory(plan->tokens)) continue;
+    plans.push_back(std::move(*plan));
+    if (!writer_.writes_apart()) continue;
+    // Where the next one has room depends on it.
+    KVSWAP_RETURN_IF_ERROR(writer_.write(row.bytes, row.layer, row.sequence, plans));
+    plans.clear();
   }
   return writer_.write(row.bytes, row.layer, row.sequence, plans);
 }
 
-/// The lowest of those that most tokens wait for, to be split or to be packed with them.
-int64_t Clustering::most_waited_for(const Row& row) const {
-  const ClusterRow& data = row.data();
-  std::map<int64_t, int64_t> tokens;
-  for (const int64_t token : data.pages.waiting()) {
-    const int32_t cluster = data.clusters.table().place()[token];
-    ++tokens[cluster >= 0 ? cluster : data.clusters.waiting().waits_for(token)];
-  }
-  const auto most =
-      std::max_element(tokens.begin(), tokens.end(),
-                       [](const auto& a, const auto& b) { return a.second < b.second; });
-  return most->first;
-}
-
 Status Clustering::force(const Row& row) {
   Clusters& clusters = row.data().clusters;
-  const int64_t cluster = most_waited_for(row);
+  const int64_t cluster = row.data().most_waited_for();
   const std::vector<int64_t> split = clusters.waiting().clusters();
   if (std::find(split.begin(), split.end(), cluster) == split.end()) return pack(row, cluster);
   KVSWAP_RETURN_IF_ERROR(read(row, clusters.members(cluster)));
@@ -261,11 +251,11 @@ Status Clustering::force(const Row& row) {
 Status Clustering::pack(const Row& row, int64_t cluster) {
   ClusterRow& data = row.data();
   for (;;) {
-    const std::vector<int64_t> members = data.clusters.members(cluster);
-    auto plan = data.pages.plan(cluster, members);
+    auto plan = writer_.plan(row.bytes, row.layer, row.sequence, cluster);
     if (!plan) {
       // After an error: a cluster that was split from it still stands in its pages.
-      const int64_t other = cluster_in_slots_of(row, cluster);
+      const int64_t other = data.pages.other_in_slots(
+          cluster, data.clusters.table().place().first(data.clusters.left()));
       if (other < 0) return Status::ok();
       KVSWAP_RETURN_IF_ERROR(pack(row, other));
       continue;
@@ -275,20 +265,6 @@ Status Clustering::pack(const Row& row, int64_t cluster) {
     row.bytes.forget_read();
     return written;
   }
-}
-
-/// The newest of the clusters whose tokens stand in this one's slots; -1: there is no other.
-int64_t Clustering::cluster_in_slots_of(const Row& row, int64_t cluster) const {
-  const ClusterRow& data = row.data();
-  const int64_t tokens = pages_a_cluster(parts_.options.method()) * data.pages.page_tokens();
-  int64_t found = -1;
-  for (int64_t token = 0; token < data.clusters.left(); ++token) {
-    const int32_t place = data.pages.place(token);
-    if (place < 0 || place / tokens != cluster) continue;
-    const int32_t of = data.clusters.table().place()[token];
-    if (of != cluster) found = std::max<int64_t>(found, of);
-  }
-  return found;
 }
 
 /// The pages of these tokens that are not in memory: the reads are not overlapped.

@@ -62,8 +62,6 @@ class Clustering {
   /// What the cluster is packed from is read; then it is packed.
   Status pack(const Row& row, int64_t cluster);
   Status read(const Row& row, std::span<const int64_t> tokens);
-  int64_t most_waited_for(const Row& row) const;
-  int64_t cluster_in_slots_of(const Row& row, int64_t cluster) const;
 
   EngineParts& parts_;
   Batch& batch_;

@@ -6,6 +6,7 @@
 #include "engine/check_settings.h"
 #include "engine/keep_plan.h"
 #include "engine/size_product.h"
+#include "methods/cluster_rows.h"
 #include "methods/rows.h"
 
 namespace kvswap {
@@ -14,6 +15,7 @@ namespace {
 
 /// Of a prompt, clustered together: so many keys stand in memory as fp32 meanwhile.
 constexpr int64_t kClusterBlockTokens = 2048;
+constexpr int64_t kClusterPagesMax = 16;  // of a cluster in a pool
 
 Status out_of_range(const char* name, int64_t low, int64_t high, int64_t value) {
   return Status::invalid("session: " + std::string(name) + " must be " + std::to_string(low) +
@@ -107,6 +109,13 @@ Status EngineOptions::validate() const {
     return Status::invalid(
         "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
         "CPU alone has so far; keep the cache in host memory");
+  }
+  if (layout == "pools" && pages_a_cluster(method()) > kClusterPagesMax) {
+    return Status::invalid("session: with layout=pools cluster_tokens_max must be at most " +
+                           std::to_string(kClusterPagesMax) + " pages of group_tokens (" +
+                           std::to_string(kClusterPagesMax * group_tokens) + "), got " +
+                           std::to_string(cluster_tokens_max) +
+                           "; lower it, raise group_tokens, or leave out layout");
   }
   if (device && KeepPlan(*this).divides_layers) {
     return Status::invalid(
@@ -220,6 +229,13 @@ MethodOptions EngineOptions::method() const {
                        .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens)},
           .score_columns = score_columns.value_or(0),
           .score_share = score_share};
+}
+
+PoolOptions pool_options(const EngineOptions& options) {
+  const int64_t tokens = options.cluster_tokens + options.group_tokens - 1;
+  return {.layers = options.layers,
+          .usual_pages = tokens / options.group_tokens,
+          .slack_pages = options.pool_slack_pages};
 }
 
 bool EngineOptions::is_exact(int64_t layer) const { return kvswap::is_exact(*this, layer); }

@@ -21,6 +21,7 @@
 #include "memory/replacement.h"
 #include "methods/keeper.h"
 #include "methods/rows.h"
+#include "store/pool_layout.h"
 
 namespace kvswap {
 
@@ -121,6 +122,8 @@ struct EngineOptions : Settings {
 
 /// Are clusters of similar keys chosen, in the place of groups?
 inline bool has_clusters(const EngineOptions& options) { return options.grouping == "clusters"; }
+/// Where their pages stand in pools.
+PoolOptions pool_options(const EngineOptions& options);
 
 inline constexpr int64_t kContextMax =
     std::numeric_limits<int32_t>::max();  // columns are of 32 bits

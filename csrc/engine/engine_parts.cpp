@@ -8,6 +8,7 @@
 #include "io/memory_file.h"
 #include "methods/cluster_selector.h"
 #include "methods/make_selector.h"
+#include "store/pool_layout.h"
 
 namespace kvswap {
 
@@ -120,6 +121,10 @@ Status EngineParts::open_store() {
                       : SequenceLayout::create(options.payload_bytes(), file->alignment_bytes(),
                                                options.layers, options.drops() ? 1 : kRunRecords);
   if (!layout.is_ok()) return layout.status();
+  if (options.layout == "pools") {
+    layout =
+        std::unique_ptr<Layout>(new PoolLayout(std::move(layout.value()), pool_options(options)));
+  }
   const int64_t record_bytes = layout.value()->record_bytes();
   const RecordStoreOptions store_options = {
       .layers = options.layers,

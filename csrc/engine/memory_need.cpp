@@ -17,6 +17,7 @@
 #include "methods/mass_scorer.h"
 #include "methods/product_scorer.h"
 #include "methods/rows.h"
+#include "store/pool_layout.h"
 #include "store/record_store.h"
 
 namespace kvswap {
@@ -88,9 +89,19 @@ int64_t cluster_read_pages(const EngineOptions& options) {
 
 int64_t cluster_bytes(const EngineOptions& options, int64_t room) {
   const MethodOptions method = options.method();
-  const int64_t slots = method.clusters.clusters_max(room) * pages_a_cluster(method);
-  return ClusterRows::row_bytes(method, room) + slots * RecordTables::bytes_per_group() +
+  const int64_t clusters = method.clusters.clusters_max(room);
+  const int64_t slots = clusters * pages_a_cluster(method);
+  const int64_t pools = options.layout == "pools" ? clusters * PoolLayout::bytes_per_pool() : 0;
+  return ClusterRows::row_bytes(method, room) + slots * RecordTables::bytes_per_group() + pools +
          ClusterRows::pages_max(method, room) * int64_t{sizeof(RecordList::Record)};
+}
+
+int64_t cluster_pages_on_disk(const EngineOptions& options, int64_t tokens) {
+  const MethodOptions method = options.method();
+  if (options.layout != "pools") return ClusterRows::pages_max(method, tokens);
+  // Each pool holds a page of a cluster, or is about to.
+  const int64_t pools = method.clusters.clusters_max(ClusterRows::room_for(tokens)) + 1;
+  return pools * pool_options(options).pool_pages(pages_a_cluster(method));
 }
 
 int64_t token_page_bytes(const EngineOptions& options, int64_t record_bytes) {

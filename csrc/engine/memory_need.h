@@ -30,6 +30,8 @@ int64_t page_note_bytes(const EngineOptions& options);
 /// Of the clusters of a layer and sequence with room for so many tokens, and of the tables of their
 /// pages.
 int64_t cluster_bytes(const EngineOptions& options, int64_t room);
+/// On disk, of so many tokens of a layer and sequence at most, free pages of pools among them.
+int64_t cluster_pages_on_disk(const EngineOptions& options, int64_t tokens);
 /// Pages that a cluster is packed anew from at most, and that are read for it.
 int64_t cluster_read_pages(const EngineOptions& options);
 /// Of the store's tables, for one more group.

@@ -48,6 +48,9 @@ struct Settings {
   int64_t pending_tokens = 16;
   /// what a cluster is worth, by its centroid: as score, which is for groups
   std::string cluster_score = "sum";
+  /// with layout=pools: free pages between the two clusters of a new pool, which both grow
+  /// into; each has one more at its other end
+  int64_t pool_slack_pages = 2;
   /// tokens of one layer and sequence that are selected and read together (G)
   int64_t group_tokens = 4;
   /// which tokens are selected and read together: runs of group_tokens; or clusters of similar
@@ -178,7 +181,9 @@ struct Settings {
   /// attention that a layer may miss: by what its looks find, it attends fewer groups than
   /// groups_max, or more, up to pages_max; without audit_every it looks once in 32 steps
   std::optional<double> missed_mass_max;
-  /// order of the records on disk
+  /// where records stand on disk: in the order in which they are sealed; or, with clusters,
+  /// their pages in pools of two clusters that grow towards each other (DynaKV 5.2), so that
+  /// one read fetches a cluster, however it has grown
   std::string layout = "sequence";
   /// safetensors file, relative to the config; None: computed from the first prefill
   std::optional<std::string> projection_file;

@@ -29,6 +29,7 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"split_factor", true},
                                                 {"pending_tokens", true},
                                                 {"cluster_score", true},
+                                                {"pool_slack_pages", true},
                                                 {"group_tokens", true},
                                                 {"grouping", true},
                                                 {"heads", false},
@@ -95,6 +96,7 @@ void visit_settings(Visit&& visit) {
   visit("split_factor", &Settings::split_factor, RealRange{0.001, 1000000.0, "0.001 to 1000000.0"});
   visit("pending_tokens", &Settings::pending_tokens, IntRange{0, 1024});
   visit("cluster_score", &Settings::cluster_score, OneOf{{"sum", "max", "mass", "max_mass"}});
+  visit("pool_slack_pages", &Settings::pool_slack_pages, IntRange{0, 16});
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("grouping", &Settings::grouping, OneOf{{"runs", "clusters"}});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
@@ -140,7 +142,7 @@ void visit_settings(Visit&& visit) {
   visit("audit_every", &Settings::audit_every, IntRange{0, 1048576});
   visit("audit_groups", &Settings::audit_groups, IntRange{2, 4096});
   visit("missed_mass_max", &Settings::missed_mass_max, Share{});
-  visit("layout", &Settings::layout, OneOf{{"sequence"}});
+  visit("layout", &Settings::layout, OneOf{{"sequence", "pools"}});
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind,
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}});
@@ -190,6 +192,9 @@ void visit_owned(Visit&& visit) {
         OneOf{});
   visit("replacement", &Settings::replacement, "grouping", &Settings::grouping, "clusters",
         OneOf{{"clusters"}});
+  visit("layout", &Settings::layout, "grouping", &Settings::grouping, "clusters", OneOf{{"pools"}});
+  visit("pool_slack_pages", &Settings::pool_slack_pages, "layout", &Settings::layout, "pools",
+        OneOf{});
   visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
         OneOf{{"mass", "max_mass"}});
   visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "low_rank",

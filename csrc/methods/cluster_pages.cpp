@@ -44,8 +44,8 @@ int64_t ClusterPages::end_wait(int64_t token) {
   return last;
 }
 
-std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster,
-                                              std::span<const int64_t> members) const {
+std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster, std::span<const int64_t> members,
+                                              Pack pack) const {
   const int64_t first = cluster * pages_a_cluster_;
   // Which of the cluster's own slots a token stands in; -1: none.
   const auto own_slot = [&](int64_t token) {
@@ -59,7 +59,9 @@ std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster,
   ClusterPlan plan;
   plan.cluster = cluster;
   std::vector<bool> is_full(pages_a_cluster_);
-  for (int64_t i = 0; i < pages_a_cluster_; ++i) is_full[i] = own[i] == page_tokens_;
+  for (int64_t i = 0; i < pages_a_cluster_; ++i) {
+    is_full[i] = pack == Pack::kLoose && own[i] == page_tokens_;
+  }
   bool all_at_home = true;
   for (const int64_t token : members) {
     const int64_t slot = own_slot(token);
@@ -79,9 +81,34 @@ std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster,
       plan.slots.push_back(static_cast<int32_t>(first + i));
     }
   }
-  const bool is_packed = all_at_home && static_cast<int64_t>(wanted) == in_use;
+  const bool is_packed = members.empty() || (pack == Pack::kLoose && all_at_home &&
+                                             static_cast<int64_t>(wanted) == in_use);
   if (is_packed || plan.slots.size() < wanted) return std::nullopt;
   return plan;
+}
+
+SlotsLeft ClusterPages::slots_without(int64_t cluster, std::span<const int64_t> tokens) const {
+  const int64_t first = cluster * pages_a_cluster_;
+  std::vector<uint64_t> left(masks_.begin() + first, masks_.begin() + first + pages_a_cluster_);
+  for (const int64_t token : tokens) {
+    const int64_t index = places_[token] < 0 ? -1 : slot_of(token) - first;
+    if (index < 0 || index >= pages_a_cluster_) continue;
+    left[index] &= ~(uint64_t{1} << places_[token] % page_tokens_);
+  }
+  SlotsLeft slots;
+  each_page(cluster, [&](int64_t slot) {
+    (left[slot - first] == 0 ? slots.go : slots.stay).push_back(slot);
+  });
+  return slots;
+}
+
+int64_t ClusterPages::other_in_slots(int64_t cluster, std::span<const int32_t> clusters) const {
+  int64_t found = -1;
+  for (size_t token = 0; token < clusters.size(); ++token) {
+    if (places_[token] < 0 || slot_of(token) / pages_a_cluster_ != cluster) continue;
+    if (clusters[token] != cluster) found = std::max<int64_t>(found, clusters[token]);
+  }
+  return found;
 }
 
 void ClusterPages::leave(int64_t token, std::vector<int32_t>& emptied) {

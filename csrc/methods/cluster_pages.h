@@ -14,6 +14,16 @@ struct ClusterPlan {
   std::vector<int32_t> slots;
 };
 
+/// Which of a cluster's tokens are packed anew: those that stand in no full page of their own, or
+/// all of them.
+enum class Pack { kLoose, kAll };
+
+/// What becomes of a cluster's slots that are not empty once some tokens have left them.
+struct SlotsLeft {
+  std::vector<int64_t> stay;
+  std::vector<int64_t> go;  // they hold nobody else
+};
+
 /// In which page each token of a row stands that has left the tail: a cluster has pages_a_cluster
 /// slots, from cluster * pages_a_cluster on, some of which hold a record of up to page_tokens
 /// tokens. Or it waits in memory, until its cluster is packed anew.
@@ -62,8 +72,15 @@ class ClusterPages {
   int64_t end_wait(int64_t token);
 
   /// What packing the cluster's members (all of them, rising) anew would be: of its pages those
-  /// that are full stay. None where nothing would change, or its slots are still in use by others.
-  std::optional<ClusterPlan> plan(int64_t cluster, std::span<const int64_t> members) const;
+  /// that are full stay, unless all are packed. None where nothing would change, or its slots are
+  /// still in use by others.
+  std::optional<ClusterPlan> plan(int64_t cluster, std::span<const int64_t> members,
+                                  Pack pack = Pack::kLoose) const;
+  /// Were these tokens, wherever they stand, to leave.
+  SlotsLeft slots_without(int64_t cluster, std::span<const int64_t> tokens) const;
+  /// The newest of the clusters whose tokens stand in this one's slots, by the cluster that each
+  /// token of the row belongs to; -1: there is no other.
+  int64_t other_in_slots(int64_t cluster, std::span<const int32_t> clusters) const;
   /// The tokens stand there now. Returns slots that are empty since.
   std::vector<int32_t> install(const ClusterPlan& plan);
   /// Tokens from this one on stand nowhere; none of them waits any more. Returns slots that are

@@ -1,6 +1,7 @@
 #include "methods/cluster_rows.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 namespace kvswap {
@@ -11,6 +12,18 @@ constexpr int64_t kGrowTokens = 1024;  // at a time
 int64_t width_of(const MethodOptions& options) { return options.kv_heads * options.head_dim; }
 
 }  // namespace
+
+int64_t ClusterRow::most_waited_for() const {
+  std::map<int64_t, int64_t> tokens;
+  for (const int64_t token : pages.waiting()) {
+    const int32_t cluster = clusters.table().place()[token];
+    ++tokens[cluster >= 0 ? cluster : clusters.waiting().waits_for(token)];
+  }
+  const auto most =
+      std::max_element(tokens.begin(), tokens.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  return most->first;
+}
 
 int64_t pages_a_cluster(const MethodOptions& options) {
   return (options.clusters.cluster_tokens_max + options.group_tokens - 1) / options.group_tokens;

@@ -14,6 +14,10 @@ namespace kvswap {
 struct ClusterRow {
   Clusters clusters;
   ClusterPages pages;
+
+  /// The lowest of the clusters that most tokens wait for, to be split or to be packed with them;
+  /// tokens wait.
+  int64_t most_waited_for() const;
 };
 
 /// The clusters of all layers and sequences. Takes its memory in grow(), which who charges it calls

@@ -3,12 +3,25 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "io/status.h"
 #include "store/extent_allocator.h"
 
 namespace kvswap {
+
+/// What records are placed for.
+enum class PlaceFor { kGroups, kClusterPages, kPool };
+
+/// Neighbours that are to be placed.
+struct PlaceArgs {
+  int64_t layer = 0;
+  int64_t count = 0;
+  PlaceFor purpose = PlaceFor::kGroups;
+  std::span<const int64_t> beside = {};   // offsets of the cluster's records that stay
+  std::span<const int64_t> instead = {};  // and of those that go once these are there
+};
 
 /// Where records stand in the file: the part that decides which of them are neighbours.
 ///
@@ -20,8 +33,13 @@ class Layout {
   virtual ~Layout() = default;
   /// Bytes a record occupies: its payload, padded to the file's alignment.
   virtual int64_t record_bytes() const = 0;
-  /// Offset of `count` neighbouring records of one layer.
-  virtual int64_t place(int64_t layer, int64_t count) = 0;
+  /// Their offset, where there has_room_beside() those that stay.
+  virtual int64_t place(const PlaceArgs& args) = 0;
+  /// Can so many records be placed that all of a cluster's are neighbours, these among them? With
+  /// none to place: are they? Of a layout that promises no neighbours: always.
+  virtual bool has_room_beside(std::span<const int64_t> /*offsets*/, int64_t /*count*/) const {
+    return true;
+  }
   virtual void release(int64_t offset_bytes) = 0;
   /// What the file must be able to hold.
   virtual int64_t end_bytes() const = 0;
@@ -49,7 +67,7 @@ class SequenceLayout final : public Layout {
                                             int64_t run_records = kRunRecords);
 
   int64_t record_bytes() const override { return record_bytes_; }
-  int64_t place(int64_t layer, int64_t count) override;
+  int64_t place(const PlaceArgs& args) override;
   void release(int64_t offset_bytes) override;
   int64_t end_bytes() const override { return extents_.end_bytes(); }
   void close_runs() override;

@@ -15,23 +15,38 @@ RecordPlaces::RecordPlaces(DataFile* file, std::unique_ptr<Layout> layout, int64
   seeds_.push_back({first_place(), seed});
 }
 
-Result<int64_t> RecordPlaces::take(int64_t layer, int64_t count) {
-  auto offset = place(layer, count);
+Result<int64_t> RecordPlaces::take(const PlaceArgs& args) {
+  auto offset = place(args);
   if (offset.is_ok()) return offset;
   // Near the disk's or the quota's end what was taken ahead is worth more as room.
   layout_->tighten();
-  return place(layer, count);
+  return place(args);
 }
 
-Result<int64_t> RecordPlaces::place(int64_t layer, int64_t count) {
-  const int64_t offset = layout_->place(layer, count);
+bool RecordPlaces::has_room_beside(std::span<const int64_t> offsets, int64_t count) const {
+  return layout_->has_room_beside(in_layout(offsets), count);
+}
+
+std::vector<int64_t> RecordPlaces::in_layout(std::span<const int64_t> offsets) const {
+  std::vector<int64_t> own(offsets.begin(), offsets.end());
+  for (int64_t& offset : own) offset -= begin_bytes_;
+  return own;
+}
+
+Result<int64_t> RecordPlaces::place(const PlaceArgs& args) {
+  const std::vector<int64_t> beside = in_layout(args.beside);
+  const std::vector<int64_t> instead = in_layout(args.instead);
+  PlaceArgs inner = args;
+  inner.beside = beside;
+  inner.instead = instead;
+  const int64_t offset = layout_->place(inner);
   const bool has_numbers = end_bytes() / record_bytes() <= std::numeric_limits<uint32_t>::max();
   const Status reserved =
       has_numbers
           ? file_->reserve(end_bytes())
           : Status::budget("record store: a session's file must hold fewer than 2^32 records");
   if (reserved.is_ok()) return begin_bytes_ + offset;
-  for (int64_t i = 0; i < count; ++i) layout_->release(offset + i * record_bytes());
+  for (int64_t i = 0; i < args.count; ++i) layout_->release(offset + i * record_bytes());
   return reserved;
 }
 

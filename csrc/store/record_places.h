@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "io/data_file.h"
@@ -23,8 +24,10 @@ class RecordPlaces {
 
   /// Of each record, padding included.
   int64_t record_bytes() const { return layout_->record_bytes(); }
-  /// Offset of `count` neighbouring records, for which the file has room from now on.
-  Result<int64_t> take(int64_t layer, int64_t count);
+  /// Offset of these neighbouring records, for which the file has room from now on.
+  Result<int64_t> take(const PlaceArgs& args);
+  /// See Layout; offsets as take() gave them.
+  bool has_room_beside(std::span<const int64_t> offsets, int64_t count) const;
   /// Nobody reads this record any more; one below the own file stays where it is.
   void release(uint32_t place);
   /// Nobody reads any of the own file.
@@ -45,7 +48,8 @@ class RecordPlaces {
   void begin_file(int64_t begin_bytes, uint64_t seed);
 
  private:
-  Result<int64_t> place(int64_t layer, int64_t count);
+  Result<int64_t> place(const PlaceArgs& args);
+  std::vector<int64_t> in_layout(std::span<const int64_t> offsets) const;
 
   DataFile* file_;
   std::unique_ptr<Layout> layout_;

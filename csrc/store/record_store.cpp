@@ -31,11 +31,18 @@ RecordStore::RecordStore(DataFile* file, std::unique_ptr<Layout> layout,
               [this](uint32_t number) { places_.release(records_.at(number).place); }),
       writes_(std::move(queue), records_) {}
 
-Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count) {
+Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count,
+                                                  std::optional<int64_t> taken_bytes) {
   KVSWAP_ASSERT(count > 0 && count <= run_records_max());
   auto buffer = writes_.queue().acquire();
-  if (!buffer.is_ok()) return buffer.status();
-  auto offset = places_.take(layer, count);
+  if (!buffer.is_ok()) {
+    for (int64_t i = 0; taken_bytes && i < count; ++i) {
+      places_.release(static_cast<uint32_t>(*taken_bytes / record_bytes() + i));
+    }
+    return buffer.status();
+  }
+  Result<int64_t> offset =
+      taken_bytes ? *taken_bytes : places_.take({.layer = layer, .count = count});
   if (!offset.is_ok()) {
     writes_.queue().give_back(buffer.value());
     return offset.status();

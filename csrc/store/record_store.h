@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <memory_resource>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -65,7 +66,10 @@ class RecordStore {
   int64_t run_records_max() const { return buffer_bytes_ / record_bytes(); }
 
   /// Lends room for `count` records; blocks while the disk is behind.
-  Result<StagedRun> stage(int64_t layer, int64_t count);
+  /// taken_bytes: the offset, where places() have given these records theirs; they are released
+  /// where it fails.
+  Result<StagedRun> stage(int64_t layer, int64_t count,
+                          std::optional<int64_t> taken_bytes = std::nullopt);
   /// Seals the run: record i becomes the next group of `sequences[i]` in its layer. Their bytes may
   /// still be on their way to the run: until hand_over() nothing of it may be read, verified or
   /// truncated.

@@ -23,10 +23,12 @@ std::unique_ptr<Layout> SequenceLayout::continuing(int64_t record_bytes, int64_t
   return std::unique_ptr<Layout>(new SequenceLayout(record_bytes, layers, run_records));
 }
 
-int64_t SequenceLayout::place(int64_t layer, int64_t count) {
+int64_t SequenceLayout::place(const PlaceArgs& args) {
+  const int64_t count = args.count;
   // Many records at once stand together anyway, and would leave holes at the ends of runs.
-  if (is_tight_ || count > run_records_ / 8) return extents_.allocate(count * record_bytes_);
-  OpenRun& run = runs_.at(layer);
+  const bool is_apart = args.purpose == PlaceFor::kPool || count > run_records_ / 8;
+  if (is_tight_ || is_apart) return extents_.allocate(count * record_bytes_);
+  OpenRun& run = runs_.at(args.layer);
   if (run.records_left < count) {
     close_run(run);
     const int64_t records = run_records_ / count * count;

@@ -175,7 +175,12 @@ BAD: list[tuple[str, str]] = [
     (_file(device_model="tape"), "must be one of None, nvme, ufs, emmc"),
     *((_file(resident_layers=value), "resident_layers: must be")
       for value in (1, 0, -2, "all", 2.0, True)),
-    (_file(layout="clusters"), "must be one of sequence"),
+    (_file(layout="clusters"), "must be one of sequence, pools"),
+    (_file(layout="pools"), "layout: must be left out where grouping is runs"),
+    (_file(grouping="clusters", rows="centroid", pool_slack_pages=3),
+     "pool_slack_pages: must be left out where layout is sequence"),
+    (_file(grouping="clusters", rows="centroid", layout="pools", pool_slack_pages=17),
+     "pool_slack_pages: must be an int from 0 to 16, got 17"),
     (_file(look_ahead=1), "must be true or false, got 1"),
     (_file(checksum=None), "must be true or false, got None"),
     *((_file(true_query_layers=value), "true_query_layers: must be")

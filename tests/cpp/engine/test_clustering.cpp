@@ -1,237 +1,12 @@
 // Sessions that choose clusters of similar keys: what is attended, where tokens stand, what a disk
 // that fails leaves.
 
-#include <map>
-#include <set>
-
-#include "engine_run.h"
+#include "cluster_run.h"
 #include "io/fault_injection.h"
-#include "methods/cluster_selector.h"
+#include "io/forwarding_file.h"
 
 namespace kvswap {
 namespace {
-
-EngineOptions cluster_options(const std::string& directory, int64_t group_tokens = 4) {
-  EngineOptions options = small_options(directory, group_tokens);
-  options.ranks = {};
-  options.rows = "centroid";
-  options.grouping = "clusters";
-  options.cluster_tokens = 4;
-  options.cluster_tokens_max = 10;
-  options.pending_tokens = 5;
-  options.groups_max = 6;
-  options.pages_max = 24;
-  return options;
-}
-
-/// An engine of clusters, and what it was given, which is told what is attended.
-class ClusterRun {
- public:
-  ClusterRun(const EngineOptions& options, uint64_t seed)
-      : options_(options), run_(options, seed) {}
-
-  EngineRun& run() { return run_; }
-  Engine& engine() { return run_.engine(); }
-  const ClusterRow& row(int64_t layer, int64_t part) {
-    return engine().parts().clusters->of(layer, part);
-  }
-  int64_t parts() { return engine().sequences().size(); }
-  int64_t heads_apart() { return engine().parts().options.heads_apart; }
-
-  void append(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {}) {
-    if (!valid.empty()) {
-      const auto* flags = reinterpret_cast<const bool*>(valid.data());
-      run_.memory().declare(batch, tokens, flags);
-      ASSERT_TRUE(engine().declare(batch, tokens, flags).is_ok());
-    }
-    for (int64_t layer = 0; layer < options_.layers; ++layer) run_.append(layer, batch, tokens);
-    run_.compare_state();
-  }
-
-  /// A forward pass of so many tokens, some layers of which look ahead; what a disk refuses is
-  /// asked again once it is mended.
-  void step(int64_t batch, int64_t tokens, ReadFaults* faults = nullptr) {
-    ASSERT_TRUE(run_.begin(tokens).is_ok());
-    for (int64_t layer = 0; layer < options_.layers; ++layer) {
-      const std::vector<float> ahead = run_.draw_query(batch, tokens);
-      const bool looks = run_.draw(0, 1) == 0;
-      if (looks) {
-        repeat(faults,
-               [&] { return engine().look_ahead(layer, run_.view(ahead, tokens), 0.125f); });
-      }
-      const Tokens drawn = run_.draw_tokens(batch, tokens);
-      run_.memory().append(layer, batch, drawn);
-      repeat(faults, [&] { return engine().append(layer, run_.view(drawn, batch)); });
-      const std::vector<float> query = run_.draw_query(batch, tokens);
-      std::vector<std::byte> output;
-      const bool stands = looks && engine().sequences().layer(layer).sealed_groups > 0;
-      const auto seen = seen_tokens(
-          layer, stands ? engine().last_selection(layer) : choice(layer, query, tokens));
-      const int refused = refused_;
-      repeat(faults, [&] { return run_.attend(layer, query, tokens, output); });
-      if (testing::Test::HasFatalFailure()) return;
-      const auto expected = run_.memory().attend_over(
-          layer, query, tokens, 0.125,
-          [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
-      // One that was refused after it had attended enters its tokens first, and chooses anew.
-      if (refused == refused_) run_.expect_close(output, expected);
-      check_rows(layer);
-    }
-    run_.compare_state();
-  }
-
-  /// Each token of a row stands where exactly one thing has it, and its cluster knows it.
-  void check_rows(int64_t layer) {
-    const int64_t group_tokens = options_.group_tokens;
-    const int64_t sealed = engine().sequences().layer(layer).sealed_groups * group_tokens;
-    for (int64_t part = 0; part < parts(); ++part) {
-      const auto& [clusters, pages] = row(layer, part);
-      const int64_t b = part / heads_apart();
-      ASSERT_EQ(clusters.left(), sealed);
-      ASSERT_LE(std::ssize(pages.waiting()), options_.pending_tokens);
-      std::vector<int64_t> sizes(clusters.table().count());
-      std::map<int64_t, uint64_t> masks;
-      int64_t waiting = 0;
-      for (int64_t token = 0; token < sealed; ++token) {
-        const bool is_outside =
-            !run_.memory().validity()[b][token] || run_.memory().is_sink(b, token / group_tokens);
-        const int32_t cluster = clusters.table().place()[token];
-        ASSERT_EQ(is_outside, cluster == kInSinks) << token;
-        if (is_outside) {
-          ASSERT_EQ(pages.place(token), -1);
-          continue;
-        }
-        if (cluster >= 0) ++sizes[cluster];
-        if (pages.place(token) < 0) {
-          const int64_t at = pages.waiting_at(token);
-          ASSERT_GE(at, 0) << token << " stands nowhere";
-          ASSERT_EQ(pages.waiting()[at], token);
-          ++waiting;
-        } else {
-          masks[pages.place(token) / group_tokens] |= uint64_t{1}
-                                                      << pages.place(token) % group_tokens;
-        }
-      }
-      ASSERT_EQ(waiting, std::ssize(pages.waiting()));
-      for (int64_t cluster = 0; cluster < clusters.table().count(); ++cluster) {
-        ASSERT_EQ(clusters.table().size()[cluster], sizes[cluster]);
-        ASSERT_LE(sizes[cluster], options_.cluster_tokens_max);
-        pages.each_page(cluster, [&](int64_t slot) {
-          ASSERT_EQ(pages.mask(slot), masks[slot]);
-          ASSERT_TRUE(engine().parts().store->tables().has_page(layer, part, page_id(slot)));
-          masks.erase(slot);
-        });
-      }
-      ASSERT_TRUE(masks.empty());
-    }
-  }
-
-  /// Every record of every cluster holds what its tokens are, byte for byte.
-  void check_records(int64_t layer) {
-    EngineParts& parts = const_cast<EngineParts&>(engine().parts());
-    const RecordShape shape = parts.options.record_shape();
-    auto memory = share_aligned_bytes(parts.record_bytes(), AtEnd::kLeft);
-    ASSERT_TRUE(memory.is_ok());
-    for (int64_t part = 0; part < this->parts(); ++part) {
-      const auto& [clusters, pages] = row(layer, part);
-      for (int64_t token = 0; token < clusters.left(); ++token) {
-        const int32_t place = pages.place(token);
-        if (place < 0) continue;
-        Fetch fetch;
-        fetch.layer = layer;
-        fetch.loads.push_back(
-            {part, page_id(place / shape.group_tokens), -1, memory.value().get(), nullptr});
-        ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
-        ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
-        const auto& kept = run_.memory().layer(layer).sequences[part / heads_apart()];
-        const int64_t row_bytes = shape.head_dim * shape.element_bytes;
-        for (int64_t head = 0; head < shape.kv_heads; ++head) {
-          const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
-          const int64_t at =
-              (token * options_.kv_heads + of_model) * options_.head_dim * shape.element_bytes;
-          const std::byte* key =
-              memory.value().get() +
-              (2 * head * shape.group_tokens + place % shape.group_tokens) * row_bytes;
-          ASSERT_EQ(std::memcmp(key, bytes_of(kept.keys, 0) + at, row_bytes), 0);
-          ASSERT_EQ(std::memcmp(key + shape.group_tokens * row_bytes, bytes_of(kept.values, 1) + at,
-                                row_bytes),
-                    0);
-        }
-      }
-    }
-  }
-
-  int refused() const { return refused_; }
-
- private:
-  const std::byte* bytes_of(const std::vector<float>& values, int slot) {
-    return static_cast<const std::byte*>(run_.raw(values, slot));
-  }
-
-  void repeat(ReadFaults* faults, const std::function<Status()>& call) {
-    Status called = call();
-    if (!called.is_ok() && faults != nullptr) {
-      ++refused_;
-      ASSERT_EQ(called.code(), StatusCode::kStorage) << called.message();
-      *faults = {};
-      called = call();
-    }
-    ASSERT_TRUE(called.is_ok()) << called.message();
-  }
-
-  /// What the next attend() attends over, of all parts' tokens.
-  std::vector<std::set<int64_t>> seen_tokens(int64_t layer,
-                                             const std::vector<std::vector<int32_t>>& chosen) {
-    const int64_t group_tokens = options_.group_tokens;
-    const Batch& batch = engine().sequences();
-    std::vector<std::set<int64_t>> seen(parts());
-    for (int64_t part = 0; part < parts(); ++part) {
-      const auto& [clusters, pages] = row(layer, part);
-      const std::set<int64_t> ids(chosen[part].begin(), chosen[part].end());
-      for (int64_t token = 0; token < engine().columns(layer); ++token) {
-        const int64_t group = token / group_tokens;
-        const bool has_left = token < clusters.left();
-        const int32_t place = has_left ? pages.place(token) : -1;
-        const bool is_chosen = place >= 0 && ids.contains(page_id(place / group_tokens));
-        const bool waits = has_left && pages.waiting_at(token) >= 0;
-        if (group >= batch.layer(layer).sealed_groups ||
-            run_.memory().is_sink(part / heads_apart(), group) ||
-            (batch.fits(layer, part) ? ids.contains(group) : is_chosen || waits)) {
-          seen[part].insert(token);
-        }
-      }
-    }
-    return seen;
-  }
-
-  /// As the engine asks it, of an engine that has not looked ahead.
-  std::vector<std::vector<int32_t>> choice(int64_t layer, const std::vector<float>& query,
-                                           int64_t queries) {
-    const Batch& batch = engine().sequences();
-    std::vector<std::vector<int32_t>> chosen(parts());
-    if (!batch.all_fit(layer)) {
-      const std::vector<Candidates> candidates(parts());
-      engine().parts().selector->choose(
-          {.layer = layer,
-           .query = run_.view(query, queries).of_parts(heads_apart()),
-           .groups = batch.layer(layer).sealed_groups,
-           .groups_per_query = std::min(options_.groups_max, options_.pages_max / queries),
-           .candidates = candidates,
-           .chosen = &chosen,
-           .scale = 0.125f});
-    }
-    for (int64_t part = 0; part < parts(); ++part) {
-      if (batch.fits(layer, part)) {
-        batch.choosable(layer, part, batch.layer(layer).sealed_groups, chosen[part]);
-      }
-    }
-    return chosen;
-  }
-
-  EngineOptions options_;
-  EngineRun run_;
-  int refused_ = 0;
-};
 
 struct Life {
   const char* name;
@@ -331,6 +106,18 @@ EngineOptions sharing_pages(EngineOptions options) {
   options.resident_layers = 2;
   return options;
 }
+EngineOptions in_pools(EngineOptions options) {
+  options.layout = "pools";
+  return options;
+}
+EngineOptions in_narrow_pools(EngineOptions options) {
+  options.layout = "pools";
+  options.pool_slack_pages = 0;
+  options.cluster_tokens_max = 24;
+  options.split_factor = 0.5;
+  options.merge_gap_bytes = 0;
+  return options;
+}
 EngineOptions many_splits(EngineOptions options) {
   options.replacement = "clusters";
   options.split_factor = 0.2;
@@ -343,8 +130,54 @@ INSTANTIATE_TEST_SUITE_P(
                     Life{"max", by_best_head}, Life{"bfloat16", in_halves},
                     Life{"nothing_waits", nothing_waits}, Life{"no_reuse", without_reuse},
                     Life{"shared_pages", sharing_pages}, Life{"score", by_what_was_paid},
-                    Life{"many_splits", many_splits}),
+                    Life{"many_splits", many_splits}, Life{"pools", in_pools},
+                    Life{"narrow_pools", in_narrow_pools}),
     [](const auto& info) { return std::string(info.param.name); });
+
+TEST(ClusteredPools, OneReadFetchesAClusterHoweverItHasGrown) {
+  for (const int64_t slack : {0, 2, 5}) {
+    SCOPED_TRACE(slack);
+    const TestDirectory directory;
+    EngineOptions options = in_pools(without_reuse(cluster_options(directory.path())));
+    options.pool_slack_pages = slack;
+    options.merge_gap_bytes = 0;
+    options.cluster_tokens_max = 20;
+    ClusterRun run(options, 6);
+    run.append(2, 200);
+    for (const int64_t layer : {0, 1}) run.check_neighbours(layer);
+    for (int i = 0; i < 120 && !testing::Test::HasFatalFailure(); ++i) {
+      for (const int64_t layer : {0, 1}) {
+        const Tokens drawn = run.run().draw_tokens(2, 1);
+        run.run().memory().append(layer, 2, drawn);
+        ASSERT_TRUE(run.run().give(layer, drawn, 2).is_ok());
+        const std::vector<float> query = run.run().draw_query(2, 1);
+        const auto before = run.engine().parts().fetcher->reader().counters().reads;
+        ASSERT_TRUE(run.engine().look_ahead(layer, run.run().view(query, 1), 0.125f).is_ok());
+        const auto clusters = run.clusters_of(run.engine().last_selection(layer));
+        const auto reads = run.engine().parts().fetcher->reader().counters().reads - before;
+        EXPECT_LE(reads, static_cast<uint64_t>(clusters));
+        std::vector<std::byte> output;
+        ASSERT_TRUE(run.run().attend(layer, query, 1, output).is_ok());
+        run.check_rows(layer);
+        run.check_neighbours(layer);
+      }
+    }
+    for (const int64_t layer : {0, 1}) run.check_records(layer);
+    EXPECT_GT(run.engine().parts().counters.cluster_splits, 10u);
+  }
+}
+
+TEST(ClusteredPools, BeamsThatGoOnDifferentlyHaveNeighboursEach) {
+  const TestDirectory directory;
+  ClusterRun run(in_pools(cluster_options(directory.path())), 7);
+  run.append(2, 150);
+  for (int i = 0; i < 60 && !testing::Test::HasFatalFailure(); ++i) {
+    if (i % 7 == 3) run.run().select({i % 2, 1, 0});
+    run.step(run.engine().batch(), 1);
+    for (const int64_t layer : {0, 1}) run.check_neighbours(layer);
+  }
+  for (const int64_t layer : {0, 1}) run.check_records(layer);
+}
 
 TEST(ClusteredFaults, WhatADiskRefusesIsDoneLater) {
   int refused = 0;
@@ -361,12 +194,110 @@ TEST(ClusteredFaults, WhatADiskRefusesIsDoneLater) {
     run.append(2, 150);
     faults = {};
     (nth % 3 == 0 ? faults.fail_submit : faults.fail_read) = nth;
-    for (int i = 0; i < 24 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 1, &faults);
+    for (int i = 0; i < 24 && !testing::Test::HasFatalFailure(); ++i) {
+      run.step(2, 1, [&] { faults = {}; });
+    }
     faults = {};
     for (const int64_t layer : {0, 1}) run.check_records(layer);
     refused += run.refused();
   }
   EXPECT_GT(refused, 50);
+}
+
+/// Bytes that nobody will read any more become others at once.
+class ScribblingFile final : public ForwardingFile {
+ public:
+  ScribblingFile(std::unique_ptr<DataFile> inner, int64_t* scribbled)
+      : ForwardingFile(std::move(inner)), scribbled_(scribbled) {}
+
+  void discard(int64_t offset_bytes, int64_t length_bytes) override {
+    auto memory = share_aligned_bytes(length_bytes, AtEnd::kLeft);
+    ASSERT_TRUE(memory.is_ok());
+    std::memset(memory.value().get(), 0x5a, length_bytes);
+    ASSERT_TRUE(
+        write(offset_bytes, {memory.value().get(), static_cast<size_t>(length_bytes)}).is_ok());
+    ++*scribbled_;
+  }
+
+ private:
+  int64_t* scribbled_;
+};
+
+TEST_P(Clustered, ReadsNoPlaceThatWasLetGo) {
+  int64_t scribbled = 0;
+  EngineOptions options = this->options();
+  options.wrap_file = [&scribbled](std::unique_ptr<DataFile> inner) {
+    return std::make_unique<ScribblingFile>(std::move(inner), &scribbled);
+  };
+  ClusterRun run(options, 9);
+  run.append(2, 150);
+  for (int i = 0; i < 60 && !HasFatalFailure(); ++i) {
+    if (i % 20 == 15) run.run().crop(run.engine().columns(0) - 9);
+    if (i % 20 == 18) run.run().select({1, 0});
+    run.step(2, 1);
+  }
+  for (const int64_t layer : {0, 1}) run.check_records(layer);
+  run.run().compare_contents();
+  EXPECT_GT(scribbled, 20);
+}
+
+TEST(ClusteredFaults, AWriteThatFailsLeavesEachTokenAtOnePlace) {
+  set_log([](const std::string&) {});
+  int refused = 0;
+  for (const char* layout : {"sequence", "pools"}) {
+    for (uint64_t nth = 1; nth <= 40 && !testing::Test::HasFatalFailure(); ++nth) {
+      SCOPED_TRACE(layout + std::to_string(nth));
+      const TestDirectory directory;
+      WriteFaults faults;
+      EngineOptions options = cluster_options(directory.path());
+      options.layout = layout;
+      options.kv_memory_bytes = 16 << 20;  // small write buffers
+      options.file_extend_bytes = 1;       // every run of records grows the file
+      options.wrap_file = [&faults](std::unique_ptr<DataFile> inner) {
+        return std::make_unique<FaultyDataFile>(std::move(inner), &faults);
+      };
+      ClusterRun run(options, 5);
+      run.append(2, 90);
+      ASSERT_TRUE(run.engine().parts().store->writes().flush().is_ok());
+      const auto mend = [&] { faults.fail_write = faults.fail_reserve = 0; };
+      faults.lasts = true;
+      if (nth % 4 == 0) {
+        faults.fail_reserve = faults.reserves_seen + nth / 4;
+      } else {
+        faults.fail_write = faults.writes_seen + nth;
+      }
+      run.append(2, 70, {}, mend);
+      for (int i = 0; i < 16 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 1, mend);
+      mend();
+      for (const int64_t layer : {0, 1}) run.check_records(layer);
+      run.run().compare_contents();
+      refused += run.refused();
+    }
+  }
+  set_log(nullptr);
+  EXPECT_GT(refused, 40);
+}
+
+TEST(ClusteredFaults, WrongBytesAreReadAgain) {
+  uint64_t reread = 0;
+  for (uint64_t nth = 1; nth <= 30 && !testing::Test::HasFatalFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    const TestDirectory directory;
+    ReadFaults faults;
+    EngineOptions options = cluster_options(directory.path());
+    options.wrap_reader = [&faults](std::unique_ptr<BlockReader> inner) {
+      return std::make_unique<FaultyReader>(std::move(inner), &faults);
+    };
+    ClusterRun run(options, 5);
+    run.append(2, 150);
+    faults = {};
+    (nth % 2 == 0 ? faults.flip_read : faults.misdirect_read) = nth;
+    faults.misdirect_bytes = run.engine().parts().record_bytes();
+    for (int i = 0; i < 12 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 1);
+    for (const int64_t layer : {0, 1}) run.check_records(layer);
+    reread += run.engine().parts().fetcher->counters().reread_records;
+  }
+  EXPECT_GE(reread, 25u);
 }
 
 }  // namespace

@@ -30,8 +30,8 @@ TEST(SequenceLayout, NeighboursInALayerAreNeighboursOnDisk) {
   const auto layout = layout_of(512, 512);
   std::vector<int64_t> first;
   for (int i = 0; i < 64; ++i) {
-    first.push_back(layout->place(0, 1));
-    layout->place(1, 1);
+    first.push_back(layout->place({.layer = 0, .count = 1}));
+    layout->place({.layer = 1, .count = 1});
   }
   for (int i = 1; i < 64; ++i) EXPECT_EQ(first[i], first[i - 1] + 512);
 }
@@ -44,7 +44,8 @@ TEST(SequenceLayout, NeverGivesTwoRecordsOnePlace) {
     for (int step = 0; step < 600; ++step) {
       if (random() % 5 < 3) {
         const int64_t count = random() % 4 == 0 ? 1 + random() % 100 : 1 + random() % 8;
-        const int64_t offset = layout->place(random() % 3, count);
+        const int64_t offset =
+            layout->place({.layer = static_cast<int64_t>(random() % 3), .count = count});
         ASSERT_EQ(offset % 512, 0);
         for (int64_t i = 0; i < count; ++i) ASSERT_TRUE(places.insert(offset + i * 512).second);
         ASSERT_LE(offset + count * 512, layout->end_bytes());
@@ -65,10 +66,10 @@ TEST(SequenceLayout, NeverGivesTwoRecordsOnePlace) {
 
 TEST(SequenceLayout, TightenedHoldsRecordsAndNothingElse) {
   const auto layout = layout_of(512, 512, 16);
-  for (int64_t layer = 0; layer < 16; ++layer) layout->place(layer, 1);
+  for (int64_t layer = 0; layer < 16; ++layer) layout->place({.layer = layer, .count = 1});
   EXPECT_GT(layout->end_bytes(), 16 * 512);
   layout->tighten();
-  for (int i = 0; i < 16 * 62; ++i) layout->place(i % 16, 1);
+  for (int i = 0; i < 16 * 62; ++i) layout->place({.layer = i % 16, .count = 1});
   EXPECT_LE(layout->end_bytes(), (16 * 64) * 512);
   layout->clear();
   EXPECT_EQ(layout->end_bytes(), 0);

@@ -20,8 +20,8 @@ TEST(RecordPlaces, StandAboveTheFilesThatTheyContinueAndKnowWhoseSeedIsWhose) {
   EXPECT_EQ(places.seed_of(4), 6u);
   EXPECT_EQ(places.seed_of(10), 7u);
   EXPECT_EQ(places.first_place(), 10);
-  EXPECT_EQ(must(places.take(0, 1)), 10 * kRecord);
-  EXPECT_EQ(must(places.take(0, 1)), 11 * kRecord);
+  EXPECT_EQ(must(places.take({.count = 1})), 10 * kRecord);
+  EXPECT_EQ(must(places.take({.count = 1})), 11 * kRecord);
   places.release(3);  // of a file below: it stays
   places.release(10);
   std::vector<std::pair<int64_t, int64_t>> holes;
@@ -30,7 +30,7 @@ TEST(RecordPlaces, StandAboveTheFilesThatTheyContinueAndKnowWhoseSeedIsWhose) {
   EXPECT_EQ(places.end_bytes(), 12 * kRecord);
 
   places.begin_file(20 * kRecord, 8);
-  EXPECT_EQ(must(places.take(0, 1)), 20 * kRecord);
+  EXPECT_EQ(must(places.take({.count = 1})), 20 * kRecord);
   EXPECT_EQ(places.seed_of(19), 7u);
   EXPECT_EQ(places.seed_of(20), 8u);
   EXPECT_EQ(places.seed(), 8u);
@@ -44,11 +44,11 @@ TEST(RecordPlaces, GiveUpWhatWasTakenAheadWhereTheQuotaEnds) {
                                    .quota_bytes = 3 * kRecord,
                                    .extend_bytes = kRecord}));
   RecordPlaces places(file.get(), must(SequenceLayout::create(kRecord, kRecord, 1)), 0, 1, {});
-  for (const int64_t place : {0, 1, 2}) EXPECT_EQ(must(places.take(0, 1)), place * kRecord);
-  EXPECT_EQ(places.take(0, 1).status().code(), StatusCode::kBudget);
+  for (const int64_t place : {0, 1, 2}) EXPECT_EQ(must(places.take({.count = 1})), place * kRecord);
+  EXPECT_EQ(places.take({.count = 1}).status().code(), StatusCode::kBudget);
   EXPECT_EQ(places.end_bytes(), 3 * kRecord) << "what was refused is not in use";
   places.release(1);
-  EXPECT_EQ(must(places.take(0, 1)), kRecord);
+  EXPECT_EQ(must(places.take({.count = 1})), kRecord);
 }
 
 }  // namespace

@@ -1,0 +1,274 @@
+// An engine that chooses clusters of similar keys, and what it was given.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine_run.h"
+#include "methods/cluster_selector.h"
+
+namespace kvswap {
+
+inline EngineOptions in_clusters(EngineOptions options) {
+  options.ranks = {};
+  options.rows = "centroid";
+  options.grouping = "clusters";
+  options.cluster_tokens = 4;
+  options.cluster_tokens_max = 10;
+  options.pending_tokens = 5;
+  options.groups_max = 6;
+  options.pages_max = 24;
+  return options;
+}
+
+inline EngineOptions cluster_options(const std::string& directory, int64_t group_tokens = 4) {
+  return in_clusters(small_options(directory, group_tokens));
+}
+
+/// An engine of clusters, and what it was given, which is told what is attended.
+class ClusterRun {
+ public:
+  /// Makes the disk well.
+  using Mend = std::function<void()>;
+
+  ClusterRun(const EngineOptions& options, uint64_t seed)
+      : options_(options), run_(options, seed) {}
+
+  EngineRun& run() { return run_; }
+  Engine& engine() { return run_.engine(); }
+  const ClusterRow& row(int64_t layer, int64_t part) {
+    return engine().parts().clusters->of(layer, part);
+  }
+  int64_t parts() { return engine().sequences().size(); }
+  int64_t heads_apart() { return engine().parts().options.heads_apart; }
+
+  void append(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {},
+              const Mend& mend = nullptr) {
+    if (!valid.empty()) {
+      const auto* flags = reinterpret_cast<const bool*>(valid.data());
+      run_.memory().declare(batch, tokens, flags);
+      ASSERT_TRUE(engine().declare(batch, tokens, flags).is_ok());
+    }
+    for (int64_t layer = 0; layer < options_.layers; ++layer) {
+      const Tokens drawn = run_.draw_tokens(batch, tokens);
+      repeat(mend, [&] { return run_.give(layer, drawn, batch); });
+      run_.memory().append(layer, batch, drawn);
+    }
+    run_.compare_state();
+  }
+
+  /// A forward pass of so many tokens, some layers of which look ahead; what a disk refuses is
+  /// asked again once it is mended.
+  void step(int64_t batch, int64_t tokens, const Mend& mend = nullptr) {
+    ASSERT_TRUE(run_.begin(tokens).is_ok());
+    for (int64_t layer = 0; layer < options_.layers; ++layer) {
+      const std::vector<float> ahead = run_.draw_query(batch, tokens);
+      const bool looks = run_.draw(0, 1) == 0;
+      if (looks) {
+        repeat(mend, [&] { return engine().look_ahead(layer, run_.view(ahead, tokens), 0.125f); });
+      }
+      const Tokens drawn = run_.draw_tokens(batch, tokens);
+      run_.memory().append(layer, batch, drawn);
+      repeat(mend, [&] { return engine().append(layer, run_.view(drawn, batch)); });
+      const std::vector<float> query = run_.draw_query(batch, tokens);
+      std::vector<std::byte> output;
+      const bool stands = looks && engine().sequences().layer(layer).sealed_groups > 0;
+      const auto seen = seen_tokens(
+          layer, stands ? engine().last_selection(layer) : choice(layer, query, tokens));
+      const int refused = refused_;
+      repeat(mend, [&] { return run_.attend(layer, query, tokens, output); });
+      if (testing::Test::HasFatalFailure()) return;
+      const auto expected = run_.memory().attend_over(
+          layer, query, tokens, 0.125,
+          [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
+      // One that was refused after it had attended enters its tokens first, and chooses anew.
+      if (refused == refused_) run_.expect_close(output, expected);
+      check_rows(layer);
+    }
+    run_.compare_state();
+  }
+
+  /// Each token of a row stands where exactly one thing has it, and its cluster knows it.
+  void check_rows(int64_t layer) {
+    const int64_t group_tokens = options_.group_tokens;
+    const int64_t sealed = engine().sequences().layer(layer).sealed_groups * group_tokens;
+    for (int64_t part = 0; part < parts(); ++part) {
+      const auto& [clusters, pages] = row(layer, part);
+      const int64_t b = part / heads_apart();
+      ASSERT_EQ(clusters.left(), sealed);
+      ASSERT_LE(std::ssize(pages.waiting()), options_.pending_tokens);
+      std::vector<int64_t> sizes(clusters.table().count());
+      std::map<int64_t, uint64_t> masks;
+      int64_t waiting = 0;
+      for (int64_t token = 0; token < sealed; ++token) {
+        const bool is_outside = !run_.memory().validity()[b][token] ||
+                                run_.memory().is_sink(b, token / group_tokens);
+        const int32_t cluster = clusters.table().place()[token];
+        ASSERT_EQ(is_outside, cluster == kInSinks) << token;
+        if (is_outside) {
+          ASSERT_EQ(pages.place(token), -1);
+          continue;
+        }
+        if (cluster >= 0) ++sizes[cluster];
+        if (pages.place(token) < 0) {
+          const int64_t at = pages.waiting_at(token);
+          ASSERT_GE(at, 0) << token << " stands nowhere";
+          ASSERT_EQ(pages.waiting()[at], token);
+          ++waiting;
+        } else {
+          masks[pages.place(token) / group_tokens] |= uint64_t{1}
+                                                      << pages.place(token) % group_tokens;
+        }
+      }
+      ASSERT_EQ(waiting, std::ssize(pages.waiting()));
+      for (int64_t cluster = 0; cluster < clusters.table().count(); ++cluster) {
+        ASSERT_EQ(clusters.table().size()[cluster], sizes[cluster]);
+        ASSERT_LE(sizes[cluster], options_.cluster_tokens_max);
+        pages.each_page(cluster, [&](int64_t slot) {
+          ASSERT_EQ(pages.mask(slot), masks[slot]);
+          ASSERT_TRUE(engine().parts().store->tables().has_page(layer, part, page_id(slot)));
+          masks.erase(slot);
+        });
+      }
+      ASSERT_TRUE(masks.empty());
+    }
+  }
+
+  /// The pages of each cluster are neighbours on disk.
+  void check_neighbours(int64_t layer) {
+    for (int64_t part = 0; part < parts(); ++part) {
+      const auto& [clusters, pages] = row(layer, part);
+      for (int64_t cluster = 0; cluster < clusters.table().count(); ++cluster) {
+        std::set<int64_t> places;
+        pages.each_page(cluster, [&](int64_t slot) {
+          places.insert(engine().parts().store->offset_bytes(layer, part, page_id(slot)) /
+                        engine().parts().record_bytes());
+        });
+        if (places.empty()) continue;
+        ASSERT_EQ(*places.rbegin() - *places.begin() + 1, std::ssize(places)) << cluster;
+      }
+    }
+  }
+
+  /// Clusters whose pages a choice has.
+  int64_t clusters_of(const std::vector<std::vector<int32_t>>& chosen) {
+    const int64_t slots = pages_a_cluster(options_.method());
+    int64_t count = 0;
+    for (const std::vector<int32_t>& ids : chosen) {
+      std::set<int64_t> clusters;
+      for (const int32_t id : ids) clusters.insert(slot_of_page(id) / slots);
+      count += std::ssize(clusters);
+    }
+    return count;
+  }
+
+  /// Every record of every cluster holds what its tokens are, byte for byte.
+  void check_records(int64_t layer) {
+    EngineParts& parts = const_cast<EngineParts&>(engine().parts());
+    const RecordShape shape = parts.options.record_shape();
+    auto memory = share_aligned_bytes(parts.record_bytes(), AtEnd::kLeft);
+    ASSERT_TRUE(memory.is_ok());
+    for (int64_t part = 0; part < this->parts(); ++part) {
+      const auto& [clusters, pages] = row(layer, part);
+      for (int64_t token = 0; token < clusters.left(); ++token) {
+        const int32_t place = pages.place(token);
+        if (place < 0) continue;
+        Fetch fetch;
+        fetch.layer = layer;
+        fetch.loads.push_back(
+            {part, page_id(place / shape.group_tokens), -1, memory.value().get(), nullptr});
+        ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
+        ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
+        const auto& kept = run_.memory().layer(layer).sequences[part / heads_apart()];
+        const int64_t row_bytes = shape.head_dim * shape.element_bytes;
+        for (int64_t head = 0; head < shape.kv_heads; ++head) {
+          const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
+          const int64_t at =
+              (token * options_.kv_heads + of_model) * options_.head_dim * shape.element_bytes;
+          const std::byte* key =
+              memory.value().get() +
+              (2 * head * shape.group_tokens + place % shape.group_tokens) * row_bytes;
+          ASSERT_EQ(std::memcmp(key, bytes_of(kept.keys, 0) + at, row_bytes), 0);
+          ASSERT_EQ(std::memcmp(key + shape.group_tokens * row_bytes, bytes_of(kept.values, 1) + at,
+                                row_bytes),
+                    0);
+        }
+      }
+    }
+  }
+
+  void repeat(const Mend& mend, const std::function<Status()>& call) {
+    Status called = call();
+    if (!called.is_ok() && mend) {
+      ++refused_;
+      ASSERT_EQ(called.code(), StatusCode::kStorage) << called.message();
+      mend();
+      called = call();
+    }
+    ASSERT_TRUE(called.is_ok()) << called.message();
+  }
+  int refused() const { return refused_; }
+
+ private:
+  const std::byte* bytes_of(const std::vector<float>& values, int slot) {
+    return static_cast<const std::byte*>(run_.raw(values, slot));
+  }
+
+  /// What the next attend() attends over, of all parts' tokens.
+  std::vector<std::set<int64_t>> seen_tokens(int64_t layer,
+                                             const std::vector<std::vector<int32_t>>& chosen) {
+    const int64_t group_tokens = options_.group_tokens;
+    const Batch& batch = engine().sequences();
+    std::vector<std::set<int64_t>> seen(parts());
+    for (int64_t part = 0; part < parts(); ++part) {
+      const auto& [clusters, pages] = row(layer, part);
+      const std::set<int64_t> ids(chosen[part].begin(), chosen[part].end());
+      for (int64_t token = 0; token < engine().columns(layer); ++token) {
+        const int64_t group = token / group_tokens;
+        const bool has_left = token < clusters.left();
+        const int32_t place = has_left ? pages.place(token) : -1;
+        const bool is_chosen = place >= 0 && ids.contains(page_id(place / group_tokens));
+        const bool waits = has_left && pages.waiting_at(token) >= 0;
+        if (group >= batch.layer(layer).sealed_groups ||
+            run_.memory().is_sink(part / heads_apart(), group) ||
+            (batch.fits(layer, part) ? ids.contains(group) : is_chosen || waits)) {
+          seen[part].insert(token);
+        }
+      }
+    }
+    return seen;
+  }
+
+  /// As the engine asks it, of an engine that has not looked ahead.
+  std::vector<std::vector<int32_t>> choice(int64_t layer, const std::vector<float>& query,
+                                           int64_t queries) {
+    const Batch& batch = engine().sequences();
+    std::vector<std::vector<int32_t>> chosen(parts());
+    if (!batch.all_fit(layer)) {
+      const std::vector<Candidates> candidates(parts());
+      engine().parts().selector->choose(
+          {.layer = layer,
+           .query = run_.view(query, queries).of_parts(heads_apart()),
+           .groups = batch.layer(layer).sealed_groups,
+           .groups_per_query = std::min(options_.groups_max, options_.pages_max / queries),
+           .candidates = candidates,
+           .chosen = &chosen,
+           .scale = 0.125f});
+    }
+    for (int64_t part = 0; part < parts(); ++part) {
+      if (batch.fits(layer, part)) {
+        batch.choosable(layer, part, batch.layer(layer).sealed_groups, chosen[part]);
+      }
+    }
+    return chosen;
+  }
+
+  EngineOptions options_;
+  EngineRun run_;
+  int refused_ = 0;
+};
+
+}  // namespace kvswap
