@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 BEGIN, END = "<!-- make faults -->", "<!-- end -->"
-PHASES = ("prefill", "decode", "crop", "reset", "close", "turn")
-ABSENT = "absent"  # no such phase there: turns are the host's alone
+PHASES = ("prefill", "decode", "crop", "reset", "close", "turn", "clusters")
+ABSENT = "absent"  # no such phase there: turns and clusters are the host's alone
 
 
 def rows(text: str) -> list[list[str]]:
