@@ -41,6 +41,7 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   if (parts.clusters == nullptr) return;
   int64_t clusters = 0;
   int64_t tokens = 0;
+  int64_t filled_slots = 0;
   int64_t waiting = 0;
   int64_t rows = 0;
   for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
@@ -50,6 +51,9 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
       clusters += row.table().count();
       for (const int32_t size : row.table().size()) tokens += size;
       waiting += std::ssize(pages.waiting());
+      for (int64_t cluster = 0; cluster < row.table().count(); ++cluster) {
+        filled_slots += pages.pages(cluster);
+      }
     }
   }
   const auto each = [](int64_t count, int64_t of) {
@@ -57,6 +61,7 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   };
   counters["clusters"] = each(clusters, rows);
   counters["tokens_a_cluster"] = each(tokens, clusters);
+  counters["pages_a_cluster"] = each(filled_slots, clusters);
   counters["tokens_waiting"] = each(waiting, rows);
   counters["cluster_splits"] = static_cast<double>(parts.counters.cluster_splits);
   counters["cluster_splits_refused"] = static_cast<double>(parts.counters.cluster_splits_refused);
@@ -64,6 +69,7 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   counters["cluster_records_sealed"] = static_cast<double>(parts.counters.cluster_records_sealed);
   counters["cluster_records_read"] = static_cast<double>(parts.counters.cluster_records_read);
   counters["cluster_seconds"] = parts.counters.cluster_seconds;
+  counters["bytes_a_read"] = counters["bytes_read"] / std::max(1.0, counters["reads"]);
 }
 
 /// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.

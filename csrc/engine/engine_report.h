@@ -15,9 +15,10 @@ enum class KeptAs { kAny, kFloat8 };
 double tokens_kept(const Engine& engine, KeptAs precision = KeptAs::kAny);
 double tokens_dropped(const Engine& engine);
 
-/// Where layers choose clusters, by a layer of a part on average: `clusters`, `tokens_a_cluster`,
-/// `tokens_waiting`; in all: `cluster_splits`, those `_refused` for lack of numbers and `_forced`
-/// by what waited, `cluster_records_sealed`, and those `_read` for tokens that waited.
+/// Where layers choose clusters, by a layer of a part on average: `clusters`, `tokens_a_cluster`
+/// and `pages_a_cluster`, `tokens_waiting`; in all: `cluster_splits`, those `_refused` for lack of
+/// numbers and `_forced` by what waited, `cluster_records_sealed`, and those `_read` for tokens
+/// that waited; `bytes_a_read`, of whatever is read.
 ///
 /// Where layers look at what they did not select, also what they found: `audits` (looks), and once
 /// there is one `missed_mass`, `missed_mass_error` and `missed_mass_<layer>`; with missed_mass_max

@@ -302,8 +302,12 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
 
 def _clusters(counters: Mapping[str, float]) -> str:
     return (
-        f"{counters['clusters']:,.0f} a layer of {counters['tokens_a_cluster']:.1f} tokens, "
-        f"{counters['cluster_splits']:,.0f} splits, {counters['tokens_waiting']:.1f} tokens wait"
+        f"{counters['clusters']:,.0f} a layer of {counters['tokens_a_cluster']:.1f} tokens on "
+        f"{counters['pages_a_cluster']:.1f} pages, "
+        f"{format_bytes(counters['bytes_a_read'])} a read, "
+        f"{counters['cluster_splits']:,.0f} splits, {counters['cluster_splits_refused']:,.0f} "
+        f"refused, {counters['cluster_records_read']:,.0f} pages read for those who wait, "
+        f"{counters['tokens_waiting']:.1f} tokens wait"
     )
 
 

@@ -32,6 +32,8 @@ READERS = [
     {"reader": "uring", "io_mode": "direct"},
     {"reader": "auto", "io_mode": "auto", "device_model": "ufs"},
     {"reader": "auto", "io_mode": "auto", "resident_layers": 2},
+    {"reader": "sync", "io_mode": "buffered", "layout": "pools", "pool_slack_pages": 0},
+    {"reader": "auto", "io_mode": "auto", "layout": "pools", "merge_gap_bytes": 0},
 ]
 
 
@@ -148,6 +150,123 @@ def test_keys_that_are_no_numbers_have_clusters_of_their_own(tmp_path):
     assert answer.isfinite().all(), "the key without a number is worth nothing, and is not chosen"
 
 
+def decoded(session, keys, values, steps: int) -> torch.Tensor:
+    """What the last of so many steps answers; keys and values: [1, kv_heads, tokens, head_dim]."""
+    heads = HEADS // KV_HEADS * keys.shape[1]
+    for i in range(steps + 1):
+        one = slice(i - 1, i) if i else slice(steps, None)
+        query = keys[:, :1, one].expand(-1, heads, -1, -1).contiguous()
+        for layer in range(2):
+            new = (each[:, :, one].contiguous() for each in (keys, values))
+            answer = session.extend(layer, query, *new, keys.shape[-1] ** -0.5)
+    return answer
+
+
+def test_sums_that_float16_cannot_hold(tmp_path):
+    """Keys near its largest number: products, centroids and variances are float32 inside."""
+    made = clustered(tmp_path, "all", "sum", {**READERS[0], "dtype": torch.float16})
+    session = native(made)
+    generator = torch.Generator().manual_seed(4)
+    keys = torch.full((1, KV_HEADS, 200, HEAD_DIM), 6e4)
+    keys *= torch.randint(0, 2, keys.shape, generator=generator) * 2 - 1
+    values = torch.randn(keys.shape, generator=generator)
+    answer = decoded(session, keys.half(), values.half(), steps=40)
+    assert answer.isfinite().all()
+    # A key's product with itself is so large that it alone is attended.
+    torch.testing.assert_close(answer[0, 0, 0], values.half()[0, 0, 39])
+
+
+@pytest.mark.parametrize("head_dim", [1, 256])
+@pytest.mark.parametrize("layout", ["sequence", "pools"])
+def test_heads_of_one_number_and_of_many(tmp_path, head_dim, layout):
+    more = {**READERS[0], "head_dim": head_dim, "layout": layout, "group_tokens": 8}
+    if head_dim == 1:
+        more |= {"group_tokens": 64, "cluster_tokens": 64, "cluster_tokens_max": 128}
+    session = native(_with(tmp_path, more))
+    generator = torch.Generator().manual_seed(4)
+    keys, values = torch.randn(2, 1, KV_HEADS, 800, head_dim, generator=generator)
+    answer = decoded(session, keys, values, steps=150)
+    assert answer.isfinite().all() and session.counters()["clusters"] > 1
+
+
+def _with(folder, more):
+    return options(folder, **{"groups_max": 6, "pages_max": 24, "heads": "all", **CLUSTERS, **more})
+
+
+def test_more_room_than_there_are_clusters(tmp_path):
+    """Then everything is attended, as by plain attention."""
+    session = native(_with(tmp_path, {"groups_max": 500, "pages_max": 500, "group_tokens": 8}))
+    generator = torch.Generator().manual_seed(4)
+    keys, values = torch.randn(2, 1, KV_HEADS, 100, HEAD_DIM, generator=generator)
+    answer = decoded(session, keys, values, steps=30)
+    query = keys[:, :1, 29:30].expand(-1, HEADS, -1, -1)
+    order = torch.cat([torch.arange(30, 100), torch.arange(30)])
+    full = [each[:, :, order].repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values)]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *full)
+    torch.testing.assert_close(answer.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_waits_and_reads_are_forced(tmp_path):
+    made = clustered(tmp_path, "all", "sum", READERS[0])
+    made.pending_tokens, made.pages_max = 0, 6
+    session = native(made)
+    life(session, seed=3)
+    counters = session.counters()
+    assert counters["tokens_waiting"] == 0
+    assert counters["cluster_records_read"] > 0 and counters["cluster_splits"] > 0
+
+
+def test_a_second_text_is_answered_as_by_a_new_session(tmp_path):
+    session = native(clustered(tmp_path, "all", "sum", READERS[0]))
+    life(session, seed=5)
+    before = session.counters()
+    session.reset()
+    for ours, theirs in zip(
+        life(session, seed=3),
+        life(native(clustered(tmp_path, "all", "sum", READERS[0])), seed=3),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    after = session.counters()
+    for name in ("cluster_splits", "cluster_splits_forced", "cluster_records_sealed"):
+        assert after[name] > before[name] > 0, "what has been counted is not forgotten"
+
+
+def test_counters_of_beams_and_of_a_reset_never_fall(tmp_path):
+    session = native(clustered(tmp_path, "all", "sum", READERS[0]))
+    life(session, seed=3)
+    counted = [session.counters()]
+    for change in (
+        lambda: session.select_sequences([0, 0, 0]),
+        lambda: session.select_sequences([2]),
+        session.reset,
+    ):
+        change()
+        counted.append(session.counters())
+    for name in ("cluster_splits", "cluster_splits_refused", "cluster_splits_forced"):
+        assert len({each[name] for each in counted}) == 1
+
+
+def test_a_budget_below_what_clusters_take_is_refused_with_the_number(tmp_path, llama):
+    config = small(groups_max=5, pages_max=10)
+    with pytest.raises(ValueError, match=r"kv_memory_bytes: must be at least \d+"):
+        KVSwapCache(llama, tmp_path, config, max_context=4000, kv_memory_bytes="64KiB")
+
+
+def test_pages_that_are_mostly_padding_are_refused_with_the_numbers(tmp_path):
+    """The smallest page is half of what the disk reads at once, as for groups."""
+    with pytest.raises(
+        ValueError, match=r"at least half of what the disk reads at once \((512|4096)"
+    ):
+        native(_with(tmp_path, {"group_tokens": 1, "head_dim": 1, "io_mode": "direct"}))
+
+
+def test_a_cluster_of_too_many_pages_is_refused_in_pools(tmp_path):
+    more = {"layout": "pools", "group_tokens": 4, "cluster_tokens_max": 65}
+    with pytest.raises(ValueError, match=r"at most 16 pages of group_tokens \(64\), got 65"):
+        native(_with(tmp_path, more))
+
+
 @pytest.mark.parametrize("kind", ["equal", "one token", "padding only"])
 def test_texts_that_are_nothing_to_cluster(tmp_path, kind):
     session = native(clustered(tmp_path, "all", "sum", READERS[0]))
@@ -193,6 +312,9 @@ def test_a_device_is_refused_by_name(tmp_path):
         (CLUSTERS | {"audit_every": 4}, "audit_every: must be left out where grouping is clusters"),
         (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where grouping"),
         (CLUSTERS | {"split_factor": 0.0}, "split_factor: must be a float"),
+        (CLUSTERS | {"pending_tokens": -1}, "pending_tokens: must be an int from 0 to 1024"),
+        ({"layout": "pools"}, "layout: must be left out where grouping is runs"),
+        (CLUSTERS | {"pool_slack_pages": 3}, "pool_slack_pages: must be left out where layout"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, told):
@@ -209,6 +331,10 @@ def test_stats_tell_of_clusters(tmp_path, llama):
         assert counters["clusters"] > 10 and 1 < counters["tokens_a_cluster"] <= 10
         assert counters["cluster_splits"] > 0 and counters["tokens_waiting"] <= 2
         assert counters["cluster_records_sealed"] > 0
+        assert 1 <= counters["pages_a_cluster"] <= 2
+        assert counters["bytes_a_read"] >= counters["record_bytes"]
+        assert counters["cluster_splits_refused"] >= 0 and counters["cluster_records_read"] > 0
+        assert stats.bytes_written_per_token > 0
         assert "clusters" in str(stats)
         assert stats.resident_bytes <= 8 << 20
 
