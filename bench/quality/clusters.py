@@ -14,6 +14,7 @@ import torch
 
 from bench.quality.choosing import Frame
 from bench.quality.cluster_updates import Row, clusters_of
+from bench.quality.co_read import chained
 from bench.quality.disk import Want
 from bench.quality.view import View
 from kvswap_torch.methods.cluster_choice import best_within, cluster_scores
@@ -42,6 +43,9 @@ class ClusterSettings:
         alone is larger is attended in part, its newest tokens.
     page_tokens
         Tokens of a page: what is read are whole pages of a cluster.
+    order
+        Of a document's clusters on disk: ``made``, as k-means numbers them, or ``co_read``, those
+        side by side that its last queries choose together.
     """
 
     options: ClusterOptions
@@ -51,6 +55,7 @@ class ClusterSettings:
     tokens_max: int
     pages_max: int
     page_tokens: int
+    order: str = "made"
 
 
 @dataclass
@@ -129,9 +134,9 @@ class Extents:
         empty = [np.zeros(0, dtype=np.int64)]
         return Want(np.concatenate(names or empty), np.concatenate(places or empty))
 
-    def lay(self, row: Row) -> None:
-        """All clusters, in the order of their numbers: after the prompt."""
-        for cluster in range(row.count):
+    def lay(self, row: Row, order: list[int]) -> None:
+        """All clusters, in that order of their numbers: after the prompt."""
+        for cluster in order:
             self._place(cluster, -(-int(row.size[cluster]) // self._page_tokens))
 
     def _place(self, cluster: int, pages: int) -> int:
@@ -192,8 +197,15 @@ class ClusterMethod:
         row = clusters_of(self.settings.update, keys.shape[1], tokens, self.settings.options)
         row.enter_prompt(keys, int(self._left(view)[0]))
         extents = Extents(self.settings.page_tokens)
-        extents.lay(row)
+        extents.lay(row, self._order(view, row))
         return row, extents
+
+    def _order(self, view: View, row: Row) -> list[int]:
+        if self.settings.order == "made":
+            return list(range(row.count))
+        queries = view.past.last_query[0].float().unbind(1)  # each [heads, head_dim]
+        choose = lambda query: choose_clusters(row, query, view.kv_heads, self.settings, view.scale)  # noqa: E731
+        return chained([choose(query).clusters.tolist() for query in queries], row.count)
 
     def _left(self, view: View) -> torch.Tensor:
         """``[n]``: tokens that have left the tail when each row chooses."""

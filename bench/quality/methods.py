@@ -48,6 +48,7 @@ OF_CLUSTERS = {
     "heads": "who chooses: all KV heads together, or each for itself",
     "update": "adaptive (DynaKV), static (the prompt's for good) or local (later ones apart)",
     "score": f"one of {', '.join(cluster_choice.SCORES)}",
+    "order": "of a document's clusters on disk: as made, or co_read: by its last queries' choices",
     "attend": "tokens chosen at most, of each row; as many as the config's groups have",
     "groups": "pages chosen at most, instead of tokens",
     "sinks": "first tokens attended anyway",
@@ -283,12 +284,15 @@ class Resolver:
         most = min(kept, chosen) if "groups" in settings else kept
         score = one_of(settings, "score", cluster_choice.SCORES)
         update = one_of(settings, "update", tuple(UPDATES))
+        order = one_of(settings, "order", ("made", "co_read"))
         need = cluster_need(self.size, config, options, pages, kept)
         return Resolved(
             name,
             ClusterMethod(
                 frame,
-                ClusterSettings(options, heads, update, score, attend, most, pages.page_tokens),
+                ClusterSettings(
+                    options, heads, update, score, attend, most, pages.page_tokens, order
+                ),
             ),
             memory_bytes=need["total"],
             summary_bytes=need["centroids"] + need["sizes"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from bench.quality.choosing import Frame
 from bench.quality.cluster_bytes import cluster_pages
 from bench.quality.cluster_updates import LOCAL_CLUSTERS, UPDATES, clusters_of
 from bench.quality.clusters import ClusterMethod, ClusterSettings, Extents
+from bench.quality.co_read import chained
 from bench.quality.disk import DEVICES, Device, DiskUse, Want, replay
 from bench.quality.drift import by_thousand, drift, means
 from bench.quality.harness import REFERENCE, Harness, Setting
@@ -161,7 +163,7 @@ def test_pages_of_a_cluster_are_neighbours_and_move_when_it_outgrows_them():
     row = Clusters(1, 100, ClusterOptions(10, 20))
     row.count, row.size[:3] = 3, torch.tensor([7, 8, 20])
     extents = Extents(7)
-    extents.lay(row)
+    extents.lay(row, [0, 1, 2])
     assert extents.want(row, [2, 1, 0], 99).places.tolist() == [0, 2, 3, 5, 6, 7]
     other = extents.copy()
     row.size[0] = 15
@@ -169,6 +171,36 @@ def test_pages_of_a_cluster_are_neighbours_and_move_when_it_outgrows_them():
     assert extents.want(row, [2], 2).places.tolist() == [6, 7]  # the newest pages
     row.size[0] = 14
     assert other.want(row, [0], 99).places.tolist() == [0, 1]  # one was free behind it
+
+
+@given(st.lists(st.sets(st.integers(0, 9)), max_size=12))
+@settings(max_examples=50, deadline=None)
+def test_clusters_that_are_chosen_together_become_neighbours(choices):
+    """Each number once; the pair that most steps chose, and that others may follow, touches."""
+    order = chained([sorted(step) for step in choices], 10)
+    assert sorted(order) == list(range(10))
+    at = {cluster: place for place, cluster in enumerate(order)}
+    times = {
+        (a, b): sum({a, b} <= step for step in choices) for a in range(10) for b in range(a + 1, 10)
+    }
+    first = min(times, key=lambda pair: (-times[pair], pair))
+    if times[first] >= 2:
+        assert abs(at[first[0]] - at[first[1]]) == 1
+    else:
+        assert order == list(range(10))
+
+
+def test_an_order_changes_where_clusters_stand_and_nothing_else():
+    taken = []
+    for order in ("made", "co_read"):
+        view = make_view()
+        cluster = ClusterMethod(FRAME, replace(method().settings, order=order))
+        mask = cluster.choose(view)
+        wants = [want for sample in cluster.taken.wants for want in sample[0]]
+        taken.append((mask, [want.names.tolist() for want in wants], wants))
+    (made, names, here), (read, same_names, there) = taken
+    assert torch.equal(made, read) and names == same_names
+    assert any(a.places.tolist() != b.places.tolist() for a, b in zip(here, there, strict=True))
 
 
 def test_a_replay_keeps_what_the_reuse_buffer_keeps():
