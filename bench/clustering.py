@@ -1,11 +1,14 @@
 """What clusters cost while a text goes on: a prompt, then a token at a time, caches in turn.
 
     python -m bench.clustering --steps 2048 --out clustering
+    python -m bench.clustering --shape small --kv-heads 8 --heads each --device emmc \\
+      --only "groups;clusters, 16 wait;pools" --out pools_random_8_each_emmc
 
 A model reads a prompt and follows the same text token by token in each cache, whose clusters grow
 and split meanwhile: clusters that wait for more or fewer tokens before pages are written anew,
-`replacement=clusters` beside `lru`, and KVSwap's groups of as many tokens. What else the machine
-does falls on all alike.
+`replacement=clusters` beside `lru`, clusters in pools, and KVSwap's groups of as many tokens. What
+else the machine does falls on all alike. With `--shape` weights and text are random: what is chosen
+then has no likeness from step to step, whatever number of KV heads is asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import machine
 from bench.quality.harness import REFERENCE
+from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
 from kvswap_torch.tuning.documents import default_samples
 
@@ -34,13 +38,14 @@ CHUNK = 2048  # of the prompt
 WARM = 16  # first steps that do not count
 TOKENS = 400  # attended by each
 COLUMNS = ("cache", "ms a token", "of the first", "clustering", "read, requests a token")
-COLUMNS += ("written", "clusters", "tokens of one", "splits", "forced reads")
+COLUMNS += ("tokens a read", "written", "clusters", "tokens of one", "splits", "forced reads")
 
 
-def kinds(group_tokens: int) -> Iterator[tuple[str, SwapConfig]]:
+def kinds(group_tokens: int, heads: str = "all") -> Iterator[tuple[str, SwapConfig]]:
     """What is compared, by name; the first is what the others are compared with."""
     groups = TOKENS // group_tokens
     common = {"group_tokens": group_tokens, "groups_max": groups, "pages_max": 2 * groups}
+    common["heads"] = heads
     runs = SwapConfig(score="mass", rank=16, replacement="lru", **common)
     clusters = SwapConfig(grouping="clusters", rows="centroid", replacement="lru", **common)
     yield "groups", runs
@@ -48,13 +53,24 @@ def kinds(group_tokens: int) -> Iterator[tuple[str, SwapConfig]]:
         changed = dataclasses.replace(clusters, pending_tokens=waiting)
         yield f"clusters, {waiting} wait", changed
     yield "clusters, replacement=clusters", dataclasses.replace(clusters, replacement="clusters")
+    for slack in (0, 2, 4):
+        changed = dataclasses.replace(clusters, layout="pools", pool_slack_pages=slack)
+        yield f"pools, slack {slack}", changed
+
+
+def wanted(kinds: Iterator[tuple[str, SwapConfig]], only: str) -> Iterator[tuple[str, SwapConfig]]:
+    """Those whose name begins as one of `only`; empty: all."""
+    starts = [start.strip() for start in only.split(";") if start.strip()]
+    for name, config in kinds:
+        if not starts or any(name.startswith(start) for start in starts):
+            yield name, config
 
 
 class Follower:
     """One cache, its step times, and what it has counted since the prompt."""
 
-    def __init__(self, name: str, cache: KVSwapCache):
-        self.name, self.cache = name, cache
+    def __init__(self, name: str, cache: KVSwapCache, group_tokens: int):
+        self.name, self.cache, self.group_tokens = name, cache, group_tokens
         self.seconds: list[float] = []
         self._begun = dict(cache.stats().counters)
 
@@ -78,7 +94,13 @@ class Follower:
             "requests": round(self.since("reads") / steps, 1),
             "written_of_own": round(self.since("bytes_written") / steps / token_bytes, 2),
             "memory_bytes": self.cache.stats().resident_bytes,
+            "disk_bytes": self.cache.stats().counters["bytes_allocated_on_disk"],
         }
+        records = self.since("records_read") / max(1.0, self.since("reads"))
+        tokens: float = self.group_tokens
+        if "clusters" in counters:
+            tokens = counters["tokens_a_cluster"] / counters["pages_a_cluster"]
+        told["tokens_a_read"] = round(records * tokens, 1)
         if "clusters" in counters:
             told |= {
                 "clusters": round(counters["clusters"]),
@@ -101,6 +123,7 @@ def lines(caches: list[dict[str, Any]], ratios: dict[str, list[float]]) -> Itera
             f"{middle:.2f} ({low:.2f} to {high:.2f})",
             f"{cache['clustering_share']:.1%}",
             f"{format_bytes(cache['bytes_read'])}, {cache['requests']:.0f}",
+            f"{cache['tokens_a_read']:.1f}",
             f"{cache['written_of_own']:.1f} x its own",
             *own,
             str(cache.get("records_forced", "")),
@@ -113,19 +136,30 @@ def main(
     steps: Annotated[int, typer.Option(help="tokens that follow, one at a time")] = 1024,
     group_tokens: Annotated[int, typer.Option(help="of a group, and of a cluster's page")] = 8,
     device: Annotated[str, typer.Option(help="modelled device: nvme, ufs, emmc")] = "",
+    heads: Annotated[str, typer.Option(help="who chooses: all KV heads, or each")] = "all",
+    shape: Annotated[str, typer.Option(help="random weights of this shape, random text")] = "",
+    kv_heads: Annotated[int, typer.Option(help="of such a shape; 0: its own")] = 0,
+    only: Annotated[str, typer.Option(help="names of caches that begin so, by ;")] = "",
     threads: Annotated[int, typer.Option(help="of torch")] = 1,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
     torch.set_num_threads(threads)
     described = machine.describe(path)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (length + steps,), 2)
-    ids = sample.ids[: length + steps]
+    if shape:
+        sized = SHAPES[shape]
+        sized = dataclasses.replace(sized, kv_heads=kv_heads or sized.kv_heads)
+        network = make_model(sized, length + steps)
+        ids = torch.randint(4096, (length + steps,), generator=torch.Generator().manual_seed(1))
+    else:
+        network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        _, (sample, *_) = default_samples(tokenizer, (length + steps,), 2)
+        ids = sample.ids[: length + steps]
     steps = len(ids) - length
     with ExitStack() as stack:
         followers = []
-        for name, config in kinds(group_tokens):
+        for name, config in wanted(kinds(group_tokens, heads), only):
             made = dataclasses.replace(config, device_model=device or None)
             cache = stack.enter_context(
                 KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
@@ -133,7 +167,7 @@ def main(
             with torch.inference_mode():
                 for chunk in ids[:length].split(CHUNK):
                     network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
-            followers.append(Follower(name, cache))
+            followers.append(Follower(name, cache, group_tokens))
         for token in track(ids[length:], "following"):
             for follower in followers:
                 follower.step(network, token)
@@ -156,8 +190,9 @@ def main(
     console = Console(width=150)
     console.print(table)
     if out:
-        facts = {"machine": described, "model": model.resolve().name, "tokens": length}
+        facts = {"machine": described, "model": shape or model.resolve().name, "tokens": length}
         facts |= {"steps": steps, "device": device or "local disk", "threads": threads}
+        facts |= {"heads": heads, "kv_heads": network.config.num_key_value_heads}
         written = machine.write(out, facts | {"step_ratio": ratios, "caches": caches})
         console.print(f"wrote {written.name}")
 

@@ -72,3 +72,36 @@ def drift_rows(results: list[Result]) -> Iterator[str]:
                 f"| {mean['forced']:.0f} |"
             )
             title = ""
+
+
+def clustering_rows(results: list[Result]) -> Iterator[str]:
+    """What caches cost while a text goes on, groups first; ratios are of pairs of steps."""
+    yield (
+        "| model, KV heads, who chooses, tokens + steps | disk | cache | ms a token, of groups' "
+        "| read, requests a token | tokens a read | written, of its own bytes | clusters, tokens "
+        "of one | read for who waits |"
+    )
+    yield "|---" * 9 + "|"
+    for result in sorted(results, key=_cell):
+        model, kv_heads, heads, tokens, device = _cell(result)
+        place = f"{model}, {kv_heads}, {heads}, {tokens:,} + {result['steps']:,} | {device}"
+        for cache in result["caches"]:
+            low, middle, high = result["step_ratio"][cache["name"]]
+            is_first = cache is result["caches"][0]
+            time = f"{cache['ms']:.2f}" if is_first else f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            sizes = [str(cache.get(key, "")) for key in ("clusters", "tokens_a_cluster")]
+            cells = [
+                cache["name"],
+                time,
+                f"{format_bytes(cache['bytes_read'])}, {cache['requests']:.0f}",
+                f"{cache['tokens_a_read']:.1f}",
+                f"{cache['written_of_own']:.1f}",
+                ", ".join(size for size in sizes if size),
+                str(cache.get("records_forced", "")),
+            ]
+            yield f"| {place} | " + " | ".join(cells) + " |"
+            place = " | "
+
+
+def _cell(result: Result) -> tuple[str, int, str, int, str]:
+    return tuple(result[key] for key in ("model", "kv_heads", "heads", "tokens", "device"))

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import float8_scales, kept_recall
-from bench.clusters_table import cluster_rows, drift_rows
+from bench.clusters_table import cluster_rows, clustering_rows, drift_rows
 from bench.float8_records import COLUMNS, lines
 from bench.machine import RESULTS
 from bench.presets_table import preset_rows
 from bench.quality.plan import CORE
 from bench.quality.report import interval
 from bench.real_table import lookup_rows, product_rows, speed_rows, stage_rows, task_rows
+from bench.resident import resident_rows
 from bench.side_by_side import figure as side_by_side_figure
 from bench.side_by_side import report as side_by_side
 from kvswap_torch import format_bytes
@@ -276,6 +277,8 @@ TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
 TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
 TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
+TABLES |= {"clusters-in-pools": lambda: clustering_rows(load("pools_*.json"))}
+TABLES |= {"resident": lambda: resident_rows(load("resident*.json"))}
 
 
 def scales_table() -> Iterator[str]:
