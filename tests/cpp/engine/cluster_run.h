@@ -104,8 +104,8 @@ class ClusterRun {
       std::map<int64_t, uint64_t> masks;
       int64_t waiting = 0;
       for (int64_t token = 0; token < sealed; ++token) {
-        const bool is_outside = !run_.memory().validity()[b][token] ||
-                                run_.memory().is_sink(b, token / group_tokens);
+        const bool is_outside =
+            !run_.memory().validity()[b][token] || run_.memory().is_sink(b, token / group_tokens);
         const int32_t cluster = clusters.table().place()[token];
         ASSERT_EQ(is_outside, cluster == kInSinks) << token;
         if (is_outside) {

@@ -299,7 +299,7 @@ bool live_in_clusters(EngineOptions options, const KernelFault& fault, FaultyKer
   run.append(2, 60, {}, mend);
   for (int i = 0; i < 6 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 1, mend);
   run.repeat(mend, [&] { return run.engine().crop(147); });
-  run.run().reference().crop(147);
+  run.run().memory().crop(147);
   for (int i = 0; i < 6 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 2, mend);
   kernel.heal();
   if (testing::Test::HasFatalFailure()) return true;
