@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from kvswap_torch import ops
-
 _INT4_MOST = 7
 SUMMARY_LEVELS = ("int8", "int4")  # of `SwapConfig.summary_dtype` those of whole numbers
 
@@ -16,6 +14,8 @@ def kept_rows(rows: torch.Tensor, summary_dtype: str) -> torch.Tensor:
     int8 is what the cache's own op makes of them, which knows no int4.
     """
     if summary_dtype == "int8":
+        from kvswap_torch import ops  # loads the library, which no choice below needs
+
         numbers, scale = ops.project_keys(
             rows[None, None].contiguous(), torch.eye(rows.shape[1]), torch.int8
         )
