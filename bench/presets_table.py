@@ -24,8 +24,26 @@ PAPERS = {
 }
 
 
+NOT_RUN = "not run"
+SAME = ("model", "digest", "dtype", "wording", "text", "seed")  # of runs that fill one table
+
+
+def joined(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs of the same model over the same documents as one; a later run's figures count."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for result in results:
+        for length, part in result["lengths"].items():
+            key = (*(result.get(name) for name in SAME), length, part["documents"])
+            known = found.setdefault(key, {**result, "lengths": {length: {**part}}})
+            into = known["lengths"][length]
+            into["methods"] = into["methods"] | part["methods"]
+            into["impossible"] = into["impossible"] | part["impossible"]
+    return list(found.values())
+
+
 def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each preset and setting; what does not fit says so."""
+    results = joined(results)
     shares = [share for share in SHARES if any(_has(result, share) for result in results)]
     columns = " | ".join(f"{share} of the memory" for share in shares)
     yield f"| preset | {columns} | the papers lose |"
@@ -39,6 +57,8 @@ def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
             )
             for preset in presets():
                 cells = [_cell(part, preset_method(preset.name, share)) for share in shares]
+                if preset.needs and set(cells) == {NOT_RUN}:
+                    cells = ["needs a file of the model"] * len(shares)
                 yield f"| `{preset.name}` | {' | '.join(cells)} | {PAPERS.get(preset.name, '')} |"
 
 
@@ -55,7 +75,7 @@ def _cell(part: dict[str, Any], name: str) -> str:
     if name in part["impossible"]:
         return "does not fit"
     if name not in part["methods"]:
-        return "not run"
+        return NOT_RUN
     method = part["methods"][name]
     right = method["tasks"].get("all", {}).get("exact")
     told = "0.00" if right is None else f"{right[0]:.2f}"

@@ -119,6 +119,9 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
         "of each 1,024 tokens' blocks of 16, those whose groups are scored by all columns; at "
         "least as many in all as `groups_max`, so that of a short context all are",
     )
+    bound_weight: float = real(
+        1.0, 0.0, 1.0, "of a box's half width in a group's score; 1 bounds each key's (Quest)"
+    )
     groups_max: int = number(
         100, 1, 1 << 20, "groups attended per layer, sequence and step, sinks and tail apart (M)"
     )

@@ -29,6 +29,7 @@ OWNED = (
         Owned(name, "rows", "low_rank")
         for name in ("rank", "projection_file", "projection_kind", "score_columns")
     ),
+    Owned("bound_weight", "rows", "box"),
     Owned("grouping", "rows", "centroid"),
     Owned("rows", "grouping", "clusters", ("centroid",)),
     *(

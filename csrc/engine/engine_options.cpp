@@ -228,7 +228,8 @@ MethodOptions EngineOptions::method() const {
                        .pending_tokens = pending_tokens,
                        .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens)},
           .score_columns = score_columns.value_or(0),
-          .score_share = score_share};
+          .score_share = score_share,
+          .bound_weight = bound_weight};
 }
 
 PoolOptions pool_options(const EngineOptions& options) {

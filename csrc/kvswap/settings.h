@@ -86,6 +86,8 @@ struct Settings {
   /// of each 1,024 tokens' blocks of 16, those whose groups are scored by all columns; at least
   /// as many in all as groups_max, so that of a short context all are
   double score_share = 0.2;
+  /// of a box's half width in a group's score; 1 bounds each key's (Quest)
+  double bound_weight = 1.0;
   /// groups attended per layer, sequence and step, sinks and tail apart (M)
   int64_t groups_max = 100;
   /// groups kept in memory per layer and sequence (C); at least groups_max; what is above it is

@@ -40,6 +40,7 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"score", true},
                                                 {"score_columns", true},
                                                 {"score_share", true},
+                                                {"bound_weight", true},
                                                 {"groups_max", true},
                                                 {"pages_max", true},
                                                 {"resident_layers", true},
@@ -107,6 +108,7 @@ void visit_settings(Visit&& visit) {
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
   visit("score_columns", &Settings::score_columns, IntRange{1, 65536});
   visit("score_share", &Settings::score_share, RealRange{0.0, 1.0, "0.0 to 1.0"});
+  visit("bound_weight", &Settings::bound_weight, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("groups_max", &Settings::groups_max, IntRange{1, 1048576});
   visit("pages_max", &Settings::pages_max, IntRange{1, 16777216});
   visit("resident_layers", &Settings::resident_layers, IntRange{2, 65536});
@@ -178,6 +180,7 @@ void visit_owned(Visit&& visit) {
   visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank",
         OneOf{});
   visit("score_columns", &Settings::score_columns, "rows", &Settings::rows, "low_rank", OneOf{});
+  visit("bound_weight", &Settings::bound_weight, "rows", &Settings::rows, "box", OneOf{});
   visit("grouping", &Settings::grouping, "rows", &Settings::rows, "centroid", OneOf{});
   visit("rows", &Settings::rows, "grouping", &Settings::grouping, "clusters", OneOf{{"centroid"}});
   visit("cluster_tokens", &Settings::cluster_tokens, "grouping", &Settings::grouping, "clusters",

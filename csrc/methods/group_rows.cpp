@@ -9,12 +9,13 @@ namespace kvswap {
 void GroupRows::add_head(const QueryView& query, int64_t row, int64_t head, float scale,
                          float* sums) const {
   const int64_t first = head / (query.heads / options_.kv_heads) * options_.head_dim;
+  const auto weight = static_cast<float>(options_.bound_weight);
   const void* data = query.at(row / query.queries, head, row % query.queries);
   with_elements(data, query.dtype, [&](const auto* values) {
     for (int64_t d = 0; d < options_.head_dim; ++d) {
       const float value = scale * to_float(values[d]);
       sums[first + d] += value;
-      if (numbers_ == 2) sums[channels() + first + d] += std::fabs(value);
+      if (numbers_ == 2) sums[channels() + first + d] += weight * std::fabs(value);
     }
   });
 }

@@ -25,7 +25,7 @@ void with_elements(const void* data, DType dtype, const Body& body) {
 }
 
 /// Rows of one group each: of every channel one number or two, [kv_heads * head_dim] of the first,
-/// then of the second. A query meets the first as it is and the second as |q|.
+/// then of the second. A query meets the first as it is and the second as bound_weight |q|.
 ///
 /// What they need neither projection nor calibration for; padding is left out of them. Not for
 /// small groups: a row is as large as the keys of one token or two.

@@ -31,6 +31,7 @@ struct MethodOptions {
   ClusterOptions clusters = {};           // centroid only
   int64_t score_columns = 0;              // of two stages: see ProductScorer; 0: one, all columns
   double score_share = 0;                 // of the blocks, scored in the second
+  double bound_weight = 1;                // of half widths: box only
   const ParallelFor* parallel = nullptr;  // null: serial
 
   /// Columns of a row of so many that are read for every group, where that is not all; else 0.

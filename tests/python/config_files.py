@@ -58,6 +58,7 @@ GOOD: list[dict[str, Any]] = [
         ],
     },
     {"heads": "each", "rows": "box", "group_tokens": 32},
+    {"rows": "box", "bound_weight": 0.25, "group_tokens": 16},
     {"rows": "mean", "score": "max", "exact_layers": [0, 1], "heads": "each"},
     {"rows": "none", "group_tokens": 16, "score": "sum", "audit_every": 0, "missed_mass_max": None},
     {"projection_kind": "skewed", "score": "max"},
@@ -148,6 +149,10 @@ BAD: list[tuple[str, str]] = [
         )
     ),
     *((_file(score_columns=value), "score_columns: must be") for value in (0, 65537, 8.0, True)),
+    *((_file(rows="box", bound_weight=value), "bound_weight: must be a float from 0.0 to 1.0")
+      for value in (1, -0.5, 1.5, "all", None)),
+    (_file(bound_weight=0.5),
+     "bound_weight: must be left out where rows is low_rank, since it belongs to box, got 0.5"),
     *((_file(score_columns=8, score_share=value), "score_share: must be a float from 0.0 to 1.0")
       for value in (1, -0.5, 1.5, "all", None)),
     (_file(score_columns=8, summary_dtype="int4"),

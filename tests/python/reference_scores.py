@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 
 from kvswap_torch.methods import METHODS
@@ -15,6 +18,9 @@ class Scores:
         """query: [heads or kv_heads, queries, head_dim] -> [queries, groups]."""
         state, options = self._layers[layer], self._options
         method = METHODS[options.rows]
+        if options.rows == "box":
+            weighed = functools.partial(method.group_scores, bound_weight=options.bound_weight)
+            method = dataclasses.replace(method, group_scores=weighed)
         of_score = method.group_scores if options.score == "sum" else method.best_head_scores
         projections, columns = self._projections.get(layer), options.score_columns
 

@@ -58,3 +58,23 @@ def test_a_row_says_what_was_right_what_was_read_and_what_does_not_fit():
     assert "| 0.50, reads 2.00 KiB | not run |" in by_name["quest"]
     assert "| 0.00, reads 2.00 KiB |" in by_name["arkvale"]
     assert "| not run | does not fit | 34.0 of 91.6" in by_name["loki"]
+
+
+def test_runs_over_the_same_documents_fill_one_table():
+    def run(methods: dict, **changed) -> dict:
+        part = {"documents": 1, "methods": methods, "impossible": {}}
+        return {"model": "tiny", "digest": "a", "lengths": {"4096": part}} | changed
+
+    def right(share: float) -> dict:
+        return {"tasks": {"all": {"exact": [share, 0, 1]}}, "bytes_read_per_token": 0}
+
+    full, quest, loki = right(0.75), preset_method("quest", "1/4"), preset_method("loki", "1/4")
+    earlier = run({"full": full, quest: right(0.25), loki: right(0.5)})
+    rows = list(preset_rows([earlier, run({"full": full, quest: right(0.75)})]))
+    assert sum("full cache" in row for row in rows) == 1
+    by_name = {row.split("`")[1]: row for row in rows[3:]}
+    assert "| 0.75, reads 0 B |" in by_name["quest"]
+    assert "| 0.50, reads 0 B |" in by_name["loki"]
+    assert "needs a file of the model" in by_name["compresskv"]
+    rows = list(preset_rows([earlier, run({"full": full}, digest="b")]))
+    assert sum("full cache" in row for row in rows) == 2

@@ -47,18 +47,21 @@ struct Prompt {
   float key(int64_t head, int64_t token, int64_t d) const {
     return keys[(head * tokens + token) * kDim + d];
   }
-  /// The sum over heads of the largest product that a key in the group's box can have.
-  double score(int64_t group, int64_t group_tokens) const {
+  /// The sum over heads of the largest product that a key in the group's box can have; with less
+  /// weight on the box as much nearer to its middle's.
+  double score(int64_t group, int64_t group_tokens, double weight) const {
     double sum = 0;
     for (int64_t head = 0; head < kHeads; ++head) {
       for (int64_t d = 0; d < kDim; ++d) {
         double largest = -1e30;
+        double smallest = 1e30;
         for (int64_t t = group * group_tokens; t < (group + 1) * group_tokens; ++t) {
           if (!valid.is_valid(t)) continue;
           const double product = double{query[head * kDim + d]} * key(head / 2, t, d);
           largest = std::max(largest, product);
+          smallest = std::min(smallest, product);
         }
-        sum += largest;
+        sum += weight * largest + (1 - weight) * (largest + smallest) / 2;
       }
     }
     return sum;
@@ -77,14 +80,15 @@ Prompt draw(uint64_t seed, int64_t tokens, int64_t padding) {
   return prompt;
 }
 
-std::vector<int32_t> expected_choice(const Prompt& prompt, int64_t group_tokens, int64_t k) {
+std::vector<int32_t> expected_choice(const Prompt& prompt, int64_t group_tokens, int64_t k,
+                                     double weight = 1) {
   std::vector<int32_t> groups;
   const int64_t first = prompt.valid.first_valid() / group_tokens;
   for (int64_t g = first; g < prompt.tokens / group_tokens; ++g) {
     groups.push_back(static_cast<int32_t>(g));
   }
   std::stable_sort(groups.begin(), groups.end(), [&](int32_t a, int32_t b) {
-    return prompt.score(a, group_tokens) > prompt.score(b, group_tokens);
+    return prompt.score(a, group_tokens, weight) > prompt.score(b, group_tokens, weight);
   });
   groups.resize(std::min<size_t>(groups.size(), k));
   std::sort(groups.begin(), groups.end());
@@ -134,12 +138,16 @@ TEST(BoxRows, ChoosesAsTheDefinitionOnTheHostAndOnADevice) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       for (const int64_t padding : {0, 37}) {
         const Prompt prompt = draw(group_tokens + padding, 600 * 2 + group_tokens * 3, padding);
-        const auto expected = expected_choice(prompt, group_tokens, 6);
-        const MethodOptions options = box_options(group_tokens, dtype);
-        ASSERT_EQ(choice(*make_selector(options, nullptr), prompt, group_tokens, 6), expected)
-            << group_tokens << " " << static_cast<int>(dtype) << " " << padding;
-        const auto device = std::move(kind.make().value());
-        ASSERT_EQ(choice(*make_selector(options, device.get()), prompt, group_tokens, 6), expected);
+        for (const double weight : {1.0, 0.5, 0.0}) {
+          const auto expected = expected_choice(prompt, group_tokens, 6, weight);
+          MethodOptions options = box_options(group_tokens, dtype);
+          options.bound_weight = weight;
+          ASSERT_EQ(choice(*make_selector(options, nullptr), prompt, group_tokens, 6), expected)
+              << group_tokens << " " << static_cast<int>(dtype) << " " << padding << " " << weight;
+          const auto device = std::move(kind.make().value());
+          ASSERT_EQ(choice(*make_selector(options, device.get()), prompt, group_tokens, 6),
+                    expected);
+        }
       }
     }
   }
