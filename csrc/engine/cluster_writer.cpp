@@ -37,7 +37,10 @@ Status ClusterWriter::write(ClusterBytes& bytes, int64_t layer, int64_t sequence
   if (!writes_apart()) return write_together(bytes, layer, sequence, plans, std::nullopt);
   for (const ClusterPlan& plan : plans) {
     const SlotsLeft slots = bytes.row().pages.slots_without(plan.cluster, plan.tokens);
-    const std::vector<int64_t> beside = offsets_of(layer, sequence, slots.stay);
+    std::vector<int64_t> beside = offsets_of(layer, sequence, slots.stay);
+    // After an error another cluster's tokens may still stand in what stays: all goes elsewhere.
+    const bool has_room = parts_.store->places().has_room_beside(beside, std::ssize(plan.slots));
+    if (!has_room) beside.clear();
     const std::vector<int64_t> instead = offsets_of(layer, sequence, slots.go);
     const auto offset = parts_.store->places().take({.layer = layer,
                                                      .count = std::ssize(plan.slots),
