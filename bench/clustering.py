@@ -96,12 +96,9 @@ class Follower:
             "memory_bytes": self.cache.stats().resident_bytes,
             "disk_bytes": self.cache.stats().counters["bytes_allocated_on_disk"],
         }
-        records = self.since("records_read") / max(1.0, self.since("reads"))
         tokens: float = self.group_tokens
         if "clusters" in counters:
             tokens = counters["tokens_a_cluster"] / counters["pages_a_cluster"]
-        told["tokens_a_read"] = round(records * tokens, 1)
-        if "clusters" in counters:
             told |= {
                 "clusters": round(counters["clusters"]),
                 "tokens_a_cluster": round(counters["tokens_a_cluster"], 1),
@@ -109,7 +106,8 @@ class Follower:
                 "splits_forced": round(self.since("cluster_splits_forced")),
                 "records_forced": round(self.since("cluster_records_read")),
             }
-        return told
+        records = self.since("records_read") / max(1.0, self.since("reads"))
+        return told | {"tokens_a_read": round(records * tokens, 1)}
 
 
 def lines(caches: list[dict[str, Any]], ratios: dict[str, list[float]]) -> Iterator[list[str]]:

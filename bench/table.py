@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bench import float8_scales, kept_recall
@@ -281,25 +282,35 @@ TABLES |= {"clusters-in-pools": lambda: clustering_rows(load("pools_*.json"))}
 TABLES |= {"resident": lambda: resident_rows(load("resident*.json"))}
 
 
-def scales_table() -> Iterator[str]:
-    yield "| model, tokens, documents | " + " | ".join(float8_scales.COLUMNS) + " |"
-    yield "|" + "---|" * (1 + len(float8_scales.COLUMNS))
-    for results in load("scales_*.json"):
-        place = f"{results['model']}, {results['tokens']:,}, {results['documents']}"
-        for line in float8_scales.lines(results):
+def placed_rows(
+    head: str,
+    of: ModuleType,
+    results: list[dict[str, Any]],
+    place_of: Callable[[dict[str, Any]], str],
+) -> Iterator[str]:
+    """A benchmark's own COLUMNS and lines() behind where they were measured, said once each."""
+    yield f"| {head} | " + " | ".join(of.COLUMNS) + " |"
+    yield "|" + "---|" * (1 + len(of.COLUMNS))
+    for result in results:
+        place = place_of(result)
+        for line in of.lines(result):
             yield "| " + " | ".join([place, *line]) + " |"
             place = ""
+
+
+def scales_table() -> Iterator[str]:
+    head, results = "model, tokens, documents", load("scales_*.json")
+    yield from placed_rows(
+        head, float8_scales, results, lambda r: f"{r['model']}, {r['tokens']:,}, {r['documents']}"
+    )
 
 
 def recall_table() -> Iterator[str]:
     """What PRKV's mix holds of the attention."""
-    yield "| model, tokens read and decoded | " + " | ".join(kept_recall.COLUMNS) + " |"
-    yield "|" + "---|" * (1 + len(kept_recall.COLUMNS))
-    for results in load("kept_recall_*.json"):
-        place = f"{results['model']}, {results['prompt']:,} and {results['decoded']:,}"
-        for line in kept_recall.lines(results):
-            yield "| " + " | ".join([place, *line]) + " |"
-            place = ""
+    head, results = "model, tokens read and decoded", load("kept_recall_*.json")
+    yield from placed_rows(
+        head, kept_recall, results, lambda r: f"{r['model']}, {r['prompt']:,} and {r['decoded']:,}"
+    )
 
 
 TABLES |= {"float8": float8_table, "float8-scales": scales_table, "kept-recall": recall_table}

@@ -77,12 +77,6 @@ class LlamaContender:
         rows = (self.lib.llama_get_logits_ith(self.context, row) for row in range(self.batch))
         return np.stack([np.ctypeslib.as_array(row, (width,)).copy() for row in rows])
 
-    def read(self, tokens: list[int]) -> None:
-        """Each sequence's next tokens, the same for all, by llama.cpp itself."""
-        for token in tokens:
-            self.next = [token] * self.batch
-            self.step()
-
     def close(self) -> None:
         self.lib.llama_batch_free(self.request)
         self.lib.llama_free(self.context)
