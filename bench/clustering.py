@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,15 +25,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import machine
-from bench.quality.harness import REFERENCE
+from bench.reading import REFERENCE, open_held_out, read, step_seconds
 from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
-from kvswap_torch.tuning.documents import default_samples
 
-CHUNK = 2048  # of the prompt
 WARM = 16  # first steps that do not count
 TOKENS = 400  # attended by each
 COLUMNS = ("cache", "ms a token", "of the first", "clustering", "read, requests a token")
@@ -74,11 +70,8 @@ class Follower:
         self.seconds: list[float] = []
         self._begun = dict(cache.stats().counters)
 
-    @torch.inference_mode()
-    def step(self, model: Any, ids: torch.Tensor) -> None:
-        began = time.perf_counter()
-        model(input_ids=ids.view(1, -1), past_key_values=self.cache, logits_to_keep=1)
-        self.seconds.append(time.perf_counter() - began)
+    def step(self, model: Any, token: torch.Tensor) -> None:
+        self.seconds.append(step_seconds(model, self.cache, token))
 
     def since(self, name: str) -> float:
         return self.cache.stats().counters.get(name, 0.0) - self._begun.get(name, 0.0)
@@ -150,9 +143,7 @@ def main(
         network = make_model(sized, length + steps)
         ids = torch.randint(4096, (length + steps,), generator=torch.Generator().manual_seed(1))
     else:
-        network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        _, (sample, *_) = default_samples(tokenizer, (length + steps,), 2)
+        network, sample = open_held_out(model, length + steps)
         ids = sample.ids[: length + steps]
     steps = len(ids) - length
     with ExitStack() as stack:
@@ -162,9 +153,7 @@ def main(
             cache = stack.enter_context(
                 KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
             )
-            with torch.inference_mode():
-                for chunk in ids[:length].split(CHUNK):
-                    network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
+            read(network, cache, ids[:length])
             followers.append(Follower(name, cache, group_tokens))
         for token in track(ids[length:], "following"):
             for follower in followers:
