@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -94,6 +95,7 @@ class ClusterRun {
           [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
       const bool is_known = refused == refused_ || asks_first;
       if (is_known || engine().sequences().all_fit(layer)) run_.expect_close(output, expected);
+      note_missed(layer, query, tokens, seen);
       check_rows(layer);
     }
     run_.compare_state();
@@ -276,10 +278,31 @@ class ClusterRun {
     ASSERT_TRUE(called.is_ok()) << called.message();
   }
   int refused() const { return refused_; }
+  /// The shares of the first sequence's attention that steps of a layer missed where they chose:
+  /// means over heads and queries.
+  const std::vector<double>& missed(int64_t layer) { return missed_[layer]; }
 
  private:
   const std::byte* bytes_of(const std::vector<float>& values, int slot) {
     return static_cast<const std::byte*>(run_.raw(values, slot));
+  }
+
+  void note_missed(int64_t layer, const std::vector<float>& query, int64_t queries,
+                   const std::vector<std::set<int64_t>>& seen) {
+    if (engine().sequences().all_fit(layer)) return;
+    // Of values that are 1 where a token is seen, attention over all tells the share.
+    PlainMemory memory = run_.memory();
+    PlainMemory::Sequence& first = memory.layer(layer).sequences.front();
+    for (size_t i = 0; i < first.values.size(); ++i) {
+      const auto token = static_cast<int64_t>(i) / memory.width();
+      const auto head = static_cast<int64_t>(i) % memory.width() / options_.head_dim;
+      first.values[i] = seen[head % heads_apart()].contains(token) ? 1.0f : 0.0f;
+    }
+    const auto shares = memory.attend_over(layer, query, queries, 0.125,
+                                           [](int64_t, int64_t, int64_t) { return true; });
+    const int64_t count = queries * options_.query_heads * options_.head_dim;
+    missed_[layer].push_back(
+        1 - std::accumulate(shares.begin(), shares.begin() + count, 0.0) / count);
   }
 
   /// What the next attend() attends over, of all parts' tokens.
@@ -334,6 +357,7 @@ class ClusterRun {
   EngineOptions options_;
   EngineRun run_;
   int refused_ = 0;
+  std::map<int64_t, std::vector<double>> missed_;
 };
 
 }  // namespace kvswap

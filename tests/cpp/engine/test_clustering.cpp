@@ -29,6 +29,25 @@ TEST_P(Clustered, LivesAsTheReferenceDoes) {
   }
 }
 
+TEST_P(Clustered, AuditsTellWhatWasMissed) {
+  EngineOptions options = this->options();
+  options.audit_every = 1;
+  options.audit_groups = 200;  // all that there are: no estimate
+  ClusterRun run(options, 3);
+  run.append(1, 150);
+  for (int i = 0; i < 20 && !HasFatalFailure(); ++i) run.step(1, run.run().draw(1, 3));
+  double most = 0;
+  for (int64_t layer = 0; layer < options.layers && !HasFatalFailure(); ++layer) {
+    const std::vector<double>& missed = run.missed(layer);
+    const MissedMass& found = run.engine().audit().layers()[layer];
+    ASSERT_EQ(found.looks, std::ssize(missed));
+    const double sum = std::accumulate(missed.begin(), missed.end(), 0.0);
+    EXPECT_NEAR(found.sum, sum, options.dtype == DType::kFloat32 ? 1e-4 : 0.01);
+    most = std::max(most, sum);
+  }
+  EXPECT_EQ(most > 1, options.groups_max < 100);
+}
+
 INSTANTIATE_TEST_SUITE_P(Lives, Clustered, testing::ValuesIn(kClusterLives),
                          [](const auto& info) { return std::string(info.param.name); });
 
