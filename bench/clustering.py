@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -68,7 +69,15 @@ class Follower:
     def __init__(self, name: str, cache: KVSwapCache, group_tokens: int):
         self.name, self.cache, self.group_tokens = name, cache, group_tokens
         self.seconds: list[float] = []
-        self._begun = dict(cache.stats().counters)
+        self.prompt_seconds = 0.0
+        self._begun: dict[str, float] = {}
+
+    def read(self, model: Any, ids: torch.Tensor) -> None:
+        """The prompt."""
+        began = time.perf_counter()
+        read(model, self.cache, ids)
+        self.prompt_seconds = time.perf_counter() - began
+        self._begun = dict(self.cache.stats().counters)
 
     def step(self, model: Any, token: torch.Tensor) -> None:
         self.seconds.append(step_seconds(model, self.cache, token))
@@ -93,6 +102,10 @@ class Follower:
         if "clusters" in counters:
             tokens = counters["tokens_a_cluster"] / counters["pages_a_cluster"]
             told |= {
+                "prompt_seconds": round(self.prompt_seconds, 2),
+                "clustering_share_of_prompt": round(
+                    self._begun["cluster_seconds"] / self.prompt_seconds, 4
+                ),
                 "clusters": round(counters["clusters"]),
                 "tokens_a_cluster": round(counters["tokens_a_cluster"], 1),
                 "splits": round(self.since("cluster_splits")),
@@ -153,8 +166,8 @@ def main(
             cache = stack.enter_context(
                 KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
             )
-            read(network, cache, ids[:length])
             followers.append(Follower(name, cache, group_tokens))
+            followers[-1].read(network, ids[:length])
         for token in track(ids[length:], "following"):
             for follower in followers:
                 follower.step(network, token)

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.clustering import Follower, kinds
-from bench.reading import REFERENCE, open_held_out, read
+from bench.reading import REFERENCE, open_held_out
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
 
 COLUMNS = ("disk", "cache", "layers with pages", "KV memory", "read a token", "requests", "ms")
@@ -49,8 +49,8 @@ def measured(
             cache = stack.enter_context(
                 KVSwapCache(network, path, config, max_context=len(ids), max_batch=1)
             )
-            read(network, cache, ids[:length])
             followers.append((count, Follower(name, cache, config.group_tokens)))
+            followers[-1][1].read(network, ids[:length])
         for token in track(ids[length:], f"following, {device or 'local disk'}"):
             for _, follower in followers:
                 follower.step(network, token)
@@ -79,11 +79,13 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
 
 def resident_rows(results: list[dict[str, Any]]) -> Iterator[str]:
     """The same as a page has it."""
-    yield "| " + " | ".join(COLUMNS) + " |"
-    yield "|---" * len(COLUMNS) + "|"
-    for result in results:
+    yield "| tokens + steps | " + " | ".join(COLUMNS) + " |"
+    yield "|---" * (1 + len(COLUMNS)) + "|"
+    for result in sorted(results, key=lambda result: result["tokens"]):
+        text = f"{result['tokens']:,} + {result['steps']}"
         for line in lines(result["rows"]):
-            yield "| " + " | ".join(line) + " |"
+            yield f"| {text} | " + " | ".join(line) + " |"
+            text = ""
 
 
 def main(
