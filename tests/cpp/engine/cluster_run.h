@@ -301,8 +301,8 @@ class ClusterRun {
     const auto shares = memory.attend_over(layer, query, queries, 0.125,
                                            [](int64_t, int64_t, int64_t) { return true; });
     const int64_t count = queries * options_.query_heads * options_.head_dim;
-    missed_[layer].push_back(
-        1 - std::accumulate(shares.begin(), shares.begin() + count, 0.0) / count);
+    missed_[layer].push_back(1 -
+                             std::accumulate(shares.begin(), shares.begin() + count, 0.0) / count);
   }
 
   /// What the next attend() attends over, of all parts' tokens.
