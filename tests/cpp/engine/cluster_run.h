@@ -109,7 +109,7 @@ class ClusterRun {
     for (int64_t i = 0; i < actions && !testing::Test::HasFatalFailure(); ++i) {
       if (before_each) before_each();
       const int64_t action = engine().batch() == 0 ? 0 : run_.draw(0, 19);
-      const int64_t columns = engine().batch() == 0 ? 0 : engine().columns(0);
+      const int64_t positions = engine().batch() == 0 ? 0 : engine().positions(0);
       if (action <= 2) {
         const int64_t tokens = run_.draw(5, 90);
         const bool is_padded = run_.draw(0, 1) == 0;
@@ -118,7 +118,7 @@ class ClusterRun {
       } else if (action <= 14) {
         step(batch, run_.draw(1, 4), mend);
       } else if (action <= 16) {
-        const int64_t left = run_.draw(columns / 2, columns);
+        const int64_t left = run_.draw(positions / 2, positions);
         repeat(mend, [&] { return engine().crop(left); });
         run_.memory().crop(left);
         run_.compare_state();
@@ -314,7 +314,7 @@ class ClusterRun {
     for (int64_t part = 0; part < parts(); ++part) {
       const auto& [clusters, pages] = row(layer, part);
       const std::set<int64_t> ids(chosen[part].begin(), chosen[part].end());
-      for (int64_t token = 0; token < engine().columns(layer); ++token) {
+      for (int64_t token = 0; token < engine().positions(layer); ++token) {
         const int64_t group = token / group_tokens;
         const bool has_left = token < clusters.left();
         const int32_t place = has_left ? pages.place(token) : -1;
