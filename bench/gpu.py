@@ -128,10 +128,10 @@ def attention_cases(size: int) -> dict[str, tuple[Call, int]]:
         pool = random(batch * pages, 8, 2, 4, head_dim, dtype=dtype)
         table = torch.randperm(batch * pages, device="cuda").int().view(batch, 1, pages)
         masks = torch.full(table.shape, 15, device="cuda")
-        columns = (torch.arange(pages, device="cuda") * 4).int().expand(table.shape).contiguous()
+        positions = (torch.arange(pages, device="cuda") * 4).int().expand(table.shape).contiguous()
         at = torch.full((batch,), 4 * pages, device="cuda", dtype=torch.int32)
         query = random(batch, 8 * ratio, 1, head_dim, dtype=dtype)
-        given = (query, pool, table, masks, columns, at, head_dim**-0.5)
+        given = (query, pool, table, masks, positions, at, head_dim**-0.5)
         name = f"paged_attention b{batch} gqa{ratio} d{head_dim} {str(dtype)[6:]}"
         cases[name] = (lambda a=given: ops.paged_attention(*a), bytes_of(pool))
         massed = (*given[:6], ops.paged_attention(*given)[1], given[6])

@@ -251,7 +251,8 @@ void measure_attention(int64_t batch, int64_t heads, int64_t kv_heads, int64_t h
   std::vector<const void*> table;
   for (const int64_t slot : order) table.push_back(pool.data() + slot * page_elements);
   std::vector<uint64_t> masks(batch * pages, ~uint64_t{0});
-  std::vector<int32_t> columns(batch * pages, 0), counts(batch, pages), query_columns(batch, 1000);
+  std::vector<int32_t> positions(batch * pages, 0), counts(batch, pages),
+      query_positions(batch, 1000);
   const auto query = random_words<uint16_t>(batch * heads * queries * head_dim);
   std::vector<uint16_t> output(query.size());
   PagedAttentionArgs args;
@@ -261,9 +262,9 @@ void measure_attention(int64_t batch, int64_t heads, int64_t kv_heads, int64_t h
   args.query_token_stride = head_dim;
   args.output = output.data();
   args.masks = masks.data();
-  args.columns = columns.data();
+  args.positions = positions.data();
   args.page_counts = counts.data();
-  args.query_columns = query_columns.data();
+  args.query_positions = query_positions.data();
   args.pages_max = pages;
   args.batch = batch;
   args.heads = heads;

@@ -53,15 +53,15 @@ class KvFile:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT)
 
     def write(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: ``[batch, kv_heads, tokens, head_dim]``, of columns `begin` and on."""
-        _, batch, kv_heads, columns, head_dim = self.shape
+        """keys, values: ``[batch, kv_heads, tokens, head_dim]``, of positions `begin` and on."""
+        _, batch, kv_heads, positions, head_dim = self.shape
         row_bytes = head_dim * self.dtype.itemsize
         for which, data in enumerate((keys, values)):
             rows = data.contiguous().view(torch.uint8).numpy()
             for sequence in range(batch):
                 for head in range(kv_heads):
                     before = (which * batch + sequence) * kv_heads + head
-                    at = layer * self.layer_bytes + (before * columns + begin) * row_bytes
+                    at = layer * self.layer_bytes + (before * positions + begin) * row_bytes
                     _write_all(self.fd, memoryview(rows[sequence, head]).cast("B"), at)
 
     def flush(self) -> None:
@@ -88,7 +88,7 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
 class FileLayer(CacheLayerMixin):
     """What transformers asks of a layer whose tensors are in a `KvFile`, filled from the start.
 
-    A subclass's `update` takes the new tokens and gives views of all columns.
+    A subclass's `update` takes the new tokens and gives views of all positions.
     """
 
     is_sliding = False

@@ -15,8 +15,8 @@ def paged_attention(
     pages: Tensor,
     table: Tensor,
     masks: Tensor,
-    columns: Tensor,
-    query_columns: Tensor,
+    positions: Tensor,
+    query_positions: Tensor,
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -24,7 +24,7 @@ def paged_attention(
     """Exact attention over the tokens of page tables: KVSwap section 3.4.
 
     Token ``t`` of a page is seen by query ``i`` if bit ``t`` of the page's mask is set and
-    ``column + t <= query_column + i``: causal within the chunk. A query that sees nothing gets
+    ``position + t <= query_position + i``: causal within the chunk. A query that sees nothing gets
     zeros and a log-sum-exp of -inf.
 
     Parameters
@@ -39,10 +39,10 @@ def paged_attention(
         ``[batch, 1 or kv_heads, pages]`` int32 slots; -1 for none.
     masks
         As ``table``, int64: the valid tokens of each page, one bit each.
-    columns
-        As ``table``, int32: the column of each page's first token.
-    query_columns
-        ``[batch]`` int32: the column of query 0.
+    positions
+        As ``table``, int32: the position of each page's first token.
+    query_positions
+        ``[batch]`` int32: the position of query 0.
     scale
         Factor of the scores.
     softcap
@@ -59,7 +59,7 @@ def paged_attention(
         ``[batch, heads, queries]`` fp32, sinks included.
     """
     return _ops.paged_attention(
-        query, pages, table, masks, columns, query_columns, scale, softcap, sinks
+        query, pages, table, masks, positions, query_positions, scale, softcap, sinks
     )
 
 
@@ -68,8 +68,8 @@ def attention_mass(
     pages: Tensor,
     table: Tensor,
     masks: Tensor,
-    columns: Tensor,
-    query_columns: Tensor,
+    positions: Tensor,
+    query_positions: Tensor,
     log_sum_exp: Tensor,
     scale: float,
     softcap: float = 0.0,
@@ -82,7 +82,7 @@ def attention_mass(
 
     Parameters
     ----------
-    query, pages, table, masks, columns, query_columns, scale, softcap
+    query, pages, table, masks, positions, query_positions, scale, softcap
         As for `paged_attention`.
     log_sum_exp
         ``[batch, heads, queries]`` fp32.
@@ -95,7 +95,7 @@ def attention_mass(
         The same of the weights' squares.
     """
     return _ops.attention_mass(
-        query, pages, table, masks, columns, query_columns, log_sum_exp, scale, softcap
+        query, pages, table, masks, positions, query_positions, log_sum_exp, scale, softcap
     )
 
 

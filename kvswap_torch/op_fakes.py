@@ -98,7 +98,7 @@ def _fp8_dequantize(quantized, scales, dtype):
 
 @torch.library.register_fake("kvswap_torch::paged_attention")
 def _paged_attention(
-    query, pages, table, masks, columns, query_columns, scale, softcap=0.0, sinks=None
+    query, pages, table, masks, positions, query_positions, scale, softcap=0.0, sinks=None
 ):
     batch, heads, queries, head_dim = query.shape
     output = query.new_empty((batch, queries, heads, head_dim))
@@ -107,7 +107,7 @@ def _paged_attention(
 
 @torch.library.register_fake("kvswap_torch::attention_mass")
 def _attention_mass(
-    query, pages, table, masks, columns, query_columns, log_sum_exp, scale, softcap=0.0
+    query, pages, table, masks, positions, query_positions, log_sum_exp, scale, softcap=0.0
 ):
     _, page_heads, _, group_tokens, _ = pages.shape
     batch, table_heads, count = table.shape

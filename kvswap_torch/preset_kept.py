@@ -17,7 +17,7 @@ _ARKV = {
 }
 _OF_ARKV = (
     "one choice for all KV heads of a layer, as in the text; the published code has one for each",
-    "while decoding a token's neighbours are those columns beside it that are kept",
+    "while decoding a token's neighbours are those positions beside it that are kept",
 )
 _MIXED_ARKV = (
     "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens, as "

@@ -23,7 +23,7 @@ def make_case(
     shape = (batch, table_heads, pages)
     table = torch.randint(-1, slots, shape, dtype=torch.int32)
     masks = torch.randint(0, 2**62, shape)
-    columns = (torch.arange(pages, dtype=torch.int32) * group_tokens).expand(shape)
-    query_columns = torch.full((batch,), pages * group_tokens - queries, dtype=torch.int32)
+    positions = (torch.arange(pages, dtype=torch.int32) * group_tokens).expand(shape)
+    query_positions = torch.full((batch,), pages * group_tokens - queries, dtype=torch.int32)
     query = torch.randn(batch, queries, kv_heads * ratio, head_dim).to(dtype).transpose(1, 2)
-    return query, pool, table, masks, columns, query_columns, head_dim**-0.5
+    return query, pool, table, masks, positions, query_positions, head_dim**-0.5

@@ -125,8 +125,8 @@ def paged_attention(
     pages: Tensor,
     table: Tensor,
     masks: Tensor,
-    columns: Tensor,
-    query_columns: Tensor,
+    positions: Tensor,
+    query_positions: Tensor,
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -134,8 +134,8 @@ def paged_attention(
     keys, values = (side.double() for side in paged_gather(pages, table))
     slots = torch.arange(pages.shape[3])
     valid = (masks[..., None] >> slots & 1).bool() & (table >= 0)[..., None]
-    seen_from = (columns[..., None] + slots).flatten(2)[:, :, None]
-    at = query_columns[:, None, None, None] + torch.arange(query.shape[2])[:, None]
+    seen_from = (positions[..., None] + slots).flatten(2)[:, :, None]
+    at = query_positions[:, None, None, None] + torch.arange(query.shape[2])[:, None]
     visible = (valid.flatten(2)[:, :, None] & (seen_from <= at)).expand(-1, keys.shape[1], -1, -1)
     ratio = query.shape[1] // keys.shape[1]
     keys, values, visible = (x.repeat_interleave(ratio, 1) for x in (keys, values, visible))
@@ -144,8 +144,8 @@ def paged_attention(
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, NEVER)
     if sinks is not None:
-        column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], -1)
+        position = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, position], -1)
         values = torch.nn.functional.pad(values, (0, 0, 0, 1))
     output = torch.nan_to_num(scores.softmax(-1)) @ values
     return output.transpose(1, 2).to(query.dtype), scores.logsumexp(-1).float()
@@ -156,8 +156,8 @@ def attention_mass(
     pages: Tensor,
     table: Tensor,
     masks: Tensor,
-    columns: Tensor,
-    query_columns: Tensor,
+    positions: Tensor,
+    query_positions: Tensor,
     log_sum_exp: Tensor,
     scale: float,
     softcap: float = 0.0,
@@ -165,8 +165,8 @@ def attention_mass(
     keys, _ = (side.double() for side in paged_gather(pages, table))
     slots = torch.arange(pages.shape[3])
     valid = (masks[..., None] >> slots & 1).bool() & (table >= 0)[..., None]
-    seen_from = (columns[..., None] + slots).flatten(2)[:, :, None]
-    at = query_columns[:, None, None, None] + torch.arange(query.shape[2])[:, None]
+    seen_from = (positions[..., None] + slots).flatten(2)[:, :, None]
+    at = query_positions[:, None, None, None] + torch.arange(query.shape[2])[:, None]
     visible = (valid.flatten(2)[:, :, None] & (seen_from <= at)).expand(-1, keys.shape[1], -1, -1)
     return _mass(query, keys, visible, log_sum_exp, scale, softcap)
 

@@ -19,7 +19,7 @@ ADVICE = {"normal": mmap.MADV_NORMAL, "random": mmap.MADV_RANDOM}
 
 
 class MappedLayer(FileLayer):
-    """One layer: views ``[batch, kv_heads, columns, head_dim]`` of its part of the file."""
+    """One layer: views ``[batch, kv_heads, positions, head_dim]`` of its part of the file."""
 
     def __init__(self, file: KvFile, index: int):
         super().__init__(file.context)
@@ -33,7 +33,8 @@ class MappedLayer(FileLayer):
         end = self.get_seq_length()
         if end > self.keys.shape[2]:
             raise ValueError(
-                f"mmap: the file has room for {self.keys.shape[2]} columns, got {end}; decode fewer"
+                f"mmap: the file has room for {self.keys.shape[2]} positions, got {end}; decode "
+                "fewer"
             )
         self.keys[:, :, begin:end] = key_states
         self.values[:, :, begin:end] = value_states

@@ -132,10 +132,10 @@ int64_t Account::score_bytes_to_add(int64_t sequences, int64_t groups) const {
   return std::max<int64_t>(0, score_bytes(parts_.options, sequences, groups) - scored_bytes_);
 }
 
-Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
+Status Account::charge_growth(Batch& batch, int64_t layer, int64_t positions) {
   const int64_t group_tokens = parts_.options.group_tokens;
-  const int64_t charged = batch.due_groups(layer, batch.layer(layer).columns);
-  const int64_t due = batch.due_groups(layer, columns);
+  const int64_t charged = batch.due_groups(layer, batch.layer(layer).positions);
+  const int64_t due = batch.due_groups(layer, positions);
   if (due == charged) return Status::ok();
   const int64_t summary_bytes =
       parts_.selector->summaries().bytes_to_append(layer, due * group_tokens) -
@@ -147,7 +147,7 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t columns) {
       clusters == nullptr ? 0 : cluster_bytes_to_grow(*clusters, layer, groups * group_tokens);
   const int64_t table_bytes =
       batch.size() * (due - charged) * table_bytes_per_group(parts_.options);
-  const std::string what = "a context of " + std::to_string(columns) + " tokens";
+  const std::string what = "a context of " + std::to_string(positions) + " tokens";
   const int64_t record_bytes =
       parts_.options.drops() ? batch.size() * (due - charged) * parts_.record_bytes() : 0;
   const int64_t bytes = summary_bytes + cluster_bytes + table_bytes + scratch_bytes + record_bytes;
@@ -219,7 +219,7 @@ Status Account::charge_loaded(const Batch& batch, int64_t groups, int64_t summar
 
 Status Account::charge_summary(const Batch& batch, int64_t layer) {
   const Batch::Layer& state = batch.layer(layer);
-  const int64_t groups = state.sealed_groups + batch.due_groups(layer, state.columns);
+  const int64_t groups = state.sealed_groups + batch.due_groups(layer, state.positions);
   return parts_.ledger.charge(
       Use::kSummary,
       parts_.selector->summaries().bytes_to_append(layer, groups * parts_.options.group_tokens),
@@ -235,7 +235,7 @@ void Account::settle(const Batch& batch) {
                     (options.drops() ? parts_.store->bytes_held() : 0);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const Batch::Layer& state = batch.layer(layer);
-    const int64_t due = batch.due_groups(layer, state.columns);
+    const int64_t due = batch.due_groups(layer, state.positions);
     if (const ClusterRows* clusters = parts_.clusters_of(layer)) {
       summary += batch.size() * cluster_bytes(options, clusters->room(layer));
     }

@@ -30,8 +30,8 @@ class Account {
 
   /// What stands on the device beside the pages; reserves it there.
   Status reserve(int64_t batch, int64_t groups);
-  /// What a layer's groups will need that `columns` make due; spare sequences give way to it.
-  Status charge_growth(Batch& batch, int64_t layer, int64_t columns);
+  /// What a layer's groups will need that `positions` make due; spare sequences give way to it.
+  Status charge_growth(Batch& batch, int64_t layer, int64_t positions);
   /// Tables and scores of what is sealed, for a batch that grows to `sequences`.
   Status charge_batch(const Batch& batch, int64_t sequences);
   Status charge_projection(int64_t rank);

@@ -26,12 +26,12 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
                            " for the life of the cache's contents, got " +
                            std::to_string(batch / apart) + "; reset() the cache first");
   }
-  const int64_t columns = batch_.layer(layer).columns + tokens;
+  const int64_t positions = batch_.layer(layer).positions + tokens;
   const int64_t context_max = parts_.options.max_context;
-  if (context_max > 0 && columns > context_max) {
+  if (context_max > 0 && positions > context_max) {
     return Status::budget("append: the context must stay within max_context (" +
-                          std::to_string(context_max) + " tokens), got " + std::to_string(columns) +
-                          "; open the cache with a larger one");
+                          std::to_string(context_max) + " tokens), got " +
+                          std::to_string(positions) + "; open the cache with a larger one");
   }
   return Status::ok();
 }
@@ -51,9 +51,9 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
     KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
     KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
   }
-  const int64_t columns = batch_.layer(layer).columns + tokens;
-  KVSWAP_RETURN_IF_ERROR(account_.charge_growth(batch_, layer, columns));
-  batch_.declare_valid(columns);
+  const int64_t positions = batch_.layer(layer).positions + tokens;
+  KVSWAP_RETURN_IF_ERROR(account_.charge_growth(batch_, layer, positions));
+  batch_.declare_valid(positions);
   parts_.space->compute().mark_tokens();
   prepared_ = layer;
   return Status::ok();
@@ -65,8 +65,8 @@ Status Appender::append(int64_t layer, const KeyValueView& tokens) {
   prepared_ = -1;
   Batch::Layer& state = batch_.layer(layer);
   if (!is_exact(layer)) {
-    tail_.fill(layer, tokens, {.count = tokens.tokens, .first_column = state.columns});
-    batch_.grow(layer, state.columns + tokens.tokens);
+    tail_.fill(layer, tokens, {.count = tokens.tokens, .first_position = state.positions});
+    batch_.grow(layer, state.positions + tokens.tokens);
     return Status::ok();
   }
   const int64_t sealed = state.sealed_groups;
@@ -74,21 +74,21 @@ Status Appender::append(int64_t layer, const KeyValueView& tokens) {
   const Status appended = append_chunk(layer, tokens);
   parts_.space->compute().end_chunk();
   if (!appended.is_ok()) sealer_.take_back(layer, sealed);
-  if (appended.is_ok() && pass_ == Pass::kPrefill) state.prefilled = state.columns;
+  if (appended.is_ok() && pass_ == Pass::kPrefill) state.prefilled = state.positions;
   return appended;
 }
 
 Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
   Batch::Layer& state = batch_.layer(layer);
   const int64_t group_tokens = parts_.options.group_tokens;
-  const int64_t columns = state.columns + tokens.tokens;
-  const int64_t groups_after = parts_.options.sealed_groups(columns);
+  const int64_t positions = state.positions + tokens.tokens;
+  const int64_t groups_after = parts_.options.sealed_groups(positions);
 
   // Complete the tail's last group, so that the rest of the chunk begins at a group's edge.
-  const int64_t to_edge = (group_tokens - state.columns % group_tokens) % group_tokens;
+  const int64_t to_edge = (group_tokens - state.positions % group_tokens) % group_tokens;
   int64_t done = std::min(to_edge, tokens.tokens);
-  tail_.fill(layer, tokens, {.count = done, .first_column = state.columns});
-  const int64_t first_direct = (state.columns + done) / group_tokens;
+  tail_.fill(layer, tokens, {.count = done, .first_position = state.positions});
+  const int64_t first_direct = (state.positions + done) / group_tokens;
   while (state.sealed_groups < std::min(groups_after, first_direct)) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_from_tail(layer));
   }
@@ -97,11 +97,12 @@ Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_directly(layer, tokens, done, groups));
     done += groups * group_tokens;
   }
-  KVSWAP_RETURN_IF_ERROR(clustering_.enter_chunk(layer, tokens, state.columns));
-  tail_.fill(
-      layer, tokens,
-      {.first_token = done, .count = tokens.tokens - done, .first_column = state.columns + done});
-  batch_.grow(layer, columns);
+  KVSWAP_RETURN_IF_ERROR(clustering_.enter_chunk(layer, tokens, state.positions));
+  tail_.fill(layer, tokens,
+             {.first_token = done,
+              .count = tokens.tokens - done,
+              .first_position = state.positions + done});
+  batch_.grow(layer, positions);
   return Status::ok();
 }
 

@@ -22,7 +22,7 @@ int64_t Audit::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
   if (apart.steps_between_looks() == 0) return 0;
   const int64_t heads = apart.query_heads * apart.heads_apart;
   const int64_t queries = apart.select_queries_max;
-  // Pages, masks, columns, counts, a load's, exponents.
+  // Pages, masks, positions, counts, a load's, exponents.
   const int64_t tables = apart.heads_apart * (28 + apart.note_bytes()) + 4;
   return apart.audit_groups *
          (apart.heads_apart * (record_bytes + Fetch::bytes_per_load()) + tables +
@@ -56,7 +56,7 @@ Status Audit::make_memory() {
   memory_ = std::move(memory.value());
   pages_.resize(entries);
   masks_.resize(entries);
-  columns_.resize(entries);
+  positions_.resize(entries);
   counts_.assign(entries, 1);
   exponents_.assign(entries * options.note_bytes(), kNotFloat8);
   queries_at_.resize(options.audit_groups);
@@ -77,7 +77,7 @@ Status Audit::begin(int64_t layer, const LayerStep& step, int64_t queries) {
   const EngineOptions& options = parts_.options;
   attended_.resize(batch_.size() * options.query_heads * queries);
   std::fill(queries_at_.begin(), queries_at_.end(),
-            static_cast<int32_t>(batch_.layer(layer).columns - queries));
+            static_cast<int32_t>(batch_.layer(layer).positions - queries));
   is_looking_ = true;
   return Status::ok();
 }
@@ -124,7 +124,7 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
     parts_.store->copy_note(layer_, part, sample_[i],
                             exponents_.data() + entry * options.note_bytes());
     masks_[entry] = batch_.selectable(layer_, part, sample_[i]);
-    columns_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
+    positions_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
   }
 }
 
@@ -152,9 +152,9 @@ void Audit::weigh(const PagedAttentionArgs& attended) {
   args.log_sum_exp = log_sums_.data();
   args.pages = pages_.data();
   args.masks = masks_.data();
-  args.columns = columns_.data();
+  args.positions = positions_.data();
   args.page_counts = counts_.data();
-  args.query_columns = queries_at_.data();
+  args.query_positions = queries_at_.data();
   args.exponents = exponents_.empty() ? nullptr : exponents_.data();
   args.pages_max = 1;
   args.batch = options.audit_groups;

@@ -76,7 +76,7 @@ class Audit {
   Fetch fetch_;
   std::vector<const void*> pages_;   // [audit_groups, heads_apart]; null: fewer were left
   std::vector<uint64_t> masks_;      // the same
-  std::vector<int32_t> columns_;     // the same
+  std::vector<int32_t> positions_;   // the same
   std::vector<int32_t> counts_;      // the same: 1
   std::vector<int8_t> exponents_;    // [audit_groups, heads_apart, note_bytes]
   std::vector<int32_t> queries_at_;  // [audit_groups]

@@ -20,7 +20,7 @@ struct BaseFiles {
 /// What a session that is saved holds, in numbers; the rest is tensors.
 struct SavedCounts {
   int64_t sequences = 0;
-  int64_t columns = 0;
+  int64_t positions = 0;
   int64_t groups = 0;   // sealed, of each layer and sequence
   int64_t records = 0;  // sequences that share a past share records
   int64_t record_bytes = 0;

@@ -32,18 +32,19 @@ Status Batch::begin(int64_t sequences, int64_t tokens) {
 }
 
 void Batch::declare(int64_t tokens, const bool* valid) {
-  int64_t columns = 0;
-  for (const Layer& layer : layers_) columns = std::max(columns, layer.columns);
+  int64_t positions = 0;
+  for (const Layer& layer : layers_) positions = std::max(positions, layer.positions);
   for (int64_t sequence = 0; sequence < size(); ++sequence) {
     TokenValidity& validity = validity_[sequence];
-    if (validity.columns() > columns) validity.truncate(columns);
+    if (validity.positions() > positions) validity.truncate(positions);
     validity.append(tokens, valid + sequence / parts_.options.heads_apart * tokens);
   }
 }
 
-void Batch::declare_valid(int64_t columns) {
+void Batch::declare_valid(int64_t positions) {
   for (TokenValidity& validity : validity_) {
-    if (validity.columns() < columns) validity.append(columns - validity.columns(), nullptr);
+    if (validity.positions() < positions)
+      validity.append(positions - validity.positions(), nullptr);
   }
 }
 
@@ -76,9 +77,9 @@ void Batch::select(std::span<const int64_t> indices) {
   if (parts_.clusters != nullptr) parts_.clusters->select_sequences(indices);
 }
 
-void Batch::crop_validity(int64_t columns) {
+void Batch::crop_validity(int64_t positions) {
   for (TokenValidity& validity : validity_) {
-    if (validity.columns() > columns) validity.truncate(columns);
+    if (validity.positions() > positions) validity.truncate(positions);
   }
 }
 
@@ -91,21 +92,22 @@ void Batch::clear() {
   for (Layer& layer : layers_) layer = {};
 }
 
-int64_t Batch::due_groups(int64_t layer, int64_t columns) const {
-  return std::max<int64_t>(0, parts_.options.sealed_groups(columns) - layers_[layer].sealed_groups);
+int64_t Batch::due_groups(int64_t layer, int64_t positions) const {
+  return std::max<int64_t>(0,
+                           parts_.options.sealed_groups(positions) - layers_[layer].sealed_groups);
 }
 
-void Batch::grow(int64_t layer, int64_t columns) {
+void Batch::grow(int64_t layer, int64_t positions) {
   Layer& state = layers_[layer];
-  const int64_t newest = (columns - 1) / parts_.options.group_tokens;
-  state.columns = columns;
+  const int64_t newest = (positions - 1) / parts_.options.group_tokens;
+  state.positions = positions;
   state.first_in_tail = std::max(state.first_in_tail, newest + 1 - tail_pages(parts_.options));
 }
 
 uint64_t Batch::mask(int64_t layer, int64_t sequence, int64_t group) const {
   const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t first = group * group_tokens;
-  const int64_t count = std::min(group_tokens, layers_[layer].columns - first);
+  const int64_t count = std::min(group_tokens, layers_[layer].positions - first);
   return validity_[sequence].mask(first, count);
 }
 
@@ -118,7 +120,8 @@ uint64_t Batch::selectable(int64_t layer, int64_t sequence, int64_t group) const
 int64_t Batch::tokens_apart(int64_t layer, int64_t sequence) const {
   int64_t tokens = 0;
   // Where tokens join the next step takes in what was sealed since.
-  const int64_t joined = pages_[sequence]->kept(layer).joined_columns / parts_.options.group_tokens;
+  const int64_t joined =
+      pages_[sequence]->kept(layer).joined_positions / parts_.options.group_tokens;
   const int64_t end = parts_.keep.kind.joins ? joined : layers_[layer].sealed_groups;
   for (int64_t group = 0; !fits(layer, sequence) && group < end; ++group) {
     if (is_pinned(layer, sequence, group)) continue;
@@ -130,7 +133,7 @@ int64_t Batch::tokens_apart(int64_t layer, int64_t sequence) const {
 bool Batch::is_sink(int64_t sequence, int64_t group) const {
   const EngineOptions& options = parts_.options;
   const int64_t first = validity_[sequence].first_valid();
-  if (options.sink_tokens == 0 || first >= validity_[sequence].columns()) return false;
+  if (options.sink_tokens == 0 || first >= validity_[sequence].positions()) return false;
   return group >= first / options.group_tokens &&
          group <= (first + options.sink_tokens - 1) / options.group_tokens;
 }

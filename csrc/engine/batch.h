@@ -14,17 +14,17 @@
 namespace kvswap {
 
 /// The sequences of a session (KV heads of them, with heads=each): their pages, which of their
-/// columns count, and how far each layer has come.
+/// positions count, and how far each layer has come.
 ///
 /// A sequence that leaves the batch leaves its pages as a spare for the next one that comes; what
 /// both take is charged by Account. Not thread-safe.
 class Batch {
  public:
   struct Layer {
-    int64_t columns = 0;
+    int64_t positions = 0;
     int64_t sealed_groups = 0;
     int64_t first_in_tail = 0;  // sealed groups from here on still stand in the tail's pages
-    int64_t prefilled = 0;      // columns, the newest prefill's with all before it
+    int64_t prefilled = 0;      // positions, the newest prefill's with all before it
   };
 
   Batch(EngineParts& parts, Account& account)
@@ -35,24 +35,24 @@ class Batch {
   const SparePages& spares() const { return spares_; }
   Layer& layer(int64_t index) { return layers_[index]; }
   const Layer& layer(int64_t index) const { return layers_[index]; }
-  /// The layer has so many columns now, the newest in the tail.
-  void grow(int64_t layer, int64_t columns);
+  /// The layer has so many positions now, the newest in the tail.
+  void grow(int64_t layer, int64_t positions);
   SequencePages& pages(int64_t sequence) const { return *pages_[sequence]; }
   const TokenValidity& validity(int64_t sequence) const { return validity_[sequence]; }
 
   /// `sequences` empty ones, whose context will be `tokens` long at least.
   Status begin(int64_t sequences, int64_t tokens);
-  /// Validity of the next columns: [size(), tokens], a row for all heads that are apart.
+  /// Validity of the next positions: [size(), tokens], a row for all heads that are apart.
   void declare(int64_t tokens, const bool* valid);
-  /// Columns that nobody declared are valid.
-  void declare_valid(int64_t columns);
+  /// Positions that nobody declared are valid.
+  void declare_valid(int64_t positions);
   /// Sequence i of the new batch continues indices[i] of the old one.
   void select(std::span<const int64_t> indices);
-  void crop_validity(int64_t columns);
+  void crop_validity(int64_t positions);
   void clear();
 
-  /// Groups that stand in the tail and will leave it, once the layer has `columns`.
-  int64_t due_groups(int64_t layer, int64_t columns) const;
+  /// Groups that stand in the tail and will leave it, once the layer has `positions`.
+  int64_t due_groups(int64_t layer, int64_t positions) const;
   /// Bit i: token i of the group is there and counts.
   uint64_t mask(int64_t layer, int64_t sequence, int64_t group) const;
   /// The same of a sealed group, but for the tokens that are kept, which are attended anyway.

@@ -69,7 +69,7 @@ Status Clustering::catch_up_row(const Row& row) {
   return Status::ok();
 }
 
-Status Clustering::enter_chunk(int64_t layer, const KeyValueView& tokens, int64_t first_column) {
+Status Clustering::enter_chunk(int64_t layer, const KeyValueView& tokens, int64_t first_position) {
   if (parts_.clusters_of(layer) == nullptr) return Status::ok();
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSeal, .layer = layer},
                         &parts_.counters.cluster_seconds);
@@ -77,7 +77,7 @@ Status Clustering::enter_chunk(int64_t layer, const KeyValueView& tokens, int64_
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     ClusterBytes bytes(parts_, batch_, layer, sequence);
     bytes.set_arriving([&](int64_t token) {
-      if (token >= first_column) return token_of(shape, tokens, sequence, token - first_column);
+      if (token >= first_position) return token_of(shape, tokens, sequence, token - first_position);
       const std::byte* page = tail_.page(layer, sequence, token / shape.group_tokens);
       return token_of_page(shape, page, token % shape.group_tokens);
     });

@@ -32,9 +32,9 @@ class Clustering {
   bool is_behind(int64_t layer) const;
   /// They enter: token by token, from the tail's pages, or from disk where these hold others now.
   Status catch_up(int64_t layer);
-  /// What was sealed of a long chunk, whose first token has this column, enters: block by block.
+  /// What was sealed of a long chunk, whose first token has this position, enters: block by block.
   /// The tail's pages hold what was sealed of it before.
-  Status enter_chunk(int64_t layer, const KeyValueView& tokens, int64_t first_column);
+  Status enter_chunk(int64_t layer, const KeyValueView& tokens, int64_t first_position);
 
  private:
   struct Row {

@@ -111,9 +111,9 @@ PagedAttentionArgs DeviceCompute::with_tables(const PagedAttentionArgs& args) {
   PagedAttentionArgs on_device = args;
   on_device.pages = tables.add(args.pages, entries);
   on_device.masks = tables.add(args.masks, entries);
-  on_device.columns = tables.add(args.columns, entries);
+  on_device.positions = tables.add(args.positions, entries);
   on_device.page_counts = tables.add(args.page_counts, counts);
-  on_device.query_columns = tables.add(args.query_columns, args.batch);
+  on_device.query_positions = tables.add(args.query_positions, args.batch);
   if (exponents > 0) on_device.exponents = tables.add(args.exponents, exponents);
   tables.send();
   return on_device;

@@ -17,15 +17,15 @@ void Dropping::drop_past(int64_t layer) {
   const EngineOptions& options = parts_.options;
   if (!options.drops()) return;
   const int64_t held_bytes = parts_.store->bytes_held();
-  const int64_t columns = batch_.layer(layer).columns;
+  const int64_t positions = batch_.layer(layer).positions;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     const KeptTokens& kept = batch_.pages(part).kept(layer);
     int64_t end = std::min(batch_.layer(layer).sealed_groups,
-                           options.sealed_groups(columns - options.columns_to_crop()));
+                           options.sealed_groups(positions - options.positions_to_crop()));
     if (options.keeps_tokens(layer)) {
       if (kept.is_due) continue;
       if (options.keep_interval > 0 || parts_.keep.kind.joins) {
-        end = std::min(end, kept.joined_columns / options.group_tokens);
+        end = std::min(end, kept.joined_positions / options.group_tokens);
       }
     }
     const bool is_new = end > parts_.store->tables().first_group(layer, part);
@@ -41,7 +41,7 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
   const int64_t group_tokens = options.group_tokens;
   const int64_t gone = parts_.store->tables().first_group(layer, part) * group_tokens;
   left_.count = 0;
-  left_.columns.clear();
+  left_.positions.clear();
   left_.pages.clear();
   const std::vector<int32_t>& sinks = pages.sinks(layer);
   for (size_t sink = 0; sink < sinks.size(); ++sink) {
@@ -52,7 +52,7 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
           sinks[sink] * group_tokens + slot);
     }
   }
-  const std::vector<int32_t>& in_dtype = kept.columns();
+  const std::vector<int32_t>& in_dtype = kept.positions();
   for (int64_t i = 0; i < std::ssize(in_dtype) && in_dtype[i] < gone; ++i) {
     add(pages.kept_page(layer, i / group_tokens), i % group_tokens, in_dtype[i]);
   }
@@ -65,15 +65,15 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
   return left_;
 }
 
-void Dropping::add(const std::byte* page, int64_t slot, int64_t column) {
+void Dropping::add(const std::byte* page, int64_t slot, int64_t position) {
   const RecordShape shape = parts_.options.record_shape();
   const int64_t place = left_.count++;
   const int64_t to = place / shape.group_tokens;
   if (place % shape.group_tokens == 0) {
-    left_.columns.resize((to + 1) * shape.group_tokens);
+    left_.positions.resize((to + 1) * shape.group_tokens);
     left_.pages.resize((to + 1) * shape.payload_bytes());
   }
-  left_.columns[place] = static_cast<int32_t>(column);
+  left_.positions[place] = static_cast<int32_t>(position);
   copy_token(shape, {left_.pages.data() + to * shape.payload_bytes(), place % shape.group_tokens},
              page, slot);
 }
@@ -82,8 +82,8 @@ void Dropping::forget_gone(int64_t layer, int64_t part, std::span<float> mass) c
   const int64_t gone =
       parts_.store->tables().first_group(layer, part) * parts_.options.group_tokens;
   const KeptTokens& kept = batch_.pages(part).kept(layer);
-  for (int64_t column = 0; column < std::min<int64_t>(gone, std::ssize(mass)); ++column) {
-    if (kept.mask(column, 1) == 0) mass[column] = -std::numeric_limits<float>::infinity();
+  for (int64_t position = 0; position < std::min<int64_t>(gone, std::ssize(mass)); ++position) {
+    if (kept.mask(position, 1) == 0) mass[position] = -std::numeric_limits<float>::infinity();
   }
 }
 

@@ -14,8 +14,8 @@ namespace kvswap {
 /// Of the tokens whose records are gone, sinks and kept ones, in the model's dtype.
 struct LeftTokens {
   int64_t count = 0;
-  std::vector<int32_t> columns;  // [pages, group_tokens]
-  std::vector<std::byte> pages;  // [pages, group_bytes]: token i in slot i % group_tokens
+  std::vector<int32_t> positions;  // [pages, group_tokens]
+  std::vector<std::byte> pages;    // [pages, group_bytes]: token i in slot i % group_tokens
 };
 
 /// Where nothing is on disk (EngineOptions::drops()): which records are dropped for good, and what
@@ -26,7 +26,7 @@ class Dropping {
       : parts_(parts), batch_(batch), kept_pages_(kept_pages) {}
 
   /// Drops the layer's records that no turn will ask for (see Keeping), but for those of its newest
-  /// columns, which a crop may.
+  /// positions, which a crop may.
   void drop_past(int64_t layer);
   /// What is left of a part's. Stands until the next call.
   const LeftTokens& left(int64_t layer, int64_t part);
@@ -37,7 +37,7 @@ class Dropping {
   static int64_t fixed_bytes(const EngineOptions& apart);
 
  private:
-  void add(const std::byte* page, int64_t slot, int64_t column);
+  void add(const std::byte* page, int64_t slot, int64_t position);
 
   EngineParts& parts_;
   Batch& batch_;

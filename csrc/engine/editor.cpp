@@ -8,36 +8,36 @@
 
 namespace kvswap {
 
-Status Editor::crop(int64_t columns) {
-  if (columns < 0) {
-    return Status::invalid("crop: columns must be at least 0, got " + std::to_string(columns));
+Status Editor::crop(int64_t positions) {
+  if (positions < 0) {
+    return Status::invalid("crop: positions must be at least 0, got " + std::to_string(positions));
   }
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   // All layers are read first: if the disk fails, nothing has changed, and crop() may be called
   // again.
   std::vector<Returning> all;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    if (batch_.layer(layer).columns <= columns) continue;
-    auto returning = read_returning(layer, columns);
+    if (batch_.layer(layer).positions <= positions) continue;
+    auto returning = read_returning(layer, positions);
     if (!returning.is_ok()) return returning.status();
     all.push_back(std::move(returning.value()));
   }
-  for (const Returning& returning : all) KVSWAP_RETURN_IF_ERROR(crop_layer(returning, columns));
-  batch_.crop_validity(columns);
+  for (const Returning& returning : all) KVSWAP_RETURN_IF_ERROR(crop_layer(returning, positions));
+  batch_.crop_validity(positions);
   account_.settle(batch_);
   return Status::ok();
 }
 
-Result<Editor::Returning> Editor::read_returning(int64_t layer, int64_t columns) {
+Result<Editor::Returning> Editor::read_returning(int64_t layer, int64_t positions) {
   const Batch::Layer& state = batch_.layer(layer);
   const int64_t group_tokens = parts_.options.group_tokens;
-  const int64_t sealed = std::min(state.sealed_groups, parts_.options.sealed_groups(columns));
-  const int64_t end = (columns + group_tokens - 1) / group_tokens;
-  for (int64_t sequence = 0; columns > 0 && sequence < batch_.size(); ++sequence) {
+  const int64_t sealed = std::min(state.sealed_groups, parts_.options.sealed_groups(positions));
+  const int64_t end = (positions + group_tokens - 1) / group_tokens;
+  for (int64_t sequence = 0; positions > 0 && sequence < batch_.size(); ++sequence) {
     const int64_t gone = parts_.store->tables().first_group(layer, sequence);
     // The tail begins at what is sealed.
     if (sealed < gone) {
-      return dropped("crop", columns, gone * group_tokens + parts_.options.tail_tokens);
+      return dropped("crop", positions, gone * group_tokens + parts_.options.tail_tokens);
     }
   }
   Returning returning;
@@ -73,7 +73,7 @@ Status Editor::make_room(int64_t sequence, Returning& returning) {
   return Status::ok();
 }
 
-Status Editor::crop_layer(const Returning& returning, int64_t columns) {
+Status Editor::crop_layer(const Returning& returning, int64_t positions) {
   std::vector<std::byte> room(parts_.options.group_bytes());
   PastPages listed;
   for (int64_t sequence = 0; returning.groups > 0 && sequence < batch_.size(); ++sequence) {
@@ -86,8 +86,8 @@ Status Editor::crop_layer(const Returning& returning, int64_t columns) {
     }
   }
   Batch::Layer& layer = batch_.layer(returning.layer);
-  layer.columns = columns;
-  layer.prefilled = std::min(layer.prefilled, columns);
+  layer.positions = positions;
+  layer.prefilled = std::min(layer.prefilled, positions);
   steps_.of(returning.layer).forget_choice();
   sealer_.take_back(returning.layer, returning.sealed);
   return Status::ok();

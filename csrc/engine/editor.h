@@ -27,7 +27,7 @@ class Editor {
         account_(account),
         steps_(steps) {}
 
-  Status crop(int64_t columns);
+  Status crop(int64_t positions);
   Status select_sequences(std::span<const int64_t> indices);
   /// Both [kv_heads * head_dim, rank]; what is sealed is read and summarised anew.
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
@@ -41,9 +41,9 @@ class Editor {
     std::vector<std::byte*> records;            // [batch], each [groups, record_bytes]
     std::vector<std::shared_ptr<void>> memory;  // [batch], that they stand in
   };
-  Result<Returning> read_returning(int64_t layer, int64_t columns);
+  Result<Returning> read_returning(int64_t layer, int64_t positions);
   Status make_room(int64_t sequence, Returning& returning);
-  Status crop_layer(const Returning& returning, int64_t columns);
+  Status crop_layer(const Returning& returning, int64_t positions);
   Status summarise(int64_t layer);
 
   EngineParts& parts_;

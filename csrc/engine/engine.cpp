@@ -142,7 +142,7 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
   }
   KVSWAP_RETURN_IF_ERROR(appender_.check_length("look_ahead", query.queries));
   KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
-  KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, columns(layer)));
+  KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, positions(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
   const Question question = {.query = query.of_parts(parts_->options.heads_apart),
                              .scale = scale.value_or(usual)};
@@ -157,7 +157,7 @@ const std::vector<std::vector<int32_t>>& Engine::last_selection(int64_t layer) {
 Status Engine::attend(const AttendArgs& args) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter_step(args.layer));
   const int64_t queries = args.query.queries;
-  const int64_t held = columns(args.layer);
+  const int64_t held = positions(args.layer);
   if (exact_chunks_.takes(args.layer)) {
     return Status::invalid(
         "attend: layer " + std::to_string(args.layer) + " must attend exactly, since " +
@@ -165,8 +165,9 @@ Status Engine::attend(const AttendArgs& args) {
   }
   KVSWAP_RETURN_IF_ERROR(appender_.check_length("attend", queries));
   if (queries < 1 || queries > held) {
-    return Status::invalid("attend: queries must be at least 1 and at most the columns appended (" +
-                           std::to_string(held) + "), got " + std::to_string(queries));
+    return Status::invalid(
+        "attend: queries must be at least 1 and at most the positions appended (" +
+        std::to_string(held) + "), got " + std::to_string(queries));
   }
   LayerStep& step = steps_.of(args.layer);
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
@@ -225,10 +226,10 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
   return editor_.select_sequences(parts);
 }
 
-Status Engine::crop(int64_t columns) {
+Status Engine::crop(int64_t positions) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   appender_.forget();
-  return editor_.crop(columns);
+  return editor_.crop(positions);
 }
 
 Status Engine::reset() {

@@ -60,7 +60,7 @@ class Engine {
 
   /// What the next calls belong to; until it is said, and after reset(), a prefill.
   Status begin_pass(Pass pass);
-  /// Validity of the next columns: [batch, tokens], true where the token counts.
+  /// Validity of the next positions: [batch, tokens], true where the token counts.
   Status declare(int64_t batch, int64_t tokens, const bool* valid);
   /// append() is all or nothing. A background write that failed is kept and tried again by the
   /// calls that need it; crop() and reset() drop what nobody will read.
@@ -69,18 +69,18 @@ class Engine {
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
   /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
   Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
-  /// Attention of the last query.queries columns over sinks, chosen groups and tail, then seals
+  /// Attention of the last query.queries positions over sinks, chosen groups and tail, then seals
   /// what has left the tail. Of a decode pass, but for what ExactChunks takes.
   Status attend(const AttendArgs& args);
 
-  /// Copies columns [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of the
-  /// host.
+  /// Copies positions [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of
+  /// the host.
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                    void* values);
   bool needs_projection(int64_t layer) const;
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
-  Status crop(int64_t columns);
+  Status crop(int64_t positions);
   Status reset();
 
   // What a step does not need, each with calls of its own.
@@ -96,8 +96,8 @@ class Engine {
   const EngineOptions& options() const { return options_; }  // as they were given
   const Audit& audit() const { return audit_; }
   int64_t batch() const { return batch_->size() / parts_->options.heads_apart; }
-  int64_t columns(int64_t layer) const { return batch_->layer(layer).columns; }
-  /// The parts' sequences: what their layers hold, and which of their columns count.
+  int64_t positions(int64_t layer) const { return batch_->layer(layer).positions; }
+  /// The parts' sequences: what their layers hold, and which of their positions count.
   const Batch& sequences() const { return *batch_; }
   /// [parts][groups]
   const std::vector<std::vector<int32_t>>& last_selection(int64_t layer);

@@ -253,8 +253,8 @@ bool EngineOptions::keeps_tokens(int64_t layer) const {
   return keeper_kind().keeps_tokens && !is_exact(layer);
 }
 
-int64_t EngineOptions::sealed_groups(int64_t columns) const {
-  return std::max<int64_t>(0, columns - tail_tokens) / group_tokens;
+int64_t EngineOptions::sealed_groups(int64_t positions) const {
+  return std::max<int64_t>(0, positions - tail_tokens) / group_tokens;
 }
 
 }  // namespace kvswap

@@ -105,8 +105,8 @@ struct EngineOptions : Settings {
   /// Is what is neither sink nor kept nor newest gone for good, and no file opened? Records then
   /// stand in memory until it is chosen who is kept.
   bool drops() const { return directory.empty() && !selects() && keeper != "none"; }
-  /// So many of the newest columns may be cropped at any time where it is: two steps.
-  int64_t columns_to_crop() const { return 2 * select_queries_max; }
+  /// So many of the newest positions may be cropped at any time where it is: two steps.
+  int64_t positions_to_crop() const { return 2 * select_queries_max; }
 
   bool has_float8_records() const { return records == "fp8"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
@@ -116,8 +116,8 @@ struct EngineOptions : Settings {
   int64_t payload_bytes() const;
   /// Exponents that are kept in memory with a record of e4m3: [kv_heads, 2].
   int64_t note_bytes() const { return has_float8_records() ? 2 * record_shape().kv_heads : 0; }
-  /// Groups that are sealed once `columns` tokens are there and nothing is pending.
-  int64_t sealed_groups(int64_t columns) const;
+  /// Groups that are sealed once `positions` tokens are there and nothing is pending.
+  int64_t sealed_groups(int64_t positions) const;
 };
 
 /// Are clusters of similar keys chosen, in the place of groups?
@@ -126,7 +126,7 @@ inline bool has_clusters(const EngineOptions& options) { return options.grouping
 PoolOptions pool_options(const EngineOptions& options);
 
 inline constexpr int64_t kContextMax =
-    std::numeric_limits<int32_t>::max();  // columns are of 32 bits
+    std::numeric_limits<int32_t>::max();  // positions are of 32 bits
 inline constexpr int64_t kBatchMax = 65536;
 
 }  // namespace kvswap

@@ -111,7 +111,7 @@ double tokens_kept(const Engine& engine, KeptAs precision) {
     for (int64_t layer = 0; layer < layers; ++layer) {
       const KeptTokens& tokens = batch.pages(part).kept(layer);
       kept += tokens.float8().size();
-      if (precision == KeptAs::kAny) kept += tokens.columns().size();
+      if (precision == KeptAs::kAny) kept += tokens.positions().size();
     }
   }
   return static_cast<double>(kept) /

@@ -18,7 +18,7 @@ Status ExactChunks::prepare(int64_t layer, int64_t sequences, int64_t tokens) {
 }
 
 Status ExactChunks::begin(int64_t layer) {
-  if (!parts_.options.drops() || batch_.layer(layer).columns == 0 || !takes(layer)) {
+  if (!parts_.options.drops() || batch_.layer(layer).positions == 0 || !takes(layer)) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
@@ -27,7 +27,7 @@ Status ExactChunks::begin(int64_t layer) {
 
 void ExactChunks::end(int64_t layer, int64_t tokens) {
   keeping_.note_chunk(layer);
-  if (!parts_.options.drops() || batch_.layer(layer).columns != tokens) return;
+  if (!parts_.options.drops() || batch_.layer(layer).positions != tokens) return;
   if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }
 
@@ -73,15 +73,15 @@ Status ExactChunks::visit_sealed(const PastReader::Groups& groups, PastVisitor& 
   }
 }
 
-Status ExactChunks::visit_newest(const PastReader::Columns& columns, PastVisitor& visitor) {
-  if (columns.begin >= columns.end) return Status::ok();
+Status ExactChunks::visit_newest(const PastReader::Positions& positions, PastVisitor& visitor) {
+  if (positions.begin >= positions.end) return Status::ok();
   const EngineOptions& options = parts_.options;
-  const int64_t bytes = options.kv_heads * (columns.end - columns.begin) * options.head_dim *
+  const int64_t bytes = options.kv_heads * (positions.end - positions.begin) * options.head_dim *
                         dtype_bytes(options.dtype);
   std::vector<std::byte> keys(bytes);
   std::vector<std::byte> values(bytes);
-  KVSWAP_RETURN_IF_ERROR(past_.read(columns, keys.data(), values.data()));
-  return visitor.visit_newest(columns.begin, columns.end, keys.data(), values.data());
+  KVSWAP_RETURN_IF_ERROR(past_.read(positions, keys.data(), values.data()));
+  return visitor.visit_newest(positions.begin, positions.end, keys.data(), values.data());
 }
 
 Result<std::unique_ptr<PastStream>> ExactChunks::stream(const PastReader::Groups& groups) {

@@ -62,7 +62,7 @@ class ExactChunks {
  private:
   Result<PastBlocks> blocks(const PastReader::Groups& groups);
   Status visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor);
-  Status visit_newest(const PastReader::Columns& columns, PastVisitor& visitor);
+  Status visit_newest(const PastReader::Positions& positions, PastVisitor& visitor);
 
   Calls& calls_;
   EngineParts& parts_;

@@ -18,11 +18,11 @@ Status GivenWorths::check(int64_t layer, const GivenWorth& given) const {
                            "must keep tokens to be told what they are worth, and "
                            "attends everything");
   }
-  const int64_t columns = batch_.layer(layer).columns;
-  const bool fits = given.tokens >= 1 && given.tokens <= columns;
+  const int64_t positions = batch_.layer(layer).positions;
+  const bool fits = given.tokens >= 1 && given.tokens <= positions;
   if (given.sequences != batch_.size() || !fits) {
     return Status::invalid(shown + "must be told of " + std::to_string(batch_.size()) +
-                           " sequences and of at most its " + std::to_string(columns) +
+                           " sequences and of at most its " + std::to_string(positions) +
                            " tokens, got " + std::to_string(given.sequences) + " and " +
                            std::to_string(given.tokens));
   }
@@ -38,8 +38,8 @@ Status GivenWorths::check(int64_t layer, const GivenWorth& given) const {
 Status GivenWorths::give(int64_t layer, const GivenWorth& given) {
   const EngineOptions& options = parts_.options;
   KVSWAP_RETURN_IF_ERROR(check(layer, given));
-  const int64_t columns = batch_.layer(layer).columns;
-  const int64_t first = columns - given.tokens;
+  const int64_t positions = batch_.layer(layer).positions;
+  const int64_t first = positions - given.tokens;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
     if (static_cast<int64_t>(kept.mass.size()) < first) {
@@ -48,15 +48,15 @@ Status GivenWorths::give(int64_t layer, const GivenWorth& given) {
                              std::to_string(kept.mass.size()) + "th, got those since its " +
                              std::to_string(first) + "th");
     }
-    grow_mass(kept.mass, columns);
-    grow_mass(kept.decay, columns);
+    grow_mass(kept.mass, positions);
+    grow_mass(kept.decay, positions);
     std::copy_n(given.worth + part * given.tokens, given.tokens, kept.mass.begin() + first);
     std::fill_n(kept.decay.begin() + first, given.tokens, 0.0f);
     if (given.decay != nullptr) {
       std::copy_n(given.decay + part * given.tokens, given.tokens, kept.decay.begin() + first);
     }
-    const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, given.tokens);
-    kept.seen_columns = std::max(kept.seen_columns, columns);
+    const int64_t fresh = std::clamp<int64_t>(positions - kept.seen_positions, 0, given.tokens);
+    kept.seen_positions = std::max(kept.seen_positions, positions);
     if (first < batch_.layer(layer).prefilled) {
       kept.is_due = true;
       kept.next.reset();
@@ -81,12 +81,12 @@ Status GivenWorths::check_given(int64_t layer, int64_t part) const {
 
 void GivenWorths::weigh(int64_t layer, int64_t part, std::vector<float>& mass) const {
   const KeptTokens& kept = batch_.pages(part).kept(layer);
-  const int64_t columns = batch_.layer(layer).columns;
+  const int64_t positions = batch_.layer(layer).positions;
   const int64_t sealed = batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
   mass.clear();
   grow_mass(mass, sealed);
   for (int64_t i = 0; i < sealed; ++i) {
-    mass[i] = kept.mass[i] - static_cast<float>(columns - i) * kept.decay[i];
+    mass[i] = kept.mass[i] - static_cast<float>(positions - i) * kept.decay[i];
   }
 }
 

@@ -24,7 +24,7 @@ void Keeping::note_chunk(int64_t layer) {
   if (!parts_.keep.kind.keeps_outliers || !parts_.options.keeps_tokens(layer)) return;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
-    kept.seen_columns = batch_.layer(layer).columns;
+    kept.seen_positions = batch_.layer(layer).positions;
     kept.next.reset();
     kept.is_due = true;
   }
@@ -32,7 +32,7 @@ void Keeping::note_chunk(int64_t layer) {
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  kept.seen_columns = window.first_column + window.count;
+  kept.seen_positions = window.first_position + window.count;
   kept.window = std::move(window);
   kept.overlap.reset();
   kept.next.reset();
@@ -64,10 +64,10 @@ Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) 
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
-    const int64_t columns = batch_.layer(layer).columns;
-    const int64_t fresh = std::clamp<int64_t>(columns - kept.seen_columns, 0, attended.queries);
+    const int64_t positions = batch_.layer(layer).positions;
+    const int64_t fresh = std::clamp<int64_t>(positions - kept.seen_positions, 0, attended.queries);
     const bool is_part_observed = fresh > 0 && is_observed(kept);
-    kept.seen_columns = std::max(kept.seen_columns, columns);
+    kept.seen_positions = std::max(kept.seen_positions, positions);
     if (parts_.keep.weighs_disk) stagger(layer, part);
     kept.count_queries(fresh, options.keep_interval);
     if (!is_part_observed) continue;
@@ -93,15 +93,16 @@ void Keeping::add_paid(int64_t layer, int64_t part, int64_t queries,
                        const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  grow_mass(kept.mass, batch_.layer(layer).columns);
+  grow_mass(kept.mass, batch_.layer(layer).positions);
   const int64_t first = part * attended.pages_max;
   for (int64_t entry = 0; entry < attended.page_counts[part]; ++entry) {
-    const int64_t column = attended.columns[first + entry];
+    const int64_t position = attended.positions[first + entry];
     for (uint64_t left = attended.masks[first + entry]; left != 0; left &= left - 1) {
       const int64_t slot = __builtin_ctzll(left);
-      // Pages of kept tokens stand before column 0, see PageTable.
-      const int64_t token =
-          column >= 0 ? column + slot : kept.columns()[-column - options.group_tokens + slot];
+      // Pages of kept tokens stand before position 0, see PageTable.
+      const int64_t token = position >= 0
+                                ? position + slot
+                                : kept.positions()[-position - options.group_tokens + slot];
       for (int64_t head = 0; head < options.kv_heads; ++head) {
         kept.mass[token] += static_cast<float>(queries) * step_.means(part, head, entry)[slot];
       }
@@ -139,7 +140,7 @@ Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) 
                 .row_bytes = options.head_dim * bytes,
                 .heads = heads,
                 .count = attended.queries,
-                .first_column = batch_.layer(layer).columns - attended.queries},
+                .first_position = batch_.layer(layer).positions - attended.queries},
                options.keep_window);
     window.scale = attended.scale;
     window.softcap = attended.softcap;
@@ -150,23 +151,23 @@ Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) 
   return Status::ok();
 }
 
-Status Keeping::turn(int64_t layer, int64_t column) {
+Status Keeping::turn(int64_t layer, int64_t position) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
-  if (parts_.keep.kind.prefers_layers) return turn_of_layers(layer, column);
+  if (parts_.keep.kind.prefers_layers) return turn_of_layers(layer, position);
   const auto begin = [&] {
     return Stopwatch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
                      &parts_.counters.turn_seconds);
   };
   // How many stay is one number for all heads, which must have been weighed by then.
   for (int64_t part = 0; parts_.keep.shares_groups && part < batch_.size(); ++part) {
-    if (!is_due(layer, part, column)) continue;
+    if (!is_due(layer, part, position)) continue;
     const Stopwatch watch = begin();
     KVSWAP_RETURN_IF_ERROR(choose(layer, part));
   }
   for (int64_t part = 0; part < batch_.size(); ++part) {
     if (batch_.fits(layer, part)) continue;
     KVSWAP_RETURN_IF_ERROR(given_.check_given(layer, part));
-    const bool is_turn = is_due(layer, part, column);
+    const bool is_turn = is_due(layer, part, position);
     if (!is_turn && !joining_.is_behind(layer, part)) continue;
     const Stopwatch watch = begin();
     KVSWAP_RETURN_IF_ERROR(is_turn ? turn_of(layer, part) : joining_.join(layer, part));
@@ -175,9 +176,9 @@ Status Keeping::turn(int64_t layer, int64_t column) {
 }
 
 /// All layers whose turn is due have it together: what each keeps depends on the others.
-Status Keeping::turn_of_layers(int64_t layer, int64_t column) {
+Status Keeping::turn_of_layers(int64_t layer, int64_t position) {
   const auto is_due_in = [&](int64_t of, int64_t part) {
-    return parts_.options.keeps_tokens(of) && is_due(of, part, column);
+    return parts_.options.keeps_tokens(of) && is_due(of, part, position);
   };
   bool is_turn = false;
   for (int64_t part = 0; part < batch_.size(); ++part) is_turn |= is_due_in(layer, part);
@@ -193,19 +194,19 @@ Status Keeping::turn_of_layers(int64_t layer, int64_t column) {
 }
 
 Status Keeping::turn_before_chunk(int64_t layer) {
-  const int64_t columns = batch_.layer(layer).columns;
+  const int64_t positions = batch_.layer(layer).positions;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     const KeptTokens::Window& window = batch_.pages(part).kept(layer).window;
-    if (window.count > 0 && window.first_column + window.count > columns) return Status::ok();
+    if (window.count > 0 && window.first_position + window.count > positions) return Status::ok();
   }
-  KVSWAP_RETURN_IF_ERROR(turn(layer, columns));
+  KVSWAP_RETURN_IF_ERROR(turn(layer, positions));
   dropping_.drop_past(layer);
   return Status::ok();
 }
 
-bool Keeping::is_due(int64_t layer, int64_t part, int64_t column) const {
+bool Keeping::is_due(int64_t layer, int64_t part, int64_t position) const {
   const KeptTokens& kept = batch_.pages(part).kept(layer);
-  return !batch_.fits(layer, part) && kept.is_due && column >= kept.seen_columns;
+  return !batch_.fits(layer, part) && kept.is_due && position >= kept.seen_positions;
 }
 
 Status Keeping::turn_of(int64_t layer, int64_t part) {
@@ -215,12 +216,12 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
     return joining_.turn_after_prompt(layer, part, mass_);
   }
   KVSWAP_RETURN_IF_ERROR(choose(layer, part));
-  std::vector<int32_t> columns = *kept.next;
+  std::vector<int32_t> positions = *kept.next;
   if (parts_.keep.shares_groups) {
-    columns.resize(std::min<int64_t>(share_of(layer, part), columns.size()));
-    std::sort(columns.begin(), columns.end());
+    positions.resize(std::min<int64_t>(share_of(layer, part), positions.size()));
+    std::sort(positions.begin(), positions.end());
   }
-  KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
+  KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(positions)));
   if (!parts_.keep.kind.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   // Where turns are staggered a prompt's, and one that comes late, leaves them so.
   const int64_t since =
@@ -238,7 +239,7 @@ Status Keeping::choose(int64_t layer, int64_t part) {
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   if (kept.next) return Status::ok();
   if (parts_.keep.weighs_disk && kept.window.count == 0) {
-    kept.next = kept.columns();  // all that was decoded since has been cut
+    kept.next = kept.positions();  // all that was decoded since has been cut
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(weigh(layer, part));

@@ -65,9 +65,9 @@ class Keeping {
   /// layer failed counts once.
   Status observe_step(int64_t layer, const PagedAttentionArgs& attended);
 
-  /// Chooses anew where that is due, for a step whose first token stands at `column`. The layer's
+  /// Chooses anew where that is due, for a step whose first token stands at `position`. The layer's
   /// pages must not be planned for.
-  Status turn(int64_t layer, int64_t column);
+  Status turn(int64_t layer, int64_t position);
   /// Where nothing is on disk, before a chunk that is not the first: what is due, unless it goes by
   /// queries that were cropped, which the chunk's own will replace.
   Status turn_before_chunk(int64_t layer);
@@ -82,14 +82,14 @@ class Keeping {
 
  private:
   bool is_observed(const KeptTokens& kept) const;
-  bool is_due(int64_t layer, int64_t part, int64_t column) const;
+  bool is_due(int64_t layer, int64_t part, int64_t position) const;
   Status take_queries(int64_t layer, const PagedAttentionArgs& attended);
   void add_paid(int64_t layer, int64_t part, int64_t queries, const PagedAttentionArgs& attended);
   std::vector<float>& mass_of(KeptTokens& kept);
   Status weigh(int64_t layer, int64_t part);
   Status choose(int64_t layer, int64_t part);
   Status turn_of(int64_t layer, int64_t part);
-  Status turn_of_layers(int64_t layer, int64_t column);
+  Status turn_of_layers(int64_t layer, int64_t position);
   int64_t share_of(int64_t layer, int64_t part) const;
   void stagger(int64_t layer, int64_t part);
 

@@ -9,11 +9,11 @@
 namespace kvswap {
 namespace {
 
-/// Where a column stands among some that rise; their number: it does not.
-int64_t place_of(const std::vector<int32_t>& columns, int32_t column) {
-  const auto found = std::lower_bound(columns.begin(), columns.end(), column);
-  if (found == columns.end() || *found != column) return std::ssize(columns);
-  return found - columns.begin();
+/// Where a position stands among some that rise; their number: it does not.
+int64_t place_of(const std::vector<int32_t>& positions, int32_t position) {
+  const auto found = std::lower_bound(positions.begin(), positions.end(), position);
+  if (found == positions.end() || *found != position) return std::ssize(positions);
+  return found - positions.begin();
 }
 
 }  // namespace
@@ -60,66 +60,66 @@ Status KeptPages::write(int64_t layer, int64_t part, int64_t first_page, int64_t
                                               parts_.options.group_bytes());
 }
 
-Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> columns,
+Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> positions,
                         std::vector<int32_t> float8) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  if (columns == kept.columns() && float8 == kept.float8()) return Status::ok();
-  KVSWAP_RETURN_IF_ERROR(gather(layer, part, {columns}));
+  if (positions == kept.positions() && float8 == kept.float8()) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, {positions}));
   std::vector<int8_t> exponents;
   encode(layer, part, float8, exponents);
   int64_t count = parts_.keep.pages;
   if (parts_.keep.divides_layers) {
-    count = batch_.pages(part).hold_kept(layer, static_cast<int64_t>(columns.size()));
+    count = batch_.pages(part).hold_kept(layer, static_cast<int64_t>(positions.size()));
   }
   KVSWAP_RETURN_IF_ERROR(write(layer, part, 0, count));
   kept.set_float8(std::move(float8), std::move(exponents));
-  kept.set(std::move(columns), options.group_tokens);
+  kept.set(std::move(positions), options.group_tokens);
   return Status::ok();
 }
 
-Status KeptPages::append(int64_t layer, int64_t part, std::span<const int32_t> columns) {
+Status KeptPages::append(int64_t layer, int64_t part, std::span<const int32_t> positions) {
   const int64_t group_tokens = parts_.options.group_tokens;
   KeptTokens& kept = batch_.pages(part).kept(layer);
-  std::vector<int32_t> all = kept.columns();
+  std::vector<int32_t> all = kept.positions();
   const auto before = static_cast<int64_t>(all.size());
-  all.insert(all.end(), columns.begin(), columns.end());
+  all.insert(all.end(), positions.begin(), positions.end());
   const int64_t first_page = before / group_tokens;
   const int64_t in_first = before % group_tokens;
   const int64_t pages = (std::ssize(all) + group_tokens - 1) / group_tokens - first_page;
-  KVSWAP_RETURN_IF_ERROR(gather(layer, part, {columns, in_first}));
+  KVSWAP_RETURN_IF_ERROR(gather(layer, part, {positions, in_first}));
   for (int64_t slot = 0; slot < in_first; ++slot) put(slot, kept_page(first_page), slot);
   KVSWAP_RETURN_IF_ERROR(write(layer, part, first_page, pages));
   kept.set(std::move(all), group_tokens);
   return Status::ok();
 }
 
-/// The tokens of `columns`, packed to gathered_.
+/// The tokens of `positions`, packed to gathered_.
 Status KeptPages::gather(int64_t layer, int64_t part, const Wanted& wanted) {
   const EngineOptions& options = parts_.options;
   SequencePages& pages = batch_.pages(part);
-  const std::vector<int32_t>& kept = pages.kept(layer).columns();
+  const std::vector<int32_t>& kept = pages.kept(layer).positions();
   const int64_t gone = parts_.store->tables().first_group(layer, part) * options.group_tokens;
-  const std::span<const int32_t> columns = wanted.columns;
+  const std::span<const int32_t> positions = wanted.positions;
   KVSWAP_RETURN_IF_ERROR(look_at_kept(layer, part));
   gathered_.resize(parts_.keep.layer_pages * options.group_bytes());
   decoded_.resize(options.group_bytes());
   missing_.clear();
   const std::byte* page = nullptr;
   int64_t group = -1;  // that stands in the page
-  for (size_t i = 0; i < columns.size(); ++i) {
+  for (size_t i = 0; i < positions.size(); ++i) {
     const int64_t to = wanted.first_place + static_cast<int64_t>(i);
-    const int64_t place = place_of(kept, columns[i]);
+    const int64_t place = place_of(kept, positions[i]);
     if (place < std::ssize(kept)) {
       put(to, kept_page(place / options.group_tokens), place % options.group_tokens);
       continue;
     }
-    if (columns[i] < gone) {
-      put_rounded(layer, part, columns[i], to);
+    if (positions[i] < gone) {
+      put_rounded(layer, part, positions[i], to);
       continue;
     }
-    if (columns[i] / options.group_tokens != group) {
-      group = columns[i] / options.group_tokens;
+    if (positions[i] / options.group_tokens != group) {
+      group = positions[i] / options.group_tokens;
       auto in_tail = page_in_tail(layer, part, group);
       if (!in_tail.is_ok()) return in_tail.status();
       page = in_tail.value();
@@ -127,7 +127,7 @@ Status KeptPages::gather(int64_t layer, int64_t part, const Wanted& wanted) {
     if (page == nullptr) {
       missing_.push_back(i);
     } else {
-      put(to, page, columns[i] % options.group_tokens);
+      put(to, page, positions[i] % options.group_tokens);
     }
   }
   for (size_t first = 0, end = 0; first < missing_.size(); first = end) {
@@ -140,7 +140,7 @@ Status KeptPages::gather(int64_t layer, int64_t part, const Wanted& wanted) {
 Status KeptPages::read_groups(int64_t layer, int64_t part, const Wanted& wanted, size_t first,
                               size_t& end) {
   const EngineOptions& options = parts_.options;
-  const std::span<const int32_t> columns = wanted.columns;
+  const std::span<const int32_t> positions = wanted.positions;
   auto blocks = past_.blocks();
   if (!blocks.is_ok()) return blocks.status();
   const int64_t most = 2 * blocks.value().groups;
@@ -148,7 +148,7 @@ Status KeptPages::read_groups(int64_t layer, int64_t part, const Wanted& wanted,
   fetch_.layer = layer;
   fetch_.loads.clear();
   const auto group_of = [&](size_t i) {
-    return columns[missing_[i]] / static_cast<int32_t>(options.group_tokens);
+    return positions[missing_[i]] / static_cast<int32_t>(options.group_tokens);
   };
   for (end = first; end < missing_.size(); ++end) {
     const int32_t group = group_of(end);
@@ -169,7 +169,7 @@ Status KeptPages::read_groups(int64_t layer, int64_t part, const Wanted& wanted,
     const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
     for (; i < end && group_of(i) == load.group; ++i) {
       put(wanted.first_place + static_cast<int64_t>(missing_[i]), page,
-          columns[missing_[i]] % options.group_tokens);
+          positions[missing_[i]] % options.group_tokens);
     }
   }
   return Status::ok();
@@ -209,9 +209,9 @@ const std::byte* KeptPages::decode(int64_t layer, int64_t part, int64_t page) {
 }
 
 /// One that is kept in e4m3 alone, to gathered_ in the model's dtype.
-void KeptPages::put_rounded(int64_t layer, int64_t part, int32_t column, int64_t place) {
+void KeptPages::put_rounded(int64_t layer, int64_t part, int32_t position, int64_t place) {
   const std::vector<int32_t>& float8 = batch_.pages(part).kept(layer).float8();
-  const int64_t from = place_of(float8, column);
+  const int64_t from = place_of(float8, position);
   KVSWAP_ASSERT(from < std::ssize(float8));
   const int64_t group_tokens = parts_.options.group_tokens;
   put(place, decode(layer, part, from / group_tokens), from % group_tokens);
@@ -223,8 +223,8 @@ void KeptPages::put(int64_t place, const std::byte* page, int64_t slot) {
   copy_token(shape, {target, place % shape.group_tokens}, page, slot);
 }
 
-/// The tokens of `columns`, all of them kept, to gathered_, from behind.
-void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> columns,
+/// The tokens of `positions`, all of them kept, to gathered_, from behind.
+void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> positions,
                        std::vector<int8_t>& exponents) {
   const EngineOptions& options = parts_.options;
   const RecordShape shape = options.record_shape();
@@ -232,15 +232,15 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> col
   const int64_t each = parts_.keep.float8_per_token;
   const int64_t note_bytes = page_note_bytes(options);
   const KeptTokens& kept = batch_.pages(part).kept(layer);
-  const auto count = static_cast<int64_t>(columns.size());
+  const auto count = static_cast<int64_t>(positions.size());
   exponents.resize((count + group_tokens - 1) / group_tokens * note_bytes);
   int64_t in_room = -1;  // page that stands in decoded_
   for (int64_t page = 0; page * group_tokens < count; ++page) {
     unencoded_.assign(options.group_bytes(), std::byte{0});
     for (int64_t i = page * group_tokens; i < std::min(count, (page + 1) * group_tokens); ++i) {
-      const int64_t in_float8 = place_of(kept.float8(), columns[i]);
+      const int64_t in_float8 = place_of(kept.float8(), positions[i]);
       const bool is_float8 = in_float8 < std::ssize(kept.float8());
-      const int64_t place = is_float8 ? in_float8 : place_of(kept.columns(), columns[i]);
+      const int64_t place = is_float8 ? in_float8 : place_of(kept.positions(), positions[i]);
       const int64_t from = place / group_tokens;
       if (is_float8 && std::exchange(in_room, from) != from) {
         decode(layer, part, from);

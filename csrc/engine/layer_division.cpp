@@ -65,9 +65,9 @@ Status LayerDivision::adopt_in(int64_t layer, int64_t part, int64_t tokens) {
   if (!kept.next && tokens == kept.count()) return Status::ok();
   std::vector<int32_t> ranked = order_of(kept);
   ranked.resize(tokens);
-  std::vector<int32_t> columns = ranked;
-  std::sort(columns.begin(), columns.end());
-  KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(columns)));
+  std::vector<int32_t> positions = ranked;
+  std::sort(positions.begin(), positions.end());
+  KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(positions)));
   kept.ranked = std::move(ranked);
   if (!kept.next) return Status::ok();
   kept.end_turn(batch_.layer(layer).sealed_groups * parts_.options.group_tokens);

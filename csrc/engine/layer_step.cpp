@@ -230,7 +230,7 @@ void LayerStep::forget_loads() {
 bool LayerStep::is_for(int64_t queries) const {
   const Batch::Layer& now = batch_.layer(layer_);
   return is_read() && made_for_.sealed_groups == now.sealed_groups &&
-         made_for_.columns + queries == now.columns;
+         made_for_.positions + queries == now.positions;
 }
 
 Status LayerStep::override_with(std::vector<std::vector<int32_t>> groups) {

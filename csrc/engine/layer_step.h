@@ -59,7 +59,7 @@ class LayerStep {
   /// Nobody waits for what went wrong: the next take() reports it.
   void fail(Status error);
 
-  /// Was it made for the `queries` newest columns of what the layer holds now?
+  /// Was it made for the `queries` newest positions of what the layer holds now?
   bool is_for(int64_t queries) const;
   /// Overrides the next selection, which still runs (its cost counts): [batch][groups].
   Status override_with(std::vector<std::vector<int32_t>> groups);

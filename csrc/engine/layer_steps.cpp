@@ -29,7 +29,8 @@ Status LayerSteps::look_ahead(int64_t layer, const Question& question) {
 /// In the step that the layer behind it looks ahead for.
 bool LayerSteps::is_yet_to_choose(int64_t layer) const {
   if (layer < 0 || parts_.options.is_exact(layer)) return false;
-  return batch_.layer(layer).columns == batch_.layer(layer + 1).columns && !steps_[layer].is_for(0);
+  return batch_.layer(layer).positions == batch_.layer(layer + 1).positions &&
+         !steps_[layer].is_for(0);
 }
 
 Status LayerSteps::take(int64_t layer, const Question& question) {
@@ -51,7 +52,7 @@ void LayerSteps::recall(int64_t layer, int64_t before) {
   const EngineOptions& options = parts_.options;
   if (!shares_pages(options) || layer == options.layers) return;
   LayerStep& step = steps_[layer];
-  const bool is_behind = batch_.layer(layer).columns < batch_.layer(before).columns;
+  const bool is_behind = batch_.layer(layer).positions < batch_.layer(before).positions;
   if (step.state() != LayerStep::State::kIdle || step.has_pages() || !is_behind) return;
   if (!batch_.is_restored(layer)) step.recall(page_and_landing_room(layer));
 }

@@ -21,7 +21,7 @@ class LayerSteps {
   /// Begins a layer's step ahead of its attention; on a device the choice may go on beside the
   /// caller, and errors then are reported when the step is taken.
   Status look_ahead(int64_t layer, const Question& question);
-  /// The pages that the newest `query.queries` columns attend: the step that looked ahead, or one
+  /// The pages that the newest `query.queries` positions attend: the step that looked ahead, or one
   /// that is made now.
   Status take(int64_t layer, const Question& question);
   void settle();

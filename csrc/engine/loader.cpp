@@ -28,20 +28,20 @@ std::vector<T> copied(std::span<const std::byte> bytes) {
 Status Loader::check(const SavedCounts& counts, const SavedTensors& saved) const {
   const EngineOptions& options = parts_.options;
   KVSWAP_ASSERT(batch_.size() == 0 && options.base != nullptr);
-  if (counts.sequences < 1 || counts.columns < 1 || counts.columns > kContextMax ||
+  if (counts.sequences < 1 || counts.positions < 1 || counts.positions > kContextMax ||
       counts.sequences > kBatchMax * options.heads_apart ||
       counts.sequences % options.heads_apart != 0) {
     return saved.refuse("validity", "be of a batch that holds tokens");
   }
-  if (counts.groups != options.sealed_groups(counts.columns)) {
+  if (counts.groups != options.sealed_groups(counts.positions)) {
     return saved.refuse("table", "hold the " +
-                                     std::to_string(options.sealed_groups(counts.columns)) +
+                                     std::to_string(options.sealed_groups(counts.positions)) +
                                      " groups that these settings seal of " +
-                                     std::to_string(counts.columns) + " tokens");
+                                     std::to_string(counts.positions) + " tokens");
   }
-  if (options.max_context > 0 && counts.columns > options.max_context) {
+  if (options.max_context > 0 && counts.positions > options.max_context) {
     return Status::budget("open: max_context must be at least the " +
-                          std::to_string(counts.columns) + " tokens that were saved, got " +
+                          std::to_string(counts.positions) + " tokens that were saved, got " +
                           std::to_string(options.max_context));
   }
   return Status::ok();
@@ -54,14 +54,14 @@ Status Loader::load(const SavedCounts& counts, const SavedTensors& saved, Summar
 
 Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summaries* shared) {
   KVSWAP_RETURN_IF_ERROR(check(counts, saved));
-  KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.columns));
+  KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.positions));
   KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
   KVSWAP_RETURN_IF_ERROR(load_projections(saved));
   KVSWAP_RETURN_IF_ERROR(shared != nullptr ? share_summaries(counts.groups, *shared)
                                            : load_summaries(counts, saved));
   if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    batch_.layer(layer) = {counts.columns, counts.groups, counts.groups};
+    batch_.layer(layer) = {counts.positions, counts.groups, counts.groups};
     KVSWAP_RETURN_IF_ERROR(load_sinks(layer, counts, saved));
     KVSWAP_RETURN_IF_ERROR(load_tail(layer, counts, saved));
   }
@@ -69,14 +69,14 @@ Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summar
 }
 
 Status Loader::load_validity(const SavedCounts& counts, const SavedTensors& saved) {
-  const int64_t sizes[] = {counts.sequences / parts_.options.heads_apart, counts.columns};
+  const int64_t sizes[] = {counts.sequences / parts_.options.heads_apart, counts.positions};
   auto found = saved.get("validity", "BOOL", sizes);
   if (!found.is_ok()) return found.status();
   const std::span<const std::byte> flags = found.value();
   if (std::ranges::any_of(flags, [](std::byte flag) { return flag > std::byte{1}; })) {
     return saved.refuse("validity", "hold 0 or 1 for each token");
   }
-  batch_.declare(counts.columns, reinterpret_cast<const bool*>(flags.data()));
+  batch_.declare(counts.positions, reinterpret_cast<const bool*>(flags.data()));
   return Status::ok();
 }
 
@@ -217,7 +217,7 @@ Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedT
 Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTensors& saved) {
   const EngineOptions& options = parts_.options;
   const int64_t begin = counts.groups * options.group_tokens;
-  const int64_t newest = counts.columns - begin;
+  const int64_t newest = counts.positions - begin;
   if (newest == 0) return Status::ok();
   const int64_t sizes[] = {counts.sequences, 2, options.kv_heads, newest, options.head_dim};
   auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype), sizes);

@@ -147,7 +147,7 @@ int64_t records_held(const EngineOptions& options, int64_t batch, int64_t contex
   const int64_t sealed = options.sealed_groups(std::min(context, kContextMax));
   // Of a layer the whole prompt; of the others what a crop may ask for, and the next turn.
   const int64_t waiting =
-      (options.columns_to_crop() + options.keep_interval) / options.group_tokens + 2;
+      (options.positions_to_crop() + options.keep_interval) / options.group_tokens + 2;
   return size_product({batch, sealed + size_product({options.layers, std::min(sealed, waiting)})});
 }
 

@@ -23,7 +23,7 @@ Status PageScores::rate(const LayerStep& step, int64_t layer, const PagedAttenti
   const int64_t group_tokens = options.group_tokens;
   KVSWAP_RETURN_IF_ERROR(mass_.weigh(attended));
   const Batch::Layer& state = batch_.layer(layer);
-  const int64_t in_tail = (state.columns + group_tokens - 1) / group_tokens - state.sealed_groups;
+  const int64_t in_tail = (state.positions + group_tokens - 1) / group_tokens - state.sealed_groups;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     const std::vector<int32_t>& pages = step.pages()[part];
     // They stand before the tail's, see PageTable.

@@ -11,22 +11,22 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
   const auto [layer, pages_max, queries, heads_apart, note_bytes, clusters] = of;
   const Batch::Layer& state = batch.layer(layer);
   const int64_t group_tokens = tail.group_tokens();
-  const int64_t groups = (state.columns + group_tokens - 1) / group_tokens;
+  const int64_t groups = (state.positions + group_tokens - 1) / group_tokens;
   pages_max_ = pages_max;
   heads_apart_ = heads_apart;
   pages_.resize(batch.size() * pages_max);
   masks_.resize(batch.size() * pages_max);
-  columns_.resize(batch.size() * pages_max);
+  positions_.resize(batch.size() * pages_max);
   exponents_.assign(batch.size() * pages_max * note_bytes, kNotFloat8);
   counts_.assign(batch.size(), 0);
-  query_columns_.assign(batch.size(), static_cast<int32_t>(state.columns - queries));
+  query_positions_.assign(batch.size(), static_cast<int32_t>(state.positions - queries));
   for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
     SequencePages& pages = batch.pages(sequence);
     int64_t entry = sequence * pages_max;
     const auto add = [&](int64_t group, const std::byte* page) {
       pages_[entry] = page;
       masks_[entry] = batch.mask(layer, sequence, group);
-      columns_[entry] = static_cast<int32_t>(group * group_tokens);
+      positions_[entry] = static_cast<int32_t>(group * group_tokens);
       ++entry;
     };
     // Sinks hold the first valid tokens, so no chosen group comes before them.
@@ -40,13 +40,13 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
       before += group_tokens;
       pages_[entry] = page;
       masks_[entry] = mask;
-      columns_[entry] = static_cast<int32_t>(-before);
+      positions_[entry] = static_cast<int32_t>(-before);
       ++entry;
     };
     const auto add_kept = [&](const std::byte* page, int64_t tokens) {
       add_apart(page, ~uint64_t{0} >> (64 - std::min(group_tokens, tokens)));
     };
-    const auto in_dtype = static_cast<int64_t>(kept.columns().size());
+    const auto in_dtype = static_cast<int64_t>(kept.positions().size());
     for (int64_t done = 0; done < in_dtype; done += group_tokens) {
       add_kept(pages.kept_page(layer, done / group_tokens), in_dtype - done);
     }
@@ -85,9 +85,9 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
 void PageTable::describe(PagedAttentionArgs& args) const {
   args.pages = pages_.data();
   args.masks = masks_.data();
-  args.columns = columns_.data();
+  args.positions = positions_.data();
   args.page_counts = counts_.data();
-  args.query_columns = query_columns_.data();
+  args.query_positions = query_positions_.data();
   args.exponents = exponents_.empty() ? nullptr : exponents_.data();
   args.pages_max = pages_max_;
   args.table_heads = heads_apart_;

@@ -6,10 +6,10 @@
 
 namespace kvswap {
 
-Status dropped(const char* where, int64_t columns, int64_t gone) {
+Status dropped(const char* where, int64_t positions, int64_t gone) {
   return {StatusCode::kDropped,
-          std::string(where) + ": columns must be at least " + std::to_string(gone) +
-              ", since tokens before were dropped for good, got " + std::to_string(columns) +
+          std::string(where) + ": positions must be at least " + std::to_string(gone) +
+              ", since tokens before were dropped for good, got " + std::to_string(positions) +
               "; open the cache with a path, or reset() it"};
 }
 
@@ -82,39 +82,39 @@ Result<PastBlocks> PastReader::blocks() {
                     .groups = groups};
 }
 
-Status PastReader::read(const Columns& columns, void* keys, void* values) {
-  const int64_t held = batch_.layer(columns.layer).columns;
+Status PastReader::read(const Positions& positions, void* keys, void* values) {
+  const int64_t held = batch_.layer(positions.layer).positions;
   const int64_t apart = parts_.options.heads_apart;
-  if (columns.sequence < 0 || columns.sequence >= batch_.size() || columns.begin < 0 ||
-      columns.begin > columns.end || columns.end > held) {
-    return Status::invalid("read_back: columns must lie in 0.." + std::to_string(held) +
+  if (positions.sequence < 0 || positions.sequence >= batch_.size() || positions.begin < 0 ||
+      positions.begin > positions.end || positions.end > held) {
+    return Status::invalid("read_back: positions must lie in 0.." + std::to_string(held) +
                            " of one of " + std::to_string(batch_.size() / apart) +
-                           " sequences, got " + std::to_string(columns.begin) + ".." +
-                           std::to_string(columns.end) + " of sequence " +
-                           std::to_string(columns.sequence / apart));
+                           " sequences, got " + std::to_string(positions.begin) + ".." +
+                           std::to_string(positions.end) + " of sequence " +
+                           std::to_string(positions.sequence / apart));
   }
-  if (columns.begin == columns.end) return Status::ok();
-  const int64_t gone = parts_.store->tables().first_group(columns.layer, columns.sequence) *
+  if (positions.begin == positions.end) return Status::ok();
+  const int64_t gone = parts_.store->tables().first_group(positions.layer, positions.sequence) *
                        parts_.options.group_tokens;
-  if (columns.begin < gone) return dropped("read_back", columns.begin, gone);
+  if (positions.begin < gone) return dropped("read_back", positions.begin, gone);
   const int64_t head_dim = parts_.options.head_dim;
-  const int64_t head_stride = (columns.end - columns.begin) * head_dim;
+  const int64_t head_stride = (positions.end - positions.begin) * head_dim;
   const TokenView target = {.keys = keys,
                             .values = values,
                             .key_head_stride = head_stride,
                             .key_token_stride = head_dim,
                             .value_head_stride = head_stride,
                             .value_token_stride = head_dim};
-  KVSWAP_RETURN_IF_ERROR(read_sealed(columns, target));
-  return read_tail(columns, target);
+  KVSWAP_RETURN_IF_ERROR(read_sealed(positions, target));
+  return read_tail(positions, target);
 }
 
-Status PastReader::read_sealed(const Columns& columns, const TokenView& target) {
+Status PastReader::read_sealed(const Positions& positions, const TokenView& target) {
   const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t end = std::min((columns.end + group_tokens - 1) / group_tokens,
-                               batch_.layer(columns.layer).sealed_groups);
-  int64_t group = columns.begin / group_tokens;
+  const int64_t end = std::min((positions.end + group_tokens - 1) / group_tokens,
+                               batch_.layer(positions.layer).sealed_groups);
+  int64_t group = positions.begin / group_tokens;
   if (group >= end) return Status::ok();
   const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), end - group);
   auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
@@ -123,38 +123,40 @@ Status PastReader::read_sealed(const Columns& columns, const TokenView& target) 
   std::vector<std::byte> room(parts_.options.group_bytes());
   PastPages listed;
   for (; group < end; group += block) {
-    const Groups groups = {columns.layer, columns.sequence, group, std::min(block, end - group)};
+    const Groups groups = {positions.layer, positions.sequence, group,
+                           std::min(block, end - group)};
     KVSWAP_RETURN_IF_ERROR(load(groups, buffer.get(), buffer));
     KVSWAP_RETURN_IF_ERROR(list(groups, buffer.get(), listed));
     for (int64_t i = 0; i < groups.count; ++i) {
-      unpack(tokens(listed, i, room.data()), group + i, columns, target);
+      unpack(tokens(listed, i, room.data()), group + i, positions, target);
     }
   }
   return Status::ok();
 }
 
-Status PastReader::read_tail(const Columns& columns, const TokenView& target) {
+Status PastReader::read_tail(const Positions& positions, const TokenView& target) {
   const int64_t group_tokens = parts_.options.group_tokens;
-  const int64_t end = (columns.end + group_tokens - 1) / group_tokens;
-  int64_t group = std::max(columns.begin / group_tokens, batch_.layer(columns.layer).sealed_groups);
+  const int64_t end = (positions.end + group_tokens - 1) / group_tokens;
+  int64_t group =
+      std::max(positions.begin / group_tokens, batch_.layer(positions.layer).sealed_groups);
   std::vector<std::byte> record(parts_.options.group_bytes());
   for (; group < end; ++group) {
     KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
-        record.data(), tail_.page(columns.layer, columns.sequence, group),
+        record.data(), tail_.page(positions.layer, positions.sequence, group),
         parts_.options.group_bytes()));
-    unpack(record.data(), group, columns, target);
+    unpack(record.data(), group, positions, target);
   }
   return Status::ok();
 }
 
 /// Those of the group's tokens that were asked for.
-void PastReader::unpack(const std::byte* record, int64_t group, const Columns& columns,
+void PastReader::unpack(const std::byte* record, int64_t group, const Positions& positions,
                         const TokenView& target) const {
   const int64_t group_tokens = parts_.options.group_tokens;
-  const int64_t first = std::max(columns.begin, group * group_tokens);
-  const int64_t last = std::min(columns.end, (group + 1) * group_tokens);
+  const int64_t first = std::max(positions.begin, group * group_tokens);
+  const int64_t last = std::min(positions.end, (group + 1) * group_tokens);
   void* base = const_cast<std::byte*>(record);
-  const int64_t first_token = first - columns.begin;
+  const int64_t first_token = first - positions.begin;
   const auto slot = static_cast<int32_t>(first - group * group_tokens);
   const auto length = static_cast<int32_t>(last - first);
   unpack_records({.shape = parts_.options.record_shape(),

@@ -29,8 +29,8 @@ struct PastBlocks {
   int64_t groups = 0;
 };
 
-/// What `where` answers who asks for columns before `gone`.
-Status dropped(const char* where, int64_t columns, int64_t gone);
+/// What `where` answers who asks for positions before `gone`.
+Status dropped(const char* where, int64_t positions, int64_t gone);
 
 /// Reads what the layers hold, outside of a step: sealed groups from the file, the rest from the
 /// tail. Not thread-safe.
@@ -66,19 +66,19 @@ class PastReader {
   /// one PastStream at a time.
   Result<PastBlocks> blocks();
 
-  struct Columns {
+  struct Positions {
     int64_t layer = 0;
     int64_t sequence = 0;
     int64_t begin = 0;
     int64_t end = 0;
   };
-  /// Copies columns to [kv_heads, end - begin, head_dim] arrays of the host.
-  Status read(const Columns& columns, void* keys, void* values);
+  /// Copies positions to [kv_heads, end - begin, head_dim] arrays of the host.
+  Status read(const Positions& positions, void* keys, void* values);
 
  private:
-  Status read_sealed(const Columns& columns, const TokenView& target);
-  Status read_tail(const Columns& columns, const TokenView& target);
-  void unpack(const std::byte* record, int64_t group, const Columns& columns,
+  Status read_sealed(const Positions& positions, const TokenView& target);
+  Status read_tail(const Positions& positions, const TokenView& target);
+  void unpack(const std::byte* record, int64_t group, const Positions& positions,
               const TokenView& target) const;
 
   EngineParts& parts_;

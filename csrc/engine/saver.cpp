@@ -53,15 +53,15 @@ Status Saver::begin(const char* where) {
 }
 
 Status Saver::settle() {
-  const int64_t columns = batch_.size() == 0 ? 0 : batch_.layer(0).columns;
-  if (columns == 0) {
+  const int64_t positions = batch_.size() == 0 ? 0 : batch_.layer(0).positions;
+  if (positions == 0) {
     return Status::invalid("save: the session must hold tokens, and is empty; prefill first");
   }
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
-    if (batch_.layer(layer).columns != columns) {
+    if (batch_.layer(layer).positions != positions) {
       return Status::invalid(
-          "save: all layers must hold the same tokens, got " + std::to_string(columns) +
-          " in layer 0 and " + std::to_string(batch_.layer(layer).columns) + " in layer " +
+          "save: all layers must hold the same tokens, got " + std::to_string(positions) +
+          " in layer 0 and " + std::to_string(batch_.layer(layer).positions) + " in layer " +
           std::to_string(layer) + "; end the forward pass, or crop() to the shortest");
     }
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
@@ -72,7 +72,7 @@ Status Saver::settle() {
 
 SavedCounts Saver::counts() const {
   return {.sequences = batch_.size(),
-          .columns = batch_.layer(0).columns,
+          .positions = batch_.layer(0).positions,
           .groups = batch_.layer(0).sealed_groups,
           .record_bytes = parts_.record_bytes(),
           .seed = parts_.store->places().seed()};
@@ -233,17 +233,17 @@ void Saver::seal_file(std::shared_ptr<DataFile> next) {
 
 std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bool has_summaries) {
   std::vector<SavedTensor> tensors;
-  const int64_t columns = batch_.layer(0).columns;
+  const int64_t positions = batch_.layer(0).positions;
   const int64_t apart = parts_.options.heads_apart;
   tensors.push_back({"validity",
                      "BOOL",
-                     {batch_.size() / apart, columns},
-                     columns,
+                     {batch_.size() / apart, positions},
+                     positions,
                      [=, this](int64_t first, int64_t count, std::byte* target) {
-                       for (int64_t i = 0; i < count * columns; ++i) {
-                         const int64_t sequence = (first + i / columns) * apart;
+                       for (int64_t i = 0; i < count * positions; ++i) {
+                         const int64_t sequence = (first + i / positions) * apart;
                          const TokenValidity& validity = batch_.validity(sequence);
-                         target[i] = std::byte{validity.is_valid(i % columns)};
+                         target[i] = std::byte{validity.is_valid(i % positions)};
                        }
                        return Status::ok();
                      }});
@@ -284,7 +284,7 @@ void Saver::list_records(Records records, std::vector<SavedTensor>& tensors) con
 void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors) {
   const EngineOptions& options = parts_.options;
   const int64_t groups = batch_.layer(layer).sealed_groups;
-  const int64_t columns = batch_.layer(layer).columns;
+  const int64_t positions = batch_.layer(layer).positions;
   if (groups > 0) {
     const int64_t row_bytes = groups * int64_t{sizeof(uint32_t)};
     tensors.push_back(
@@ -302,7 +302,7 @@ void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedT
          }});
   }
   const int64_t begin = groups * options.group_tokens;
-  const int64_t newest = columns - begin;
+  const int64_t newest = positions - begin;
   if (newest == 0) return;
   const int64_t half = options.kv_heads * newest * options.head_dim * dtype_bytes(options.dtype);
   tensors.push_back({saved_name(layer, "tail"),
@@ -311,8 +311,8 @@ void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedT
                      2 * half,
                      [=, this](int64_t first, int64_t count, std::byte* target) {
                        for (int64_t i = 0; i < count; ++i, target += 2 * half) {
-                         KVSWAP_RETURN_IF_ERROR(
-                             past_.read({layer, first + i, begin, columns}, target, target + half));
+                         KVSWAP_RETURN_IF_ERROR(past_.read({layer, first + i, begin, positions},
+                                                           target, target + half));
                        }
                        return Status::ok();
                      }});

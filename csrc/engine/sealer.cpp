@@ -11,7 +11,7 @@
 namespace kvswap {
 
 Status Sealer::seal_overflow(int64_t layer) {
-  while (batch_.due_groups(layer, batch_.layer(layer).columns) > 0) {
+  while (batch_.due_groups(layer, batch_.layer(layer).positions) > 0) {
     const Status sealed = seal_from_tail(layer);
     if (!sealed.is_ok()) {
       // A part of the batch may be sealed: all of it or nothing.
@@ -196,7 +196,7 @@ void Sealer::take_back(int64_t layer, int64_t groups) {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     std::erase_if(batch_.pages(sequence).sinks(layer),
                   [&](int32_t group) { return group >= groups; });
-    batch_.pages(sequence).kept(layer).truncate({.columns = batch_.layer(layer).columns,
+    batch_.pages(sequence).kept(layer).truncate({.positions = batch_.layer(layer).positions,
                                                  .sealed = groups * parts_.options.group_tokens,
                                                  .group_tokens = parts_.options.group_tokens,
                                                  .step = parts_.options.select_queries_max});

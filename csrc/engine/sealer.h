@@ -32,7 +32,7 @@ class Sealer {
   Status seal_directly(int64_t layer, const KeyValueView& tokens, int64_t first_token,
                        int64_t groups);
   /// Forgets what was sealed from group `groups` on, and of the kept tokens what is behind the
-  /// layer's columns: what is left of it stands in the tail again.
+  /// layer's positions: what is left of it stands in the tail again.
   void take_back(int64_t layer, int64_t groups);
 
   /// Everything sealed is with the writer; the first error of those on their way.

@@ -15,12 +15,12 @@ void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
   std::vector<int32_t> lengths;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t token = 0; token < piece.count;) {
-      const int64_t column = piece.first_column + token;
-      const int64_t length = std::min(group_tokens - column % group_tokens, piece.count - token);
-      records.push_back(page(layer, sequence, column / group_tokens));
+      const int64_t position = piece.first_position + token;
+      const int64_t length = std::min(group_tokens - position % group_tokens, piece.count - token);
+      records.push_back(page(layer, sequence, position / group_tokens));
       sequences.push_back(static_cast<int32_t>(sequence));
       first_tokens.push_back(piece.first_token + token);
-      slots.push_back(static_cast<int32_t>(column % group_tokens));
+      slots.push_back(static_cast<int32_t>(position % group_tokens));
       lengths.push_back(static_cast<int32_t>(length));
       token += length;
     }

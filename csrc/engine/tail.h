@@ -38,7 +38,7 @@ class Tail {
   struct Piece {
     int64_t first_token = 0;  // of the new tokens
     int64_t count = 0;
-    int64_t first_column = 0;  // where they stand
+    int64_t first_position = 0;  // where they stand
   };
   void fill(int64_t layer, const KeyValueView& tokens, const Piece& piece);
   /// A group that comes back: its tokens in the model's dtype, in the host's memory.

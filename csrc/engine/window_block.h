@@ -41,9 +41,9 @@ class WindowBlock {
   PastPages listed_;
   std::vector<const void*> pages_;
   std::vector<uint64_t> masks_;
-  std::vector<int32_t> columns_;
+  std::vector<int32_t> positions_;
   int32_t page_count_ = 0;
-  int32_t query_column_ = 0;
+  int32_t query_position_ = 0;
 };
 
 }  // namespace kvswap

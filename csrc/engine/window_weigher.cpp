@@ -97,7 +97,7 @@ Status WindowWeigher::sum_past(int64_t layer, int64_t part) {
       walk_sealed(layer, part, [&](const PastReader::Groups&) { sum_block(window); }));
   // What is newer stands in the tail.
   const Batch::Layer& state = batch_.layer(layer);
-  const int64_t end = (state.columns + options.group_tokens - 1) / options.group_tokens;
+  const int64_t end = (state.positions + options.group_tokens - 1) / options.group_tokens;
   const PastReader::Groups newest = {layer, part, state.sealed_groups, end - state.sealed_groups};
   PastPages& listed = block_.listed();
   listed.pages.clear();
@@ -144,7 +144,7 @@ void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
   const int64_t most = 2 * past_block_groups(options, parts_.record_bytes());
   for (int64_t first = 0; first < pages; first += most) {
     block_.take(left, first, std::min(most, pages - first));
-    block.columns = left.columns.data() + first * options.group_tokens;
+    block.positions = left.positions.data() + first * options.group_tokens;
     weigh_block(block);
   }
 }
@@ -178,13 +178,13 @@ void WindowWeigher::weigh_block(const Block& block) {
     if (weighs_heads()) continue;
     for (int64_t head = 0; head < options.kv_heads; ++head) {
       for (int64_t token = 0; token < tokens; ++token) {
-        block.mass[block.column(token)] +=
+        block.mass[block.position(token)] +=
             static_cast<float>(queries) * mean_[head * tokens + token];
       }
     }
   }
   for (size_t i = 0; i < square_.size(); ++i) {
-    block.mass[block.column(static_cast<int64_t>(i) % tokens)] +=
+    block.mass[block.position(static_cast<int64_t>(i) % tokens)] +=
         worth_of(means_[i], squares_[i], options.keep_variance);
   }
   if (overlap_) weigh_overlap(block);
@@ -227,7 +227,7 @@ void WindowWeigher::add_worth_of_head(const Block& block, int64_t kv_head) {
       worth = mean + static_cast<float>(parts_.options.keep_variance) * variance;
       if (token < block.before(tokens)) spread_.change += variance;
     }
-    block.mass[block.column(token)] += worth;
+    block.mass[block.position(token)] += worth;
   }
 }
 
@@ -268,7 +268,7 @@ void WindowWeigher::weigh_overlap(const Block& block) {
       for (int64_t token = 0; token < block.before(tokens); ++token) {
         if (!block_.counts(token)) continue;
         for (int64_t head = 0; head < options.kv_heads; ++head) {
-          overlap_->add(head * ratio + of_group, which, static_cast<int32_t>(block.column(token)),
+          overlap_->add(head * ratio + of_group, which, static_cast<int32_t>(block.position(token)),
                         mean_[head * tokens + token]);
         }
       }

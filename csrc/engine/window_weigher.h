@@ -50,15 +50,16 @@ class WindowWeigher {
     const QueryWindow* window = nullptr;
     int64_t layer = 0;
     int64_t first_token = 0;
-    const int32_t* columns = nullptr;  // of its tokens, all before the window; null: from the first
-    float* mass = nullptr;             // of all tokens
+    const int32_t* positions =
+        nullptr;            // of its tokens, all before the window; null: from the first
+    float* mass = nullptr;  // of all tokens
 
-    int64_t column(int64_t token) const {
-      return columns == nullptr ? first_token + token : columns[token];
+    int64_t position(int64_t token) const {
+      return positions == nullptr ? first_token + token : positions[token];
     }
     /// How many of so many tokens are before the window.
     int64_t before(int64_t tokens) const {
-      return columns == nullptr ? std::min(tokens, window->first_column - first_token) : tokens;
+      return positions == nullptr ? std::min(tokens, window->first_position - first_token) : tokens;
     }
   };
 

@@ -17,13 +17,13 @@ struct PagedAttentionArgs {
   int64_t query_batch_stride = 0;  // elements; head_dim is contiguous
   int64_t query_head_stride = 0;
   int64_t query_token_stride = 0;
-  void* output = nullptr;                  // [batch, queries, heads, head_dim] contiguous
-  float* log_sum_exp = nullptr;            // [batch, heads, queries]; null: not wanted
-  const void* const* pages = nullptr;      // [batch, table_heads, pages_max]: base of each page
-  const uint64_t* masks = nullptr;         // [batch, table_heads, pages_max]: bit t: token t counts
-  const int32_t* columns = nullptr;        // [batch, table_heads, pages_max]: column of token 0
-  const int32_t* page_counts = nullptr;    // [batch, table_heads]
-  const int32_t* query_columns = nullptr;  // [batch]: column of query 0; query i stands i later
+  void* output = nullptr;                // [batch, queries, heads, head_dim] contiguous
+  float* log_sum_exp = nullptr;          // [batch, heads, queries]; null: not wanted
+  const void* const* pages = nullptr;    // [batch, table_heads, pages_max]: base of each page
+  const uint64_t* masks = nullptr;       // [batch, table_heads, pages_max]: bit t: token t counts
+  const int32_t* positions = nullptr;    // [batch, table_heads, pages_max]: position of token 0
+  const int32_t* page_counts = nullptr;  // [batch, table_heads]
+  const int32_t* query_positions = nullptr;  // [batch]: position of query 0; query i stands i later
   /// [batch, table_heads, pages_max, shape.kv_heads, 2]: of pages in e4m3, as encode_records()
   /// makes them; kNotFloat8 in those of dtype. Null: all are of dtype.
   const int8_t* exponents = nullptr;
@@ -46,8 +46,8 @@ struct PagedAttentionArgs {
 /// softmax(scale * Q K^T) V over the valid tokens of the pages, exactly, in fp32 inside. Gemma 2
 /// caps the scores, gpt-oss learns a sink for each head, which takes weight and adds nothing.
 ///
-/// Token t of page p is seen by query i iff its mask bit is set and columns[p] + t <=
-/// query_columns[b] + i: causal within the chunk. A query that sees nothing gets zeros and a
+/// Token t of page p is seen by query i iff its mask bit is set and positions[p] + t <=
+/// query_positions[b] + i: causal within the chunk. A query that sees nothing gets zeros and a
 /// log-sum-exp of -inf, or of its sink; a page whose mask is 0 may be null. Work is split over
 /// batch x KV heads, and over pages where that is too little for the threads, merged by log-sum-exp
 /// in a fixed order, so that the result does not depend on the number of threads. A page in e4m3

@@ -99,11 +99,11 @@ std::unique_ptr<Cache> Cache::fork() {
   return std::unique_ptr<Cache>(new Cache(impl_->fork()));
 }
 
-void Cache::begin_pass(Pass pass, const NewColumns& columns) {
+void Cache::begin_pass(Pass pass, const NewPositions& positions) {
   const Impl::Use use(*impl_);
   throw_status(use.engine().begin_pass(pass));
-  if (columns.valid == nullptr) return;
-  throw_status(use.engine().declare(columns.batch, columns.tokens, columns.valid));
+  if (positions.valid == nullptr) return;
+  throw_status(use.engine().declare(positions.batch, positions.tokens, positions.valid));
 }
 
 LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
@@ -114,7 +114,7 @@ LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   if (!options.look_ahead || layer < 0 || layer >= options.layers ||
       std::find(own.begin(), own.end(), layer) != own.end() || engine.exact_chunks().takes(layer) ||
       tokens > options.select_queries_max ||
-      engine.columns(layer) < options.tail_tokens + options.group_tokens) {
+      engine.positions(layer) < options.tail_tokens + options.group_tokens) {
     return LookAhead::kNo;
   }
   return engine.sequences().all_fit(layer) ? LookAhead::kAnyQuery : LookAhead::kPredicted;
@@ -126,7 +126,7 @@ void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms
   const EngineOptions& options = engine.options();
   if (query.data != nullptr || !engine.sequences().all_fit(layer)) {
     check_look_ahead(query, options);
-    if (engine.columns(layer) > 0) check_batch("look_ahead", query, engine.batch());
+    if (engine.positions(layer) > 0) check_batch("look_ahead", query, engine.batch());
   }
   if (Timeline* timeline = engine.parts().timeline.get();
       timeline != nullptr && terms.predicting_since_ns != 0) {
@@ -210,7 +210,7 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
   }
   throw_status(chunks.prepare(layer, tokens.batch, tokens.tokens));
   throw_status(attend_exactly(
-      engine, {.attention = args, .past = engine.columns(layer), .own = added}, impl_->exact()));
+      engine, {.attention = args, .past = engine.positions(layer), .own = added}, impl_->exact()));
   throw_status(engine.append(layer, added));
   chunks.end(layer, tokens.tokens);
 }
@@ -228,7 +228,7 @@ EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
   if (!engine.exact_chunks().takes(layer) || tokens <= options.select_queries_max) {
     return EstimateWanted::kIfOutgrown;
   }
-  const int64_t to_seal = engine.columns(layer) + tokens - options.tail_tokens;
+  const int64_t to_seal = engine.positions(layer) + tokens - options.tail_tokens;
   return to_seal / options.group_tokens > options.groups_max ? EstimateWanted::kFromChunk
                                                              : EstimateWanted::kNo;
 }
@@ -246,10 +246,10 @@ void Cache::set_projection(int64_t layer, const Projection& projection, Projecti
         std::to_string(projection.width) + ", " + std::to_string(projection.rank) + "]");
   }
   // Made from what is there, or from a chunk that is to come.
-  const int64_t columns = engine.columns(layer) - (engine.needs_projection(layer) ? 1 : 0);
+  const int64_t positions = engine.positions(layer) - (engine.needs_projection(layer) ? 1 : 0);
   throw_status(engine.set_projection(layer, projection.rank, projection.keys.data(),
                                      projection.queries.data()));
-  impl_->projection(layer) = {source, columns};
+  impl_->projection(layer) = {source, positions};
 }
 
 void Cache::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
@@ -272,10 +272,10 @@ void Cache::select_sequences(std::span<const int64_t> indices) {
   throw_status(use.engine().select_sequences(indices));
 }
 
-void Cache::crop(int64_t columns) {
+void Cache::crop(int64_t positions) {
   const Impl::Use use(*impl_);
-  throw_status(use.engine().crop(columns));
-  impl_->forget_estimates(columns);
+  throw_status(use.engine().crop(positions));
+  impl_->forget_estimates(positions);
 }
 
 void Cache::reset() {
@@ -289,7 +289,7 @@ void Cache::close() noexcept { impl_->close(); }
 LayerState Cache::layer(int64_t layer, int64_t queries) const {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
-  return {.columns = engine.columns(layer),
+  return {.positions = engine.positions(layer),
           .attends_all = engine.sequences().all_fit(layer),
           .needs_projection = engine.needs_projection(layer),
           .needs_scores = engine.given().needs_scores(layer, queries)};
@@ -298,9 +298,9 @@ LayerState Cache::layer(int64_t layer, int64_t queries) const {
 Held Cache::held() const {
   const Impl::Use use(*impl_);
   const Engine& engine = use.engine();
-  Held held = {.batch = engine.batch(), .columns = engine.columns(0)};
+  Held held = {.batch = engine.batch(), .positions = engine.positions(0)};
   for (int64_t layer = 1; layer < engine.options().layers; ++layer) {
-    if (engine.columns(layer) != held.columns) held.columns = -1;
+    if (engine.positions(layer) != held.positions) held.positions = -1;
   }
   return held;
 }
@@ -312,9 +312,9 @@ bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
   bool is_found = false;
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
     const TokenValidity& validity = engine.sequences().validity(sequence * apart);
-    for (int64_t column = begin; column < end; ++column) {
+    for (int64_t position = begin; position < end; ++position) {
       // What nobody declared counts.
-      const bool is_valid = column >= validity.columns() || validity.is_valid(column);
+      const bool is_valid = position >= validity.positions() || validity.is_valid(position);
       if (valid != nullptr) *valid++ = is_valid;
       is_found = is_found || !is_valid;
     }
@@ -332,7 +332,7 @@ Report Cache::report() const {
           .ledger = engine_ledger(engine),
           .shape = impl_->options().shape,
           .batch = engine.batch(),
-          .columns = engine.columns(0),
+          .positions = engine.positions(0),
           .projections = impl_->best_projection(),
           .predictor_bytes = impl_->options().predictor_bytes};
 }

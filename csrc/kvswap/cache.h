@@ -22,12 +22,12 @@ struct SaveArgs;
 struct Held {
   int64_t batch = 0;  // 0 before the first append
   /// Of every layer; -1 where they differ: a pass has reached some of them only.
-  int64_t columns = 0;
+  int64_t positions = 0;
 };
 
 /// What a layer holds, and what it must be given.
 struct LayerState {
-  int64_t columns = 0;
+  int64_t positions = 0;
   bool attends_all = true;        // no group has to be left out: any query chooses all
   bool needs_projection = false;  // it must choose among more groups than it may attend, and cannot
   bool needs_scores = false;      // GroupScores must come before attend() of so many queries
@@ -59,7 +59,7 @@ struct LookAheadTerms {
 /// <kvswap/torch/tensor_cache.h>.
 ///
 /// Order of calls in one forward pass of n new tokens, for each layer i in turn:
-///   begin_pass(pass)     once, before the first layer; with NewColumns where some are padding
+///   begin_pass(pass)     once, before the first layer; with NewPositions where some are padding
 ///   look_ahead(i + 1, predicted query)   any time before layer i + 1's attend(); optional
 ///   append(i, tokens)    the new tokens' K and V
 ///   attend(i, query, scale, output)
@@ -81,7 +81,7 @@ struct LookAheadTerms {
 /// close() is called by any thread: it makes the running call end at its next wait for the disk,
 /// and waits for it. Not valid in a forked child. Every method but close() throws
 /// std::invalid_argument for a wrong call and SessionError for what the world or a limit refuses.
-/// After an error the same call may be made again, when its cause is gone; crop() to the columns
+/// After an error the same call may be made again, when its cause is gone; crop() to the positions
 /// before a forward pass takes back what its layers have appended.
 class Cache {
  public:
@@ -96,8 +96,8 @@ class Cache {
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  /// A forward pass begins; `columns`: those that the next append() of each layer brings.
-  void begin_pass(Pass pass, const NewColumns& columns = {});
+  /// A forward pass begins; `positions`: those that the next append() of each layer brings.
+  void begin_pass(Pass pass, const NewPositions& positions = {});
 
   /// Whether a look ahead could be of use to `layer` in a forward pass of `tokens` tokens that has
   /// not reached it. kNo in a prefill, and for a layer that is not there, so that i + 1 may be
@@ -117,7 +117,7 @@ class Cache {
   /// The first call fixes the batch. Fails before anything is written when budget, quota or disk
   /// cannot hold it.
   void append(int64_t layer, const NewTokens& tokens);
-  /// softmax(scale * Q K^T) V of the newest query.tokens columns, into output: [batch, tokens,
+  /// softmax(scale * Q K^T) V of the newest query.tokens positions, into output: [batch, tokens,
   /// heads, head_dim] contiguous, of the cache's dtype. Rows of padding mean nothing. A prefill
   /// takes memory in the order of its own K, V and output on top of the ledger's.
   void attend(int64_t layer, const Queries& query, float scale, void* output,
@@ -135,7 +135,7 @@ class Cache {
   void set_projection(int64_t layer, const Projection& projection,
                       ProjectionSource source = ProjectionSource::kGiven);
 
-  /// Copies K and V of columns [begin, end) of one sequence, from disk and tail, to arrays
+  /// Copies K and V of positions [begin, end) of one sequence, from disk and tail, to arrays
   /// [kv_heads, end - begin, head_dim] of the cache's dtype, on the host.
   void read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                  void* values);
@@ -147,8 +147,8 @@ class Cache {
 
   /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat. Nothing is rewritten.
   void select_sequences(std::span<const int64_t> indices);
-  /// Keeps the first `columns` columns of every layer.
-  void crop(int64_t columns);
+  /// Keeps the first `positions` positions of every layer.
+  void crop(int64_t positions);
   /// Forgets everything but projections and settings.
   void reset();
 
@@ -164,8 +164,8 @@ class Cache {
   /// needs_scores: of so many queries.
   LayerState layer(int64_t layer, int64_t queries = 1) const;
   Held held() const;
-  /// Are some of columns [begin, end), appended or declared, padding? Then valid, if it is not
-  /// null, is [batch, end - begin], true where the column counts.
+  /// Are some of positions [begin, end), appended or declared, padding? Then valid, if it is not
+  /// null, is [batch, end - begin], true where the position counts.
   bool has_padding(int64_t begin, int64_t end, bool* valid = nullptr) const;
 
   const CacheOptions& options() const;

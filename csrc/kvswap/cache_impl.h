@@ -19,7 +19,7 @@ namespace kvswap {
 /// Where a layer's projection came from.
 struct Provenance {
   ProjectionSource source = ProjectionSource::kNone;
-  int64_t stands_above = 0;  // columns: an estimate goes when a crop leaves as few
+  int64_t stands_above = 0;  // positions: an estimate goes when a crop leaves as few
 };
 
 /// The engine of a Cache, who may call it, and where its projections came from.
@@ -66,19 +66,20 @@ class Cache::Impl {
   const CacheOptions& options() const { return options_; }
   const ExactAttention& exact() const { return *options_.exact; }
 
-  /// Over columns that are appended.
+  /// Over positions that are appended.
   void attend(const AttendArgs& args) {
     const int64_t queries = args.query.queries;
     if (!engine_->exact_chunks().takes(args.layer)) {
       throw_status(engine_->attend(args));
       return;
     }
-    const int64_t columns = engine_->columns(args.layer);
-    if (queries > columns) {
-      throw std::invalid_argument("attend: query must be of the " + std::to_string(columns) +
-                                  " columns in the layer, got " + std::to_string(queries));
+    const int64_t positions = engine_->positions(args.layer);
+    if (queries > positions) {
+      throw std::invalid_argument("attend: query must be of the " + std::to_string(positions) +
+                                  " positions in the layer, got " + std::to_string(queries));
     }
-    throw_status(attend_exactly(*engine_, {.attention = args, .past = columns - queries}, exact()));
+    throw_status(
+        attend_exactly(*engine_, {.attention = args, .past = positions - queries}, exact()));
   }
 
   void close() noexcept {
@@ -99,10 +100,10 @@ class Cache::Impl {
           options_.is_calibrated ? ProjectionSource::kGiven : ProjectionSource::kEstimated;
     }
   }
-  /// The layers have so many columns now.
-  void forget_estimates(int64_t columns) {
+  /// The layers have so many positions now.
+  void forget_estimates(int64_t positions) {
     for (Provenance& each : projections_) {
-      if (each.source == ProjectionSource::kEstimated && columns <= each.stands_above) each = {};
+      if (each.source == ProjectionSource::kEstimated && positions <= each.stands_above) each = {};
     }
   }
   ProjectionSource best_projection() const {

@@ -43,7 +43,7 @@ const char* words_of(ProjectionSource source) {
 std::string report_text(const Report& report) {
   const auto& counters = report.counters;
   const auto bytes = [](double count) { return format_bytes(count); };
-  const auto tokens = static_cast<double>(report.columns);
+  const auto tokens = static_cast<double>(report.positions);
   const auto batch = static_cast<double>(report.batch);
   const auto layers = static_cast<double>(report.shape.layers);
   const double decoded = counters.at("sequences") / layers;
@@ -55,8 +55,8 @@ std::string report_text(const Report& report) {
   const auto resident = static_cast<double>(ledger.at("total") + report.predictor_bytes);
   const double written = counters.at("bytes_written");
   Table table;
-  table.row("tokens", std::to_string(report.columns) + " x " + std::to_string(report.batch) + ", " +
-                          std::to_string(static_cast<int64_t>(decoded)) + " decoding steps");
+  table.row("tokens", std::to_string(report.positions) + " x " + std::to_string(report.batch) +
+                          ", " + std::to_string(static_cast<int64_t>(decoded)) + " decoding steps");
   table.row("KV in a full cache", bytes(full));
   table.row("KV on disk", bytes(counters.at("bytes_on_disk")));
   table.row("KV memory",

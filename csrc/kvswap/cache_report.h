@@ -20,7 +20,7 @@ struct Report {
   std::map<std::string, int64_t> ledger;
   ModelShape shape;
   int64_t batch = 0;
-  int64_t columns = 0;                                     // of the first layer
+  int64_t positions = 0;                                   // of the first layer
   ProjectionSource projections = ProjectionSource::kNone;  // of the layer that got most
   int64_t predictor_bytes = 0;                             // beside the ledger's
 };

@@ -113,7 +113,7 @@ Status attend_exactly(Engine& engine, const ExactArgs& args, const ExactAttentio
   KVSWAP_RETURN_IF_ERROR(attend_chunk(engine, whole, *chunk.value()));
   KVSWAP_RETURN_IF_ERROR(chunk.value()->finish());
   // Else who appends the chunk does this.
-  if (engine.columns(layer) > args.past) engine.exact_chunks().end(layer, tokens);
+  if (engine.positions(layer) > args.past) engine.exact_chunks().end(layer, tokens);
   return Status::ok();
 }
 

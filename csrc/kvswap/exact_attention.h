@@ -11,7 +11,7 @@ namespace kvswap {
 /// A long chunk that attends exactly.
 struct ExactArgs {
   AttendArgs attention;      // pointers are those of the engine's caller
-  int64_t past = 0;          // columns before the chunk; the chunk itself may be appended or not
+  int64_t past = 0;          // positions before the chunk; the chunk itself may be appended or not
   KeyValueView own = {};     // of the chunk itself
   bool is_own_host = false;  // where `own` is of the host, whatever the caller's device
 };

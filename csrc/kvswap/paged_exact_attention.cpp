@@ -29,7 +29,7 @@ void with_element(DType dtype, const Body& body) {
 struct PartView {
   QueryView query;               // of the part alone: sequence 0
   KeyValueView own;              // likewise
-  int64_t column = 0;            // of the first token
+  int64_t position = 0;          // of the first token
   const float* sinks = nullptr;  // [heads]
   std::byte* output = nullptr;   // [tokens, ...] of the cache's dtype
   int64_t output_stride = 0;     // elements from token to token
@@ -49,7 +49,7 @@ class PagedPart final : public ExactPart {
         rows_(query_.queries * query_.heads),
         output_(rows_ * options_.head_dim),
         log_sum_exp_(rows_, -std::numeric_limits<float>::infinity()) {
-    attend_tokens(view.column, view.column + query_.queries, view.own);
+    attend_tokens(view.position, view.position + query_.queries, view.own);
   }
 
   Status visit_sealed(const PastStream::Block& block) override {
@@ -69,7 +69,7 @@ class PagedPart final : public ExactPart {
       const int64_t count = std::min(group_tokens, left.count - token);
       pages_.push_back(left.pages.data() + token / group_tokens * options_.group_bytes());
       masks_.push_back(~uint64_t{0} >> (64 - count));
-      columns_.push_back(0);  // before every query of the chunk
+      positions_.push_back(0);  // before every query of the chunk
     }
     if (left.count > 0) attend();
     return Status::ok();
@@ -104,7 +104,7 @@ class PagedPart final : public ExactPart {
     KeptTokens::Window window = {.queries = std::vector<std::byte>(query_.heads * count * row),
                                  .log_sum_exp = std::vector<float>(query_.heads * count),
                                  .count = count,
-                                 .first_column = view_.column + first,
+                                 .first_position = view_.position + first,
                                  .scale = scale_,
                                  .softcap = softcap_};
     for (int64_t head = 0; head < query_.heads; ++head) {
@@ -129,7 +129,7 @@ class PagedPart final : public ExactPart {
   }
 
  private:
-  /// Tokens of one part at columns [begin, end), packed as records are.
+  /// Tokens of one part at positions [begin, end), packed as records are.
   void attend_tokens(int64_t begin, int64_t end, const KeyValueView& tokens) {
     const RecordShape shape = options_.record_shape();
     const int64_t count = end - begin;
@@ -158,12 +158,12 @@ class PagedPart final : public ExactPart {
     attend();
   }
 
-  /// Adds a page whose first token stands at `column`, of which columns below `end` are there.
-  void add_page(const void* record, int64_t column, int64_t end) {
-    const int64_t count = std::min(options_.group_tokens, end - column);
+  /// Adds a page whose first token stands at `position`, of which positions below `end` are there.
+  void add_page(const void* record, int64_t position, int64_t end) {
+    const int64_t count = std::min(options_.group_tokens, end - position);
     pages_.push_back(record);
-    masks_.push_back(validity_.mask(column, count));
-    columns_.push_back(static_cast<int32_t>(column));
+    masks_.push_back(validity_.mask(position, count));
+    positions_.push_back(static_cast<int32_t>(position));
   }
 
   /// Attends over the pages added since the last call, a few rows of the chunk at a time.
@@ -173,7 +173,7 @@ class PagedPart final : public ExactPart {
     }
     pages_.clear();
     masks_.clear();
-    columns_.clear();
+    positions_.clear();
     exponents_.clear();
   }
 
@@ -185,7 +185,7 @@ class PagedPart final : public ExactPart {
     by_head_.resize(count * heads);
     by_row_.resize(count * heads);
     const auto pages = static_cast<int32_t>(pages_.size());
-    const auto column = static_cast<int32_t>(view_.column + row);
+    const auto position = static_cast<int32_t>(view_.position + row);
     paged_attention({.query = query_.at(0, 0, row),
                      .query_batch_stride = query_.batch_stride,
                      .query_head_stride = query_.head_stride,
@@ -194,9 +194,9 @@ class PagedPart final : public ExactPart {
                      .log_sum_exp = by_head_.data(),
                      .pages = pages_.data(),
                      .masks = masks_.data(),
-                     .columns = columns_.data(),
+                     .positions = positions_.data(),
                      .page_counts = &pages,
-                     .query_columns = &column,
+                     .query_positions = &position,
                      .exponents = exponents_.empty() ? nullptr : exponents_.data(),
                      .pages_max = pages,
                      .table_heads = 1,
@@ -235,7 +235,7 @@ class PagedPart final : public ExactPart {
   std::vector<float> log_sum_exp_;  // [tokens, heads]
   std::vector<const void*> pages_;
   std::vector<uint64_t> masks_;
-  std::vector<int32_t> columns_;
+  std::vector<int32_t> positions_;
   std::vector<int8_t> exponents_;  // of the pages; empty: all of the session's dtype
   std::vector<std::byte> part_;    // one piece of rows, of the session's dtype
   std::vector<float> by_head_;
@@ -320,7 +320,7 @@ class PagedChunk final : public ExactChunk {
     const int64_t first = (sequence * query_.queries + begin) * row + head * row / apart;
     const PartView view = {.query = query,
                            .own = own,
-                           .column = args_.past + begin,
+                           .position = args_.past + begin,
                            .sinks = sinks_ == nullptr ? nullptr : sinks_ + head * query.heads,
                            .output = output_ + first * element,
                            .output_stride = row};

@@ -114,7 +114,7 @@ const std::string& SavedCache::path() const { return impl_->path; }
 const std::string& SavedCache::manifest() const { return impl_->text; }
 const std::string& SavedCache::facts() const { return impl_->manifest.facts; }
 const std::map<std::string, StoredTensor>& SavedCache::tensors() const { return impl_->kept; }
-int64_t SavedCache::tokens() const { return impl_->manifest.counts.columns; }
+int64_t SavedCache::tokens() const { return impl_->manifest.counts.positions; }
 int64_t SavedCache::sequences() const {
   const SavedManifest& manifest = impl_->manifest;
   const bool is_apart = manifest.settings.heads == "each";

@@ -111,7 +111,7 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
       manifest.records_bytes / counts.record_bytes < counts.records) {
     fields.refuse("records_bytes", "be whole records, and hold all of them");
   }
-  if (counts.groups * manifest.settings.group_tokens > counts.columns) {
+  if (counts.groups * manifest.settings.group_tokens > counts.positions) {
     fields.refuse("groups", "be of the tokens that are there");
   }
 }
@@ -139,7 +139,7 @@ std::string manifest_text(const SavedManifest& manifest) {
       {"settings", parse_json(settings_to_json(manifest.settings))},
       {"ranks", manifest.ranks},
       {"sequences", counts.sequences},
-      {"tokens", counts.columns},
+      {"tokens", counts.positions},
       {"groups", counts.groups},
       {"records", counts.records},
       {"record_bytes", counts.record_bytes},
@@ -200,7 +200,7 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   constexpr int64_t kBytes = std::numeric_limits<int64_t>::max() / 4;
   manifest.counts = {
       .sequences = fields.number("sequences", 1, kBatchMax * manifest.shape.kv_heads),
-      .columns = fields.number("tokens", 1, kContextMax),
+      .positions = fields.number("tokens", 1, kContextMax),
       .groups = fields.number("groups", 0, kContextMax),
       .records = fields.number("records", 0, kMost),
       .record_bytes = fields.number("record_bytes", 512, kRecordBytesMax),

@@ -204,15 +204,15 @@ void SavedCache::verify() const {
   options.settings.device_model.reset();
   EngineOptions checked = engine_options(options);
   const auto engine = open_engine(*this, options, nullptr);
-  const int64_t columns = engine->columns(0);
+  const int64_t positions = engine->positions(0);
   const int64_t head_bytes = checked.kv_heads * checked.head_dim * dtype_bytes(checked.dtype);
-  constexpr int64_t kColumnsAtOnce = 4096;
-  std::vector<std::byte> keys(std::min(columns, kColumnsAtOnce) * head_bytes);
+  constexpr int64_t kPositionsAtOnce = 4096;
+  std::vector<std::byte> keys(std::min(positions, kPositionsAtOnce) * head_bytes);
   std::vector<std::byte> values(keys.size());
   for (int64_t layer = 0; layer < checked.layers; ++layer) {
     for (int64_t sequence = 0; sequence < engine->batch(); ++sequence) {
-      for (int64_t begin = 0; begin < columns; begin += kColumnsAtOnce) {
-        const int64_t end = std::min(columns, begin + kColumnsAtOnce);
+      for (int64_t begin = 0; begin < positions; begin += kPositionsAtOnce) {
+        const int64_t end = std::min(positions, begin + kPositionsAtOnce);
         const Status read =
             engine->read_back(layer, sequence, begin, end, keys.data(), values.data());
         if (read.code() == StatusCode::kCorrupt) {

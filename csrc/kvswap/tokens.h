@@ -29,8 +29,8 @@ struct NewTokens {
                           int64_t batch, int64_t tokens);
 };
 
-/// Which of the columns that a pass brings count; those of padding do not.
-struct NewColumns {
+/// Which of the positions that a pass brings count; those of padding do not.
+struct NewPositions {
   int64_t batch = 0;
   int64_t tokens = 0;
   const bool* valid = nullptr;  // [batch, tokens], true where the token counts; null: all do

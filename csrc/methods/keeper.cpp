@@ -117,16 +117,16 @@ std::vector<int32_t> by_attention(const KeepArgs& args) {
   std::vector<int32_t> kept;  // a heap, the worst in front
   if (args.tokens <= 0) return kept;
   for (int64_t i = args.valid->first_valid(); i < count; ++i) {
-    const auto column = static_cast<int32_t>(i);
+    const auto position = static_cast<int32_t>(i);
     const auto group = static_cast<int32_t>(i / args.group_tokens);
     if (!(args.mass[i] > args.floor) || !args.valid->is_valid(i)) continue;
     if (std::find(args.sinks.begin(), args.sinks.end(), group) != args.sinks.end()) continue;
     if (static_cast<int64_t>(kept.size()) == args.tokens) {
-      if (!is_better(column, kept.front())) continue;
+      if (!is_better(position, kept.front())) continue;
       std::pop_heap(kept.begin(), kept.end(), is_better);
       kept.pop_back();
     }
-    kept.push_back(column);
+    kept.push_back(position);
     std::push_heap(kept.begin(), kept.end(), is_better);
   }
   std::sort_heap(kept.begin(), kept.end(), is_better);
@@ -134,12 +134,12 @@ std::vector<int32_t> by_attention(const KeepArgs& args) {
 }
 
 std::vector<int32_t> who_stays(const StayArgs& args) {
-  const std::span<const int32_t> columns = args.columns;
-  const auto count = static_cast<int64_t>(columns.size());
+  const std::span<const int32_t> positions = args.positions;
+  const auto count = static_cast<int64_t>(positions.size());
   std::vector<float> pooled(count, 0.0f);
   for (int64_t i = 0, first = 0; i < count; ++i) {
-    while (columns[first] < columns[i] - (args.pool - 1) / 2) ++first;
-    for (int64_t j = first; j < count && columns[j] <= columns[i] + args.pool / 2; ++j) {
+    while (positions[first] < positions[i] - (args.pool - 1) / 2) ++first;
+    for (int64_t j = first; j < count && positions[j] <= positions[i] + args.pool / 2; ++j) {
       pooled[i] += args.worth[j];
     }
   }
@@ -148,7 +148,7 @@ std::vector<int32_t> who_stays(const StayArgs& args) {
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t one, int64_t other) { return pooled[one] > pooled[other]; });
   std::vector<int32_t> stay;
-  for (int64_t i = 0; i < std::min(count, args.tokens); ++i) stay.push_back(columns[order[i]]);
+  for (int64_t i = 0; i < std::min(count, args.tokens); ++i) stay.push_back(positions[order[i]]);
   return stay;
 }
 
@@ -191,26 +191,26 @@ void KeptTokens::count_queries(int64_t fresh, int64_t interval) {
   is_due = is_due || (interval > 0 && queries_since >= interval);
 }
 
-void KeptTokens::end_turn(int64_t sealed_columns) {
+void KeptTokens::end_turn(int64_t sealed_positions) {
   next.reset();
   queries_since = 0;
   is_due = false;
-  joined_columns = sealed_columns;
+  joined_positions = sealed_positions;
 }
 
-void KeptTokens::set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents) {
-  float8_ = std::move(columns);
+void KeptTokens::set_float8(std::vector<int32_t> positions, std::vector<int8_t> exponents) {
+  float8_ = std::move(positions);
   exponents_ = std::move(exponents);
 }
 
-void KeptTokens::set(std::vector<int32_t> columns, int64_t group_tokens) {
-  columns_ = std::move(columns);
+void KeptTokens::set(std::vector<int32_t> positions, int64_t group_tokens) {
+  positions_ = std::move(positions);
   std::vector<int32_t> all;
   all.reserve(count());
-  std::merge(columns_.begin(), columns_.end(), float8_.begin(), float8_.end(),
+  std::merge(positions_.begin(), positions_.end(), float8_.begin(), float8_.end(),
              std::back_inserter(all));
   bits_.assign(all.empty() ? 0 : all.back() / 64 + 1, 0);
-  for (const int32_t column : all) bits_[column / 64] |= uint64_t{1} << (column % 64);
+  for (const int32_t position : all) bits_[position / 64] |= uint64_t{1} << (position % 64);
   whole_groups_.clear();
   for (size_t i = 0; i + group_tokens <= all.size(); ++i) {
     // Rising and distinct: where the first and the last of a group are so far apart, all are there.
@@ -226,21 +226,21 @@ uint64_t KeptTokens::mask(int64_t first, int64_t count) const {
 }
 
 void KeptTokens::truncate(const Cut& cut) {
-  const auto end = std::lower_bound(columns_.begin(), columns_.end(), cut.sealed);
+  const auto end = std::lower_bound(positions_.begin(), positions_.end(), cut.sealed);
   const auto float8_end = std::lower_bound(float8_.begin(), float8_.end(), cut.sealed);
-  if (end != columns_.end() || float8_end != float8_.end()) {
+  if (end != positions_.end() || float8_end != float8_.end()) {
     float8_.erase(float8_end, float8_.end());
-    set(std::vector<int32_t>(columns_.begin(), end), cut.group_tokens);
+    set(std::vector<int32_t>(positions_.begin(), end), cut.group_tokens);
   }
-  if (next) std::erase_if(*next, [&](int32_t column) { return column >= cut.sealed; });
-  std::erase_if(ranked, [&](int32_t column) { return column >= cut.sealed; });
-  if (cut.columns == 0) spread.reset();
-  joined_columns = std::min(joined_columns, cut.sealed);
-  if (window.log_sum_exp.empty()) window.truncate(cut.columns);
-  if (seen_columns - cut.columns <= cut.step) return;
-  seen_columns = cut.columns;
-  if (static_cast<int64_t>(mass.size()) > cut.columns) mass.resize(cut.columns);
-  if (static_cast<int64_t>(decay.size()) > cut.columns) decay.resize(cut.columns);
+  if (next) std::erase_if(*next, [&](int32_t position) { return position >= cut.sealed; });
+  std::erase_if(ranked, [&](int32_t position) { return position >= cut.sealed; });
+  if (cut.positions == 0) spread.reset();
+  joined_positions = std::min(joined_positions, cut.sealed);
+  if (window.log_sum_exp.empty()) window.truncate(cut.positions);
+  if (seen_positions - cut.positions <= cut.step) return;
+  seen_positions = cut.positions;
+  if (static_cast<int64_t>(mass.size()) > cut.positions) mass.resize(cut.positions);
+  if (static_cast<int64_t>(decay.size()) > cut.positions) decay.resize(cut.positions);
 }
 
 }  // namespace kvswap

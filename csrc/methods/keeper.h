@@ -71,10 +71,10 @@ std::vector<int32_t> by_attention(const KeepArgs& args);
 
 /// What of the kept tokens stays.
 struct StayArgs {
-  std::span<const int32_t> columns;  // kept, rising
-  std::span<const float> worth;      // of each
-  int64_t pool = 1;                  // neighbours by column, as pool_neighbours(); of the kept ones
-  int64_t tokens = 0;                // that stay
+  std::span<const int32_t> positions;  // kept, rising
+  std::span<const float> worth;        // of each
+  int64_t pool = 1;    // neighbours by position, as pool_neighbours(); of the kept ones
+  int64_t tokens = 0;  // that stay
 };
 
 /// Those that are worth most, the best first; ties to the lower one.
@@ -110,16 +110,16 @@ class KeptTokens {
   /// told them too, the newest of all.
   using Window = QueryWindow;
   Window window;
-  std::vector<float> mass;    // [tokens]: seen so far, or given
-  std::vector<float> decay;   // [tokens] given beside it
-  int64_t queries_since = 0;  // decoded since the last choice
-  bool is_staggered = false;  // and counted from where that of others is not
-  int64_t seen_columns = 0;   // what was paid by the queries before here is in `mass` or `window`
+  std::vector<float> mass;     // [tokens]: seen so far, or given
+  std::vector<float> decay;    // [tokens] given beside it
+  int64_t queries_since = 0;   // decoded since the last choice
+  bool is_staggered = false;   // and counted from where that of others is not
+  int64_t seen_positions = 0;  // what was paid by the queries before here is in `mass` or `window`
   bool is_due = false;
   /// Chosen, and not gathered yet, the best first where it is not known how many stay; where tokens
   /// join, who stays if there is no room, the best first.
   std::optional<std::vector<int32_t>> next;
-  int64_t joined_columns = 0;  // sealed ones before here had their chance to be kept
+  int64_t joined_positions = 0;  // sealed ones before here had their chance to be kept
 
   // Of the newest prompt, where they are asked for.
   std::optional<double> quality;
@@ -132,35 +132,35 @@ class KeptTokens {
 
   /// In the model's dtype, rising. Token i stands in slot i % group_tokens of kept page
   /// i / group_tokens.
-  const std::vector<int32_t>& columns() const { return columns_; }
+  const std::vector<int32_t>& positions() const { return positions_; }
   /// In e4m3, rising, in pages of their own.
   const std::vector<int32_t>& float8() const { return float8_; }
   const std::vector<int8_t>& exponents() const { return exponents_; }  // [pages, kv_heads, 2]
-  int64_t count() const { return static_cast<int64_t>(columns_.size() + float8_.size()); }
+  int64_t count() const { return static_cast<int64_t>(positions_.size() + float8_.size()); }
   /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
   void count_queries(int64_t fresh, int64_t interval);
   /// What was chosen is kept, and what was sealed before there had its chance.
-  void end_turn(int64_t sealed_columns);
+  void end_turn(int64_t sealed_positions);
   /// What those in e4m3 are, before set().
-  void set_float8(std::vector<int32_t> columns, std::vector<int8_t> exponents);
-  void set(std::vector<int32_t> columns, int64_t group_tokens);
-  /// Bit i: column first + i is kept. count <= 64.
+  void set_float8(std::vector<int32_t> positions, std::vector<int8_t> exponents);
+  void set(std::vector<int32_t> positions, int64_t group_tokens);
+  /// Bit i: position first + i is kept. count <= 64.
   uint64_t mask(int64_t first, int64_t count) const;
   /// Groups of kept tokens alone, rising: there is nothing to select in them.
   const std::vector<int32_t>& whole_groups() const { return whole_groups_; }
   /// Where a sequence is cut.
   struct Cut {
-    int64_t columns = 0;
+    int64_t positions = 0;
     int64_t sealed = 0;  // of them, those on disk: others cannot be kept
     int64_t group_tokens = 0;
-    int64_t step = 0;  // columns that one step may have
+    int64_t step = 0;  // positions that one step may have
   };
   /// Forgets what is cut. What was paid within the newest step stays: where that step failed and
   /// is made again, its queries have counted already.
   void truncate(const Cut& cut);
 
  private:
-  std::vector<int32_t> columns_;
+  std::vector<int32_t> positions_;
   std::vector<int32_t> float8_;
   std::vector<int8_t> exponents_;
   std::vector<uint64_t> bits_;  // of both

@@ -12,8 +12,8 @@ int64_t QueryWindow::in_a_row(int64_t query) const {
   return slots == 0 ? count - query : std::min(count - query, slots - slot(query));
 }
 
-void QueryWindow::truncate(int64_t columns) {
-  count = std::clamp<int64_t>(columns - first_column, 0, count);
+void QueryWindow::truncate(int64_t positions) {
+  count = std::clamp<int64_t>(positions - first_position, 0, count);
 }
 
 void QueryWindow::make_ring(const Decoded& decoded, int64_t most) {
@@ -33,15 +33,15 @@ void QueryWindow::make_ring(const Decoded& decoded, int64_t most) {
 }
 
 void QueryWindow::add(const Decoded& decoded, int64_t most) {
-  truncate(decoded.first_column);
-  if (first_column + count != decoded.first_column) count = 0;
+  truncate(decoded.first_position);
+  if (first_position + count != decoded.first_position) count = 0;
   if (slots != most) make_ring(decoded, most);
   log_sum_exp = {};
-  if (count == 0) first_column = decoded.first_column;
+  if (count == 0) first_position = decoded.first_position;
   for (int64_t i = 0; i < decoded.count; ++i) {
     if (count == most) {
       begin = (begin + 1) % slots;
-      ++first_column;
+      ++first_position;
     } else {
       ++count;
     }

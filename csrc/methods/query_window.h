@@ -13,7 +13,7 @@ struct QueryWindow {
   /// [heads, count]: of all that each attended; empty: not known.
   std::vector<float> log_sum_exp;
   int64_t count = 0;              // 0: there is none
-  int64_t first_column = 0;       // where the first of them stands
+  int64_t first_position = 0;     // where the first of them stands
   float scale = 1.0f;             // of attention
   float softcap = 0.0f;           // as PagedAttentionArgs
   int64_t slots = 0;              // 0: as many as there are queries
@@ -32,13 +32,13 @@ struct QueryWindow {
     int64_t row_bytes = 0;  // of one head's query
     int64_t heads = 0;
     int64_t count = 0;
-    int64_t first_column = 0;
+    int64_t first_position = 0;
   };
   /// They become its newest, of `most` at most; what attended later, or not just before, is
   /// forgotten. What it attended is not known afterwards.
   void add(const Decoded& decoded, int64_t most);
-  /// Forgets queries from that column on.
-  void truncate(int64_t columns);
+  /// Forgets queries from that position on.
+  void truncate(int64_t positions);
 
  private:
   void make_ring(const Decoded& decoded, int64_t most);

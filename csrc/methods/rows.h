@@ -50,7 +50,7 @@ struct RowPiece {
   KeyView keys;        // of the piece's first token
   int64_t tokens = 0;  // whole groups where a row stands for a group
   const TokenValidity* valid = nullptr;
-  int64_t first_token = 0;     // its column, for `valid`
+  int64_t first_token = 0;     // its position, for `valid`
   std::byte* rows = nullptr;   // [blocks, width - rest_columns, 16] of the summary's dtype; int4 in
                                // half the bytes
   std::byte* rest = nullptr;   // [blocks, rest_columns, 16]

@@ -30,7 +30,7 @@ struct SealedKeys {
   int64_t sequence = 0;
   KeyView keys;
   int64_t tokens = 0;
-  const TokenValidity* valid = nullptr;  // of the sequence's columns; null: all count
+  const TokenValidity* valid = nullptr;  // of the sequence's positions; null: all count
 };
 
 /// Queries of a layer: [batch, heads, queries, head_dim], head_dim contiguous. Where KV heads are

@@ -63,7 +63,7 @@ Status Summaries::append(const SealedKeys& sealed, const WriteRows& write) {
   if (rows_.shape(sealed.layer).width == 0) return Status::ok();
   const int64_t each = rows_.shape(sealed.layer).tokens_per_row;
   Summary& summary = summaries_[sealed.layer][sealed.sequence];
-  const int64_t first_column = summary.rows() * each;
+  const int64_t first_position = summary.rows() * each;
   std::vector<RowPiece> pieces;
   const Status appended = summary.append(
       sealed.tokens / each,
@@ -76,7 +76,7 @@ Status Summaries::append(const SealedKeys& sealed, const WriteRows& write) {
                           first * sealed.keys.token_stride * dtype_bytes(sealed.keys.dtype);
         piece.tokens = count * each;
         piece.valid = sealed.valid;
-        piece.first_token = first_column + first;
+        piece.first_token = first_position + first;
         piece.rows = chunk.rows.data();
         piece.rest = chunk.rest.data();
         piece.rest_columns = summary.shape().rest_columns();

@@ -5,31 +5,31 @@
 namespace kvswap {
 
 void TokenValidity::append(int64_t count, const bool* valid) {
-  words_.resize((columns_ + count + 63) / 64, 0);
+  words_.resize((positions_ + count + 63) / 64, 0);
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t column = columns_ + i;
+    const int64_t position = positions_ + i;
     if (valid == nullptr || valid[i]) {
-      words_[column / 64] |= uint64_t{1} << (column % 64);
-      if (first_valid_ < 0) first_valid_ = column;
+      words_[position / 64] |= uint64_t{1} << (position % 64);
+      if (first_valid_ < 0) first_valid_ = position;
     } else {
-      all_valid_from_ = column + 1;
+      all_valid_from_ = position + 1;
     }
   }
-  columns_ += count;
+  positions_ += count;
 }
 
-void TokenValidity::truncate(int64_t columns) {
-  KVSWAP_ASSERT(columns >= 0 && columns <= columns_);
-  columns_ = columns;
-  words_.resize((columns + 63) / 64);
-  if (columns % 64 != 0) words_.back() &= (uint64_t{1} << (columns % 64)) - 1;
+void TokenValidity::truncate(int64_t positions) {
+  KVSWAP_ASSERT(positions >= 0 && positions <= positions_);
+  positions_ = positions;
+  words_.resize((positions + 63) / 64);
+  if (positions % 64 != 0) words_.back() &= (uint64_t{1} << (positions % 64)) - 1;
   find_bounds();
 }
 
 void TokenValidity::find_bounds() {
-  if (first_valid_ >= columns_) first_valid_ = -1;
-  if (all_valid_from_ <= columns_) return;
-  all_valid_from_ = columns_;
+  if (first_valid_ >= positions_) first_valid_ = -1;
+  if (all_valid_from_ <= positions_) return;
+  all_valid_from_ = positions_;
   while (all_valid_from_ > 0 && is_valid(all_valid_from_ - 1)) --all_valid_from_;
 }
 

@@ -6,19 +6,19 @@
 
 namespace kvswap {
 
-/// One bit per column of a sequence: does the token count, or is it padding? Not thread-safe.
+/// One bit per position of a sequence: does the token count, or is it padding? Not thread-safe.
 class TokenValidity {
  public:
-  int64_t columns() const { return columns_; }
-  /// The next `count` columns; `valid` [count], or null: all valid.
+  int64_t positions() const { return positions_; }
+  /// The next `count` positions; `valid` [count], or null: all valid.
   void append(int64_t count, const bool* valid);
-  void truncate(int64_t columns);
-  bool is_valid(int64_t column) const { return (words_[column / 64] >> (column % 64)) & 1; }
-  /// Bit i: column first + i is valid. Columns past the end are not. count <= 64.
+  void truncate(int64_t positions);
+  bool is_valid(int64_t position) const { return (words_[position / 64] >> (position % 64)) & 1; }
+  /// Bit i: position first + i is valid. Positions past the end are not. count <= 64.
   uint64_t mask(int64_t first, int64_t count) const;
-  /// The first valid column, or columns() where there is none.
-  int64_t first_valid() const { return first_valid_ < 0 ? columns_ : first_valid_; }
-  /// From here on every column is valid.
+  /// The first valid position, or positions() where there is none.
+  int64_t first_valid() const { return first_valid_ < 0 ? positions_ : first_valid_; }
+  /// From here on every position is valid.
   int64_t all_valid_from() const { return all_valid_from_; }
   int64_t resident_bytes() const { return static_cast<int64_t>(words_.capacity()) * 8; }
 
@@ -26,7 +26,7 @@ class TokenValidity {
   void find_bounds();
 
   std::vector<uint64_t> words_;
-  int64_t columns_ = 0;
+  int64_t positions_ = 0;
   int64_t first_valid_ = -1;
   int64_t all_valid_from_ = 0;
 };

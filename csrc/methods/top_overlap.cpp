@@ -13,9 +13,9 @@ constexpr auto kIsBetter = [](const auto& one, const auto& other) {
 
 TopOverlap::TopOverlap(int64_t heads, int64_t k) : k_(k), best_(2 * heads) {}
 
-void TopOverlap::add(int64_t head, Of query, int32_t column, float worth) {
+void TopOverlap::add(int64_t head, Of query, int32_t position, float worth) {
   std::vector<Token>& best = this->best(head, query);
-  const Token token = {worth, column};
+  const Token token = {worth, position};
   if (static_cast<int64_t>(best.size()) == k_) {
     if (!kIsBetter(token, best.front())) return;
     std::pop_heap(best.begin(), best.end(), kIsBetter);
@@ -26,15 +26,15 @@ void TopOverlap::add(int64_t head, Of query, int32_t column, float worth) {
 }
 
 double TopOverlap::mean() {
-  const auto by_column = [](const Token& one, const Token& other) {
+  const auto by_position = [](const Token& one, const Token& other) {
     return one.second < other.second;
   };
   int64_t agreed = 0;
   for (size_t head = 0; 2 * head < best_.size(); ++head) {
     std::vector<Token>& first = best_[2 * head];
     std::vector<Token>& last = best_[2 * head + 1];
-    std::sort(first.begin(), first.end(), by_column);
-    std::sort(last.begin(), last.end(), by_column);
+    std::sort(first.begin(), first.end(), by_position);
+    std::sort(last.begin(), last.end(), by_position);
     for (size_t i = 0, j = 0; i < first.size() && j < last.size();) {
       if (first[i].second == last[j].second) ++agreed;
       first[i].second < last[j].second ? ++i : ++j;

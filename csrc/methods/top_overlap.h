@@ -7,20 +7,20 @@
 namespace kvswap {
 
 /// PRKV (4): on how many of their k best tokens two queries of a head agree, the mean over heads.
-/// Of tokens worth the same those of lower columns are the better.
+/// Of tokens worth the same those of lower positions are the better.
 class TopOverlap {
  public:
   enum class Of : int8_t { kFirst, kLast };  // query
 
   TopOverlap(int64_t heads, int64_t k);
-  void add(int64_t head, Of query, int32_t column, float worth);
+  void add(int64_t head, Of query, int32_t position, float worth);
   /// Ends it: nothing may be added afterwards.
   double mean();
 
   static int64_t bytes(int64_t heads, int64_t k);
 
  private:
-  using Token = std::pair<float, int32_t>;  // worth, column
+  using Token = std::pair<float, int32_t>;  // worth, position
   std::vector<Token>& best(int64_t head, Of query) {
     return best_[2 * head + (query == Of::kLast ? 1 : 0)];
   }

@@ -200,7 +200,7 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
           py::arg("layer"), py::arg("queries"))
       .def("needs_projection", &of_layer<&LayerState::needs_projection>, py::arg("layer"))
       .def("attends_all", &of_layer<&LayerState::attends_all>, py::arg("layer"))
-      .def("columns", &of_layer<&LayerState::columns>, py::arg("layer"))
+      .def("positions", &of_layer<&LayerState::positions>, py::arg("layer"))
       .def("last_selection", below(&Cache::last_selection), py::arg("layer"))
       .def(
           "select_sequences",
@@ -208,11 +208,12 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
             self.cache().select_sequences(indices);
           },
           py::arg("indices"), Released())
-      .def("crop", below(&Cache::crop), py::arg("columns"), Released())
+      .def("crop", below(&Cache::crop), py::arg("positions"), Released())
       .def("reset", below(&Cache::reset), Released())
       .def(
           "close", [](TensorCache& self) { self.cache().close(); }, Released())
-      .def("common_columns", [](const TensorCache& self) { return self.cache().held().columns; })
+      .def("common_positions",
+           [](const TensorCache& self) { return self.cache().held().positions; })
       .def("batch", [](const TensorCache& self) { return self.cache().held().batch; })
       .def("counters", &of_report<&Report::counters>)
       .def("facts", &of_report<&Report::facts>)

@@ -24,7 +24,7 @@ RecordShape check_pages(const char* where, const at::Tensor& pages, const at::Te
 }
 
 void check_attention(const char* where, const AttentionInputs& inputs, const RecordShape& shape) {
-  const auto& [query, pages, table, masks, columns, query_columns] = inputs;
+  const auto& [query, pages, table, masks, positions, query_positions] = inputs;
   check_shape(where, "query", query, "[batch, heads, queries, head_dim]",
               {table.size(0), -1, -1, shape.head_dim});
   check_dtype(where, "query", query, pages.scalar_type());
@@ -34,10 +34,10 @@ void check_attention(const char* where, const AttentionInputs& inputs, const Rec
                     ": heads must be a multiple of ", kv_heads, " KV heads, got ", query.size(1));
   check_shape(where, "masks", masks, "the shape of table", table.sizes());
   check_dtype(where, "masks", masks, at::kLong);
-  check_shape(where, "columns", columns, "the shape of table", table.sizes());
-  check_dtype(where, "columns", columns, at::kInt);
-  check_shape(where, "query_columns", query_columns, "[batch]", {table.size(0)});
-  check_dtype(where, "query_columns", query_columns, at::kInt);
+  check_shape(where, "positions", positions, "the shape of table", table.sizes());
+  check_dtype(where, "positions", positions, at::kInt);
+  check_shape(where, "query_positions", query_positions, "[batch]", {table.size(0)});
+  check_dtype(where, "query_positions", query_positions, at::kInt);
 }
 
 void check_log_sum_exp(const char* where, const at::Tensor& log_sum_exp, const at::Tensor& query) {

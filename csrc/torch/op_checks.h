@@ -80,8 +80,8 @@ struct AttentionInputs {
   const at::Tensor& pages;
   const at::Tensor& table;
   const at::Tensor& masks;
-  const at::Tensor& columns;
-  const at::Tensor& query_columns;
+  const at::Tensor& positions;
+  const at::Tensor& query_positions;
 };
 /// Pages and table are checked.
 void check_attention(const char* where, const AttentionInputs& inputs, const RecordShape& shape);

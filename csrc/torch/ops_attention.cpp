@@ -61,17 +61,17 @@ class AttentionCall {
     check_attention(where, inputs, source_.shape);
     rows_ = with_contiguous_rows(inputs.query);
     bits_ = at::where(inputs.table.ge(0), inputs.masks, 0).contiguous();
-    columns_ = inputs.columns.contiguous();
-    query_columns_ = inputs.query_columns.contiguous();
+    positions_ = inputs.positions.contiguous();
+    query_positions_ = inputs.query_positions.contiguous();
     args.query = rows_.const_data_ptr();
     args.query_batch_stride = rows_.stride(0);
     args.query_head_stride = rows_.stride(1);
     args.query_token_stride = rows_.stride(2);
     args.pages = source_.addresses.data();
     args.masks = reinterpret_cast<const uint64_t*>(bits_.const_data_ptr<int64_t>());
-    args.columns = columns_.const_data_ptr<int32_t>();
+    args.positions = positions_.const_data_ptr<int32_t>();
     args.page_counts = page_counts_.data();
-    args.query_columns = query_columns_.const_data_ptr<int32_t>();
+    args.query_positions = query_positions_.const_data_ptr<int32_t>();
     args.pages_max = inputs.table.size(2);
     args.table_heads = inputs.table.size(1);
     args.batch = inputs.query.size(0);
@@ -87,17 +87,17 @@ class AttentionCall {
 
  private:
   PageTable source_;
-  at::Tensor rows_, bits_, columns_, query_columns_;
+  at::Tensor rows_, bits_, positions_, query_positions_;
   std::vector<int32_t> page_counts_;
 };
 
 TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
                                const at::Tensor& table, const at::Tensor& masks,
-                               const at::Tensor& columns, const at::Tensor& query_columns,
+                               const at::Tensor& positions, const at::Tensor& query_positions,
                                double scale, double softcap,
                                const std::optional<at::Tensor>& sinks) {
-  AttentionCall call("paged_attention", {query, pages, table, masks, columns, query_columns}, scale,
-                     softcap);
+  AttentionCall call("paged_attention", {query, pages, table, masks, positions, query_positions},
+                     scale, softcap);
   at::Tensor output =
       at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
   at::Tensor log_sum_exp =
@@ -112,10 +112,10 @@ TensorPair paged_attention_cpu(const at::Tensor& query, const at::Tensor& pages,
 
 TensorPair attention_mass_cpu(const at::Tensor& query, const at::Tensor& pages,
                               const at::Tensor& table, const at::Tensor& masks,
-                              const at::Tensor& columns, const at::Tensor& query_columns,
+                              const at::Tensor& positions, const at::Tensor& query_positions,
                               const at::Tensor& log_sum_exp, double scale, double softcap) {
-  AttentionCall call("attention_mass", {query, pages, table, masks, columns, query_columns}, scale,
-                     softcap);
+  AttentionCall call("attention_mass", {query, pages, table, masks, positions, query_positions},
+                     scale, softcap);
   check_log_sum_exp("attention_mass", log_sum_exp, query);
   const at::Tensor sums = log_sum_exp.contiguous();
   call.args.log_sum_exp = const_cast<float*>(sums.const_data_ptr<float>());

@@ -28,12 +28,12 @@ TORCH_LIBRARY(kvswap_torch, library) {
   define("fp8_quantize(Tensor source) -> (Tensor quantized, Tensor scales)");
   define("fp8_dequantize(Tensor quantized, Tensor scales, ScalarType dtype) -> Tensor");
   define(
-      "paged_attention(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor columns, "
-      "Tensor query_columns, float scale, float softcap=0, Tensor? sinks=None) "
+      "paged_attention(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor positions, "
+      "Tensor query_positions, float scale, float softcap=0, Tensor? sinks=None) "
       "-> (Tensor output, Tensor log_sum_exp)");
   define(
-      "attention_mass(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor columns, "
-      "Tensor query_columns, Tensor log_sum_exp, float scale, float softcap=0) "
+      "attention_mass(Tensor query, Tensor pages, Tensor table, Tensor masks, Tensor positions, "
+      "Tensor query_positions, Tensor log_sum_exp, float scale, float softcap=0) "
       "-> (Tensor mean, Tensor square)");
   define(
       "observe_keys(Tensor query, Tensor keys, float scale, Tensor? valid=None, "

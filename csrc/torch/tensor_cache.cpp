@@ -158,16 +158,16 @@ at::Tensor TensorCache::output_for(const at::Tensor& query) const {
 }
 
 void TensorCache::begin_pass(Pass pass, const std::optional<at::Tensor>& valid) {
-  NewColumns columns;
+  NewPositions positions;
   at::Tensor packed;
   if (valid) {
     TORCH_CHECK_VALUE(valid->dim() == 2 && valid->scalar_type() == at::kBool,
                       "begin_pass: valid must be a [batch, tokens] bool tensor, got ",
                       valid->sizes(), " of ", valid->scalar_type());
     packed = valid->to(at::kCPU).contiguous();
-    columns = {packed.size(0), packed.size(1), packed.data_ptr<bool>()};
+    positions = {packed.size(0), packed.size(1), packed.data_ptr<bool>()};
   }
-  with_value_errors([&] { cache_->begin_pass(pass, columns); });
+  with_value_errors([&] { cache_->begin_pass(pass, positions); });
 }
 
 void TensorCache::look_ahead(int64_t layer, const at::Tensor& query, std::optional<double> scale,
@@ -257,7 +257,7 @@ at::Tensor TensorCache::extend(int64_t layer, const at::Tensor& query, const at:
     return attend(layer, q, scale, terms);
   }
   if (wanted == EstimateWanted::kFromChunk) {
-    estimate(layer, cache_->layer(layer).columns, k, query);
+    estimate(layer, cache_->layer(layer).positions, k, query);
   }
   at::Tensor output = output_for(query);
   with_value_errors([&] {
@@ -267,7 +267,7 @@ at::Tensor TensorCache::extend(int64_t layer, const at::Tensor& query, const at:
   return output;
 }
 
-/// From tokens that stand, or are to stand, at columns `begin`...
+/// From tokens that stand, or are to stand, at positions `begin`...
 void TensorCache::estimate(int64_t layer, int64_t begin, const at::Tensor& keys,
                            const std::optional<at::Tensor>& query) {
   EstimateFrom from = {.layer = layer,
@@ -286,9 +286,9 @@ void TensorCache::estimate(int64_t layer, int64_t begin, const at::Tensor& keys,
 
 /// Decoding has outgrown what may be attended: the newest keys have to do.
 void TensorCache::estimate_late(int64_t layer) {
-  const int64_t columns = cache_->layer(layer).columns;
-  const int64_t begin = std::max<int64_t>(0, columns - kKeysReadBack);
-  estimate(layer, begin, read_back(layer, begin, columns).first, std::nullopt);
+  const int64_t positions = cache_->layer(layer).positions;
+  const int64_t begin = std::max<int64_t>(0, positions - kKeysReadBack);
+  estimate(layer, begin, read_back(layer, begin, positions).first, std::nullopt);
 }
 
 void TensorCache::set_projection(int64_t layer, const at::Tensor& key_projection,
@@ -315,7 +315,7 @@ void TensorCache::put_projection(int64_t layer, const at::Tensor& key_projection
 
 std::pair<at::Tensor, at::Tensor> TensorCache::read_back(int64_t layer, int64_t begin,
                                                          int64_t end) {
-  TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "read_back: columns must rise, got ", begin, "..",
+  TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "read_back: positions must rise, got ", begin, "..",
                     end);
   const ModelShape& shape = cache_->options().shape;
   const int64_t batch = cache_->held().batch;

@@ -60,8 +60,8 @@ class TensorCache {
   /// In the place of the settings' projection_kind. The tokens' own call is not under way in it.
   void set_estimate(Estimate estimate) { estimate_ = std::move(estimate); }
 
-  /// valid: [batch, tokens] bool of the columns that the next append() of each layer brings; none:
-  /// no token is padding.
+  /// valid: [batch, tokens] bool of the positions that the next append() of each layer brings;
+  /// none: no token is padding.
   void begin_pass(Pass pass, const std::optional<at::Tensor>& valid = {});
 
   /// query: [batch, heads or kv_heads, queries, head_dim] after RoPE; with kv_heads heads it is the
@@ -80,7 +80,7 @@ class TensorCache {
 
   /// keys, values: [batch, kv_heads, tokens, head_dim], keys after RoPE.
   void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);
-  /// query: [batch, heads, tokens, head_dim] after RoPE, of the newest columns. Returns [batch,
+  /// query: [batch, heads, tokens, head_dim] after RoPE, of the newest positions. Returns [batch,
   /// tokens, heads, head_dim].
   at::Tensor attend(int64_t layer, const at::Tensor& query, double scale,
                     const ScoreTerms& terms = {});
@@ -94,7 +94,7 @@ class TensorCache {
   void set_projection(int64_t layer, const at::Tensor& key_projection,
                       const at::Tensor& query_projection);
 
-  /// K and V of columns [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
+  /// K and V of positions [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
   std::pair<at::Tensor, at::Tensor> read_back(int64_t layer, int64_t begin, int64_t end);
 
   /// Another one that goes on from here, with the same options. Records are shared.

@@ -20,9 +20,9 @@ namespace {
 /// Query rows that a mask is built for at once, so that it never grows with the square.
 constexpr int64_t kMaskedRows = 512;
 
-/// [count] bool: which of the columns from `first` on count.
-at::Tensor valid_columns(const TokenValidity& validity, int64_t first, int64_t count,
-                         at::Device device) {
+/// [count] bool: which of the positions from `first` on count.
+at::Tensor valid_positions(const TokenValidity& validity, int64_t first, int64_t count,
+                           at::Device device) {
   at::Tensor valid = at::empty({count}, at::kBool);
   bool* data = valid.data_ptr<bool>();
   for (int64_t i = 0; i < count; ++i) data[i] = validity.is_valid(first + i);
@@ -105,9 +105,9 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
 class TorchPart final : public ExactPart {
  public:
   /// query, output: [heads, tokens, head_dim]; own: what the chunk saw of itself; sinks: [heads] or
-  /// undefined; column: of the first token.
+  /// undefined; position: of the first token.
   TorchPart(const Engine& engine, int64_t part, at::Tensor query, PartialAttention own,
-            const ScoreRule& rule, at::Tensor sinks, at::Tensor output, int64_t column)
+            const ScoreRule& rule, at::Tensor sinks, at::Tensor output, int64_t position)
       : engine_(engine),
         validity_(engine.sequences().validity(part)),
         query_(std::move(query)),
@@ -115,7 +115,7 @@ class TorchPart final : public ExactPart {
         rule_(rule),
         sinks_(std::move(sinks)),
         output_(std::move(output)),
-        column_(column) {}
+        position_(position) {}
 
   KeptTokens::Window window(int64_t most) const override {
     const int64_t count = std::min(most, query_.size(1));
@@ -126,7 +126,7 @@ class TorchPart final : public ExactPart {
     return {.queries = {bytes, bytes + queries.nbytes()},
             .log_sum_exp = {sums.data_ptr<float>(), sums.data_ptr<float>() + sums.numel()},
             .count = count,
-            .first_column = column_ + first,
+            .first_position = position_ + first,
             .scale = static_cast<float>(rule_.scale),
             .softcap = static_cast<float>(rule_.softcap)};
   }
@@ -171,11 +171,11 @@ class TorchPart final : public ExactPart {
   }
 
  private:
-  /// Merges keys and values [kv_heads, count, head_dim] that stand at columns `first`...
+  /// Merges keys and values [kv_heads, count, head_dim] that stand at positions `first`...
   void attend(const at::Tensor& keys, const at::Tensor& values, int64_t first) {
     std::optional<at::Tensor> allowed;
     if (first < validity_.all_valid_from()) {
-      const at::Tensor valid = valid_columns(validity_, first, keys.size(1), at::kCPU);
+      const at::Tensor valid = valid_positions(validity_, first, keys.size(1), at::kCPU);
       if (!valid.any().item<bool>()) return;
       allowed = valid.to(query_.device());
     }
@@ -189,7 +189,7 @@ class TorchPart final : public ExactPart {
   ScoreRule rule_;
   at::Tensor sinks_;
   at::Tensor output_;
-  int64_t column_;
+  int64_t position_;
 };
 
 /// A chunk's arrays as tensors, where they are.
@@ -237,23 +237,23 @@ class TorchChunk final : public ExactChunk {
       const int64_t heads = tensor.size(1) / apart;
       return tensor[part / apart].narrow(0, part % apart * heads, heads).narrow(1, begin, tokens);
     };
-    const int64_t column = past_ + begin;
+    const int64_t position = past_ + begin;
     const at::Tensor query = slice(query_);
     const at::Tensor keys = slice(keys_);
     const at::Tensor values = slice(values_);
     const TokenValidity& validity = engine_.sequences().validity(part);
     PartialAttention own;
-    if (validity.all_valid_from() <= column) {
+    if (validity.all_valid_from() <= position) {
       own = attend_part(query, keys, values, Causal::kYes, std::nullopt, rule_);
     } else {
-      const at::Tensor valid = valid_columns(validity, column, tokens, query.device());
+      const at::Tensor valid = valid_positions(validity, position, tokens, query.device());
       own = attend_masked(query, keys, values, valid, rule_);
     }
     const int64_t heads = query.size(0);
     at::Tensor sinks;
     if (sinks_.defined()) sinks = sinks_.narrow(0, part % apart * heads, heads);
     return std::make_unique<TorchPart>(engine_, part, query, std::move(own), rule_, sinks,
-                                       slice(output_), column);
+                                       slice(output_), position);
   }
 
  private:

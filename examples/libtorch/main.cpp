@@ -66,7 +66,7 @@ class Conversation {
     int64_t count = 0;
     for (bool is_last = false; !is_last; ++count) {
       // What the cache has not seen: the question, then one token at a time.
-      const std::vector<int64_t> unread(tokens_.begin() + cache_.cache().held().columns,
+      const std::vector<int64_t> unread(tokens_.begin() + cache_.cache().held().positions,
                                         tokens_.end());
       // As Python does, a question that is short enough for it is answered over what it selects.
       const bool is_short = static_cast<int64_t>(unread.size()) <= most;

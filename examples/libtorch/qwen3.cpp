@@ -130,12 +130,12 @@ at::Tensor Qwen3::norm(const at::Tensor& hidden, const at::Tensor& weight) const
   return weight * (wide * at::rsqrt(variance + norm_epsilon_)).to(hidden.scalar_type());
 }
 
-Qwen3::Rotation Qwen3::rotation(int64_t first_column, int64_t tokens) const {
+Qwen3::Rotation Qwen3::rotation(int64_t first_position, int64_t tokens) const {
   const int64_t dim = shape_.head_dim;
   const at::Tensor frequencies =
       1.0 / at::pow(at::Scalar(rope_theta_), at::arange(0, dim, 2, at::kFloat) / dim);
-  const at::Tensor columns = at::arange(first_column, first_column + tokens, at::kLong);
-  const at::Tensor angles = columns.unsqueeze(-1).to(at::kFloat) * frequencies;
+  const at::Tensor positions = at::arange(first_position, first_position + tokens, at::kLong);
+  const at::Tensor angles = positions.unsqueeze(-1).to(at::kFloat) * frequencies;
   const at::Tensor both = at::cat({angles, angles}, -1).unsqueeze(0);
   return {both.cos().to(dtype_), both.sin().to(dtype_)};
 }
@@ -164,7 +164,7 @@ at::Tensor Qwen3::forward(const std::vector<int64_t>& tokens, kvswap::TensorCach
   const at::InferenceMode inference;
   const auto count = static_cast<int64_t>(tokens.size());
   const at::Tensor ids = at::tensor(tokens, at::kLong).unsqueeze(0);
-  const Rotation turned = rotation(cache.cache().held().columns, count);
+  const Rotation turned = rotation(cache.cache().held().positions, count);
   at::Tensor hidden = at::embedding(embedding_, ids);
   for (int64_t i = 0; i < shape_.layers; ++i) {
     const Layer& layer = layers_[i];

@@ -39,7 +39,7 @@ class Qwen3 {
   };
 
   at::Tensor norm(const at::Tensor& hidden, const at::Tensor& weight) const;
-  Rotation rotation(int64_t first_column, int64_t tokens) const;
+  Rotation rotation(int64_t first_position, int64_t tokens) const;
   at::Tensor attention(int64_t index, const at::Tensor& hidden, const Rotation& rotation,
                        kvswap::TensorCache& cache) const;
 

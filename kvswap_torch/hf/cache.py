@@ -234,8 +234,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
             )
         with all_or_none(self._other_layers(), "crop", tokens_to_remove):
             if tokens_to_remove < 0:
-                self.driver.crop(max(0, self.driver.columns() + tokens_to_remove))
-                self.tokens.crop(self.driver.columns())
+                self.driver.crop(max(0, self.driver.positions() + tokens_to_remove))
+                self.tokens.crop(self.driver.positions())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i goes on as sequence ``beam_idx[i]``; nothing is rewritten on disk."""
@@ -339,7 +339,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
                 self.driver.check_open()  # another thread's close() gives the attention back
                 raise
             self._make_usable()
-            self.tokens.crop(self.driver.columns())
+            self.tokens.crop(self.driver.positions())
             self.tokens.begin(args, kwargs)
             self._pass = OpenPass(module, self.driver.begin_pass(), self._other_layers())
 
@@ -350,8 +350,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         if self._pass is not None and self._pass.is_of(module):
             if is_whole:
                 self._pass, self._others_changed = None, False
-                self.tokens.commit(columns := self.driver.columns())
-                self._reach.note(columns)
+                self.tokens.commit(positions := self.driver.positions())
+                self._reach.note(positions)
             else:
                 self._pass.fail()
 
@@ -362,7 +362,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
             return
         if self._others_changed:
             self._pass.take_back_others()
-        self.driver.take_back(self._pass.columns)
+        self.driver.take_back(self._pass.positions)
         self._pass, self._others_changed = None, False
 
     def before_layer(

@@ -107,11 +107,11 @@ def read(cache: KVSwapCache) -> DynamicCache:
     """A cache in memory with all that `cache` holds, which stays as it is."""
     cache.driver.check_open()
     dynamic = DynamicCache(config=cache.parts.config)
-    columns = cache.driver.columns()
+    positions = cache.driver.positions()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, DiskLayer):
             dynamic.layers[index] = copy.deepcopy(layer)
-        elif columns:
-            keys, values = cache.driver.session.read_back(layer.disk_index, 0, columns)
+        elif positions:
+            keys, values = cache.driver.session.read_back(layer.disk_index, 0, positions)
             dynamic.layers[index].update(keys, values)
     return dynamic

@@ -39,7 +39,7 @@ class Ahead(enum.IntEnum):
 
 
 class SessionDriver:
-    """The state a cache has beside the session itself: settings, validity of columns, projections.
+    """The state a cache has beside the session: settings, validity of positions, projections.
 
     `look_ahead` is built, and counted in the budget, where the settings ask for it.
 
@@ -156,9 +156,9 @@ class SessionDriver:
     def max_context(self) -> int:
         return -1 if self.budget.max_context is None else self.budget.max_context
 
-    def columns(self, layer: int = 0) -> int:
+    def positions(self, layer: int = 0) -> int:
         self.check_open()
-        return self.session.columns(layer)
+        return self.session.positions(layer)
 
     # One forward pass.
 
@@ -168,15 +168,15 @@ class SessionDriver:
         Parameters
         ----------
         batch, tokens
-            Of the new columns.
+            Of the new positions.
         mask
-            ``[batch, columns + tokens]`` bool, False where a column is padding; None: none is.
+            ``[batch, positions + tokens]`` bool, False where a position is padding; None: none is.
 
         Raises
         ------
         ValueError
             Another batch than before, a mask of another length, or one that contradicts what
-            earlier passes said about the same columns.
+            earlier passes said about the same positions.
         KVSwapError
             When an earlier pass stopped half-way.
         """
@@ -186,21 +186,21 @@ class SessionDriver:
                 "KVSwapCache: keys and values of all layers on disk must be cut together, got "
                 f"{len(self._cuts)} of {2 * self.parts.shape.layers}; cache.crop() does it at once"
             )
-        columns = self.session.common_columns()
-        if columns < 0:
+        positions = self.session.common_positions()
+        if positions < 0:
             raise KVSwapError("KVSwapCache: layers are out of step; call reset() and begin again")
         held = self.session.batch()
-        if columns and batch != held:
+        if positions and batch != held:
             raise ValueError(
                 f"KVSwapCache: batch must stay {held} until reset(), got {batch}; "
                 "to repeat sequences use batch_repeat_interleave()"
             )
-        refuse_rope_crossing(self.parts, columns, tokens)
+        refuse_rope_crossing(self.parts, positions, tokens)
         if not self._settled:
             self._open(FirstPass(batch, tokens))
             self._settled = True
         self._held = held
-        valid = self.padding.declare(columns, batch, tokens, mask)
+        valid = self.padding.declare(positions, batch, tokens, mask)
         if valid is None and self._declared:
             # A pass that failed declared what it did not append.
             valid = torch.ones(batch, tokens, dtype=torch.bool)
@@ -208,20 +208,20 @@ class SessionDriver:
         self.session.begin_pass(pass_of(tokens, self.config.select_queries_max), valid)
 
     def begin_pass(self) -> int:
-        """Columns before a pass that is about to begin; `take_back` comes back to this."""
-        columns = self.columns()
+        """Positions before a pass that is about to begin; `take_back` comes back to this."""
+        positions = self.positions()
         self.estimates.begin_pass()
         if self.parts.disk[0] > 0:  # the layer before it looks ahead before begin_forward()
             self._held = self.session.batch()
-        return columns
+        return positions
 
-    def take_back(self, columns: int) -> None:
-        """A pass has failed: every layer has the first `columns` columns again."""
-        if columns == 0:
+    def take_back(self, positions: int) -> None:
+        """A pass has failed: every layer has the first `positions` positions again."""
+        if positions == 0:
             self.reset()
             return
-        self.session.crop(columns)
-        self.padding.crop(columns)
+        self.session.crop(positions)
+        self.padding.crop(positions)
         self._declared = False
         self.estimates.take_back()
 
@@ -259,7 +259,7 @@ class SessionDriver:
         self._stored(layer)
 
     def _stored(self, layer: int) -> None:
-        """The pass's columns are in this layer."""
+        """The pass's positions are in this layer."""
         if layer == 0:
             self.padding.commit()
         if layer == self.parts.shape.layers - 1:
@@ -269,7 +269,7 @@ class SessionDriver:
 
     def bytes_beside(self) -> dict[str, int]:
         """Memory beside the session's, by use: what predicts queries, and a plug-in's."""
-        uses = self._beside(self.config, self.session.batch(), self.columns())
+        uses = self._beside(self.config, self.session.batch(), self.positions())
         return {use: size for use, size in uses.items() if size}
 
     @property
@@ -286,24 +286,24 @@ class SessionDriver:
 
     # The whole cache.
 
-    def crop_side(self, layer: int, side: str, columns: int) -> None:
+    def crop_side(self, layer: int, side: str, positions: int) -> None:
         """One layer's keys or values are to be cut; they are once all layers' have been."""
         self.check_open()
-        if self._cuts and columns not in self._cuts.values():
+        if self._cuts and positions not in self._cuts.values():
             raise ValueError(
                 "KVSwapCache: keys and values of all layers on disk must be cut alike, to "
-                f"{next(iter(self._cuts.values()))} columns, got {columns}"
+                f"{next(iter(self._cuts.values()))} positions, got {positions}"
             )
-        self._cuts[layer, side] = columns
+        self._cuts[layer, side] = positions
         if len(self._cuts) == 2 * self.parts.shape.layers:
             self._cuts.clear()
-            if columns < self.columns():
-                self.crop(columns)
+            if positions < self.positions():
+                self.crop(positions)
 
-    def crop(self, columns: int) -> None:
+    def crop(self, positions: int) -> None:
         self.check_open()
-        self.session.crop(columns)
-        self.padding.crop(columns)
+        self.session.crop(positions)
+        self.padding.crop(positions)
 
     def select_sequences(self, indices: Sequence[int]) -> None:
         self.check_open()

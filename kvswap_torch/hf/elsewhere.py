@@ -39,7 +39,7 @@ class LayerElsewhere(CacheLayerMixin):
         raise RankError("KVSwapCache: this layer is another rank's; its tokens came here")
 
     def get_seq_length(self) -> int:
-        return self.driver.columns()
+        return self.driver.positions()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -294,15 +294,15 @@ def unsupported(name: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"KVSwapCache: {name} {why}")
 
 
-def refuse_rope_crossing(parts: ModelParts, columns: int, tokens: int) -> None:
+def refuse_rope_crossing(parts: ModelParts, positions: int, tokens: int) -> None:
     """Long RoPE has other factors past the original length, which changes earlier keys."""
     rope = getattr(parts.decoder, "rotary_emb", None)
     original = getattr(parts.config, "original_max_position_embeddings", None)
     if getattr(rope, "rope_type", None) != "longrope" or original is None:
         return
-    if 0 < columns <= original < columns + tokens:
+    if 0 < positions <= original < positions + tokens:
         raise UnsupportedModelError(
             f"KVSwapCache: {parts.name} changes its rotary factors past {original} tokens, so a "
-            f"cache must not grow across that length, got {columns} + {tokens}; reset() and "
+            f"cache must not grow across that length, got {positions} + {tokens}; reset() and "
             "prefill the whole text at once (a prompt that is longer from the start is fine)"
         )

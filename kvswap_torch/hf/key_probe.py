@@ -24,9 +24,9 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     Parameters
     ----------
     ids
-        ``[batch, columns]``; None: not known.
+        ``[batch, positions]``; None: not known.
     valid
-        ``[batch, columns]`` bool; None: no padding.
+        ``[batch, positions]`` bool; None: no padding.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def _keys(cache: KVSwapCache, ids: torch.Tensor) -> DynamicCache:
 
 
 def _without_padding(valid: torch.Tensor | None, count: int, batch: int) -> int | None:
-    """A sequence whose first `count` columns are tokens."""
+    """A sequence whose first `count` positions are tokens."""
     if valid is None:
         return 0
     whole = (i for i in range(batch) if bool(valid[i, :count].all()))

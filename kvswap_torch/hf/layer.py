@@ -56,11 +56,11 @@ class DiskLayer(CacheLayerMixin):
         self._cut("values", cut)
 
     def _view(self, side: str) -> LayerView | None:
-        columns, parts = self.get_seq_length(), self.driver.parts
-        if columns == 0:
+        positions, parts = self.get_seq_length(), self.driver.parts
+        if positions == 0:
             return None
         batch = self.driver.session.batch()
-        shape = torch.Size((batch, parts.shape.kv_heads, columns, parts.shape.head_dim))
+        shape = torch.Size((batch, parts.shape.kv_heads, positions, parts.shape.head_dim))
         return LayerView(self.disk_index, side, shape, parts.dtype, parts.device)
 
     def _cut(self, side: str, cut: LayerView) -> None:
@@ -70,7 +70,7 @@ class DiskLayer(CacheLayerMixin):
                 f"KVSwapCache: {side} of a layer on disk can only be cut, as layer.{side} = "
                 f"layer.{side}[:, :, :n], got a {type(cut).__name__}; crop() cuts all at once"
             )
-        self.driver.crop_side(self.disk_index, side, cut.columns)
+        self.driver.crop_side(self.disk_index, side, cut.positions)
 
     @property
     def is_initialized(self) -> bool:
@@ -151,7 +151,7 @@ class DiskLayer(CacheLayerMixin):
         return self._sinks[1]
 
     def get_seq_length(self) -> int:
-        return self.driver.columns(self.disk_index)
+        return self.driver.positions(self.disk_index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -190,11 +190,11 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(own, "_torchdynamo_orig_callable")
 
 
-def _refuse_window(module: nn.Module, window: int, columns: int) -> None:
-    if window < columns:
+def _refuse_window(module: nn.Module, window: int, positions: int) -> None:
+    if window < positions:
         raise UnsupportedModelError(
             f"KVSwapCache: {type(module).__name__} has a sliding window of {window} tokens, which "
-            f"must be at least the context, got {columns}"
+            f"must be at least the context, got {positions}"
         )
 
 

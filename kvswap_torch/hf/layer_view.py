@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class LayerView:
-    """The keys or values of one layer, of which `columns` are meant.
+    """The keys or values of one layer, of which `positions` are meant.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class LayerView:
     side
         "keys" or "values".
     shape, dtype, device
-        As the tensor's would be: ``[batch, kv_heads, columns, head_dim]``.
+        As the tensor's would be: ``[batch, kv_heads, positions, head_dim]``.
     """
 
     layer: int
@@ -34,21 +34,21 @@ class LayerView:
     device: torch.device
 
     @property
-    def columns(self) -> int:
+    def positions(self) -> int:
         return self.shape[2]
 
     def __getitem__(self, index: Any) -> LayerView:
-        """``[:, :, :n]`` alone: the first n columns."""
+        """``[:, :, :n]`` alone: the first n positions."""
         everything = slice(None)
         if not (isinstance(index, tuple) and len(index) in (3, 4)):
             self._refuse(f"[{index!r}]")
-        *whole, columns = index[:3]
+        *whole, positions = index[:3]
         plain = all(part == everything for part in (*whole, *index[3:]))
-        if not (plain and isinstance(columns, slice) and columns.start in (None, 0)):
+        if not (plain and isinstance(positions, slice) and positions.start in (None, 0)):
             self._refuse("this index")
-        if columns.step not in (None, 1):
+        if positions.step not in (None, 1):
             self._refuse("a step")
-        kept = len(range(*columns.indices(self.columns)))
+        kept = len(range(*positions.indices(self.positions)))
         shape = torch.Size((*self.shape[:2], kept, self.shape[3]))
         return LayerView(self.layer, self.side, shape, self.dtype, self.device)
 

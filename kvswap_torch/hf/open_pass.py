@@ -24,15 +24,15 @@ class OpenPass:
     ----------
     module
         What was called, now about to run its forward.
-    columns
+    positions
         In the layers on disk, before it.
     others
         The layers that are not on disk.
     """
 
-    def __init__(self, module: nn.Module, columns: int, others: Sequence[Any]):
+    def __init__(self, module: nn.Module, positions: int, others: Sequence[Any]):
         self.module = module
-        self.columns = columns
+        self.positions = positions
         self.thread = threading.current_thread()
         self._others = others
         self._lengths = [_length(layer) for layer in others]
@@ -76,7 +76,7 @@ class OpenPass:
             A window has moved on, or a state of fixed size may have changed.
         """
         for layer, length in zip(self._others, self._lengths, strict=True):
-            if self.columns == 0:
+            if self.positions == 0:
                 layer.reset()
                 continue
             if length is None:
@@ -92,7 +92,7 @@ class OpenPass:
     @staticmethod
     def _refuse(layer: Any) -> NoReturn:
         raise KVSwapError(
-            "KVSwapCache: all layers must hold the same columns, but an earlier forward pass was "
+            "KVSwapCache: all layers must hold the same positions, but an earlier forward pass was "
             f"interrupted, and a {type(layer).__name__} has moved on and cannot be taken back; "
             "call reset() and begin again"
         )
@@ -116,7 +116,7 @@ def all_or_none(layers: list[Any], call: str, *arguments: Any) -> Iterator[None]
 
 
 def _length(layer: Any) -> int | None:
-    """Columns in a layer; None where it has no such thing."""
+    """Positions in a layer; None where it has no such thing."""
     return layer.get_seq_length() if hasattr(layer, "get_seq_length") else None
 
 

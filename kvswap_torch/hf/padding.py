@@ -1,4 +1,4 @@
-"""Which columns are padding: what masks said, and that they do not change their mind."""
+"""Which positions are padding: what masks said, and that they do not change their mind."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 
 
 class Padding:
-    """Validity of every column of every sequence; nothing is kept while all are valid.
+    """Validity of every position of every sequence; nothing is kept while all are valid.
 
-    A forward pass calls `declare`, and `commit` once its columns are stored, so that a pass that
+    A forward pass calls `declare`, and `commit` once its positions are stored, so that a pass that
     failed leaves no trace.
     """
 
     def __init__(self) -> None:
-        self._valid: torch.Tensor | None = None  # [batch, columns] bool; None: all valid
-        # Of the pass under way: columns before it, new columns, their validity (None: all valid).
+        self._valid: torch.Tensor | None = None  # [batch, positions] bool; None: all valid
+        # Of the pass under way: positions before it, new ones, their validity (None: all valid).
         self._declared: tuple[int, int, torch.Tensor | None] = (0, 0, None)
 
     def declare(
-        self, columns: int, batch: int, tokens: int, mask: torch.Tensor | None
+        self, positions: int, batch: int, tokens: int, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Checks `mask` ``[batch, columns + tokens]`` and returns its new part.
+        """Checks `mask` ``[batch, positions + tokens]`` and returns its new part.
 
         Returns
         -------
         Tensor or None
-            ``[batch, tokens]`` bool; None when all new columns are valid.
+            ``[batch, tokens]`` bool; None when all new positions are valid.
 
         Raises
         ------
@@ -37,10 +37,10 @@ class Padding:
         if mask is None:
             if self._valid is not None:
                 raise ValueError(
-                    "attention_mask: must be passed again, since earlier columns were declared as "
-                    "padding, got None; pass the mask of the whole text, padding included"
+                    "attention_mask: must be passed again, since earlier positions were declared "
+                    "as padding, got None; pass the mask of the whole text, padding included"
                 )
-            self._declared = (columns, tokens, None)
+            self._declared = (positions, tokens, None)
             return None
         if mask.dim() != 2:
             raise ValueError(
@@ -48,29 +48,29 @@ class Padding:
                 f"of shape {tuple(mask.shape)}; pass a mask [batch, tokens] or none, and for text "
                 "no token_type_ids"
             )
-        if tuple(mask.shape) != (batch, columns + tokens):
+        if tuple(mask.shape) != (batch, positions + tokens):
             raise ValueError(
-                f"attention_mask: must cover the {columns} columns in the cache and the {tokens} "
-                f"new ones, {[batch, columns + tokens]}, got {list(mask.shape)}"
+                f"attention_mask: must cover the {positions} positions in the cache and the "
+                f"{tokens} new ones, {[batch, positions + tokens]}, got {list(mask.shape)}"
             )
-        past, new = mask[:, :columns].bool(), mask[:, columns:].bool()
-        same = past.all() if self._valid is None else torch.equal(past, self._valid[:, :columns])
+        past, new = mask[:, :positions].bool(), mask[:, positions:].bool()
+        same = past.all() if self._valid is None else torch.equal(past, self._valid[:, :positions])
         if not same:
             raise ValueError(
-                "attention_mask: must say of earlier columns what it said when they came, but some "
-                "have changed between valid and padding; crop() them away first, or reset()"
+                "attention_mask: must say of earlier positions what it said when they came, but "
+                "some have changed between valid and padding; crop() them away first, or reset()"
             )
         if new.all():
-            self._declared = (columns, tokens, None)
+            self._declared = (positions, tokens, None)
             return None
-        self._declared = (columns, tokens, new.clone())
+        self._declared = (positions, tokens, new.clone())
         return self._declared[2]
 
     def commit(self) -> None:
-        """The declared columns are stored now."""
-        columns, tokens, new = self._declared
+        """The declared positions are stored now."""
+        positions, tokens, new = self._declared
         if new is not None and self._valid is None:
-            self._valid = torch.ones(len(new), columns, dtype=torch.bool, device=new.device)
+            self._valid = torch.ones(len(new), positions, dtype=torch.bool, device=new.device)
         if self._valid is not None:
             if new is None:
                 new = torch.ones(
@@ -80,7 +80,7 @@ class Padding:
 
     @property
     def valid(self) -> torch.Tensor | None:
-        """``[batch, columns]`` bool; None: all are."""
+        """``[batch, positions]`` bool; None: all are."""
         return self._valid
 
     def restore(self, valid: torch.Tensor | None) -> None:
@@ -93,19 +93,19 @@ class Padding:
         if self._valid is not None:
             held = min(end, self._valid.shape[1])
             valid[:, :held] = self._valid[:, :held]
-        columns, _, new = self._declared
-        if new is not None and columns < end:
-            valid[:, columns:] = new[:, : end - columns]
+        positions, _, new = self._declared
+        if new is not None and positions < end:
+            valid[:, positions:] = new[:, : end - positions]
         return valid[:, begin:]
 
     @property
     def newest(self) -> torch.Tensor | None:
-        """``[batch, tokens]``: validity of the columns declared last; None: all valid."""
+        """``[batch, tokens]``: validity of the positions declared last; None: all valid."""
         return self._declared[2]
 
-    def crop(self, columns: int) -> None:
+    def crop(self, positions: int) -> None:
         if self._valid is not None:
-            self._valid = self._valid[:, :columns]
+            self._valid = self._valid[:, :positions]
             if self._valid.all():
                 self._valid = None
 

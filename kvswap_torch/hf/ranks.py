@@ -88,14 +88,14 @@ class Ranks:
                     "settings to every process"
                 )
 
-    def check_in_step(self, tokens: torch.Tensor | None, columns: int) -> None:
+    def check_in_step(self, tokens: torch.Tensor | None, positions: int) -> None:
         """Before a forward pass: all ranks must run the same tokens at the same place.
 
         Parameters
         ----------
         tokens
             ``[batch, tokens]`` ids, or embeddings, or None.
-        columns
+        positions
             Tokens in the cache.
         """
         if self._has_ended:
@@ -103,7 +103,7 @@ class Ranks:
                 "KVSwapCache: ranks that run one model must all go on, but an earlier pass failed "
                 "on one of them; start all processes again"
             )
-        here = torch.tensor([columns, *_fingerprint(tokens)], dtype=torch.int64)
+        here = torch.tensor([positions, *_fingerprint(tokens)], dtype=torch.int64)
         told = [torch.empty_like(here) for _ in range(self.size)]
         dist.all_gather(told, here, group=self._group)
         different = [rank for rank in range(self.size) if not torch.equal(told[rank], told[0])]

@@ -64,10 +64,10 @@ def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) ->
     count = min(wanted.shape[1], saved.shape[1])
     differs = (wanted[:, :count] != saved[:, :count]).nonzero()
     if len(differs):
-        sequence, column = differs[differs[:, 1].argmin()].tolist()
+        sequence, position = differs[differs[:, 1].argmin()].tolist()
         raise ConfigError(
-            f"open: {path} must hold the tokens of input_ids, but token {column} of sequence "
-            f"{sequence} is {int(saved[sequence, column])}, got {int(wanted[sequence, column])}"
+            f"open: {path} must hold the tokens of input_ids, but token {position} of sequence "
+            f"{sequence} is {int(saved[sequence, position])}, got {int(wanted[sequence, position])}"
         )
 
 

@@ -45,8 +45,8 @@ class Start:
     ranks: list[int]
     calibrated: bool
     estimated: dict[int, str]
-    valid: torch.Tensor | None  # [batch, columns]
-    ids: torch.Tensor | None  # [batch, columns]
+    valid: torch.Tensor | None  # [batch, positions]
+    ids: torch.Tensor | None  # [batch, positions]
     source: str
 
 
@@ -81,7 +81,7 @@ class Saving:
         None while it is empty, or where a pass was given embeddings in the place of ids.
         """
         self._make_usable()
-        self.tokens.crop(self.driver.columns())
+        self.tokens.crop(self.driver.positions())
         return self.tokens.ids
 
     def save(self: KVSwapCache, path: str | Path, overwrite: bool = False) -> None:
@@ -116,7 +116,7 @@ class Saving:
                 "save: the cache must be one process's, and this one is a part of a model that "
                 "several processes run; save from a model that one process runs"
             )
-        if self.driver.columns() == 0:
+        if self.driver.positions() == 0:
             raise KVSwapError("save: the cache must hold tokens, and is empty; prefill first")
         tensors: dict[str, torch.Tensor] = {}
         others = [
@@ -243,7 +243,7 @@ class Saving:
         self._make_usable()
         if self.parts.placement.is_shared:
             raise KVSwapError("fork: the cache must be one process's, and this one is a part")
-        if self.driver.columns() == 0:
+        if self.driver.positions() == 0:
             raise KVSwapError("fork: the cache must hold tokens, and is empty; prefill first")
         driver = self.driver
         start = Start(

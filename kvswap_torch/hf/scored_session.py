@@ -29,7 +29,7 @@ class ScoredSession:
     room
         Bytes of the budget that were set aside for the plug-in; None: there is no budget.
     padding
-        Says which columns are padding.
+        Says which positions are padding.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class ScoredSession:
 
     # The whole cache.
 
-    def crop(self, columns: int) -> None:
-        self._session.crop(columns)
-        left = self._sealed(columns)
+    def crop(self, positions: int) -> None:
+        self._session.crop(positions)
+        left = self._sealed(positions)
         for layer in [layer for layer, told in self._told.items() if told > left]:
             self._told[layer] = left
             self._plug_in.truncate(layer, left)
@@ -113,15 +113,15 @@ class ScoredSession:
 
     # How.
 
-    def _sealed(self, columns: int) -> int:
-        """Of so many columns those that are on disk once they have been attended."""
+    def _sealed(self, positions: int) -> int:
+        """Of so many positions those that are on disk once they have been attended."""
         group = self._config.group_tokens
-        return max(0, columns - self._config.tail_tokens) // group * group
+        return max(0, positions - self._config.tail_tokens) // group * group
 
     def _sealing(self, layer: int, keys: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
         """What of the layer, and of `keys` that are to come, will be sealed: until where, and the
         keys of it that the plug-in has not seen. Asked before: older ones are in memory still."""
-        held, told = self.columns(layer), self._told.get(layer, 0)
+        held, told = self.positions(layer), self._told.get(layer, 0)
         end = self._sealed(held + (0 if keys is None else keys.shape[2]))
         if end <= told or self._config.is_exact(layer):
             return told, None
@@ -152,7 +152,7 @@ class ScoredSession:
         )
 
     def _check_room(self, layer: int, keys: torch.Tensor) -> None:
-        tokens = self.columns(layer) + keys.shape[2]
+        tokens = self.positions(layer) + keys.shape[2]
         if self._room is None:
             return
         need = told_bytes(self._plug_in, len(keys), tokens)

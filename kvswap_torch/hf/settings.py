@@ -38,7 +38,7 @@ def budget_of(
     """What the user said, checked."""
     if kv_memory_bytes is not None:
         kv_memory_bytes = parse_bytes(kv_memory_bytes, "kv_memory_bytes")
-    # Columns are of 32 bits in the session.
+    # Positions are of 32 bits in the session.
     for name, value, most in (
         ("max_context", max_context, 2**31 - 1),
         ("max_batch", max_batch, 65536),

@@ -186,7 +186,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
     shared = ledger.pop("shared", 0)
     ledger.pop("limit", None)
     ledger |= beside
-    tokens, batch = driver.columns(), session.batch()
+    tokens, batch = driver.positions(), session.batch()
     attended, loaded = counters["groups_attended"], counters["groups_loaded"]
     decoded = counters["sequences"] / shape.layers
     each = 1 / max(1.0, decoded)

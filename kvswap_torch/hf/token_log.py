@@ -9,7 +9,7 @@ import torch
 
 
 class TokenLog:
-    """``[batch, columns]`` token ids, as long as every pass was given ids.
+    """``[batch, positions]`` token ids, as long as every pass was given ids.
 
     A pass calls `begin` and, once it is whole, `commit`, so that one that failed leaves no trace.
     After a pass over embeddings alone, the ids are not known until `reset`.
@@ -26,10 +26,10 @@ class TokenLog:
         is_ids = isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point()
         self._begun = ids if is_ids else None
 
-    def commit(self, columns: int) -> None:
-        """The pass has run; the cache holds `columns` columns now."""
+    def commit(self, positions: int) -> None:
+        """The pass has run; the cache holds `positions` positions now."""
         begun, self._begun = self._begun, None
-        new = columns - self.columns
+        new = positions - self.positions
         if new == 0 or not self.is_known:
             return
         if begun is None or begun.shape[1] != new:
@@ -40,7 +40,7 @@ class TokenLog:
             self._pieces = [torch.cat(self._pieces, 1)]
 
     @property
-    def columns(self) -> int:
+    def positions(self) -> int:
         return sum(piece.shape[1] for piece in self._pieces)
 
     @property
@@ -57,9 +57,9 @@ class TokenLog:
         self._pieces = [] if ids is None else [ids.clone()]
         self.is_known = ids is not None
 
-    def crop(self, columns: int) -> None:
-        if self._pieces and columns < self.columns:
-            self._pieces = [self.ids[:, :columns]]
+    def crop(self, positions: int) -> None:
+        if self._pieces and positions < self.positions:
+            self._pieces = [self.ids[:, :positions]]
 
     def select(self, indices: Sequence[int]) -> None:
         if self._pieces:

@@ -28,7 +28,7 @@ class ValuedSession:
         self._session = session
         self._plug_in = plug_in
         self._config = config
-        # Of a layer: the first column, keys and values of what nobody has attended yet.
+        # Of a layer: the first position, keys and values of what nobody has attended yet.
         self._waiting: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class ValuedSession:
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._settle(layer)
-        first = self._session.columns(layer)
+        first = self._session.positions(layer)
         self._session.append(layer, keys, values)
         self._waiting[layer] = first, keys, values
 
@@ -60,12 +60,12 @@ class ValuedSession:
         self._value(layer, query, keys, values)
         return output
 
-    def crop(self, columns: int) -> None:
-        self._session.crop(columns)
+    def crop(self, positions: int) -> None:
+        self._session.crop(positions)
         for layer, (first, *tokens) in list(self._waiting.items()):
             del self._waiting[layer]
-            if first < columns:
-                self._value(layer, None, *(part[:, :, : columns - first] for part in tokens))
+            if first < positions:
+                self._value(layer, None, *(part[:, :, : positions - first] for part in tokens))
 
     def select_sequences(self, indices: Sequence[int]) -> None:
         for layer in list(self._waiting):

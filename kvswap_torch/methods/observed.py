@@ -8,17 +8,17 @@ import torch
 def most_attended(
     mass: torch.Tensor, may_stay: torch.Tensor, tokens: int, pool: int, floor: float = 0.0
 ) -> torch.Tensor:
-    """The columns of the `tokens` with most mass, averaged over `pool` neighbours; rising."""
+    """The positions of the `tokens` with most mass, averaged over `pool` neighbours; rising."""
     return by_mass(mass, may_stay, pool, floor)[:tokens].sort().values
 
 
 def by_mass(
     mass: torch.Tensor, may_stay: torch.Tensor, pool: int, floor: float = 0.0
 ) -> torch.Tensor:
-    """All columns that may stay, those with most mass first, averaged over `pool` neighbours.
+    """All positions that may stay, those with most mass first, averaged over `pool` neighbours.
 
-    mass: ``[columns]``, the attention that each was paid (SnapKV 4.1, PRKV 3.4); may_stay: bool
-    ``[columns]``. Ties go to the lower column; what has no more than `floor` never stays.
+    mass: ``[positions]``, the attention that each was paid (SnapKV 4.1, PRKV 3.4); may_stay: bool
+    ``[positions]``. Ties go to the lower position; what has no more than `floor` never stays.
     """
     padded = torch.nn.functional.pad(mass, ((pool - 1) // 2, pool // 2))
     pooled = torch.zeros_like(mass)
@@ -31,7 +31,7 @@ def by_mass(
 def agreement(weights: torch.Tensor, k: int) -> float:
     """On how many of their k best tokens a window's first and last query agree (PRKV (4)).
 
-    weights: ``[heads, queries, tokens]``; the mean over heads. Ties go to the lower column.
+    weights: ``[heads, queries, tokens]``; the mean over heads. Ties go to the lower position.
     """
     agreed = 0
     for of_head in weights:
@@ -46,13 +46,13 @@ def agreement(weights: torch.Tensor, k: int) -> float:
 def attention_paid(
     keys: torch.Tensor,
     query: torch.Tensor,
-    first_column: int,
+    first_position: int,
     log_sum_exp: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """What each token is paid, summed over queries, averaged over heads: ``[tokens]``."""
-    weights = attention_weights(keys, query, first_column, log_sum_exp, scale, softcap)
+    weights = attention_weights(keys, query, first_position, log_sum_exp, scale, softcap)
     return weights.sum(1).mean(0)
 
 
@@ -60,7 +60,7 @@ def log_sum_exp(
     keys: torch.Tensor,
     valid: torch.Tensor,
     query: torch.Tensor,
-    first_column: int,
+    first_position: int,
     scale: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
@@ -69,7 +69,7 @@ def log_sum_exp(
     valid: bool ``[tokens]``; the others as `attention_weights`.
     """
     scores = _scores(keys, query, scale, softcap)
-    seen = torch.ones_like(scores[0], dtype=torch.bool).tril(first_column) & valid
+    seen = torch.ones_like(scores[0], dtype=torch.bool).tril(first_position) & valid
     return scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
 
 
@@ -82,7 +82,7 @@ def _scores(keys: torch.Tensor, query: torch.Tensor, scale: float, softcap: floa
 def attention_weights(
     keys: torch.Tensor,
     query: torch.Tensor,
-    first_column: int,
+    first_position: int,
     log_sum_exp: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
@@ -90,8 +90,8 @@ def attention_weights(
     """What each query of each head pays each token: ``[heads, queries, tokens]``.
 
     keys: ``[kv_heads, tokens, head_dim]``; query: ``[heads, queries, head_dim]``, of which query i
-    stands at column first_column + i and sees no later one; log_sum_exp: ``[heads, queries]``, of
-    all that they attended; softcap: scores become softcap * tanh(score / softcap).
+    stands at first_position + i and sees no later one; log_sum_exp: ``[heads, queries]``, of all
+    that they attended; softcap: scores become softcap * tanh(score / softcap).
     """
     scores = _scores(keys, query, scale, softcap)
-    return (scores - log_sum_exp[..., None]).exp().tril(first_column)
+    return (scores - log_sum_exp[..., None]).exp().tril(first_position)

@@ -18,7 +18,7 @@ class Decisions:
     def __init__(self, options: Any):
         self._options = options
         self._estimate: Callable[..., Any] | None = None
-        self._estimated: dict[int, int] = {}  # of a layer: the columns that its estimate is above
+        self._estimated: dict[int, int] = {}  # of a layer: the positions that its estimate is above
 
     def set_estimate(self, estimate: Callable[..., Any]) -> None:
         self._estimate = estimate
@@ -32,7 +32,7 @@ class Decisions:
             and layer not in made.true_query_layers
             and self.kind == "decode"
             and tokens <= made.select_queries_max
-            and self.columns(layer) >= made.tail_tokens + made.group_tokens
+            and self.positions(layer) >= made.tail_tokens + made.group_tokens
         )
         if not is_of_use:
             return 0
@@ -53,7 +53,7 @@ class Decisions:
     def _estimate_from_chunk(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> None:
         """Before a long chunk that leaves more groups than may be attended is stored."""
         made, tokens = self._options, keys.shape[2]
-        held = self.columns(layer)
+        held = self.positions(layer)
         groups = (held + tokens - made.tail_tokens) // made.group_tokens
         says_much = self.kind == "prefill" and tokens > made.select_queries_max
         if self._is_without(layer) and says_much and groups > made.groups_max:
@@ -65,7 +65,7 @@ class Decisions:
         says_much = self.kind == "prefill" and tokens > self._options.select_queries_max
         if says_much or not self.needs_projection(layer):
             return
-        state, held = self._layers[layer], self.columns(layer)
+        state, held = self._layers[layer], self.positions(layer)
         begin = max(0, held - KEYS_READ_BACK)
         keys, valid = state.keys[:, :, begin:].clone(), state.valid[:, begin:]
         self._put_estimate(layer, keys, None, valid, held - 1)
@@ -77,8 +77,8 @@ class Decisions:
         self.set_projection(layer, *self._estimate(layer, keys, query, told, self._ranks[layer]))
         self._estimated[layer] = stands_above
 
-    def _forget_estimates(self, columns: int) -> None:
-        """So many columns are left: what an estimate was made from may be gone."""
+    def _forget_estimates(self, positions: int) -> None:
+        """So many positions are left: what an estimate was made from may be gone."""
         for layer, above in self._estimated.items():
-            if columns <= above:
+            if positions <= above:
                 self._estimated[layer] = -1

@@ -65,4 +65,4 @@ class Division:
                 if kept.chosen is not None:
                     kept.is_due, kept.queries_since, kept.joined = False, 0, state.sealed
                 kept.ranked = (kept.ranked if kept.chosen is None else kept.chosen)[:count]
-                kept.columns, kept.chosen = set(kept.ranked), None
+                kept.positions, kept.chosen = set(kept.ranked), None

@@ -26,64 +26,66 @@ from tests.reference import float8_rounded
 class Kept:
     """Of one layer and sequence."""
 
-    columns: set[int] = field(default_factory=set)
+    positions: set[int] = field(default_factory=set)
     mass: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     decay: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     queries_since: int = 0
     is_staggered: bool = False  # `queries_since` began where that of others did not
-    seen: int = 0  # columns whose queries have counted
+    seen: int = 0  # positions whose queries have counted
     is_due: bool = False
-    joined: int = 0  # columns before here had their chance to join
+    joined: int = 0  # positions before here had their chance to join
     stay: list[int] | None = None  # who stays if there is no room, the best first
-    # Of `columns`, those in e4m3: K and V [kv_heads, head_dim].
+    # Of `positions`, those in e4m3: K and V [kv_heads, head_dim].
     rounded: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     quality: float | None = None
     overlap: float | None = None
     spread: tuple[float, float] | None = None  # CAKE's
     candidates: int = 0
-    ranked: list[int] = field(default_factory=list)  # of `columns`, the best first
+    ranked: list[int] = field(default_factory=list)  # of `positions`, the best first
     chosen: list[int] | None = None  # not kept yet, the best first
     # Of the newest long chunk, or with keep_scores=disk the newest of all: queries
-    # [heads, n, head_dim], the first one's column, and their log-sum-exps [heads, n] or None.
+    # [heads, n, head_dim], the first one's position, and their log-sum-exps [heads, n] or None.
     window: tuple[torch.Tensor, int, torch.Tensor | None] | None = None
 
-    def grow(self, columns: int) -> None:
-        missing = max(0, columns - len(self.mass))
+    def grow(self, positions: int) -> None:
+        missing = max(0, positions - len(self.mass))
         self.mass = torch.nn.functional.pad(self.mass, (0, missing))
 
-    def crop(self, sealed: int, columns: int, step: int) -> None:
-        self.columns = {column for column in self.columns if column < sealed}
+    def crop(self, sealed: int, positions: int, step: int) -> None:
+        self.positions = {position for position in self.positions if position < sealed}
         self.joined = min(self.joined, sealed)
-        self.ranked = [column for column in self.ranked if column < sealed]
-        if columns == 0:
+        self.ranked = [position for position in self.ranked if position < sealed]
+        if positions == 0:
             self.spread = None
-        self.rounded = {column: kv for column, kv in self.rounded.items() if column < sealed}
+        self.rounded = {position: kv for position, kv in self.rounded.items() if position < sealed}
         if self.stay is not None:
-            self.stay = [column for column in self.stay if column < sealed]
-        if self.seen - columns > step:  # less may be a step that is made again
-            self.mass, self.decay = self.mass[:columns], self.decay[:columns]
-            self.seen = columns
+            self.stay = [position for position in self.stay if position < sealed]
+        if self.seen - positions > step:  # less may be a step that is made again
+            self.mass, self.decay = self.mass[:positions], self.decay[:positions]
+            self.seen = positions
         if self.window is not None and self.window[2] is None:
-            self.window = _until(self.window, columns)
+            self.window = _until(self.window, positions)
 
-    def take_queries(self, query: torch.Tensor, first_column: int, most: int) -> None:
+    def take_queries(self, query: torch.Tensor, first_position: int, most: int) -> None:
         """Decoded ones, ``[heads, n, head_dim]``."""
-        old = None if self.window is None else _until(self.window, first_column)
-        if old is not None and old[1] + old[0].shape[1] == first_column:
-            first_column, query = old[1], torch.cat([old[0], query], 1)
-        first_column += max(0, query.shape[1] - most)
-        self.window = (query[:, -most:], first_column, None)
+        old = None if self.window is None else _until(self.window, first_position)
+        if old is not None and old[1] + old[0].shape[1] == first_position:
+            first_position, query = old[1], torch.cat([old[0], query], 1)
+        first_position += max(0, query.shape[1] - most)
+        self.window = (query[:, -most:], first_position, None)
 
     def whole_groups(self, group: int) -> set[int]:
-        groups = {column // group for column in self.columns}
-        return {g for g in groups if self.columns >= set(range(g * group, (g + 1) * group))}
+        groups = {position // group for position in self.positions}
+        return {g for g in groups if self.positions >= set(range(g * group, (g + 1) * group))}
 
 
-def _until(window: Any, columns: int) -> Any:
+def _until(window: Any, positions: int) -> Any:
     """A window without the queries that stand there or later; None: there is none left."""
-    query, first_column, _ = window
+    query, first_position, _ = window
     return (
-        (query[:, : columns - first_column], first_column, None) if columns > first_column else None
+        (query[:, : positions - first_position], first_position, None)
+        if positions > first_position
+        else None
     )
 
 
@@ -108,31 +110,31 @@ class ReferenceKeeper(Division):
         tokens = query.shape[2]
         if self._options.keeper == "outliers":
             for kept in state.kept:
-                kept.is_due, kept.seen = True, state.columns
+                kept.is_due, kept.seen = True, state.positions
             return
         for sequence, kept in enumerate([] if self._is_given else state.kept):
             valid = state.valid[sequence].nonzero().flatten()
-            first = int(valid[0]) if len(valid) else state.columns
-            counted = min(tokens, state.columns - first, self._options.keep_window)
+            first = int(valid[0]) if len(valid) else state.positions
+            counted = min(tokens, state.positions - first, self._options.keep_window)
             if counted > 0:
                 newest = slice(-counted, None)
                 kept.window = (
                     query[sequence, :, newest],
-                    state.columns - counted,
+                    state.positions - counted,
                     log_sum_exp[sequence, :, newest],
                 )
-                kept.is_due, kept.seen, kept.overlap = True, state.columns, None
+                kept.is_due, kept.seen, kept.overlap = True, state.positions, None
 
     def give_worth(self, state, worth: torch.Tensor, decay: torch.Tensor | None) -> None:
         """Of the newest tokens: ``[batch, tokens]``."""
         tokens, interval = worth.shape[1], self._options.keep_interval
         for sequence, kept in enumerate(state.kept):
-            first = state.columns - tokens
+            first = state.positions - tokens
             lost = torch.zeros_like(worth) if decay is None else decay
             kept.mass = torch.cat([kept.mass[:first], worth[sequence]])
             kept.decay = torch.cat([kept.decay[:first], lost[sequence]])
-            fresh = min(tokens, max(0, state.columns - kept.seen))
-            kept.seen = max(kept.seen, state.columns)
+            fresh = min(tokens, max(0, state.positions - kept.seen))
+            kept.seen = max(kept.seen, state.positions)
             if first < state.prefilled:
                 kept.is_due = True
             else:
@@ -144,13 +146,13 @@ class ReferenceKeeper(Division):
         if self.joins:
             return self._turn_after_prompt(state, sequence, sinks, scale)
         if self._is_given:
-            age = state.columns - torch.arange(state.sealed)
+            age = state.positions - torch.arange(state.sealed)
             worth = kept.mass[: state.sealed] - age * kept.decay[: state.sealed]
             may_stay = state.valid[sequence, : state.sealed].clone()
             for sink in sinks:
                 may_stay[sink * group : (sink + 1) * group] = False
             chosen = most_attended(worth, may_stay, self._options.keep_tokens, 1, -torch.inf)
-            kept.columns = set(chosen.tolist())
+            kept.positions = set(chosen.tolist())
             kept.queries_since, kept.is_due = 0, False
             return
         if self._options.keeper == "outliers":
@@ -159,7 +161,7 @@ class ReferenceKeeper(Division):
             may_stay = self._may_stay(state, sequence, sinks, 0, state.sealed)
             most = self._options.keep_tokens // group * group
             worth = worth.repeat_interleave(group)
-            kept.columns = set(most_attended(worth, may_stay, most, 1, -torch.inf).tolist())
+            kept.positions = set(most_attended(worth, may_stay, most, 1, -torch.inf).tolist())
             kept.is_due = False
             return
         since = kept.queries_since % self._options.keep_interval if self._reads_disk else 0
@@ -173,10 +175,10 @@ class ReferenceKeeper(Division):
         if self._options.keep_layer_shares:
             most = self.share_of_layer(layer)
         if kept.window is not None:
-            query, first_column, sums = kept.window
+            query, first_position, sums = kept.window
             sums = self._sums(state, sequence, scale) if sums is None else sums
             keys = state.keys[sequence, :, : state.sealed]
-            weights = attention_weights(keys, query, first_column, sums, scale, self.softcap)
+            weights = attention_weights(keys, query, first_position, sums, scale, self.softcap)
             kept.mass = weights[self._asked(layer)].sum(1).mean(0)
             kept.mass = kept.mass * state.valid[sequence, : state.sealed]
         kept.grow(state.sealed)
@@ -185,16 +187,16 @@ class ReferenceKeeper(Division):
         for sink in sinks:
             may_stay[sink * group : (sink + 1) * group] = False
         pool = 1 if self._sums_up else self._options.keep_pool
-        kept.columns = set(most_attended(kept.mass, may_stay, most, pool).tolist())
+        kept.positions = set(most_attended(kept.mass, may_stay, most, pool).tolist())
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
         kept.queries_since, kept.is_due = since, False
         kept.window = (*kept.window[:2], None) if self._reads_disk else None
 
     def _sums(self, state, sequence: int, scale: float) -> torch.Tensor:
         """Of what the window's queries see: [heads, queries]."""
-        query, first_column, _ = state.kept[sequence].window
+        query, first_position, _ = state.kept[sequence].window
         all_keys, valid = state.keys[sequence], state.valid[sequence]
-        sums = log_sum_exp(all_keys, valid, query, first_column, scale, self.softcap)
+        sums = log_sum_exp(all_keys, valid, query, first_position, scale, self.softcap)
         if self.head_sinks is None:
             return sums
         return torch.logaddexp(sums, self.head_sinks[:, None])
@@ -214,11 +216,11 @@ class ReferenceKeeper(Division):
 
     def overlap(self, state, sequence: int, scale: float) -> float:
         """Of the window's first and last query."""
-        query, first_column, sums = state.kept[sequence].window
+        query, first_position, sums = state.kept[sequence].window
         sums = self._sums(state, sequence, scale) if sums is None else sums
         keys = state.keys[sequence, :, : state.sealed]
-        weights = attention_weights(keys, query, first_column, sums, scale, self.softcap)
-        before = min(first_column, state.sealed)
+        weights = attention_weights(keys, query, first_position, sums, scale, self.softcap)
+        before = min(first_position, state.sealed)
         weights = weights[:, :, :before][:, :, state.valid[sequence, :before]]
         return agreement(weights, self._options.groups_max * self._options.group_tokens)
 
@@ -232,8 +234,8 @@ class ReferenceKeeper(Division):
 
     def _newcomers(self, *which: Any) -> list[int]:
         """The newest, where there are more than there is room for."""
-        columns = self._may_stay(*which).nonzero().flatten().tolist()
-        return columns[-self._options.keep_tokens :]
+        positions = self._may_stay(*which).nonzero().flatten().tolist()
+        return positions[-self._options.keep_tokens :]
 
     def _turn_after_prompt(self, state, sequence: int, sinks: list[int], scale: float) -> None:
         kept, options = state.kept[sequence], self._options
@@ -247,7 +249,7 @@ class ReferenceKeeper(Division):
         may_stay[observed:] = False
         room = options.keep_tokens - len(fresh)
         chosen = most_attended(worth, may_stay, room, options.keep_pool).tolist()
-        kept.columns, kept.rounded = {*chosen, *fresh}, {}
+        kept.positions, kept.rounded = {*chosen, *fresh}, {}
         if options.keep_ratio is None:
             before = min(kept.window[1], state.sealed)
             is_valid = state.valid[sequence, :before]
@@ -264,10 +266,10 @@ class ReferenceKeeper(Division):
         """What was sealed since is kept, where there is no room in the place of some that are."""
         kept = state.kept[sequence]
         fresh = self._newcomers(state, sequence, sinks, kept.joined, state.sealed)
-        in_dtype = len(kept.columns) - len(kept.rounded)
+        in_dtype = len(kept.positions) - len(kept.rounded)
         if not self._fit(in_dtype + len(fresh), len(kept.rounded)):
             self._make_room(state, sequence, len(fresh), self._ratio(state, sequence, layers))
-        kept.columns |= set(fresh)
+        kept.positions |= set(fresh)
         kept.joined, kept.stay = state.sealed, None
 
     def _ratio(self, state, sequence: int, layers: Any) -> float:
@@ -283,52 +285,54 @@ class ReferenceKeeper(Division):
         most = math.floor(ratio * self._options.keep_tokens + 0.5)
         in_dtype: list[int] = []
         in_float8: list[int] = []
-        for column in sorted(kept.columns) if kept.stay is None else kept.stay:
-            is_float8 = len(in_dtype) >= most or column in kept.rounded
+        for position in sorted(kept.positions) if kept.stay is None else kept.stay:
+            is_float8 = len(in_dtype) >= most or position in kept.rounded
             more = (0, 1) if is_float8 else (1, 0)
             if not self._fit(len(in_dtype) + fresh + more[0], len(in_float8) + more[1]):
                 break
-            (in_float8 if is_float8 else in_dtype).append(column)
+            (in_float8 if is_float8 else in_dtype).append(position)
         kept.rounded = self._rounded(state, sequence, sorted(in_float8))
-        kept.columns = {*in_dtype, *in_float8}
+        kept.positions = {*in_dtype, *in_float8}
 
-    def _rounded(self, state, sequence: int, columns: list[int]) -> dict:
+    def _rounded(self, state, sequence: int, positions: list[int]) -> dict:
         """In pages of a group's tokens, which share an exponent of each KV head and side."""
         rounded = {}
         kept, group = state.kept[sequence], self._options.group_tokens
-        for first in range(0, len(columns), group):
-            page = columns[first : first + group]
+        for first in range(0, len(positions), group):
+            page = positions[first : first + group]
             sides = [
                 float8_rounded(
                     torch.stack(
                         [
-                            kept.rounded[column][side]
-                            if column in kept.rounded
-                            else (state.keys, state.values)[side][sequence, :, column]
-                            for column in page
+                            kept.rounded[position][side]
+                            if position in kept.rounded
+                            else (state.keys, state.values)[side][sequence, :, position]
+                            for position in page
                         ],
                         1,
                     )
                 )
                 for side in (0, 1)
             ]
-            rounded |= {column: (sides[0][:, i], sides[1][:, i]) for i, column in enumerate(page)}
+            rounded |= {
+                position: (sides[0][:, i], sides[1][:, i]) for i, position in enumerate(page)
+            }
         return rounded
 
     def observe_kept(self, state, sequence: int, sinks: list[int], weights) -> None:
-        """After a step that nothing is sealed of yet: weights [heads, queries, columns]."""
+        """After a step that nothing is sealed of yet: weights [heads, queries, positions]."""
         kept, options = state.kept[sequence], self._options
         kept.stay = None
-        if kept.is_due or not kept.columns:
+        if kept.is_due or not kept.positions:
             return
         fresh = self._newcomers(state, sequence, sinks, kept.joined, state.sealed)
-        in_dtype = len(kept.columns) - len(kept.rounded)
+        in_dtype = len(kept.positions) - len(kept.rounded)
         if self._fit(in_dtype + len(fresh), len(kept.rounded)):
             return
-        is_kept = torch.zeros(state.columns, dtype=torch.bool)
-        is_kept[sorted(kept.columns)] = True
+        is_kept = torch.zeros(state.positions, dtype=torch.bool)
+        is_kept[sorted(kept.positions)] = True
         worth = token_worth(weights, state.keys.shape[1], options.keep_variance) * is_kept
-        stay = math.floor(options.keep_slack * len(kept.columns))
+        stay = math.floor(options.keep_slack * len(kept.positions))
         kept.stay = by_mass(worth, is_kept, options.keep_pool, -torch.inf)[:stay].tolist()
 
     def _stagger(self, state, sequence: int) -> int:
@@ -340,11 +344,11 @@ class ReferenceKeeper(Division):
         return self._options.keep_interval * number // (self._options.layers * batch * heads)
 
     def observe_step(self, state, weights, query) -> None:
-        """After a step: weights [batch, heads, queries, columns], query as in attend()."""
+        """After a step: weights [batch, heads, queries, positions], query as in attend()."""
         interval = self._options.keep_interval
         is_counted = interval and not self._is_given and not self.joins
         for sequence, kept in enumerate(state.kept if is_counted else []):
-            fresh = min(weights.shape[2], max(0, state.columns - kept.seen))
+            fresh = min(weights.shape[2], max(0, state.positions - kept.seen))
             is_observed = (
                 self._sums_up or kept.queries_since + self._options.keep_window >= interval
             )
@@ -352,14 +356,14 @@ class ReferenceKeeper(Division):
                 kept.queries_since = self._stagger(state, sequence)
                 kept.is_staggered = True
             kept.queries_since += fresh
-            kept.seen = max(kept.seen, state.columns)
+            kept.seen = max(kept.seen, state.positions)
             kept.is_due = kept.is_due or kept.queries_since >= interval
             if self._reads_disk:
-                first, most = state.columns - query.shape[2], self._options.keep_window
+                first, most = state.positions - query.shape[2], self._options.keep_window
                 kept.take_queries(query[sequence], first, most)
             elif is_observed:
-                kept.grow(state.columns)
-                kept.mass[: state.columns] += fresh * weights[sequence].mean((0, 1))
+                kept.grow(state.positions)
+                kept.mass[: state.positions] += fresh * weights[sequence].mean((0, 1))
 
 
 def as_kept(state: Any) -> Any:
@@ -369,7 +373,7 @@ def as_kept(state: Any) -> Any:
     seen = copy.copy(state)
     seen.keys, seen.values = state.keys.clone(), state.values.clone()
     for sequence, kept in enumerate(state.kept):
-        for column, (key, value) in kept.rounded.items():
-            seen.keys[sequence, :, column] = key
-            seen.values[sequence, :, column] = value
+        for position, (key, value) in kept.rounded.items():
+            seen.keys[sequence, :, position] = key
+            seen.values[sequence, :, position] = value
     return seen

@@ -2,7 +2,7 @@
 
 `ReferenceSession` has the interface of `kvswap_torch._C.TensorCache`, which is compared with it.
 
-A layer's columns are, from the left: sealed groups of G columns, then the tail. What a query
+A layer's positions are, from the left: sealed groups of G positions, then the tail. What a query
 attends: the tail, the sink groups, and the chosen ones of the other sealed groups. With
 ``records="fp8"`` a group is rounded when it is sealed, a sink is not; groups are scored by the keys
 that they were sealed with.
@@ -27,22 +27,22 @@ from tests.reference import float8_rounded
 
 @dataclass
 class Layer:
-    """One layer: every column's K, V and validity, how many columns are sealed, and the plan."""
+    """One layer: every position's K, V and validity, how many of them are sealed, and the plan."""
 
-    keys: torch.Tensor  # [batch, kv_heads, columns, head_dim]
+    keys: torch.Tensor  # [batch, kv_heads, positions, head_dim]
     values: torch.Tensor  # as keys
-    valid: torch.Tensor  # [batch, columns] bool
+    valid: torch.Tensor  # [batch, positions] bool
     scored: torch.Tensor  # as keys: what groups are scored by
     kept: list[Kept]  # [batch]
-    sealed: int = 0  # columns in sealed groups, a multiple of G
+    sealed: int = 0  # positions in sealed groups, a multiple of G
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
-    prefilled: int = 0  # columns, the newest prefill's with all before it
+    prefilled: int = 0  # positions, the newest prefill's with all before it
     given: torch.Tensor | None = None  # [batch, queries, groups]
-    gone: list[int] = field(default_factory=list)  # [batch]: columns before have no records
+    gone: list[int] = field(default_factory=list)  # [batch]: positions before have no records
 
     @property
-    def columns(self) -> int:
+    def positions(self) -> int:
         return self.keys.shape[2]
 
 
@@ -83,7 +83,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         if valid is None:
             valid = torch.ones(batch, tokens, dtype=torch.bool)
         if tuple(valid.shape) != (batch, tokens):
-            raise ValueError(f"append: declared {valid.shape}, got {(batch, tokens)} columns")
+            raise ValueError(f"append: declared {valid.shape}, got {(batch, tokens)} positions")
         old = self._layers.get(layer)
         if old is None:
             kept = [Kept() for _ in range(batch)]
@@ -97,7 +97,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
             old.valid = torch.cat([old.valid, valid], 1)
             old.scored = torch.cat([old.scored, keys], 2)
         if self.kind == "prefill":
-            self._layers[layer].prefilled = self._layers[layer].columns
+            self._layers[layer].prefilled = self._layers[layer].positions
 
     def set_projection(self, layer, key_projection, query_projection) -> None:
         self._open()
@@ -120,7 +120,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
             return
         if self._is_restored(layer) or (self._must_choose(state) and self._lacks_projection(layer)):
             return
-        self._turn(state, state.columns)
+        self._turn(state, state.positions)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale)
 
@@ -138,16 +138,16 @@ class ReferenceSession(Dropping, Scores, Decisions):
             if self._keeper.is_on and not self._is_exact(layer):
                 self._keeper.observe_chunk(state, query, log_sum_exp)
             self._seal(state)
-            if state.columns == tokens and not self._keeper._is_given:  # its worth comes later
+            if state.positions == tokens and not self._keeper._is_given:  # its worth comes later
                 self._have_turn(state)
             state.selection = []  # nothing was chosen
             return output
         chosen = state.predicted
         if chosen is None:
-            self._turn(state, state.columns - tokens)
+            self._turn(state, state.positions - tokens)
             chosen = self._choose(layer, query, scale)
         state.predicted, state.selection = None, chosen
-        visible = state.valid & self._attended_columns(state, chosen)
+        visible = state.valid & self._attended_positions(state, chosen)
         terms = (scale, softcap, sinks)
         output, (weights, _) = self._attention(as_kept(state), query, visible, terms)
         if self._keeper.is_on and not self._is_exact(layer):
@@ -201,21 +201,21 @@ class ReferenceSession(Dropping, Scores, Decisions):
             state.kept = [copy.deepcopy(state.kept[i]) for i in indices]
             state.gone = [state.gone[i] for i in indices]
 
-    def crop(self, columns: int) -> None:
+    def crop(self, positions: int) -> None:
         self._open()
-        self._crop_gone(columns)
-        self._forget_estimates(columns)
+        self._crop_gone(positions)
+        self._forget_estimates(positions)
         self._declared = {}
         for state in self._layers.values():
-            is_cut = columns < state.columns
-            state.keys, state.values = state.keys[:, :, :columns], state.values[:, :, :columns]
-            state.valid, state.predicted = state.valid[:, :columns], None
-            state.sealed = min(state.sealed, self._sealed_at(state.columns))
-            state.prefilled = min(state.prefilled, state.columns)
+            is_cut = positions < state.positions
+            state.keys, state.values = state.keys[:, :, :positions], state.values[:, :, :positions]
+            state.valid, state.predicted = state.valid[:, :positions], None
+            state.sealed = min(state.sealed, self._sealed_at(state.positions))
+            state.prefilled = min(state.prefilled, state.positions)
             came_back = state.keys[:, :, state.sealed :]
             state.scored = torch.cat([state.scored[:, :, : state.sealed], came_back], 2)
             for kept in state.kept if is_cut else []:
-                kept.crop(state.sealed, columns, self._options.select_queries_max)
+                kept.crop(state.sealed, positions, self._options.select_queries_max)
 
     def reset(self) -> None:
         self._open()
@@ -228,12 +228,12 @@ class ReferenceSession(Dropping, Scores, Decisions):
     def close(self) -> None:
         self._closed, self._layers = True, {}
 
-    def columns(self, layer: int) -> int:
-        return self._layers[layer].columns if layer in self._layers else 0
+    def positions(self, layer: int) -> int:
+        return self._layers[layer].positions if layer in self._layers else 0
 
-    def common_columns(self) -> int:
-        columns = {self.columns(layer) for layer in range(self._options.layers)}
-        return columns.pop() if len(columns) == 1 else -1
+    def common_positions(self) -> int:
+        positions = {self.positions(layer) for layer in range(self._options.layers)}
+        return positions.pop() if len(positions) == 1 else -1
 
     def batch(self) -> int:
         return next((len(state.keys) for state in self._layers.values()), 0)
@@ -254,13 +254,13 @@ class ReferenceSession(Dropping, Scores, Decisions):
         if self._closed:
             raise ClosedError("session: must be open, was closed")
 
-    def _sealed_at(self, columns: int) -> int:
+    def _sealed_at(self, positions: int) -> int:
         group = self._options.group_tokens
-        return max(0, columns - self._options.tail_tokens) // group * group
+        return max(0, positions - self._options.tail_tokens) // group * group
 
     def _seal(self, state: Layer) -> None:
         before, group = state.sealed, self._options.group_tokens
-        state.sealed = max(state.sealed, self._sealed_at(state.columns))
+        state.sealed = max(state.sealed, self._sealed_at(state.positions))
         for sequence in range(len(state.keys) if self._options.records == "fp8" else 0):
             sinks = self._groups(state, sequence)[0]
             for g in set(range(before // group, state.sealed // group)) - set(sinks):
@@ -272,8 +272,8 @@ class ReferenceSession(Dropping, Scores, Decisions):
         """(sink groups, the others with a valid token) among a sequence's sealed groups."""
         group = self._options.group_tokens
         valid = state.valid[sequence].nonzero().flatten().tolist()
-        sinks = {column // group for column in valid[: self._options.sink_tokens]}
-        alive = {column // group for column in valid if column < state.sealed}
+        sinks = {position // group for position in valid[: self._options.sink_tokens]}
+        alive = {position // group for position in valid if position < state.sealed}
         return sorted(sinks & alive), sorted(alive - sinks)
 
     def _is_exact(self, layer: int) -> bool:
@@ -292,9 +292,9 @@ class ReferenceSession(Dropping, Scores, Decisions):
     def _observe_kept(self, state: Layer, weights: torch.Tensor) -> None:
         """As if what is due had left the tail."""
         then = copy.copy(state)
-        then.sealed = max(state.sealed, self._sealed_at(state.columns))
+        then.sealed = max(state.sealed, self._sealed_at(state.positions))
         for sequence in range(len(state.keys) if self._keeper.joins else 0):
-            state.kept[sequence].seen = max(state.kept[sequence].seen, state.columns)
+            state.kept[sequence].seen = max(state.kept[sequence].seen, state.positions)
             state.kept[sequence].stay = None
             if not self._fits(then, sequence):
                 sinks = self._groups(then, sequence)[0]
@@ -316,7 +316,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
             whole = state.kept[sequence].whole_groups(self._options.group_tokens)
             candidates = [g for g in others if g not in whole]
             is_shared, kept = self._options.keep_share == "auto", state.kept[sequence]
-            fewer = len(kept.columns) // self._options.group_tokens if is_shared else 0
+            fewer = len(kept.positions) // self._options.group_tokens if is_shared else 0
             count = max(1, at_most - fewer)
             if self._lacks_projection(layer):
                 raise ValueError(f"attend: layer {layer} must choose groups, has no projection")
@@ -333,44 +333,44 @@ class ReferenceSession(Dropping, Scores, Decisions):
 
     def _is_selectable(self, state: Layer, sequence: int, g: int) -> bool:
         group = self._options.group_tokens
-        columns = set(range(g * group, (g + 1) * group)) - state.kept[sequence].columns
-        return any(state.valid[sequence, column] for column in columns)
+        positions = set(range(g * group, (g + 1) * group)) - state.kept[sequence].positions
+        return any(state.valid[sequence, position] for position in positions)
 
     def _lacks_projection(self, layer: int) -> bool:
         takes = METHODS[self._options.rows].takes_projections and not self._is_exact(layer)
         return takes and layer not in self._projections
 
-    def _attended_columns(self, state: Layer, chosen: list[list[int]]) -> torch.Tensor:
+    def _attended_positions(self, state: Layer, chosen: list[list[int]]) -> torch.Tensor:
         group = self._options.group_tokens
         attended = torch.zeros_like(state.valid)
         attended[:, state.sealed :] = True
         for sequence, groups in enumerate(chosen):
             for g in groups + self._groups(state, sequence)[0]:
                 attended[sequence, g * group : (g + 1) * group] = True
-            attended[sequence, sorted(state.kept[sequence].columns)] = True
+            attended[sequence, sorted(state.kept[sequence].positions)] = True
         return attended
 
     def _attention(self, state, query, visible, terms):
-        """visible: [batch, columns]. A query that sees nothing gives zeros. Its output, and what
-        was paid: weights [batch, heads, queries, columns], log-sum-exps [batch, heads, queries]."""
+        """visible: [batch, positions]. A query that sees nothing gives zeros. Output, and what was
+        paid: weights [batch, heads, queries, positions], log-sum-exps [batch, heads, queries]."""
         scale, softcap, sinks = terms
-        tokens, columns = query.shape[2], state.columns
+        tokens, positions = query.shape[2], state.positions
         repeats = query.shape[1] // state.keys.shape[1]
         keys = state.keys.float().repeat_interleave(repeats, 1)
         values = state.values.float().repeat_interleave(repeats, 1)
-        causal = torch.ones(tokens, columns, dtype=torch.bool).tril(columns - tokens)
+        causal = torch.ones(tokens, positions, dtype=torch.bool).tril(positions - tokens)
         mask = causal & visible[:, None, None, :]
         scores = query.float() @ keys.transpose(2, 3) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is not None:
-            column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, column], -1)
+            position = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, position], -1)
             values = torch.nn.functional.pad(values, (0, 0, 0, 1))
         weights = scores.softmax(-1).nan_to_num(0.0)
         output = (weights @ values).to(query.dtype).transpose(1, 2)
-        return output, (weights[..., :columns], scores.logsumexp(-1))
+        return output, (weights[..., :positions], scores.logsumexp(-1))
 
     def _count(self, chosen: list[list[int]]) -> None:
         counts = {"steps": 1, "sequences": len(chosen), "groups_attended": sum(map(len, chosen))}

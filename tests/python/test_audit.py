@@ -48,13 +48,13 @@ class Watched:
         """[batch]: the mean over heads and queries of 1 - attention that reaches what was read."""
         keys = self.keys[layer].repeat_interleave(HEADS // KV_HEADS, 1)
         size, tokens = self.options.group_tokens, query.shape[2]
-        columns = torch.arange(keys.shape[2])
-        seen = columns <= torch.arange(columns.numel() - tokens, columns.numel())[:, None]
+        positions = torch.arange(keys.shape[2])
+        seen = positions <= torch.arange(positions.numel() - tokens, positions.numel())[:, None]
         seen = (seen & self.valid[:, None])[:, None]
         weights = (query @ keys.mT * SCALE).masked_fill(~seen, -torch.inf).softmax(-1)
         first = self.valid.int().argmax(1)
-        sealed = (columns.numel() - tokens - self.options.tail_tokens) // size * size
-        read = torch.zeros(len(query), HEADS, columns.numel(), dtype=torch.bool)
+        sealed = (positions.numel() - tokens - self.options.tail_tokens) // size * size
+        read = torch.zeros(len(query), HEADS, positions.numel(), dtype=torch.bool)
         chosen = self.session.last_selection(layer)
         apart = len(chosen) // len(query)
         for sequence in range(len(query)):
@@ -62,8 +62,8 @@ class Watched:
             for part in range(apart):
                 groups = set(chosen[sequence * apart + part]) | set(sinks)
                 heads = slice(part * HEADS // apart, (part + 1) * HEADS // apart)
-                of_groups = torch.isin(columns // size, torch.tensor(sorted(groups)))
-                read[sequence, heads] = of_groups | (columns >= sealed)
+                of_groups = torch.isin(positions // size, torch.tensor(sorted(groups)))
+                read[sequence, heads] = of_groups | (positions >= sealed)
         return (weights * ~read[:, :, None]).sum(-1).mean((1, 2))
 
 

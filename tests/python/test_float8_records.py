@@ -1,4 +1,4 @@
-"""``records="fp8"``: as a cache whose columns are rounded by the codec when they are sealed."""
+"""``records="fp8"``: as a cache whose positions are rounded by the codec when they are sealed."""
 
 from __future__ import annotations
 

@@ -308,5 +308,5 @@ def test_refused_as_with_dynamic_cache(name, llama, open_cache):
 def test_a_cache_that_must_not_be_used(llama, open_cache):
     """`DynamicCache` takes every token once more at every step, and other tokens come."""
     inputs = prompt(2, 17, padding=(0, 4))
-    with pytest.raises(ValueError, match="17 columns in the cache and the 18 new ones"):
+    with pytest.raises(ValueError, match="17 positions in the cache and the 18 new ones"):
         llama.generate(**inputs, past_key_values=open_cache(llama), use_cache=False)

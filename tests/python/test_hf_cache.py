@@ -245,7 +245,7 @@ def test_masks_must_not_change_their_mind(llama, open_cache):
             forward(llama, ids[:, :2], cache, attention_mask=wrong)
     with pytest.raises(ValueError, match="must be passed again"):
         forward(llama, ids[:, :2], cache)
-    with pytest.raises(ValueError, match=r"must cover the 12 columns.*\[2, 14\], got \[2, 12\]"):
+    with pytest.raises(ValueError, match=r"must cover the 12 positions.*\[2, 14\], got \[2, 12\]"):
         forward(llama, ids[:, :2], cache, attention_mask=mask)
     ours = forward(llama, ids[:, :2], cache, attention_mask=longer)
     positions = torch.arange(14)[None].expand(2, -1)

@@ -31,10 +31,10 @@ def test_from_cache_and_back(family, padding, sessions, tmp_path):
     first = greedy(model, inputs, plain, tokens=4)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
     held = {"input_ids": first, "attention_mask": mask}
-    columns = plain.get_seq_length()
-    arguments = {"attention_mask": mask[:, :columns], "config": COVERING}
+    positions = plain.get_seq_length()
+    arguments = {"attention_mask": mask[:, :positions], "config": COVERING}
     with KVSwapCache.from_cache(model, plain, tmp_path, **arguments) as cache:
-        assert cache.get_seq_length() == columns and cache.batch_size == 2
+        assert cache.get_seq_length() == positions and cache.batch_size == 2
         back = cache.to_dynamic()
         expected = greedy(model, held, plain)
         assert torch.equal(greedy(model, held, cache), expected)
@@ -138,7 +138,7 @@ def test_views_know_their_shape_and_say_that_they_are_no_tensors(llama, open_cac
     layer.keys = keys[:, :, :8]
     with pytest.raises(ValueError, match="must be cut together, got 1 of 6"):
         forward(llama, prompt(2, 1)["input_ids"], cache)
-    with pytest.raises(ValueError, match="cut alike, to 8 columns, got 7"):
+    with pytest.raises(ValueError, match="cut alike, to 8 positions, got 7"):
         layer.values = layer.values[:, :, :7]
 
 

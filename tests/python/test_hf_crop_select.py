@@ -30,7 +30,7 @@ def test_crop_takes_what_transformers_takes(llama, open_cache):
 
 
 def test_crop_forgets_padding(llama, open_cache):
-    """Columns that were cropped away may come back with another validity."""
+    """Positions that were cropped away may come back with another validity."""
     cache = open_cache(llama)
     ids = prompt(2, 12)["input_ids"]
     mask = torch.ones_like(ids)

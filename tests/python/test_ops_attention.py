@@ -73,10 +73,10 @@ def test_many_pages(batch):
 
 
 def test_one_token():
-    query, pool, table, masks, columns, query_columns, scale = make_case(pages=1)
+    query, pool, table, masks, positions, query_positions, scale = make_case(pages=1)
     table.zero_()
     masks.fill_(0b0100)
-    output, _ = ops.paged_attention(query, pool, table, masks, columns, query_columns, scale)
+    output, _ = ops.paged_attention(query, pool, table, masks, positions, query_positions, scale)
     expected = pool[0, :, 1, 2].repeat_interleave(2, 0)
     torch.testing.assert_close(output, expected.expand(2, 1, 4, 64))
 
@@ -93,9 +93,9 @@ def test_empty_selections_give_zeros(dtype):
 
 
 def test_views_of_every_argument():
-    query, pool, table, masks, columns, query_columns, scale = make_case()
+    query, pool, table, masks, positions, query_positions, scale = make_case()
     doubled = torch.cat([query, query], 1)[:, ::2]
-    arguments = (doubled, pool.flip(0).flip(0), table, masks, columns, query_columns)
+    arguments = (doubled, pool.flip(0).flip(0), table, masks, positions, query_positions)
     strided = [torch.stack([x, x], -1)[..., 0] for x in arguments]
     assert not any(x.is_contiguous() for x in strided)
     torch.testing.assert_close(
@@ -106,10 +106,10 @@ def test_views_of_every_argument():
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_same_as_torch_attention_over_everything(dtype):
     """All tokens valid and visible: nothing but scaled_dot_product_attention with GQA is left."""
-    query, pool, table, masks, columns, query_columns, scale = make_case(dtype, ratio=4)
+    query, pool, table, masks, positions, query_positions, scale = make_case(dtype, ratio=4)
     table.clamp_(min=0)
     masks.fill_(-1)
-    output, _ = ops.paged_attention(query, pool, table, masks, columns, query_columns, scale)
+    output, _ = ops.paged_attention(query, pool, table, masks, positions, query_positions, scale)
     keys, values = ops.paged_gather(pool, table)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, scale=scale, enable_gqa=True
@@ -197,8 +197,8 @@ def merge(*shapes, other_dtype=torch.float32):
         (changed(2, lambda t: t.long()), r"table must be Int, got Long"),
         (changed(3, lambda m: m[..., 1:]), r"masks must be the shape of table"),
         (changed(3, lambda m: m.int()), r"masks must be Long, got Int"),
-        (changed(4, lambda c: c[:1]), r"columns must be the shape of table"),
-        (changed(5, lambda c: c[:1]), r"query_columns must be \[batch\]"),
+        (changed(4, lambda c: c[:1]), r"positions must be the shape of table"),
+        (changed(5, lambda c: c[:1]), r"query_positions must be \[batch\]"),
         (merge((2, 8), (2,), (2, 4), (2,)), r"other_output must be the shape of output"),
         (merge((2, 8), (3,), (2, 8), (2,)), r"merge_attention: log_sum_exp must be the shape of"),
         (merge((2, 8), (2,), (2, 8), (1,)), r"other_log_sum_exp must be the shape of"),

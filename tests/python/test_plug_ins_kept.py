@@ -61,9 +61,9 @@ def attending(model: Any, ids: torch.Tensor, attended: set[int], new: torch.Tens
     """Logits of `new` after `ids` where only these positions, and itself, are attended."""
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
-    columns = ids.shape[1] + 1
-    mask = torch.full((1, 1, 1, columns), -torch.inf)
-    mask[..., [*attended, columns - 1]] = 0
+    positions = ids.shape[1] + 1
+    mask = torch.full((1, 1, 1, positions), -torch.inf)
+    mask[..., [*attended, positions - 1]] = 0
     return model(new, past_key_values=cache, attention_mask=mask).logits[:, -1]
 
 

@@ -297,13 +297,13 @@ def live(made: Options, rng: random.Random, seed: int) -> Twins:
     twins.forward(batch, 60, valid=valid)
     for _ in range(25):
         kind = rng.random()
-        columns = twins.sessions[1].columns(0)
+        positions = twins.sessions[1].positions(0)
         if kind < 0.6:
             twins.forward(batch, rng.randint(1, 4), look_ahead=rng.random() < 0.8)
         elif kind < 0.7:
             twins.forward(batch, rng.randint(5, 50))
         elif kind < 0.85:
-            twins.all("crop", rng.randint(max(32, columns - 40), columns))
+            twins.all("crop", rng.randint(max(32, positions - 40), positions))
         else:
             indices = [rng.randrange(batch) for _ in range(rng.randint(1, 3))]
             twins.all("select_sequences", indices)
@@ -311,7 +311,7 @@ def live(made: Options, rng: random.Random, seed: int) -> Twins:
         for layer in range(LAYERS):
             mine, theirs = (session.attends_all(layer) for session in twins.sessions)
             assert mine == theirs
-    mine, theirs = (s.read_back(1, 0, twins.sessions[1].columns(1)) for s in twins.sessions)
+    mine, theirs = (s.read_back(1, 0, twins.sessions[1].positions(1)) for s in twins.sessions)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     return twins
 
@@ -338,8 +338,8 @@ def test_budget_is_checked_before_anything_is_written(tmp_path):
     with pytest.raises(BudgetError, match="kv_memory_bytes must"):
         for _ in range(1000):
             session.append(0, keys, keys)
-    columns = session.columns(0)
-    torch.testing.assert_close(session.read_back(0, columns - 400, columns)[0], keys)
+    positions = session.positions(0)
+    torch.testing.assert_close(session.read_back(0, positions - 400, positions)[0], keys)
     assert session.ledger()["peak"] <= need
 
 

@@ -42,30 +42,30 @@ def life(session, seed: int, steps: int = 60) -> list[torch.Tensor]:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    batch, columns, outputs = 2, 0, []
+    batch, positions, outputs = 2, 0, []
     for _ in range(steps):
         action = rng.random()
-        tokens = rng.randint(20, 150) if columns < 100 or action < 0.1 else rng.randint(1, 4)
-        if columns >= 100 and action > 0.93:
-            columns = rng.randint(columns // 2, columns)
-            session.crop(columns)
+        tokens = rng.randint(20, 150) if positions < 100 or action < 0.1 else rng.randint(1, 4)
+        if positions >= 100 and action > 0.93:
+            positions = rng.randint(positions // 2, positions)
+            session.crop(positions)
             continue
-        if columns >= 100 and action > 0.86:
+        if positions >= 100 and action > 0.86:
             indices = [rng.randrange(batch) for _ in range(rng.randint(1, 3))]
             session.select_sequences(indices)
             batch = len(indices)
             continue
         valid = torch.ones(batch, tokens, dtype=torch.bool)
-        if columns == 0:
+        if positions == 0:
             valid[1:, : tokens // 3] = False
         session.begin_pass("prefill" if tokens > 4 else "decode", valid)
         for layer in range(2):
             query = draw(batch, HEADS, tokens, HEAD_DIM)
-            if rng.random() < 0.5 and columns:
+            if rng.random() < 0.5 and positions:
                 session.look_ahead(layer, query)
             keys, values = (draw(batch, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
             outputs.append(session.extend(layer, query, keys, values, HEAD_DIM**-0.5))
-        columns += tokens
+        positions += tokens
     return outputs
 
 

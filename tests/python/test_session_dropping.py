@@ -62,14 +62,14 @@ def test_random_operations(seed, keeper, heads):
     twins.forward(batch, 60, valid=valid)
     refused = 0
     for _ in range(25):
-        kind, columns = rng.random(), twins.sessions[1].columns(0)
+        kind, positions = rng.random(), twins.sessions[1].positions(0)
         if kind < 0.6:
             tokens = min(rng.randint(1, 4), twins.options.select_queries_max)
             twins.forward(batch, tokens, look_ahead=rng.random() < 0.8)
         elif kind < 0.7:
             twins.forward(batch, rng.randint(9, 50))
         elif kind < 0.85:
-            refused += crop(twins, rng.randint(max(32, columns - 20), columns))
+            refused += crop(twins, rng.randint(max(32, positions - 20), positions))
         else:
             indices = [rng.randrange(batch) for _ in range(rng.randint(1, 3))]
             twins.all("select_sequences", indices)
@@ -104,12 +104,12 @@ def test_layers_give_up_what_others_need(heads):
         assert max(most) <= 20 * LAYERS, "while layers come, too"
 
 
-def crop(twins: Twins, columns: int) -> bool:
+def crop(twins: Twins, positions: int) -> bool:
     """Both sessions refuse it, or none does."""
     refusals = []
     for session in twins.sessions:
         try:
-            session.crop(columns)
+            session.crop(positions)
         except KVSwapError as error:
             refusals.append(str(error))
     assert len(refusals) in (0, 2)

@@ -236,7 +236,7 @@ def test_a_prompt_decides_how_many_tokens_stay(tmp_path, device, rows, heads, sc
             of_heads = getattr(specified, "_of_heads", [specified])
             for layer in range(LAYERS):
                 for sequence in range(2):
-                    counts = {len(one._layers[layer].kept[sequence].columns) for one in of_heads}
+                    counts = {len(one._layers[layer].kept[sequence].positions) for one in of_heads}
                     assert len(counts) == 1
                     (kept,) = counts
                     shares.add(kept)
@@ -245,7 +245,9 @@ def test_a_prompt_decides_how_many_tokens_stay(tmp_path, device, rows, heads, sc
                         chosen = one._layers[layer].selection[sequence]
                         assert len(chosen) == 12 - kept // 4
     assert len(shares) > 1, "prompts differ"
-    kept = [len(kept.columns) for one in of_heads for s in one._layers.values() for kept in s.kept]
+    kept = [
+        len(kept.positions) for one in of_heads for s in one._layers.values() for kept in s.kept
+    ]
     assert twins.sessions[0].counters()["tokens_kept"] == sum(kept) / len(kept)
 
 

@@ -35,8 +35,8 @@ def test_random_passes_of_any_length_and_kind(tmp_path, seed, heads):
         most = made.select_queries_max if kind == "decode" else rng.choice([3, 60])
         twins.pass_(kind, 2, rng.randint(1, most), look_ahead=rng.random() < 0.8)
         if rng.random() < 0.2:
-            columns = twins.sessions[1].columns(0)
-            twins.all("crop", rng.randint(max(1, columns - 40), columns))
+            positions = twins.sessions[1].positions(0)
+            twins.all("crop", rng.randint(max(1, positions - 40), positions))
 
 
 def test_a_pass_is_one_of_two_and_a_step_is_short(tmp_path):
@@ -52,4 +52,4 @@ def test_a_pass_is_one_of_two_and_a_step_is_short(tmp_path):
     session.begin_pass("decode")
     session.reset()
     session.append(0, keys, keys)
-    assert session.columns(0) == 5, "what is read after a reset is a prefill"
+    assert session.positions(0) == 5, "what is read after a reset is a prefill"

@@ -18,7 +18,7 @@ def test_what_is_loaded_is_what_such_a_buffer_lacks(tmp_path, heads, records):
     twins = Twins(made)
     specified = twins.sessions[1]
     of_heads = getattr(specified, "_of_heads", [specified])
-    paid: dict[tuple[int, int, int], torch.Tensor] = {}  # [columns]
+    paid: dict[tuple[int, int, int], torch.Tensor] = {}  # [positions]
     for head, session in enumerate(of_heads):
         watch(session, head, paid)
     buffers: dict[tuple[int, int, int], dict[int, float]] = {}
@@ -52,7 +52,7 @@ def test_what_is_loaded_is_what_such_a_buffer_lacks(tmp_path, heads, records):
 
 
 def watch(session, head: int, paid) -> None:
-    """Keeps what each column was paid, by (layer, sequence, head)."""
+    """Keeps what each position was paid, by (layer, sequence, head)."""
     attention = session._attention
 
     def seen(state, query, visible, terms):

@@ -80,7 +80,7 @@ def test_a_mapped_file_refuses_what_it_has_no_room_for(tmp_path):
     file = KvFile(tmp_path, 1, (1, 1, 4, 8), torch.float32)
     cache = MappedCache(file)
     new = torch.zeros(1, 1, ROOM_TOKENS + 1, 8)
-    with pytest.raises(ValueError, match=f"room for {ROOM_TOKENS + 4} columns"):
+    with pytest.raises(ValueError, match=f"room for {ROOM_TOKENS + 4} positions"):
         cache.update(new, new, 0)
     cache.close()
 

@@ -35,7 +35,7 @@ class MassUnit {
       if (out_.square) clear(target(out_.square, head));
     }
     TokenWalk walk(args_, table_, first_page_, last_page_ - first_page_,
-                   args_.query_columns[sequence_] + args_.queries - 1);
+                   args_.query_positions[sequence_] + args_.queries - 1);
     TokenBlock blocks[2];
     walk.next(blocks[0]);
     for (int current = 0; blocks[current].count > 0; current = 1 - current) {
@@ -52,7 +52,7 @@ class MassUnit {
           (first_kv_head_ + head) * (args_.heads / args_.kv_heads()) + row / args_.queries;
       const T* source = static_cast<const T*>(args_.query) + sequence_ * args_.query_batch_stride +
                         query_head * args_.query_head_stride + query * args_.query_token_stride;
-      rows_.set(head, row, source, args_.query_columns[sequence_] + query,
+      rows_.set(head, row, source, args_.query_positions[sequence_] + query,
                 args_.log_sum_exp[(sequence_ * args_.heads + query_head) * args_.queries + query]);
     }
   }

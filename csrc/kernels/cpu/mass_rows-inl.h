@@ -43,20 +43,20 @@ class MassRows {
     squares_ = sums_ + kBlockTokens;
     std::fill_n(all_.largest, all, kNothing);
     std::fill_n(all_.sum, all, 0.0f);
-    last_columns_.resize(all);
+    last_positions_.resize(all);
   }
 
   int64_t rows() const { return all_.rows; }
 
-  /// A head's row `row` sees columns up to `last_column`.
+  /// A head's row `row` sees positions up to `last_position`.
   template <typename T>
-  void set(int64_t head, int64_t row, const T* query, int64_t last_column, float log_sum_exp) {
+  void set(int64_t head, int64_t row, const T* query, int64_t last_position, float log_sum_exp) {
     const int64_t at = head * all_.rows + row;
     float* target = all_.query + at * all_.stride;
     int64_t d = 0;
     for (; d + kLanes <= head_dim_; d += kLanes) store(load(query + d), target + d);
     for (; d < head_dim_; ++d) target[d] = to_float(query[d]);
-    last_columns_[at] = last_column;
+    last_positions_[at] = last_position;
     log_sum_exp_[at] = log_sum_exp;
   }
 
@@ -64,7 +64,7 @@ class MassRows {
   void look_at(TokenBlock& block) {
     pad_slots(block);
     block_ = &block;
-    last_ = *std::max_element(block.columns, block.columns + block.count);
+    last_ = *std::max_element(block.positions, block.positions + block.count);
   }
 
   /// Adds the block to the sum of exponentials of each row of a head. `keys` is the block again, as
@@ -137,11 +137,11 @@ class MassRows {
       cap_scores(state, row, scale_, softcap_, block_->count);
     }
     for (int64_t row = 0; row < state.rows; ++row) {
-      const int64_t last_column = last_columns_[head * state.rows + row];
-      if (last_ <= last_column) continue;
+      const int64_t last_position = last_positions_[head * state.rows + row];
+      if (last_ <= last_position) continue;
       float* scores = state.scores + row * kBlockTokens;
       for (int64_t t = 0; t < block_->count; ++t) {
-        if (block_->columns[t] > last_column) scores[t] = kNothing;
+        if (block_->positions[t] > last_position) scores[t] = kNothing;
       }
     }
     return state;
@@ -156,9 +156,9 @@ class MassRows {
   float* log_sum_exp_;  // [heads, rows]
   float* sums_;         // [kBlockTokens], and the squares after them
   float* squares_;
-  std::vector<int64_t> last_columns_;  // [heads, rows]
+  std::vector<int64_t> last_positions_;  // [heads, rows]
   const TokenBlock* block_ = nullptr;
-  int64_t last_ = 0;  // of its columns
+  int64_t last_ = 0;  // of its positions
 };
 
 }  // namespace kvswap::HWY_NAMESPACE

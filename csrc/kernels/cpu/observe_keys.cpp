@@ -49,8 +49,8 @@ class ChunkRun {
       if (!fill_block(first, last_token)) continue;
       rows_.template weigh<T>(0, keys(), 0);
       for (int64_t t = 0; t < block_.count; ++t) {
-        args_.mean[at + block_.columns[t]] = rows_.mean(t);
-        if (args_.square) args_.square[at + block_.columns[t]] = rows_.square(t);
+        args_.mean[at + block_.positions[t]] = rows_.mean(t);
+        if (args_.square) args_.square[at + block_.positions[t]] = rows_.square(t);
       }
     }
   }
@@ -73,7 +73,7 @@ class ChunkRun {
       if (!is_valid) continue;
       block_.slots[block_.count] =
           reinterpret_cast<const char*>(keys + token * args_.key_token_stride);
-      block_.columns[block_.count++] = static_cast<int32_t>(token);
+      block_.positions[block_.count++] = static_cast<int32_t>(token);
     }
     if (block_.count > 0) rows_.look_at(block_);
     return block_.count > 0;

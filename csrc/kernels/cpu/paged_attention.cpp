@@ -57,7 +57,7 @@ class AttentionRun {
     const int64_t table =
         sequence_ * args_.table_heads + (args_.table_heads == 1 ? 0 : first_kv_head_);
     TokenWalk walk(args_, table, part_ * cut_.pages_per_part, cut_.pages_per_part,
-                   first_column() + args_.queries - 1);
+                   first_position() + args_.queries - 1);
     TokenBlock blocks[2];
     walk.next(blocks[0]);
     for (int current = 0; blocks[current].count > 0; current = 1 - current) {
@@ -74,7 +74,7 @@ class AttentionRun {
   }
 
  private:
-  int64_t first_column() const { return args_.query_columns[sequence_]; }
+  int64_t first_position() const { return args_.query_positions[sequence_]; }
   int64_t head_of(int64_t unit, int64_t row) const {
     return (first_kv_head_ + unit) * (args_.heads / cut_.kv_heads) + row / args_.queries;
   }
@@ -185,13 +185,13 @@ class AttentionRun {
     weigh_block<Float8>(state, head);
   }
 
-  /// Rows are (head of the group, query): hides what comes after the query's own column.
+  /// Rows are (head of the group, query): hides what comes after the query's own position.
   void hide_later_tokens(const AttentionState& state, const TokenBlock& block) const {
     for (int64_t row = 0; row < state.rows; ++row) {
       float* scores = state.scores + row * kBlockTokens;
-      const int64_t column = first_column() + row % args_.queries;
+      const int64_t position = first_position() + row % args_.queries;
       for (int64_t t = 0; t < block.count; ++t) {
-        if (block.columns[t] > column) scores[t] = kNothing;
+        if (block.positions[t] > position) scores[t] = kNothing;
       }
     }
   }

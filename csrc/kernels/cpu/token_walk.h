@@ -43,7 +43,7 @@ struct TokenBlock {
   int64_t count = 0;
   bool is_float8 = false;
   const char* slots[kBlockTokens] = {};  // page base + token * row bytes
-  int32_t columns[kBlockTokens] = {};
+  int32_t positions[kBlockTokens] = {};
   int32_t places[kBlockTokens] = {};  // in the table: page * group_tokens + token
   const int8_t* exponents[kBlockTokens] =
       {};  // of the token's page, [kv_heads, 2]; where is_float8
@@ -52,14 +52,14 @@ struct TokenBlock {
 /// Hands out the valid tokens of a run of pages, block by block.
 class TokenWalk {
  public:
-  /// `table` is a row of the page table; tokens after `last_column` are not seen by any query.
+  /// `table` is a row of the page table; tokens after `last_position` are not seen by any query.
   TokenWalk(const PagedAttentionArgs& args, int64_t table, int64_t first_page, int64_t pages_max,
-            int64_t last_column)
+            int64_t last_position)
       : args_(args),
         row_(table * args.pages_max),
         page_(std::min<int64_t>(first_page, args.page_counts[table])),
         last_page_(std::min<int64_t>(page_ + pages_max, args.page_counts[table])),
-        last_column_(last_column) {}
+        last_position_(last_position) {}
 
   /// count == 0: that was all.
   void next(TokenBlock& block) {
@@ -76,8 +76,8 @@ class TokenWalk {
       if (block.count > 0 && is_float8 != block.is_float8) break;
       const int64_t token = std::countr_zero(mask_);
       mask_ &= mask_ - 1;
-      const int64_t column = args_.columns[row_ + page_ - 1] + token;
-      if (column > last_column_) continue;
+      const int64_t position = args_.positions[row_ + page_ - 1] + token;
+      if (position > last_position_) continue;
       const char* base = static_cast<const char*>(args_.pages[row_ + page_ - 1]);
       block.is_float8 = is_float8;
       block.slots[block.count] =
@@ -85,7 +85,7 @@ class TokenWalk {
       block.exponents[block.count] = exponents;
       block.places[block.count] =
           static_cast<int32_t>((page_ - 1) * args_.shape.group_tokens + token);
-      block.columns[block.count++] = static_cast<int32_t>(column);
+      block.positions[block.count++] = static_cast<int32_t>(position);
     }
   }
 
@@ -101,7 +101,7 @@ class TokenWalk {
   int64_t row_;
   int64_t page_;
   int64_t last_page_;
-  int64_t last_column_;
+  int64_t last_position_;
   uint64_t mask_ = 0;  // tokens of the page before page_ that are still to come
 };
 

@@ -17,9 +17,9 @@ struct AttentionJob {
   float* log_sum_exp = nullptr;
   const void* const* pages = nullptr;
   const uint64_t* masks = nullptr;
-  const int32_t* columns = nullptr;
+  const int32_t* positions = nullptr;
   const int32_t* page_counts = nullptr;
-  const int32_t* query_columns = nullptr;
+  const int32_t* query_positions = nullptr;
   const int8_t* exponents = nullptr;
   float* partial_output = nullptr;       // [units, splits, tile_rows, head_dim]
   float* partial_log_sum_exp = nullptr;  // [units, splits, tile_rows]
@@ -49,7 +49,7 @@ struct AttentionJob {
   __device__ float sink_power_of_2(int head) const { return sinks[head] * 1.4426950408889634f; }
 };
 
-inline constexpr int32_t kUnseen = 0x7fffffff;  // no query stands at this column or after it
+inline constexpr int32_t kUnseen = 0x7fffffff;  // no query stands at this position or after it
 
 /// Which part of the work a block has. Grid: (splits, kv_heads * row_tiles, batch).
 template <int kRows>
@@ -69,9 +69,9 @@ struct AttentionPlace {
   __device__ int query_of(const AttentionJob& job, int row) const {
     return (tile * kRows + row) % job.queries;
   }
-  /// The last column that a row sees.
-  __device__ int32_t column_of(const AttentionJob& job, int row) const {
-    return job.query_columns[sequence] + query_of(job, row);
+  /// The last position that a row sees.
+  __device__ int32_t position_of(const AttentionJob& job, int row) const {
+    return job.query_positions[sequence] + query_of(job, row);
   }
   template <typename T>
   __device__ const T* query_row(const AttentionJob& job, int row) const {
@@ -92,11 +92,11 @@ struct AttentionPlace {
 /// In which format pages stand: all in the model's dtype, or some in e4m3.
 enum class PageFormat { kModel, kMixed };
 
-/// Where the K rows of some token slots stand, and at which columns; kUnseen: not to be read.
+/// Where the K rows of some token slots stand, and at which positions; kUnseen: not to be read.
 template <PageFormat kFormat>
 struct SlotStage {
   const char* rows[kStageSlots];
-  int32_t columns[kStageSlots];
+  int32_t positions[kStageSlots];
   /// Of K and V; kNotFloat8: the slot's page is of the model's dtype.
   int8_t exponents[2][kFormat == PageFormat::kMixed ? kStageSlots : 1];
 };
@@ -108,12 +108,12 @@ __device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace
                                    SlotStage<kFormat>& stage) {
   const int64_t table =
       place.sequence * job.table_heads + (job.table_heads == 1 ? 0 : place.kv_head);
-  const int32_t last_column = job.query_columns[place.sequence] + job.queries - 1;
+  const int32_t last_position = job.query_positions[place.sequence] + job.queries - 1;
   const int64_t head_offset = place.kv_head * job.page_head_elements;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kStageSlots; i += kAttentionThreads) {
     const int64_t slot = first + i;
-    stage.columns[i] = kUnseen;
+    stage.positions[i] = kUnseen;
     stage.rows[i] = nullptr;
     if (slot >= last) continue;
     const auto group_tokens = static_cast<uint32_t>(job.group_tokens);
@@ -122,9 +122,9 @@ __device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace
     if (page >= job.page_counts[table]) continue;
     const int64_t entry = table * job.pages_max + page;
     if ((job.masks[entry] >> token & 1) == 0) continue;
-    const int32_t column = job.columns[entry] + token;
+    const int32_t position = job.positions[entry] + token;
     const char* base = static_cast<const char*>(job.pages[entry]);
-    if (base == nullptr || column > last_column) continue;
+    if (base == nullptr || position > last_position) continue;
     int bytes = element_bytes;
     if constexpr (kFormat == PageFormat::kMixed) {
       const int8_t* of_page =
@@ -134,7 +134,7 @@ __device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace
       if (of_page[0] != kNotFloat8) bytes = 1;
     }
     stage.rows[i] = base + (head_offset + static_cast<int64_t>(token) * job.head_dim) * bytes;
-    stage.columns[i] = column;
+    stage.positions[i] = position;
   }
 }
 

@@ -12,9 +12,9 @@ struct MassJob {
   MassQueries queries = {};
   const void* const* pages = nullptr;
   const uint64_t* masks = nullptr;
-  const int32_t* columns = nullptr;
+  const int32_t* positions = nullptr;
   const int32_t* page_counts = nullptr;
-  const int32_t* query_columns = nullptr;
+  const int32_t* query_positions = nullptr;
   const int8_t* exponents = nullptr;  // null: all pages are of the model's dtype
   float* mean = nullptr;
   float* square = nullptr;
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kMassThreads, 8) weigh_slots(MassJob job) {
             ? MassKey(static_cast<const T*>(job.pages[entry]) + at, job.queries.head_dim, lane)
             : MassKey(static_cast<const Float8*>(job.pages[entry]) + at, job.queries.head_dim, lane,
                       power_of_two(exponent));
-    weigh_key<T>(job.queries, sequence, kv_head, key, job.columns[entry] + token,
-                 job.query_columns[sequence], mean, square);
+    weigh_key<T>(job.queries, sequence, kv_head, key, job.positions[entry] + token,
+                 job.query_positions[sequence], mean, square);
   }
   if (threadIdx.x % 32 != 0) return;
   const int64_t at = (sequence * job.queries.kv_heads + kv_head) * job.slots + slot;
@@ -88,9 +88,9 @@ Status attention_mass(const AttentionMassArgs& args, void* stream) {
                  .softcap = from.softcap};
   job.pages = from.pages;
   job.masks = from.masks;
-  job.columns = from.columns;
+  job.positions = from.positions;
   job.page_counts = from.page_counts;
-  job.query_columns = from.query_columns;
+  job.query_positions = from.query_positions;
   job.exponents = from.exponents;
   job.mean = args.mean;
   job.square = args.square;

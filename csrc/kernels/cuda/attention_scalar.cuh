@@ -37,7 +37,7 @@ struct ScalarAttention {
         token_warp(warp),
         own(lane_of(lane)) {
     const int row = own / kTokens;
-    last_column = row < place.rows ? place.column_of(job, row) : -1;
+    last_position = row < place.rows ? place.position_of(job, row) : -1;
     if (job.sinks != nullptr && place.split == 0 && warp == 0 && row < place.rows) {
       largest = job.sink_power_of_2(place.head_of(job, row));
       sum = own % kTokens == 0 ? 1.0f : 0.0f;  // the lanes of a row are summed
@@ -66,7 +66,7 @@ struct ScalarAttention {
 
   /// Four values of a token's K (side 0) or V (side 1).
   __device__ float4 load(int slot, int side, int first) const {
-    if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
+    if (shared.stage.positions[slot] == kUnseen || first >= job.head_dim) {
       return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     const int64_t at = side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first;
@@ -105,10 +105,10 @@ struct ScalarAttention {
 
   /// Eight tokens from stage slot `slot` on.
   __device__ void attend(int slot) {
-    const int32_t column = shared.stage.columns[slot + own % kTokens];
-    if (!__any_sync(kWholeWarp, column != kUnseen)) return;
+    const int32_t position = shared.stage.positions[slot + own % kTokens];
+    if (!__any_sync(kWholeWarp, position != kUnseen)) return;
     const float sum_of_products = score(slot);
-    const float own_score = column <= last_column ? job.power_of_2(sum_of_products) : never();
+    const float own_score = position <= last_position ? job.power_of_2(sum_of_products) : never();
     // The lanes of one row differ in the bits 16, 8 and 4.
     float largest_now = own_score;
 #pragma unroll
@@ -193,7 +193,7 @@ struct ScalarAttention {
   Shared& shared;
   const int lane, warp, token_warp;
   const int own;  // row * 8 + token
-  int32_t last_column;
+  int32_t last_position;
   float largest = never();
   float sum = 0.0f;
   float query[kScalarRows][kChunks][4];

@@ -53,7 +53,7 @@ struct TensorAttention {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = g + half * 8;
-      last_column[half] = row < place.rows ? place.column_of(job, row) : -1;
+      last_position[half] = row < place.rows ? place.position_of(job, row) : -1;
       if (job.sinks != nullptr && place.split == 0 && token_warp == 0 && row < place.rows) {
         largest[half] = job.sink_power_of_2(place.head_of(job, row));
         sum[half] = c == 0 ? 1.0f : 0.0f;  // the lanes of a row are summed
@@ -83,7 +83,7 @@ struct TensorAttention {
   /// Eight values of a token's K (side 0) or V (side 1), or zeros where the slot is not seen or the
   /// row has ended.
   __device__ uint4 load(int slot, int side, int first) const {
-    if (shared.stage.columns[slot] == kUnseen || first >= job.head_dim) {
+    if (shared.stage.positions[slot] == kUnseen || first >= job.head_dim) {
       return make_uint4(0, 0, 0, 0);
     }
     const int64_t at = side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first;
@@ -135,9 +135,9 @@ struct TensorAttention {
       float tile_largest = never();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = shared.stage.columns[slot + i / 2 * 8 + 2 * c + i % 2];
+        const int position = shared.stage.positions[slot + i / 2 * 8 + 2 * c + i % 2];
         float& score = scores[i / 2][half * 2 + i % 2];
-        score = column <= last_column[half] ? job.power_of_2(score) : never();
+        score = position <= last_position[half] ? job.power_of_2(score) : never();
         tile_largest = fmaxf(tile_largest, score);
       }
       tile_largest = fmaxf(tile_largest, __shfl_xor_sync(kWholeWarp, tile_largest, 1));
@@ -179,7 +179,7 @@ struct TensorAttention {
 
   /// Sixteen tokens from stage slot `slot` on.
   __device__ void attend(int slot) {
-    const bool is_seen = shared.stage.columns[slot + lane % kTokens] != kUnseen;
+    const bool is_seen = shared.stage.positions[slot + lane % kTokens] != kUnseen;
     if (!__any_sync(kWholeWarp, is_seen)) return;
     uint4 keys[2][kKeysHeld];
     load_keys(slot, 0, keys);
@@ -247,7 +247,7 @@ struct TensorAttention {
   const AttentionPlace<kTensorRows>& place;
   Shared& shared;
   const int lane, warp, token_warp, part, g, c;
-  int32_t last_column[2];
+  int32_t last_position[2];
   float largest[2] = {never(), never()};
   float sum[2] = {0.0f, 0.0f};
   float output[kOwnChunks * 8][4] = {};

@@ -65,11 +65,11 @@ struct MassKey {
   }
 };
 
-/// A key's mean weight and mean squared weight, by a whole warp; the key stands at `column`, query
-/// i at first_column + i.
+/// A key's mean weight and mean squared weight, by a whole warp; the key stands at `position`,
+/// query i at first_position + i.
 template <typename T>
 __device__ void weigh_key(const MassQueries& queries, int64_t sequence, int64_t kv_head,
-                          const MassKey& own, int64_t column, int64_t first_column, float& mean,
+                          const MassKey& own, int64_t position, int64_t first_position, float& mean,
                           float& square) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   mean = square = 0.0f;
@@ -78,7 +78,7 @@ __device__ void weigh_key(const MassQueries& queries, int64_t sequence, int64_t 
     const int64_t at = row % queries.queries;
     const float total = queries.log_sum_exp[queries.place(sequence, head, at)];
     // The same for all lanes: a shuffle needs them all.
-    if (column > first_column + at || total == never()) continue;
+    if (position > first_position + at || total == never()) continue;
     const T* query = queries.template row<T>(sequence, head, at);
     const float weight = expf(queries.score(own.product(query, queries.head_dim, lane)) - total);
     mean += weight;

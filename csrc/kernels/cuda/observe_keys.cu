@@ -26,7 +26,7 @@ struct ObserveJob {
     return static_cast<const T*>(keys) + sequence * key_batch_stride + kv_head * key_head_stride +
            token * key_token_stride;
   }
-  __device__ int64_t first_column() const { return tokens - queries.queries; }
+  __device__ int64_t first_position() const { return tokens - queries.queries; }
 };
 
 /// A block sums the exponentials of one query; its warps take turns at the tokens and are joined in
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kMassThreads) sum_query(ObserveJob job) {
   const MassKey own(job.queries.template row<T>(sequence, head, at), job.queries.head_dim, lane);
   float largest = never();
   float sum = 0.0f;
-  for (int64_t token = warp; token <= job.first_column() + at; token += kMassWarps) {
+  for (int64_t token = warp; token <= job.first_position() + at; token += kMassWarps) {
     if (!job.is_valid(sequence, token)) continue;
     const T* key = job.template key<T>(sequence, head / job.queries.ratio, token);
     const float score = job.queries.score(own.product(key, job.queries.head_dim, lane));
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kMassThreads) weigh_tokens(ObserveJob job) {
   if (job.is_valid(sequence, token)) {
     const MassKey key(job.template key<T>(sequence, kv_head, token), job.queries.head_dim,
                       static_cast<int>(threadIdx.x) % 32);
-    weigh_key<T>(job.queries, sequence, kv_head, key, token, job.first_column(), mean, square);
+    weigh_key<T>(job.queries, sequence, kv_head, key, token, job.first_position(), mean, square);
   }
   if (threadIdx.x % 32 != 0) return;
   const int64_t place = (sequence * job.queries.kv_heads + kv_head) * job.tokens + token;

@@ -116,9 +116,9 @@ AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan,
   job.log_sum_exp = args.log_sum_exp;
   job.pages = args.pages;
   job.masks = args.masks;
-  job.columns = args.columns;
+  job.positions = args.positions;
   job.page_counts = args.page_counts;
-  job.query_columns = args.query_columns;
+  job.query_positions = args.query_positions;
   job.exponents = args.exponents;
   job.partial_output = static_cast<float*>(scratch);
   job.partial_log_sum_exp = job.partial_output + plan.partial_rows(args) * args.shape.head_dim;

@@ -55,8 +55,8 @@ class AttentionCall {
     check_attention(where, inputs, source_.shape);
     rows_ = with_contiguous_rows(inputs.query);
     bits_ = inputs.masks.contiguous();
-    columns_ = inputs.columns.contiguous();
-    query_columns_ = inputs.query_columns.contiguous();
+    positions_ = inputs.positions.contiguous();
+    query_positions_ = inputs.query_positions.contiguous();
     page_counts_ = at::full({inputs.table.size(0) * inputs.table.size(1)}, inputs.table.size(2),
                             inputs.table.options());
     args.query = rows_.const_data_ptr();
@@ -65,9 +65,9 @@ class AttentionCall {
     args.query_token_stride = rows_.stride(2);
     args.pages = address_table<const void*>(source_.addresses);
     args.masks = reinterpret_cast<const uint64_t*>(bits_.const_data_ptr<int64_t>());
-    args.columns = columns_.const_data_ptr<int32_t>();
+    args.positions = positions_.const_data_ptr<int32_t>();
     args.page_counts = page_counts_.const_data_ptr<int32_t>();
-    args.query_columns = query_columns_.const_data_ptr<int32_t>();
+    args.query_positions = query_positions_.const_data_ptr<int32_t>();
     args.pages_max = inputs.table.size(2);
     args.table_heads = inputs.table.size(1);
     args.batch = inputs.query.size(0);
@@ -83,21 +83,21 @@ class AttentionCall {
 
  private:
   PageTable source_;
-  at::Tensor rows_, bits_, columns_, query_columns_, page_counts_;
+  at::Tensor rows_, bits_, positions_, query_positions_, page_counts_;
 };
 
 TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages,
                                 const at::Tensor& table, const at::Tensor& masks,
-                                const at::Tensor& columns, const at::Tensor& query_columns,
+                                const at::Tensor& positions, const at::Tensor& query_positions,
                                 double scale, double softcap,
                                 const std::optional<at::Tensor>& sinks) {
   const DeviceCall call("paged_attention", query,
                         {{"pages", &pages},
                          {"table", &table},
                          {"masks", &masks},
-                         {"columns", &columns},
-                         {"query_columns", &query_columns}});
-  AttentionCall inputs("paged_attention", {query, pages, table, masks, columns, query_columns},
+                         {"positions", &positions},
+                         {"query_positions", &query_positions}});
+  AttentionCall inputs("paged_attention", {query, pages, table, masks, positions, query_positions},
                        scale, softcap);
   at::Tensor output =
       at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
@@ -114,16 +114,16 @@ TensorPair paged_attention_cuda(const at::Tensor& query, const at::Tensor& pages
 
 TensorPair attention_mass_cuda(const at::Tensor& query, const at::Tensor& pages,
                                const at::Tensor& table, const at::Tensor& masks,
-                               const at::Tensor& columns, const at::Tensor& query_columns,
+                               const at::Tensor& positions, const at::Tensor& query_positions,
                                const at::Tensor& log_sum_exp, double scale, double softcap) {
   const DeviceCall call("attention_mass", query,
                         {{"pages", &pages},
                          {"table", &table},
                          {"masks", &masks},
-                         {"columns", &columns},
-                         {"query_columns", &query_columns},
+                         {"positions", &positions},
+                         {"query_positions", &query_positions},
                          {"log_sum_exp", &log_sum_exp}});
-  AttentionCall inputs("attention_mass", {query, pages, table, masks, columns, query_columns},
+  AttentionCall inputs("attention_mass", {query, pages, table, masks, positions, query_positions},
                        scale, softcap);
   check_log_sum_exp("attention_mass", log_sum_exp, query);
   const at::Tensor sums = log_sum_exp.contiguous();

@@ -226,7 +226,7 @@ class ClusterRun {
     for (int64_t part = 0; part < parts(); ++part) {
       const auto& [clusters, pages] = row(layer, part);
       const std::set<int64_t> ids(chosen[part].begin(), chosen[part].end());
-      for (int64_t token = 0; token < engine().columns(layer); ++token) {
+      for (int64_t token = 0; token < engine().positions(layer); ++token) {
         const int64_t group = token / group_tokens;
         const bool has_left = token < clusters.left();
         const int32_t place = has_left ? pages.place(token) : -1;

@@ -130,7 +130,7 @@ class EngineRun {
     forward(batch, tokens, valid);
     reads_ = false;
   }
-  /// One forward pass of `tokens` new columns through all layers.
+  /// One forward pass of `tokens` new positions through all layers.
   void forward(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {}) {
     if (!valid.empty()) {
       const auto* flags = reinterpret_cast<const bool*>(valid.data());
@@ -156,7 +156,7 @@ class EngineRun {
     ASSERT_TRUE(appended.is_ok()) << appended.message();
     if (pass_of(tokens) == Pass::kDecode) return;
     ASSERT_EQ(engine_->sequences().layer(layer).sealed_groups,
-              options_.sealed_groups(engine_->columns(layer)));
+              options_.sealed_groups(engine_->positions(layer)));
   }
 
   void look_ahead(int64_t layer, int64_t queries) {
@@ -200,7 +200,7 @@ class EngineRun {
     };
     expect_close(output, memory_.attend_over(layer, query, queries, 0.125, is_seen));
     ASSERT_EQ(engine_->sequences().layer(layer).sealed_groups,
-              options_.sealed_groups(engine_->columns(layer)));
+              options_.sealed_groups(engine_->positions(layer)));
   }
 
   void expect_close(const std::vector<std::byte>& output, const std::vector<double>& expected) {
@@ -210,19 +210,19 @@ class EngineRun {
     }
   }
 
-  /// The ledger may have been charged for this many columns.
-  void expect_context(int64_t columns) { context_max_ = std::max(context_max_, columns); }
+  /// The ledger may have been charged for this many positions.
+  void expect_context(int64_t positions) { context_max_ = std::max(context_max_, positions); }
 
   void compare_state() {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
-      ASSERT_EQ(engine_->columns(layer), memory_.layer(layer).columns);
+      ASSERT_EQ(engine_->positions(layer), memory_.layer(layer).positions);
       // All but what the newest short append() has pushed out of the tail.
-      const int64_t due = options_.sealed_groups(engine_->columns(layer)) -
+      const int64_t due = options_.sealed_groups(engine_->positions(layer)) -
                           engine_->sequences().layer(layer).sealed_groups;
       ASSERT_GE(due, 0) << "the tail is not sealed";
       ASSERT_LE(due * options_.group_tokens,
                 options_.select_queries_max + options_.group_tokens - 1);
-      context_max_ = std::max(context_max_, engine_->columns(layer));
+      context_max_ = std::max(context_max_, engine_->positions(layer));
     }
     batch_max_ = std::max(batch_max_, engine_->batch());
     const MemoryNeed need =
@@ -232,21 +232,21 @@ class EngineRun {
     ASSERT_LE(engine_->parts().ledger.used(Use::kTables), need.tables);
   }
 
-  /// Every column of every sequence is what was appended, bit for bit; with records=fp8 of what is
-  /// sealed as near as e4m3 is, and from then on the same.
+  /// Every position of every sequence is what was appended, bit for bit; with records=fp8 of what
+  /// is sealed as near as e4m3 is, and from then on the same.
   void compare_contents() {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
-      const int64_t columns = engine_->columns(layer);
+      const int64_t positions = engine_->positions(layer);
       take_rounded(layer, engine_->sequences().layer(layer).sealed_groups);
-      for (int64_t sequence = 0; sequence < engine_->batch() && columns > 0; ++sequence) {
-        const int64_t begin = draw(0, columns - 1);
-        compare_columns(layer, sequence, begin, draw(begin, columns));
-        compare_columns(layer, sequence, 0, columns);
+      for (int64_t sequence = 0; sequence < engine_->batch() && positions > 0; ++sequence) {
+        const int64_t begin = draw(0, positions - 1);
+        compare_positions(layer, sequence, begin, draw(begin, positions));
+        compare_positions(layer, sequence, 0, positions);
       }
     }
   }
 
-  void compare_columns(int64_t layer, int64_t sequence, int64_t begin, int64_t end) {
+  void compare_positions(int64_t layer, int64_t sequence, int64_t begin, int64_t end) {
     const int64_t dim = options_.head_dim;
     const int64_t bytes = dtype_bytes(options_.dtype);
     std::vector<std::byte> keys(options_.kv_heads * (end - begin) * dim * bytes);
@@ -257,21 +257,21 @@ class EngineRun {
     const auto* key_rows = static_cast<const std::byte*>(raw(expected.keys, 0));
     const auto* value_rows = static_cast<const std::byte*>(raw(expected.values, 1));
     for (int64_t head = 0; head < options_.kv_heads; ++head) {
-      for (int64_t column = begin; column < end; ++column) {
-        const int64_t got = (head * (end - begin) + column - begin) * dim * bytes;
-        const int64_t want = (column * options_.kv_heads + head) * dim * bytes;
+      for (int64_t position = begin; position < end; ++position) {
+        const int64_t got = (head * (end - begin) + position - begin) * dim * bytes;
+        const int64_t want = (position * options_.kv_heads + head) * dim * bytes;
         ASSERT_EQ(std::memcmp(keys.data() + got, key_rows + want, dim * bytes), 0);
         ASSERT_EQ(std::memcmp(values.data() + got, value_rows + want, dim * bytes), 0);
       }
     }
   }
 
-  void crop(int64_t columns) {
+  void crop(int64_t positions) {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
       take_rounded(layer, engine_->sequences().layer(layer).sealed_groups);  // it may come back
     }
-    memory_.crop(columns);
-    const Status cropped = engine_->crop(columns);
+    memory_.crop(positions);
+    const Status cropped = engine_->crop(positions);
     ASSERT_TRUE(cropped.is_ok()) << cropped.message();
     compare_state();
   }
@@ -303,7 +303,7 @@ class EngineRun {
   void live(int64_t steps, int64_t batch_max, int64_t chunk_max = 40) {
     int64_t batch = engine_->batch() > 0 ? engine_->batch() : draw(1, batch_max);
     for (int64_t step = 0; step < steps && !testing::Test::HasFatalFailure(); ++step) {
-      const int64_t columns = engine_->columns(0);
+      const int64_t positions = engine_->positions(0);
       const int64_t action = engine_->batch() == 0 ? 0 : draw(0, 19);
       if (action <= 4) {
         const int64_t tokens = draw(1, chunk_max);
@@ -312,7 +312,7 @@ class EngineRun {
       } else if (action <= 14) {
         forward(batch, draw(1, options_.select_queries_max));
       } else if (action <= 15) {
-        crop(draw(columns / 2, columns));
+        crop(draw(positions / 2, positions));
       } else if (action <= 17) {
         std::vector<int64_t> indices(draw(1, batch_max));
         for (int64_t& index : indices) index = draw(0, batch - 1);

@@ -41,7 +41,7 @@ class Pair {
       const Tokens drawn = one_.draw_tokens(kBatch, 150);
       KeptTokens::Window window;
       window.count = kWindow;
-      window.first_column = 150 - kWindow;
+      window.first_position = 150 - kWindow;
       window.scale = 0.1f;
       const std::vector<float> queries = one_.numbers(one.query_heads * kWindow * one.head_dim, 2);
       const auto* bytes = reinterpret_cast<const std::byte*>(queries.data());

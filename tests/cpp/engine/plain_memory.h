@@ -31,11 +31,11 @@ class PlainMemory {
   explicit PlainMemory(const EngineOptions& options) : options_(options), layers_(options.layers) {}
 
   struct Sequence {
-    std::vector<float> keys;  // [columns, kv_heads, head_dim]
+    std::vector<float> keys;  // [positions, kv_heads, head_dim]
     std::vector<float> values;
   };
   struct Layer {
-    int64_t columns = 0;
+    int64_t positions = 0;
     int64_t rounded = 0;  // groups whose records are known to be so, with records=fp8
     std::vector<Sequence> sequences;
     std::vector<float> key_projection;  // [kv_heads * head_dim, rank]
@@ -71,24 +71,24 @@ class PlainMemory {
         }
       }
     }
-    layer.columns += tokens.tokens;
+    layer.positions += tokens.tokens;
     for (auto& valid : valid_) {
-      if (static_cast<int64_t>(valid.size()) < layer.columns) valid.resize(layer.columns, true);
+      if (static_cast<int64_t>(valid.size()) < layer.positions) valid.resize(layer.positions, true);
     }
   }
 
-  void crop(int64_t columns) {
+  void crop(int64_t positions) {
     for (Layer& layer : layers_) {
       layer.asked.clear();
-      if (layer.columns <= columns) continue;
-      layer.columns = columns;
-      layer.rounded = std::min(layer.rounded, options_.sealed_groups(columns));
+      if (layer.positions <= positions) continue;
+      layer.positions = positions;
+      layer.rounded = std::min(layer.rounded, options_.sealed_groups(positions));
       for (Sequence& sequence : layer.sequences) {
-        sequence.keys.resize(columns * width());
-        sequence.values.resize(columns * width());
+        sequence.keys.resize(positions * width());
+        sequence.values.resize(positions * width());
       }
     }
-    for (auto& valid : valid_) valid.resize(std::min<size_t>(valid.size(), columns));
+    for (auto& valid : valid_) valid.resize(std::min<size_t>(valid.size(), positions));
   }
 
   void select_sequences(const std::vector<int64_t>& indices) {
@@ -104,13 +104,13 @@ class PlainMemory {
   void reset() {
     valid_.clear();
     for (Layer& layer : layers_) {
-      layer.columns = layer.rounded = 0;
+      layer.positions = layer.rounded = 0;
       layer.sequences.clear();
       layer.asked.clear();
     }
   }
 
-  /// Attention of the newest `queries` columns, [batch, queries, heads, head_dim], over the valid
+  /// Attention of the newest `queries` positions, [batch, queries, heads, head_dim], over the valid
   /// tokens that is_seen(sequence, part, token) tells. query [batch, heads, queries, head_dim].
   using IsSeen = std::function<bool(int64_t b, int64_t part, int64_t token)>;
   std::vector<double> attend_over(int64_t index, const std::vector<float>& query, int64_t queries,
@@ -120,7 +120,7 @@ class PlainMemory {
     for (int64_t b = 0; b < batch(); ++b) {
       for (int64_t q = 0; q < queries; ++q) {
         for (int64_t h = 0; h < options_.query_heads; ++h) {
-          attend_one(layer, b, h, layer.columns - queries + q,
+          attend_one(layer, b, h, layer.positions - queries + q,
                      &query[((b * options_.query_heads + h) * queries + q) * options_.head_dim],
                      scale, is_seen, output);
         }
@@ -223,7 +223,7 @@ class PlainMemory {
     return best;
   }
 
-  void attend_one(const Layer& layer, int64_t b, int64_t head, int64_t column, const float* query,
+  void attend_one(const Layer& layer, int64_t b, int64_t head, int64_t position, const float* query,
                   double scale, const IsSeen& is_seen, std::vector<double>& output) const {
     const int64_t dim = options_.head_dim;
     const int64_t kv_head = head / (options_.query_heads / options_.kv_heads);
@@ -232,7 +232,7 @@ class PlainMemory {
     double total = 0;
     double largest = -INFINITY;
     for (const bool is_second : {false, true}) {
-      for (int64_t t = 0; t <= column; ++t) {
+      for (int64_t t = 0; t <= position; ++t) {
         if (!valid_[b][t] || !is_seen(b, part, t)) continue;
         double score = 0;
         const int64_t at = t * width() + kv_head * dim;
@@ -248,7 +248,7 @@ class PlainMemory {
 
   EngineOptions options_;
   std::vector<Layer> layers_;
-  std::vector<std::vector<bool>> valid_;  // [batch][columns]
+  std::vector<std::vector<bool>> valid_;  // [batch][positions]
 };
 
 }  // namespace kvswap

@@ -42,7 +42,7 @@ TEST_P(Clustered, LivesAsTheReferenceDoes) {
     int64_t batch = run.run().draw(1, 3);
     for (int i = 0; i < 60 && !HasFatalFailure(); ++i) {
       const int64_t action = run.engine().batch() == 0 ? 0 : run.run().draw(0, 19);
-      const int64_t columns = run.engine().batch() == 0 ? 0 : run.engine().columns(0);
+      const int64_t positions = run.engine().batch() == 0 ? 0 : run.engine().positions(0);
       if (action <= 2) {
         const int64_t tokens = run.run().draw(5, 90);
         const bool is_padded = run.run().draw(0, 1) == 0;
@@ -51,7 +51,7 @@ TEST_P(Clustered, LivesAsTheReferenceDoes) {
       } else if (action <= 14) {
         run.step(batch, run.run().draw(1, 4));
       } else if (action <= 16) {
-        run.run().crop(run.run().draw(columns / 2, columns));
+        run.run().crop(run.run().draw(positions / 2, positions));
       } else if (action <= 18) {
         std::vector<int64_t> indices(run.run().draw(1, 3));
         for (int64_t& index : indices) index = run.run().draw(0, batch - 1);
@@ -232,7 +232,7 @@ TEST_P(Clustered, ReadsNoPlaceThatWasLetGo) {
   ClusterRun run(options, 9);
   run.append(2, 150);
   for (int i = 0; i < 60 && !HasFatalFailure(); ++i) {
-    if (i % 20 == 15) run.run().crop(run.engine().columns(0) - 9);
+    if (i % 20 == 15) run.run().crop(run.engine().positions(0) - 9);
     if (i % 20 == 18) run.run().select({1, 0});
     run.step(2, 1);
   }

@@ -73,9 +73,9 @@ class DeviceSpaceTest : public testing::Test {
   /// Attention of one query over one page; the answer is there after finish().
   void attend(int32_t index, Record& output) {
     static constexpr uint64_t kMasks[] = {(uint64_t{1} << kTokens) - 1};
-    static constexpr int32_t kColumns[] = {0};
+    static constexpr int32_t kPositions[] = {0};
     static constexpr int32_t kCounts[] = {1};
-    static constexpr int32_t kQueryColumns[] = {kTokens};
+    static constexpr int32_t kQueryPositions[] = {kTokens};
     table_[0] = page(index);
     output.assign(kHeadDim, -1);
     PagedAttentionArgs args;
@@ -84,9 +84,9 @@ class DeviceSpaceTest : public testing::Test {
     args.output = output.data();
     args.pages = table_;
     args.masks = kMasks;
-    args.columns = kColumns;
+    args.positions = kPositions;
     args.page_counts = kCounts;
-    args.query_columns = kQueryColumns;
+    args.query_positions = kQueryPositions;
     args.pages_max = 1;
     args.batch = args.heads = args.queries = 1;
     args.shape = {1, kTokens, kHeadDim, sizeof(float)};

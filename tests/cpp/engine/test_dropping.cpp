@@ -114,11 +114,11 @@ TEST(Dropping, WhatIsGoneIsSaidAndNothingChanges) {
   std::vector<float> keys(2 * 10 * 64), values(2 * 10 * 64);
   EXPECT_EQ(engine.read_back(0, 0, 100, 110, keys.data(), values.data()).code(),
             StatusCode::kDropped);
-  EXPECT_EQ(engine.columns(0), 200);
+  EXPECT_EQ(engine.positions(0), 200);
   EXPECT_TRUE(engine.read_back(0, 0, 190, 200, keys.data(), values.data()).is_ok());
   EXPECT_FALSE(engine.saver().share().is_ok());
   EXPECT_TRUE(engine.crop(196).is_ok()) << "a step may be taken back";
-  EXPECT_EQ(engine.columns(1), 196);
+  EXPECT_EQ(engine.positions(1), 196);
 }
 
 TEST(Dropping, WhoKeepsEverythingNeedsADirectory) {

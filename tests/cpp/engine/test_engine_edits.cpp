@@ -77,7 +77,7 @@ TEST(Crop, OutOfRangeIsRefusedOrDoesNothing) {
   run.forward(1, 30);
   EXPECT_EQ(run.engine().crop(-1).code(), StatusCode::kInvalid);
   run.crop(1000);
-  EXPECT_EQ(run.engine().columns(0), 30);
+  EXPECT_EQ(run.engine().positions(0), 30);
 }
 
 TEST(SelectSequences, TakesNoMoreMemoryThanTheBatchNeeds) {
@@ -171,7 +171,7 @@ TEST(SetProjection, BetweenAppendAndAttendCountsWhatTheTailStillHolds) {
   for (int step = 0; step < 40 && !testing::Test::HasFatalFailure(); ++step) {
     run.forward(2, 3);
     ASSERT_TRUE(run.set_projection(step % 2).is_ok());
-    run.crop(run.engine().columns(0) - step % 2);
+    run.crop(run.engine().positions(0) - step % 2);
     run.select({1, 0});
   }
   run.compare_contents();

@@ -311,7 +311,7 @@ void append_through_a_full_disk(EngineOptions options, uint64_t reserve) {
     if (!appended.is_ok()) {
       ASSERT_EQ(appended.code(), StatusCode::kStorage);
       ++refusals;
-      run.expect_context(run.engine().columns(0) + drawn.tokens);
+      run.expect_context(run.engine().positions(0) + drawn.tokens);
       run.compare_state();
       run.compare_contents();
       left = ~uint64_t{0};

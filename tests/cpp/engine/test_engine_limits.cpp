@@ -34,7 +34,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     run.forward(2, 40);
     int64_t layer = 0;
     Status refused;
-    while (run.engine().columns(0) < 8000) {
+    while (run.engine().positions(0) < 8000) {
       const Tokens drawn = run.draw_tokens(2, tokens);
       refused = run.give(layer, drawn, 2);
       ASSERT_LE(run.engine().parts().ledger.peak(), options.kv_memory_bytes);
@@ -44,7 +44,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     }
     EXPECT_EQ(refused.code(), StatusCode::kBudget);
     EXPECT_NE(refused.message().find("kv_memory_bytes must"), std::string::npos);
-    EXPECT_GE(run.engine().columns(1), 2500 - tokens) << "memory_need() promises as much";
+    EXPECT_GE(run.engine().positions(1), 2500 - tokens) << "memory_need() promises as much";
     const int64_t total = run.engine().parts().ledger.total();
     for (int again = 0; again < 3; ++again) {
       const Tokens drawn = run.draw_tokens(2, tokens);
@@ -71,7 +71,7 @@ TEST(Budget, ThatCannotHoldTheFirstAppendIsRefusedWithTheLeastThatCan) {
   EXPECT_EQ(refused.code(), StatusCode::kBudget);
   EXPECT_NE(refused.message().find(std::to_string(least)), std::string::npos) << refused.message();
   EXPECT_EQ(run.engine().batch(), 0);
-  EXPECT_EQ(run.engine().columns(0), 0);
+  EXPECT_EQ(run.engine().positions(0), 0);
   run.forward(1, 300);
 }
 
@@ -130,7 +130,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   }
   EngineRun run(options, 7);
   run.forward(2, 30);
-  while (run.engine().columns(0) < 296) run.forward(2, 1);
+  while (run.engine().positions(0) < 296) run.forward(2, 1);
   run.forward(2, 4);
   run.compare_contents();
   Status refused;
@@ -141,7 +141,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   }
   EXPECT_EQ(refused.code(), StatusCode::kBudget);
   EXPECT_NE(refused.message().find("quota"), std::string::npos) << refused.message();
-  run.expect_context(run.engine().columns(0) + 37);
+  run.expect_context(run.engine().positions(0) + 37);
   run.compare_state();
   run.compare_contents();
   run.crop(150);

@@ -242,7 +242,7 @@ class TurningLife : public Persistent {
     return {.queries = {bytes, bytes + queries.size() * sizeof(float)},
             .log_sum_exp = std::vector<float>(kQueryHeads * kWindow, 8.0f),
             .count = kWindow,
-            .first_column = 140 - kWindow,
+            .first_position = 140 - kWindow,
             .scale = 0.1f};
   }
 

@@ -33,7 +33,7 @@ TEST(Forks, AnswerAlikeAndCountOnceWhatTheyShareWhicheverGoesFirst) {
   TestDirectory directory;
   EngineOptions options = small_options(directory.path());
   std::vector<int64_t> order = {0, 1, 2};
-  const int64_t columns[] = {2500, 1500, 1024};  // the last two go back into what they share
+  const int64_t positions[] = {2500, 1500, 1024};  // the last two go back into what they share
   std::vector<std::byte> expected[3];
   {
     auto run = long_run(options);
@@ -44,7 +44,7 @@ TEST(Forks, AnswerAlikeAndCountOnceWhatTheyShareWhicheverGoesFirst) {
     for (int i = 0; i < 3; ++i) {
       auto opened = saved.open(options);
       ASSERT_TRUE(opened.is_ok()) << opened.status().message();
-      ASSERT_TRUE(opened.value()->crop(columns[i]).is_ok());
+      ASSERT_TRUE(opened.value()->crop(positions[i]).is_ok());
       expected[i] = answers(*opened.value(), 7);
     }
   }
@@ -67,7 +67,7 @@ TEST(Forks, AnswerAlikeAndCountOnceWhatTheyShareWhicheverGoesFirst) {
       }
       // It goes its own way in the budget that it would have alone, and the others stay.
       std::unique_ptr<Engine> once = left.size() > 1 ? fork_of(*engines[next]) : nullptr;
-      ASSERT_TRUE(engines[next]->crop(columns[next]).is_ok());
+      ASSERT_TRUE(engines[next]->crop(positions[next]).is_ok());
       EXPECT_TRUE(answers(*engines[next], 7) == expected[next]);
       EXPECT_EQ(engine_ledger(*engines[next]).at("limit"), options.kv_memory_bytes);
       once.reset();

@@ -50,7 +50,7 @@ TEST(Passes, OnesThatDecodeAreNotTooLong) {
   EXPECT_TRUE(says(run.engine().exact_chunks().prepare(0, 2, 5)));
   EXPECT_TRUE(says(
       run.engine().attend({.layer = 0, .query = run.view(query, 5), .output = output.data()})));
-  EXPECT_EQ(run.engine().columns(0), 100) << "nothing of it is there";
+  EXPECT_EQ(run.engine().positions(0), 100) << "nothing of it is there";
   run.forward(2, 4);
   run.compare_contents();
 }

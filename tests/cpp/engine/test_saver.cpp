@@ -55,7 +55,7 @@ TEST_P(SavedEngine, OpensAsItWasAndGoesOnAsItWould) {
       SCOPED_TRACE(testing::Message() << may_link << " " << seed);
       EngineRun run(options, seed);
       run.live(12, 3);
-      while (run.engine().columns(0) < 20)
+      while (run.engine().positions(0) < 20)
         run.forward(std::max<int64_t>(1, run.engine().batch()), 30);
       SavedInMemory saved(directory_.path(), may_link);
       const Status status = run.engine().saver().save(saved);
@@ -81,11 +81,11 @@ TEST_P(SavedEngine, ForksGoTheirOwnWaysAlsoWhenTheFirstIsGone) {
     EngineRun run(options, seed);
     run.live(10, 2);
     for (int generation = 0; generation < 3; ++generation) {
-      while (run.engine().columns(0) < 20)
+      while (run.engine().positions(0) < 20)
         run.forward(std::max<int64_t>(1, run.engine().batch()), 30);
       // The first goes on as well, and does not disturb its fork.
       auto first = run.go_on_with(fork_of(run.engine()));
-      ASSERT_TRUE(first->crop(first->columns(0) / 2).is_ok());
+      ASSERT_TRUE(first->crop(first->positions(0) / 2).is_ok());
       run.compare_contents();
       if (generation == 1) first.reset();
       run.live(10, 2);
@@ -175,7 +175,7 @@ TEST(Saver, TheSavedFileChangesNoMoreWhateverTheSaverDoes) {
   EXPECT_TRUE(bytes_of() == before);
   auto opened = saved.open(options);
   ASSERT_TRUE(opened.is_ok()) << opened.status().message();
-  EXPECT_EQ(opened.value()->columns(0), 120);
+  EXPECT_EQ(opened.value()->positions(0), 120);
 }
 
 TEST(Saver, ADamagedRecordIsReportedAndNeverSavedAnew) {

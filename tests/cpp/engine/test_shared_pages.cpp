@@ -130,9 +130,9 @@ TEST(SharedPages, ACropFindsRoomForTheTailsOfAllLayers) {
     const int64_t lenders = crop_lenders(options);
     EXPECT_GE(lenders, 1);
     Steps steps(options);
-    for (const int64_t columns : {88, 61, 40}) {
+    for (const int64_t positions : {88, 61, 40}) {
       steps.step({});
-      steps.run().crop(columns);
+      steps.run().crop(positions);
       steps.run().compare_contents();
       steps.step({});
     }

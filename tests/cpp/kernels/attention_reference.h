@@ -33,14 +33,14 @@ struct AttentionCase {
       const bool hole = i % 7 == 5;
       pages.push_back(hole ? nullptr : &elements[i * page_elements]);
       masks.push_back(hole ? 0 : generator());
-      columns.push_back(static_cast<int32_t>(i % s.pages * s.group_tokens));
+      positions.push_back(static_cast<int32_t>(i % s.pages * s.group_tokens));
     }
     for (int64_t row = 0; row < rows; ++row) {
       page_counts.push_back(static_cast<int32_t>(std::max<int64_t>(0, s.pages - row % 3)));
     }
-    const int64_t last_column = s.pages * s.group_tokens - 1;
+    const int64_t last_position = s.pages * s.group_tokens - 1;
     for (int64_t b = 0; b < s.batch; ++b) {
-      query_columns.push_back(static_cast<int32_t>(last_column - s.queries / 2));
+      query_positions.push_back(static_cast<int32_t>(last_position - s.queries / 2));
     }
     for (int64_t head = 0; s.has_sinks && head < heads; ++head) {
       sinks.push_back(static_cast<float>(head % 3) * 2.0f - 1.0f);
@@ -60,9 +60,9 @@ struct AttentionCase {
     a.log_sum_exp = log_sum_exp.data();
     a.pages = pages.data();
     a.masks = masks.data();
-    a.columns = columns.data();
+    a.positions = positions.data();
     a.page_counts = page_counts.data();
-    a.query_columns = query_columns.data();
+    a.query_positions = query_positions.data();
     a.pages_max = shape.pages;
     a.table_heads = table_heads;
     a.batch = shape.batch;
@@ -86,7 +86,7 @@ struct AttentionCase {
     for (int64_t p = 0; p < page_counts[table]; ++p) {
       const int64_t i = table * shape.pages + p;
       for (int64_t t = 0; t < shape.group_tokens; ++t) {
-        if (!(masks[i] >> t & 1) || columns[i] + t > query_columns[b] + q) continue;
+        if (!(masks[i] >> t & 1) || positions[i] + t > query_positions[b] + q) continue;
         const T* key = static_cast<const T*>(pages[i]) +
                        (shape.table_per_head ? 0 : kv_head) * 2 * side + t * shape.head_dim;
         double score = 0;
@@ -129,7 +129,7 @@ struct AttentionCase {
   std::vector<T> elements, query, output;
   std::vector<const void*> pages;
   std::vector<uint64_t> masks;
-  std::vector<int32_t> columns, page_counts, query_columns;
+  std::vector<int32_t> positions, page_counts, query_positions;
   std::vector<float> log_sum_exp, sinks;
 };
 

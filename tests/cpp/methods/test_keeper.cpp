@@ -11,11 +11,11 @@
 namespace kvswap {
 namespace {
 
-using Columns = std::vector<int32_t>;
+using Positions = std::vector<int32_t>;
 
-TokenValidity all_valid(int64_t columns) {
+TokenValidity all_valid(int64_t positions) {
   TokenValidity valid;
-  valid.append(columns, nullptr);
+  valid.append(positions, nullptr);
   return valid;
 }
 
@@ -59,14 +59,14 @@ TEST(PoolNeighbours, IsASumOverAnyNumberOfThem) {
 TEST(MostAttended, AreTheFirstOfThoseWithMostMass) {
   const TokenValidity valid = all_valid(8);
   const std::vector<float> mass = {5, 1, 3, 3, 9, 3, 0, 1};
-  const auto chosen = [&](int64_t tokens, Columns sinks) {
+  const auto chosen = [&](int64_t tokens, Positions sinks) {
     return most_attended(
         {.mass = mass, .valid = &valid, .sinks = sinks, .group_tokens = 2, .tokens = tokens});
   };
-  EXPECT_EQ(chosen(1, {}), (Columns{4}));
-  EXPECT_EQ(chosen(3, {}), (Columns{0, 2, 4})) << "the lower of equals";
-  EXPECT_EQ(chosen(3, {0, 2}), (Columns{2, 3, 7})) << "a sink's group stays anyway";
-  EXPECT_EQ(chosen(8, {}), (Columns{0, 1, 2, 3, 4, 5, 7})) << "nothing was paid to 6";
+  EXPECT_EQ(chosen(1, {}), (Positions{4}));
+  EXPECT_EQ(chosen(3, {}), (Positions{0, 2, 4})) << "the lower of equals";
+  EXPECT_EQ(chosen(3, {0, 2}), (Positions{2, 3, 7})) << "a sink's group stays anyway";
+  EXPECT_EQ(chosen(8, {}), (Positions{0, 1, 2, 3, 4, 5, 7})) << "nothing was paid to 6";
 }
 
 TEST(MostAttended, NeverKeepsPadding) {
@@ -75,9 +75,9 @@ TEST(MostAttended, NeverKeepsPadding) {
   valid.append(6, flags);
   const std::vector<float> mass = {9, 9, 1, 2, 9, 3};
   EXPECT_EQ(most_attended({.mass = mass, .valid = &valid, .group_tokens = 4, .tokens = 3}),
-            (Columns{2, 3, 5}));
+            (Positions{2, 3, 5}));
   EXPECT_EQ(most_attended({.mass = mass, .valid = &valid, .group_tokens = 4, .tokens = 2}),
-            (Columns{3, 5}));
+            (Positions{3, 5}));
 }
 
 TEST(MostAttended, SetsNestAsMoreAreKept) {
@@ -85,9 +85,9 @@ TEST(MostAttended, SetsNestAsMoreAreKept) {
   std::mt19937_64 random(2);
   std::vector<float> mass(200);
   for (float& value : mass) value = static_cast<float>(random() % 9);
-  Columns before;
+  Positions before;
   for (int64_t tokens = 1; tokens <= 200; ++tokens) {
-    Columns now =
+    Positions now =
         most_attended({.mass = mass, .valid = &valid, .group_tokens = 4, .tokens = tokens});
     EXPECT_TRUE(std::is_sorted(now.begin(), now.end()));
     EXPECT_TRUE(std::includes(now.begin(), now.end(), before.begin(), before.end())) << tokens;
@@ -96,40 +96,41 @@ TEST(MostAttended, SetsNestAsMoreAreKept) {
 }
 
 TEST(WhoStays, AreThoseWorthMostWithTheirNeighbours) {
-  const Columns columns = {2, 3, 7, 8, 9, 20};
+  const Positions positions = {2, 3, 7, 8, 9, 20};
   const std::vector<float> worth = {4, 1, 2, 3, 2, 6};
   const auto stay = [&](int64_t tokens, int64_t pool) {
-    return who_stays({.columns = columns, .worth = worth, .pool = pool, .tokens = tokens});
+    return who_stays({.positions = positions, .worth = worth, .pool = pool, .tokens = tokens});
   };
-  EXPECT_EQ(stay(0, 1), Columns{});
-  EXPECT_EQ(stay(2, 1), (Columns{20, 2})) << "the best first";
-  EXPECT_EQ(stay(4, 1), (Columns{20, 2, 8, 7})) << "the lower of equals";
-  EXPECT_EQ(stay(1, 3), (Columns{8})) << "2 + 3 + 2";
-  EXPECT_EQ(stay(3, 3), (Columns{8, 20, 2})) << "5, 5, 5, 7, 5, 6";
-  EXPECT_EQ(stay(9, 5).size(), columns.size()) << "all there are";
+  EXPECT_EQ(stay(0, 1), Positions{});
+  EXPECT_EQ(stay(2, 1), (Positions{20, 2})) << "the best first";
+  EXPECT_EQ(stay(4, 1), (Positions{20, 2, 8, 7})) << "the lower of equals";
+  EXPECT_EQ(stay(1, 3), (Positions{8})) << "2 + 3 + 2";
+  EXPECT_EQ(stay(3, 3), (Positions{8, 20, 2})) << "5, 5, 5, 7, 5, 6";
+  EXPECT_EQ(stay(9, 5).size(), positions.size()) << "all there are";
 }
 
 TEST(WhoStays, CountsOnlyWhatIsKeptBeside) {
   std::mt19937_64 random(3);
   for (int64_t pool = 1; pool <= 9; ++pool) {
-    Columns columns;
+    Positions positions;
     std::vector<float> worth, dense(120, 0.0f);
-    for (int32_t column = 0; column < 120; ++column) {
+    for (int32_t position = 0; position < 120; ++position) {
       if (random() % 3 == 0) continue;
-      columns.push_back(column);
+      positions.push_back(position);
       worth.push_back(static_cast<float>(random() % 16));
-      dense[column] = worth.back();
+      dense[position] = worth.back();
     }
     pool_neighbours(dense, pool);
-    Columns stay = who_stays({.columns = columns, .worth = worth, .pool = pool, .tokens = 30});
+    Positions stay =
+        who_stays({.positions = positions, .worth = worth, .pool = pool, .tokens = 30});
     ASSERT_EQ(stay.size(), 30u);
     std::sort(stay.begin(), stay.end());
-    for (const int32_t column : columns) {
-      if (std::binary_search(stay.begin(), stay.end(), column)) continue;
+    for (const int32_t position : positions) {
+      if (std::binary_search(stay.begin(), stay.end(), position)) continue;
       for (const int32_t other : stay) {
-        ASSERT_GE(dense[other], dense[column]) << pool;
-        if (dense[other] == dense[column]) {
-          ASSERT_LT(other, column);
+        ASSERT_GE(dense[other], dense[position]) << pool;
+        if (dense[other] == dense[position]) {
+          ASSERT_LT(other, position);
         }
       }
     }
@@ -168,16 +169,16 @@ TEST(KeptTokens, OfBothPrecisionsAreKeptAndCut) {
   kept.set({5, 7, 12}, 4);
   EXPECT_EQ(kept.count(), 6);
   EXPECT_EQ(kept.mask(0, 16), 0b0001001011110000u);
-  EXPECT_EQ(kept.whole_groups(), (Columns{1}));
-  kept.next = Columns{9, 4, 12};
-  kept.truncate({.columns = 9, .sealed = 8, .group_tokens = 4, .step = 16});
-  EXPECT_EQ(kept.float8(), (Columns{4, 6}));
-  EXPECT_EQ(kept.columns(), (Columns{5, 7}));
+  EXPECT_EQ(kept.whole_groups(), (Positions{1}));
+  kept.next = Positions{9, 4, 12};
+  kept.truncate({.positions = 9, .sealed = 8, .group_tokens = 4, .step = 16});
+  EXPECT_EQ(kept.float8(), (Positions{4, 6}));
+  EXPECT_EQ(kept.positions(), (Positions{5, 7}));
   EXPECT_EQ(kept.mask(0, 16), 0b11110000u);
-  EXPECT_EQ(kept.next, Columns{4});
+  EXPECT_EQ(kept.next, Positions{4});
 }
 
-TEST(KeptTokens, KnowTheirColumnsAndWholeGroups) {
+TEST(KeptTokens, KnowTheirPositionsAndWholeGroups) {
   KeptTokens kept;
   EXPECT_EQ(kept.mask(0, 64), 0u);
   kept.set({3, 4, 5, 6, 7, 8, 62, 63, 64, 65, 130}, 4);
@@ -185,35 +186,35 @@ TEST(KeptTokens, KnowTheirColumnsAndWholeGroups) {
   EXPECT_EQ(kept.mask(60, 8), 0b00111100u);
   EXPECT_EQ(kept.mask(128, 64), 4u);
   EXPECT_EQ(kept.mask(1000, 3), 0u);
-  EXPECT_EQ(kept.whole_groups(), (Columns{1}));
+  EXPECT_EQ(kept.whole_groups(), (Positions{1}));
   kept.set({0, 2, 4, 5}, 1);
-  EXPECT_EQ(kept.whole_groups(), (Columns{0, 2, 4, 5}));
+  EXPECT_EQ(kept.whole_groups(), (Positions{0, 2, 4, 5}));
 }
 
 TEST(KeptTokens, ForgetWhatIsCut) {
   KeptTokens kept;
   kept.set({1, 4, 5, 6, 7, 70}, 4);
   kept.mass.assign(80, 1.0f);
-  kept.next = Columns{1, 70};
-  kept.seen_columns = 80;
-  kept.truncate({.columns = 6, .sealed = 6, .group_tokens = 4, .step = 16});
-  EXPECT_EQ(kept.columns(), (Columns{1, 4, 5}));
+  kept.next = Positions{1, 70};
+  kept.seen_positions = 80;
+  kept.truncate({.positions = 6, .sealed = 6, .group_tokens = 4, .step = 16});
+  EXPECT_EQ(kept.positions(), (Positions{1, 4, 5}));
   EXPECT_EQ(kept.mask(0, 64), 0x32u);
   EXPECT_TRUE(kept.whole_groups().empty());
   EXPECT_EQ(kept.mass.size(), 6u);
-  EXPECT_EQ(kept.seen_columns, 6);
-  EXPECT_EQ(kept.next, Columns{1});
+  EXPECT_EQ(kept.seen_positions, 6);
+  EXPECT_EQ(kept.next, Positions{1});
 }
 
 TEST(KeptTokens, RememberWhatAStepPaidThatIsTakenBack) {
   KeptTokens kept;
   kept.mass.assign(80, 1.0f);
-  kept.seen_columns = 80;
-  kept.truncate({.columns = 77, .sealed = 64, .group_tokens = 4, .step = 3});
-  EXPECT_EQ(kept.seen_columns, 80);
+  kept.seen_positions = 80;
+  kept.truncate({.positions = 77, .sealed = 64, .group_tokens = 4, .step = 3});
+  EXPECT_EQ(kept.seen_positions, 80);
   EXPECT_EQ(kept.mass.size(), 80u);
-  kept.truncate({.columns = 76, .sealed = 64, .group_tokens = 4, .step = 3});
-  EXPECT_EQ(kept.seen_columns, 76);
+  kept.truncate({.positions = 76, .sealed = 64, .group_tokens = 4, .step = 3});
+  EXPECT_EQ(kept.seen_positions, 76);
   EXPECT_EQ(kept.mass.size(), 76u);
 }
 

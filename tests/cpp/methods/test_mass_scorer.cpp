@@ -53,7 +53,7 @@ class Scored {
     valid_.append(of.padding, none.get());
     valid_.append((tokens - of.padding - of.hole) / 2, nullptr);
     valid_.append(of.hole, none.get());
-    valid_.append(tokens - valid_.columns(), nullptr);
+    valid_.append(tokens - valid_.positions(), nullptr);
   }
 
   std::vector<float> scores(const ParallelFor* parallel = nullptr) {

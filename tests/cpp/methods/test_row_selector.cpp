@@ -35,7 +35,7 @@ struct Case {
   int64_t sink_groups = 1;
   int64_t padding = 0;  // of the last sequence
   int64_t query_heads = kHeads;
-  int64_t hole = 0;           // columns of padding in the middle of the first sequence
+  int64_t hole = 0;           // positions of padding in the middle of the first sequence
   int64_t score_columns = 0;  // of two stages
   double score_share = 0;
 };
@@ -180,7 +180,7 @@ class Selection {
     validity_.back().append((tokens - padding - hole) / 2, nullptr);
     const auto gap = std::make_unique<bool[]>(hole + 1);
     validity_.back().append(hole, gap.get());
-    validity_.back().append(tokens - validity_.back().columns(), nullptr);
+    validity_.back().append(tokens - validity_.back().positions(), nullptr);
   }
 
   int64_t block_groups() const { return std::lcm(16, case_.group_tokens) / case_.group_tokens; }

@@ -11,20 +11,20 @@ namespace {
 
 void expect_equal(const TokenValidity& validity, const std::vector<bool>& model,
                   std::mt19937& random) {
-  const auto columns = static_cast<int64_t>(model.size());
-  ASSERT_EQ(validity.columns(), columns);
+  const auto positions = static_cast<int64_t>(model.size());
+  ASSERT_EQ(validity.positions(), positions);
   ASSERT_EQ(validity.first_valid(), std::find(model.begin(), model.end(), true) - model.begin());
-  int64_t from = columns;
+  int64_t from = positions;
   while (from > 0 && model[from - 1]) --from;
   ASSERT_EQ(validity.all_valid_from(), from);
-  for (int64_t column = 0; column < columns; ++column) {
-    ASSERT_EQ(validity.is_valid(column), model[column]);
+  for (int64_t position = 0; position < positions; ++position) {
+    ASSERT_EQ(validity.is_valid(position), model[position]);
   }
   for (int i = 0; i < 5; ++i) {
-    const int64_t first = random() % (columns + 70);
+    const int64_t first = random() % (positions + 70);
     const int64_t count = 1 + random() % 64;
     uint64_t expected = 0;
-    for (int64_t bit = 0; bit < count && first + bit < columns; ++bit) {
+    for (int64_t bit = 0; bit < count && first + bit < positions; ++bit) {
       expected |= uint64_t{model[first + bit]} << bit;
     }
     ASSERT_EQ(validity.mask(first, count), expected) << first << " + " << count;
@@ -47,9 +47,9 @@ TEST(TokenValidity, EqualsAVectorOfBool) {
         validity.append(count, kind == 1 ? nullptr : flags.get());
         model.insert(model.end(), flags.get(), flags.get() + count);
       } else {
-        const auto columns = static_cast<int64_t>(random() % (model.size() + 1));
-        validity.truncate(columns);
-        model.resize(columns);
+        const auto positions = static_cast<int64_t>(random() % (model.size() + 1));
+        validity.truncate(positions);
+        model.resize(positions);
       }
       expect_equal(validity, model, random);
       if (HasFatalFailure()) return;

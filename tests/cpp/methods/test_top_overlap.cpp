@@ -50,12 +50,12 @@ TEST(TopOverlap, EqualsASort) {
       }
       add_all(overlap, 0, query, worth);
       best.emplace_back();
-      for (const auto& [_, column] : order) {
-        if (static_cast<int64_t>(best.back().size()) < k) best.back().insert(column);
+      for (const auto& [_, position] : order) {
+        if (static_cast<int64_t>(best.back().size()) < k) best.back().insert(position);
       }
     }
     int64_t agreed = 0;
-    for (const int32_t column : best[0]) agreed += static_cast<int64_t>(best[1].count(column));
+    for (const int32_t position : best[0]) agreed += static_cast<int64_t>(best[1].count(position));
     EXPECT_EQ(overlap.mean(), static_cast<double>(agreed)) << k;
   }
 }

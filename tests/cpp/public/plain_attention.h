@@ -78,7 +78,7 @@ class Plain {
     for (int64_t b = 0; b < batch_; ++b) compare(output, query, b, tokens, tolerance);
   }
 
-  void pad(int64_t sequence, int64_t columns) { padding_[sequence] = columns; }
+  void pad(int64_t sequence, int64_t positions) { padding_[sequence] = positions; }
 
   bool extends = false;  // append() and attend() in one
   float softcap = 0;
@@ -117,11 +117,12 @@ class Plain {
         values_.insert(values_.end(), &values[at], &values[at] + shape_.head_dim);
       }
     }
-    columns_ += tokens;
+    positions_ += tokens;
   }
 
-  const float* entry(const std::vector<float>& all, int64_t column, int64_t b, int64_t head) const {
-    return &all[((column * batch_ + b) * shape_.kv_heads + head) * shape_.head_dim];
+  const float* entry(const std::vector<float>& all, int64_t position, int64_t b,
+                     int64_t head) const {
+    return &all[((position * batch_ + b) * shape_.kv_heads + head) * shape_.head_dim];
   }
 
   void compare(const std::vector<std::byte>& output, const std::vector<float>& query, int64_t b,
@@ -130,7 +131,7 @@ class Plain {
     for (int64_t h = 0; h < shape_.heads; ++h) {
       const int64_t kv = h / (shape_.heads / shape_.kv_heads);
       for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t end = columns_ - tokens + t + 1;
+        const int64_t end = positions_ - tokens + t + 1;
         if (end <= padding_[b]) continue;
         std::vector<double> sum(dim);
         double total = sinks.empty() ? 0 : std::exp(sinks[h]);
@@ -160,9 +161,9 @@ class Plain {
   ModelShape shape_;
   int64_t batch_;
   std::mt19937 generator_{7};
-  std::vector<float> keys_;  // [columns, batch, kv_heads, head_dim]
+  std::vector<float> keys_;  // [positions, batch, kv_heads, head_dim]
   std::vector<float> values_;
-  int64_t columns_ = 0;
+  int64_t positions_ = 0;
   int64_t padding_[4] = {};
 };
 

@@ -17,7 +17,7 @@ TEST(Cache, AttendsOverEverythingWhereSettingsCoverIt) {
   Cache session(covering(folder.path()));
   Plain plain(session.options(), 2);
   run_chunks(session, plain, 1e-5);
-  EXPECT_EQ(session.layer(1).columns, 133);
+  EXPECT_EQ(session.layer(1).positions, 133);
   EXPECT_EQ(session.held().batch, 2);
   EXPECT_GT(session.report().counters.at("records_sealed"), 0);
   EXPECT_EQ(session.report().facts.count("reader"), 1u);
@@ -140,7 +140,7 @@ TEST(Cache, ReadsBackWhatItWasGiven) {
   EXPECT_EQ(other[50 * 16 + 3], values[(60 + 10) * 16 + 3]);
   session.append(1, NewTokens::packed(keys.data(), values.data(), shape, 1, 60));
   session.crop(20);
-  EXPECT_EQ(session.layer(0).columns, 20);
+  EXPECT_EQ(session.layer(0).positions, 20);
 }
 
 TEST(Cache, SelectsWithAProjectionAndLooksAhead) {
@@ -183,7 +183,7 @@ TEST(Cache, RefusesWrongCalls) {
   CacheOptions options = covering(folder.path());
   Cache session(options);
   std::vector<float> data(4 * 16);
-  EXPECT_NE(refusal([&] { session.layer(2).columns; }).find("layer must be 0..1, got 2"), -1ul);
+  EXPECT_NE(refusal([&] { session.layer(2).positions; }).find("layer must be 0..1, got 2"), -1ul);
   EXPECT_NE(refusal([&] {
               session.attend(0, Queries::packed(data.data(), 3, 1, 16), 1, data.data());
             }).find("query must have 4 heads, got 3"),
@@ -191,7 +191,7 @@ TEST(Cache, RefusesWrongCalls) {
   EXPECT_NE(refusal([&] { session.append(0, {}); }).find("append: must have keys"), -1ul);
   EXPECT_NE(refusal([&] {
               session.attend(0, Queries::packed(data.data(), 4, 20, 16), 1, data.data());
-            }).find("attend: query must be of the 0 columns"),
+            }).find("attend: query must be of the 0 positions"),
             -1ul);
   session.close();
   session.close();

@@ -152,9 +152,9 @@ TEST_F(Decisions, ALongChunkThatThrowsLeavesNothingAndMayBeExtendedAgain) {
   };
   extend(40);
   EXPECT_THROW(extend(100), SessionError);
-  EXPECT_EQ(cache.layer(0).columns, 40);
+  EXPECT_EQ(cache.layer(0).positions, 40);
   extend(20);
-  EXPECT_EQ(cache.layer(0).columns, 60);
+  EXPECT_EQ(cache.layer(0).positions, 60);
   for (int64_t i = 0; i < 4 * 20 * 16; ++i) ASSERT_NEAR(output[i], 0.5f, 1e-6);
 }
 

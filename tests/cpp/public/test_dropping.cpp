@@ -120,7 +120,7 @@ TEST(CoreDropping, WhatIsRefused) {
   } catch (const SessionError& error) {
     EXPECT_EQ(error.kind(), SessionError::Kind::kDropped);
   }
-  EXPECT_EQ(session.layer(0).columns, 200);
+  EXPECT_EQ(session.layer(0).positions, 200);
   session.crop(0);
   Piece(random, 20).run(session);
   CacheOptions all = dropping("", "observed");

@@ -34,7 +34,7 @@ TEST(Passes, APrefillIsExactHoweverShort) {
         plain.pass(cache, Pass::kPrefill, tokens, 1e-5);
       }
       EXPECT_EQ(cache.report().counters.at("steps"), 0) << "none of them chose";
-      EXPECT_EQ(cache.held().columns, 114);
+      EXPECT_EQ(cache.held().positions, 114);
     }
   }
 }
@@ -69,7 +69,7 @@ TEST(Passes, ALongOneIsNoStepOfDecoding) {
               std::string::npos)
         << error.what();
   }
-  EXPECT_EQ(cache.held().columns, 40);
+  EXPECT_EQ(cache.held().positions, 40);
   plain.pass(cache, Pass::kPrefill, 9, 1e-5);
 }
 

@@ -57,13 +57,13 @@ TEST(SavedCache, OpensWhatPythonSaved) {
     EXPECT_NE(saved->facts().find("\"model_type\""), std::string::npos);
     Cache session(*saved, saved->options(folder.path(), {}));
     const ModelShape shape = session.options().shape;
-    const int64_t columns = saved->tokens();
+    const int64_t positions = saved->tokens();
     for (int64_t layer = 0; layer < shape.layers; ++layer) {
-      ASSERT_EQ(session.layer(layer).columns, columns);
-      std::vector<float> keys(shape.kv_heads * columns * shape.head_dim), values(keys.size());
+      ASSERT_EQ(session.layer(layer).positions, positions);
+      std::vector<float> keys(shape.kv_heads * positions * shape.head_dim), values(keys.size());
       for (int64_t sequence = 0; sequence < saved->sequences(); ++sequence) {
-        session.read_back(layer, sequence, columns - 1, columns, keys.data(), values.data());
-        session.read_back(layer, sequence, 0, columns, keys.data(), values.data());
+        session.read_back(layer, sequence, positions - 1, positions, keys.data(), values.data());
+        session.read_back(layer, sequence, 0, positions, keys.data(), values.data());
         const auto [least, most] = std::minmax_element(keys.begin(), keys.end());
         EXPECT_LT(*least, *most);
       }
@@ -351,7 +351,7 @@ TEST(SavedCache, ManyMayOpenItAtOnce) {
       const auto saved = SavedCache::open(folder / "a");
       Cache session(*saved, saved->options(folder.path(), {}));
       for (uint64_t seed = 0; seed < 20; ++seed) step(session, 5, seed);
-      ::_exit(session.layer(0).columns == 300 ? 0 : 1);
+      ::_exit(session.layer(0).positions == 300 ? 0 : 1);
     }
   }
   for (const pid_t child : children) {

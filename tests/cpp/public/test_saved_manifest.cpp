@@ -23,7 +23,7 @@ SavedManifest some_manifest() {
   manifest.settings.rank = Rank(int64_t{8});
   manifest.ranks = {8, 8};
   manifest.counts = {.sequences = 4,
-                     .columns = 100,
+                     .positions = 100,
                      .groups = 20,
                      .records = 160,
                      .record_bytes = 512,

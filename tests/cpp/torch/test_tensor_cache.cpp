@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kBatch = 2;
 constexpr double kScale = 0.25;
 
-int64_t columns(const TensorCache& cache) { return cache.cache().held().columns; }
+int64_t positions(const TensorCache& cache) { return cache.cache().held().positions; }
 std::string told(const TensorCache& cache) { return report_text(cache.cache().report()); }
 
 class TensorCacheTest : public testing::Test {
@@ -81,9 +81,9 @@ class TensorCacheTest : public testing::Test {
       EXPECT_TRUE(at::allclose(output, expected, 1e-4, 1e-5)) << "layer " << layer;
     }
   }
-  void cut(int64_t columns) {
+  void cut(int64_t positions) {
     for (auto* each : {&keys_, &values_}) {
-      for (at::Tensor& tensor : *each) tensor = tensor.narrow(2, 0, columns);
+      for (at::Tensor& tensor : *each) tensor = tensor.narrow(2, 0, positions);
     }
   }
 
@@ -102,24 +102,24 @@ class TensorCacheTest : public testing::Test {
                    const at::Tensor& values) const {
     const int64_t ratio = args_.shape.heads / args_.shape.kv_heads;
     const int64_t tokens = query.size(2);
-    const int64_t columns = keys.size(2);
+    const int64_t positions = keys.size(2);
     at::Tensor scores = query.matmul(keys.repeat_interleave(ratio, 1).transpose(2, 3)) * kScale;
     const at::Tensor later =
-        at::arange(columns).unsqueeze(0) > at::arange(columns - tokens, columns).unsqueeze(1);
+        at::arange(positions).unsqueeze(0) > at::arange(positions - tokens, positions).unsqueeze(1);
     if (terms_.softcap > 0) scores = (scores / terms_.softcap).tanh() * terms_.softcap;
     scores = scores.masked_fill(later, -INFINITY);
     const at::Tensor beside = terms_.sinks.value_or(at::full(args_.shape.heads, -INFINITY));
-    const at::Tensor column = beside.view({1, -1, 1, 1}).expand({kBatch, -1, tokens, 1});
-    scores = at::cat({column, scores}, -1).softmax(-1).narrow(-1, 1, columns);
+    const at::Tensor position = beside.view({1, -1, 1, 1}).expand({kBatch, -1, tokens, 1});
+    scores = at::cat({position, scores}, -1).softmax(-1).narrow(-1, 1, positions);
     return scores.matmul(values.repeat_interleave(ratio, 1)).transpose(1, 2);
   }
 };
 
 TEST_F(TensorCacheTest, AttendsAsPlainAttentionDoes) {
   TensorCache cache(args_);
-  EXPECT_EQ(columns(cache), 0);
+  EXPECT_EQ(positions(cache), 0);
   for (const int64_t tokens : {37, 1, 3, 8, 20, 1, 1}) pass(cache, tokens);
-  EXPECT_EQ(columns(cache), 71);
+  EXPECT_EQ(positions(cache), 71);
   EXPECT_GT(cache.cache().report().counters.at("bytes_written"), 0);
   EXPECT_EQ(cache.cache().options().settings.group_tokens, SwapConfig().settings.group_tokens);
 }
@@ -309,13 +309,13 @@ TEST_F(TensorCacheTest, GoesOnAfterACropAndAReset) {
   pass(cache, 50);
   cache.cache().crop(33);
   cut(33);
-  EXPECT_EQ(columns(cache), 33);
+  EXPECT_EQ(positions(cache), 33);
   pass(cache, 9);
   pass(cache, 1);
   cache.cache().reset();
   keys_.clear();
   values_.clear();
-  EXPECT_EQ(columns(cache), 0);
+  EXPECT_EQ(positions(cache), 0);
   pass(cache, 30);
   pass(cache, 1);
 }

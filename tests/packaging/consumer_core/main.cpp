@@ -21,6 +21,6 @@ int main(int count, char** arguments) {
                  kvswap::Queries::packed(query.data(), 4, tokens, 64), 0.125f, output.data());
   }
   const kvswap::Report report = cache.report();
-  std::cout << report.columns << " tokens kept in " << report.ledger.at("total") / 1024
+  std::cout << report.positions << " tokens kept in " << report.ledger.at("total") / 1024
             << " KiB, " << report.facts.at("reader") << " reader\n";
 }
