@@ -33,7 +33,8 @@ class MappedLayer(FileLayer):
         end = self.get_seq_length()
         if end > self.keys.shape[2]:
             raise ValueError(
-                f"mmap: the file has room for {self.keys.shape[2]} positions, got {end}; decode fewer"
+                f"mmap: the file has room for {self.keys.shape[2]} positions, got {end}; decode "
+                "fewer"
             )
         self.keys[:, :, begin:end] = key_states
         self.values[:, :, begin:end] = value_states

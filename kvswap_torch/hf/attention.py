@@ -150,7 +150,7 @@ def mask(**kwargs: Any) -> Any:
     Returns
     -------
     Tensor or None
-        ``[batch, positions]`` bool for a plain causal mask in a forward pass with one of our caches;
+        ``[batch, positions]`` bool for a plain causal mask in a pass with one of our caches;
         otherwise what the model's own implementation makes of it.
     """
     config = kwargs.get("config")

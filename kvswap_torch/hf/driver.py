@@ -39,7 +39,7 @@ class Ahead(enum.IntEnum):
 
 
 class SessionDriver:
-    """The state a cache has beside the session itself: settings, validity of positions, projections.
+    """The state a cache has beside the session: settings, validity of positions, projections.
 
     `look_ahead` is built, and counted in the budget, where the settings ask for it.
 

@@ -16,7 +16,7 @@ class Padding:
 
     def __init__(self) -> None:
         self._valid: torch.Tensor | None = None  # [batch, positions] bool; None: all valid
-        # Of the pass under way: positions before it, new positions, their validity (None: all valid).
+        # Of the pass under way: positions before it, new ones, their validity (None: all valid).
         self._declared: tuple[int, int, torch.Tensor | None] = (0, 0, None)
 
     def declare(
@@ -37,8 +37,8 @@ class Padding:
         if mask is None:
             if self._valid is not None:
                 raise ValueError(
-                    "attention_mask: must be passed again, since earlier positions were declared as "
-                    "padding, got None; pass the mask of the whole text, padding included"
+                    "attention_mask: must be passed again, since earlier positions were declared "
+                    "as padding, got None; pass the mask of the whole text, padding included"
                 )
             self._declared = (positions, tokens, None)
             return None
@@ -50,15 +50,15 @@ class Padding:
             )
         if tuple(mask.shape) != (batch, positions + tokens):
             raise ValueError(
-                f"attention_mask: must cover the {positions} positions in the cache and the {tokens} "
-                f"new ones, {[batch, positions + tokens]}, got {list(mask.shape)}"
+                f"attention_mask: must cover the {positions} positions in the cache and the "
+                f"{tokens} new ones, {[batch, positions + tokens]}, got {list(mask.shape)}"
             )
         past, new = mask[:, :positions].bool(), mask[:, positions:].bool()
         same = past.all() if self._valid is None else torch.equal(past, self._valid[:, :positions])
         if not same:
             raise ValueError(
-                "attention_mask: must say of earlier positions what it said when they came, but some "
-                "have changed between valid and padding; crop() them away first, or reset()"
+                "attention_mask: must say of earlier positions what it said when they came, but "
+                "some have changed between valid and padding; crop() them away first, or reset()"
             )
         if new.all():
             self._declared = (positions, tokens, None)

@@ -90,8 +90,8 @@ def attention_weights(
     """What each query of each head pays each token: ``[heads, queries, tokens]``.
 
     keys: ``[kv_heads, tokens, head_dim]``; query: ``[heads, queries, head_dim]``, of which query i
-    stands at position first_position + i and sees no later one; log_sum_exp: ``[heads, queries]``, of
-    all that they attended; softcap: scores become softcap * tanh(score / softcap).
+    stands at first_position + i and sees no later one; log_sum_exp: ``[heads, queries]``, of all
+    that they attended; softcap: scores become softcap * tanh(score / softcap).
     """
     scores = _scores(keys, query, scale, softcap)
     return (scores - log_sum_exp[..., None]).exp().tril(first_position)

@@ -27,7 +27,7 @@ from tests.reference import float8_rounded
 
 @dataclass
 class Layer:
-    """One layer: every position's K, V and validity, how many positions are sealed, and the plan."""
+    """One layer: every position's K, V and validity, how many of them are sealed, and the plan."""
 
     keys: torch.Tensor  # [batch, kv_heads, positions, head_dim]
     values: torch.Tensor  # as keys
@@ -351,8 +351,8 @@ class ReferenceSession(Dropping, Scores, Decisions):
         return attended
 
     def _attention(self, state, query, visible, terms):
-        """visible: [batch, positions]. A query that sees nothing gives zeros. Its output, and what
-        was paid: weights [batch, heads, queries, positions], log-sum-exps [batch, heads, queries]."""
+        """visible: [batch, positions]. A query that sees nothing gives zeros. Output, and what was
+        paid: weights [batch, heads, queries, positions], log-sum-exps [batch, heads, queries]."""
         scale, softcap, sinks = terms
         tokens, positions = query.shape[2], state.positions
         repeats = query.shape[1] // state.keys.shape[1]

@@ -57,7 +57,21 @@ def test_turns_that_have_a_plainer_one(turn: str) -> None:
     assert wrong == []
 
 
-def test_a_column_is_a_matrix_s_and_tokens_are_tokens_in_the_public_cache() -> None:
+def test_a_column_is_a_matrix_s_and_a_position_a_sequence_s() -> None:
+    """What keeps and serves sequences knows no matrix, but for a setting's name."""
+    column = re.compile(r"(?<!score_)column", re.IGNORECASE)
+    rooms = [f"csrc/{room}/" for room in ("io", "store", "memory", "device", "engine")]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: write position"
+        for path in CPP
+        if inside(path, *rooms) or path.name.startswith(("cache", "tensor_cache"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if column.search(line)
+    ]
+    assert wrong == []
+
+
+def test_the_public_cache_speaks_of_tokens() -> None:
     wrong = []
     for name in ("cache.py", "stats.py"):
         tree = ast.parse((ROOT / "kvswap_torch" / "hf" / name).read_text(encoding="utf-8"))
