@@ -90,16 +90,17 @@ void Audit::draw(const LayerStep& step) {
   std::fill(pages_.begin(), pages_.end(), nullptr);
   std::fill(masks_.begin(), masks_.end(), 0);
   for (int64_t head = 0; head < parts_.options.heads_apart; ++head) {
-    draw_of_part(head, step);
+    draw_of_part(head, step.chosen()[first_part_ + head]);
   }
 }
 
 /// Tokens of a group that could be selected, and are not attended.
-uint64_t Audit::left_out(int64_t part, int64_t group, const LayerStep& step) const {
+uint64_t Audit::left_out(int64_t part, int64_t group, const std::vector<int32_t>& chosen) const {
   uint64_t left = batch_.selectable(layer_, part, group);
-  if (!step.chose_clusters(part)) return left;
-  const std::vector<int32_t>& chosen = step.chosen()[part];
-  const ClusterPages& pages = parts_.clusters->of(layer_, part).pages;
+  const ClusterRows* clusters = parts_.clusters_of(layer_);
+  const bool chose_groups = !chosen.empty() && !is_page_id(chosen.front());
+  if (clusters == nullptr || chose_groups) return left;
+  const ClusterPages& pages = clusters->of(layer_, part).pages;
   const int64_t first = group * pages.page_tokens();
   for (int64_t i = 0; i < pages.page_tokens(); ++i) {
     const int64_t slot = pages.place(first + i) / pages.page_tokens();
@@ -112,10 +113,9 @@ uint64_t Audit::left_out(int64_t part, int64_t group, const LayerStep& step) con
 
 /// `audit_groups` of the groups that have something left out, and are neither selected nor pinned,
 /// each set of them equally likely (a reservoir).
-void Audit::draw_of_part(int64_t head, const LayerStep& step) {
+void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
   const EngineOptions& options = parts_.options;
   const int64_t part = first_part_ + head;
-  const std::vector<int32_t>& chosen = step.chosen()[part];
   const auto wanted = static_cast<size_t>(options.audit_groups);
   int64_t& others = others_[head];
   others = 0;
@@ -124,7 +124,7 @@ void Audit::draw_of_part(int64_t head, const LayerStep& step) {
   for (int32_t group = 0; group < batch_.layer(layer_).sealed_groups; ++group) {
     while (next != chosen.end() && *next < group) ++next;
     if (next != chosen.end() && *next == group) continue;
-    if (batch_.is_pinned(layer_, part, group) || left_out(part, group, step) == 0) continue;
+    if (batch_.is_pinned(layer_, part, group) || left_out(part, group, chosen) == 0) continue;
     ++others;
     if (sample_.size() < wanted) {
       sample_.push_back(group);
@@ -141,7 +141,7 @@ void Audit::draw_of_part(int64_t head, const LayerStep& step) {
     pages_[entry] = target;
     parts_.store->copy_note(layer_, part, sample_[i],
                             exponents_.data() + entry * options.note_bytes());
-    masks_[entry] = left_out(part, sample_[i], step);
+    masks_[entry] = left_out(part, sample_[i], chosen);
     positions_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
   }
 }

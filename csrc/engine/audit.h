@@ -58,8 +58,8 @@ class Audit {
   bool is_due(int64_t layer);
   Status make_memory();
   void draw(const LayerStep& step);
-  void draw_of_part(int64_t head, const LayerStep& step);
-  uint64_t left_out(int64_t part, int64_t group, const LayerStep& step) const;
+  void draw_of_part(int64_t head, const std::vector<int32_t>& chosen);
+  uint64_t left_out(int64_t part, int64_t group, const std::vector<int32_t>& chosen) const;
   void weigh(const PagedAttentionArgs& attended);
   double share_of(const float* log_sums, int64_t stride, float attended, int64_t part) const;
 

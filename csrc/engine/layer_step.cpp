@@ -233,12 +233,6 @@ bool LayerStep::is_for(int64_t queries) const {
          made_for_.positions + queries == now.positions;
 }
 
-bool LayerStep::chose_clusters(int64_t sequence) const {
-  const std::vector<int32_t>& chosen = chosen_[sequence];
-  return parts_.clusters_of(layer_) != nullptr && !batch_.fits(layer_, sequence) &&
-         (chosen.empty() || is_page_id(chosen.front()));
-}
-
 Status LayerStep::override_with(std::vector<std::vector<int32_t>> groups) {
   if (static_cast<int64_t>(groups.size()) != batch_.size()) {
     return Status::invalid("override_selection: groups must be given for each of " +

@@ -68,8 +68,6 @@ class LayerStep {
 
   /// [batch][groups]; pages of clusters by their page_id()
   const std::vector<std::vector<int32_t>>& chosen() const { return chosen_; }
-  /// Are these pages of clusters? Then what waits for its cluster is attended, too.
-  bool chose_clusters(int64_t sequence) const;
   const std::vector<std::vector<int32_t>>& pages() const { return pages_; }  // [batch][groups]
 
  private:

@@ -58,7 +58,9 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
       add_kept(pages.kept_float8_page(layer, page), in_float8 - done);
     }
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
-    if (step.chose_clusters(sequence)) {
+    const bool chose_clusters = clusters != nullptr && !batch.fits(layer, sequence) &&
+                                (chosen.empty() || is_page_id(chosen.front()));
+    if (chose_clusters) {
       const ClusterPages& of_row = clusters->of(layer, sequence).pages;
       const int64_t waiting = std::ssize(of_row.waiting());
       for (int64_t done = 0; done < waiting; done += group_tokens) {
