@@ -27,6 +27,8 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   if (engine.parts().keep.pages == 0) return;
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;
+  counters["turn_bytes_read"] = static_cast<double>(engine.parts().counters.turn_bytes_read);
+  counters["groups_recalled"] = static_cast<double>(engine.parts().counters.groups_recalled);
   counters["tokens_kept"] = tokens_kept(engine);
   for (int64_t layer = 0; engine.parts().keep.divides_layers && layer < options.layers; ++layer) {
     counters["tokens_kept_" + std::to_string(layer)] = tokens_kept_in(engine, layer);
