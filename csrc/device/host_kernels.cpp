@@ -1,6 +1,7 @@
 #include "device/host_kernels.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <limits>
@@ -74,6 +75,10 @@ void multiply(const cuda::BatchSelectArgs& args, int64_t sequence, const float* 
     std::copy_n(levels.begin(), summary.rank, own.begin());
   }
   std::vector<float> scores(summary.chunk_tokens);
+  // A head that is no number knows nothing.
+  const bool is_number =
+      std::all_of(query, query + summary.rank, [](float number) { return std::isfinite(number); });
+  if (!is_number) return static_cast<void>(std::fill_n(logits, tokens, kNever));
   for (int64_t first = 0, chunk = 0; first < tokens; first += summary.chunk_tokens, ++chunk) {
     const int64_t source = sequence * summary.chunks_max + chunk;
     const int64_t rows = std::min(summary.chunk_tokens, tokens - first);

@@ -9,13 +9,17 @@
 namespace kvswap {
 namespace {
 
-/// Levels of the row's own scale, which is returned.
+/// Levels of the row's own scale, which is returned: NaN where a mean is not finite.
 float store_levels(const std::vector<float>& means, int8_t* lane) {
   float limit = 0;
-  for (const float mean : means) limit = std::max(limit, std::fabs(mean));
-  const float scale = limit / 127.0f;
+  bool is_finite = true;
+  for (const float mean : means) {
+    limit = std::max(limit, std::fabs(mean));
+    is_finite = is_finite && std::isfinite(mean);
+  }
+  const float scale = is_finite ? limit / 127.0f : NAN;
   for (size_t channel = 0; channel < means.size(); ++channel) {
-    const float level = scale == 0.0f ? 0.0f : std::nearbyint(means[channel] / scale);
+    const float level = scale > 0.0f ? std::nearbyint(means[channel] / scale) : 0.0f;
     lane[channel * kSummaryBlock] = static_cast<int8_t>(level);
   }
   return scale;
@@ -45,7 +49,10 @@ void MeanRows::write(int64_t layer, const RowPiece& piece) const {
       using T = std::remove_const_t<std::remove_pointer_t<decltype(rows)>>;
       if constexpr (!std::is_same_v<T, int8_t>) {
         T* target = const_cast<T*>(rows) + lane;
-        for (int64_t c = 0; c < width; ++c) target[c * kSummaryBlock] = from_float<T>(means[c]);
+        for (int64_t c = 0; c < width; ++c) {
+          const float mean = std::isfinite(means[c]) ? means[c] : NAN;
+          target[c * kSummaryBlock] = from_float<T>(mean);
+        }
       }
     });
   }

@@ -8,7 +8,8 @@
 namespace kvswap {
 
 /// ShadowKV's landmarks (4.1): the mean of a group's keys, head_dim numbers a KV head and group.
-/// A group is worth the product with its mean: half a box's memory, and no bound.
+/// A group is worth the product with its mean: half a box's memory, and no bound. A mean that is
+/// not finite is NaN, as is then what the group is worth, and it is chosen before all others.
 class MeanRows final : public GroupRows {
  public:
   explicit MeanRows(const MethodOptions& options) : GroupRows(options, 1) {}
