@@ -171,6 +171,47 @@ void project_query(const cuda::BatchProjectQueryArgs& args) {
   }
 }
 
+void summarize_groups(const cuda::BatchSummarizeArgs& args) {
+  for (int64_t i = 0; i < args.count; ++i) {
+    const cuda::GroupPiece& piece = args.pieces[i];
+    kvswap::summarize_groups({.keys = piece.keys,
+                              .head_stride = args.head_stride,
+                              .token_stride = args.token_stride,
+                              .valid = piece.valid,
+                              .summary = piece.summary,
+                              .row_scale = piece.row_scale,
+                              .first_row = piece.first_row,
+                              .groups = piece.groups,
+                              .group_tokens = args.group_tokens,
+                              .kv_heads = args.kv_heads,
+                              .head_dim = args.head_dim,
+                              .row = args.row,
+                              .key_dtype = args.key_dtype,
+                              .summary_dtype = args.summary_dtype});
+  }
+}
+
+void ask_groups(const cuda::BatchAskArgs& args) {
+  const int64_t width = numbers_of(args.row) * args.kv_heads * args.head_dim;
+  for (int64_t i = 0; i < args.batch * args.queries; ++i) {
+    const int64_t sequence = i / args.queries;
+    const int64_t offset = sequence / args.heads_apart * args.batch_stride +
+                           sequence % args.heads_apart * args.heads * args.head_stride +
+                           i % args.queries * args.query_stride;
+    kvswap::ask_groups(
+        {.query = static_cast<const std::byte*>(args.query) + offset * dtype_bytes(args.dtype),
+         .head_stride = args.head_stride,
+         .asked = args.asked + i * width,
+         .heads = args.heads,
+         .last_head = args.heads,
+         .kv_heads = args.kv_heads,
+         .head_dim = args.head_dim,
+         .row = args.row,
+         .weight = args.weight,
+         .dtype = args.dtype});
+  }
+}
+
 /// For each sequence [queries, groups] scores; by mass its logits beside them.
 int64_t select_groups_scratch_bytes(const cuda::BatchSelectArgs& args) {
   const int64_t logits = args.heads * args.groups * args.group_tokens;

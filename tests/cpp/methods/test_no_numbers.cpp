@@ -124,7 +124,6 @@ TEST(NoNumbers, AGroupWithAKeyThatIsNoFiniteNumberIsChosenFirst) {
         const bool is_of_others = std::ranges::count(others, group) > 0;
         EXPECT_TRUE(group == 12 || group == 1001 || is_of_others) << name_of(of) << ", " << bad;
       }
-      if (!has_device_kernels(options)) continue;
       OnDevice device({.delay_us_max = 50}, options,
                       {.batch = 1,
                        .queries = 1,
