@@ -26,15 +26,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import machine
-from bench.quality.harness import REFERENCE
+from bench.reading import REFERENCE, open_held_out, read, step_seconds
 from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
-from kvswap_torch.tuning.documents import default_samples
 
-CHUNK = 2048  # of the prompt
 WARM = 16  # first steps that do not count
 TOKENS = 400  # attended by each
 COLUMNS = ("cache", "ms a token", "of the first", "clustering", "read, requests a token")
@@ -72,13 +69,18 @@ class Follower:
     def __init__(self, name: str, cache: KVSwapCache, group_tokens: int):
         self.name, self.cache, self.group_tokens = name, cache, group_tokens
         self.seconds: list[float] = []
-        self._begun = dict(cache.stats().counters)
+        self.prompt_seconds = 0.0
+        self._begun: dict[str, float] = {}
 
-    @torch.inference_mode()
-    def step(self, model: Any, ids: torch.Tensor) -> None:
+    def read(self, model: Any, ids: torch.Tensor) -> None:
+        """The prompt."""
         began = time.perf_counter()
-        model(input_ids=ids.view(1, -1), past_key_values=self.cache, logits_to_keep=1)
-        self.seconds.append(time.perf_counter() - began)
+        read(model, self.cache, ids)
+        self.prompt_seconds = time.perf_counter() - began
+        self._begun = dict(self.cache.stats().counters)
+
+    def step(self, model: Any, token: torch.Tensor) -> None:
+        self.seconds.append(step_seconds(model, self.cache, token))
 
     def since(self, name: str) -> float:
         return self.cache.stats().counters.get(name, 0.0) - self._begun.get(name, 0.0)
@@ -100,6 +102,10 @@ class Follower:
         if "clusters" in counters:
             tokens = counters["tokens_a_cluster"] / counters["pages_a_cluster"]
             told |= {
+                "prompt_seconds": round(self.prompt_seconds, 2),
+                "clustering_share_of_prompt": round(
+                    self._begun["cluster_seconds"] / self.prompt_seconds, 4
+                ),
                 "clusters": round(counters["clusters"]),
                 "tokens_a_cluster": round(counters["tokens_a_cluster"], 1),
                 "splits": round(self.since("cluster_splits")),
@@ -150,9 +156,7 @@ def main(
         network = make_model(sized, length + steps)
         ids = torch.randint(4096, (length + steps,), generator=torch.Generator().manual_seed(1))
     else:
-        network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        _, (sample, *_) = default_samples(tokenizer, (length + steps,), 2)
+        network, sample = open_held_out(model, length + steps)
         ids = sample.ids[: length + steps]
     steps = len(ids) - length
     with ExitStack() as stack:
@@ -162,10 +166,8 @@ def main(
             cache = stack.enter_context(
                 KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
             )
-            with torch.inference_mode():
-                for chunk in ids[:length].split(CHUNK):
-                    network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
             followers.append(Follower(name, cache, group_tokens))
+            followers[-1].read(network, ids[:length])
         for token in track(ids[length:], "following"):
             for follower in followers:
                 follower.step(network, token)

@@ -1,9 +1,12 @@
-"""A model to watch, and documents with facts and questions for it to read."""
+"""A model to watch or to time, and documents with facts and questions for it to read."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvswap_torch.tuning.documents import default_samples
@@ -11,6 +14,7 @@ from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.samples import Sample
 
 REFERENCE = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
+CHUNK = 2048  # tokens of a prompt that are read at once
 
 
 def open_reading(model: Path, length: int, documents: int) -> tuple[Calibrator, list[Sample]]:
@@ -18,3 +22,25 @@ def open_reading(model: Path, length: int, documents: int) -> tuple[Calibrator, 
     calibrator = Calibrator(AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval())
     fitted, held_out = default_samples(AutoTokenizer.from_pretrained(model), (length,), documents)
     return calibrator, [*held_out, *fitted][:documents]
+
+
+def open_held_out(model: Path, length: int) -> tuple[Any, Sample]:
+    """The model in a folder, and a held-out document of so many tokens."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (length,), 2)
+    return network, sample
+
+
+@torch.inference_mode()
+def read(network: Any, cache: Any, ids: torch.Tensor) -> None:
+    """A cache takes in a text, ``[tokens]`` int64, a chunk at a time."""
+    for chunk in ids.split(CHUNK):
+        network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
+
+
+@torch.inference_mode()
+def step_seconds(network: Any, cache: Any, token: torch.Tensor) -> float:
+    """What one more token takes in a cache."""
+    began = time.perf_counter()
+    network(input_ids=token.view(1, 1), past_key_values=cache, logits_to_keep=1)
+    return time.perf_counter() - began

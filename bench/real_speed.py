@@ -12,7 +12,6 @@ them.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,14 +21,15 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from bench import machine
 from bench.quality.budget import Bytes
 from bench.quality.methods import parse
-from bench.quality.product import CHUNK, Product
+from bench.quality.product import Product
+from bench.reading import open_held_out, read, step_seconds
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.tuning.documents import TURNS_MAX, default_samples
+from kvswap_torch.tuning.documents import TURNS_MAX
 
 FULL = "full"
 WARM = 8  # first steps that do not count
@@ -49,8 +49,7 @@ def compare(seconds: dict[str, list[float]], first: str) -> dict[str, dict[str, 
     return told
 
 
-@torch.inference_mode()
-def step_seconds(
+def seconds_of_steps(
     model: Any, caches: dict[str, Any], ids: torch.Tensor, first: int
 ) -> dict[str, list[float]]:
     """Seconds of each token of ``ids[first:]`` in each cache, after all have read what is before.
@@ -61,14 +60,11 @@ def step_seconds(
         ``[tokens]`` int64.
     """
     for cache in caches.values():
-        for chunk in ids[:first].split(CHUNK):
-            model(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
+        read(model, cache, ids[:first])
     seconds: dict[str, list[float]] = {name: [] for name in caches}
     for token in track(ids[first:], "decoding"):
         for name, cache in caches.items():
-            began = time.perf_counter()
-            model(input_ids=token.view(1, 1), past_key_values=cache, logits_to_keep=1)
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(step_seconds(model, cache, token))
     return {name: times[WARM:] for name, times in seconds.items()}
 
 
@@ -93,9 +89,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     described = machine.describe(path)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    with_questions = length + min(length // 3, TURNS_MAX)
-    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (with_questions,), 2)
+    network, sample = open_held_out(model, length + min(length // 3, TURNS_MAX))
     asked = sample.ids[sample.focus :]
     asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
     ids = torch.cat([sample.ids[: sample.focus], asked])
@@ -104,7 +98,7 @@ def main(
     with ExitStack() as stack:
         caches = open_all(stack, network, products, len(ids), path)
         beside = caches | {FULL: DynamicCache(config=network.config)}
-        told = compare(step_seconds(network, beside, ids, sample.focus), products[0].name)
+        told = compare(seconds_of_steps(network, beside, ids, sample.focus), products[0].name)
         for name, cache in caches.items():
             stats, config = cache.stats(), cache.driver.config
             told[name] |= {

@@ -20,13 +20,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import machine
-from bench.clustering import CHUNK, Follower, kinds
-from bench.quality.harness import REFERENCE
+from bench.clustering import Follower, kinds
+from bench.reading import REFERENCE, open_held_out
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
-from kvswap_torch.tuning.documents import default_samples
 
 COLUMNS = ("disk", "cache", "layers with pages", "KV memory", "read a token", "requests", "ms")
 
@@ -51,10 +49,8 @@ def measured(
             cache = stack.enter_context(
                 KVSwapCache(network, path, config, max_context=len(ids), max_batch=1)
             )
-            with torch.inference_mode():
-                for chunk in ids[:length].split(CHUNK):
-                    network(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
             followers.append((count, Follower(name, cache, config.group_tokens)))
+            followers[-1][1].read(network, ids[:length])
         for token in track(ids[length:], f"following, {device or 'local disk'}"):
             for _, follower in followers:
                 follower.step(network, token)
@@ -83,11 +79,13 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
 
 def resident_rows(results: list[dict[str, Any]]) -> Iterator[str]:
     """The same as a page has it."""
-    yield "| " + " | ".join(COLUMNS) + " |"
-    yield "|---" * len(COLUMNS) + "|"
-    for result in results:
+    yield "| tokens + steps | " + " | ".join(COLUMNS) + " |"
+    yield "|---" * (1 + len(COLUMNS)) + "|"
+    for result in sorted(results, key=lambda result: result["tokens"]):
+        text = f"{result['tokens']:,} + {result['steps']}"
         for line in lines(result["rows"]):
-            yield "| " + " | ".join(line) + " |"
+            yield f"| {text} | " + " | ".join(line) + " |"
+            text = ""
 
 
 def main(
@@ -103,9 +101,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     described = machine.describe(path)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    _, (sample, *_) = default_samples(tokenizer, (length + steps,), 2)
+    network, sample = open_held_out(model, length + steps)
     ids = sample.ids[: length + steps]
     counts = [None if word == "all" else int(word) for word in layers.split(",")]
     made = list(settings(group_tokens, counts))

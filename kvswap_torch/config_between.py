@@ -69,7 +69,7 @@ IDLE = (  # what would have no effect
     Idle("summary_dtype", "grouping", "clusters", "since centroids are float32"),
     *(
         Idle(name, "grouping", "clusters", "which has not been built for clusters")
-        for name in ("records", "keeper", "audit_every", "missed_mass_max")
+        for name in ("records", "keeper")
     ),
     Idle("keep_share", "rows", "none", "since no groups are selected"),
     Idle("score", "rows", "given", "since scores come from outside"),

@@ -1,4 +1,4 @@
-"""Attending clusters of similar keys (DynaKV), emulated: a session cannot choose clusters yet.
+"""Attending clusters of similar keys (DynaKV), emulated beside the full cache.
 
 Who is in which cluster says `csrc/methods/clusters.h` (`engine_clusters.py`); here each row of a
 sample chooses among them as it finds them, and then takes in what has left the tail, in the order

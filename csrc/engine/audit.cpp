@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "methods/cluster_selector.h"
+
 namespace kvswap {
 
 void MissedMass::add(double share) {
@@ -92,8 +94,25 @@ void Audit::draw(const LayerStep& step) {
   }
 }
 
-/// `audit_groups` of the groups that hold something and are neither selected nor pinned, each set
-/// of them equally likely (a reservoir).
+/// Tokens of a group that could be selected, and are not attended.
+uint64_t Audit::left_out(int64_t part, int64_t group, const std::vector<int32_t>& chosen) const {
+  uint64_t left = batch_.selectable(layer_, part, group);
+  const ClusterRows* clusters = parts_.clusters_of(layer_);
+  const bool chose_groups = !chosen.empty() && !is_page_id(chosen.front());
+  if (clusters == nullptr || chose_groups) return left;
+  const ClusterPages& pages = clusters->of(layer_, part).pages;
+  const int64_t first = group * pages.page_tokens();
+  for (int64_t i = 0; i < pages.page_tokens(); ++i) {
+    const int64_t slot = pages.place(first + i) / pages.page_tokens();
+    const bool is_chosen = pages.place(first + i) >= 0 &&
+                           std::binary_search(chosen.begin(), chosen.end(), page_id(slot));
+    if (is_chosen || pages.waiting_at(first + i) >= 0) left &= ~(uint64_t{1} << i);
+  }
+  return left;
+}
+
+/// `audit_groups` of the groups that have something left out, and are neither selected nor pinned,
+/// each set of them equally likely (a reservoir).
 void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
   const EngineOptions& options = parts_.options;
   const int64_t part = first_part_ + head;
@@ -105,8 +124,7 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
   for (int32_t group = 0; group < batch_.layer(layer_).sealed_groups; ++group) {
     while (next != chosen.end() && *next < group) ++next;
     if (next != chosen.end() && *next == group) continue;
-    if (batch_.is_pinned(layer_, part, group) || batch_.selectable(layer_, part, group) == 0)
-      continue;
+    if (batch_.is_pinned(layer_, part, group) || left_out(part, group, chosen) == 0) continue;
     ++others;
     if (sample_.size() < wanted) {
       sample_.push_back(group);
@@ -123,7 +141,7 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
     pages_[entry] = target;
     parts_.store->copy_note(layer_, part, sample_[i],
                             exponents_.data() + entry * options.note_bytes());
-    masks_[entry] = batch_.selectable(layer_, part, sample_[i]);
+    masks_[entry] = left_out(part, sample_[i], chosen);
     positions_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
   }
 }

@@ -27,7 +27,8 @@ struct MissedMass {
 };
 
 /// How much attention a step missed: now and then a layer also reads some groups that it did not
-/// select, drawn at random, and attends them apart.
+/// select, drawn at random, and attends them apart. Where clusters are selected groups are drawn of
+/// those with tokens in no selected one, and these tokens are attended.
 ///
 /// With L the log-sum-exp of what a head attended and l_j those of `r` of the `n` other groups, the
 /// missed mass relative to what was attended is estimated by x = n/r sum_j exp(l_j - L), without
@@ -58,6 +59,7 @@ class Audit {
   Status make_memory();
   void draw(const LayerStep& step);
   void draw_of_part(int64_t head, const std::vector<int32_t>& chosen);
+  uint64_t left_out(int64_t part, int64_t group, const std::vector<int32_t>& chosen) const;
   void weigh(const PagedAttentionArgs& attended);
   double share_of(const float* log_sums, int64_t stride, float attended, int64_t part) const;
 

@@ -1,20 +1,12 @@
 #include "engine/cluster_bytes.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
-#include "engine/page_tokens.h"
 #include "methods/cluster_selector.h"
 #include "methods/group_rows.h"
 
 namespace kvswap {
-
-TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position) {
-  const int64_t row = shape.head_dim * shape.element_bytes;
-  const int64_t side = shape.group_tokens * row;
-  return {page + position * row, page + side + position * row, 2 * side, 2 * side};
-}
 
 TokenBytes token_of(const RecordShape& shape, const KeyValueView& tokens, int64_t sequence,
                     int64_t token) {
@@ -26,17 +18,6 @@ TokenBytes token_of(const RecordShape& shape, const KeyValueView& tokens, int64_
   return {keys + (tokens.first_key(sequence) + token * tokens.key_token_stride) * bytes,
           values + (first_value + token * tokens.value_token_stride) * bytes,
           tokens.key_head_stride * bytes, tokens.value_head_stride * bytes};
-}
-
-void put_token(const RecordShape& shape, std::byte* page, int64_t position,
-               const TokenBytes& token) {
-  const int64_t row = shape.head_dim * shape.element_bytes;
-  const int64_t side = shape.group_tokens * row;
-  for (int64_t head = 0; head < shape.kv_heads; ++head) {
-    std::byte* target = page + 2 * head * side + position * row;
-    std::memcpy(target, token.key + head * token.key_head_stride, row);
-    std::memcpy(target + side, token.value + head * token.value_head_stride, row);
-  }
 }
 
 ClusterBytes::ClusterBytes(EngineParts& parts, const Batch& batch, int64_t layer, int64_t sequence)
@@ -103,8 +84,9 @@ void end_wait(const RecordShape& shape, SequencePages& pages, int64_t layer, Clu
   const int64_t from = row.end_wait(token);
   if (from == to) return;
   const int64_t page_tokens = row.page_tokens();
-  copy_token(shape, {pages.waiting_page(layer, to / page_tokens), to % page_tokens},
-             pages.waiting_page(layer, from / page_tokens), from % page_tokens);
+  const std::byte* page = pages.waiting_page(layer, from / page_tokens);
+  put_token(shape, pages.waiting_page(layer, to / page_tokens), to % page_tokens,
+            token_of_page(shape, page, from % page_tokens));
 }
 
 void release_slots(EngineParts& parts, SequencePages& pages, int64_t layer, int64_t sequence,

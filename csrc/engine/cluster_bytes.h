@@ -10,24 +10,14 @@
 
 #include "engine/batch.h"
 #include "engine/engine_parts.h"
+#include "engine/page_tokens.h"
 #include "engine/tail.h"
 
 namespace kvswap {
 
-/// K and V of one token, wherever they stand: those of head h `head_stride` bytes behind the first.
-struct TokenBytes {
-  const std::byte* key = nullptr;
-  const std::byte* value = nullptr;
-  int64_t key_head_stride = 0;
-  int64_t value_head_stride = 0;
-};
-TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position);
 /// Token `token` of a sequence's new ones.
 TokenBytes token_of(const RecordShape& shape, const KeyValueView& tokens, int64_t sequence,
                     int64_t token);
-/// The page's token at `position` becomes that one.
-void put_token(const RecordShape& shape, std::byte* page, int64_t position,
-               const TokenBytes& token);
 
 /// Where the bytes of a row's tokens stand in memory: where they wait, in pages of the reuse
 /// buffer, in pages that were read for it, or where they come from. For the time in which the layer

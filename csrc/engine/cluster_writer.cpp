@@ -14,11 +14,16 @@ std::optional<ClusterPlan> ClusterWriter::plan(const ClusterBytes& bytes, int64_
   const std::vector<int64_t> members = bytes.row().clusters.members(cluster);
   auto plan = pages.plan(cluster, members);
   if (!writes_apart()) return plan;
-  const auto packed = plan ? std::span<const int64_t>(plan->tokens) : std::span<const int64_t>{};
-  const SlotsLeft slots = pages.slots_without(cluster, packed);
-  const bool has_room = parts_.store->places().has_room_beside(
-      offsets_of(layer, sequence, slots.stay), plan ? std::ssize(plan->slots) : 0);
-  return has_room ? plan : pages.plan(cluster, members, Pack::kAll);
+  const auto has_room = [&](std::span<const int64_t> slots, int64_t count) {
+    return parts_.store->places().has_room_beside(offsets_of(layer, sequence, slots), count);
+  };
+  std::vector<int64_t> held;
+  if (!plan) pages.each_page(cluster, [&](int64_t slot) { held.push_back(slot); });
+  if (plan ? has_room(plan->stay, std::ssize(plan->slots)) : has_room(held, 0)) return plan;
+  plan = pages.plan(cluster, members, Pack::kAll);
+  // After an error another cluster's tokens may still stand in what stays: all goes elsewhere.
+  if (plan && !has_room(plan->stay, std::ssize(plan->slots))) plan->stay.clear();
+  return plan;
 }
 
 bool ClusterWriter::writes_apart() const { return parts_.options.layout == "pools"; }
@@ -36,12 +41,8 @@ Status ClusterWriter::write(ClusterBytes& bytes, int64_t layer, int64_t sequence
                             std::span<const ClusterPlan> plans) {
   if (!writes_apart()) return write_together(bytes, layer, sequence, plans, std::nullopt);
   for (const ClusterPlan& plan : plans) {
-    const SlotsLeft slots = bytes.row().pages.slots_without(plan.cluster, plan.tokens);
-    std::vector<int64_t> beside = offsets_of(layer, sequence, slots.stay);
-    // After an error another cluster's tokens may still stand in what stays: all goes elsewhere.
-    const bool has_room = parts_.store->places().has_room_beside(beside, std::ssize(plan.slots));
-    if (!has_room) beside.clear();
-    const std::vector<int64_t> instead = offsets_of(layer, sequence, slots.go);
+    const std::vector<int64_t> beside = offsets_of(layer, sequence, plan.stay);
+    const std::vector<int64_t> instead = offsets_of(layer, sequence, plan.go);
     const auto offset = parts_.store->places().take({.layer = layer,
                                                      .count = std::ssize(plan.slots),
                                                      .purpose = PlaceFor::kClusterPages,

@@ -19,6 +19,7 @@ class ClusterWriter {
 
   /// What packing a cluster anew is: all of it where the layout has no room for the new pages
   /// beside those that would stay. None: nothing is to be packed, or others stand in its slots.
+  /// Where plans are written apart it holds until the next one is written.
   std::optional<ClusterPlan> plan(const ClusterBytes& bytes, int64_t layer, int64_t sequence,
                                   int64_t cluster) const;
   /// Is a plan to be written before the next one is made?

@@ -74,8 +74,8 @@ void Dropping::add(const std::byte* page, int64_t slot, int64_t position) {
     left_.pages.resize((to + 1) * shape.payload_bytes());
   }
   left_.positions[place] = static_cast<int32_t>(position);
-  copy_token(shape, {left_.pages.data() + to * shape.payload_bytes(), place % shape.group_tokens},
-             page, slot);
+  put_token(shape, left_.pages.data() + to * shape.payload_bytes(), place % shape.group_tokens,
+            token_of_page(shape, page, slot));
 }
 
 void Dropping::forget_gone(int64_t layer, int64_t part, std::span<float> mass) const {

@@ -220,7 +220,7 @@ void KeptPages::put_rounded(int64_t layer, int64_t part, int32_t position, int64
 void KeptPages::put(int64_t place, const std::byte* page, int64_t slot) {
   const RecordShape shape = parts_.options.record_shape();
   std::byte* target = gathered_.data() + place / shape.group_tokens * shape.payload_bytes();
-  copy_token(shape, {target, place % shape.group_tokens}, page, slot);
+  put_token(shape, target, place % shape.group_tokens, token_of_page(shape, page, slot));
 }
 
 /// The tokens of `positions`, all of them kept, to gathered_, from behind.
@@ -245,8 +245,9 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> pos
       if (is_float8 && std::exchange(in_room, from) != from) {
         decode(layer, part, from);
       }
-      copy_token(shape, {unencoded_.data(), i % group_tokens},
-                 is_float8 ? decoded_.data() : kept_page(from), place % group_tokens);
+      const std::byte* decoded = is_float8 ? decoded_.data() : kept_page(from);
+      put_token(shape, unencoded_.data(), i % group_tokens,
+                token_of_page(shape, decoded, place % group_tokens));
     }
     encode_page(options, unencoded_.data(),
                 gathered_.data() + (parts_.keep.pages - 1 - page / each) * options.group_bytes() +

@@ -39,12 +39,20 @@ const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* p
   return room;
 }
 
-void copy_token(const RecordShape& shape, const TokenPlace& target, const std::byte* page,
-                int64_t slot) {
+TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position) {
   const int64_t row = shape.head_dim * shape.element_bytes;
-  for (int64_t side = 0; side < 2 * shape.kv_heads; ++side) {  // K and V of a head
-    std::memcpy(target.page + (side * shape.group_tokens + target.slot) * row,
-                page + (side * shape.group_tokens + slot) * row, row);
+  const int64_t side = shape.group_tokens * row;
+  return {page + position * row, page + side + position * row, 2 * side, 2 * side};
+}
+
+void put_token(const RecordShape& shape, std::byte* page, int64_t position,
+               const TokenBytes& token) {
+  const int64_t row = shape.head_dim * shape.element_bytes;
+  const int64_t side = shape.group_tokens * row;
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    std::byte* target = page + 2 * head * side + position * row;
+    std::memcpy(target, token.key + head * token.key_head_stride, row);
+    std::memcpy(target + side, token.value + head * token.value_head_stride, row);
   }
 }
 

@@ -18,13 +18,17 @@ void encode_page(const EngineOptions& options, const std::byte* page, std::byte*
 const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
                                 const int8_t* exponents, std::byte* room);
 
-/// One token of a page, in the model's dtype.
-struct TokenPlace {
-  std::byte* page = nullptr;
-  int64_t slot = 0;
+/// K and V of one token in the model's dtype, wherever they stand: those of head h `head_stride`
+/// bytes behind the first.
+struct TokenBytes {
+  const std::byte* key = nullptr;
+  const std::byte* value = nullptr;
+  int64_t key_head_stride = 0;
+  int64_t value_head_stride = 0;
 };
-/// Token `slot` of a page becomes the one of another place.
-void copy_token(const RecordShape& shape, const TokenPlace& target, const std::byte* page,
-                int64_t slot);
+TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position);
+/// The page's token at `position` becomes that one.
+void put_token(const RecordShape& shape, std::byte* page, int64_t position,
+               const TokenBytes& token);
 
 }  // namespace kvswap

@@ -241,10 +241,6 @@ void visit_idle(Visit&& visit) {
         "which has not been built for clusters", OneOf{});
   visit("keeper", &Settings::keeper, "grouping", &Settings::grouping, "clusters",
         "which has not been built for clusters", OneOf{});
-  visit("audit_every", &Settings::audit_every, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters", OneOf{});
-  visit("missed_mass_max", &Settings::missed_mass_max, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters", OneOf{});
   visit("keep_share", &Settings::keep_share, "rows", &Settings::rows, "none",
         "since no groups are selected", OneOf{});
   visit("score", &Settings::score, "rows", &Settings::rows, "given",

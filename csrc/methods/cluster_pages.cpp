@@ -84,22 +84,20 @@ std::optional<ClusterPlan> ClusterPages::plan(int64_t cluster, std::span<const i
   const bool is_packed = members.empty() || (pack == Pack::kLoose && all_at_home &&
                                              static_cast<int64_t>(wanted) == in_use);
   if (is_packed || plan.slots.size() < wanted) return std::nullopt;
+  divide_slots(plan);
   return plan;
 }
 
-SlotsLeft ClusterPages::slots_without(int64_t cluster, std::span<const int64_t> tokens) const {
-  const int64_t first = cluster * pages_a_cluster_;
+void ClusterPages::divide_slots(ClusterPlan& plan) const {
+  const int64_t first = plan.cluster * pages_a_cluster_;
   std::vector<uint64_t> left(masks_.begin() + first, masks_.begin() + first + pages_a_cluster_);
-  for (const int64_t token : tokens) {
+  for (const int64_t token : plan.tokens) {
     const int64_t index = places_[token] < 0 ? -1 : slot_of(token) - first;
     if (index < 0 || index >= pages_a_cluster_) continue;
     left[index] &= ~(uint64_t{1} << places_[token] % page_tokens_);
   }
-  SlotsLeft slots;
-  each_page(cluster, [&](int64_t slot) {
-    (left[slot - first] == 0 ? slots.go : slots.stay).push_back(slot);
-  });
-  return slots;
+  each_page(plan.cluster,
+            [&](int64_t slot) { (left[slot - first] == 0 ? plan.go : plan.stay).push_back(slot); });
 }
 
 int64_t ClusterPages::other_in_slots(int64_t cluster, std::span<const int32_t> clusters) const {

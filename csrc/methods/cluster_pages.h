@@ -7,22 +7,19 @@
 
 namespace kvswap {
 
-/// Tokens of a cluster that are packed into pages anew.
+/// Tokens of a cluster that are packed into pages anew, and what becomes of those of its slots that
+/// are not empty.
 struct ClusterPlan {
   int64_t cluster = 0;
   std::vector<int64_t> tokens;  // in the order in which they fill the slots, page_tokens each
   std::vector<int32_t> slots;
+  std::vector<int64_t> stay;  // the new pages are to stand beside them
+  std::vector<int64_t> go;    // they hold nobody else
 };
 
 /// Which of a cluster's tokens are packed anew: those that stand in no full page of their own, or
 /// all of them.
 enum class Pack { kLoose, kAll };
-
-/// What becomes of a cluster's slots that are not empty once some tokens have left them.
-struct SlotsLeft {
-  std::vector<int64_t> stay;
-  std::vector<int64_t> go;  // they hold nobody else
-};
 
 /// In which page each token of a row stands that has left the tail: a cluster has pages_a_cluster
 /// slots, from cluster * pages_a_cluster on, some of which hold a record of up to page_tokens
@@ -76,8 +73,6 @@ class ClusterPages {
   /// still in use by others.
   std::optional<ClusterPlan> plan(int64_t cluster, std::span<const int64_t> members,
                                   Pack pack = Pack::kLoose) const;
-  /// Were these tokens, wherever they stand, to leave.
-  SlotsLeft slots_without(int64_t cluster, std::span<const int64_t> tokens) const;
   /// The newest of the clusters whose tokens stand in this one's slots, by the cluster that each
   /// token of the row belongs to; -1: there is no other.
   int64_t other_in_slots(int64_t cluster, std::span<const int32_t> clusters) const;
@@ -92,6 +87,8 @@ class ClusterPages {
   static constexpr int32_t kFirstWaiting = -2;
 
   int64_t slot_of(int64_t token) const { return places_[token] / page_tokens_; }
+  /// Once the plan's tokens, wherever they stand, have left them.
+  void divide_slots(ClusterPlan& plan) const;
   void leave(int64_t token, std::vector<int32_t>& emptied);
 
   int64_t page_tokens_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,24 @@ def converse(model: Any, cache: KVSwapCache, batch: int, run: Callable[[Callable
     return told
 
 
-def following(nth: int) -> int:
-    """Every one at first, then ever fewer: faults late in a long row differ little."""
-    return nth + (1 if nth < 8 or EVERY_CALL else nth // 4)
+def at_every_call(
+    disk: FaultyKernel,
+    call: str,
+    opened: Callable[[], KVSwapCache],
+    live: Callable[[KVSwapCache], list[torch.Tensor]],
+    undisturbed: list[torch.Tensor],
+) -> None:
+    """The nth call of its kind fails in the life of a new cache: what it tells is `undisturbed`.
+
+    For n = 1, 2, 3 ... until there is no call so late: every one at first, then ever fewer, since
+    faults late in a long row differ little.
+    """
+    nth, struck = 1, True
+    while struck:
+        with opened() as cache:
+            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
+            told = live(cache)
+            struck = disk.injected > 0
+            disk.heal()
+        assert all(map(torch.equal, told, undisturbed)), (call, nth)
+        nth += 1 if nth < 8 or EVERY_CALL else nth // 4

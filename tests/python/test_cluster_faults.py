@@ -5,7 +5,6 @@ What a fault leaves of clusters, token by token, is held by tests/cpp/engine/tes
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from kvswap_torch import KVSwapCache, SwapConfig
-from tests.python.faulty_conversation import converse, following, persistently, tokens_of
+from tests.python.faulty_conversation import at_every_call, converse, persistently, tokens_of
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.saved_child import ROOT
 from tests.python.tiny_models import has_native, tiny_model
@@ -73,18 +72,17 @@ def test_the_nth_call_fails_and_the_pass_is_repeated(
     """With room for all: the tokens are those of a disk that is well."""
     model = tiny_model("llama")
     disk.heal()
-    with open_clusters(model, tmp_path, layout, pages=40) as cache:
-        undisturbed = converse(model, cache, 2, lambda step: step())
     failures: list[str] = []
-    nth, struck = 1, True
-    while struck:
-        with open_clusters(model, tmp_path, layout, pages=40) as cache:
-            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
-            told = converse(model, cache, 2, lambda step: persistently(step, disk, failures))
-            struck = disk.injected > 0
-            disk.heal()
-        assert all(map(torch.equal, told, undisturbed)), nth
-        nth = following(nth)
+
+    def opened() -> KVSwapCache:
+        return open_clusters(model, tmp_path, layout, pages=40)
+
+    def live(cache: KVSwapCache) -> list[torch.Tensor]:
+        return converse(model, cache, 2, lambda step: persistently(step, disk, failures))
+
+    with opened() as cache:
+        undisturbed = live(cache)
+    at_every_call(disk, call, opened, live, undisturbed)
     assert failures
     assert list(tmp_path.iterdir()) == []
 
@@ -97,27 +95,24 @@ def test_what_a_fault_left_is_gone_with_the_next_text(
     """With few pages: choices may be others after a fault, but not after reset()."""
     model = tiny_model("llama")
     disk.heal()
-    with open_clusters(model, tmp_path, layout, pages=2) as cache:
-        converse(model, cache, 1, lambda step: step())
-        go_on(model, cache, 40)
-        cache.reset()
-        undisturbed = converse(model, cache, 1, lambda step: step())
     failures: list[str] = []
-    nth, struck = 1, True
-    while struck:
-        with open_clusters(model, tmp_path, layout, pages=2) as cache:
-            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
-            converse(model, cache, 1, lambda step: persistently(step, disk, failures))
-            before = cache.get_seq_length()
-            persistently(lambda cache=cache: go_on(model, cache, 40), disk, failures)
-            # Of 40 passes the one that failed is the first that is not there.
-            assert before + 40 <= cache.get_seq_length() < before + 80
-            struck = disk.injected > 0
-            disk.heal()
-            cache.reset()
-            told = converse(model, cache, 1, lambda step: step())
-        assert all(map(torch.equal, told, undisturbed)), nth
-        nth = following(nth)
+
+    def opened() -> KVSwapCache:
+        return open_clusters(model, tmp_path, layout, pages=2)
+
+    def live(cache: KVSwapCache) -> list[torch.Tensor]:
+        converse(model, cache, 1, lambda step: persistently(step, disk, failures))
+        before = cache.get_seq_length()
+        persistently(lambda: go_on(model, cache, 40), disk, failures)
+        # Of 40 passes the one that failed is the first that is not there.
+        assert before + 40 <= cache.get_seq_length() < before + 80
+        disk.heal()
+        cache.reset()
+        return converse(model, cache, 1, lambda step: step())
+
+    with opened() as cache:
+        undisturbed = live(cache)
+    at_every_call(disk, call, opened, live, undisturbed)
     assert failures
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ import torch
 
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import ClosedError, KVSwapError, StorageError
-from tests.python.faulty_conversation import converse, following, persistently, tokens_of
+from tests.python.faulty_conversation import at_every_call, converse, persistently, tokens_of
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import COVERING, SMALL, has_native, tiny_model
 
@@ -49,19 +49,18 @@ def test_the_nth_call_fails_and_the_pass_is_repeated(
     reader: str, batch: int, call: str, disk: FaultyKernel, tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
-    with open_small(model, tmp_path, reader) as cache:
-        disk.heal()
-        undisturbed = converse(model, cache, batch, lambda step: step())
     failures: list[str] = []
-    nth, struck = 1, True
-    while struck:
-        with open_small(model, tmp_path, reader) as cache:
-            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
-            told = converse(model, cache, batch, lambda step: persistently(step, disk, failures))
-            struck = disk.injected > 0
-            disk.heal()
-        assert all(map(torch.equal, told, undisturbed)), (reader, batch, call, nth)
-        nth = following(nth)
+
+    def opened() -> KVSwapCache:
+        return open_small(model, tmp_path, reader)
+
+    def live(cache: KVSwapCache) -> list[torch.Tensor]:
+        return converse(model, cache, batch, lambda step: persistently(step, disk, failures))
+
+    disk.heal()
+    with opened() as cache:
+        undisturbed = live(cache)
+    at_every_call(disk, call, opened, live, undisturbed)
     assert failures
 
 
@@ -97,18 +96,17 @@ def test_the_nth_call_under_generate_fails_and_its_pass_is_repeated(
     # What assisted decoding looks up, it finds here.
     prompt = torch.cat([tokens_of(1, 12)] * 3, 1)
     options = {"max_new_tokens": 10, "do_sample": False} | way
-    with open_small(model, tmp_path, "uring") as cache:
-        disk.heal()
-        undisturbed = model.generate(prompt, past_key_values=cache, **options)
-    nth, struck = 1, True
-    while struck:
-        with open_small(model, tmp_path, "uring") as cache:
-            disk.arm(call, nth=nth, lasts=True, error=errno.ENODEV)
-            told = model.generate(prompt, past_key_values=cache, **options)
-            struck = disk.injected > 0
-            disk.heal()
-        assert torch.equal(told, undisturbed), (way, call, nth)
-        nth = following(nth)
+
+    def opened() -> KVSwapCache:
+        return open_small(model, tmp_path, "uring")
+
+    def live(cache: KVSwapCache) -> list[torch.Tensor]:
+        return [model.generate(prompt, past_key_values=cache, **options)]
+
+    disk.heal()
+    with opened() as cache:
+        undisturbed = live(cache)
+    at_every_call(disk, call, opened, live, undisturbed)
     assert calls_are_repeated
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from examples.plug_ins import MostSimilarKey
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.plug_ins import TokenScores, Worth
-from tests.python.faulty_conversation import converse, following, persistently
+from tests.python.faulty_conversation import at_every_call, converse, persistently
 from tests.python.faulty_kernel import faulty_kernel
 from tests.python.tiny_models import SMALL, has_native, tiny_model
 
@@ -61,20 +60,13 @@ def test_the_same_tokens_are_kept_after_the_nth_read_failed(
 
     failures: list[str] = []
     with faulty_kernel() as disk:
+
+        def live(cache: KVSwapCache) -> list[torch.Tensor]:
+            told = converse(model, cache, batch, lambda step: persistently(step, disk, failures))
+            return [*told, torch.tensor(cache.stats().counters["turns"])]
+
         with opened() as cache:
-            undisturbed = converse(model, cache, batch, lambda step: step())
-            turns = cache.stats().counters["turns"]
-            assert turns > 4
-        nth, struck = 1, True
-        while struck:
-            with opened() as cache:
-                disk.arm("read", nth=nth, lasts=True, error=errno.ENODEV)
-                told = converse(
-                    model, cache, batch, lambda step: persistently(step, disk, failures)
-                )
-                struck = disk.injected > 0
-                disk.heal()
-                assert cache.stats().counters["turns"] == turns, nth
-            assert all(map(torch.equal, told, undisturbed)), (keeper, batch, nth)
-            nth = following(nth)
+            undisturbed = live(cache)
+            assert undisturbed[-1] > 4
+        at_every_call(disk, "read", opened, live, undisturbed)
     assert len(failures) > 10

@@ -309,7 +309,6 @@ def test_a_device_is_refused_by_name(tmp_path):
         (CLUSTERS | {"rank": 5}, "rank: must be left out where rows is centroid"),
         (CLUSTERS | {"records": "fp8"}, "records: must be left out where grouping is clusters"),
         (CLUSTERS | {"keeper": "observed"}, "keeper: must be left out where grouping is clusters"),
-        (CLUSTERS | {"audit_every": 4}, "audit_every: must be left out where grouping is clusters"),
         (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where grouping"),
         (CLUSTERS | {"split_factor": 0.0}, "split_factor: must be a float"),
         (CLUSTERS | {"pending_tokens": -1}, "pending_tokens: must be an int from 0 to 1024"),
@@ -337,6 +336,16 @@ def test_stats_tell_of_clusters(tmp_path, llama):
         assert stats.bytes_written_per_token > 0
         assert "clusters" in str(stats)
         assert stats.resident_bytes <= 8 << 20
+
+
+def test_audits_say_what_clusters_miss_and_a_limit_takes_more_of_them(tmp_path, llama):
+    """The share itself is held by tests/cpp/engine/test_clustering.cpp."""
+    made = small(groups_max=4, pages_max=16, audit_every=1, audit_groups=64, missed_mass_max=0.05)
+    with KVSwapCache(llama, tmp_path, made) as cache:
+        greedy(llama, prompt(1, 300), cache, tokens=30)
+        counters = cache.stats().counters
+        assert counters["audits"] > 20 and 0 < counters["missed_mass"] < 1
+        assert counters["groups_now_0"] > 4
 
 
 def test_turns_crops_and_beams_with_little_memory(tmp_path, llama):

@@ -79,16 +79,22 @@ TEST(Keeping, TheNewestStayOnADevice) {
   EXPECT_TRUE(options.validate().is_ok()) << options.validate().message();
 }
 
+/// Groups are scored by projections, which a device's own selector does.
+EngineOptions projecting_options(const std::string& directory, const std::string& keeper,
+                                 int64_t tokens) {
+  EngineOptions options = small_options(directory);
+  options.tail_tokens = 4;
+  options.keeper = keeper;
+  options.keep_tokens = tokens;
+  options.keep_interval = 3;
+  options.keep_window = kWindow;
+  return options;
+}
+
 /// A selector on the device leaves out what is kept, as the host's does.
 TEST(Keeping, ADevicesOwnSelectorLeavesOutWhatIsKept) {
   const TestDirectory directory;
-  EngineOptions options = small_options(directory.path());
-  options.tail_tokens = 4;
-  options.keeper = "heavy";
-  options.keep_tokens = 24;
-  options.keep_interval = 3;
-  options.keep_window = kWindow;
-  expect_device_keeps_as_host(options);
+  expect_device_keeps_as_host(projecting_options(directory.path(), "heavy", 24));
 }
 
 TEST(Keeping, CountsAgainstTheBudgetOnADevice) {
@@ -105,12 +111,7 @@ TEST(Keeping, CountsAgainstTheBudgetOnADevice) {
 TEST(Keeping, ADevicesOwnSelectorChoosesSoManyFewerAsStay) {
   const TestDirectory directory;
   for (const std::string score : {"sum", "mass"}) {
-    EngineOptions options = small_options(directory.path());
-    options.tail_tokens = 4;
-    options.keeper = "observed";
-    options.keep_tokens = 40;
-    options.keep_interval = 3;
-    options.keep_window = kWindow;
+    EngineOptions options = projecting_options(directory.path(), "observed", 40);
     options.keep_share = "auto";
     options.score = score;
     options.groups_max = 12;

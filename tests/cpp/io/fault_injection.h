@@ -83,11 +83,11 @@ class FaultyReader final : public BlockReader {
 
 /// Changed by a test while the queue's thread writes: what that reads meanwhile is atomic.
 struct WriteFaults {
-  std::atomic<uint64_t> fail_write = 0;  // this write() fails and writes nothing
-  uint64_t tear_write = 0;               // this write() puts its first half down and fails
-  uint64_t flip_write = 0;    // one bit of this write() goes down wrong, and nobody is told
-  uint64_t fail_reserve = 0;  // this reserve() fails
-  bool lasts = false;         // fail_write is the first of many: until it is set to 0
+  std::atomic<uint64_t> fail_write = 0;    // this write() fails and writes nothing
+  std::atomic<uint64_t> tear_write = 0;    // this write() puts its first half down and fails
+  uint64_t flip_write = 0;                 // one bit of this write() goes down wrong, unnoticed
+  std::atomic<uint64_t> fail_reserve = 0;  // this reserve() fails
+  std::atomic<bool> lasts = false;         // fail_write is the first of many: until it is set to 0
   int error_number = ENOSPC;
 
   std::atomic<uint64_t> writes_seen = 0;

@@ -23,6 +23,9 @@ class ForwardingFile : public DataFile {
   void drop_cached(int64_t offset_bytes, int64_t length_bytes) override {
     inner_->drop_cached(offset_bytes, length_bytes);
   }
+  void discard(int64_t offset_bytes, int64_t length_bytes) override {
+    inner_->discard(offset_bytes, length_bytes);
+  }
   Status shrink(int64_t size_bytes) override { return inner_->shrink(size_bytes); }
   void keep() override { inner_->keep(); }
   Status reserve(int64_t size_bytes) override { return inner_->reserve(size_bytes); }
