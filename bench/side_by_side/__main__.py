@@ -23,6 +23,7 @@ from bench.side_by_side.plan import (
     CONTEXTS,
     DEFAULT,
     LABELS,
+    OPTIONAL,
     PRESET,
     Cell,
     Room,
@@ -42,7 +43,7 @@ Each cell is one JSON file under bench/results/side_by_side; a cell that has one
 alone, so that a plan can be run in parts. Tables and the figure: python -m bench.table
 
 Contenders: {", ".join(LABELS)}, and {PRESET}NAME: a preset with its own settings and memory.
-Those of llama.cpp need `make peers`.
+Those of llama.cpp and ollm need `make peers`.
 
 Example: python -m bench.side_by_side --shapes small --contexts 8192 --batches 1
 """
@@ -55,7 +56,7 @@ def main(
     ),
     contexts: Annotated[str, typer.Option(help="tokens")] = ",".join(map(str, CONTEXTS)),
     batches: Annotated[str, typer.Option(help="sequences")] = ",".join(map(str, BATCHES)),
-    devices: Annotated[str, typer.Option(help="local, emmc (modelled)")] = "local,emmc",
+    devices: Annotated[str, typer.Option(help="local; emmc, ufs (modelled)")] = "local,emmc",
     only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(DEFAULT),
     seconds: Annotated[float, typer.Option(help="of decoding, at most, with each")] = 20,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),
@@ -129,7 +130,7 @@ def room_now(path: Path) -> Room:
         available,
         shutil.disk_usage(path).free,
         has_cap=cap is not None,
-        has_llama=importlib.util.find_spec("llama_cpp") is not None,
+        modules=frozenset(name for name, _ in OPTIONAL.values() if importlib.util.find_spec(name)),
     )
 
 

@@ -18,7 +18,16 @@ from bench.side_by_side import figure, memory_cap, report
 from bench.side_by_side.child import Order
 from bench.side_by_side.mapped import MappedCache
 from bench.side_by_side.measure import Measurement, Run
-from bench.side_by_side.plan import LABELS, MEMORY_PART, PRESET, Cell, Room, cells, memory_need
+from bench.side_by_side.plan import (
+    LABELS,
+    MEMORY_PART,
+    OPTIONAL,
+    PRESET,
+    Cell,
+    Room,
+    cells,
+    memory_need,
+)
 from bench.side_by_side.roofline import Floor, describe
 from bench.side_by_side.settings import fit_kvswap, fit_per_head
 from bench.side_by_side.steering import Child, ChildError
@@ -29,7 +38,8 @@ from tests.python.tiny_models import has_native, prompt, tiny_model
 
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 GIB = 1 << 30
-PLENTY = Room(memory=1 << 50, disk=1 << 50, has_cap=True, has_llama=True)
+ALL = frozenset(module for module, _ in OPTIONAL.values())
+PLENTY = Room(memory=1 << 50, disk=1 << 50, has_cap=True, modules=ALL)
 
 
 @torch.inference_mode()
@@ -175,11 +185,11 @@ def test_the_plan_refuses_by_name(given, said):
 def test_who_cannot_run_is_told_why():
     cell = Cell("1b", 131072, 8)
     assert PLENTY.problem(cell, "dynamic") is None
-    little = Room(memory=4 * GIB, disk=1 << 50, has_cap=True, has_llama=True)
+    little = Room(memory=4 * GIB, disk=1 << 50, has_cap=True, modules=ALL)
     assert re.match(r"memory: needs .* there is", little.problem(cell, "dynamic"))
-    full = Room(memory=1 << 50, disk=GIB, has_cap=True, has_llama=True)
+    full = Room(memory=1 << 50, disk=GIB, has_cap=True, modules=ALL)
     assert full.problem(cell, "tokens").startswith("disk: needs")
-    uncapped = Room(1 << 50, 1 << 50, has_cap=False, has_llama=True)
+    uncapped = Room(1 << 50, 1 << 50, has_cap=False, modules=ALL)
     assert uncapped.problem(cell, "mmap") == memory_cap.NONE
     assert "modelled" in PLENTY.problem(Cell("1b", 32768, 1, "emmc"), "mmap")
 
@@ -188,9 +198,9 @@ def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
         ["kvswap", "floor", "restore", "mmap", "static", "dynamic", "tokens", "tokens_no_reuse",
-         "llama_f16", "llama_q8", "llama_floor"]
+         "llama_f16", "llama_q8", "llama_floor", "ollm"]
     ]  # fmt: skip
-    room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, has_llama=True)
+    room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, modules=ALL)
     waves = room.waves(cell, keys)
     assert len(waves) > 1
     assert all(wave[:2] == ["kvswap", "floor"] for wave in waves)
@@ -219,7 +229,7 @@ def test_the_part_that_fills_the_distance_is_what_it_takes_above_its_own_bytes()
 def test_a_cell_is_measured_and_told(tiny, tmp_path):
     cell = Cell("tiny", 1024, 1)
     keys = ["kvswap", "restore", "mmap"]
-    room = Room(memory=1 << 50, disk=1 << 50, has_cap=False, has_llama=True)
+    room = Room(memory=1 << 50, disk=1 << 50, has_cap=False, modules=ALL)
     measured = Measurement(cell, tmp_path, tiny[1], seconds=0.01, say=lambda what: None)
     measured.run(keys, room)
     assert measured.empty == {"mmap": memory_cap.NONE}
