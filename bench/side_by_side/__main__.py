@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
+from bench.side_by_side.busy import floor_ms_least
 from bench.side_by_side.measure import Measurement
 from bench.side_by_side.memory_cap import MemoryCap
 from bench.side_by_side.plan import (
@@ -84,6 +85,7 @@ def main(
                 disks[cell.device] = measured_disk(path, cell.device)
         bandwidths = (memory_bandwidth, disks[cell.device])
         results = measure_cell(cell, keys, path, seconds, bandwidths, console)
+        results["floor_ms_least"] = floor_ms_least(results, _before(cell, out))
         out.mkdir(parents=True, exist_ok=True)
         _file(cell, out).write_text(json.dumps(results, indent=2) + "\n")
         print_cell(console, results)
@@ -151,6 +153,11 @@ def _print_plan(
 
 def _file(cell: Cell, folder: Path) -> Path:
     return folder / f"{cell.name}.json"
+
+
+def _before(cell: Cell, folder: Path) -> dict[str, Any] | None:
+    path = _file(cell, folder)
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _known(only: str) -> list[str]:

@@ -15,6 +15,7 @@ from bench.kv_file import ROOM_TOKENS, KvFile
 from bench.shapes import make_model
 from bench.side_by_side import __main__ as command
 from bench.side_by_side import figure, memory_cap, report
+from bench.side_by_side.busy import floor_ms_least, why_busy
 from bench.side_by_side.child import Order
 from bench.side_by_side.mapped import MappedCache
 from bench.side_by_side.measure import Measurement, Run
@@ -220,6 +221,34 @@ def test_the_part_that_fills_the_distance_is_what_it_takes_above_its_own_bytes()
     row = {"ms": 130.0, "parts_ms": {"model, attention": 50.0, "update": 80.0}}
     told = describe("restore", slow_disk, row)
     assert told["largest_part_over"] == ["model, attention", 20.0]
+
+
+# A busy machine.
+
+
+def measured(floor_ms: float, floor_cpu: float, static_cpu: float = 0.0, **more):
+    rows = {"floor": {"ms": floor_ms, "cpu_seconds": floor_cpu}}
+    if static_cpu:
+        rows["static"] = {"ms": 100.0, "cpu_seconds": static_cpu}
+    return {"machine": {"cores": 2}, "contenders": rows} | more
+
+
+def test_a_cell_is_marked_where_two_threads_had_one_core():
+    assert why_busy(measured(50.0, 0.055, 0.105)) == "had 1.1 of 2 cores"
+    # The work of a small model's floor is one thread's; its larger contenders' is not.
+    assert why_busy(measured(20.0, 0.022, 0.150)) == ""
+    assert why_busy(measured(50.0, 0.085)) == ""
+    shown = measured(50.0, 0.055, shape="1b", layers=4, context=8192, batch=1)
+    assert report.title(shown) == "1b (4 layers), 8,192, 1 (busy machine: had 1.1 of 2 cores)"
+
+
+def test_a_cell_is_marked_where_its_floor_was_twice_as_fast_before():
+    first, slow = measured(50.0, 0.085), measured(110.0, 0.190)
+    assert floor_ms_least(first, None) == 50.0
+    slow["floor_ms_least"] = floor_ms_least(slow, first)
+    assert why_busy(slow) == "floor 2.2 times an earlier run's"
+    assert floor_ms_least(measured(90.0, 0.1), slow) == 50.0
+    assert floor_ms_least({"contenders": {}}, None) is None
 
 
 # Children.
