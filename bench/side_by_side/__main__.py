@@ -52,7 +52,7 @@ HELP = "\n\n".join(" ".join(part.split()) for part in _TEXT.split("\n\n"))
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help="small, 1b (4 layers), 8b-layers")] = (
+    shapes: Annotated[str, typer.Option(help="small, 1b (4 layers), 1b-whole, 8b-layers")] = (
         "small,1b,8b-layers"
     ),
     contexts: Annotated[str, typer.Option(help="tokens")] = ",".join(map(str, CONTEXTS)),

@@ -37,7 +37,7 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 
 def _shape_order(name: str) -> int:
-    order = ("tiny", "small", "1b", "8b-layers")
+    order = ("tiny", "small", "1b", "1b-whole", "8b-layers")
     return order.index(name) if name in order else len(order)
 
 

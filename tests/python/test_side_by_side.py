@@ -165,6 +165,8 @@ def test_the_plan_has_small_cells_first_and_models_a_device_at_one_context():
     assert len(plan) == 2 * 2 * 2 + 2 * 2
     assert plan[0].name == "small_8k_b1_local"
     assert {cell.context for cell in plan if cell.device} == {32768}
+    assert Cell("1b", 8192, 1).shape.layers == 4
+    assert Cell("1b-whole", 8192, 1).shape.layers == 16
     sizes = [cell.kv_bytes for cell in plan]
     assert sizes == sorted(sizes)
     assert [c.context for c in cells(["small"], [8192], [1], ["emmc"])] == [8192]
