@@ -16,12 +16,12 @@ def why_busy(result: dict[str, Any]) -> str:
     takes hardly more processor time than time, with several threads, these had no core each. The
     floor is the same work in every run of a cell.
     """
-    rows, cores = result["contenders"], result["machine"]["cores"]
+    rows, cores = result["contenders"], result.get("machine", {}).get("cores", 1)
     had = [1e3 * rows[key]["cpu_seconds"] / rows[key]["ms"] for key in IN_MEMORY if key in rows]
     if cores > 1 and had and max(had) < SHARE_MIN * cores:
         return f"had {max(had):.1f} of {cores} cores"
     least = result.get("floor_ms_least")
-    if least and rows["floor"]["ms"] > FLOOR_TIMES_MAX * least:
+    if least and "floor" in rows and rows["floor"]["ms"] > FLOOR_TIMES_MAX * least:
         return f"floor {rows['floor']['ms'] / least:.1f} times an earlier run's"
     return ""
 

@@ -252,6 +252,7 @@ def session_report(runner: Runner) -> dict[str, Any]:
             "replacement": config.replacement,
         },
         "hit_rate": round(1 - grown["groups_loaded"] / attended, 4) if attended else None,
+        "read_calls_per_layer": round(grown["read_calls"] / grown["steps"], 1),
         "bytes_per_read": round(grown["bytes_read"] / max(1.0, grown["reads"])),
         "summary_bytes": stats.ledger.get("summary", 0),
         "reader": f"{stats.reader}, {stats.io_mode}",
