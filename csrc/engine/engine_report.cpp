@@ -156,6 +156,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"records_reread", number(reads.reread_records)},
       {"reads", number(reader.reads)},
       {"read_retries", number(reader.retries)},
+      {"read_calls", number(reader.calls)},
       {"wait_seconds", number(reads.wait_seconds)},
       {"hidden_seconds", number(reads.hidden_seconds)},
       {"bytes_written",

@@ -88,7 +88,8 @@ class CacheStats:
     estimate_seconds
         Time spent on estimating projections.
     counters
-        The session's own counters, by name.
+        The session's own counters, by name. `read_calls` is how often the operating system was
+        called for `reads`: io_uring takes several with one call, and waits with others.
     timeline
         Of ``stats(timeline=True)`` alone: what each step's time was spent on.
     """
