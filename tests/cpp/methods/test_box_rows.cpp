@@ -10,6 +10,7 @@
 
 #include "kernels/low_rank_score.h"
 #include "methods/make_selector.h"
+#include "methods/one_choice.h"
 #include "methods/selector_on_device.h"
 #include "methods/summaries.h"
 
@@ -111,23 +112,9 @@ std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t gr
                      .valid = &prompt.valid})
             .is_ok());
   }
-  const Candidates candidates = {&prompt.valid, {}};
-  std::vector<std::vector<int32_t>> chosen;
-  EXPECT_TRUE(selector
-                  .start_choice({.layer = 0,
-                                 .query = {.data = prompt.query.data(),
-                                           .batch_stride = kHeads * kDim,
-                                           .head_stride = kDim,
-                                           .query_stride = kDim,
-                                           .heads = kHeads,
-                                           .queries = 1},
-                                 .groups = groups,
-                                 .groups_per_query = k,
-                                 .candidates = {&candidates, 1},
-                                 .chosen = &chosen})
-                  .is_ok());
-  EXPECT_TRUE(selector.finish_choice().is_ok());
-  return chosen.at(0);
+  return choose(
+      selector,
+      {.query = prompt.query, .heads = kHeads, .valid = prompt.valid, .groups = groups, .k = k});
 }
 
 DeviceSelector::Room room_of(const Prompt& prompt, int64_t group_tokens, int64_t k) {

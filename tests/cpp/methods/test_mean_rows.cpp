@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "methods/make_selector.h"
+#include "methods/one_choice.h"
 #include "methods/selector_on_device.h"
 #include "methods/summaries.h"
 
@@ -106,23 +107,11 @@ std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t k)
                            .tokens = kTokens,
                            .valid = &prompt.valid})
                   .is_ok());
-  const Candidates candidates = {&prompt.valid, {}};
-  std::vector<std::vector<int32_t>> chosen;
-  EXPECT_TRUE(selector
-                  .start_choice({.layer = 0,
-                                 .query = {.data = prompt.query.data(),
-                                           .batch_stride = kHeads * kDim,
-                                           .head_stride = kDim,
-                                           .query_stride = kDim,
-                                           .heads = kHeads,
-                                           .queries = 1},
-                                 .groups = kTokens / kGroup,
-                                 .groups_per_query = k,
-                                 .candidates = {&candidates, 1},
-                                 .chosen = &chosen})
-                  .is_ok());
-  EXPECT_TRUE(selector.finish_choice().is_ok());
-  return chosen.at(0);
+  return choose(selector, {.query = prompt.query,
+                           .heads = kHeads,
+                           .valid = prompt.valid,
+                           .groups = kTokens / kGroup,
+                           .k = k});
 }
 
 // Equal worths are many here: they go to the lower group.

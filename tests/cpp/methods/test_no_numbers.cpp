@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "methods/make_selector.h"
+#include "methods/one_choice.h"
 #include "methods/selector_on_device.h"
 
 namespace kvswap {
@@ -62,24 +63,12 @@ std::vector<int32_t> choice(Selector& selector, const std::vector<float>& keys,
   EXPECT_TRUE(appended.is_ok());
   TokenValidity valid;
   valid.append(kTokens, nullptr);
-  const Candidates candidates = {&valid, {}};
-  std::vector<std::vector<int32_t>> chosen;
-  EXPECT_TRUE(selector
-                  .start_choice({.layer = 0,
-                                 .query = {.data = query.data(),
-                                           .batch_stride = kHeads * kDim,
-                                           .head_stride = kDim,
-                                           .query_stride = kDim,
-                                           .heads = kHeads,
-                                           .queries = 1},
-                                 .groups = kTokens / kGroup,
-                                 .groups_per_query = kChosen,
-                                 .candidates = {&candidates, 1},
-                                 .chosen = &chosen,
-                                 .scale = 0.1f})
-                  .is_ok());
-  EXPECT_TRUE(selector.finish_choice().is_ok());
-  return chosen.at(0);
+  return choose(selector, {.query = query,
+                           .heads = kHeads,
+                           .valid = valid,
+                           .groups = kTokens / kGroup,
+                           .k = kChosen,
+                           .scale = 0.1f});
 }
 
 std::vector<Scoring> scorings() {
