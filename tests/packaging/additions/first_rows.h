@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "kernels/low_rank_score.h"
 #include "methods/group_rows.h"
 
 namespace kvswap {
