@@ -269,10 +269,11 @@ ifeq ($(shell uname -m),x86_64)
 PEERS_FLAGS := -mno-avx512fp16
 endif
 .PHONY: peers
-peers: $(STAMP)  ## llama.cpp for `make bench`, built for this processor; some 10 minutes
+peers: $(STAMP)  ## llama.cpp and oLLM for `make bench`, built for this processor; some 10 minutes
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_C_FLAGS=$(PEERS_FLAGS) -DCMAKE_CXX_FLAGS=$(PEERS_FLAGS)" \
 	  $(PY) -m pip --disable-pip-version-check install -q --no-binary llama-cpp-python \
 	  -r bench/side_by_side/peers.txt
+	$(PY) -m pip --disable-pip-version-check install -q --no-deps -r bench/side_by_side/peers_alone.txt
 
 # Tensors of tens of MiB come and go: without this each is mapped and cleared anew.
 QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648

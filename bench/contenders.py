@@ -144,17 +144,24 @@ def open_preset(
     return Contender(name, model, cache, batch, context)
 
 
+def whole_layer(
+    shape: Shape, batch: int, context: int, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its `chunks` as one, for a cache that would copy all it has with each of them."""
+    size = (batch, shape.kv_heads, context, shape.head_dim)
+    keys, values = (torch.empty(size, dtype=torch.bfloat16) for _ in range(2))
+    begin = 0
+    for new_keys, new_values in chunks(shape, batch, context, layer):
+        end = begin + new_keys.shape[2]
+        keys[:, :, begin:end], values[:, :, begin:end] = new_keys, new_values
+        begin = end
+    return keys, values
+
+
 def open_dynamic(model: Any, shape: Shape, batch: int, context: int) -> Contender:
     cache = DynamicCache(config=model.config)
     for layer in range(shape.layers):
-        # Put in whole: a cache that grows by chunks copies all it has with each of them.
-        size = (batch, shape.kv_heads, context, shape.head_dim)
-        keys, values = (torch.empty(size, dtype=torch.bfloat16) for _ in range(2))
-        begin = 0
-        for new_keys, new_values in chunks(shape, batch, context, layer):
-            end = begin + new_keys.shape[2]
-            keys[:, :, begin:end], values[:, :, begin:end] = new_keys, new_values
-            begin = end
+        keys, values = whole_layer(shape, batch, context, layer)
         cache.layers[layer].lazy_initialization(keys, values)
         cache.layers[layer].keys, cache.layers[layer].values = keys, values
     return Contender("DynamicCache", model, cache, batch, context)

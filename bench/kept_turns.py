@@ -23,6 +23,8 @@ from bench import machine
 from bench.contenders import ROOM_TOKENS, open_preset
 from bench.shapes import SHAPES, make_model
 
+COUNTED = ("turns", "turn_seconds", "turn_bytes_read", "bytes_read")
+
 
 def told(steps: list[dict[str, float]]) -> dict[str, Any]:
     """Of an interval or more."""
@@ -37,6 +39,7 @@ def told(steps: list[dict[str, float]]) -> dict[str, Any]:
         "turns_of_a_step": int(max(step["turns"] for step in steps)),
         "turn_ms": round(1e3 * turning / max(1, sum(step["turns"] for step in steps)), 3),
         "share_of_time": round(turning / sum(seconds), 5),
+        "turn_bytes_read": int(sum(step["turn_bytes_read"] for step in steps)),
         "bytes_read": round(sum(step["bytes_read"] for step in steps) / len(steps)),
         "bytes_read_longest": int(max(step["bytes_read"] for step in steps)),
     }
@@ -69,9 +72,7 @@ def main(
                 before = dict(each.cache.driver.session.counters())
                 each.step()
                 after = each.cache.driver.session.counters()
-                grown = {
-                    key: after[key] - before[key] for key in ("turns", "turn_seconds", "bytes_read")
-                }
+                grown = {key: after[key] - before[key] for key in COUNTED}
                 if step > 0:  # the first has the prompt's turn
                     counted[name].append(grown | {"seconds": each.seconds[-1]})
         for each in opened:

@@ -4,7 +4,8 @@
 
 Each round reads the document once with each cache, in turn: `DynamicCache`, `StaticCache`, and
 kvswap with each budget (a share of the KV cache, or none). Printed are medians of the rounds that
-count, the ratio of pairs to `DynamicCache`, and what kvswap waited for: its writes, its reads.
+count, the ratio of pairs to `DynamicCache`, the same of processor time, which other work on the
+machine changes little, and what kvswap waited for: its writes, its reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,12 +34,14 @@ REFERENCE = "reference"
 NEW_TOKENS = 8  # room beside the document, as a question would need
 
 
-def load_model(name: str, tokens: int) -> Any:
+def load_model(name: str, tokens: int, layers: int) -> Any:
+    """layers: of a shape, if not 0."""
     if name == REFERENCE:
         folder = "examples/reference_model"
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     if name in SHAPES:
-        return make_model(SHAPES[name], tokens)
+        shape = SHAPES[name]
+        return make_model(replace(shape, layers=layers or shape.layers), tokens)
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
 
 
@@ -48,13 +52,13 @@ def kv_bytes(model: Any, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def read(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
-    """Seconds to run `ids` through the model, `chunk` tokens at a time."""
-    began = time.perf_counter()
+def read(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
+    """Seconds, and those of the process on all cores, to run `ids` through the model by chunks."""
+    began, cpu_began = time.perf_counter(), time.process_time()
     for first in range(0, ids.shape[1], chunk):
         part = ids[:, first : first + chunk]
         model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - cpu_began
 
 
 class Rounds:
@@ -64,6 +68,7 @@ class Rounds:
         self.model, self.ids, self.chunk, self.path = model, ids, chunk, path
         self.budgets = budgets
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.cpu_seconds: dict[str, list[float]] = defaultdict(list)
         self.waits: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def take(self) -> None:
@@ -83,11 +88,12 @@ class Rounds:
                 self.waits[name].append((stats.write_wait_seconds, stats.wait_seconds))
 
     def _take(self, name: str, cache: Any) -> None:
-        self.seconds[name].append(read(self.model, cache, self.ids, self.chunk))
+        seconds, cpu_seconds = read(self.model, cache, self.ids, self.chunk)
+        self.seconds[name].append(seconds)
+        self.cpu_seconds[name].append(cpu_seconds)
 
     def rows(self) -> dict[str, dict[str, float]]:
         """The first round warms up allocators, threads and the file system."""
-        base = self.seconds["DynamicCache"][1:]
         rows = {}
         for name, all_seconds in self.seconds.items():
             seconds = all_seconds[1:]
@@ -95,9 +101,9 @@ class Rounds:
             row = {
                 "seconds": round(middle, 3),
                 "tokens_per_second": round(self.ids.shape[1] / middle, 1),
-                "ratio_of_pairs": round(
-                    statistics.median(a / b for a, b in zip(seconds, base, strict=True)), 3
-                ),
+                "ratio_of_pairs": self._of_dynamic(self.seconds, name),
+                "cpu_seconds": round(statistics.median(self.cpu_seconds[name][1:]), 3),
+                "cpu_ratio_of_pairs": self._of_dynamic(self.cpu_seconds, name),
             }
             if name in self.waits:
                 for index, what in enumerate(("writes", "reads")):
@@ -106,10 +112,15 @@ class Rounds:
             rows[name] = row
         return rows
 
+    @staticmethod
+    def _of_dynamic(taken: dict[str, list[float]], name: str) -> float:
+        pairs = zip(taken[name][1:], taken["DynamicCache"][1:], strict=True)
+        return round(statistics.median(a / b for a, b in pairs), 3)
+
 
 def show(console: Console, model: str, tokens: int, chunk: int, rows: dict[str, Any]) -> None:
     table = Table(title=f"{model}, {tokens:,} tokens in chunks of {chunk:,}")
-    for heading in ("", "s", "tokens/s", "to DynamicCache", "waited: writes", "reads"):
+    for heading in ("", "s", "tokens/s", "to DynamicCache", "processor", "waited: writes", "reads"):
         table.add_column(heading, justify="right")
     for name, row in rows.items():
         waits = [row.get(f"share_waited_for_{what}") for what in ("writes", "reads")]
@@ -118,6 +129,7 @@ def show(console: Console, model: str, tokens: int, chunk: int, rows: dict[str, 
             f"{row['seconds']:.2f}",
             f"{row['tokens_per_second']:.0f}",
             f"{row['ratio_of_pairs']:.2f}x",
+            f"{row['cpu_ratio_of_pairs']:.2f}x",
             *("" if wait is None else f"{100 * wait:.1f} %" for wait in waits),
         )
     console.print(table)
@@ -127,6 +139,7 @@ def main(
     model: Annotated[
         str, typer.Option(help=f"{REFERENCE}, a shape ({', '.join(SHAPES)}) or a folder")
     ] = REFERENCE,
+    layers: Annotated[int, typer.Option(help="of a shape; 0: all that it has")] = 0,
     tokens: Annotated[int, typer.Option(help="length of the document")] = 8192,
     chunks: Annotated[str, typer.Option(help="tokens a pass, comma-separated")] = "512,4096",
     budgets: Annotated[
@@ -139,11 +152,17 @@ def main(
 ) -> None:
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     described = machine.describe(path)
-    loaded = load_model(model, tokens + NEW_TOKENS)
+    loaded = load_model(model, tokens + NEW_TOKENS, layers)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(loaded.config.vocab_size, (1, tokens), generator=generator)
     console = Console()
-    results: dict[str, Any] = {"machine": described, "model": model, "tokens": tokens, "chunks": {}}
+    results: dict[str, Any] = {
+        "machine": described,
+        "model": model,
+        "layers": layers,
+        "tokens": tokens,
+        "chunks": {},
+    }
     for chunk in map(int, chunks.split(",")):
         measured = Rounds(loaded, ids, chunk, budgets.split(","), path)
         for _ in track(range(rounds + 1), description=f"chunks of {chunk}", console=console):

@@ -30,6 +30,7 @@ SHAPES = {
     "8b-layers": Shape(4, 4096, 32, 8, 128, 14336),
     "tiny": Shape(2, 64, 4, 2, 64, 128),  # to see that a script works
 }
+SHAPES["1b-whole"] = SHAPES["1b"]  # where a benchmark cuts 1b, all its layers
 
 
 def make_config(shape: Shape, context: int) -> LlamaConfig:

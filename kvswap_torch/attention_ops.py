@@ -109,6 +109,9 @@ def observe_keys(
 ) -> tuple[Tensor, Tensor]:
     """The attention that a chunk's newest queries pay its keys: SnapKV's window.
 
+    What ``keeper="observed"`` goes by, for a `TokenScores` of your own, which is given a chunk's
+    queries and keys; the cache itself weighs pages, with `attention_mass`.
+
     Query ``i`` stands at token ``tokens - queries + i`` and sees no later one. Weights and means
     are those of `attention_mass`.
 

@@ -62,7 +62,7 @@ def group_max(scores: Tensor, group_tokens: int) -> Tensor:
     Parameters
     ----------
     scores
-        ``[batch, tokens]`` fp32. NaN counts as -inf.
+        ``[batch, tokens]`` fp32. NaN counts as inf.
     group_tokens
         1..64; the last group may be shorter.
 
@@ -103,7 +103,7 @@ def group_mass(
     -------
     Tensor
         ``[batch, ceil(blocks * 16 / group_tokens)]`` fp32, positive; -inf where no head has a
-        number.
+        number, inf where a row has none.
     """
     return _ops.group_mass(summary, query, group_tokens, join, token_scale)
 

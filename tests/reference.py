@@ -20,7 +20,7 @@ def low_rank_score(summary: Tensor, query: Tensor, token_scale: Tensor | None = 
 
 def group_max(scores: Tensor, group_tokens: int) -> Tensor:
     missing = -scores.shape[1] % group_tokens
-    clean = torch.where(scores.isnan(), NEVER, scores)
+    clean = torch.where(scores.isnan(), torch.inf, scores)
     padded = torch.nn.functional.pad(clean, (0, missing), value=NEVER)
     return padded.unflatten(1, (-1, group_tokens)).amax(-1)
 

@@ -19,7 +19,7 @@ from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.recall import Choice, GroupScores, Steps, attention_views, sources, worth
 from kvswap_torch.tuning.samples import Sample
 
-GROUPS = (1, 2, 4, 8, 16)
+GROUPS = (1, 2, 4, 8, 16, 32)
 TOKENS_SHARES = (1.0, 0.5, 0.25, 0.125)  # of the tokens attended at most
 STEPS_MAX = 96  # consecutive steps recorded of a sample
 

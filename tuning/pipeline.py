@@ -45,7 +45,12 @@ from kvswap_torch.tuning.timing import (
     loading_steps,
     measure,
 )
-from kvswap_torch.tuning.traffic import Traffic, TrafficTable, pick_replacement
+from kvswap_torch.tuning.traffic import (
+    Traffic,
+    TrafficTable,
+    pick_merge_gap,
+    pick_replacement,
+)
 from kvswap_torch.tuning.work import (
     Calibrated,
     from_calibration,
@@ -200,6 +205,9 @@ def measure_all(
     )
     traffic = TrafficTable(calibrated.choices)
     base = dataclasses.replace(base, replacement=pick_replacement(traffic, context_max))
+    disk = DiskModel.fit(figures)
+    gap = pick_merge_gap(traffic, disk, base, shape.kv_bytes(1) // shape.layers, context_max)
+    base = dataclasses.replace(base, merge_gap_bytes=gap)
     sizes = usable_sizes(options.sizes, shape, figures.alignment_bytes)
     plan = _timing_plan(batch_max, context_max, shape, calibrated, sizes)
     key = kept.make_key(
@@ -209,6 +217,7 @@ def measure_all(
         options.device,
         base.summary_dtype,
         base.replacement,
+        base.merge_gap_bytes,
         calibrated.choices.tokens,
         STEPS * ROUNDS,
         str(path),
@@ -218,7 +227,6 @@ def measure_all(
     with projection_beside(timed, calibrated) as config:
         kept_as = (folder, _timings_name(options), key)
         timings = _time(model, path, plan, config, traffic, kept_as, progress)
-    disk = DiskModel.fit(figures)
     return Measured(
         model=model,
         shape=shape,

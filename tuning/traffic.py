@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvswap_torch.config import SwapConfig
 from kvswap_torch.tuning.choices import Choices, stretched
+from kvswap_torch.tuning.step_model import Disk
 
 POLICIES = ("fifo", "lru", "unused")
 
@@ -200,6 +202,8 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
 
 
 REPLACEMENT_GAIN_MIN = 0.02  # of what is loaded
+GAPS = (0, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)  # bytes
+GAP_GAIN_MIN = 0.02  # of the time that reading takes
 
 
 def pick_replacement(traffic: TrafficTable, context: int) -> str:
@@ -215,3 +219,32 @@ def pick_replacement(traffic: TrafficTable, context: int) -> str:
     }
     best = min(POLICIES, key=loads.__getitem__)
     return best if loads[best] < (1 - REPLACEMENT_GAIN_MIN) * loads["fifo"] else "fifo"
+
+
+def pick_merge_gap(
+    traffic: TrafficTable, disk: Disk, config: SwapConfig, token_bytes: int, context: int
+) -> int:
+    """Over how many bytes that nobody wants a read goes on: bytes against what a request costs.
+
+    The gap with which the recorded choices are read fastest, judged as in `pick_replacement`; that
+    of `config` where it is as fast. A gap takes as much memory once.
+
+    Parameters
+    ----------
+    token_bytes
+        Of a token in one layer, keys and values of all KV heads.
+    """
+    group = traffic.choices.middle_group
+    pages = 2 * traffic.choices.tokens // group
+
+    def seconds(gap: int) -> float:
+        merging = Merging(group * token_bytes, gap, config.merge_bytes_max)
+        layers = traffic.get(group, pages, config.replacement, context, merging)
+        return sum(
+            disk.seconds(each.reads, each.bytes_read / each.reads) for each in layers if each.reads
+        )
+
+    usual = config.merge_gap_bytes
+    times = {gap: seconds(gap) for gap in sorted({usual, *GAPS})}
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < (1 - GAP_GAIN_MIN) * times[usual] else usual

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
+from bench.side_by_side.busy import floor_ms_least
 from bench.side_by_side.measure import Measurement
 from bench.side_by_side.memory_cap import MemoryCap
 from bench.side_by_side.plan import (
@@ -23,6 +24,7 @@ from bench.side_by_side.plan import (
     CONTEXTS,
     DEFAULT,
     LABELS,
+    OPTIONAL,
     PRESET,
     Cell,
     Room,
@@ -42,7 +44,7 @@ Each cell is one JSON file under bench/results/side_by_side; a cell that has one
 alone, so that a plan can be run in parts. Tables and the figure: python -m bench.table
 
 Contenders: {", ".join(LABELS)}, and {PRESET}NAME: a preset with its own settings and memory.
-Those of llama.cpp need `make peers`.
+Those of llama.cpp and ollm need `make peers`.
 
 Example: python -m bench.side_by_side --shapes small --contexts 8192 --batches 1
 """
@@ -50,12 +52,12 @@ HELP = "\n\n".join(" ".join(part.split()) for part in _TEXT.split("\n\n"))
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help="small, 1b (4 layers), 8b-layers")] = (
+    shapes: Annotated[str, typer.Option(help="small, 1b (4 layers), 1b-whole, 8b-layers")] = (
         "small,1b,8b-layers"
     ),
     contexts: Annotated[str, typer.Option(help="tokens")] = ",".join(map(str, CONTEXTS)),
     batches: Annotated[str, typer.Option(help="sequences")] = ",".join(map(str, BATCHES)),
-    devices: Annotated[str, typer.Option(help="local, emmc (modelled)")] = "local,emmc",
+    devices: Annotated[str, typer.Option(help="local; emmc, ufs (modelled)")] = "local,emmc",
     only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(DEFAULT),
     seconds: Annotated[float, typer.Option(help="of decoding, at most, with each")] = 20,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),
@@ -83,6 +85,7 @@ def main(
                 disks[cell.device] = measured_disk(path, cell.device)
         bandwidths = (memory_bandwidth, disks[cell.device])
         results = measure_cell(cell, keys, path, seconds, bandwidths, console)
+        results["floor_ms_least"] = floor_ms_least(results, _before(cell, out))
         out.mkdir(parents=True, exist_ok=True)
         _file(cell, out).write_text(json.dumps(results, indent=2) + "\n")
         print_cell(console, results)
@@ -129,7 +132,7 @@ def room_now(path: Path) -> Room:
         available,
         shutil.disk_usage(path).free,
         has_cap=cap is not None,
-        has_llama=importlib.util.find_spec("llama_cpp") is not None,
+        modules=frozenset(name for name, _ in OPTIONAL.values() if importlib.util.find_spec(name)),
     )
 
 
@@ -150,6 +153,11 @@ def _print_plan(
 
 def _file(cell: Cell, folder: Path) -> Path:
     return folder / f"{cell.name}.json"
+
+
+def _before(cell: Cell, folder: Path) -> dict[str, Any] | None:
+    path = _file(cell, folder)
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _known(only: str) -> list[str]:

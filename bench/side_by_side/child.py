@@ -55,11 +55,12 @@ class Runner:
     def __init__(self, order: Order):
         import torch
 
-        from bench.side_by_side.plan import LLAMA, Cell
+        from bench.side_by_side.plan import LLAMA, OPTIONAL, Cell
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.order, self.cell = order, Cell(**order.cell)
         self.is_llama = order.key in LLAMA
+        self.is_optional = order.key in OPTIONAL  # it says itself what it holds, and of what it is
         self.model: Any = None
         self.contender: Any = None
         self.clock: Any = None
@@ -92,7 +93,7 @@ class Runner:
         self.contender = open_contender(self)
         _trim()
         seconds = time.perf_counter() - began
-        if self.order.key in ("dynamic", "static", "restore", "mmap", "floor"):
+        if self.order.key in ("dynamic", "static", "restore", "mmap", "floor", "ollm"):
             self._time_updates()
         elif not self.is_llama:
             self.clock = TokenClock(self.contender.cache)
@@ -146,7 +147,7 @@ class Runner:
         update = 1e3 * self.update_seconds / len(seconds)
         rest = "model, attention, page faults" if self.order.key == "mmap" else "model, attention"
         parts = {"update": update, rest: 1e3 * statistics.mean(seconds) - update}
-        about = self.contender.about() if self.is_llama else {}
+        about = self.contender.about() if self.is_optional else {}
         return self.memory() | {"parts_ms": _rounded(parts)} | about
 
     def memory(self) -> dict[str, Any]:
@@ -186,6 +187,10 @@ def open_contender(runner: Runner) -> Any:
         from bench.side_by_side.llama import LlamaContender
 
         return LlamaContender(key, model, cell)
+    if key == "ollm":
+        from bench.side_by_side.ollm import OllmContender
+
+        return OllmContender(model, cell, Path(runner.order.folder))
     if key == "dynamic":
         return known.open_dynamic(model, shape, batch, context)
     if key == "static":
@@ -247,6 +252,7 @@ def session_report(runner: Runner) -> dict[str, Any]:
             "replacement": config.replacement,
         },
         "hit_rate": round(1 - grown["groups_loaded"] / attended, 4) if attended else None,
+        "read_calls_per_layer": round(grown["read_calls"] / grown["steps"], 1),
         "bytes_per_read": round(grown["bytes_read"] / max(1.0, grown["reads"])),
         "summary_bytes": stats.ledger.get("summary", 0),
         "reader": f"{stats.reader}, {stats.io_mode}",
@@ -259,7 +265,7 @@ def held_bytes(runner: Runner) -> int:
     key = runner.order.key
     if key == "mmap":
         return 0
-    if runner.is_llama:
+    if runner.is_optional:
         return runner.contender.nbytes
     cache = runner.contender.cache
     layers = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from bench.contenders import ROOM_TOKENS, SELECTED_TOKENS
+from bench.contenders import MODELLED_BYTES_PER_SECOND, ROOM_TOKENS, SELECTED_TOKENS
 from bench.shapes import SHAPES, Shape
 from bench.side_by_side import memory_cap
 from kvswap_torch import format_bytes
@@ -16,7 +16,7 @@ CONTEXTS = (8192, 32768, 131072)
 BATCHES = (1, 8)
 MEMORY_PART = 13  # of a full cache, one part in this many is what kvswap may hold
 PRESET_PART = 2  # of a full cache, what a preset holds at most where a layer may stay in memory
-GROUP_TOKENS = {None: 4, "emmc": 8}
+GROUP_TOKENS = {None: 4, "emmc": 8, "ufs": 4}
 MODELLED_CONTEXTS = (32768,)  # of the modelled devices, unless more is asked for
 RECORD_ALIGNMENT = 512
 PROCESS_BYTES = 500 << 20  # of a child, beside its cache
@@ -40,6 +40,7 @@ LABELS |= {
     "llama_f16": "llama.cpp, f16",
     "llama_q8": "llama.cpp, q8_0",
     "llama_floor": f"llama.cpp ({SELECTED_TOKENS} tokens)",
+    "ollm": "oLLM",
 }
 FLOORS = ("floor", "llama_floor")
 PRESET = "preset:"  # before a preset's name: a contender with its own settings and memory
@@ -49,16 +50,20 @@ ON_SESSION = ("kvswap", "tokens", "tokens_no_reuse")
 UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
 NO_DISK = "reads no disk: its time is that of the cell without a modelled device"
 NO_LLAMA = "no llama.cpp: `make peers` builds it for this processor"
+NO_OLLM = "no oLLM: `make peers` installs it"
+# Who needs a module that is not installed with the project, and what is said without it.
+OPTIONAL = dict.fromkeys(LLAMA, ("llama_cpp", NO_LLAMA)) | {"ollm": ("ollm", NO_OLLM)}
 
 # To fill and to run, for an estimate; measured on two cores and a disk of some 2 GB/s.
 FILL_SECONDS_PER_GIB = {
     "kvswap": 3.0, "tokens": 12.0, "tokens_no_reuse": 12.0, "dynamic": 2.0, "static": 2.0,
     "restore": 2.0, "mmap": 0.0, "floor": 0.0,
-    "llama_f16": 8.0, "llama_q8": 16.0, "llama_floor": 0.0,
+    "llama_f16": 8.0, "llama_q8": 16.0, "llama_floor": 0.0, "ollm": 3.0,
 }  # fmt: skip
 START_SECONDS = 2.5  # of a child; they start together
 STEP_SECONDS_PER_GIB = {
     "dynamic": 1.2, "static": 0.15, "restore": 0.9, "mmap": 5.0, "llama_f16": 0.5, "llama_q8": 0.9,
+    "ollm": 4.0,
 }  # fmt: skip
 
 
@@ -124,7 +129,7 @@ def cells(
         Naming a shape or device that is not known, or a size that is not positive.
     """
     shapes, contexts, batches, devices = map(list, (shapes, contexts, batches, devices))
-    known = {"shapes": (shapes, list(SHAPES)), "devices": (devices, ["local", "emmc"])}
+    known = {"shapes": (shapes, list(SHAPES)), "devices": (devices, ["local", "emmc", "ufs"])}
     for what, (given, allowed) in known.items():
         for name in given:
             if name not in allowed:
@@ -154,6 +159,8 @@ def memory_need(cell: Cell, key: str) -> int:
         "llama_f16": whole + 2 * whole // cell.batch,
         "llama_q8": (whole + 2 * whole // cell.batch) * 9 // 16,
         "llama_floor": 2 * cell.selected_bytes,
+        # As it was read, with what was decoded, and with the step's token: each a copy.
+        "ollm": 3 * layer,
     }
     chosen = cell.budget_bytes + 3 * cell.selected_bytes
     if key.startswith(PRESET):
@@ -167,7 +174,7 @@ def disk_need(cell: Cell, key: str) -> int:
     padded = -(-row // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     if key.startswith("tokens"):
         return int(1.05 * cell.kv_bytes * padded / row)
-    is_whole = key in ON_FILE or is_on_session(key)
+    is_whole = key in (*ON_FILE, "ollm") or is_on_session(key)
     return int(1.05 * cell.kv_bytes) if is_whole else 0
 
 
@@ -178,18 +185,19 @@ class Room:
     memory: int
     disk: int
     has_cap: bool
-    has_llama: bool
+    modules: frozenset[str]  # of the optional ones, those that are installed
 
     def problem(self, cell: Cell, key: str) -> str | None:
         """Why a contender cannot be measured; None: it can."""
-        if key == "mmap" and cell.device:
+        if key in ("mmap", "ollm") and cell.device:
             return UNMODELLED
         if key == "mmap" and not self.has_cap:
             return memory_cap.NONE
         if key in LLAMA and cell.device:
             return NO_DISK
-        if key in LLAMA and not self.has_llama:
-            return NO_LLAMA
+        module, without = OPTIONAL.get(key, (None, None))
+        if module is not None and module not in self.modules:
+            return without
         for what, need, there in (
             ("memory", self._memory_with_always(cell, key), MEMORY_SHARE_MAX * self.memory),
             ("disk", self._disk_with_always(cell, key), DISK_SHARE_MAX * self.disk),
@@ -236,6 +244,6 @@ def estimate_seconds(cell: Cell, keys: Iterable[str], seconds: float) -> float:
         step = 0.1 + STEP_SECONDS_PER_GIB.get(key, 0.05) * gib
         fill = FILL_SECONDS_PER_GIB.get(key, FILL_SECONDS_PER_GIB["kvswap"]) * gib
         if cell.device and key == "restore":
-            step = cell.kv_bytes / 250e6
+            step = max(step, cell.kv_bytes / MODELLED_BYTES_PER_SECOND[cell.device])
         total += START_SECONDS + fill + max(5 * step, min(seconds, 40 * step))
     return total

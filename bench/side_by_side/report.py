@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import RESULTS
+from bench.side_by_side.busy import why_busy
 from bench.side_by_side.plan import DEFAULT, FLOORS, LABELS, LLAMA, in_order, label
 from kvswap_torch import format_bytes
 
@@ -18,6 +19,7 @@ FOLDER = RESULTS / "side_by_side"
 OF_PRESETS = RESULTS / "side_by_side_presets"
 OF_LLAMA = RESULTS / "side_by_side_llama"
 IN_FULL = "1b_32k_b8_local"  # the cell that the results page shows with everything
+ABOUT = ("llama_cpp_python", "weights", "kv_type", "system", "ollm", "page_cache")  # of a peer
 COLUMNS = (
     "contender", "ms per step (quartiles)", "against kvswap", "KV memory", "seen from outside",
     "read per step", "written per step, per token stored", "CPU s per step", "hits",
@@ -35,13 +37,16 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 
 def _shape_order(name: str) -> int:
-    order = ("tiny", "small", "1b", "8b-layers")
+    order = ("tiny", "small", "1b", "1b-whole", "8b-layers")
     return order.index(name) if name in order else len(order)
 
 
 def title(result: dict[str, Any]) -> str:
+    """The cell, marked where something else had the machine."""
+    busy = why_busy(result)
     return (
         f"{result['shape']} ({result['layers']} layers), {result['context']:,}, {result['batch']}"
+        + (f" (busy machine: {busy})" if busy else "")
     )
 
 
@@ -81,6 +86,10 @@ def print_cell(console: Console, result: dict[str, Any]) -> None:
         else:
             table.add_row(label(key), *cells_of(row, result["kv_bytes_full"]))
     console.print(table)
+    for key, row in result["contenders"].items():
+        told = ", ".join(f"{name} {row[name].strip()}" for name in ABOUT if name in row)
+        if told:
+            console.print(f"{label(key)}: {told}", highlight=False)
 
 
 def compact_rows(folder: Path = FOLDER) -> Iterator[str]:

@@ -125,7 +125,7 @@ def describe(key: str, floor: Floor, row: dict[str, Any]) -> dict[str, Any]:
     model = next(name for name in parts if name.startswith("model"))
     if "attend" not in parts:
         least[model] = floor.weights_ms + floor.kv_ms
-    waits_in = {"mmap": model, "restore": "update"}.get(key, "wait")
+    waits_in = {"mmap": model, "restore": "update", "ollm": "update"}.get(key, "wait")
     least[waits_in] = least.get(waits_in, 0.0) + waiting
     over = {name: value - least.get(name, 0.0) for name, value in parts.items()}
     largest = max(over, key=over.__getitem__)

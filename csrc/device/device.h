@@ -36,6 +36,8 @@ struct AttentionCall {
 };
 using KernelLaunch = std::variant<cuda::BatchProjectKeysArgs,   // project_keys()
                                   cuda::BatchProjectQueryArgs,  // project_query()
+                                  cuda::BatchSummarizeArgs,     // summarize_groups()
+                                  cuda::BatchAskArgs,           // ask_groups()
                                   cuda::BatchSelectArgs,        // select_groups()
                                   cuda::BatchTransferArgs,      // pack_records()
                                   cuda::CopyRecordsArgs,        // copy_records()

@@ -14,6 +14,8 @@ constexpr int64_t kAlignment = 4096;
 
 void run(const cuda::BatchProjectKeysArgs& args) { host_kernels::project_keys(args); }
 void run(const cuda::BatchProjectQueryArgs& args) { host_kernels::project_query(args); }
+void run(const cuda::BatchSummarizeArgs& args) { host_kernels::summarize_groups(args); }
+void run(const cuda::BatchAskArgs& args) { host_kernels::ask_groups(args); }
 void run(const cuda::BatchSelectArgs& args) { host_kernels::select_groups(args); }
 void run(const cuda::BatchTransferArgs& args) { host_kernels::pack_records(args); }
 void run(const cuda::CopyRecordsArgs& args) { host_kernels::copy_records(args); }

@@ -1,6 +1,7 @@
 #include "device/host_kernels.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <limits>
@@ -74,6 +75,10 @@ void multiply(const cuda::BatchSelectArgs& args, int64_t sequence, const float* 
     std::copy_n(levels.begin(), summary.rank, own.begin());
   }
   std::vector<float> scores(summary.chunk_tokens);
+  // A head that is no number knows nothing.
+  const bool is_number =
+      std::all_of(query, query + summary.rank, [](float number) { return std::isfinite(number); });
+  if (!is_number) return static_cast<void>(std::fill_n(logits, tokens, kNever));
   for (int64_t first = 0, chunk = 0; first < tokens; first += summary.chunk_tokens, ++chunk) {
     const int64_t source = sequence * summary.chunks_max + chunk;
     const int64_t rows = std::min(summary.chunk_tokens, tokens - first);
@@ -163,6 +168,47 @@ void project_query(const cuda::BatchProjectQueryArgs& args) {
                            .rank = args.rank,
                            .dtype = args.dtype});
     for (int64_t r = 0; is_each && r < args.rank; ++r) projected[r] *= args.factor;
+  }
+}
+
+void summarize_groups(const cuda::BatchSummarizeArgs& args) {
+  for (int64_t i = 0; i < args.count; ++i) {
+    const cuda::GroupPiece& piece = args.pieces[i];
+    kvswap::summarize_groups({.keys = piece.keys,
+                              .head_stride = args.head_stride,
+                              .token_stride = args.token_stride,
+                              .valid = piece.valid,
+                              .summary = piece.summary,
+                              .row_scale = piece.row_scale,
+                              .first_row = piece.first_row,
+                              .groups = piece.groups,
+                              .group_tokens = args.group_tokens,
+                              .kv_heads = args.kv_heads,
+                              .head_dim = args.head_dim,
+                              .row = args.row,
+                              .key_dtype = args.key_dtype,
+                              .summary_dtype = args.summary_dtype});
+  }
+}
+
+void ask_groups(const cuda::BatchAskArgs& args) {
+  const int64_t width = numbers_of(args.row) * args.kv_heads * args.head_dim;
+  for (int64_t i = 0; i < args.batch * args.queries; ++i) {
+    const int64_t sequence = i / args.queries;
+    const int64_t offset = sequence / args.heads_apart * args.batch_stride +
+                           sequence % args.heads_apart * args.heads * args.head_stride +
+                           i % args.queries * args.query_stride;
+    kvswap::ask_groups(
+        {.query = static_cast<const std::byte*>(args.query) + offset * dtype_bytes(args.dtype),
+         .head_stride = args.head_stride,
+         .asked = args.asked + i * width,
+         .heads = args.heads,
+         .last_head = args.heads,
+         .kv_heads = args.kv_heads,
+         .head_dim = args.head_dim,
+         .row = args.row,
+         .weight = args.weight,
+         .dtype = args.dtype});
   }
 }
 

@@ -46,14 +46,17 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   room.lane_records = batch * options.pages_max;
   room.outbox_bytes = kWriteBuffers * write_buffer_bytes(options, record_bytes);
   if (batch == 0) return room;
-  if (has_device_kernels(options.method())) {
+  const MethodOptions method = options.method();
+  if (has_device_kernels(method)) {
     room.choice = {
         .batch = batch,
         .queries = options.select_queries_max,
         .groups = groups,
         .k = std::min(options.groups_max, options.pages_max),
         .sinks = sink_pages(options) + KeepPlan(options).tokens_max / options.group_tokens,
-        .rank = *std::max_element(options.ranks.begin(), options.ranks.end()),
+        .rank = options.ranks.empty()
+                    ? RowsKind::find(options.rows)->shape(method, 0).width
+                    : *std::max_element(options.ranks.begin(), options.ranks.end()),
         .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads,
         .differs = KeepPlan(options).shares_groups};
   }
@@ -69,8 +72,8 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t packing = padded(transfers, sizeof(void*)) + padded(transfers, sizeof(int64_t)) +
                           3 * padded(transfers, sizeof(int32_t));
   room.segment_bytes = std::max({attention, packing, padded(room.lane_records, sizeof(void*)),
-                                 DeviceSelector::table_bytes(options.group_tokens, room.choice),
-                                 DeviceSelector::append_table_bytes(options.group_tokens, groups)});
+                                 DeviceSelector::table_bytes(method, room.choice),
+                                 DeviceRows::append_table_bytes(method, groups)});
   return room;
 }
 
@@ -85,7 +88,7 @@ DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64
   need.pinned = LandingLanes::kLanes * landing + tables + notes;
   if (room.choice.batch > 0) {
     need.device +=
-        DeviceSelector::device_bytes(options.device->scratch, options.group_tokens, room.choice);
+        DeviceSelector::device_bytes(options.device->scratch, options.method(), room.choice);
     need.pinned += DeviceSelector::answer_bytes(room.choice);
   }
   return need;

@@ -33,7 +33,9 @@ struct EngineCounters {
   double attend_seconds = 0;  // the attention kernel
   uint64_t turns = 0;         // of a layer and sequence: who is kept was chosen anew
   double turn_seconds = 0;
-  double append_seconds = 0;  // packing, summarising, handing to the writer
+  uint64_t turn_bytes_read = 0;
+  uint64_t groups_recalled = 0;  // selected beside what is kept, for tokens that are not
+  double append_seconds = 0;     // packing, summarising, handing to the writer
   uint64_t cluster_records_sealed = 0;
   uint64_t cluster_splits = 0;
   uint64_t cluster_splits_refused = 0;  // for lack of numbers

@@ -27,6 +27,8 @@ void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   if (engine.parts().keep.pages == 0) return;
   counters["turns"] = static_cast<double>(engine.parts().counters.turns);
   counters["turn_seconds"] = engine.parts().counters.turn_seconds;
+  counters["turn_bytes_read"] = static_cast<double>(engine.parts().counters.turn_bytes_read);
+  counters["groups_recalled"] = static_cast<double>(engine.parts().counters.groups_recalled);
   counters["tokens_kept"] = tokens_kept(engine);
   for (int64_t layer = 0; engine.parts().keep.divides_layers && layer < options.layers; ++layer) {
     counters["tokens_kept_" + std::to_string(layer)] = tokens_kept_in(engine, layer);
@@ -154,6 +156,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"records_reread", number(reads.reread_records)},
       {"reads", number(reader.reads)},
       {"read_retries", number(reader.retries)},
+      {"read_calls", number(reader.calls)},
       {"wait_seconds", number(reads.wait_seconds)},
       {"hidden_seconds", number(reads.hidden_seconds)},
       {"bytes_written",

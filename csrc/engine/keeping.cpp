@@ -12,6 +12,29 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
+/// Counts what a turn takes as long as it lives. Nobody else's reads are finished meanwhile.
+class TurnCost {
+ public:
+  TurnCost(EngineParts& parts, int64_t layer)
+      : parts_(parts),
+        watch_(parts.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
+               &parts.counters.turn_seconds),
+        read_before_(bytes_read()) {}
+  ~TurnCost() { parts_.counters.turn_bytes_read += bytes_read() - read_before_; }
+  TurnCost(const TurnCost&) = delete;
+  TurnCost& operator=(const TurnCost&) = delete;
+
+ private:
+  uint64_t bytes_read() const {
+    const FetchCounters& reads = parts_.fetcher->counters();
+    return reads.payload_bytes + reads.gap_bytes;
+  }
+
+  EngineParts& parts_;
+  Stopwatch watch_;
+  uint64_t read_before_;
+};
+
 }  // namespace
 
 int64_t Keeping::window(int64_t layer) const {
@@ -154,14 +177,10 @@ Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) 
 Status Keeping::turn(int64_t layer, int64_t position) {
   if (!parts_.options.keeps_tokens(layer)) return Status::ok();
   if (parts_.keep.kind.prefers_layers) return turn_of_layers(layer, position);
-  const auto begin = [&] {
-    return Stopwatch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
-                     &parts_.counters.turn_seconds);
-  };
   // How many stay is one number for all heads, which must have been weighed by then.
   for (int64_t part = 0; parts_.keep.shares_groups && part < batch_.size(); ++part) {
     if (!is_due(layer, part, position)) continue;
-    const Stopwatch watch = begin();
+    const TurnCost cost(parts_, layer);
     KVSWAP_RETURN_IF_ERROR(choose(layer, part));
   }
   for (int64_t part = 0; part < batch_.size(); ++part) {
@@ -169,7 +188,7 @@ Status Keeping::turn(int64_t layer, int64_t position) {
     KVSWAP_RETURN_IF_ERROR(given_.check_given(layer, part));
     const bool is_turn = is_due(layer, part, position);
     if (!is_turn && !joining_.is_behind(layer, part)) continue;
-    const Stopwatch watch = begin();
+    const TurnCost cost(parts_, layer);
     KVSWAP_RETURN_IF_ERROR(is_turn ? turn_of(layer, part) : joining_.join(layer, part));
   }
   return Status::ok();
@@ -183,8 +202,7 @@ Status Keeping::turn_of_layers(int64_t layer, int64_t position) {
   bool is_turn = false;
   for (int64_t part = 0; part < batch_.size(); ++part) is_turn |= is_due_in(layer, part);
   if (!is_turn) return Status::ok();
-  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer},
-                        &parts_.counters.turn_seconds);
+  const TurnCost cost(parts_, layer);
   for (int64_t other = 0; other < parts_.options.layers; ++other) {
     for (int64_t part = 0; part < batch_.size(); ++part) {
       if (is_due_in(other, part)) KVSWAP_RETURN_IF_ERROR(choose(other, part));

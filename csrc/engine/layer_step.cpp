@@ -8,6 +8,17 @@
 #include "methods/cluster_selector.h"
 
 namespace kvswap {
+namespace {
+
+/// Groups of `chosen` that hold tokens which are not kept.
+uint64_t recalled_of(const KeptTokens& kept, const std::vector<int32_t>& chosen) {
+  const std::vector<int32_t>& whole = kept.whole_groups();
+  return static_cast<uint64_t>(std::count_if(chosen.begin(), chosen.end(), [&](int32_t group) {
+    return !std::binary_search(whole.begin(), whole.end(), group);
+  }));
+}
+
+}  // namespace
 
 Status LayerStep::ask(const Question& question) {
   KVSWAP_ASSERT(state_ == State::kIdle);
@@ -126,6 +137,11 @@ void LayerStep::plan() {
   const size_t groups = plan_loads();
   parts_.counters.groups_attended += groups;
   parts_.counters.groups_loaded += fetch_.loads.size();
+  for (int64_t sequence = 0; parts_.keep.pages > 0 && sequence < batch_.size(); ++sequence) {
+    if (batch_.fits(layer_, sequence)) continue;  // nothing has been left behind
+    parts_.counters.groups_recalled +=
+        recalled_of(batch_.pages(sequence).kept(layer_), chosen_[sequence]);
+  }
   parts_.counters.sequences += batch_.size() / parts_.options.heads_apart;
   ++parts_.counters.steps;
   state_ = State::kReading;

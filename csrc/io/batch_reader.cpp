@@ -51,6 +51,7 @@ ReadProgress::Next BatchReader::read_whole(ReadProgress& read, ReaderCounters& c
     next = read.apply(result, alignment_bytes_);
     if (next == ReadProgress::Next::kCallAgain && read.needs_pause()) ReadProgress::pause();
     ++counted.reads;
+    ++counted.calls;
     counted.bytes += result > 0 ? static_cast<uint64_t>(result) : 0;
     counted.retries += next == ReadProgress::Next::kCallAgain;
   } while (next == ReadProgress::Next::kCallAgain);
@@ -62,6 +63,7 @@ void BatchReader::add(const ReaderCounters& counted, ReaderCounters& to) {
   to.reads += counted.reads;
   to.bytes += counted.bytes;
   to.retries += counted.retries;
+  to.calls += counted.calls;
 }
 
 }  // namespace kvswap

@@ -30,6 +30,7 @@ struct ReaderCounters {
   uint64_t reads = 0;    // system-level reads, after merging, short reads' rests included
   uint64_t bytes = 0;    // bytes that arrived
   uint64_t retries = 0;  // reads submitted again after a transient error or a short read
+  uint64_t calls = 0;  // of the system: a ring takes several reads with one, and waits with others
 };
 
 /// Reads blocks in batches.

@@ -150,6 +150,7 @@ class UringReader final : public BatchReader {
   bool take_work() {
     std::unique_lock lock(mutex_);
     asleep_ = false;
+    counted_.calls += ring_.take_calls();
     add(std::exchange(counted_, {}), counters_);
     bool any_finished = false;
     std::erase_if(active_, [&](ReadBatch* batch) {

@@ -124,7 +124,12 @@ void UringRing::prepare_read(const ReadProgress::Call& call, const FilePlace& pl
   if (is_fixed) entry->flags |= IOSQE_FIXED_FILE;
   entry->user_data = tag;
   // What cannot be handed over now is handed over by submit_and_wait(), which sees the error.
-  if (++prepared_ % kReadsHandedOver == 0) (void)kernel().ring_submit(&ring_, 0);
+  if (++prepared_ % kReadsHandedOver == 0) (void)submit(0);
+}
+
+int UringRing::submit(unsigned completions) {
+  ++calls_;
+  return kernel().ring_submit(&ring_, completions);
 }
 
 void UringRing::arm_wake() {
@@ -136,7 +141,7 @@ void UringRing::arm_wake() {
 
 Status UringRing::submit_and_wait() {
   if (!wake_is_armed_) arm_wake();
-  const int result = kernel().ring_submit(&ring_, 1);
+  const int result = submit(1);
   if (result >= 0 || result == -EINTR) {
     refusals_ = 0;
     return Status::ok();

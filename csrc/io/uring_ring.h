@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "io/data_file.h"
@@ -39,6 +40,9 @@ class UringRing {
   /// still completes.
   Status submit_and_wait();
 
+  /// Calls of the system since this was last asked.
+  uint64_t take_calls() { return std::exchange(calls_, 0); }
+
   /// Tags of queued reads that the kernel has not taken.
   std::vector<uint64_t> untaken() const;
 
@@ -65,6 +69,7 @@ class UringRing {
  private:
   io_uring_sqe* next_entry();
   void arm_wake();
+  int submit(unsigned completions);
 
   io_uring ring_{};
   bool is_open_ = false;
@@ -73,6 +78,7 @@ class UringRing {
   uint64_t wake_count_ = 0;  // where the kernel puts the eventfd's count
   bool wake_is_armed_ = false;
   unsigned prepared_ = 0;
+  uint64_t calls_ = 0;
   int refusals_ = 0;  // in a row
 };
 

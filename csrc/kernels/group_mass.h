@@ -10,8 +10,8 @@ namespace kvswap {
 enum class HeadJoin : int8_t { kSum, kMax };
 
 struct WeighGroupsArgs {
-  const float* products =
-      nullptr;  // [heads, product_stride]; -inf or NaN: the token is no candidate
+  /// [heads, product_stride]; -inf: the token is no candidate; NaN: its key is no number.
+  const float* products = nullptr;
   /// [heads], at least 0: what makes a product an exponent of 2, which is attention's scale times
   /// log2(e), and the scale of the head's query. NaN: none of the head's tokens is a candidate.
   const float* factors = nullptr;
@@ -27,7 +27,8 @@ struct WeighGroupsArgs {
 };
 
 /// weights[h, g] = sum over the candidates of group g of 2^(exponent - largest[h]): one piece of
-/// each head's softmax. A candidate's weight is positive, however far it is below the largest.
+/// each head's softmax. A candidate's weight is positive, however far it is below the largest. A
+/// group with a key that is no number weighs inf; its other tokens count in the softmax as ever.
 void weigh_groups(const WeighGroupsArgs& args);
 
 struct MassSharesArgs {
@@ -53,11 +54,11 @@ struct JoinHeadsArgs {
 };
 
 /// group_scores[g] = sum (or maximum) over heads of shares[h] * weights[h, g]; positive where a
-/// token of the group is a candidate, -inf where none is.
+/// token of the group is a candidate, -inf where none is, inf where a weight is.
 void join_heads(const JoinHeadsArgs& args);
 
 struct GroupMassArgs {
-  const float* logits = nullptr;  // [heads, tokens]; -inf or NaN: no candidate
+  const float* logits = nullptr;  // [heads, tokens]; -inf: no candidate; NaN: its group's is inf
   float* group_scores = nullptr;  // [ceil(tokens / group_tokens)] out
   int64_t tokens = 0;
   int64_t group_tokens = 0;

@@ -7,13 +7,14 @@
 namespace kvswap {
 
 struct GroupMaxArgs {
-  const float* scores = nullptr;  // [tokens]
+  const float* scores = nullptr;  // [tokens]; NaN counts as inf
   float* group_scores = nullptr;  // [ceil(tokens / group_tokens)]
   int64_t tokens = 0;
   int64_t group_tokens = 0;  // 1..64; the last group may be ragged
 };
 
-/// ReduceMax within each group of consecutive tokens (KVSwap section 3.3).
+/// ReduceMax within each group of consecutive tokens (KVSwap section 3.3). What is no number is
+/// more than any: a group whose keys are none is to be chosen, so that it shows.
 void group_max(const GroupMaxArgs& args);
 
 struct TopKArgs {

@@ -35,6 +35,10 @@ struct ObserveKeysArgs {
 
 /// attention_mass() of a prompt, while its keys are at hand: query i stands at token
 /// tokens - queries + i and sees no later one (SnapKV's window, PRKV 3.4, ARKV 3.2).
+///
+/// For who has the chunk's keys at hand: keepers of a plug-in. The engine does not call it. A turn
+/// comes with the step after the chunk, by the queries that a crop has left, over all that is kept
+/// or on disk, as it was rounded there: its keys are pages by then, which attention_mass() reads.
 void observe_keys(const ObserveKeysArgs& args, const Execution& execution);
 
 }  // namespace kvswap

@@ -27,7 +27,8 @@ struct ProjectKeysArgs {
 };
 
 /// K_lr = flatten(K) A (KVSwap section 3.2), written into the blocked layout of a summary. An int8
-/// row is scaled by its own largest magnitude / 127, an int4 one by it / 7.
+/// row is scaled by its own largest magnitude / 127, an int4 one by it / 7. What is not finite is
+/// NaN, of an int8 or int4 row its scale: any product with it is NaN.
 void project_keys(const ProjectKeysArgs& args);
 
 struct ProjectQueryArgs {

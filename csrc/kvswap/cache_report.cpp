@@ -79,6 +79,12 @@ std::string report_text(const Report& report) {
     table.row("attention missed",
               percent(missed->second) + " ± " + percent(counters.at("missed_mass_error")));
   }
+  if (const auto turns = counters.find("turns"); turns != counters.end()) {
+    table.row("turns", std::to_string(static_cast<int64_t>(turns->second)) + " of kept tokens, " +
+                           bytes(counters.at("turn_bytes_read")) + " read");
+    table.row("groups recalled",
+              std::to_string(static_cast<int64_t>(counters.at("groups_recalled"))));
+  }
   table.row("reader", report.facts.at("reader") + ", " + report.facts.at("io_mode"));
   table.row("projection", words_of(report.projections));
   if (!report.facts.at("fallbacks").empty()) table.row("fell back", report.facts.at("fallbacks"));

@@ -8,10 +8,10 @@
 namespace kvswap {
 
 /// Quest's rows (3.2): the box around a group's keys, of each channel the least and the largest
-/// value, here as middle and half width: a row is [middles, half widths], 2 * kv_heads * head_dim
-/// numbers a group. Asked with [sum of the heads' q, bound_weight times the sum of their |q|], the
-/// inner product is, with a weight of 1, the sum over heads of the largest product that a key in
-/// the box can have; with less it is no bound.
+/// value, here as middle and half width (GroupRow::kBox): 2 * kv_heads * head_dim numbers a group.
+/// Asked with [sum of the heads' q, bound_weight times the sum of their |q|], the inner product is,
+/// with a weight of 1, the sum over heads of the largest product that a key in the box can have;
+/// with less it is no bound.
 ///
 /// Half widths are rounded up, so that with a weight of 1 the score is a bound at any precision of
 /// the summary. A group with a key that is no finite number has the largest box, so that it is
@@ -20,16 +20,14 @@ namespace kvswap {
 /// tokens.
 class BoxRows final : public GroupRows {
  public:
-  explicit BoxRows(const MethodOptions& options) : GroupRows(options, 2) {}
+  explicit BoxRows(const MethodOptions& options) : GroupRows(options, GroupRow::kBox) {}
   static RowShape shape_of(const MethodOptions& options, int64_t) {
-    return GroupRows::shape_of(options, 2);
+    return GroupRows::shape_of(options, GroupRow::kBox);
   }
   static std::unique_ptr<Rows> make(const MethodOptions& options,
                                     const std::shared_ptr<class SummaryMemory>&) {
     return std::make_unique<BoxRows>(options);
   }
-
-  void write(int64_t layer, const RowPiece& piece) const override;
 };
 
 }  // namespace kvswap

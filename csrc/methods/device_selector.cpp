@@ -36,16 +36,9 @@ class DeviceSummaryMemory final : public SummaryMemory {
   Device& device_;
 };
 
-constexpr int64_t kWordTokens = 64;
+constexpr int64_t kWordRows = 64;
 
-int64_t chunks_of(int64_t group_tokens, int64_t groups) {
-  const int64_t chunk = chunk_rows(group_tokens, 1);
-  return (groups * group_tokens + chunk - 1) / chunk;
-}
-
-int64_t words_of(int64_t group_tokens, int64_t groups) {
-  return (groups * group_tokens + kWordTokens - 1) / kWordTokens;
-}
+int64_t words_of(int64_t rows) { return (rows + kWordRows - 1) / kWordRows; }
 
 int64_t bytes_of(int64_t count, int64_t size) { return TableRing::padded(count * size); }
 
@@ -56,11 +49,12 @@ DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options)
 
 DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options,
                                const std::shared_ptr<SummaryMemory>& memory)
-    : RowSelector(options, std::make_unique<LowRankRows>(options, memory), memory),
+    : RowSelector(options, RowsKind::find(options.rows)->make(options, memory), memory),
       device_(device),
-      group_tokens_(options.group_tokens) {}
+      layout_(options),
+      on_device_(RowsKind::find(options.rows)->on_device(device, options, rows())) {}
 
-int64_t DeviceSelector::projected_bytes(const Room& room) {
+int64_t DeviceSelector::asked_bytes(const Room& room) {
   const int64_t rows = room.batch * room.queries * std::max<int64_t>(1, room.heads);
   return rows * room.rank * int64_t{sizeof(float)};
 }
@@ -69,29 +63,26 @@ int64_t DeviceSelector::answer_bytes(const Room& room) {
   return room.batch * room.queries * (room.k + 1) * int64_t{sizeof(int32_t)};
 }
 
-int64_t DeviceSelector::device_bytes(const ScratchSizes& scratch, int64_t group_tokens,
+int64_t DeviceSelector::device_bytes(const ScratchSizes& scratch, const MethodOptions& options,
                                      const Room& room) {
   cuda::BatchSelectArgs args;
   args.batch = room.batch;
   args.queries = room.queries;
   args.groups = room.groups;
-  args.group_tokens = group_tokens;
+  args.group_tokens = RowLayout(options).rows_a_group;
   args.k = room.k;
   args.heads = room.heads;
   args.summary.rank = room.rank;
-  return projected_bytes(room) + scratch.select_groups(args) + answer_bytes(room);
+  return asked_bytes(room) + scratch.select_groups(args) + answer_bytes(room);
 }
 
-int64_t DeviceSelector::table_bytes(int64_t group_tokens, const Room& room) {
-  const int64_t pointers = room.batch * chunks_of(group_tokens, room.groups);
+int64_t DeviceSelector::table_bytes(const MethodOptions& options, const Room& room) {
+  const RowLayout layout(options);
+  const int64_t pointers = room.batch * layout.chunks(room.groups);
   return 2 * bytes_of(pointers, sizeof(void*)) + bytes_of(room.batch, sizeof(int64_t)) +
-         bytes_of(room.batch * words_of(group_tokens, room.groups), sizeof(uint64_t)) +
+         bytes_of(room.batch * words_of(layout.rows(room.groups)), sizeof(uint64_t)) +
          bytes_of(room.batch * room.sinks, sizeof(int32_t)) +
          (room.differs ? bytes_of(room.batch * room.queries, sizeof(int32_t)) : 0);
-}
-
-int64_t DeviceSelector::append_table_bytes(int64_t group_tokens, int64_t groups) {
-  return bytes_of(chunks_of(group_tokens, groups) + 1, sizeof(cuda::ProjectPiece));
 }
 
 Status DeviceSelector::reserve(const SelectionPlace& place) {
@@ -101,15 +92,13 @@ Status DeviceSelector::reserve(const SelectionPlace& place) {
     KVSWAP_RETURN_IF_ERROR(make_events(device_, events));
   }
   const Room& room = place.room;
-  const int64_t projected = projected_bytes(room);
-  const int64_t rest =
-      device_bytes(*place.scratch, group_tokens_, room) - projected - answer_bytes(room);
-  for (DeviceBytes* memory : {&projected_, &scratch_, &device_answer_}) {
+  const int64_t asked = asked_bytes(room);
+  const int64_t rest = device_bytes(*place.scratch, options(), room) - asked - answer_bytes(room);
+  for (DeviceBytes* memory : {&asked_with_, &scratch_, &device_answer_}) {
     *memory = DeviceBytes();  // before the larger ones come
   }
-  for (const auto& [memory, bytes] : {std::pair{&projected_, projected},
-                                      {&scratch_, rest},
-                                      {&device_answer_, answer_bytes(room)}}) {
+  for (const auto& [memory, bytes] :
+       {std::pair{&asked_with_, asked}, {&scratch_, rest}, {&device_answer_, answer_bytes(room)}}) {
     auto allocated = DeviceBytes::allocate(device_, bytes);
     if (!allocated.is_ok()) return allocated.status();
     *memory = std::move(allocated.value());
@@ -121,27 +110,7 @@ Status DeviceSelector::reserve(const SelectionPlace& place) {
 }
 
 void DeviceSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
-  if (pieces.empty()) return;
-  cuda::BatchProjectKeysArgs args;
-  std::vector<cuda::ProjectPiece> table;
-  for (const RowPiece& piece : pieces) {
-    table.push_back({piece.keys.data, piece.rows, piece.row_scale, piece.first_row, piece.tokens});
-    args.tokens_max = std::max(args.tokens_max, piece.tokens);
-  }
-  const KeyView& keys = pieces.front().keys;
-  args.count = static_cast<int64_t>(pieces.size());
-  args.head_stride = keys.head_stride;
-  args.token_stride = keys.token_stride;
-  args.projection = low_rank().key_projection(layer, pieces.front().sequence);
-  args.kv_heads = options().kv_heads;
-  args.head_dim = options().head_dim;
-  args.rank = low_rank().shape(layer).width;
-  args.key_dtype = keys.dtype;
-  args.summary_dtype = options().summary_dtype;
-  auto tables = tables_->open(bytes_of(args.count, sizeof(cuda::ProjectPiece)));
-  args.pieces = tables.add(table);
-  tables.send();
-  device_.launch(args);
+  if (!pieces.empty()) on_device_->write(layer, pieces, *tables_);
 }
 
 void DeviceSelector::choose(const ChooseArgs& args) {
@@ -161,24 +130,7 @@ Status DeviceSelector::start_choice(const ChooseArgs& args) {
   {
     // The caller's stream: the query is its tensor.
     const Device::On compute(device_, Stream::kCompute);
-    const bool is_sum = options().score == Score::kSum;
-    device_.launch(cuda::BatchProjectQueryArgs{
-        .query = args.query.data,
-        .batch_stride = args.query.batch_stride,
-        .head_stride = args.query.head_stride,
-        .query_stride = args.query.query_stride,
-        .projection = low_rank().query_projection(args.layer, 0),
-        .projected = reinterpret_cast<float*>(projected_.data()),
-        .projects = is_sum ? cuda::QueryHeads::kSummed : cuda::QueryHeads::kEach,
-        .factor = args.scale,
-        .batch = batch,
-        .queries = queries_,
-        .heads = args.query.heads,
-        .kv_heads = options().kv_heads,
-        .head_dim = options().head_dim,
-        .rank = low_rank().shape(args.layer).width,
-        .dtype = args.query.dtype,
-        .heads_apart = args.query.heads_apart});
+    on_device_->ask(args, batch, reinterpret_cast<float*>(asked_with_.data()));
     device_.record(asked_);
   }
   const Device::On scoring(device_, Stream::kScore);
@@ -190,53 +142,64 @@ Status DeviceSelector::start_choice(const ChooseArgs& args) {
   return Status::ok();
 }
 
+/// A bit for each of the rows from `first` on: does one of its tokens count?
+uint64_t DeviceSelector::rows_that_count(const TokenValidity& valid, int64_t first) const {
+  const int64_t each = layout_.tokens_a_row;
+  if (each == 1) return valid.mask(first, kWordRows);
+  uint64_t bits = 0;
+  for (int64_t row = 0; row < kWordRows; ++row) {
+    bits |= uint64_t{valid.mask((first + row) * each, each) != 0} << row;
+  }
+  return bits;
+}
+
 void DeviceSelector::score(const ChooseArgs& args) {
   const int64_t batch = sequences();
-  const int64_t chunks = chunks_of(group_tokens_, args.groups);
+  const int64_t chunks = layout_.chunks(args.groups);
   const bool is_int8 = options().summary_dtype == DType::kInt8;
-  std::vector<const void*> rows;
+  std::vector<const void*> chunk_rows;
   std::vector<const float*> scales;
-  std::vector<int64_t> first_tokens;
+  std::vector<int64_t> first_rows;
   std::vector<uint64_t> valid;
   std::vector<int32_t> excluded(batch * room_.sinks, -1);
   std::vector<int32_t> wanted;
-  const int64_t words = words_of(group_tokens_, args.groups);
+  const int64_t words = words_of(layout_.rows(args.groups));
   bool has_holes = false;
   for (int64_t sequence = 0; sequence < batch; ++sequence) {
     const Candidates& candidates = args.candidates[sequence];
     const TokenValidity& of_sequence = *candidates.valid;
     const int64_t wants = std::max<int64_t>(1, k_ - candidates.fewer);
     wanted.insert(wanted.end(), queries_, static_cast<int32_t>(wants));
-    first_tokens.push_back(of_sequence.first_valid());
+    first_rows.push_back(of_sequence.first_valid() / layout_.tokens_a_row);
     has_holes = has_holes || of_sequence.all_valid_from() > of_sequence.first_valid();
     KVSWAP_ASSERT(static_cast<int64_t>(candidates.excluded.size()) <= room_.sinks);
     std::copy(candidates.excluded.begin(), candidates.excluded.end(),
               excluded.begin() + sequence * room_.sinks);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const Summary::Chunk& source = summary(args.layer, sequence).chunk(chunk);
-      rows.push_back(source.rows.data());
+      chunk_rows.push_back(source.rows.data());
       if (is_int8) scales.push_back(source.token_scale.data());
     }
   }
   if (has_holes) {
     for (const Candidates& candidates : args.candidates) {
       for (int64_t word = 0; word < words; ++word) {
-        valid.push_back(candidates.valid->mask(word * kWordTokens, kWordTokens));
+        valid.push_back(rows_that_count(*candidates.valid, word * kWordRows));
       }
     }
   }
-  auto tables = tables_->open(table_bytes(group_tokens_, room_));
+  auto tables = tables_->open(table_bytes(options(), room_));
   cuda::BatchSelectArgs select;
-  select.summary = {.chunks = tables.add(rows),
+  select.summary = {.chunks = tables.add(chunk_rows),
                     .scales = is_int8 ? tables.add(scales) : nullptr,
                     .chunks_max = chunks,
-                    .chunk_tokens = chunk_rows(group_tokens_, 1),
-                    .rank = low_rank().shape(args.layer).width,
+                    .chunk_tokens = layout_.chunk,
+                    .rank = rows().shape(args.layer).width,
                     .dtype = options().summary_dtype};
-  select.query = reinterpret_cast<const float*>(projected_.data());
+  select.query = reinterpret_cast<const float*>(asked_with_.data());
   select.heads = options().score == Score::kSum ? 0 : options().heads;
   select.join = options().score == Score::kMaxMass ? HeadJoin::kMax : HeadJoin::kSum;
-  select.first_tokens = tables.add(first_tokens);
+  select.first_tokens = tables.add(first_rows);
   select.valid = has_holes ? tables.add(valid) : nullptr;
   select.valid_stride = words;
   select.excluded = tables.add(excluded);
@@ -246,7 +209,7 @@ void DeviceSelector::score(const ChooseArgs& args) {
   select.batch = batch;
   select.queries = queries_;
   select.groups = args.groups;
-  select.group_tokens = group_tokens_;
+  select.group_tokens = layout_.rows_a_group;
   select.k = k_;
   select.wanted = room_.differs ? tables.add(wanted) : nullptr;
   select.scratch = scratch_.data();

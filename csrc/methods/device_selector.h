@@ -7,13 +7,14 @@
 
 #include "device/device.h"
 #include "device/table_ring.h"
-#include "methods/low_rank_rows.h"
+#include "methods/device_rows.h"
 #include "methods/row_selector.h"
 
 namespace kvswap {
 
-/// Low-rank rows on a device: summaries live there, and all sequences of a batch are scored and
+/// Rows on a device (DeviceRows): summaries live there, and all sequences of a batch are scored and
 /// chosen by one kernel beside what the caller's stream does; the ids come back in one small copy.
+/// For that kernel a row of a group is a token, and its group has one.
 ///
 /// Keys and queries are the device's. reserve() comes before what it must hold, with nothing under
 /// way. One choice is under way at a time.
@@ -22,16 +23,15 @@ class DeviceSelector final : public RowSelector {
   DeviceSelector(Device& device, const MethodOptions& options);
 
   using Room = SelectionRoom;
-  /// Bytes of the projected queries.
-  static int64_t projected_bytes(const Room& room);
+  /// Bytes of what asks.
+  static int64_t asked_bytes(const Room& room);
   /// Bytes of the answer: pinned host memory, and as much on the device.
   static int64_t answer_bytes(const Room& room);
   /// Bytes on the device for a choice, the answer included.
-  static int64_t device_bytes(const ScratchSizes& scratch, int64_t group_tokens, const Room& room);
+  static int64_t device_bytes(const ScratchSizes& scratch, const MethodOptions& options,
+                              const Room& room);
   /// Bytes of the tables of one choice.
-  static int64_t table_bytes(int64_t group_tokens, const Room& room);
-  /// Bytes of the tables of one append().
-  static int64_t append_table_bytes(int64_t group_tokens, int64_t groups);
+  static int64_t table_bytes(const MethodOptions& options, const Room& room);
 
   Status reserve(const SelectionPlace& place) override;
 
@@ -47,15 +47,16 @@ class DeviceSelector final : public RowSelector {
  private:
   DeviceSelector(Device& device, const MethodOptions& options,
                  const std::shared_ptr<SummaryMemory>& memory);
-  const LowRankRows& low_rank() const { return static_cast<const LowRankRows&>(rows()); }
+  uint64_t rows_that_count(const TokenValidity& valid, int64_t first) const;
   void score(const ChooseArgs& args);
 
   Device& device_;
-  int64_t group_tokens_;
+  const RowLayout layout_;
+  std::unique_ptr<DeviceRows> on_device_;
   Room room_;
   TableRing* tables_ = nullptr;
   std::byte* answer_ = nullptr;  // host: [batch, queries, k] ids, [batch, queries] counts
-  DeviceBytes projected_;  // [batch, queries, rank] fp32, by mass [batch, queries, heads, rank]
+  DeviceBytes asked_with_;  // [batch, queries, width] fp32, by mass [batch, queries, heads, width]
   DeviceBytes scratch_;
   DeviceBytes device_answer_;
   Event asked_ = -1;

@@ -1,8 +1,11 @@
 #include "methods/mass_scorer.h"
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <limits>
 #include <numbers>
+#include <span>
 #include <vector>
 
 #include "kernels/int4_rows.h"
@@ -31,6 +34,19 @@ std::vector<int64_t> others_of(const Candidates& candidates, int64_t first_token
     for (int64_t row = begin; row < end; ++row) others.push_back(row);
   }
   return others;
+}
+
+/// Of finite ones so large that their sums are not: no.
+bool are_finite(std::span<const float> numbers) {
+  constexpr size_t kLanes = 16;
+  float sums[kLanes] = {};
+  size_t i = 0;
+  for (; i + kLanes <= numbers.size(); i += kLanes) {
+    for (size_t lane = 0; lane < kLanes; ++lane) sums[lane] += numbers[i + lane];
+  }
+  for (size_t lane = 0; i < numbers.size(); ++i, ++lane) sums[lane] += numbers[i];
+  return std::all_of(std::begin(sums), std::end(sums),
+                     [](float sum) { return std::isfinite(sum); });
 }
 
 }  // namespace
@@ -79,6 +95,10 @@ void MassScorer::prepare(const MassArgs& args) {
                       .scales = factors_.data(),
                       .rank = rank,
                       .queries = args.heads});
+  } else {
+    for (int64_t head = 0; head < args.heads; ++head) {
+      if (!are_finite(std::span(args.query + head * rank, rank))) factors_[head] = NAN;
+    }
   }
   for (float& factor : factors_) factor *= std::numbers::log2e_v<float>;
 }
@@ -131,6 +151,8 @@ void MassScorer::weigh_products(const MassArgs& args, int64_t piece, const int8_
     weigh.heads = std::min(kHeadsAtOnce, args.heads - head);
     weigh.factors = factors_.data() + head;
     multiply(args, piece, int8_rows, weigh, head, products.data());
+    // A row that is no number has no finite product with any head.
+    if (head == 0) weigh.has_gaps |= !are_finite(std::span(products).first(weigh.tokens));
     for (int64_t i = 0; i < weigh.heads; ++i) {
       for (const int64_t row : others) products[i * stride + row] = kNever;
     }

@@ -101,11 +101,12 @@ struct RowsKind {
   const char* source;  // the paper
   bool takes_projections;
   bool scores_by_mass;
-  bool needs_all_heads;     // the query's heads must not be summed
-  bool is_given;            // scores come from outside, before each choice
-  bool is_of_clusters;      // what is chosen are clusters: a selector of their own has them
-  bool has_device_kernels;  // else, by the best head, in two stages or with int4 rows, a selector
-                            // on the host
+  bool needs_all_heads;  // the query's heads must not be summed
+  bool is_given;         // scores come from outside, before each choice
+  bool is_of_clusters;   // what is chosen are clusters: a selector of their own has them
+  /// Null: on a device a selector on the host has them; as for what has_device_kernels() is false.
+  std::unique_ptr<class DeviceRows> (*on_device)(class Device& device, const MethodOptions& options,
+                                                 const Rows& rows);
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,
                                 const std::shared_ptr<class SummaryMemory>& memory);
@@ -117,7 +118,8 @@ struct RowsKind {
   static std::string names();
 };
 
-/// Are rows made and scored on the device, where there is one?
+/// Are rows made and scored on the device, where there is one? Not by the best head, in two stages,
+/// with int4 rows, or where a row of a group is wider than kSummaryRankMax.
 bool has_device_kernels(const MethodOptions& options);
 
 /// Is there such a kind, and does it know these settings? What it does not is refused by name.

@@ -6,6 +6,7 @@
 
 #include "kernels/low_rank_score.h"
 #include "methods/box_rows.h"
+#include "methods/device_rows.h"
 #include "methods/given_rows.h"
 #include "methods/low_rank_rows.h"
 #include "methods/mean_rows.h"
@@ -23,7 +24,7 @@ constexpr std::array kKinds = {
              .needs_all_heads = false,
              .is_given = false,
              .is_of_clusters = false,
-             .has_device_kernels = true,
+             .on_device = low_rank_on_device,
              .shape = LowRankRows::shape_of,
              .make = LowRankRows::make},
     RowsKind{.name = "box",
@@ -33,7 +34,7 @@ constexpr std::array kKinds = {
              .needs_all_heads = true,
              .is_given = false,
              .is_of_clusters = false,
-             .has_device_kernels = false,
+             .on_device = box_on_device,
              .shape = BoxRows::shape_of,
              .make = BoxRows::make},
     RowsKind{.name = "mean",
@@ -43,7 +44,7 @@ constexpr std::array kKinds = {
              .needs_all_heads = false,
              .is_given = false,
              .is_of_clusters = false,
-             .has_device_kernels = false,
+             .on_device = mean_on_device,
              .shape = MeanRows::shape_of,
              .make = MeanRows::make},
     RowsKind{.name = "centroid",
@@ -53,7 +54,7 @@ constexpr std::array kKinds = {
              .needs_all_heads = false,
              .is_given = false,
              .is_of_clusters = true,
-             .has_device_kernels = false,
+             .on_device = nullptr,
              .shape = NoRows::shape_of,
              .make = NoRows::make},
     RowsKind{.name = "given",
@@ -63,7 +64,7 @@ constexpr std::array kKinds = {
              .needs_all_heads = false,
              .is_given = true,
              .is_of_clusters = false,
-             .has_device_kernels = false,
+             .on_device = nullptr,
              .shape = GivenRows::shape_of,
              .make = GivenRows::make},
     RowsKind{.name = "none",
@@ -73,7 +74,7 @@ constexpr std::array kKinds = {
              .needs_all_heads = false,
              .is_given = false,
              .is_of_clusters = false,
-             .has_device_kernels = false,
+             .on_device = nullptr,
              .shape = NoRows::shape_of,
              .make = NoRows::make},
 };
@@ -98,8 +99,12 @@ std::string RowsKind::names() {
 }
 
 bool has_device_kernels(const MethodOptions& options) {
-  return RowsKind::find(options.rows)->has_device_kernels && options.score != Score::kMax &&
-         options.score_columns == 0 && options.summary_dtype != DType::kInt4;
+  const RowsKind& kind = *RowsKind::find(options.rows);
+  if (kind.on_device == nullptr || options.score == Score::kMax || options.score_columns > 0 ||
+      options.summary_dtype == DType::kInt4) {
+    return false;
+  }
+  return kind.takes_projections || kind.shape(options, 0).width <= cuda::kSummaryRankMax;
 }
 
 Status check_method(const MethodOptions& options) {

@@ -2,6 +2,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -124,6 +126,17 @@ void head_products(const Summary& source, int64_t sequence, const float* query, 
     products[i] *= scales[i / source.tokens()];
 }
 
+/// They know nothing: all of their logits [heads, tokens] are -inf.
+void forget_heads_without_numbers(const float* query, int64_t rank, std::vector<float>& logits,
+                                  int64_t heads) {
+  const auto tokens = static_cast<int64_t>(logits.size()) / std::max<int64_t>(1, heads);
+  for (int64_t head = 0; head < heads; ++head) {
+    const float* own = query + head * rank;
+    if (std::all_of(own, own + rank, [](float number) { return std::isfinite(number); })) continue;
+    std::fill_n(logits.begin() + head * tokens, tokens, -std::numeric_limits<float>::infinity());
+  }
+}
+
 at::Tensor group_mass_cpu(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
                           c10::string_view join, const OptionalTensor& token_scale) {
   const Summary source("group_mass", summary, token_scale);
@@ -137,6 +150,7 @@ at::Tensor group_mass_cpu(const at::Tensor& summary, const at::Tensor& query, in
     for (int64_t i = begin; i < end; ++i) {
       const float* own = queries.const_data_ptr<float>() + i * heads * source.rank();
       head_products(source, i, own, heads, logits.data());
+      forget_heads_without_numbers(own, source.rank(), logits, heads);
       group_mass({.logits = logits.data(),
                   .group_scores = masses.data_ptr<float>() + i * groups,
                   .tokens = source.tokens(),

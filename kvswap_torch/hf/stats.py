@@ -43,9 +43,11 @@ class CacheStats:
     tokens_kept
         With `SwapConfig.keeper`: tokens that stay in a layer for what they were paid, on average
         over layers and sequences (and KV heads, with ``heads="each"``); how often they were chosen
-        anew, and how long that took, in `counters` (`turns`, `turn_seconds`; `tokens_kept_fp8`: of
-        those that stay, how many are in e4m3; where layers differ in how many they keep,
-        `tokens_kept_0` and so on are each layer's). None without.
+        anew, how long that took and what was read for it, in `counters` (`turns`, `turn_seconds`,
+        `turn_bytes_read`); beside them `groups_recalled`, selected groups that hold tokens which
+        are not kept, where not everything fits; `tokens_kept_fp8`, how many of those that stay are
+        in e4m3; and, where layers differ in how many they keep, each layer's as `tokens_kept_0` and
+        so on. None without.
     tokens_dropped
         With ``rows="none"`` and a keeper: tokens that a layer does not attend any more, on average
         as `tokens_kept`; with a path they stay on disk, else they are gone. None without.
@@ -86,7 +88,8 @@ class CacheStats:
     estimate_seconds
         Time spent on estimating projections.
     counters
-        The session's own counters, by name.
+        The session's own counters, by name. `read_calls` is how often the operating system was
+        called for `reads`: io_uring takes several with one call, and waits with others.
     timeline
         Of ``stats(timeline=True)`` alone: what each step's time was spent on.
     """
@@ -273,9 +276,11 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("predictor", stats.predictor),
     ]
     if stats.tokens_kept is not None:
-        turns = f"{stats.counters['turns']:,.0f} turns"
+        read = format_bytes(stats.counters["turn_bytes_read"])
+        turns = f"{stats.counters['turns']:,.0f} turns that read {read}"
         kept = f"{stats.tokens_kept:,.0f} a layer{_least_most(stats)}"
         rows.append(("tokens kept", f"{kept}, {turns}"))
+        rows.append(("groups recalled", f"{stats.counters['groups_recalled']:,.0f}"))
     if "clusters" in stats.counters:
         rows.append(("clusters", _clusters(stats.counters)))
     if stats.tokens_dropped is not None:

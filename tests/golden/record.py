@@ -32,12 +32,12 @@ def quiet(session: Any) -> None:
 
 
 def counted(session: Any) -> dict[str, Any]:
-    """Counters and ledger of a session, without times, which no two runs share."""
+    """Counters and ledger of a session, without times and calls, which no two runs share."""
     quiet(session)
     counters = {
         name: int(value)
         for name, value in session.counters().items()
-        if not name.endswith("_seconds")
+        if not name.endswith("_seconds") and name != "read_calls"
     }
     return {"counters": counters, "ledger": dict(session.ledger())}
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.native import build_info
 from tests.python.test_float8_records import ROUNDED, RoundedCache
-from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, prompt, tiny_model
+from tests.python.tiny_models import COVERING, SMALL, TIGHT, forward, greedy, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not (build_info() or {}).get("cuda"),
@@ -72,6 +72,27 @@ def test_a_tight_budget_reads_and_chooses_as_the_cpu_does(open_cache, family):
         chosen.append({(i, b, g) for i in layers for b, groups in
                        enumerate(session.last_selection(i)) for g in groups})  # fmt: skip
         assert cache.stats().bytes_read > 0
+    assert len(chosen[0] & chosen[1]) >= 0.8 * len(chosen[0])
+
+
+@pytest.mark.parametrize("rows", ["box", "mean"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("summary_dtype", ["model", "int8"])
+def test_rows_of_groups_are_made_and_scored_as_on_the_cpu(open_cache, rows, heads, summary_dtype):
+    """With padding; by the kernels of summarize_groups(), ask_groups() and select_groups()."""
+    small = {name: value for name, value in SMALL.items() if name not in ("rank", "group_tokens")}
+    config = SwapConfig(
+        rows=rows, heads=heads, summary_dtype=summary_dtype, group_tokens=8, groups_max=3,
+        pages_max=6, **small,
+    )  # fmt: skip
+    model, inputs, chosen = tiny_model("llama"), prompt(2, 150, padding=(0, 21)), []
+    for device in ("cpu", "cuda"):
+        model = model.to(device)
+        cache = open_cache(model, config)
+        greedy(model, {name: each.to(device) for name, each in inputs.items()}, cache, 4)
+        session = cache.driver.session
+        chosen.append({(i, b, g) for i in range(cache.parts.shape.layers) for b, groups in
+                       enumerate(session.last_selection(i)) for g in groups})  # fmt: skip
     assert len(chosen[0] & chosen[1]) >= 0.8 * len(chosen[0])
 
 

@@ -27,7 +27,7 @@ FIELD = '    patience: int = number(7, 1, 100, "steps that nobody waits for")\n'
 REGISTERED = """    RowsKind{.name = "first", .source = "", .takes_projections = false,
              .scores_by_mass = false, .needs_all_heads = false, .is_given = false,
              .is_of_clusters = false,
-             .has_device_kernels = false, .shape = FirstRows::shape_of, .make = FirstRows::make},
+             .on_device = nullptr, .shape = FirstRows::shape_of, .make = FirstRows::make},
 """
 PROGRAM = """
 add_executable(additions main.cpp)

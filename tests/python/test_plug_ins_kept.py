@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from examples.plug_ins import AskedFromAhead, LearnedRetention, MostSimilarKey, turned
-from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch import KVSwapCache, SwapConfig, ops
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.plug_ins import TokenScores, Worth
 from tests.python.tiny_models import SMALL, has_native, tiny_model
@@ -82,6 +82,34 @@ def test_what_is_worth_most_is_attended_and_nothing_else(heads: str, tmp_path: P
     attended = {*range(SINKS), 5, 40, 41, 60, *tail}
     assert stats.tokens_dropped == 81 - len(attended) - 1
     torch.testing.assert_close(told, attending(model, ids, attended, new), rtol=2e-5, atol=2e-5)
+
+
+class Observed(TokenScores):
+    """What a prompt's newest queries pay its keys, without reading them from disk."""
+
+    window = 6
+
+    def worth(self, layer, query, keys, values):
+        newest = query[:, :, -self.window :]
+        mean, _ = ops.observe_keys(newest, keys, keys.shape[-1] ** -0.5)
+        return Worth(mean if self.shape.heads_apart else mean.sum(1))
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_observe_keys_is_what_the_keeper_observed_goes_by(heads: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids, new = tokens_of(2, 80), tokens_of(2, 1, 6)
+    told = []
+    for changes, plug_in in (
+        ({"keeper": "observed", "keep_window": Observed.window, "keep_pool": 1}, {}),
+        ({}, {"token_scores": Observed()}),
+    ):
+        config = settings(heads=heads, keep_tokens=9, **changes)
+        with KVSwapCache(model, tmp_path, config, **plug_in) as cache, torch.no_grad():
+            model(ids, past_key_values=cache)
+            told.append(model(new, past_key_values=cache).logits)
+            assert cache.stats().tokens_kept == 9
+    torch.testing.assert_close(*told, rtol=2e-5, atol=2e-5)
 
 
 def test_worth_decays_until_the_next_turn(tmp_path: Path) -> None:

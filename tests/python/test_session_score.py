@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, LAYERS, Twins, native, options
+from tests.python.test_session import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    Twins,
+    native,
+    options,
+    projection,
+)
 
 
 @pytest.mark.parametrize("heads", ["all", "each"])
@@ -77,6 +86,38 @@ def test_keys_that_are_no_numbers_are_rated_too(tmp_path):
             session.append(layer, keys, keys)
             session.attend(layer, query, 0.125)
     assert session.counters()["groups_attended"] > 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": "mean"},
+        {"rows": "mean", "summary_dtype": "int8", "score": "max"},
+        {"rows": "low_rank"},
+        {"rows": "low_rank", "summary_dtype": "int8", "score": "mass"},
+        {"rows": "low_rank", "summary_dtype": "int4", "score": "max_mass"},
+        {"rows": "low_rank", "summary_dtype": "model", "score": "mass"},
+    ],
+    ids=lambda changes: "-".join(changes.values()),
+)
+@pytest.mark.parametrize("device", ["cpu", "host"])
+def test_a_group_with_a_key_that_is_no_number_is_chosen_first(tmp_path, device, changes, bad):
+    made = options(tmp_path, groups_max=2, device=device, **changes)
+    session = native(made)
+    for layer in range(LAYERS if made.rows == "low_rank" else 0):
+        session.set_projection(layer, *projection(layer))
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (150, 1, 1):
+        session.begin_pass("decode" if tokens == 1 else "prefill")
+        keys, values = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM, generator=generator)
+        if tokens > 1:
+            keys[0, 0, 60, 3] = bad
+        query = torch.randn(1, HEADS, tokens, HEAD_DIM, generator=generator)
+        for layer in range(LAYERS):
+            session.extend(layer, query, keys, values, 0.125)
+            if tokens == 1:
+                assert 60 // made.group_tokens in session.last_selection(layer)[0]
 
 
 @pytest.mark.parametrize("records", ["model", "fp8"])

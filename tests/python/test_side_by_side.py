@@ -15,10 +15,20 @@ from bench.kv_file import ROOM_TOKENS, KvFile
 from bench.shapes import make_model
 from bench.side_by_side import __main__ as command
 from bench.side_by_side import figure, memory_cap, report
+from bench.side_by_side.busy import floor_ms_least, why_busy
 from bench.side_by_side.child import Order
 from bench.side_by_side.mapped import MappedCache
 from bench.side_by_side.measure import Measurement, Run
-from bench.side_by_side.plan import LABELS, MEMORY_PART, PRESET, Cell, Room, cells, memory_need
+from bench.side_by_side.plan import (
+    LABELS,
+    MEMORY_PART,
+    OPTIONAL,
+    PRESET,
+    Cell,
+    Room,
+    cells,
+    memory_need,
+)
 from bench.side_by_side.roofline import Floor, describe
 from bench.side_by_side.settings import fit_kvswap, fit_per_head
 from bench.side_by_side.steering import Child, ChildError
@@ -29,7 +39,8 @@ from tests.python.tiny_models import has_native, prompt, tiny_model
 
 needs_native = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 GIB = 1 << 30
-PLENTY = Room(memory=1 << 50, disk=1 << 50, has_cap=True, has_llama=True)
+ALL = frozenset(module for module, _ in OPTIONAL.values())
+PLENTY = Room(memory=1 << 50, disk=1 << 50, has_cap=True, modules=ALL)
 
 
 @torch.inference_mode()
@@ -154,6 +165,8 @@ def test_the_plan_has_small_cells_first_and_models_a_device_at_one_context():
     assert len(plan) == 2 * 2 * 2 + 2 * 2
     assert plan[0].name == "small_8k_b1_local"
     assert {cell.context for cell in plan if cell.device} == {32768}
+    assert Cell("1b", 8192, 1).shape.layers == 4
+    assert Cell("1b-whole", 8192, 1).shape.layers == 16
     sizes = [cell.kv_bytes for cell in plan]
     assert sizes == sorted(sizes)
     assert [c.context for c in cells(["small"], [8192], [1], ["emmc"])] == [8192]
@@ -175,11 +188,11 @@ def test_the_plan_refuses_by_name(given, said):
 def test_who_cannot_run_is_told_why():
     cell = Cell("1b", 131072, 8)
     assert PLENTY.problem(cell, "dynamic") is None
-    little = Room(memory=4 * GIB, disk=1 << 50, has_cap=True, has_llama=True)
+    little = Room(memory=4 * GIB, disk=1 << 50, has_cap=True, modules=ALL)
     assert re.match(r"memory: needs .* there is", little.problem(cell, "dynamic"))
-    full = Room(memory=1 << 50, disk=GIB, has_cap=True, has_llama=True)
+    full = Room(memory=1 << 50, disk=GIB, has_cap=True, modules=ALL)
     assert full.problem(cell, "tokens").startswith("disk: needs")
-    uncapped = Room(1 << 50, 1 << 50, has_cap=False, has_llama=True)
+    uncapped = Room(1 << 50, 1 << 50, has_cap=False, modules=ALL)
     assert uncapped.problem(cell, "mmap") == memory_cap.NONE
     assert "modelled" in PLENTY.problem(Cell("1b", 32768, 1, "emmc"), "mmap")
 
@@ -188,9 +201,9 @@ def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
         ["kvswap", "floor", "restore", "mmap", "static", "dynamic", "tokens", "tokens_no_reuse",
-         "llama_f16", "llama_q8", "llama_floor"]
+         "llama_f16", "llama_q8", "llama_floor", "ollm"]
     ]  # fmt: skip
-    room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, has_llama=True)
+    room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, modules=ALL)
     waves = room.waves(cell, keys)
     assert len(waves) > 1
     assert all(wave[:2] == ["kvswap", "floor"] for wave in waves)
@@ -212,6 +225,34 @@ def test_the_part_that_fills_the_distance_is_what_it_takes_above_its_own_bytes()
     assert told["largest_part_over"] == ["model, attention", 20.0]
 
 
+# A busy machine.
+
+
+def measured(floor_ms: float, floor_cpu: float, static_cpu: float = 0.0, **more):
+    rows = {"floor": {"ms": floor_ms, "cpu_seconds": floor_cpu}}
+    if static_cpu:
+        rows["static"] = {"ms": 100.0, "cpu_seconds": static_cpu}
+    return {"machine": {"cores": 2}, "contenders": rows} | more
+
+
+def test_a_cell_is_marked_where_two_threads_had_one_core():
+    assert why_busy(measured(50.0, 0.055, 0.105)) == "had 1.1 of 2 cores"
+    # The work of a small model's floor is one thread's; its larger contenders' is not.
+    assert why_busy(measured(20.0, 0.022, 0.150)) == ""
+    assert why_busy(measured(50.0, 0.085)) == ""
+    shown = measured(50.0, 0.055, shape="1b", layers=4, context=8192, batch=1)
+    assert report.title(shown) == "1b (4 layers), 8,192, 1 (busy machine: had 1.1 of 2 cores)"
+
+
+def test_a_cell_is_marked_where_its_floor_was_twice_as_fast_before():
+    first, slow = measured(50.0, 0.085), measured(110.0, 0.190)
+    assert floor_ms_least(first, None) == 50.0
+    slow["floor_ms_least"] = floor_ms_least(slow, first)
+    assert why_busy(slow) == "floor 2.2 times an earlier run's"
+    assert floor_ms_least(measured(90.0, 0.1), slow) == 50.0
+    assert floor_ms_least({"contenders": {}}, None) is None
+
+
 # Children.
 
 
@@ -219,7 +260,7 @@ def test_the_part_that_fills_the_distance_is_what_it_takes_above_its_own_bytes()
 def test_a_cell_is_measured_and_told(tiny, tmp_path):
     cell = Cell("tiny", 1024, 1)
     keys = ["kvswap", "restore", "mmap"]
-    room = Room(memory=1 << 50, disk=1 << 50, has_cap=False, has_llama=True)
+    room = Room(memory=1 << 50, disk=1 << 50, has_cap=False, modules=ALL)
     measured = Measurement(cell, tmp_path, tiny[1], seconds=0.01, say=lambda what: None)
     measured.run(keys, room)
     assert measured.empty == {"mmap": memory_cap.NONE}

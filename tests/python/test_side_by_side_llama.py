@@ -101,7 +101,7 @@ def test_q8_0_is_within_half_a_step():
 
 
 def test_it_is_left_out_by_name():
-    room = Room(memory=1 << 50, disk=1 << 50, has_cap=True, has_llama=False)
+    room = Room(memory=1 << 50, disk=1 << 50, has_cap=True, modules=frozenset())
     assert room.problem(Cell("tiny", 1024, 1), "llama_q8") == NO_LLAMA
     assert "reads no disk" in room.problem(Cell("tiny", 1024, 1, "emmc"), "llama_f16")
 

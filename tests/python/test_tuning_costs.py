@@ -24,7 +24,7 @@ from kvswap_torch.tuning.step_model import (
     fit_steps,
 )
 from kvswap_torch.tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
-from kvswap_torch.tuning.traffic import Merging, TrafficTable, read_sizes
+from kvswap_torch.tuning.traffic import Merging, TrafficTable, pick_merge_gap, read_sizes
 
 groups = st.lists(st.integers(0, 300), unique=True, max_size=60).map(sorted)
 
@@ -68,6 +68,25 @@ def test_traffic_of_a_window_that_moves_by_one():
     assert (traffic[0].attended, traffic[0].loads, traffic[0].reads) == (2, 1, 1)
     assert traffic[0].bytes_read == 4096
     assert traffic[0].hit_rate == 0.5
+
+
+def test_a_gap_is_read_over_where_a_request_costs_more_than_its_bytes():
+    """Steps of two new groups, with two between them that nobody wants."""
+    steps = torch.tensor([[9 * step, 9 * step + 3] for step in range(20)], dtype=torch.int32)
+    held = {4: [{8: 0.5}]}
+    choices = Choices(8, 8, held, {4: [1.0]}, {4: [Recorded(9 * 4 * 21, (steps,))]})
+    traffic, usual = TrafficTable(choices), SwapConfig()
+    slow_request = DiskModel(request_s=1e-3, latency_s=0.0, bytes_per_s=1e9)
+    slow_bytes = DiskModel(request_s=0.0, latency_s=0.0, bytes_per_s=1e6)
+
+    def gap(disk, token_bytes, config=usual):
+        return pick_merge_gap(traffic, disk, config, token_bytes, 9 * 4 * 21)
+
+    assert usual.merge_gap_bytes == 16 << 10
+    assert gap(slow_request, 4096) == 32 << 10  # two groups of 16 KiB
+    assert gap(slow_bytes, 1024) == 0
+    assert gap(slow_bytes, 4096) == usual.merge_gap_bytes  # it merges nothing either
+    assert gap(slow_request, 1024) == usual.merge_gap_bytes
 
 
 @given(st.lists(st.floats(0, 10), min_size=3, max_size=3), st.integers(0, 99))

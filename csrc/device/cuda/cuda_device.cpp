@@ -59,6 +59,10 @@ Status run(const cuda::BatchProjectKeysArgs& args, void* stream) {
 Status run(const cuda::BatchProjectQueryArgs& args, void* stream) {
   return cuda::project_query(args, stream);
 }
+Status run(const cuda::BatchSummarizeArgs& args, void* stream) {
+  return cuda::summarize_groups(args, stream);
+}
+Status run(const cuda::BatchAskArgs& args, void* stream) { return cuda::ask_groups(args, stream); }
 Status run(const cuda::BatchSelectArgs& args, void* stream) {
   return cuda::select_groups(args, stream);
 }

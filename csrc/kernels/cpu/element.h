@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "kernels/types.h"
+
 namespace kvswap {
 
 struct BFloat16 {
@@ -79,6 +81,24 @@ inline Float8 from_float<Float8>(float value) {
   }
   magnitude += 0x7ffff + ((magnitude >> 20) & 1);
   return {static_cast<uint8_t>(sign | ((magnitude - 0x3c000000) >> 20))};
+}
+
+/// Calls body with a pointer to elements of the dtype's type; int4, of low-rank rows alone, has
+/// none.
+template <typename Body>
+void with_elements(const void* data, DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(static_cast<const float*>(data));
+    case DType::kBFloat16:
+      return body(static_cast<const BFloat16*>(data));
+    case DType::kFloat16:
+      return body(static_cast<const Float16*>(data));
+    case DType::kInt8:
+      return body(static_cast<const int8_t*>(data));
+    case DType::kInt4:
+      return;
+  }
 }
 
 }  // namespace kvswap

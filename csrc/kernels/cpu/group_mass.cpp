@@ -137,6 +137,14 @@ float weigh_rest(const HeadProducts& head, int64_t group_tokens, float largest, 
   return total;
 }
 
+/// Groups with a product that is no number, of a head that is one.
+void mark_groups(const HeadProducts& head, int64_t group_tokens, float* sums) {
+  if (std::isnan(head.factor)) return;
+  for (int64_t token = 0; token < head.tokens; ++token) {
+    if (std::isnan(head.products[token])) sums[token / group_tokens] = kAlways;
+  }
+}
+
 void weigh_groups(const WeighGroupsArgs& args) {
   const int64_t groups = (args.tokens + args.group_tokens - 1) / args.group_tokens;
   for (int64_t i = 0; i < args.heads; ++i) {
@@ -158,6 +166,7 @@ void weigh_groups(const WeighGroupsArgs& args) {
     } else {
       args.sums[i] = weigh_rest(head, args.group_tokens, args.largest[i], 0, weights);
     }
+    mark_groups(head, args.group_tokens, weights);
   }
 }
 
@@ -176,7 +185,8 @@ void join_heads(const JoinHeadsArgs& args) {
     }
     const Floats scores =
         where_greater(counted, zeros(), maximum(joined, fill(kSmallest)), fill(kNever));
-    store_some(scores, args.group_scores + group, count);
+    const Floats marked = where_greater(counted, fill(kLargestFinite), fill(kAlways), scores);
+    store_some(marked, args.group_scores + group, count);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <functional>
 #include <vector>
 
@@ -18,7 +19,7 @@ namespace kvswap::HWY_NAMESPACE {
 template <int kGroup>
 inline Floats group_maxima(const float* scores) {
   if constexpr (kGroup == 1) {
-    return nan_to(load(scores), kNever);
+    return nan_to(load(scores), kAlways);
   } else {
     return pairwise_max(group_maxima<kGroup / 2>(scores),
                         group_maxima<kGroup / 2>(scores + kGroup / 2 * kLanes));
@@ -87,7 +88,8 @@ void group_max(const GroupMaxArgs& args) {
     const int64_t last = std::min(first + args.group_tokens, args.tokens);
     float largest = kNever;
     for (int64_t token = first; token < last; ++token) {
-      largest = args.scores[token] > largest ? args.scores[token] : largest;
+      const float score = args.scores[token];
+      largest = std::max(largest, std::isnan(score) ? kAlways : score);
     }
     args.group_scores[group] = largest;
   }

@@ -1,6 +1,7 @@
 #include "kernels/project.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "kernels/int4_rows.h"
@@ -104,14 +105,19 @@ void project_panel(const ProjectKeysArgs& args, const float* factors, int64_t fi
 /// Sets a row's scale, by which its largest magnitude becomes `most`; returns 1 / scale, or 0.
 float set_scale(const ProjectKeysArgs& args, const float* sums, int64_t row, float most) {
   float limit = 0.0f;
-  for (int64_t r = 0; r < args.rank; ++r) limit = std::max(limit, std::fabs(sums[r]));
-  const float scale = limit / most;
+  bool is_finite = true;
+  for (int64_t r = 0; r < args.rank; ++r) {
+    limit = std::max(limit, std::fabs(sums[r]));
+    is_finite &= std::isfinite(sums[r]);
+  }
+  const float scale = is_finite ? limit / most : NAN;
   args.token_scale[row] = scale;
   return scale > 0.0f ? 1.0f / scale : 0.0f;
 }
 
 int8_t level_of(float value, float inverse, float most) {
-  return static_cast<int8_t>(std::clamp(std::nearbyint(value * inverse), -most, most));
+  const float level = inverse > 0.0f ? std::nearbyint(value * inverse) : 0.0f;
+  return static_cast<int8_t>(std::clamp(level, -most, most));
 }
 
 /// Writes one token's row into its lane of the summary.
@@ -129,7 +135,7 @@ void store_row(const ProjectKeysArgs& args, const float* sums, int64_t row) {
     if constexpr (std::is_same_v<T, int8_t>) {
       target = level_of(sums[r], inverse, 127.0f);
     } else {
-      target = from_float<T>(sums[r]);
+      target = from_float<T>(std::isfinite(sums[r]) ? sums[r] : NAN);
     }
   }
 }

@@ -7,6 +7,7 @@
 namespace kvswap {
 
 inline constexpr float kNever = -std::numeric_limits<float>::infinity();
+inline constexpr float kAlways = std::numeric_limits<float>::infinity();
 
 /// A score and its index in one number: the greater is the better choice. All are different.
 inline uint64_t candidate_of(float score, int64_t index) {

@@ -118,6 +118,12 @@ auto with_floating(DType dtype, const Visit& visit) {
 
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 
-__device__ inline float never() { return __uint_as_float(0xff800000u); }  // -infinity
+__device__ inline float never() { return __uint_as_float(0xff800000u); }   // -infinity
+__device__ inline float always() { return __uint_as_float(0x7f800000u); }  // infinity
+__device__ inline float no_number() { return __uint_as_float(0x7fc00000u); }
+/// NaN in the place of an infinite number.
+__device__ inline float finite_or_nan(float value) {
+  return fabsf(value) < always() ? value : no_number();
+}
 
 }  // namespace kvswap::cuda

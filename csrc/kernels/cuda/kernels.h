@@ -6,6 +6,7 @@
 #include "kernels/attention_mass.h"
 #include "kernels/fp8.h"
 #include "kernels/group_mass.h"
+#include "kernels/group_rows.h"
 #include "kernels/low_rank_score.h"
 #include "kernels/merge_attention.h"
 #include "kernels/observe_keys.h"
@@ -29,6 +30,9 @@
 ///     the stream, as CUDA has it.
 ///   - Same arguments, same bits: sums are taken in a fixed order, and nothing waits for an atomic.
 namespace kvswap::cuda {
+
+/// Of a summary that is scored.
+inline constexpr int64_t kSummaryRankMax = 1024;
 
 /// Summaries of a batch, each in chunks of whole blocks of 16 tokens; one chunk where it is one
 /// piece. All have the same rank and dtype.
@@ -179,6 +183,53 @@ struct BatchProjectQueryArgs {
 
 /// project_query() of each query of a batch.
 Status project_query(const BatchProjectQueryArgs& args, void* stream);
+
+/// New rows of groups in one summary chunk.
+struct GroupPiece {
+  const void* keys = nullptr;  // [kv_heads, groups * group_tokens, head_dim], the call's strides
+  const uint64_t* valid = nullptr;  // [groups]; null: all tokens count
+  void* summary = nullptr;          // [blocks, width, 16]
+  float* row_scale = nullptr;       // [blocks, 16]: int8 summaries only
+  int64_t first_row = 0;            // row in the chunk where the first group goes
+  int64_t groups = 0;
+};
+
+struct BatchSummarizeArgs {
+  const GroupPiece* pieces = nullptr;  // [count]
+  int64_t count = 0;
+  int64_t groups_max = 0;    // of the longest piece
+  int64_t head_stride = 0;   // elements
+  int64_t token_stride = 0;  // elements; head_dim is contiguous
+  int64_t group_tokens = 0;  // 1..64
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  GroupRow row = GroupRow::kBox;
+  DType key_dtype = DType::kFloat32;
+  DType summary_dtype = DType::kFloat32;
+};
+
+/// summarize_groups() of many pieces, of one or of several sequences.
+Status summarize_groups(const BatchSummarizeArgs& args, void* stream);
+
+struct BatchAskArgs {
+  const void* query = nullptr;  // [batch, heads, queries, head_dim], strides below; dtype
+  int64_t batch_stride = 0;     // elements
+  int64_t head_stride = 0;
+  int64_t query_stride = 0;
+  float* asked = nullptr;  // [batch, queries, width]
+  int64_t batch = 0;
+  int64_t queries = 0;
+  int64_t heads = 0;  // a multiple of kv_heads
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  GroupRow row = GroupRow::kBox;
+  float weight = 1.0f;  // of half widths
+  DType dtype = DType::kFloat32;
+  int64_t heads_apart = 1;  // as in BatchProjectQueryArgs
+};
+
+/// ask_groups() with all heads of each query of a batch.
+Status ask_groups(const BatchAskArgs& args, void* stream);
 
 /// The contract's arguments, all pointers on the device. A page may stand in any memory that the
 /// device can address; a null page is never read and counts as empty.

@@ -42,7 +42,8 @@ __device__ inline float sum_of_warp(float value) {
   return value;
 }
 
-/// NaN and -inf: no candidate. What is too large or too small for a float is its last number.
+/// NaN and -inf: no part in the softmax. What is too large or too small for a float is its last
+/// number.
 __device__ inline float exponent_of(float product, float factor) {
   const float exponent = product * factor;
   if (!(product > never()) || exponent != exponent) return never();
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(32) prepare_queries(MassJob job) {
   }
   if (threadIdx.x == 0) {
     const float factor = kIsInt8 ? scale * kLog2E : kLog2E;
-    job.factors[row] = is_number ? factor : __uint_as_float(0x7fc00000u);
+    job.factors[row] = is_number ? factor : no_number();
   }
 }
 
@@ -106,13 +107,18 @@ __device__ void weigh_tile(const MassJob& job, const float* factors, int groups,
     for (int h = 0; h < kHeads; ++h) {
       float* own = staged + h * kGappedTokensMax;
       float weight = 0.0f;
+      bool is_number = true;
       for (int t = group * group_tokens; t < (group + 1) * group_tokens; ++t) {
-        const float exponent = exponent_of(own[gapped(t)], factors[h]);
+        const float product = own[gapped(t)];
+        const float exponent = exponent_of(product, factors[h]);
         if (exponent > never()) weight += exp2f(fmaxf(exponent - largest[h], kFarBelow));
+        is_number = is_number && product == product;
       }
       own[gapped(group * group_tokens)] = weight;
+      const bool is_of_head = factors[h] == factors[h];
       if (first_head + h < args.heads) {
-        job.weights[(row + h) * args.groups + first_group + group] = weight;
+        job.weights[(row + h) * args.groups + first_group + group] =
+            is_number || !is_of_head ? weight : always();
       }
     }
   }
@@ -208,8 +214,9 @@ __global__ void __launch_bounds__(kJoinThreads) join_heads(MassJob job) {
     joined = is_sum ? joined + mass : fmaxf(joined, mass);
     counted = fmaxf(counted, weight);
   }
+  const float score = counted > 0.0f ? fmaxf(joined, kSmallest) : never();
   job.group_scores[(blockIdx.y * args.queries + job.query) * job.score_stride + group] =
-      counted > 0.0f ? fmaxf(joined, kSmallest) : never();
+      counted > kLargestFinite ? always() : score;
 }
 
 /// Where everything stands in scratch, if it is there; returns its floats.

@@ -87,11 +87,15 @@ struct KeyTile {
   }
 
   /// Raises each token's largest magnitude by those of this tile: over the 16 threads of a row.
+  /// What is no number counts as infinite.
   __device__ void raise(const float (&sums)[kOwn][kOwn], float (&largest)[kOwn]) const {
 #pragma unroll
     for (int t = 0; t < kOwn; ++t) {
 #pragma unroll
-      for (int r = 0; r < kOwn; ++r) largest[t] = fmaxf(largest[t], fabsf(sums[t][r]));
+      for (int r = 0; r < kOwn; ++r) {
+        const float magnitude = fabsf(sums[t][r]);
+        largest[t] = fmaxf(largest[t], magnitude == magnitude ? magnitude : always());
+      }
 #pragma unroll
       for (int bit = 1; bit < 16; bit *= 2) {
         largest[t] = fmaxf(largest[t], __shfl_xor_sync(kWholeWarp, largest[t], bit));
@@ -103,9 +107,10 @@ struct KeyTile {
 template <typename S>
 __device__ S to_summary(float value, float inverse) {
   if constexpr (sizeof(S) == 1) {
-    return static_cast<int8_t>(fminf(fmaxf(rintf(value * inverse), -127.0f), 127.0f));
+    const float level = inverse > 0.0f ? rintf(value * inverse) : 0.0f;
+    return static_cast<int8_t>(fminf(fmaxf(level, -127.0f), 127.0f));
   } else {
-    return from_float<S>(value);
+    return from_float<S>(finite_or_nan(value));
   }
 }
 
@@ -135,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) project_pieces(BatchProjectKeysArgs 
       const int64_t token = first_token + tile.y * kOwn + t;
       if (token >= piece.tokens) break;
       const int64_t row = piece.first_row + token;
-      const float scale = largest[t] / 127.0f;
+      const float scale = finite_or_nan(largest[t] / 127.0f);
       const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
       if (kIsInt8 && column == 0 && tile.x == 0) piece.token_scale[row] = scale;
       S* target = static_cast<S*>(piece.summary) + row / kBlock * args.rank * kBlock + row % kBlock;

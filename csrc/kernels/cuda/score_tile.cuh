@@ -12,7 +12,7 @@ namespace kvswap::cuda {
 
 inline constexpr int kScoreThreads = 256;
 inline constexpr int kScoreWarps = kScoreThreads / 32;
-inline constexpr int kRankMax = 1024;
+inline constexpr int kRankMax = static_cast<int>(kSummaryRankMax);
 inline constexpr int kQueryTile = 4;  // queries that share one reading of the summary
 
 /// Copies `count` queries of one sequence to shared memory; missing ones become zeros.

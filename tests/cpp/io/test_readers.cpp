@@ -155,8 +155,11 @@ TEST_P(ReaderMatrix, TakesMoreReadsThanItsDepth) {
   must(reader_->wait(a));
   first.expect_equal(content_.span());
   second.expect_equal(content_.span());
-  EXPECT_EQ(reader_->counters().reads, 400u);
-  EXPECT_EQ(reader_->counters().retries, 0u);
+  const ReaderCounters counters = reader_->counters();
+  EXPECT_EQ(counters.reads, 400u);
+  EXPECT_EQ(counters.retries, 0u);
+  EXPECT_GT(counters.calls, 0u);
+  EXPECT_TRUE(reader_->name() == "uring" || counters.calls == counters.reads);
 }
 
 TEST_P(ReaderMatrix, CompletesReadsThatArriveInParts) {

@@ -98,14 +98,38 @@ TEST_P(GroupMass, MatchesReference) {
 TEST_P(GroupMass, WhatDoesNotCountIsNeverChosen) {
   Scored run({.tokens = 40, .group_tokens = 4});
   for (int64_t t = 4; t < 8; ++t) {
-    for (int64_t h = 0; h < 3; ++h) run.logits[h * 40 + t] = t % 2 ? kNan : kNever;
+    for (int64_t h = 0; h < 3; ++h) run.logits[h * 40 + t] = kNever;
   }
-  for (int64_t t = 0; t < 40; ++t) run.logits[40 + t] = kNan;  // a head that knows nothing
-  run.logits[13] = kNan;
+  for (int64_t t = 0; t < 40; ++t) run.logits[40 + t] = kNever;  // a head that knows nothing
+  run.logits[13] = kNever;
   expect_matches_reference(run);
   run.mass();
   EXPECT_EQ(run.scores[1], kNever);
   EXPECT_GT(run.scores[2], 0);
+}
+
+TEST_P(GroupMass, AGroupWithWhatIsNoNumberIsWorthMoreThanAny) {
+  for (const HeadJoin join : {HeadJoin::kSum, HeadJoin::kMax}) {
+    for (const int64_t group_tokens : {1, 3, 4, 16}) {
+      Scored run({.tokens = 100, .group_tokens = group_tokens, .join = join});
+      std::vector<bool> has_none(run.scores.size());
+      for (const int64_t token : {int64_t{5}, int64_t{6}, int64_t{99}}) {
+        for (int64_t h = 0; h < 3; ++h) run.logits[h * 100 + token] = kNan;
+        has_none[token / group_tokens] = true;
+      }
+      const std::vector<double> expected = run.expected();
+      const std::vector<float>& scores = run.mass();
+      for (size_t g = 0; g < scores.size(); ++g) {
+        if (has_none[g]) {
+          EXPECT_EQ(scores[g], kInfinity) << g;
+        } else {
+          EXPECT_NEAR(scores[g], expected[g], 1e-6 + 1e-5 * expected[g]) << g;
+        }
+      }
+      std::fill(run.logits.begin(), run.logits.end(), kNan);
+      for (const float score : run.mass()) EXPECT_EQ(score, kInfinity) << "nobody has a number";
+    }
+  }
 }
 
 TEST_P(GroupMass, TokensFarBelowTheLargestStillCount) {

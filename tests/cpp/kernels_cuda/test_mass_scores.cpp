@@ -1,5 +1,6 @@
 // Scores by mass, and each head's projected query, against the CPU's kernels.
 
+#include <cmath>
 #include <limits>
 
 #include "kernels/cuda/kernels.h"
@@ -185,6 +186,32 @@ TEST(CudaMassScores, AHeadWithoutNumbersKnowsNothing) {
     if (scores[g] > kNever) total += scores[g];
   }
   EXPECT_NEAR(total, 1, 1e-5) << "the other head's softmax";
+}
+
+TEST(CudaMassScores, AGroupWithWhatIsNoNumberIsWorthMoreThanAny) {
+  MassCase<float> own({1, 64, 8, 1, 2, 4, 64});
+  int64_t token = 16;
+  while (!own.is_candidate(0, token)) ++token;
+  for (int64_t r = 0; r < 8; ++r) {
+    own.summary.rows[(token / 16 * 8 + r) * 16 + token % 16] = NAN;
+  }
+  const std::vector<float> expected = own.expected();
+  const cuda::BatchSelectArgs args = own.select();
+  in_every_order([&] {
+    GuardedBuffer<float> scores(own.groups);
+    GuardedBuffer<char> scratch(cuda::mass_scores_scratch_bytes(args));
+    expect_ok(cuda::mass_scores({.select = args,
+                                 .group_scores = scores.data(),
+                                 .score_stride = own.groups,
+                                 .scratch = scratch.data()},
+                                nullptr));
+    for (int64_t g = 0; g < own.groups; ++g) {
+      EXPECT_EQ(std::isinf(scores[g]) && scores[g] > 0, g == token / 4) << g;
+      if (std::isfinite(expected[g])) {
+        EXPECT_NEAR(scores[g], expected[g], 1e-5);
+      }
+    }
+  });
 }
 
 TEST(CudaProjectQuery, OfEachHeadAsOnCpu) {

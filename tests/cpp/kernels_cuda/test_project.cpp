@@ -1,4 +1,5 @@
 #include <cmath>
+#include <limits>
 
 #include "kernels/cuda/kernels.h"
 #include "kernels/low_rank_score.h"
@@ -82,6 +83,56 @@ TEST(CudaProjectKeys, AsOnCpu) {
     expect_keys_as_on_cpu<BFloat16, BFloat16>(shape);
     expect_keys_as_on_cpu<Float16, Float16>(shape);
     expect_keys_as_on_cpu<BFloat16, int8_t>(shape);
+  }
+}
+
+/// Token 1 of 3 has a key that is not finite.
+template <typename Row>
+void expect_no_numbers_of(float bad) {
+  constexpr bool kIsInt8 = std::is_same_v<Row, int8_t>;
+  const int64_t head_dim = 8, rank = 70;
+  GuardedBuffer<float> keys(random_elements<float>(3 * head_dim, 1));
+  keys[head_dim + 2] = bad;
+  GuardedBuffer<float> projection(random_elements<float>(head_dim * rank, 2));
+  in_every_order([&] {
+    GuardedBuffer<Row> summary(std::vector<Row>(16 * rank));
+    GuardedBuffer<float> scales(16);
+    GuardedBuffer<cuda::ProjectPiece> pieces(1);
+    pieces[0] = {.keys = keys.data(),
+                 .summary = summary.data(),
+                 .token_scale = kIsInt8 ? scales.data() : nullptr,
+                 .tokens = 3};
+    expect_ok(cuda::project_keys({.pieces = pieces.data(),
+                                  .count = 1,
+                                  .tokens_max = 3,
+                                  .head_stride = 3 * head_dim,
+                                  .token_stride = head_dim,
+                                  .projection = projection.data(),
+                                  .kv_heads = 1,
+                                  .head_dim = head_dim,
+                                  .rank = rank,
+                                  .key_dtype = DType::kFloat32,
+                                  .summary_dtype = dtype_of<Row>()},
+                                 nullptr));
+    for (int64_t token = 0; token < 3; ++token) {
+      if (kIsInt8) {
+        EXPECT_EQ(std::isnan(scales[token]), token == 1) << bad;
+        continue;
+      }
+      for (int64_t r = 0; r < rank; ++r) {
+        EXPECT_EQ(std::isnan(to_float(summary[r * 16 + token])), token == 1) << bad;
+      }
+    }
+  });
+}
+
+TEST(CudaProjectKeys, WhatIsNotFiniteIsNoNumber) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity}) {
+    expect_no_numbers_of<float>(bad);
+    expect_no_numbers_of<BFloat16>(bad);
+    expect_no_numbers_of<Float16>(bad);
+    expect_no_numbers_of<int8_t>(bad);
   }
 }
 

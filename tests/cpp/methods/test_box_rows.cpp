@@ -8,9 +8,10 @@
 #include <random>
 #include <vector>
 
-#include "device/host_device.h"
 #include "kernels/low_rank_score.h"
 #include "methods/make_selector.h"
+#include "methods/one_choice.h"
+#include "methods/selector_on_device.h"
 #include "methods/summaries.h"
 
 namespace kvswap {
@@ -98,7 +99,6 @@ std::vector<int32_t> expected_choice(const Prompt& prompt, int64_t group_tokens,
 std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t group_tokens,
                             int64_t k) {
   selector.summaries().set_sequences(1);
-  EXPECT_TRUE(selector.reserve({}).is_ok());
   // Two pieces: the second begins in the middle of the summary's block.
   const int64_t groups = prompt.tokens / group_tokens;
   const int64_t half = groups / 2 * group_tokens;
@@ -112,28 +112,21 @@ std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t gr
                      .valid = &prompt.valid})
             .is_ok());
   }
-  const Candidates candidates = {&prompt.valid, {}};
-  std::vector<std::vector<int32_t>> chosen;
-  EXPECT_TRUE(selector
-                  .start_choice({.layer = 0,
-                                 .query = {.data = prompt.query.data(),
-                                           .batch_stride = kHeads * kDim,
-                                           .head_stride = kDim,
-                                           .query_stride = kDim,
-                                           .heads = kHeads,
-                                           .queries = 1},
-                                 .groups = groups,
-                                 .groups_per_query = k,
-                                 .candidates = {&candidates, 1},
-                                 .chosen = &chosen})
-                  .is_ok());
-  EXPECT_TRUE(selector.finish_choice().is_ok());
-  return chosen.at(0);
+  return choose(
+      selector,
+      {.query = prompt.query, .heads = kHeads, .valid = prompt.valid, .groups = groups, .k = k});
+}
+
+DeviceSelector::Room room_of(const Prompt& prompt, int64_t group_tokens, int64_t k) {
+  return {.batch = 1,
+          .queries = 1,
+          .groups = prompt.tokens / group_tokens,
+          .k = k,
+          .rank = 2 * kKvHeads * kDim};
 }
 
 // Whole numbers: middles and half widths are exact in fp32, bf16 and fp16.
 TEST(BoxRows, ChoosesAsTheDefinitionOnTheHostAndOnADevice) {
-  const DeviceKind kind = host_device({.delay_us_max = 50});
   for (const int64_t group_tokens : {2, 4, 16, 33, 64}) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       for (const int64_t padding : {0, 37}) {
@@ -144,13 +137,40 @@ TEST(BoxRows, ChoosesAsTheDefinitionOnTheHostAndOnADevice) {
           options.bound_weight = weight;
           ASSERT_EQ(choice(*make_selector(options, nullptr), prompt, group_tokens, 6), expected)
               << group_tokens << " " << static_cast<int>(dtype) << " " << padding << " " << weight;
-          const auto device = std::move(kind.make().value());
-          ASSERT_EQ(choice(*make_selector(options, device.get()), prompt, group_tokens, 6),
-                    expected);
+          ASSERT_TRUE(has_device_kernels(options));
+          OnDevice device({.delay_us_max = 50}, options, room_of(prompt, group_tokens, 6));
+          ASSERT_EQ(choice(device.selector(), prompt, group_tokens, 6), expected);
         }
       }
     }
   }
+}
+
+TEST(BoxRows, ADeviceChoosesAsTheHostAtEveryPrecision) {
+  for (const int64_t group_tokens : {1, 4, 32}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt8}) {
+      Prompt prompt = draw(group_tokens, 300 * group_tokens, 2 * group_tokens + 1);
+      std::mt19937_64 random(group_tokens);
+      std::normal_distribution<float> normal;
+      for (float& key : prompt.keys) key = normal(random);
+      const MethodOptions options = box_options(group_tokens, dtype);
+      const auto on_host = choice(*make_selector(options, nullptr), prompt, group_tokens, 20);
+      OnDevice device({.delay_us_max = 50}, options, room_of(prompt, group_tokens, 20));
+      EXPECT_EQ(choice(device.selector(), prompt, group_tokens, 20), on_host)
+          << group_tokens << " " << static_cast<int>(dtype);
+    }
+  }
+}
+
+TEST(BoxRows, ABoxWiderThanTheKernelsTakeIsTheHosts) {
+  MethodOptions options = box_options(16, DType::kBFloat16);
+  options.head_dim = 128;
+  options.kv_heads = 4;
+  EXPECT_TRUE(has_device_kernels(options));
+  options.kv_heads = 8;
+  EXPECT_FALSE(has_device_kernels(options)) << "2048 numbers";
+  options.rows = "mean";
+  EXPECT_TRUE(has_device_kernels(options));
 }
 
 TEST(BoxRows, TheScoreIsABoundAtEveryPrecision) {

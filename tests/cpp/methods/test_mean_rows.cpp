@@ -7,8 +7,9 @@
 #include <random>
 #include <vector>
 
-#include "device/host_device.h"
 #include "methods/make_selector.h"
+#include "methods/one_choice.h"
+#include "methods/selector_on_device.h"
 #include "methods/summaries.h"
 
 namespace kvswap {
@@ -99,7 +100,6 @@ std::vector<int32_t> expected(const Prompt& prompt, const std::string& rows, Sco
 
 std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t k) {
   selector.summaries().set_sequences(1);
-  EXPECT_TRUE(selector.reserve({}).is_ok());
   EXPECT_TRUE(selector
                   .append({.layer = 0,
                            .sequence = 0,
@@ -107,28 +107,15 @@ std::vector<int32_t> choice(Selector& selector, const Prompt& prompt, int64_t k)
                            .tokens = kTokens,
                            .valid = &prompt.valid})
                   .is_ok());
-  const Candidates candidates = {&prompt.valid, {}};
-  std::vector<std::vector<int32_t>> chosen;
-  EXPECT_TRUE(selector
-                  .start_choice({.layer = 0,
-                                 .query = {.data = prompt.query.data(),
-                                           .batch_stride = kHeads * kDim,
-                                           .head_stride = kDim,
-                                           .query_stride = kDim,
-                                           .heads = kHeads,
-                                           .queries = 1},
-                                 .groups = kTokens / kGroup,
-                                 .groups_per_query = k,
-                                 .candidates = {&candidates, 1},
-                                 .chosen = &chosen})
-                  .is_ok());
-  EXPECT_TRUE(selector.finish_choice().is_ok());
-  return chosen.at(0);
+  return choose(selector, {.query = prompt.query,
+                           .heads = kHeads,
+                           .valid = prompt.valid,
+                           .groups = kTokens / kGroup,
+                           .k = k});
 }
 
 // Equal worths are many here: they go to the lower group.
 TEST(MeanRows, ChooseAsTheDefinitionOnTheHostAndOnADevice) {
-  const DeviceKind kind = host_device({.delay_us_max = 50});
   for (const std::string rows : {"mean", "box"}) {
     for (const Score score : {Score::kSum, Score::kMax}) {
       // Means of 3 or fewer valid tokens are no whole quarters: padding fills whole groups.
@@ -138,8 +125,14 @@ TEST(MeanRows, ChooseAsTheDefinitionOnTheHostAndOnADevice) {
           const MethodOptions options = options_of(rows, score, dtype);
           const auto wanted = expected(prompt, rows, score, 7);
           ASSERT_EQ(choice(*make_selector(options, nullptr), prompt, 7), wanted) << rows;
-          const auto device = std::move(kind.make().value());
-          ASSERT_EQ(choice(*make_selector(options, device.get()), prompt, 7), wanted) << rows;
+          ASSERT_EQ(has_device_kernels(options), score == Score::kSum);
+          OnDevice device({.delay_us_max = 50}, options,
+                          {.batch = 1,
+                           .queries = 1,
+                           .groups = kTokens / kGroup,
+                           .k = 7,
+                           .rank = 2 * kKvHeads * kDim});
+          ASSERT_EQ(choice(device.selector(), prompt, 7), wanted) << rows;
         }
       }
     }

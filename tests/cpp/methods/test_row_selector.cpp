@@ -11,9 +11,8 @@
 #include <random>
 #include <set>
 
-#include "device/host_device.h"
-#include "methods/device_selector.h"
 #include "methods/make_selector.h"
+#include "methods/selector_on_device.h"
 
 namespace kvswap {
 namespace {
@@ -38,40 +37,6 @@ struct Case {
   int64_t hole = 0;           // positions of padding in the middle of the first sequence
   int64_t score_columns = 0;  // of two stages
   double score_share = 0;
-};
-
-/// Where a selector is; none: on the CPU.
-using Place = std::optional<HostDeviceOptions>;
-
-/// A DeviceSelector with all it needs, on a device that is no device.
-class OnDevice {
- public:
-  OnDevice(const HostDeviceOptions& device, const MethodOptions& options,
-           const DeviceSelector::Room& room) {
-    const DeviceKind kind = host_device(device);
-    device_ = std::move(kind.make().value());
-    const int64_t segment =
-        std::max(DeviceSelector::table_bytes(options.group_tokens, room),
-                 DeviceSelector::append_table_bytes(options.group_tokens, room.groups));
-    tables_.resize(TableRing::kSegments * segment);
-    answer_.resize(DeviceSelector::answer_bytes(room));
-    ring_ = std::move(TableRing::create(*device_, tables_.data(), segment).value());
-    selector_ = std::make_unique<DeviceSelector>(*device_, options);
-    EXPECT_TRUE(selector_
-                    ->reserve({.room = room,
-                               .scratch = &kind.scratch,
-                               .tables = ring_.get(),
-                               .answer = answer_.data()})
-                    .is_ok());
-  }
-  Selector& selector() { return *selector_; }
-
- private:
-  std::vector<std::byte> tables_;
-  std::vector<std::byte> answer_;
-  std::unique_ptr<Device> device_;
-  std::unique_ptr<TableRing> ring_;
-  std::unique_ptr<DeviceSelector> selector_;
 };
 
 class Selection {

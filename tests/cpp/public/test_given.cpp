@@ -128,7 +128,12 @@ TEST_F(Given, TheTokensThatAreWorthMostStay) {
   EXPECT_THROW(session.give(0, TokenWorth{worth}), std::invalid_argument);
   append(session, 1);
   attend(session, 1);
-  EXPECT_EQ(session.report().counters.at("tokens_kept"), 2);
+  const Report report = session.report();
+  EXPECT_EQ(report.counters.at("tokens_kept"), 2);
+  EXPECT_EQ(report.counters.at("groups_recalled"), 0) << "no group is selected";
+  EXPECT_GT(report.counters.at("turn_bytes_read"), 0) << "who stays was on disk alone";
+  EXPECT_LE(report.counters.at("turn_bytes_read"), report.counters.at("bytes_read"));
+  EXPECT_NE(report_text(report).find("of kept tokens, "), std::string::npos);
   Cache other(options("none", "heavy"));
   prompt(other);
   worth.assign(100, 1.0f);

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
+#include "kernels/low_rank_score.h"
 #include "methods/group_rows.h"
 
 namespace kvswap {
@@ -11,9 +11,9 @@ namespace kvswap {
 /// A group is worth the product with its first key. Float32 summaries alone.
 class FirstRows final : public GroupRows {
  public:
-  explicit FirstRows(const MethodOptions& options) : GroupRows(options, 1) {}
+  explicit FirstRows(const MethodOptions& options) : GroupRows(options, GroupRow::kMean) {}
   static RowShape shape_of(const MethodOptions& options, int64_t) {
-    return GroupRows::shape_of(options, 1);
+    return GroupRows::shape_of(options, GroupRow::kMean);
   }
   static std::unique_ptr<Rows> make(const MethodOptions& options,
                                     const std::shared_ptr<class SummaryMemory>&) {
@@ -26,10 +26,13 @@ class FirstRows final : public GroupRows {
     for (int64_t i = 0; i < piece.tokens / options().group_tokens; ++i) {
       const int64_t row = piece.first_row + i;
       float* lane = rows + row / kSummaryBlock * width * kSummaryBlock + row % kSummaryBlock;
-      std::vector<bool> is_known(width, false);
-      for_each_key(piece, i * options().group_tokens, [&](int64_t channel, float key) {
-        if (!is_known[channel]) lane[channel * kSummaryBlock] = key;
-        is_known[channel] = true;
+      const int64_t first = i * options().group_tokens * piece.keys.token_stride;
+      with_elements(piece.keys.data, piece.keys.dtype, [&](const auto* keys) {
+        for (int64_t channel = 0; channel < width; ++channel) {
+          const int64_t head = channel / options().head_dim;
+          lane[channel * kSummaryBlock] =
+              to_float(keys[first + head * piece.keys.head_stride + channel % options().head_dim]);
+        }
       });
     }
   }

@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <vector>
+
+#include "methods/device_rows.h"
+#include "methods/low_rank_rows.h"
+
+namespace kvswap {
+namespace {
+
+class DeviceLowRankRows final : public DeviceRows {
+ public:
+  DeviceLowRankRows(Device& device, const MethodOptions& options, const LowRankRows& rows)
+      : device_(device), options_(options), rows_(rows) {}
+
+  void write(int64_t layer, std::span<const RowPiece> pieces, TableRing& tables) override {
+    cuda::BatchProjectKeysArgs args;
+    std::vector<cuda::ProjectPiece> table;
+    for (const RowPiece& piece : pieces) {
+      table.push_back(
+          {piece.keys.data, piece.rows, piece.row_scale, piece.first_row, piece.tokens});
+      args.tokens_max = std::max(args.tokens_max, piece.tokens);
+    }
+    const KeyView& keys = pieces.front().keys;
+    args.count = static_cast<int64_t>(pieces.size());
+    args.head_stride = keys.head_stride;
+    args.token_stride = keys.token_stride;
+    args.projection = rows_.key_projection(layer, pieces.front().sequence);
+    args.kv_heads = options_.kv_heads;
+    args.head_dim = options_.head_dim;
+    args.rank = rows_.shape(layer).width;
+    args.key_dtype = keys.dtype;
+    args.summary_dtype = options_.summary_dtype;
+    auto sent = tables.open(TableRing::padded(args.count * int64_t{sizeof(cuda::ProjectPiece)}));
+    args.pieces = sent.add(table);
+    sent.send();
+    device_.launch(args);
+  }
+
+  void ask(const ChooseArgs& args, int64_t batch, float* asked) override {
+    const bool is_sum = options_.score == Score::kSum;
+    device_.launch(cuda::BatchProjectQueryArgs{
+        .query = args.query.data,
+        .batch_stride = args.query.batch_stride,
+        .head_stride = args.query.head_stride,
+        .query_stride = args.query.query_stride,
+        .projection = rows_.query_projection(args.layer, 0),
+        .projected = asked,
+        .projects = is_sum ? cuda::QueryHeads::kSummed : cuda::QueryHeads::kEach,
+        .factor = args.scale,
+        .batch = batch,
+        .queries = args.query.queries,
+        .heads = args.query.heads,
+        .kv_heads = options_.kv_heads,
+        .head_dim = options_.head_dim,
+        .rank = rows_.shape(args.layer).width,
+        .dtype = args.query.dtype,
+        .heads_apart = args.query.heads_apart});
+  }
+
+ private:
+  Device& device_;
+  const MethodOptions options_;
+  const LowRankRows& rows_;
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceRows> low_rank_on_device(Device& device, const MethodOptions& options,
+                                               const Rows& rows) {
+  return std::make_unique<DeviceLowRankRows>(device, options,
+                                             static_cast<const LowRankRows&>(rows));
+}
+
+}  // namespace kvswap
