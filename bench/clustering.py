@@ -50,6 +50,9 @@ def kinds(group_tokens: int, heads: str = "all") -> Iterator[tuple[str, SwapConf
         changed = dataclasses.replace(clusters, pending_tokens=waiting)
         yield f"clusters, {waiting} wait", changed
     yield "clusters, replacement=clusters", dataclasses.replace(clusters, replacement="clusters")
+    # Those of the prompt for good: no spread and no size makes one split.
+    never = {"split_factor": 1e6, "cluster_tokens_max": 4096}
+    yield "clusters that never split", dataclasses.replace(clusters, **never)
     for slack in (0, 2, 4):
         changed = dataclasses.replace(clusters, layout="pools", pool_slack_pages=slack)
         yield f"pools, slack {slack}", changed

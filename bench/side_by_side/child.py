@@ -66,6 +66,7 @@ class Runner:
         self.clock: Any = None
         self.fitted: Any = None
         self.update_seconds = 0.0
+        self.disk = disk_bytes()  # when the last step ended
 
     def load(self) -> dict[str, Any]:
         if self.is_llama:
@@ -97,7 +98,8 @@ class Runner:
             self._time_updates()
         elif not self.is_llama:
             self.clock = TokenClock(self.contender.cache)
-        written = disk_bytes()["write_bytes"] - before["write_bytes"]
+        self.disk = disk_bytes()
+        written = self.disk["write_bytes"] - before["write_bytes"]
         return {"seconds": round(seconds, 2), "bytes_written": written}
 
     def _time_updates(self) -> None:
@@ -116,6 +118,7 @@ class Runner:
         """What was before was warming up."""
         self.contender.seconds.clear()
         self.update_seconds = 0.0
+        self.disk = disk_bytes()  # when the last step ended
         if self.clock is not None:
             self.clock.restart()
         return {}
@@ -133,10 +136,12 @@ class Runner:
         return {"advice": best, "seconds": _rounded(seconds)}
 
     def step(self) -> dict[str, Any]:
-        disk, cpu = disk_bytes(), cpu_seconds()
+        before, cpu = self.disk, cpu_seconds()
         self.contender.step()
         cpu = cpu_seconds() - cpu
-        moved = {name: value - disk[name] for name, value in disk_bytes().items()}
+        # Since the step before, not since this one's begin: who reads ahead does so in between, too.
+        self.disk = disk_bytes()
+        moved = {name: value - before[name] for name, value in self.disk.items()}
         return {"seconds": self.contender.seconds[-1], "cpu_seconds": cpu} | moved
 
     def report(self) -> dict[str, Any]:

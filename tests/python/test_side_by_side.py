@@ -271,7 +271,10 @@ def test_a_cell_is_measured_and_told(tiny, tmp_path):
     folder.mkdir()
     (folder / f"{cell.name}.json").write_text(json.dumps(result))
     rows = result["contenders"]
-    assert rows["restore"]["bytes_read"] >= cell.kv_bytes or not _counts_reads(rows)
+    steps, layers = rows["restore"]["steps"], cell.shape.layers
+    # The next step's first layer may not have come when the last step ends.
+    least = cell.kv_bytes * (steps * layers - 1) // (steps * layers)
+    assert rows["restore"]["bytes_read"] >= least or not _counts_reads(rows)
     assert rows["kvswap"]["against_kvswap"] is None
     assert rows["restore"]["against_kvswap"] > 0
     assert rows["restore"]["bytes_written_per_token_stored"] >= cell.kv_bytes // cell.context
