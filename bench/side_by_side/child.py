@@ -139,7 +139,7 @@ class Runner:
         before, cpu = self.disk, cpu_seconds()
         self.contender.step()
         cpu = cpu_seconds() - cpu
-        # Since the step before, not since this one's begin: who reads ahead does so in between, too.
+        # Since the last step, not since this one began: who reads ahead does so in between, too.
         self.disk = disk_bytes()
         moved = {name: value - before[name] for name, value in self.disk.items()}
         return {"seconds": self.contender.seconds[-1], "cpu_seconds": cpu} | moved
