@@ -107,6 +107,7 @@ sanitize-short: sanitize-short-thread sanitize-short-address  ## a part under ea
 
 sanitize-short-address: $(STAMP)  ## readers, queue, store, files from outside under ASan and UBSan
 	@$(CHECKS_LEAKS) || export ASAN_OPTIONS=detect_leaks=0; \
+	export KVSWAP_TEST_LIVES=3; \
 	if $(HAS_PLAIN_LAYOUT); then \
 	  $(call LOCK,short-address) $(SUB) locked-core DIR=build/short-address $(SHORT_TEST) \
 	    FLAGS="$(SHORT_ADDRESS)" UNDER="$(PLAIN_LAYOUT)" && \
