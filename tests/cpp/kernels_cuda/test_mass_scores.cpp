@@ -14,6 +14,18 @@
 namespace kvswap {
 namespace {
 
+/// By the kernel, for so many rows of queries: [rows, groups].
+std::vector<float> scores_of(const cuda::BatchSelectArgs& args, int64_t rows) {
+  GuardedBuffer<float> scores(rows * args.groups);
+  GuardedBuffer<char> scratch(cuda::mass_scores_scratch_bytes(args));
+  expect_ok(cuda::mass_scores({.select = args,
+                               .group_scores = scores.data(),
+                               .score_stride = args.groups,
+                               .scratch = scratch.data()},
+                              nullptr));
+  return {scores.data(), scores.data() + rows * args.groups};
+}
+
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 struct MassShape {
@@ -111,13 +123,8 @@ void expect_mass_as_on_cpu(const MassShape& shape) {
   MassCase<T> own(shape);
   cuda::BatchSelectArgs args = own.select();
   in_every_order([&] {
-    GuardedBuffer<float> scores(expected.size());
-    GuardedBuffer<char> scratch(cuda::mass_scores_scratch_bytes(args));
-    expect_ok(cuda::mass_scores({.select = args,
-                                 .group_scores = scores.data(),
-                                 .score_stride = own.groups,
-                                 .scratch = scratch.data()},
-                                nullptr));
+    const std::vector<float> scores =
+        scores_of(args, static_cast<int64_t>(expected.size()) / own.groups);
     for (size_t i = 0; i < expected.size(); ++i) {
       if (expected[i] == kNever) {
         ASSERT_EQ(scores[i], kNever) << i;
@@ -142,13 +149,7 @@ TEST(CudaMassScores, SelectGroupsChoosesTheirBest) {
   MassCase<int8_t> own({2, 128, 16, 2, 4, 4, 64});
   cuda::BatchSelectArgs args = own.select();
   const int64_t rows = 4, k = 20;
-  GuardedBuffer<float> scores(rows * own.groups);
-  GuardedBuffer<char> score_scratch(cuda::mass_scores_scratch_bytes(args));
-  expect_ok(cuda::mass_scores({.select = args,
-                               .group_scores = scores.data(),
-                               .score_stride = own.groups,
-                               .scratch = score_scratch.data()},
-                              nullptr));
+  const std::vector<float> scores = scores_of(args, rows);
   std::vector<int32_t> expected(rows * k, -1), expected_counts;
   for (int64_t row = 0; row < rows; ++row) {
     expected_counts.push_back(
@@ -174,13 +175,7 @@ TEST(CudaMassScores, AHeadWithoutNumbersKnowsNothing) {
   MassCase<float> own({1, 64, 8, 1, 2, 4, 64});
   for (int64_t r = 0; r < 8; ++r) own.summary.query[r] = std::numeric_limits<float>::quiet_NaN();
   const cuda::BatchSelectArgs args = own.select();
-  GuardedBuffer<float> scores(own.groups);
-  GuardedBuffer<char> scratch(cuda::mass_scores_scratch_bytes(args));
-  expect_ok(cuda::mass_scores({.select = args,
-                               .group_scores = scores.data(),
-                               .score_stride = own.groups,
-                               .scratch = scratch.data()},
-                              nullptr));
+  const std::vector<float> scores = scores_of(args, 1);
   float total = 0;
   for (int64_t g = 0; g < own.groups; ++g) {
     if (scores[g] > kNever) total += scores[g];
@@ -198,13 +193,7 @@ TEST(CudaMassScores, AGroupWithWhatIsNoNumberIsWorthMoreThanAny) {
   const std::vector<float> expected = own.expected();
   const cuda::BatchSelectArgs args = own.select();
   in_every_order([&] {
-    GuardedBuffer<float> scores(own.groups);
-    GuardedBuffer<char> scratch(cuda::mass_scores_scratch_bytes(args));
-    expect_ok(cuda::mass_scores({.select = args,
-                                 .group_scores = scores.data(),
-                                 .score_stride = own.groups,
-                                 .scratch = scratch.data()},
-                                nullptr));
+    const std::vector<float> scores = scores_of(args, 1);
     for (int64_t g = 0; g < own.groups; ++g) {
       EXPECT_EQ(std::isinf(scores[g]) && scores[g] > 0, g == token / 4) << g;
       if (std::isfinite(expected[g])) {
