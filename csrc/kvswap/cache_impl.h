@@ -28,7 +28,7 @@ class Cache::Impl {
   Impl(const CacheOptions& options, std::unique_ptr<Engine> engine)
       : options_(options), engine_(std::move(engine)), projections_(options.shape.layers) {
     options_.ranks = engine_->options().ranks;
-    if (!options_.exact) options_.exact = paged_exact_attention();
+    if (!options_.exact) options_.exact = host_exact_attention();
     if (options_.shall_end) engine_->patience().set_question(options_.shall_end);
   }
 

@@ -51,9 +51,9 @@ class ExactAttention {
                                                     const ExactArgs& args) const = 0;
 };
 
-/// The paged kernel on the CPU: parts in fp32, sinks last. On a device the chunk is copied to the
-/// host, and its answer back.
-std::shared_ptr<ExactAttention> paged_exact_attention();
+/// The CPU's kernels: parts in fp32, sinks last. On a device the chunk is copied to the host, and
+/// its answer back.
+std::shared_ptr<ExactAttention> host_exact_attention();
 
 /// The one exact walk: every part of the chunk attends causally over itself and over everything
 /// before it, which streams through in blocks; then the engine hears of it, in the order that it

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/chunk_attention.h"
 #include "kernels/records.h"
 #include "torch/element_type.h"
 #include "torch/parallel.h"
@@ -281,11 +282,17 @@ class TorchExactAttention final : public ExactAttention {
   explicit TorchExactAttention(at::Device device) : device_(device) {}
 
   Result<std::unique_ptr<ExactChunk>> begin(Engine& engine, const ExactArgs& args) const override {
+    const EngineOptions& options = engine.options();
+    if (!options.device && options.dtype == DType::kBFloat16 && has_chunk_attention() &&
+        !has_bf16_tiles()) {
+      return host_->begin(engine, args);
+    }
     return std::unique_ptr<ExactChunk>(std::make_unique<TorchChunk>(engine, args, device_));
   }
 
  private:
   at::Device device_;
+  std::shared_ptr<ExactAttention> host_ = host_exact_attention();
 };
 
 }  // namespace

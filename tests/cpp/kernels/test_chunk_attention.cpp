@@ -1,0 +1,247 @@
+// Long chunks in bf16 against softmax(scale * Q K^T) V in double.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <thread>
+
+#include "kernels/chunk_attention.h"
+#include "kernels/kernel_test.h"
+
+namespace kvswap {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+struct Case {
+  int64_t kv_heads = 2, ratio = 3, head_dim = 64;
+  int64_t tokens = 300;
+  int64_t queries = 40;
+  int64_t group_tokens = 4;
+  int64_t query_position = 300;  // all tokens are before query 0
+  float softcap = 0.0f;
+  bool has_padding = false;  // the first 17 tokens, and every 29th
+  bool in_records = true;    // else a view [tokens, kv_heads, head_dim]
+};
+
+/// Serial pieces in turn, from the last to the first: the order must not count.
+void backwards(int64_t count, int64_t /*grain*/,
+               const std::function<void(int64_t, int64_t)>& body) {
+  for (int64_t i = count; i > 0; --i) body(i - 1, i);
+}
+
+class Chunk {
+ public:
+  explicit Chunk(const Case& of)
+      : heads(of.kv_heads * of.ratio),
+        output(of.queries * heads * of.head_dim),
+        log_sum_exp(of.queries * heads, kNever),
+        keys(random_elements<BFloat16>(of.tokens * of.kv_heads * of.head_dim, 1)),
+        values(random_elements<BFloat16>(of.tokens * of.kv_heads * of.head_dim, 2)),
+        query(random_elements<BFloat16>(heads * of.queries * of.head_dim, 3)),
+        valid(of.tokens, 1),
+        case_(of) {
+    for (int64_t t = 0; of.has_padding && t < of.tokens; ++t) valid[t] = t >= 17 && t % 29 != 0;
+  }
+
+  /// Over tokens [begin, end), a group's multiple.
+  void attend(int64_t begin, int64_t end, const ParallelFor* parallel = nullptr) {
+    const Case& c = case_;
+    const int64_t row = c.kv_heads * c.head_dim;
+    ChunkAttentionArgs args = {.query = query.data(),
+                               .query_head_stride = c.queries * c.head_dim,
+                               .query_token_stride = c.head_dim,
+                               .output = output.data(),
+                               .log_sum_exp = log_sum_exp.data(),
+                               .valid = c.has_padding ? valid.data() + begin : nullptr,
+                               .tokens = end - begin,
+                               .position = begin,
+                               .query_position = c.query_position,
+                               .heads = heads,
+                               .queries = c.queries,
+                               .scale = scale(),
+                               .softcap = c.softcap,
+                               .shape = {c.kv_heads, c.group_tokens, c.head_dim, 2}};
+    pack();
+    if (c.in_records) {
+      args.records = records_.data() + begin / c.group_tokens;
+    } else {
+      args.view = {.keys = keys.data() + begin * row,
+                   .values = values.data() + begin * row,
+                   .key_head_stride = c.head_dim,
+                   .key_token_stride = row,
+                   .value_head_stride = c.head_dim,
+                   .value_token_stride = row};
+    }
+    chunk_attention(args, {.parallel = parallel});
+  }
+
+  /// Every number against the definition.
+  void expect_exact() const {
+    const Case& c = case_;
+    for (int64_t q = 0; q < c.queries; ++q) {
+      for (int64_t head = 0; head < heads; ++head) expect_row(q, head);
+    }
+  }
+
+  BFloat16& key(int64_t t, int64_t kv_head, int64_t d) { return keys[at(t, kv_head, d)]; }
+  BFloat16& value(int64_t t, int64_t kv_head, int64_t d) { return values[at(t, kv_head, d)]; }
+
+  int64_t heads;
+  std::vector<float> output, log_sum_exp;
+  std::vector<BFloat16> keys, values;  // [tokens, kv_heads, head_dim]
+  std::vector<BFloat16> query;         // [heads, queries, head_dim]
+  std::vector<uint8_t> valid;
+
+ private:
+  int64_t at(int64_t t, int64_t kv_head, int64_t d) const {
+    return (t * case_.kv_heads + kv_head) * case_.head_dim + d;
+  }
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.head_dim)); }
+
+  void pack() {
+    const Case& c = case_;
+    const int64_t groups = (c.tokens + c.group_tokens - 1) / c.group_tokens;
+    const int64_t record = c.kv_heads * 2 * c.group_tokens * c.head_dim;
+    packed_.assign(groups * record, from_float<BFloat16>(NAN));  // what is not there must not count
+    records_.resize(groups);
+    for (int64_t i = 0; i < groups; ++i) records_[i] = packed_.data() + i * record;
+    for (int64_t t = 0; t < c.tokens; ++t) {
+      for (int64_t h = 0; h < c.kv_heads; ++h) {
+        const int64_t slot = h * 2 * c.group_tokens + t % c.group_tokens;
+        BFloat16* to = packed_.data() + t / c.group_tokens * record + slot * c.head_dim;
+        std::copy_n(&keys[at(t, h, 0)], c.head_dim, to);
+        std::copy_n(&values[at(t, h, 0)], c.head_dim, to + c.group_tokens * c.head_dim);
+      }
+    }
+  }
+
+  void expect_row(int64_t q, int64_t head) const {
+    const Case& c = case_;
+    std::vector<double> weights;
+    double sum = 0;
+    for (int64_t t = 0; t < c.tokens; ++t) {
+      double score = 0;
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        score += double{to_float(query[(head * c.queries + q) * c.head_dim + d])} *
+                 to_float(keys[at(t, head / c.ratio, d)]);
+      }
+      score *= scale();
+      if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
+      const bool is_seen = valid[t] != 0 && t <= c.query_position + q;
+      weights.push_back(is_seen ? std::exp(score) : 0);
+      sum += weights.back();
+    }
+    const int64_t row = q * heads + head;
+    if (sum == 0) {
+      EXPECT_EQ(log_sum_exp[row], kNever) << "query " << q << ", head " << head;
+    } else {
+      EXPECT_NEAR(log_sum_exp[row], std::log(sum), 1e-4) << "query " << q << ", head " << head;
+    }
+    for (int64_t d = 0; d < c.head_dim; ++d) {
+      double expected = 0;
+      for (int64_t t = 0; t < c.tokens && sum > 0; ++t) {
+        if (weights[t] == 0) continue;
+        expected += weights[t] / sum * to_float(values[at(t, head / c.ratio, d)]);
+      }
+      ASSERT_NEAR(output[row * c.head_dim + d], expected, 6e-3)
+          << "query " << q << ", head " << head << ", number " << d;
+    }
+  }
+
+  Case case_;
+  std::vector<BFloat16> packed_;
+  std::vector<const void*> records_;
+};
+
+class ChunkAttention : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_chunk_attention()) GTEST_SKIP() << "this CPU has no products of bf16 (AVX-512 BF16)";
+  }
+};
+
+class ChunkShapes : public ChunkAttention, public testing::WithParamInterface<Case> {};
+
+TEST_P(ChunkShapes, AreAttendedExactly) {
+  Chunk chunk(GetParam());
+  chunk.attend(0, GetParam().tokens);
+  chunk.expect_exact();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Each, ChunkShapes,
+    testing::Values(Case{}, Case{.tokens = 1}, Case{.queries = 1}, Case{.kv_heads = 1, .ratio = 1},
+                    Case{.kv_heads = 3, .ratio = 8, .queries = 7}, Case{.head_dim = 1},
+                    Case{.head_dim = 7}, Case{.head_dim = 80}, Case{.head_dim = 128},
+                    Case{.head_dim = 256, .tokens = 70, .queries = 9}, Case{.group_tokens = 1},
+                    Case{.group_tokens = 64}, Case{.in_records = false},
+                    Case{.head_dim = 33, .in_records = false}, Case{.has_padding = true},
+                    Case{.softcap = 3.0f}, Case{.softcap = 30.0f, .has_padding = true},
+                    Case{.tokens = 40, .query_position = 0, .in_records = false},
+                    Case{.tokens = 600, .queries = 300, .query_position = 300},
+                    Case{.tokens = 300, .queries = 300, .query_position = 0},
+                    Case{.tokens = 60, .queries = 60, .query_position = 0, .has_padding = true}));
+
+TEST_F(ChunkAttention, BlocksAfterBlocksComeToTheSameAsAllAtOnce) {
+  Chunk chunk({.tokens = 1000, .query_position = 1000});
+  for (int64_t begin = 0; begin < 1000; begin += 100) chunk.attend(begin, begin + 100);
+  chunk.expect_exact();
+}
+
+TEST_F(ChunkAttention, HowTheWorkIsSplitChangesNoBit) {
+  const Case many = {.kv_heads = 1, .tokens = 520, .queries = 700, .query_position = 100};
+  Chunk serial(many);
+  Chunk split(many);
+  const ParallelFor parallel = backwards;
+  serial.attend(0, 520);
+  split.attend(0, 520, &parallel);
+  EXPECT_EQ(serial.output, split.output);
+  EXPECT_EQ(serial.log_sum_exp, split.log_sum_exp);
+}
+
+TEST_F(ChunkAttention, WhoSeesNothingKeepsWhatItHas) {
+  Chunk chunk({.has_padding = true});
+  chunk.attend(0, 300);
+  const Chunk before = chunk;
+  std::fill(chunk.valid.begin(), chunk.valid.end(), 0);
+  chunk.attend(0, 300);
+  EXPECT_EQ(chunk.output, before.output);
+  EXPECT_EQ(chunk.log_sum_exp, before.log_sum_exp);
+}
+
+TEST_F(ChunkAttention, PaddingThatIsNoNumberTouchesNothing) {
+  Chunk chunk({.has_padding = true});
+  for (int64_t d = 0; d < 64; ++d) {
+    chunk.key(3, 0, d) = chunk.value(3, 0, d) = from_float<BFloat16>(NAN);
+    chunk.key(29, 1, d) = chunk.value(29, 1, d) = from_float<BFloat16>(INFINITY);
+  }
+  chunk.attend(0, 300);
+  chunk.expect_exact();
+}
+
+TEST_F(ChunkAttention, AKeyThatIsNoNumberOrInfiniteGivesNaNToItsHeadsAlone) {
+  for (const uint16_t bits : {0x7fc0, 0xffc1, 0x7fff, 0x7f80, 0xff80}) {
+    Chunk chunk({.kv_heads = 2, .ratio = 1, .queries = 2});
+    chunk.key(250, 1, 5) = BFloat16{bits};
+    chunk.query[(1 * 2 + 0) * 64 + 5] = from_float<BFloat16>(1.0f);
+    chunk.query[(1 * 2 + 1) * 64 + 5] = from_float<BFloat16>(1.0f);
+    chunk.attend(0, 300);
+    const bool is_never_chosen = bits == 0xff80;  // -inf: a score that weighs nothing
+    for (int64_t q = 0; q < 2; ++q) {
+      EXPECT_FALSE(std::isnan(chunk.output[(q * 2 + 0) * 64])) << bits;
+      EXPECT_EQ(std::isnan(chunk.output[(q * 2 + 1) * 64]), !is_never_chosen) << bits;
+    }
+  }
+}
+
+TEST_F(ChunkAttention, LargeScoresDoNotOverflow) {
+  Chunk chunk({.tokens = 64, .queries = 2, .query_position = 64});
+  for (BFloat16& key : chunk.keys) key = from_float<BFloat16>(to_float(key) * 200.0f);
+  chunk.attend(0, 64);
+  for (const float number : chunk.output) EXPECT_TRUE(std::isfinite(number));
+  for (const float number : chunk.log_sum_exp) EXPECT_TRUE(std::isfinite(number));
+}
+
+}  // namespace
+}  // namespace kvswap
