@@ -63,7 +63,9 @@ Status ExactChunks::walk(const PastWalk& walk, PastVisitor& visitor) {
 
 Status ExactChunks::visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor) {
   if (groups.count <= 0) return Status::ok();
-  auto opened = stream(groups);
+  auto found = blocks(groups, visitor.unpacks());
+  if (!found.is_ok()) return found.status();
+  auto opened = PastStream::open(past_, std::move(found.value()), groups);
   if (!opened.is_ok()) return opened.status();
   while (true) {
     auto block = opened.value()->next();
@@ -84,24 +86,17 @@ Status ExactChunks::visit_newest(const PastReader::Positions& positions, PastVis
   return visitor.visit_newest(positions.begin, positions.end, keys.data(), values.data());
 }
 
-Result<std::unique_ptr<PastStream>> ExactChunks::stream(const PastReader::Groups& groups) {
-  KVSWAP_ASSERT(groups.count >= 0 &&
-                groups.first + groups.count <= batch_.layer(groups.layer).sealed_groups);
-  auto found = blocks(groups);
-  if (!found.is_ok()) return found.status();
-  return PastStream::open(past_, std::move(found.value()), groups);
-}
-
 /// Memory to stream them through. In a small budget a long past gets the reuse buffers, and the
 /// next steps of as many layers as it takes read anew: what makes a long chunk fast is large
 /// blocks. A layer that never chooses gets its own pages. Otherwise PastReader::blocks().
-Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups) {
+Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups, bool with_room) {
   const EngineOptions& options = parts_.options;
   const int64_t record_bytes = parts_.record_bytes();
   SequencePages& pages = batch_.pages(groups.sequence);
   const int64_t own = past_block_groups(options, record_bytes);
   // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
-  const int64_t pages_each = 2 + (options.group_bytes() + record_bytes - 1) / record_bytes;
+  const int64_t unpacked = (options.group_bytes() + record_bytes - 1) / record_bytes;
+  const int64_t pages_each = 2 + (with_room ? unpacked : 0);
   const bool is_own = options.is_exact(groups.layer);
   const int64_t lendable = is_own ? options.pages_max : pages.reuse_pages();
   const int64_t lent =
@@ -119,7 +114,7 @@ Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups) {
   const int64_t bytes = lent * record_bytes;
   return PastBlocks{.memory = pages.memory(),
                     .slots = {base, base + bytes},
-                    .room = base + 2 * bytes,
+                    .room = with_room ? base + 2 * bytes : nullptr,
                     .groups = lent};
 }
 

@@ -14,6 +14,8 @@ namespace kvswap {
 class PastVisitor {
  public:
   virtual ~PastVisitor() = default;
+  /// Whether sealed blocks are unpacked, to PastStream::Block::room; else there need be none.
+  virtual bool unpacks() const { return false; }
   /// Sealed groups; their records are the host's, and there during the call.
   virtual Status visit_sealed(const PastStream::Block& block) = 0;
   /// What is left of the tokens whose records are gone; all are before the chunk, and count.

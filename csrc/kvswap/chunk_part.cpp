@@ -27,14 +27,12 @@ class ChunkPart final : public HostPart {
             .position = begin});
   }
 
+  bool unpacks() const override { return options().has_float8_records(); }
+
   Status visit_sealed(const PastStream::Block& block) override {
     const int64_t group_tokens = options().group_tokens;
-    std::vector<const void*> records(block.groups);
-    std::vector<std::byte> decoded;
-    if (options().has_float8_records()) decoded.resize(block.groups * options().group_bytes());
-    run_parallel(execution(), block.groups, 64, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) records[i] = record(block, i, decoded);
-    });
+    std::vector<const void*> records(block.listed->pages.begin(), block.listed->pages.end());
+    if (unpacks()) decode(block, records);
     attend({.records = records.data(),
             .tokens = block.groups * group_tokens,
             .position = block.first_group * group_tokens});
@@ -68,13 +66,17 @@ class ChunkPart final : public HostPart {
   }
 
  private:
-  /// Where a group stands in the cache's dtype: in the block, or decoded.
-  const void* record(const PastStream::Block& block, int64_t i, std::vector<std::byte>& decoded) {
-    const std::byte* page = block.listed->pages[i];
-    if (decoded.empty()) return page;
-    return tokens_of_page(options(), page,
-                          block.listed->exponents.data() + i * options().note_bytes(),
-                          decoded.data() + i * options().group_bytes());
+  /// Pages of e4m3 become those of the cache's dtype.
+  void decode(const PastStream::Block& block, std::vector<const void*>& records) {
+    const int64_t bytes = options().group_bytes();
+    if (block.room == nullptr) decoded_.resize(block.groups * bytes);
+    std::byte* room = block.room == nullptr ? decoded_.data() : block.room;
+    run_parallel(execution(), block.groups, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int8_t* exponents = block.listed->exponents.data() + i * options().note_bytes();
+        records[i] = tokens_of_page(options(), block.listed->pages[i], exponents, room + i * bytes);
+      }
+    });
   }
 
   /// Tokens by their positions; padding does not count.
@@ -102,6 +104,8 @@ class ChunkPart final : public HostPart {
     args.shape = options().record_shape();
     chunk_attention(args, execution());
   }
+
+  std::vector<std::byte> decoded_;  // a block, where it has no room for that
 };
 
 }  // namespace

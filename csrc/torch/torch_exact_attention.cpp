@@ -131,6 +131,7 @@ class TorchPart final : public ExactPart {
             .scale = static_cast<float>(rule_.scale),
             .softcap = static_cast<float>(rule_.softcap)};
   }
+  bool unpacks() const override { return true; }
   void add_sinks() override { kvswap::add_sinks(partial_, sinks_); }
   void write() override { output_.copy_(partial_.output); }
 
