@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "kernels/attention_mass.h"
+#include "kernels/chunk_attention.h"
 #include "kernels/cpu_features.h"
 #include "kernels/fp8.h"
 #include "kernels/group_topk.h"
@@ -295,6 +297,38 @@ void measure_attention(int64_t batch, int64_t heads, int64_t kv_heads, int64_t h
           });
 }
 
+/// A chunk over as many tokens before it, and over none that is masked.
+void measure_chunk(int64_t queries, int64_t tokens) {
+  if (!has_chunk_attention()) return;
+  const int64_t heads = 32, group = 4;
+  const RecordShape shape{8, group, 64, 2};
+  const auto query = random_words<uint16_t>(heads * queries * shape.head_dim);
+  const auto stored = random_words<uint16_t>(tokens / group * shape.payload_bytes() / 2);
+  std::vector<const void*> records(tokens / group);
+  for (size_t i = 0; i < records.size(); ++i) {
+    records[i] = stored.data() + i * shape.payload_bytes() / 2;
+  }
+  std::vector<float> output(queries * heads * shape.head_dim);
+  std::vector<float> log_sum_exp(queries * heads, -HUGE_VALF);
+  const double products = 2.0 * heads * queries * tokens * shape.head_dim;
+  measure("chunk attention " + std::to_string(queries) + " x " + std::to_string(tokens),
+          2e-9 * products, "GFLOP", [&] {
+            chunk_attention({.query = query.data(),
+                             .query_head_stride = queries * shape.head_dim,
+                             .query_token_stride = shape.head_dim,
+                             .output = output.data(),
+                             .log_sum_exp = log_sum_exp.data(),
+                             .records = records.data(),
+                             .tokens = tokens,
+                             .query_position = tokens,
+                             .heads = heads,
+                             .queries = queries,
+                             .scale = 0.125f,
+                             .shape = shape},
+                            {});
+          });
+}
+
 void measure_fp8() {
   const int64_t rows = 65536, head_dim = 64;
   auto source = random_words<uint16_t>(rows * head_dim);
@@ -348,5 +382,6 @@ int main(int count, char** arguments) {
   measure_attention(8, 32, 8, 64, 16, 1, false);
   measure_attention(8, 32, 2, 64, 4, 1, false);
   measure_attention(8, 32, 8, 64, 4, 8, false);
+  for (const int64_t queries : {512, 4096}) measure_chunk(queries, 4096);
   measure_fp8();
 }
