@@ -42,6 +42,8 @@ class QueryPredictor : public torch::CustomClassHolder {
   at::Tensor predict(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin) const;
 
  private:
+  at::Tensor project(const at::Tensor& hidden) const;
+
   QueryPredictorWeights weights_;
   int64_t heads_out_;
   int64_t head_dim_;

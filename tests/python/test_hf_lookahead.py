@@ -237,6 +237,26 @@ def test_predictor_refuses_wrong_shapes():
     assert right.predict(torch.zeros(1, 3, 48), cos, cos).shape == (1, 2, 3, 16)
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_single_token_in_half_precision_is_projected_as_torch_does(dtype, has_bias):
+    """Its product is our own: the same sums, in another order."""
+    LookAhead(model_parts(tiny_model("llama")))  # loads the library
+    torch.manual_seed(0)
+    weight = torch.randn(64, 48, dtype=dtype)
+    bias = torch.randn(64, dtype=dtype) if has_bias else None
+    predictor = torch.classes.kvswap_torch.QueryPredictor(weight, bias, None, 0.0, 4, 2, False)
+    for hidden in (
+        torch.randn(1, 1, 48, dtype=dtype),
+        torch.randn(1, 1, 96, dtype=dtype)[..., ::2],
+    ):
+        unturned = torch.ones(1, 1, 16, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
+        query = predictor.predict(hidden, *unturned)
+        expected = nn.functional.linear(hidden, weight, bias).view(1, 1, 4, 16).transpose(1, 2)
+        torch.testing.assert_close(query, expected, rtol=2**-7, atol=2**-4)
+
+
 def test_families_that_name_the_cache_differently(open_cache):
     """GPT-NeoX passes it as layer_past and has one projection for all; nothing is written twice."""
     torch.manual_seed(0)
