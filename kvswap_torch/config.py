@@ -299,11 +299,12 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
     )
     projection_kind: str = one_of(
         "query_aware",
-        ("query_aware", "svd_keys", "pca_per_head", "skewed", "channels"),
+        ("query_aware", "svd_keys", "pca_per_head", "skewed", "channels", "rope_pairs"),
         "the best bilinear form of queries and keys, the paper's SVD of the keys, or one block for "
         "each KV head: principal components of its keys (Loki), the columns that weigh most of "
-        "keys and queries rotated by the queries' SVD (InfiniGen), or the channels of its keys "
-        "that the newest queries meet most (ThinK); blocks are never doubled",
+        "keys and queries rotated by the queries' SVD (InfiniGen), the channels of its keys that "
+        "the newest queries meet most (ThinK), or such pairs of channels that RoPE turns together, "
+        "for which `rank` is even; blocks are never doubled",
     )
     model: ModelIdentity | None = plain(None, "the model it is for; None: any")
     provenance: Mapping[str, Any] = plain(dict, "how it was found: free-form, never interpreted")

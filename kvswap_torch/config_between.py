@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvswap_torch.config_rules import Floor, Idle, Owned
+from kvswap_torch.config_rules import Even, Floor, Idle, Owned
 
-__all__ = ["FLOORS", "IDLE", "OWNED", "check_between"]
+__all__ = ["EVEN", "FLOORS", "IDLE", "OWNED", "check_between"]
 
 FLOORS = (
     Floor("pages_max", "groups_max", "since what a step attends must be in memory"),
@@ -82,7 +82,7 @@ IDLE = (  # what would have no effect
     ),
     *(
         Idle("score_columns", "projection_kind", kind, "since its first columns are one head's")
-        for kind in ("pca_per_head", "skewed", "channels")
+        for kind in ("pca_per_head", "skewed", "channels", "rope_pairs")
     ),
     *(
         Idle(name, "keeper", keeper, "since no token is kept for what it was paid")
@@ -112,9 +112,10 @@ IDLE = (  # what would have no effect
     ),
     Idle("keep_pool", "keeper", "heavy", "since what each step paid is summed token by token"),
 )
+EVEN = (Even("rank", "projection_kind", "rope_pairs", "since both channels of a pair are taken"),)
 
 
 def check_between(settings: Any) -> None:
     """Raises `ConfigError` for the first rule that does not hold."""
-    for rule in (*FLOORS, *OWNED, *IDLE):
+    for rule in (*FLOORS, *OWNED, *IDLE, *EVEN):
         rule.check(settings)

@@ -11,7 +11,7 @@ import textwrap
 from typing import Any
 
 from kvswap_torch.config import CONFIG_VERSION, SETTINGS, SOLVABLE, SwapConfig
-from kvswap_torch.config_between import FLOORS, IDLE, OWNED
+from kvswap_torch.config_between import EVEN, FLOORS, IDLE, OWNED
 from kvswap_torch.config_parts import ModelIdentity
 
 NOTICE = "// Written by `make schema` from kvswap_torch/config.py; change it there."
@@ -128,6 +128,11 @@ def _between_two() -> list[str]:
         f'&Settings::{each.owner}, "{each.word}", "{each.why}", {_values(each.values)});'
         for each in IDLE
     ]
+    even = [
+        f'  visit("{each.name}", &Settings::{each.name}, "{each.owner}", '
+        f'&Settings::{each.owner}, "{each.word}", "{each.why}");'
+        for each in EVEN
+    ]
     return [
         "/// visit(name, member, floor's name, floor's member, why, keeper): what holds between",
         "/// two, with that keeper, or where it is empty with any.",
@@ -148,6 +153,13 @@ def _between_two() -> list[str]:
         "template <typename Visit>",
         "void visit_idle(Visit&& visit) {",
         *idle,
+        "}",
+        "",
+        "/// visit(name, member, owner's name, its member, word, why): the setting, or each number",
+        "/// of it, is even where the owner is that word.",
+        "template <typename Visit>",
+        "void visit_even(Visit&& visit) {",
+        *even,
         "}",
         "",
     ]

@@ -202,6 +202,27 @@ class Idle:
 
 
 @dataclass(frozen=True)
+class Even:
+    """A number, or each of several, is even where `owner` is `word`, and why."""
+
+    name: str
+    owner: str
+    word: str
+    why: str
+
+    def check(self, settings: Any) -> None:
+        """Raises `ConfigError` where one is odd."""
+        value = getattr(settings, self.name)
+        values = value if isinstance(value, tuple) else (value,)
+        if _word(getattr(settings, self.owner)) == self.word and any(one % 2 for one in values):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(
+                f"{self.name}: must be even where {self.owner} is {self.word}, {self.why}, got "
+                f"{shown}"
+            )
+
+
+@dataclass(frozen=True)
 class Floor:
     """What holds between two settings: `name` is at least `floor`, and why.
 

@@ -275,7 +275,8 @@ MISSING = {
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
     "clusterkv": _LOCAL,
     "pqcache": _QUANTISED,
-    "fasa": "projections of pairs of rotary channels",
+    "fasa": "its own rule of which pairs of rotary channels are dominant (by another rule they are "
+    "projection_kind=rope_pairs)",
 }
 
 

@@ -9,10 +9,11 @@ close to q . k. Ways to choose them:
     The best rank-r form of q . k itself: with Cq and Ck the second moments of queries and centred
     keys, from the SVD of Cq^1/2 Ck^1/2. Better at the same rank, since only q . k is needed.
 
-`pca_per_head`, `skewed`, `channels`
+`pca_per_head`, `skewed`, `channels`, `rope_pairs`
     One block for each KV head, no head's columns meeting another's keys or queries: Loki's
     principal components of each head's keys; InfiniGen's columns of keys and queries rotated by
-    their queries' SVD; ThinK's single channels of each head's keys.
+    their queries' SVD; ThinK's single channels of each head's keys; pairs of channels that RoPE
+    turns together, those that add most to products with the newest queries, by a rule of our own.
 
 Keys are one token's K of all KV heads side by side, after RoPE. Where groups are scored by a sum
 over heads, queries are summed over the heads of each KV head; where each head is scored for itself,
@@ -114,6 +115,7 @@ def from_chunk(
     valid: torch.Tensor | None = None,
     score: str = "sum",
     heads: str = "all",
+    rotary: int | None = None,
 ) -> Pair:
     """A projection from one chunk's own keys and queries, when nobody calibrated one.
 
@@ -131,7 +133,7 @@ def from_chunk(
     query
         ``[batch, heads, tokens, head_dim]`` of the same tokens, or None.
     rank
-        Columns, at most ``kv_heads * head_dim``.
+        Columns, at most ``kv_heads * head_dim``; even for ``rope_pairs``.
     valid
         ``[batch, tokens]`` bool; None: all.
     score
@@ -139,10 +141,18 @@ def from_chunk(
     heads
         As in `SwapConfig`: with ``each`` every KV head has a projection of its own keys, at most
         ``head_dim`` wide, and the pair holds them one below the other.
+    rotary
+        Of ``rope_pairs``: how many of a head's first channels are turned by position, i together
+        with i + rotary / 2; None: all.
+
+    Raises
+    ------
+    ValueError
+        For a rank out of range, or of ``rope_pairs`` an odd one.
     """
     from kvswap_torch import _C
 
-    return _C.estimate_projection(kind, keys, query, rank, valid, score, heads)
+    return _C.estimate_projection(kind, keys, query, rank, valid, score, heads, rotary or 0)
 
 
 def of_keys_alone(kind: str) -> str:

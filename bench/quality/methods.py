@@ -18,7 +18,7 @@ from bench.quality.clusters import ClusterMethod, ClusterSettings
 from bench.quality.emulate import Method
 from bench.quality.others import Chance, Full, Oracle, Recent, Snap
 from bench.quality.product import CHANGED, OWN, Product
-from bench.quality.projections import Projections
+from bench.quality.projections import BLOCKS, ESTIMATED, Projections
 from bench.quality.swap import SCORES, Swap
 from bench.quality.values import number, one_of, whole
 from kvswap_torch.config import SwapConfig
@@ -31,7 +31,8 @@ SETTINGS = {
     "group": "tokens of a group; as many tokens are selected as before",
     "groups": "groups chosen (M)",
     "rank": "columns in every layer; x2 or x0.5: of what the config has; fit: as many as fit",
-    "projection": "file, estimated (from the prompt), svd (the paper's), query-aware, corrected",
+    "projection": "file, estimated (from the prompt), svd (the paper's), query-aware, corrected; "
+    f"or estimated in blocks of one head: {', '.join(BLOCKS)}",
     "dtype": "of the summary: model, int8 or int4",
     "score": f"one of {', '.join(SCORES)}",
     "first": "columns that all groups are scored by before the best fifth is by all of them",
@@ -230,15 +231,18 @@ class Resolver:
             summary_dtype=settings.get("dtype", _dtype(config)),
             heads=settings.get("heads", config.heads),
         )
+        file = "estimated" if self.config.projection_file is None else "file"
+        projection = settings.get("projection", file)
         config = self._ranked(config, settings, layers)
+        if projection in BLOCKS:
+            config = dataclasses.replace(config, projection_kind=projection)
         if "memory" in settings:
             config = self.size.fitted(config, self.size.share(settings["memory"]))
         ranks = config.ranks(layers)
-        file = "estimated" if self.config.projection_file is None else "file"
         true_query = _true_query(config, settings.get("query", "config"), layers)
         method = Swap(
             _frame(config),
-            self._pairs(settings.get("projection", file), ranks, true_query, config.heads),
+            self._pairs(projection, ranks, true_query, config.heads),
             ranks,
             config.summary_dtype,
             true_query,
@@ -247,6 +251,7 @@ class Resolver:
             config.projection_kind,
             config.heads,
             whole(settings, "first", 0),
+            self.projections.rotary,
         )
         need = self.size.need(config)
         if settings.get("question", "decoded") not in ("decoded", "exact"):
@@ -304,10 +309,10 @@ class Resolver:
     def _pairs(
         self, kind: str, ranks: tuple[int, ...], true_query: frozenset[int], heads: str
     ) -> list[Pair] | None:
-        if heads == "each" and kind not in ("estimated", "file"):
+        if heads == "each" and kind not in (*ESTIMATED, "file"):
             raise ValueError(
-                f"projection: must be estimated or file with heads=each, got {kind!r}; the others "
-                "are fitted to all heads together"
+                f"projection: must be estimated, in blocks or file with heads=each, got {kind!r}; "
+                "the others are fitted to all heads together"
             )
         pairs = self.projections.pairs(kind, ranks)
         if kind != "corrected":
@@ -323,7 +328,8 @@ class Resolver:
         if not text.startswith("x"):
             return dataclasses.replace(config, rank=whole(settings, "rank", 1))
         factor = number("rank", text[1:])
-        if factor == 1 and self.config.projection_file is None:
+        is_doubled = config.doubles_estimates and settings.get("projection") not in BLOCKS
+        if factor == 1 and self.config.projection_file is None and is_doubled:
             factor = 2  # as the cache does where nobody calibrated
         ranks = tuple(max(1, min(width, round(factor * rank))) for rank in config.ranks(layers))
         return dataclasses.replace(config, rank=ranks)

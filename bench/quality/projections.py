@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.quality.document import Document, Writer
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.rotary import rotary_channels
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections, save_projections
 from kvswap_torch.tuning.calibration import Progress, gather_moments
@@ -19,7 +20,10 @@ FITTED = {  # name -> the moments' kind, and which queries they are made of
     "query-aware": ("query_aware", "true"),
     "corrected": ("query_aware", "predicted"),  # for queries as they are predicted
 }
-KINDS = ("file", "estimated", *FITTED)
+# Made from each document, as a cache without a calibration makes those of the config's kind.
+BLOCKS = ("pca_per_head", "skewed", "channels", "rope_pairs")
+ESTIMATED = ("estimated", *BLOCKS)
+KINDS = ("file", *ESTIMATED, *FITTED)
 LENGTHS = (2048, 4096, 2048, 4096)  # tokens of the documents that are fitted to
 RANK_MAX = 128
 
@@ -49,10 +53,11 @@ class Projections:
         self._writer, self._folder, self._progress = writer, folder, progress
         self._lengths = tuple(lengths)
         self.rank_max = min(RANK_MAX, parts.shape.width)
+        self.rotary = rotary_channels(parts)
         self._made: dict[str, list[Pair]] = {}
 
     def pairs(self, kind: str, ranks: Sequence[int]) -> list[Pair] | None:
-        """One pair a layer with at least `ranks` columns; None for ``estimated``.
+        """One pair a layer with at least `ranks` columns; None for those of `ESTIMATED`.
 
         Raises
         ------
@@ -61,7 +66,7 @@ class Projections:
         ConfigError
             When the config's file has too few columns.
         """
-        if kind == "estimated":
+        if kind in ESTIMATED:
             return None
         if kind == "file":
             if self._config.projection_file is None:

@@ -43,6 +43,9 @@ class Swap:
         ``all`` KV heads choose together, or ``each`` for itself: as a model with that head alone.
     exact_layers
         Layers that attend to everything: shows which of them a gap comes from.
+    projection_kind, rotary
+        Of an estimated projection: as in `SwapConfig`, and how many of a head's channels are turned
+        by position; None: all.
     first
         Columns that all groups are scored by first; only the best fifth is then scored by all of
         them. Of a score by mass; 0: all groups by all columns.
@@ -58,6 +61,7 @@ class Swap:
     projection_kind: str = "query_aware"
     heads: str = "all"
     first: int = 0
+    rotary: int | None = None
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -208,7 +212,8 @@ class Swap:
         """What the cache makes of a prompt's first chunk when nobody calibrated."""
         first = past.keys[: past.first_query.shape[2]].transpose(0, 1)[None]
         score = "sum" if self.score == "sum" else "mass"
-        return from_chunk(self.projection_kind, first, past.first_query, rank, score=score)
+        kind, rotary = self.projection_kind, self.rotary
+        return from_chunk(kind, first, past.first_query, rank, score=score, rotary=rotary)
 
     def _rows(self, keys: torch.Tensor, key: torch.Tensor, view: View) -> torch.Tensor:
         """[tokens, width] -> [tokens, rank] fp32, as the summary keeps them."""

@@ -48,6 +48,12 @@ std::string json(const std::optional<T>& value) {
   return value ? json(*value) : "null";
 }
 
+bool is_even(const Rank& rank) {
+  if (const auto* one = std::get_if<int64_t>(&rank)) return *one % 2 == 0;
+  const auto& each = std::get<std::vector<int64_t>>(rank);
+  return std::all_of(each.begin(), each.end(), [](int64_t one) { return one % 2 == 0; });
+}
+
 /// As rules and messages name a setting: JSON without quotes.
 std::string word_of(const std::string& value) { return value; }
 template <typename T>
@@ -87,6 +93,13 @@ Status check_settings(const Settings& settings) {
         !concerns(values, settings.*member) || word_of(settings.*owner_member) != word)
       return;
     broken = std::string(name) + ": must be left out where " + owner + " is " + word + ", " + why +
+             ", got " + json(settings.*member);
+  });
+  visit_even([&](const char* name, auto member, const char* owner, auto owner_member,
+                 const std::string& word, const char* why) {
+    if (!broken.empty() || word_of(settings.*owner_member) != word || is_even(settings.*member))
+      return;
+    broken = std::string(name) + ": must be even where " + owner + " is " + word + ", " + why +
              ", got " + json(settings.*member);
   });
   return broken.empty() ? Status::ok() : Status::invalid(broken);

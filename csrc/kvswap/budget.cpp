@@ -43,7 +43,11 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
     const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
     const int64_t rank_min = std::min(kRankMin, width);
     std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
-    for (int64_t& rank : ranks) rank = part(rank_min, std::min(rank, width));
+    const int64_t together = settings.projection_kind == "rope_pairs" ? 2 : 1;
+    for (int64_t& rank : ranks) {
+      rank = part(rank_min, std::min(rank, width));
+      rank -= rank % together;
+    }
     if (std::holds_alternative<int64_t>(settings.rank)) {
       chosen.rank = ranks[0];
     } else {

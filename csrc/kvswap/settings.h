@@ -191,8 +191,9 @@ struct Settings {
   std::optional<std::string> projection_file;
   /// the best bilinear form of queries and keys, the paper's SVD of the keys, or one block for
   /// each KV head: principal components of its keys (Loki), the columns that weigh most of keys
-  /// and queries rotated by the queries' SVD (InfiniGen), or the channels of its keys that the
-  /// newest queries meet most (ThinK); blocks are never doubled
+  /// and queries rotated by the queries' SVD (InfiniGen), the channels of its keys that the
+  /// newest queries meet most (ThinK), or such pairs of channels that RoPE turns together, for
+  /// which rank is even; blocks are never doubled
   std::string projection_kind = "query_aware";
 
   bool operator==(const Settings&) const = default;

@@ -147,7 +147,7 @@ void visit_settings(Visit&& visit) {
   visit("layout", &Settings::layout, OneOf{{"sequence", "pools"}});
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind,
-        OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}});
+        OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels", "rope_pairs"}});
 }
 
 /// visit(name, member, floor's name, floor's member, why, keeper): what holds between
@@ -261,6 +261,8 @@ void visit_idle(Visit&& visit) {
         "skewed", "since its first columns are one head's", OneOf{});
   visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
         "channels", "since its first columns are one head's", OneOf{});
+  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
+        "rope_pairs", "since its first columns are one head's", OneOf{});
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
         "since no token is kept for what it was paid", OneOf{});
   visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",
@@ -323,6 +325,14 @@ void visit_idle(Visit&& visit) {
         "since no token is worth its variance", OneOf{});
   visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
         "since what each step paid is summed token by token", OneOf{});
+}
+
+/// visit(name, member, owner's name, its member, word, why): the setting, or each number
+/// of it, is even where the owner is that word.
+template <typename Visit>
+void visit_even(Visit&& visit) {
+  visit("rank", &Settings::rank, "projection_kind", &Settings::projection_kind, "rope_pairs",
+        "since both channels of a pair are taken");
 }
 
 template <typename Visit>

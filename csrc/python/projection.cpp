@@ -17,12 +17,13 @@ void bind_projection(py::module_& module) {
       "estimate_projection",
       [](const std::string& kind, const at::Tensor& keys, const std::optional<at::Tensor>& query,
          int64_t rank, const std::optional<at::Tensor>& valid, const std::string& score,
-         const std::string& heads) {
-        return estimate_projection({.keys = keys, .query = query, .valid = valid, .rank = rank},
-                                   {.kind = kind, .score = score, .heads = heads});
+         const std::string& heads, int64_t rotary) {
+        return estimate_projection(
+            {.keys = keys, .query = query, .valid = valid, .rank = rank},
+            {.kind = kind, .score = score, .heads = heads, .rotary = rotary});
       },
       py::arg("kind"), py::arg("keys"), py::arg("query"), py::arg("rank"), py::arg("valid"),
-      py::arg("score"), py::arg("heads"), Released());
+      py::arg("score"), py::arg("heads"), py::arg("rotary"), Released());
   module.def(
       "pair_from_moments",
       [](const std::string& kind, const at::Tensor& keys, const std::optional<at::Tensor>& queries,

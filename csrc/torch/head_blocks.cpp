@@ -5,12 +5,14 @@
 namespace kvswap {
 namespace {
 
-/// Blocks [head_dim, columns] of each KV head as one matrix, its columns in turn.
-ProjectionPair interleaved(const std::vector<at::Tensor>& blocks, int64_t rank) {
+/// Blocks [head_dim, columns] of each KV head as one matrix, its columns, so many together, in
+/// turn.
+ProjectionPair interleaved(const std::vector<at::Tensor>& blocks, int64_t rank,
+                           int64_t together = 1) {
   const at::Tensor whole = at::block_diag(blocks);
   const auto heads = static_cast<int64_t>(blocks.size());
   const at::Tensor in_turn =
-      at::arange(whole.size(1)).unflatten(0, {heads, blocks[0].size(1)}).t().flatten();
+      at::arange(whole.size(1)).unflatten(0, {heads, -1, together}).transpose(0, 1).flatten();
   const at::Tensor matrix =
       whole.index_select(1, in_turn.narrow(0, 0, rank).to(whole.device())).contiguous();
   return {matrix, matrix};
@@ -19,6 +21,21 @@ ProjectionPair interleaved(const std::vector<at::Tensor>& blocks, int64_t rank) 
 /// Eigenvectors of rows^T rows, the largest first: of few rows too, all of them.
 at::Tensor directions_of(const at::Tensor& rows) {
   return std::get<1>(at::linalg_eigh(rows.t().matmul(rows))).flip(1);
+}
+
+/// [count / 2, 2]: channels from `first` on, i and i + count / 2.
+at::Tensor halves(int64_t first, int64_t count) {
+  return at::arange(first, first + count).unflatten(0, {2, -1}).t();
+}
+
+/// [kv_heads, pairs, 2, 2]: outer products of a pair's channels, summed over samples and the heads
+/// that share a KV head. states: [samples, heads, head_dim]; pairs: [pairs, 2].
+at::Tensor moments_of_pairs(const at::Tensor& states, const at::Tensor& pairs, int64_t kv_heads) {
+  const at::Tensor of_pairs = states.to(at::kFloat)
+                                  .index_select(2, pairs.flatten().to(states.device()))
+                                  .unflatten(2, {-1, 2})
+                                  .unflatten(1, {kv_heads, -1});
+  return at::einsum("nhgpi,nhgpj->hpij", {of_pairs, of_pairs});
 }
 
 }  // namespace
@@ -56,6 +73,25 @@ ProjectionPair channels(const at::Tensor& keys, const std::optional<at::Tensor>&
     blocks.push_back(axes.index_select(1, order));
   }
   return interleaved(blocks, rank);
+}
+
+ProjectionPair rope_pairs(const at::Tensor& keys, const std::optional<at::Tensor>& queries,
+                          int64_t kv_heads, const RopePairs& options) {
+  const int64_t width = keys.size(1) / kv_heads;
+  const at::Tensor pairs =
+      at::cat({halves(0, options.rotary), halves(options.rotary, width - options.rotary)});
+  const at::Tensor moments = moments_of_pairs(keys.unflatten(1, {kv_heads, -1}), pairs, kv_heads);
+  // Squares of q_i k_i + q_j k_j, summed over both, are the sum of the moments' products.
+  const at::Tensor energies =
+      queries ? (moments * moments_of_pairs(*queries, pairs, kv_heads)).sum({2, 3})
+              : moments.diagonal(0, 2, 3).sum(-1);
+  const at::Tensor axes = at::eye(width, energies.options());
+  std::vector<at::Tensor> blocks;
+  for (const at::Tensor& order : energies.argsort(/*stable=*/true, 1, true).unbind(0)) {
+    const at::Tensor columns = pairs.to(order.device()).index_select(0, order).flatten();
+    blocks.push_back(axes.index_select(1, columns));
+  }
+  return interleaved(blocks, options.rank, /*together=*/2);
 }
 
 }  // namespace kvswap

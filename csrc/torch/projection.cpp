@@ -14,7 +14,7 @@ constexpr double kRidge = 1e-2;  // of the mean variance, added to one sample's 
 constexpr int64_t kKeysMax = 2048;
 constexpr int64_t kQueriesNewest = 512;
 constexpr int64_t kQueriesMin = 8;
-constexpr int64_t kWindow = 32;  // newest queries that choose channels (ThinK 4.1)
+constexpr int64_t kWindow = 32;  // newest queries that choose channels (ThinK 4.1), or pairs
 constexpr int kSvdPasses = 4;    // the spectrum of keys falls fast
 
 /// Lower triangular L with L L^T = moment + a ridge that fades with the samples' count.
@@ -88,6 +88,18 @@ at::Tensor newest_of(const EstimateFrom& from, int64_t count) {
   return at::arange(std::max<int64_t>(0, tokens - count), tokens);
 }
 
+RopePairs pairs_wanted(const EstimateFrom& from, const EstimateOptions& options) {
+  const int64_t width = from.keys.size(3);
+  const int64_t rotary = options.rotary == 0 ? width : options.rotary;
+  TORCH_CHECK_VALUE(from.rank % 2 == 0 && width % 2 == 0,
+                    "estimate_projection: rank must be even, since rope_pairs takes both channels "
+                    "of a pair, got ",
+                    from.rank);
+  TORCH_CHECK_VALUE(rotary % 2 == 0 && rotary >= 2 && rotary <= width,
+                    "estimate_projection: rotary must be even and 2 to ", width, ", got ", rotary);
+  return {.rank = from.rank, .rotary = rotary};
+}
+
 }  // namespace
 
 std::string kind_of_keys_alone(const std::string& kind) {
@@ -151,10 +163,11 @@ ProjectionPair estimate_projection(const EstimateFrom& from, const EstimateOptio
       at::linspace(0, tokens - 1, std::min(tokens, per_sequence)).to(at::kLong);
   at::Tensor keys = tokens_at(from.keys, evenly, from.valid).flatten(1);
   if (keys.size(0) == 0) keys = tokens_at(from.keys, evenly, {}).flatten(1);
-  if (options.kind == "channels") {
+  if (options.kind == "channels" || options.kind == "rope_pairs") {
     std::optional<at::Tensor> window;
     if (from.query) window = tokens_at(*from.query, newest_of(from, kWindow), from.valid);
-    return channels(keys, window, kv_heads, from.rank);
+    if (options.kind == "channels") return channels(keys, window, kv_heads, from.rank);
+    return rope_pairs(keys, window, kv_heads, pairs_wanted(from, options));
   }
   const std::string alone = kind_of_keys_alone(options.kind);
   if (alone == options.kind || !from.query) return of_keys(alone, keys, kv_heads, from.rank);

@@ -19,6 +19,7 @@ struct EstimateOptions {
   std::string kind;
   std::string score = "sum";  // another one: each head counts for itself
   std::string heads = "all";  // each: a projection of every KV head's own keys
+  int64_t rotary = 0;         // rope_pairs: how many of a head's first channels are turned; 0: all
 };
 
 /// A projection from one chunk's own keys and queries, when nobody calibrated one.
@@ -26,8 +27,8 @@ struct EstimateOptions {
 /// A bounded sample is looked at: keys evenly over the chunk; of the queries half evenly and half
 /// the newest, which resemble most those to come. With too few queries the keys alone decide.
 ///
-/// from.rank: at most kv_heads * head_dim; with heads=each at most head_dim. Padding does not
-/// weigh.
+/// from.rank: at most kv_heads * head_dim; with heads=each at most head_dim; even of rope_pairs.
+/// Padding does not weigh.
 ProjectionPair estimate_projection(const EstimateFrom& from, const EstimateOptions& options);
 
 /// What a kind of projection is where there are no queries, or too few, to make it from.

@@ -24,6 +24,7 @@ from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.plug_ins import PlugIns
+from kvswap_torch.hf.rotary import rotary_channels
 from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
 from kvswap_torch.projection import Pair
 
@@ -72,7 +73,7 @@ class SessionDriver:
         self.budget = budget
         self._predictor = look_ahead
         self._projections = projections
-        self.estimates = Estimates()
+        self.estimates = Estimates(rotary_channels(parts))
         self._declared = False  # the session holds a validity that not all layers have taken
         self._settled = budget.is_known or not budget.matters(config)
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all

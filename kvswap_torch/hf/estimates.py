@@ -18,9 +18,15 @@ class Estimates:
     """Makes them, and remembers of what kind they are and how long that took.
 
     Thread rules: as the session's, which asks within its calls.
+
+    Parameters
+    ----------
+    rotary
+        How many of a head's channels the model turns by position.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rotary: int) -> None:
+        self._rotary = rotary
         self.kinds: dict[int, str] = {}  # layer -> what its projection was made from
         self.seconds = 0.0
         self._before: dict[int, str] = {}  # the pass under way
@@ -57,7 +63,8 @@ class Estimates:
         """What it is given is as `from_chunk` takes it."""
         began, config = time.perf_counter(), self._config
         kind = config.projection_kind
-        pair = from_chunk(kind, keys, query, rank, valid, config.score, config.heads)
+        joined = config.score, config.heads
+        pair = from_chunk(kind, keys, query, rank, valid, *joined, rotary=self._rotary)
         self.kinds[layer] = kind if query is not None else of_keys_alone(kind)
         seconds = time.perf_counter() - began
         self.seconds += seconds

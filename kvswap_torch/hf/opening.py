@@ -19,6 +19,7 @@ from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.placement import local_config
 from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.ranks import Guard, Ranks, settings_alike
+from kvswap_torch.hf.rotary import check_pairs
 from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.keep import drops, with_keep
@@ -74,6 +75,7 @@ class Wish:
         _check_path(self.path, config)
         if config is not None:
             config.check_model(parts.identity)
+            check_pairs(config, parts)
         budget = budget_of(self.kv_memory_bytes, self.max_context, self.max_batch)
         projections = projections_of(config, parts)
         alike = {"identity": parts.identity, **settings_alike(config), **vars(budget)}

@@ -62,6 +62,8 @@ GOOD: list[dict[str, Any]] = [
     {"rows": "mean", "score": "max", "exact_layers": [0, 1], "heads": "each"},
     {"rows": "none", "group_tokens": 16, "score": "sum", "audit_every": 0, "missed_mass_max": None},
     {"projection_kind": "skewed", "score": "max"},
+    {"projection_kind": "rope_pairs", "rank": [8, 2, 64]},
+    {"projection_kind": "channels", "rank": 7},
     {"score_columns": 12, "score": "max", "projection_kind": "svd_keys"},
     {"score_columns": None, "score_share": 0.2, "score": "mass"},
     {
@@ -162,7 +164,13 @@ BAD: list[tuple[str, str]] = [
       for score in ("mass", "max_mass")),
     *((_file(score_columns=8, projection_kind=kind),
        f"score_columns: must be left out where projection_kind is {kind}, since its first columns")
-      for kind in ("pca_per_head", "skewed", "channels")),
+      for kind in ("pca_per_head", "skewed", "channels", "rope_pairs")),
+    (_file(projection_kind="rope_pairs", rank=7),
+     "rank: must be even where projection_kind is rope_pairs, since both channels of a pair are "
+     "taken, got 7"),
+    (_file(projection_kind="rope_pairs", rank=[8, 7]), "a pair are taken, got [8, 7]"),
+    (_table({**_ROW, "settings": {"projection_kind": "rope_pairs", "rank": 9}}),
+     "context 8192: rank: must be even where projection_kind is rope_pairs"),
     (_file(score_share=0.5),
      "score_share: must be left out where score_columns is null, since all groups are scored by"),
     *((_file(rank=rank), "rank: must be") for rank in (None, 8.0, [[8]], {"a": 1}, 10**30)),

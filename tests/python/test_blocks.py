@@ -25,7 +25,7 @@ def test_a_skew_is_orthogonal(tokens):
     torch.testing.assert_close(skew[0].T @ skew[0], torch.eye(DIM), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels", "rope_pairs"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_all_columns_give_the_products_of_each_head(kind, heads):
     keys, query = drawn()
@@ -40,16 +40,19 @@ def test_all_columns_give_the_products_of_each_head(kind, heads):
         torch.testing.assert_close(whole, torch.eye(KV_HEADS * DIM), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
-def test_columns_take_turns_and_blocks_are_each_heads_own(kind):
+@pytest.mark.parametrize(
+    ("kind", "at_once"), [("pca_per_head", 1), ("skewed", 1), ("channels", 1), ("rope_pairs", 2)]
+)
+def test_columns_take_turns_and_blocks_are_each_heads_own(kind, at_once):
     keys, query = drawn()
-    together = from_chunk(kind, keys, query, 6, heads="all")
-    apart = from_chunk(kind, keys, query, 3, heads="each")
+    together = from_chunk(kind, keys, query, 6 * at_once, heads="all")
+    apart = from_chunk(kind, keys, query, 3 * at_once, heads="each")
     for side, own_side in zip(together, apart, strict=True):
-        for column in range(6):
-            head, others = column % KV_HEADS, 1 - column % KV_HEADS
+        for column in range(6 * at_once):
+            turn, one = divmod(column, at_once)
+            head, others = turn % KV_HEADS, 1 - turn % KV_HEADS
             rows = slice(head * DIM, (head + 1) * DIM)
-            expected = own_side[rows, column // KV_HEADS]
+            expected = own_side[rows, turn // KV_HEADS * at_once + one]
             torch.testing.assert_close(side[rows, column].abs(), expected.abs(), atol=1e-3, rtol=0)
             assert not side[others * DIM : (others + 1) * DIM, column].any()
 
@@ -92,3 +95,41 @@ def test_the_newest_queries_choose_channels():
     valid[:, -32:] = False
     blind = from_chunk("channels", keys, query, 1, valid, heads="each")[0]
     assert blind.unflatten(0, (KV_HEADS, DIM)).argmax(1).flatten().tolist() == [0, 0]
+
+
+def pairs_of(rotary: int) -> list[tuple[int, int]]:
+    """Halves of what is turned, then halves of what is not."""
+    apart, beside = rotary // 2, (DIM - rotary) // 2
+    turned = [(i, i + apart) for i in range(apart)]
+    return turned + [(rotary + i, rotary + i + beside) for i in range(beside)]
+
+
+@pytest.mark.parametrize("rotary", [None, 4, DIM])
+@pytest.mark.parametrize("asked", [True, False])
+def test_pairs_are_those_that_add_most_to_products(rotary, asked):
+    """By the squares of what they add, over the newest 32 queries of both heads and all keys."""
+    keys, query = drawn()
+    made = from_chunk("rope_pairs", keys, query if asked else None, 6, heads="each", rotary=rotary)
+    pairs = pairs_of(rotary or DIM)
+    for head, matrix in enumerate(made[0].unflatten(0, (KV_HEADS, DIM))):
+        energies = []
+        for pair in pairs:
+            own = keys[0, head][:, pair]
+            shared = query[0, 3 * head : 3 * head + 3, -32:][..., pair].flatten(0, 1)
+            energies.append((shared @ own.T if asked else own).square().sum())
+        best = torch.stack(energies).topk(3).indices.tolist()
+        assert matrix.argmax(0).tolist() == [channel for i in best for channel in pairs[i]]
+        assert matrix.sum(0).tolist() == [1] * 6
+    assert torch.equal(*made)
+
+
+def test_equal_pairs_go_to_the_lower_and_single_channels_are_refused():
+    keys, query = torch.ones(1, 2, 40, DIM), torch.ones(1, 2, 40, DIM)
+    chosen = from_chunk("rope_pairs", keys, query, 6)[0].argmax(0).tolist()
+    # Two heads of 16 channels in turn.
+    assert chosen == [0, 8, 16, 24, 1, 9]
+    with pytest.raises(ValueError, match="rank must be even, since rope_pairs takes both .* got 5"):
+        from_chunk("rope_pairs", keys, query, 5)
+    for odd in (3, 18, -2):
+        with pytest.raises(ValueError, match=f"rotary must be even and 2 to 16, got {odd}"):
+            from_chunk("rope_pairs", keys, query, 4, rotary=odd)

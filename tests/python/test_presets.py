@@ -145,7 +145,7 @@ def test_kept_tokens_are_neither_saved_nor_forked(llama, tmp_path):
         assert torch.equal(greedy(llama, more, cache, tokens=8), expected)
 
 
-@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels"])
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels", "rope_pairs"])
 def test_all_columns_are_the_exact_top_k(kind, tmp_path):
     """Single tokens of single heads, every column of the keys: what attention weighs most."""
     model = tiny_model("llama", num_hidden_layers=1)
@@ -236,7 +236,7 @@ def test_a_preset_is_plain_settings(tmp_path):
 @pytest.mark.parametrize(
     ("name", "overrides", "told"),
     [
-        ("fasa", {}, "fasa needs projections of pairs of rotary channels"),
+        ("fasa", {}, "fasa needs its own rule of which pairs .*=rope_pairs"),
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
         ("dapq", {}, "dapq needs its own rule of who is kept"),

@@ -132,6 +132,20 @@ def test_other_families_choose_as_the_engine(family, tmp_path):
     compare_with_engine(model, config, tmp_path, ids, later)
 
 
+@needs_native
+@pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels", "rope_pairs"])
+def test_blocks_of_one_head_choose_as_the_engine(kind, tmp_path):
+    """Which takes as many columns of them as it is told; also where a config has others."""
+    model = tiny_model("llama")
+    ids = prompt(1, 160)["input_ids"][0]
+    later = prompt(1, 30, seed=9)["input_ids"][0]
+    config = SwapConfig(rank=8, group_tokens=2, groups_max=9, pages_max=12, tail_tokens=4)
+    blocks = dataclasses.replace(config, projection_kind=kind)
+    compare_with_engine(model, blocks, tmp_path, ids, later)
+    other = resolve(model, config, 160, f"kvswap:projection={kind}").method
+    assert other == resolve(model, blocks, 160).method and other.pairs is None
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])
 def test_the_full_cache_is_the_models_own(family):
     model = tiny_model(family)

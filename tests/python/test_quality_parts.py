@@ -220,6 +220,8 @@ def test_bytes_are_counted_the_same_way_for_all():
 
 
 class _NoProjections:
+    rotary = None
+
     def pairs(self, kind, ranks):
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -161,6 +162,23 @@ def test_what_memory_is_spent_on():
     assert exact.groups_max == exact.pages_max == 1024 and exact.rank == 32
     # As soon as the whole context fits it is kept, though with fewer columns.
     assert spent(14 << 20).groups_max == 1024
+
+
+@pytest.mark.parametrize("rank", [30, (30, 16, 8, 2)])
+def test_a_budget_cuts_whole_pairs_of_channels(rank):
+    config = SwapConfig(projection_kind="rope_pairs", rank=rank)
+
+    def need(candidate: SwapConfig) -> dict[str, int]:
+        return plain_need(candidate, SHAPE, 4096, 1)
+
+    found = set()
+    for kib in range(200, 2000, 16):
+        with contextlib.suppress(BudgetError):
+            found.add(fit_budget(Request(kib << 10, 4096, 1), SHAPE, config, need).rank)
+    assert rank in found and len(found) > 3
+    for ranks in found:
+        every = ranks if isinstance(ranks, tuple) else (ranks,)
+        assert not any(each % 2 for each in every) and min(every) >= 2
 
 
 @pytest.mark.parametrize("fit", [fit_budget, functools.partial(spend_budget, on_device=True)])

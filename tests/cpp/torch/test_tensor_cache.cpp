@@ -215,7 +215,8 @@ TEST_F(TensorCacheTest, HeadsChooseApartWithProjectionsOfTheirOwn) {
 }
 
 TEST_F(TensorCacheTest, EveryKindOfProjectionIsEstimatedFromThePrompt) {
-  for (const std::string kind : {"query_aware", "svd_keys", "pca_per_head", "skewed", "channels"}) {
+  for (const std::string kind :
+       {"query_aware", "svd_keys", "pca_per_head", "skewed", "channels", "rope_pairs"}) {
     configure(R"("rank": 8, "groups_max": 4, "pages_max": 8, "tail_tokens": 8, )"
               R"("projection_kind": ")" +
               kind + "\"");
