@@ -40,6 +40,7 @@ OWNED = (
             "split_factor",
             "pending_tokens",
             "cluster_score",
+            "cluster_update",
         )
     ),
     Owned("replacement", "grouping", "clusters", ("clusters",)),
@@ -67,6 +68,7 @@ IDLE = (  # what would have no effect
     Idle("missed_mass_max", "rows", "none", "since nothing is selected"),
     Idle("score", "grouping", "clusters", "since cluster_score says it of clusters"),
     Idle("summary_dtype", "grouping", "clusters", "since centroids are float32"),
+    Idle("pending_tokens", "cluster_update", "local", "since tokens wait for four clusters' worth"),
     *(
         Idle(name, "grouping", "clusters", "which has not been built for clusters")
         for name in ("records", "keeper")

@@ -36,6 +36,13 @@ class ClusterSettings:
         ("sum", "max", "mass", "max_mass"),
         "what a cluster is worth, by its centroid: as `score`, which is for groups",
     )
+    cluster_update: str = one_of(
+        "adaptive",
+        ("adaptive", "static", "local"),
+        "how tokens enter that come after a prompt: `adaptive` ones join the nearest cluster and "
+        "split it, `static` ones join the nearest that has room and change nothing of it, `local` "
+        "ones wait until they fill four clusters and are clustered among themselves",
+    )
     pool_slack_pages: int = number(
         2,
         0,

@@ -288,7 +288,7 @@ class Resolver:
             kept = min(kept, pages_that_fit(self.size, config, options, pages, budget))
         most = min(kept, chosen) if "groups" in settings else kept
         score = one_of(settings, "score", cluster_choice.SCORES)
-        update = one_of(settings, "update", tuple(UPDATES))
+        update = one_of(settings, "update", UPDATES)
         order = one_of(settings, "order", ("made", "co_read"))
         need = cluster_need(self.size, config, options, pages, kept)
         return Resolved(

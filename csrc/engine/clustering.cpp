@@ -18,7 +18,7 @@ bool Clustering::is_behind(int64_t layer) const {
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     const ClusterRow& row = parts_.clusters->of(layer, sequence);
     if (row.clusters.left() < sealed(layer) ||
-        std::ssize(row.pages.waiting()) > parts_.options.pending_tokens) {
+        std::ssize(row.pages.waiting()) > parts_.clusters->options().waiting_max()) {
       return true;
     }
   }
@@ -191,10 +191,13 @@ Status Clustering::settle(const Row& row) {
     clusters.take_in(keys, cluster);
   }
   row.bytes.forget_keys();
+  clusters.cluster_later(keys);
+  row.bytes.forget_keys();
   KVSWAP_RETURN_IF_ERROR(pack_changed(row));
-  const auto waiting = [&] { return std::ssize(row.data().pages.waiting()); };
-  if (waiting() > parts_.options.pending_tokens) KVSWAP_RETURN_IF_ERROR(pack_some(row));
-  while (waiting() > parts_.options.pending_tokens) KVSWAP_RETURN_IF_ERROR(force(row));
+  const int64_t most = parts_.clusters->options().waiting_max();
+  const auto waits = [&] { return std::ssize(row.data().pages.waiting()) > most; };
+  if (waits()) KVSWAP_RETURN_IF_ERROR(pack_some(row));
+  while (waits()) KVSWAP_RETURN_IF_ERROR(force(row));
   return Status::ok();
 }
 

@@ -21,6 +21,8 @@ namespace kvswap {
 /// once more tokens wait than may: those that happen to be in the reuse buffer first, then the one
 /// that most wait for is read. So page-aligned buffers and delayed splits (5.2) are one thing here.
 ///
+/// Static and local clusters (ClusterOptions::update) are the same but for who joins and who waits.
+///
 /// A failed call leaves each token at one place. Clusters are then behind what is sealed, and the
 /// next call catches up. For layers without a step under way. Not thread-safe.
 class Clustering {

@@ -226,7 +226,8 @@ MethodOptions EngineOptions::method() const {
                        .cluster_tokens_max = cluster_tokens_max,
                        .split_factor = split_factor,
                        .pending_tokens = pending_tokens,
-                       .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens)},
+                       .block_tokens = std::max(kClusterBlockTokens, 2 * cluster_tokens),
+                       .update = *parse_cluster_update(cluster_update)},
           .score_columns = score_columns.value_or(0),
           .score_share = score_share,
           .bound_weight = bound_weight};

@@ -35,9 +35,11 @@ int64_t clustering_bytes(const EngineOptions& options, int64_t record_bytes, int
   const int64_t centroids = clusters.block_tokens / clusters.cluster_tokens + 1;
   const int64_t in_block = clusters.block_tokens * width * int64_t{sizeof(float)} +
                            centroids * width * int64_t{sizeof(float) + sizeof(double)};
+  const int64_t waiting = clusters.waiting_max() + options.group_tokens;
+  // Later tokens that are clustered among themselves stand side by side for it.
+  const int64_t side_by_side = clusters.update == ClusterUpdate::kLocal ? 2 * waiting : 0;
   const int64_t in_split =
-      (clusters.cluster_tokens_max + clusters.pending_tokens + options.group_tokens) * width *
-      int64_t{sizeof(float)};
+      (clusters.cluster_tokens_max + waiting + side_by_side) * width * int64_t{sizeof(float)};
   return in_block + in_split + cluster_read_pages(options) * record_bytes +
          ClusterRows::row_bytes(method, room);
 }
@@ -74,7 +76,8 @@ int64_t crop_lenders(const EngineOptions& options) {
 int64_t waiting_pages(const EngineOptions& options) {
   if (!has_clusters(options)) return 0;
   const int64_t group_tokens = options.group_tokens;
-  return (options.pending_tokens + 2 * group_tokens - 1) / group_tokens;
+  const int64_t waiting = options.method().clusters.waiting_max();
+  return (waiting + 2 * group_tokens - 1) / group_tokens;
 }
 
 int64_t pages_per_layer(const EngineOptions& options) {

@@ -48,6 +48,10 @@ struct Settings {
   int64_t pending_tokens = 16;
   /// what a cluster is worth, by its centroid: as score, which is for groups
   std::string cluster_score = "sum";
+  /// how tokens enter that come after a prompt: adaptive ones join the nearest cluster and
+  /// split it, static ones join the nearest that has room and change nothing of it, local ones
+  /// wait until they fill four clusters and are clustered among themselves
+  std::string cluster_update = "adaptive";
   /// with layout=pools: free pages between the two clusters of a new pool, which both grow
   /// into; each has one more at its other end
   int64_t pool_slack_pages = 2;

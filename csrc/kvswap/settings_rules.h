@@ -29,6 +29,7 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"split_factor", true},
                                                 {"pending_tokens", true},
                                                 {"cluster_score", true},
+                                                {"cluster_update", true},
                                                 {"pool_slack_pages", true},
                                                 {"group_tokens", true},
                                                 {"grouping", true},
@@ -97,6 +98,7 @@ void visit_settings(Visit&& visit) {
   visit("split_factor", &Settings::split_factor, RealRange{0.001, 1000000.0, "0.001 to 1000000.0"});
   visit("pending_tokens", &Settings::pending_tokens, IntRange{0, 1024});
   visit("cluster_score", &Settings::cluster_score, OneOf{{"sum", "max", "mass", "max_mass"}});
+  visit("cluster_update", &Settings::cluster_update, OneOf{{"adaptive", "static", "local"}});
   visit("pool_slack_pages", &Settings::pool_slack_pages, IntRange{0, 16});
   visit("group_tokens", &Settings::group_tokens, IntRange{1, 64});
   visit("grouping", &Settings::grouping, OneOf{{"runs", "clusters"}});
@@ -193,6 +195,8 @@ void visit_owned(Visit&& visit) {
         OneOf{});
   visit("cluster_score", &Settings::cluster_score, "grouping", &Settings::grouping, "clusters",
         OneOf{});
+  visit("cluster_update", &Settings::cluster_update, "grouping", &Settings::grouping, "clusters",
+        OneOf{});
   visit("replacement", &Settings::replacement, "grouping", &Settings::grouping, "clusters",
         OneOf{{"clusters"}});
   visit("layout", &Settings::layout, "grouping", &Settings::grouping, "clusters", OneOf{{"pools"}});
@@ -237,6 +241,8 @@ void visit_idle(Visit&& visit) {
         "since cluster_score says it of clusters", OneOf{});
   visit("summary_dtype", &Settings::summary_dtype, "grouping", &Settings::grouping, "clusters",
         "since centroids are float32", OneOf{});
+  visit("pending_tokens", &Settings::pending_tokens, "cluster_update", &Settings::cluster_update,
+        "local", "since tokens wait for four clusters' worth", OneOf{});
   visit("records", &Settings::records, "grouping", &Settings::grouping, "clusters",
         "which has not been built for clusters", OneOf{});
   visit("keeper", &Settings::keeper, "grouping", &Settings::grouping, "clusters",

@@ -17,7 +17,8 @@ int64_t ClusterRow::most_waited_for() const {
   std::map<int64_t, int64_t> tokens;
   for (const int64_t token : pages.waiting()) {
     const int32_t cluster = clusters.table().place()[token];
-    ++tokens[cluster >= 0 ? cluster : clusters.waiting().waits_for(token)];
+    const int64_t waits_for = cluster >= 0 ? cluster : clusters.waiting().waits_for(token);
+    if (waits_for != WaitingTokens::kNoCluster) ++tokens[waits_for];
   }
   const auto most =
       std::max_element(tokens.begin(), tokens.end(),
@@ -81,7 +82,7 @@ int64_t ClusterRows::row_bytes(const MethodOptions& options, int64_t room) {
   if (room == 0) return 0;
   const int64_t clusters = options.clusters.clusters_max(room);
   // What waits is told apart in lists, by Clusters and by ClusterPages.
-  const int64_t waiting = 3 * (options.clusters.pending_tokens + options.group_tokens);
+  const int64_t waiting = 3 * (options.clusters.waiting_max() + options.group_tokens);
   return Clusters::bytes(width_of(options), room, options.clusters) +
          ClusterPages::bytes(room, clusters, pages_a_cluster(options)) +
          waiting * int64_t{sizeof(int64_t)};

@@ -16,7 +16,7 @@ struct ClusterRow {
   ClusterPages pages;
 
   /// The lowest of the clusters that most tokens wait for, to be split or to be packed with them;
-  /// tokens wait.
+  /// tokens wait for one.
   int64_t most_waited_for() const;
 };
 

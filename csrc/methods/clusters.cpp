@@ -11,28 +11,33 @@ namespace {
 constexpr int64_t kThresholdTokens = 512;  // clustered before what is too wide is decided
 constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
 
+/// By k-means.
+std::vector<std::vector<int64_t>> parts_of(const KeyRows& keys, std::span<const int64_t> tokens,
+                                           int64_t count, const Execution& execution) {
+  const std::vector<int32_t> labels = k_means(keys, tokens, count, execution);
+  std::vector<std::vector<int64_t>> parts(*std::max_element(labels.begin(), labels.end()) + 1);
+  for (size_t i = 0; i < labels.size(); ++i) parts[labels[i]].push_back(tokens[i]);
+  return parts;
+}
+
+/// Fixed once: what is too wide stays the same while the row grows.
+void settle_threshold(const ClusterTable& table, double factor, std::optional<double>& threshold) {
+  if (threshold) return;
+  int64_t clustered = 0;
+  double sum = 0;
+  for (int64_t cluster = 0; cluster < table.count(); ++cluster) {
+    clustered += table.size()[cluster];
+    sum += table.size()[cluster] * table.variance()[cluster];
+  }
+  if (clustered < kThresholdTokens) return;
+  threshold = factor * (sum / static_cast<double>(clustered));
+}
+
 bool is_usual(const KeyRows& keys, int64_t token) {
   return is_comparable({keys.of(token), static_cast<size_t>(keys.width)});
 }
 
 }  // namespace
-
-std::string ClusterOptions::fault() const {
-  if (cluster_tokens < 1 || cluster_tokens > cluster_tokens_max) {
-    return "cluster_tokens must be at least 1 and at most cluster_tokens_max, got " +
-           std::to_string(cluster_tokens) + " and " + std::to_string(cluster_tokens_max);
-  }
-  if (block_tokens < 2 * cluster_tokens) {
-    return "block_tokens must be at least twice cluster_tokens, got " +
-           std::to_string(block_tokens) + " and " + std::to_string(cluster_tokens);
-  }
-  if (!(split_factor > 0) || std::min(pending_tokens, sink_tokens) < 0) {
-    return "split_factor must be above 0, pending_tokens and sink_tokens at least 0, got " +
-           std::to_string(split_factor) + ", " + std::to_string(pending_tokens) + " and " +
-           std::to_string(sink_tokens);
-  }
-  return {};
-}
 
 Clusters::Clusters(int64_t width, int64_t tokens_max, const ClusterOptions& options)
     : options_(options),
@@ -73,11 +78,12 @@ std::vector<int64_t> Clusters::enter(const KeyRows& keys, int64_t end,
   for (const int64_t cluster : read) marks[cluster] = true;
   const IsRead is_read = [&](int64_t cluster) { return marks[cluster]; };
   for (int64_t token = left_; token < end; ++token) enter_token(keys, token, is_read);
+  cluster_later(keys);
   for (const int64_t cluster : waiting_.clusters()) {
     if (is_read(cluster)) take_in(keys, cluster);
   }
   std::vector<int64_t> forced;
-  while (waiting_.count() > 0 && waiting_.count() >= options_.pending_tokens) {
+  while (waiting_.count() > 0 && waiting_.count() >= options_.waiting_max()) {
     forced.push_back(waiting_.most_waited_for());
     take_in(keys, forced.back());
     ++counts_.forced;
@@ -121,22 +127,21 @@ void Clusters::enter_block(const KeyRows& keys, int64_t end, const Execution& ex
   const int64_t wanted =
       std::min({std::max<int64_t>(1, std::llrint(share)), table_.clusters_max() - first, usual});
   if (wanted > 0) {
-    const std::vector<int32_t> labels = k_means(keys, tokens, wanted, execution);
-    std::vector<std::vector<int64_t>> parts(*std::max_element(labels.begin(), labels.end()) + 1);
-    for (size_t i = 0; i < labels.size(); ++i) parts[labels[i]].push_back(tokens[i]);
-    for (const auto& part : parts) table_.set(table_.add(), keys, part);
+    for (const auto& part : parts_of(keys, tokens, wanted, execution)) {
+      table_.set(table_.add(), keys, part);
+    }
     tokens.clear();
   }
   left_ = end;
   tokens.insert(tokens.end(), others.begin(), others.end());
   enter_in_memory(keys, tokens);
-  settle_threshold();
+  settle_threshold(table_, options_.split_factor, threshold_);
   divide_block(keys, first);
 }
 
 void Clusters::enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens) {
   for (const int64_t token : tokens) {
-    enter_token(keys, token, [](int64_t) { return true; });
+    enter_by(ClusterUpdate::kAdaptive, keys, token, [](int64_t) { return true; });
     end_step();
   }
 }
@@ -158,31 +163,37 @@ void Clusters::divide_block(const KeyRows& keys, int64_t first) {
   }
 }
 
-/// Fixed once: what is too wide stays the same while the row grows.
-void Clusters::settle_threshold() {
-  if (threshold_) return;
-  int64_t clustered = 0;
-  double sum = 0;
-  for (int64_t cluster = 0; cluster < table_.count(); ++cluster) {
-    clustered += table_.size()[cluster];
-    sum += table_.size()[cluster] * table_.variance()[cluster];
-  }
-  if (clustered < kThresholdTokens) return;
-  threshold_ = options_.split_factor * (sum / static_cast<double>(clustered));
+void Clusters::enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read) {
+  enter_by(options_.update, keys, token, is_read);
 }
 
-void Clusters::enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read) {
+void Clusters::enter_by(ClusterUpdate update, const KeyRows& keys, int64_t token,
+                        const IsRead& is_read) {
   left_ = std::max(left_, token + 1);
   if (table_.place()[token] == kInSinks) return;
   if (!is_usual(keys, token)) {
     counts_.refused += table_.is_full() ? 1 : 0;
     open(keys, token);
-    return;
+  } else if (update == ClusterUpdate::kAdaptive) {
+    enter_adaptive(keys, token, is_read);
+    settle_threshold(table_, options_.split_factor, threshold_);
+  } else if (update == ClusterUpdate::kLocal) {
+    table_.put_outside(token, kIsPending);
+    waiting_.add(WaitingTokens::kNoCluster, token);
+  } else {
+    const int64_t cluster = table_.nearest(keys, token, options_.cluster_tokens_max);
+    cluster < 0 ? open(keys, token) : table_.hold(cluster, token);
   }
+}
+
+void Clusters::enter_adaptive(const KeyRows& keys, int64_t token, const IsRead& is_read) {
   const int64_t cluster = table_.nearest(keys, token, kAnySize);
-  if (cluster < 0) {
-    open(keys, token);
-  } else if (would_fit(keys.of(token), cluster)) {
+  if (cluster < 0) return open(keys, token);
+  const int64_t size = table_.size()[cluster];
+  const bool fits = threshold_ ? size < options_.cluster_tokens_max &&
+                                     table_.variance_with(cluster, keys.of(token)) <= *threshold_
+                               : size < options_.cluster_tokens;
+  if (fits) {
     table_.join(cluster, keys, token);
   } else if (table_.is_full()) {
     ++counts_.refused;
@@ -195,13 +206,6 @@ void Clusters::enter_token(const KeyRows& keys, int64_t token, const IsRead& is_
     table_.put_outside(token, kIsPending);
     waiting_.add(cluster, token);
   }
-  settle_threshold();
-}
-
-bool Clusters::would_fit(const float* key, int64_t cluster) const {
-  const int64_t size = table_.size()[cluster];
-  if (!threshold_) return size < options_.cluster_tokens;
-  return size < options_.cluster_tokens_max && table_.variance_with(cluster, key) <= *threshold_;
 }
 
 void Clusters::open(const KeyRows& keys, int64_t token) {
@@ -222,6 +226,28 @@ void Clusters::join_where_room_is(const KeyRows& keys, int64_t token) {
               sizes.begin();
   }
   is_usual(keys, token) ? table_.join(cluster, keys, token) : table_.hold(cluster, token);
+}
+
+void Clusters::cluster_later(const KeyRows& keys) {
+  const bool is_due =
+      options_.update == ClusterUpdate::kLocal && waiting_.count() >= options_.waiting_max();
+  if (!is_due) return;
+  const std::vector<int64_t> tokens = waiting_.take(WaitingTokens::kNoCluster);
+  const int64_t first = table_.count();
+  const int64_t count = std::min(ClusterOptions::kLocalClusters, table_.clusters_max() - first);
+  if (count == 0) {
+    for (const int64_t token : tokens) join_where_room_is(keys, token);
+    return;
+  }
+  const auto parts = parts_of(keys, tokens, count, {});
+  for (const auto& part : parts) {
+    const int64_t cluster = table_.add();
+    table_.set(cluster, keys, part);
+    changed_[cluster] = true;
+  }
+  for (int64_t i = 0; i < std::ssize(parts); ++i) {
+    if (std::ssize(parts[i]) > options_.cluster_tokens_max) split(keys, first + i, parts[i]);
+  }
 }
 
 void Clusters::take_in(const KeyRows& keys, int64_t cluster) {

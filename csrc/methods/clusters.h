@@ -2,34 +2,15 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
+#include "methods/cluster_options.h"
 #include "methods/cluster_table.h"
 #include "methods/waiting_tokens.h"
 
 namespace kvswap {
-
-struct ClusterOptions {
-  int64_t cluster_tokens = 32;      // that k-means aims at
-  int64_t cluster_tokens_max = 64;  // that no cluster exceeds
-  double split_factor = 1.25;       // too wide: so many times the mean variance of the row
-  int64_t pending_tokens = 16;      // that wait; with so many a cluster is read for them
-  int64_t sink_tokens = 0;          // first ones, which enter no cluster
-  int64_t block_tokens = 8192;      // of a prompt, clustered by themselves: the cost is linear
-
-  /// What is wrong with them; empty: nothing.
-  std::string fault() const;
-  /// So many tokens at least are clustered together when they leave the tail at once.
-  int64_t block_min() const { return 2 * cluster_tokens; }
-  /// Clusters of so many tokens at most: ceil(1.25 tokens / cluster_tokens).
-  int64_t clusters_max(int64_t tokens) const {
-    return (5 * tokens + 4 * cluster_tokens - 1) / (4 * cluster_tokens);
-  }
-};
 
 struct ClusterCounts {
   int64_t splits = 0;
@@ -46,9 +27,10 @@ struct ClusterCounts {
 ///
 /// There are never more than ceil(1.25 tokens_max / cluster_tokens) clusters, however often they
 /// split: then a token joins the nearest that has room. Only a split moves a token from one cluster
-/// to another, and then to a new one. Centroids are fp32, sums in between fp64
-/// and in the order of tokens, so that neither threads nor the CPU change a bit. Ties go to the
-/// lower number. Not thread-safe.
+/// to another, and then to a new one. With another ClusterOptions::update later tokens enter as
+/// that says; a prompt is divided in the same way. Centroids are fp32, sums in between fp64 and in
+/// the order of tokens, so that neither threads nor the CPU change a bit. Ties go to the lower
+/// number. Not thread-safe.
 class Clusters {
  public:
   /// width and tokens_max are positive, the options have no fault().
@@ -58,7 +40,8 @@ class Clusters {
   const ClusterCounts& counts() const { return counts_; }
   /// Tokens that have left the tail, sinks included.
   int64_t left() const { return left_; }
-  /// Tokens that are in no cluster until theirs is split; they are attended in every step.
+  /// Tokens that are in no cluster until theirs is split, or until they are clustered among
+  /// themselves; they are attended in every step.
   const WaitingTokens& waiting() const { return waiting_; }
   /// That no cluster's variance is to exceed; none until 512 tokens are clustered.
   std::optional<double> threshold() const { return threshold_; }
@@ -78,17 +61,21 @@ class Clusters {
   /// clusters that had to be read besides, since too many tokens waited.
   std::vector<int64_t> enter(const KeyRows& keys, int64_t end, std::span<const int64_t> read);
 
-  // The same in its steps: enter_token() for each, take_in() each cluster that is waited for and is
-  // read, take_in() of the one most waited for as long as too many wait, end_step().
+  // The same in its steps: enter_token() for each, cluster_later(), take_in() each cluster that is
+  // waited for and is read, take_in() of the one most waited for as long as too many wait,
+  // end_step().
 
   using IsRead = std::function<bool(int64_t cluster)>;
   /// Neither a sink nor padding enters a cluster: said before it leaves the tail.
   void put_outside(int64_t token) { table_.put_outside(token, kInSinks); }
   /// The next token that leaves the tail.
   void enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read);
+  /// Local tokens become clusters of their own once they fill as many as are made at once; where no
+  /// number is left they join where room is.
+  void cluster_later(const KeyRows& keys);
   /// Who waits for it enters: the cluster is read, and split, unless that is refused.
   void take_in(const KeyRows& keys, int64_t cluster);
-  /// Clusters that this step's splits changed, rising.
+  /// Clusters that this step's splits changed, or that were made of later tokens, rising.
   std::vector<int64_t> changed() const;
   void end_step();
 
@@ -102,8 +89,9 @@ class Clusters {
   void enter_block(const KeyRows& keys, int64_t end, const Execution& execution);
   void enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens);
   void divide_block(const KeyRows& keys, int64_t first);
-  void settle_threshold();
-  bool would_fit(const float* key, int64_t cluster) const;
+  void enter_by(ClusterUpdate update, const KeyRows& keys, int64_t token, const IsRead& is_read);
+  /// It joins its nearest cluster, has it split, or waits for it.
+  void enter_adaptive(const KeyRows& keys, int64_t token, const IsRead& is_read);
   /// Alone in a cluster, or where room is.
   void open(const KeyRows& keys, int64_t token);
   void join_where_room_is(const KeyRows& keys, int64_t token);
@@ -117,7 +105,7 @@ class Clusters {
   int64_t left_;
   std::optional<double> threshold_;
   WaitingTokens waiting_;
-  Marks changed_;  // by a split of this step
+  Marks changed_;  // by a split of this step, or made in it
 };
 
 }  // namespace kvswap

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <numeric>
 
 #include "kernels/nearest_centroid.h"
 
@@ -206,6 +207,16 @@ MeanVariance mean_variance(const KeyRows& keys, std::span<const int64_t> tokens)
 
 std::vector<int32_t> k_means(const KeyRows& keys, std::span<const int64_t> tokens, int64_t count,
                              const Execution& execution) {
+  if (keys.source != nullptr) {
+    std::vector<float> rows;
+    for (const int64_t token : tokens) {
+      rows.insert(rows.end(), keys.of(token), keys.of(token) + keys.width);
+    }
+    std::vector<int64_t> places(tokens.size());
+    std::iota(places.begin(), places.end(), 0);
+    return k_means({.data = rows.data(), .width = keys.width, .stride = keys.width}, places, count,
+                   execution);
+  }
   Rounds rounds(keys, tokens, count);
   rounds.run(execution);
   return rounds.labels();

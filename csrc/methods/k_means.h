@@ -65,7 +65,7 @@ MeanVariance mean_variance(const KeyRows& keys, std::span<const int64_t> tokens)
 ///
 /// Seed i is key floor((i + 1/2) n / count). A cluster that is left empty takes the key farthest
 /// from its mean in the largest cluster; where all of that are equal it is left out. `tokens` are
-/// all comparable and in keys.data, `count` is 1 to as many. Means are summed in fp64 in the order
+/// all comparable, `count` is 1 to as many. Means are summed in fp64 in the order
 /// of tokens, distances as nearest_centroid() says: the threads of `execution` and the CPU change
 /// no bit.
 std::vector<int32_t> k_means(const KeyRows& keys, std::span<const int64_t> tokens, int64_t count,

@@ -6,16 +6,21 @@
 
 namespace kvswap {
 
-/// Tokens that wait for a cluster to be split, in the order in which they came.
+/// Tokens that wait for a cluster to be split, or for others to be clustered with, in the order in
+/// which they came.
 class WaitingTokens {
  public:
+  static constexpr int64_t kNoCluster = -1;
+
   int64_t count() const { return static_cast<int64_t>(waiting_.size()); }
   void add(int64_t cluster, int64_t token) { waiting_.push_back({cluster, token}); }
 
   /// Clusters that tokens wait for, rising.
   std::vector<int64_t> clusters() const {
     std::vector<int64_t> found;
-    for (const Waiting& each : waiting_) found.push_back(each.cluster);
+    for (const Waiting& each : waiting_) {
+      if (each.cluster != kNoCluster) found.push_back(each.cluster);
+    }
     std::sort(found.begin(), found.end());
     found.erase(std::unique(found.begin(), found.end()), found.end());
     return found;
@@ -30,11 +35,11 @@ class WaitingTokens {
     return *std::max_element(all.begin(), all.end(),
                              [&](int64_t a, int64_t b) { return tokens(a) < tokens(b); });
   }
-  /// Which cluster a token waits for; -1: it does not.
+  /// Which cluster a token waits for; kNoCluster: for none.
   int64_t waits_for(int64_t token) const {
     const auto found = std::find_if(waiting_.begin(), waiting_.end(),
                                     [&](const Waiting& each) { return each.token == token; });
-    return found == waiting_.end() ? -1 : found->cluster;
+    return found == waiting_.end() ? kNoCluster : found->cluster;
   }
 
   /// Those of a cluster wait no more.

@@ -62,14 +62,18 @@ void bind_clusters(py::module_& module) {
   py::class_<Clusters>(module, "Clusters")
       .def(py::init([](int64_t width, int64_t tokens_max, int64_t cluster_tokens,
                        int64_t cluster_tokens_max, double split_factor, int64_t pending_tokens,
-                       int64_t sink_tokens, int64_t block_tokens) {
+                       int64_t sink_tokens, int64_t block_tokens, const std::string& update) {
+             const auto kind = parse_cluster_update(update);
+             TORCH_CHECK_VALUE(kind,
+                               "clusters: update must be one of adaptive, static, local, got '",
+                               update, "'");
              return make(width, tokens_max,
                          {cluster_tokens, cluster_tokens_max, split_factor, pending_tokens,
-                          sink_tokens, block_tokens});
+                          sink_tokens, block_tokens, *kind});
            }),
            py::arg("width"), py::arg("tokens_max"), py::arg("cluster_tokens"),
            py::arg("cluster_tokens_max"), py::arg("split_factor"), py::arg("pending_tokens"),
-           py::arg("sink_tokens"), py::arg("block_tokens") = 8192)
+           py::arg("sink_tokens"), py::arg("block_tokens") = 8192, py::arg("update") = "adaptive")
       .def(py::init<const Clusters&>(), py::arg("other"))
       .def(
           "enter_prompt",

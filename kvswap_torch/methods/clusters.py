@@ -19,6 +19,8 @@ from kvswap_torch.methods.k_means import comparable, k_means, mean_variance, spl
 THRESHOLD_TOKENS = 512  # clustered before what is too wide is decided
 CLUSTERS_SHARE = 1.25  # of tokens / cluster_tokens: what splits may come to
 SINK, PENDING, TAIL = -3, -2, -1  # where a token is that is in no cluster
+UPDATES = ("adaptive", "static", "local")
+LOCAL_CLUSTERS = 4  # made at once of later tokens
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class ClusterOptions:
     block_tokens
         Of a prompt, clustered by themselves: the cost is then linear in its length. Where fewer
         than two clusters' come at once they are entered token by token.
+    update
+        How later tokens enter (figure 1). ``adaptive``: they join the nearest cluster, which is
+        split where it gets too wide or too large. ``static``: they join the nearest that has room,
+        whose centroid stays; where none has room a cluster is opened, and nothing is ever split.
+        ``local``: they wait until they fill `LOCAL_CLUSTERS` clusters, and are clustered among
+        themselves; what has no distance waits in none of these.
     """
 
     cluster_tokens: int = 32
@@ -48,6 +56,14 @@ class ClusterOptions:
     pending_tokens: int = 16
     sink_tokens: int = 0
     block_tokens: int = 8192
+    update: str = "adaptive"
+
+    @property
+    def waiting_max(self) -> int:
+        """Tokens that wait at most at the end of a step."""
+        if self.update == "local":
+            return LOCAL_CLUSTERS * self.cluster_tokens
+        return self.pending_tokens
 
     def __post_init__(self) -> None:
         if not 1 <= self.cluster_tokens <= self.cluster_tokens_max:
@@ -64,6 +80,10 @@ class ClusterOptions:
             raise ValueError(
                 "clusters: split_factor must be above 0, pending_tokens and sink_tokens at least "
                 f"0, got {self.split_factor}, {self.pending_tokens} and {self.sink_tokens}"
+            )
+        if self.update not in UPDATES:
+            raise ValueError(
+                f"clusters: update must be one of {', '.join(UPDATES)}, got {self.update!r}"
             )
 
 
@@ -113,6 +133,7 @@ class Clusters:
         self.variance = torch.zeros(self.clusters_max)
         self.threshold: float | None = None
         self._waiting: dict[int, list[int]] = {}  # cluster -> tokens
+        self._later: list[int] = []  # that wait to be clustered among themselves
         self._counted = torch.zeros(self.clusters_max, dtype=torch.int64)  # comparable members
         self._changed: set[int] = set()  # by a split of this step
 
@@ -122,13 +143,14 @@ class Clusters:
         for name in ("place", "centroid", "size", "variance", "_counted"):
             setattr(other, name, getattr(self, name).clone())
         other._waiting = {cluster: list(tokens) for cluster, tokens in self._waiting.items()}
+        other._later = list(self._later)
         other._changed = set()
         return other
 
     @property
     def pending(self) -> int:
         """Tokens that wait; they are attended in every step."""
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._waiting.values())) + len(self._later)
 
     def members(self, cluster: int) -> torch.Tensor:
         """Its tokens, rising."""
@@ -156,7 +178,9 @@ class Clusters:
             Clusters that had to be read besides, since too many tokens waited.
         """
         for token in range(self.left, end):
-            self._enter_one(keys, token, read)
+            self._enter_later(keys, token, read)
+        if self.options.update == "local" and len(self._later) >= self.options.waiting_max:
+            self._cluster_later(keys)
         for cluster in sorted(cluster for cluster in self._waiting if cluster in read):
             self._take_in_waiting(keys, cluster)
         forced = []
@@ -193,10 +217,13 @@ class Clusters:
             self._enter_one(keys, token, range(self.clusters_max))
             self._changed.clear()
 
-    def _divide_block(self, keys: torch.Tensor, first: int) -> None:
+    def _divide_large(self, keys: torch.Tensor, first: int) -> None:
         for cluster in range(first, self.count):
             if self.size[cluster] > self.options.cluster_tokens_max:
                 self._split(keys, cluster, self.members(cluster))
+
+    def _divide_block(self, keys: torch.Tensor, first: int) -> None:
+        self._divide_large(keys, first)
         most = min(self.clusters_max, self._share_of(self.left))
         while self.threshold is not None and first < self.count < most:
             widest = first + int(self.variance[first : self.count].argmax())
@@ -211,6 +238,38 @@ class Clusters:
         if self.threshold is None and clustered >= THRESHOLD_TOKENS:
             mean = float((sizes * self.variance[: self.count]).sum()) / clustered
             self.threshold = self.options.split_factor * mean
+
+    def _enter_later(self, keys: torch.Tensor, token: int, read: Container[int]) -> None:
+        """One token that comes after the prompt."""
+        if self.options.update == "adaptive" or not comparable(keys[token]):
+            self._enter_one(keys, token, read)
+            return
+        self.left = token + 1
+        if self.options.update == "local":
+            self.place[token] = PENDING
+            self._later.append(token)
+            return
+        is_free = self.size[: self.count] < self.options.cluster_tokens_max
+        cluster = self._nearest(keys[token], is_free)
+        if cluster is None:
+            self._open_or_make_room(keys, token)
+        else:
+            self.place[token] = cluster
+            self.size[cluster] += 1
+
+    def _cluster_later(self, keys: torch.Tensor) -> None:
+        """Those that wait, among themselves; where no number is left they join where room is."""
+        tokens, self._later = torch.tensor(self._later), []
+        first = self.count
+        count = min(LOCAL_CLUSTERS, self.clusters_max - first)
+        if count == 0:
+            for token in tokens.tolist():
+                self._join_where_room_is(keys, token)
+            return
+        label = k_means(keys[tokens], count)
+        for cluster in range(int(label.max()) + 1):
+            self._set(keys, self._new(), tokens[label == cluster])
+        self._divide_large(keys, first)
 
     def _enter_one(self, keys: torch.Tensor, token: int, read: Container[int]) -> None:
         """One token joins its nearest cluster, splits it, or waits for it."""

@@ -15,6 +15,7 @@ from kvswap_torch.methods.clusters import (
     PENDING,
     SINK,
     TAIL,
+    UPDATES,
     ClusterOptions,
     Clusters,
 )
@@ -29,14 +30,15 @@ from kvswap_torch.methods.k_means import (
 
 STEPS = 40  # after the prompt
 OPTIONS = st.builds(
-    lambda tokens, factor, pending, sinks, spare: ClusterOptions(
-        tokens, tokens + spare, factor, pending, sinks
+    lambda tokens, factor, pending, sinks, spare, update: ClusterOptions(
+        tokens, tokens + spare, factor, pending, sinks, update=update
     ),
     st.integers(1, 12),
     st.sampled_from([0.2, 1.25, 4.0]),
     st.integers(0, 5),
     st.integers(0, 4),
     st.integers(0, 12),
+    st.sampled_from(UPDATES),
 )
 KINDS = st.sampled_from(["normal", "equal", "few", "moving", "odd"])
 
@@ -73,12 +75,12 @@ def check(row: Row, keys: torch.Tensor, left: int) -> None:
     inside = place[sinks : row.left]
     assert ((inside >= 0) | (inside == PENDING)).all() and (inside < row.count).all()
     assert int((inside == PENDING).sum()) == row.pending
-    assert row.pending < max(1, options.pending_tokens)
+    assert row.pending < max(1, options.waiting_max)
     assert row.count <= row.clusters_max
     counts = torch.bincount(inside[inside >= 0], minlength=row.count)
     assert torch.equal(counts, row.size[: row.count])
     assert (counts > 0).all() and (counts <= options.cluster_tokens_max).all()
-    for cluster in range(row.count):
+    for cluster in range(row.count if options.update != "static" else 0):
         mean, variance = mean_variance(keys[row.members(cluster)])
         size = max(1.0, float(squares(mean)), float(variance))
         assert float(squares(row.centroid[cluster] - mean)) <= 1e-6 * size
@@ -262,6 +264,35 @@ def test_at_the_limit_nothing_splits_and_tokens_join_where_room_is(made):
 
 
 @both
+def test_static_clusters_stay_what_they_are_until_none_has_room(made):
+    keys = torch.randn(400, 4, generator=torch.Generator().manual_seed(7))
+    row = made(4, 400, ClusterOptions(10, 12, update="static"))
+    row.enter_prompt(keys, 300)
+    count, centroid, splits = row.count, row.centroid[: row.count].clone(), row.splits
+    nearest_to = squares(centroid - keys[300]).masked_fill(row.size[:count] >= 12, torch.inf)
+    for end in range(301, 401):
+        assert row.enter(keys, end, range(row.count)) == []
+        check(row, keys, end)
+        assert (row.count > count) == (end > 12 * count)
+    assert int(row.place[300]) == int(nearest_to.argmin())
+    assert torch.equal(row.centroid[:count], centroid) and (row.splits, row.refused) == (splits, 0)
+
+
+@both
+def test_local_clusters_are_made_of_later_tokens_alone(made):
+    keys = torch.randn(400, 4, generator=torch.Generator().manual_seed(7))
+    row = made(4, 400, ClusterOptions(10, 30, update="local"))
+    row.enter_prompt(keys, 300)
+    count, place = row.count, row.place[:300].clone()
+    for end in range(301, 401):
+        assert row.enter(keys, end, range(row.count)) == []
+        check(row, keys, end)
+        assert row.pending == (end - 300) % 40
+    assert torch.equal(row.place[:300], place) and bool((row.place[300:380] >= count).all())
+    assert row.count >= count + 8
+
+
+@both
 def test_long_prompts_are_clustered_in_blocks(made):
     """What stands in the first block does not depend on what follows it."""
     keys = torch.randn(8192 + 512, 4, generator=torch.Generator().manual_seed(9))
@@ -298,6 +329,8 @@ def test_a_copy_has_a_life_of_its_own(made):
 def test_options_that_make_no_sense_are_refused(arguments, told):
     with pytest.raises(ValueError, match=told):
         ClusterOptions(*arguments)
+    with pytest.raises(ValueError, match="one of adaptive, static, local, got 'never'"):
+        ClusterOptions(update="never")
 
 
 @both

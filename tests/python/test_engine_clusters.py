@@ -18,6 +18,9 @@ OPTIONS = {
     "narrow": ClusterOptions(8, 12, 0.6, 4),
     "nothing waits": ClusterOptions(12, 24, 1.0, 0),
     "at the limit": ClusterOptions(20, 25, 0.05, 8),
+    "static": ClusterOptions(16, 20, sink_tokens=3, update="static"),
+    "local": ClusterOptions(8, 10, sink_tokens=3, update="local"),
+    "local at the limit": ClusterOptions(20, 25, 0.05, update="local"),
 }
 
 
@@ -114,3 +117,5 @@ def test_options_that_make_no_sense_are_refused(arguments, told):
 
     with pytest.raises(ValueError, match=told):
         _C.Clusters(4, 12, *arguments)
+    with pytest.raises(ValueError, match="one of adaptive, static, local, got 'never'"):
+        _C.Clusters(4, 12, 8, 8, 1.0, 0, 0, update="never")

@@ -9,6 +9,7 @@ tests/cpp/engine/test_clustering.cpp; that clusters are the reference's, by test
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -100,6 +101,23 @@ def test_every_reader_answers_alike_to_the_bit(tmp_path, answers, heads, score, 
     assert session.counters()["cluster_splits"] > 0
 
 
+@pytest.mark.parametrize("layout", ["sequence", "pools"])
+@pytest.mark.parametrize("update", ["static", "local"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_other_updates_answer_alike_to_the_bit(tmp_path, heads, update, layout):
+    """From every reader. Who still waits may depend on the layout: without room all is packed."""
+    more = {"cluster_update": update, "layout": layout}
+    more["pending_tokens"] = SwapConfig().pending_tokens
+    found = []
+    for reader in READERS[:4]:
+        session = native(clustered(tmp_path, heads, "sum", {**reader, **more}))
+        found.append(life(session, seed=3))
+        counters = session.counters()
+        assert counters["cluster_records_sealed"] > 0 and counters["cluster_splits_forced"] == 0
+    for answers in found[1:]:
+        assert all(map(torch.equal, answers, found[0]))
+
+
 def test_threads_change_no_bit(tmp_path, answers):
     threads = torch.get_num_threads()
     for count in (1, 2):
@@ -124,9 +142,12 @@ def small(**changes):
 
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_with_room_for_all_tokens_are_the_full_caches(tmp_path, llama, heads, look_ahead):
+@pytest.mark.parametrize("update", ["adaptive", "static", "local"])
+def test_with_room_for_all_tokens_are_the_full_caches(tmp_path, llama, heads, look_ahead, update):
     inputs = prompt(2, 90, padding=(0, 31))
     config = small(heads=heads, groups_max=40, pages_max=40, group_tokens=32, look_ahead=look_ahead)
+    pending = SwapConfig().pending_tokens
+    config = dataclasses.replace(config, cluster_update=update, pending_tokens=pending)
     expected = greedy(llama, inputs, tokens=40)
     with KVSwapCache(llama, tmp_path, config) as cache:
         assert torch.equal(greedy(llama, inputs, cache, tokens=40), expected)
@@ -312,6 +333,9 @@ def test_a_device_is_refused_by_name(tmp_path):
         (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where grouping"),
         (CLUSTERS | {"split_factor": 0.0}, "split_factor: must be a float"),
         (CLUSTERS | {"pending_tokens": -1}, "pending_tokens: must be an int from 0 to 1024"),
+        ({"cluster_update": "local"}, "cluster_update: must be left out where grouping is runs"),
+        (CLUSTERS | {"cluster_update": "never"}, "must be one of adaptive, static, local"),
+        (CLUSTERS | {"cluster_update": "local"}, "pending_tokens: must be left out where cluster_"),
         ({"layout": "pools"}, "layout: must be left out where grouping is runs"),
         (CLUSTERS | {"pool_slack_pages": 3}, "pool_slack_pages: must be left out where layout"),
     ],

@@ -72,12 +72,28 @@ inline EngineOptions with_room_for_all_in_pools(EngineOptions options) {
   return in_pools(with_room_for_all(options));
 }
 
+inline EngineOptions static_ones(EngineOptions options) {
+  options.cluster_update = "static";
+  return options;
+}
+inline EngineOptions local_ones(EngineOptions options) {
+  options.cluster_update = "local";
+  options.pending_tokens = EngineOptions{}.pending_tokens;
+  return options;
+}
+inline EngineOptions static_ones_in_pools(EngineOptions options) {
+  return in_narrow_pools(static_ones(options));
+}
+inline EngineOptions local_ones_of_each_head_in_pools(EngineOptions options) {
+  return in_pools(each_head(local_ones(options)));
+}
+
 struct ClusterLife {
   const char* name;
   EngineOptions (*adapt)(EngineOptions);
 };
 inline void PrintTo(const ClusterLife& life, std::ostream* stream) { *stream << life.name; }
-inline constexpr std::array<ClusterLife, 14> kClusterLives = {{
+inline constexpr std::array<ClusterLife, 18> kClusterLives = {{
     {"usual", as_it_is},
     {"each_head", each_head},
     {"mass", by_mass},
@@ -92,6 +108,10 @@ inline constexpr std::array<ClusterLife, 14> kClusterLives = {{
     {"narrow_pools", in_narrow_pools},
     {"room_for_all", with_room_for_all},
     {"room_for_all_in_pools", with_room_for_all_in_pools},
+    {"static", static_ones},
+    {"static_in_pools", static_ones_in_pools},
+    {"local", local_ones},
+    {"local_each_head_in_pools", local_ones_of_each_head_in_pools},
 }};
 
 class ClusterLives : public testing::TestWithParam<ClusterLife> {

@@ -164,7 +164,7 @@ class ClusterRun {
       ASSERT_LE(clusters.left(), sealed);
       if (behind == Behind::kNever) {
         ASSERT_EQ(clusters.left(), sealed);
-        ASSERT_LE(std::ssize(pages.waiting()), options_.pending_tokens);
+        ASSERT_LE(std::ssize(pages.waiting()), options_.method().clusters.waiting_max());
       }
       std::vector<int64_t> sizes(clusters.table().count());
       std::map<int64_t, uint64_t> masks;

@@ -63,15 +63,17 @@ void check(const Clusters& row, const Keys& keys, const ClusterOptions& options,
     }
   }
   ASSERT_EQ(pending, row.waiting().count());
-  ASSERT_LT(pending, std::max<int64_t>(1, options.pending_tokens));
+  ASSERT_LT(pending, std::max<int64_t>(1, options.waiting_max()));
   std::vector<float> centroid(keys.width);
   for (int64_t c = 0; c < table.count(); ++c) {
     ASSERT_EQ(members[c], row.members(c));
     ASSERT_EQ(static_cast<int64_t>(members[c].size()), table.size()[c]);
     ASSERT_GE(table.size()[c], 1);
     ASSERT_LE(table.size()[c], options.cluster_tokens_max);
-    const MeanVariance expected = mean_variance(keys.rows(), members[c]);
     table.centroid(c, centroid);
+    // Static ones stay what the prompt's were.
+    if (options.update == ClusterUpdate::kStatic) continue;
+    const MeanVariance expected = mean_variance(keys.rows(), members[c]);
     const double scale = std::max(1.0, expected.variance);
     ASSERT_NEAR(table.variance()[c], expected.variance, 1e-4 * scale);
     for (int64_t d = 0; d < keys.width; ++d) {
@@ -83,9 +85,10 @@ void check(const Clusters& row, const Keys& keys, const ClusterOptions& options,
 
 TEST(Clusters, EveryTokenIsInExactlyOnePlaceOverARandomLife) {
   std::mt19937 generator(11);
-  for (int life = 0; life < 60; ++life) {
+  for (int life = 0; life < 120; ++life) {
     const auto kind = static_cast<Kind>(life % 5);
     ClusterOptions options;
+    options.update = static_cast<ClusterUpdate>(life % 3);
     options.cluster_tokens = 1 + generator() % 12;
     options.cluster_tokens_max = options.cluster_tokens + generator() % 12;
     options.split_factor = std::vector{0.2, 1.25, 4.0}[generator() % 3];
@@ -108,6 +111,52 @@ TEST(Clusters, EveryTokenIsInExactlyOnePlaceOverARandomLife) {
       check(row, keys, options, end);
     }
     if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+TEST(Clusters, StaticOnesOnlyGrowUntilNoneHasRoom) {
+  const Keys keys(Kind::kNormal, 400, 4, 7);
+  const ClusterOptions options{
+      .cluster_tokens = 10, .cluster_tokens_max = 12, .update = ClusterUpdate::kStatic};
+  Clusters row(4, 400, options);
+  row.enter_prompt(keys.rows(), 300, {});
+  const Clusters before = row;
+  const int64_t count = before.table().count();
+  const int64_t room = 12 * count - 300;
+  ASSERT_GT(room, 10);
+  std::vector<float> was(4), is(4);
+  for (int64_t end = 301; end <= 400; ++end) {
+    EXPECT_TRUE(row.enter(keys.rows(), end, {}).empty());
+    EXPECT_EQ(row.table().count() > count, end - 300 > room) << end;
+    EXPECT_EQ(row.waiting().count(), 0);
+  }
+  EXPECT_EQ(row.counts().splits, before.counts().splits);
+  for (int64_t c = 0; c < count; ++c) {
+    before.table().centroid(c, was);
+    row.table().centroid(c, is);
+    EXPECT_EQ(is, was);
+    EXPECT_EQ(row.table().variance()[c], before.table().variance()[c]);
+  }
+}
+
+TEST(Clusters, LocalOnesLeaveThePromptsAsTheyAre) {
+  const Keys keys(Kind::kNormal, 400, 4, 7);
+  const ClusterOptions options{
+      .cluster_tokens = 10, .cluster_tokens_max = 30, .update = ClusterUpdate::kLocal};
+  Clusters row(4, 400, options);
+  row.enter_prompt(keys.rows(), 300, {});
+  const Clusters before = row;
+  for (int64_t end = 301; end <= 400; ++end) {
+    row.enter(keys.rows(), end, {});
+    EXPECT_EQ(row.waiting().count(), (end - 300) % 40);
+    EXPECT_TRUE(row.changed().empty()) << "the step has ended";
+  }
+  EXPECT_GE(row.table().count(), before.table().count() + 8);
+  for (int64_t token = 0; token < 300; ++token) {
+    EXPECT_EQ(row.table().place()[token], before.table().place()[token]);
+  }
+  for (int64_t token = 300; token < 380; ++token) {
+    EXPECT_GE(row.table().place()[token], before.table().count());
   }
 }
 
@@ -157,8 +206,8 @@ TEST(Clusters, LookAtNoKeyThatWasNotRead) {
   EXPECT_GT(expected.counts().splits, 5);
 }
 
-Clusters life_of(const Keys& keys, const Execution& execution) {
-  Clusters row(keys.width, 1600, {.cluster_tokens = 8, .cluster_tokens_max = 16});
+Clusters life_of(const Keys& keys, const Execution& execution, ClusterUpdate update) {
+  Clusters row(keys.width, 1600, {.cluster_tokens = 8, .cluster_tokens_max = 16, .update = update});
   row.enter_prompt(keys.rows(), 1400, execution);
   for (int64_t end = 1404; end <= 1600; end += 4) {
     std::vector<int64_t> read;
@@ -182,13 +231,6 @@ void expect_same_bits(const Clusters& one, const Clusters& other, int64_t width)
 
 TEST(Clusters, InstructionSetsAndThreadsChangeNoBit) {
   const Keys keys(Kind::kNormal, 1600, 37, 31);
-  ASSERT_TRUE(use_simd_level(simd_levels().front()));
-  const Clusters expected = life_of(keys, {});
-  for (const std::string& level : simd_levels()) {
-    SCOPED_TRACE(level);
-    ASSERT_TRUE(use_simd_level(level));
-    expect_same_bits(life_of(keys, {}), expected, 37);
-  }
   const ParallelFor in_pieces = [](int64_t count, int64_t, const auto& body) {
     std::vector<std::thread> threads;
     for (int64_t begin = 0; begin < count; begin += 101) {
@@ -196,7 +238,17 @@ TEST(Clusters, InstructionSetsAndThreadsChangeNoBit) {
     }
     for (std::thread& thread : threads) thread.join();
   };
-  expect_same_bits(life_of(keys, {.parallel = &in_pieces}), expected, 37);
+  for (const auto update :
+       {ClusterUpdate::kAdaptive, ClusterUpdate::kStatic, ClusterUpdate::kLocal}) {
+    ASSERT_TRUE(use_simd_level(simd_levels().front()));
+    const Clusters expected = life_of(keys, {}, update);
+    for (const std::string& level : simd_levels()) {
+      SCOPED_TRACE(level);
+      ASSERT_TRUE(use_simd_level(level));
+      expect_same_bits(life_of(keys, {}, update), expected, 37);
+    }
+    expect_same_bits(life_of(keys, {.parallel = &in_pieces}, update), expected, 37);
+  }
 }
 
 TEST(Clusters, OptionsThatMakeNoSenseHaveAFault) {
@@ -204,6 +256,8 @@ TEST(Clusters, OptionsThatMakeNoSenseHaveAFault) {
   EXPECT_NE((ClusterOptions{.cluster_tokens = 9, .cluster_tokens_max = 8}).fault(), "");
   EXPECT_NE((ClusterOptions{.split_factor = std::nan("")}).fault(), "");
   EXPECT_NE((ClusterOptions{.sink_tokens = -1}).fault(), "");
+  EXPECT_EQ(parse_cluster_update("local"), ClusterUpdate::kLocal);
+  EXPECT_EQ(parse_cluster_update("never"), std::nullopt);
 }
 
 }  // namespace
