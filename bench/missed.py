@@ -9,6 +9,7 @@ with the looks that `--every` and `--groups` ask for, and without, in turn.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class Runs:
 
 def by_layer(stats: Any, start: str = "missed_mass_") -> list[float]:
     names = sorted(
-        (name for name in stats.counters if name.startswith(start) and name[-1].isdigit()),
+        (name for name in stats.counters if re.fullmatch(f"{start}[0-9]+", name)),
         key=lambda name: int(name.rsplit("_", 1)[1]),
     )
     return [stats.counters[name] for name in names]

@@ -151,10 +151,10 @@ def task_rows(results: list[Result], shares: tuple[str, ...] = ("1/8", "1/13")) 
             full = part["methods"]["full"]
             title = f"{result['text']}, {int(length):,}, {full['documents']}"
             measured = (*part["able"], *(task for task in LOSSES if task in full["tasks"]))
-            for task in measured if None not in methods else ():
+            for task in measured if any(methods) else ():
                 told = full["tasks"][task]
                 of_all = f"loss {told['loss'][0]:.2f}" if task in LOSSES else _share_of(told)
-                cells = " | ".join(_task_cell(task, each["tasks"][task]) for each in methods)
+                cells = " | ".join(_task_cell(task, each) for each in methods)
                 yield f"| {title} | {task} | {of_all} | {cells} |"
                 title = ""
             for task, share in part["left_out"].items():
@@ -163,13 +163,22 @@ def task_rows(results: list[Result], shares: tuple[str, ...] = ("1/8", "1/13")) 
 
 
 def _share_of(told: dict[str, Any]) -> str:
-    return f"{told['exact'][0]:.2f} of {told['answers']}"
+    return f"{told['exact'][0]:.2f} of {told['answers']}{_by_turn(told)}"
 
 
-def _task_cell(task: str, told: dict[str, Any]) -> str:
+def _task_cell(task: str, method: Result | None) -> str:
+    if method is None:
+        return "does not fit"
+    told = method["tasks"][task]
     kind, form = ("loss", "+.3f") if task in LOSSES else ("exact", "+.2f")
     apart = f"KL {told['kl'][0]:.3f}, same {told['agree'][0]:.2f}"
-    return f"{interval(told[f'{kind}_difference'], form)}; {apart}"
+    return f"{interval(told[f'{kind}_difference'], form)}{_by_turn(told)}; {apart}"
+
+
+def _by_turn(told: dict[str, Any]) -> str:
+    """Of a conversation: what is right in its first turn, its second..."""
+    shares = ", ".join(f"{share:.2f}" for share in told.get("by_turn") or ())
+    return f" (by turn {shares})" if shares else ""
 
 
 def speed_rows(results: list[Result]) -> Iterator[str]:

@@ -74,7 +74,11 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   counters["bytes_a_read"] = counters["bytes_read"] / std::max(1.0, counters["reads"]);
 }
 
-/// By layer and in all: the mean over layers that were looked at, and half of its 95 % interval.
+/// Half of the 95 % interval of a mean with that variance.
+double half_interval(double variance) { return 1.96 * std::sqrt(variance); }
+
+/// By layer and in all: the mean over layers that were looked at, each with half of its 95 %
+/// interval.
 void add_missed_mass(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.options();
   if (options.steps_between_looks() == 0) return;
@@ -92,6 +96,7 @@ void add_missed_mass(const Engine& engine, std::map<std::string, double>& counte
     const MissedMass& missed = layers[layer];
     if (missed.looks == 0) continue;
     counters["missed_mass_" + std::to_string(layer)] = missed.mean();
+    counters["missed_mass_error_" + std::to_string(layer)] = half_interval(missed.variance());
     ++looked;
     looks += static_cast<double>(missed.looks);
     sum += missed.mean();
@@ -100,7 +105,7 @@ void add_missed_mass(const Engine& engine, std::map<std::string, double>& counte
   counters["audits"] = looks;
   if (looked == 0) return;
   counters["missed_mass"] = sum / looked;
-  counters["missed_mass_error"] = 1.96 * std::sqrt(variance) / looked;
+  counters["missed_mass_error"] = half_interval(variance) / looked;
 }
 
 }  // namespace

@@ -35,8 +35,8 @@ class CacheStats:
         Selected groups read per decoding step of a sequence; written per token stored.
     missed_mass, missed_mass_error
         With `SwapConfig.audit_every`: the estimated share of attention that went to groups that
-        were not selected, mean over heads and layers, and half of its 95 % interval; by layer in
-        `counters`. None before anything was looked at.
+        were not selected, mean over heads and layers, and half of its 95 % interval; both by layer
+        in `counters`. None before anything was looked at.
     missed_mass_excess
         With `SwapConfig.missed_mass_max`: by how much the worst layer that has all its pages misses
         more than it may; 0 where none does. Groups that layers select now are in `counters`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -109,7 +110,9 @@ def test_a_few_groups_looked_at_give_an_interval_that_holds_the_true_share(tmp_p
     counters = watched.session.counters()
     truth = torch.stack([torch.stack(shares).mean() for shares in watched.missed.values()]).mean()
     assert counters["audits"] == 60 * 2
+    errors = [counters[f"missed_mass_error_{layer}"] for layer in watched.missed]
     assert 0 < counters["missed_mass_error"] < 0.03
+    assert counters["missed_mass_error"] == pytest.approx(math.hypot(*errors) / len(errors))
     # Twice the interval: this is one draw, and the same on every machine.
     assert abs(counters["missed_mass"] - truth) < 2 * counters["missed_mass_error"]
 

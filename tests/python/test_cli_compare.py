@@ -11,7 +11,7 @@ from kvswap_torch import SwapConfig
 from kvswap_torch.cli.agreement import Agreement, first_difference
 from kvswap_torch.cli.conversation import Turn
 from kvswap_torch.cli.prompt import PLAIN
-from kvswap_torch.cli.report import Result, Run, comparison
+from kvswap_torch.cli.report import Result, Run, closing_line, comparison
 from kvswap_torch.timeline import Timeline
 from tests.python.test_cli import QUESTIONS, document, generate
 
@@ -54,6 +54,19 @@ def test_the_cache_on_disk_gives_the_full_caches_answers(
 )
 def test_the_first_token_that_differs(ours: list[int], theirs: list[int], place: int) -> None:
     assert first_difference(ours, theirs) == place
+
+
+def test_the_closing_line_says_what_the_cache_tells_and_no_more() -> None:
+    told = {"kv_bytes_on_disk": 2 << 20, "missed_mass": 0.0812, "missed_mass_error": 0.013}
+    told |= {"missed_mass_excess": 0.02, "wait_seconds": 1.0, "hidden_seconds": 3.0}
+    turn = Turn("Q?", "blue", 2, 3, 0.1, 4.0, [5, 6, 7])
+    line = closing_line(Run(1000, 2.0, [turn], told))
+    assert "prefill 500 tokens/s · answers 4.0 tokens/s · KV on disk 2.00 MiB" in line
+    assert "attention missed about 8.1% (± 1.3%)" in line
+    assert "above missed_mass_max 2.0% in the worst layer: more memory helps" in line
+    assert "of reading waited for 25%" in line
+    silent = closing_line(Run(0, 0.5, [turn]))
+    assert "opened in 0.50 s, nothing was read" in silent and "missed" not in silent
 
 
 def test_the_comparison_shows_the_token_that_differs() -> None:

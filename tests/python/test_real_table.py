@@ -28,6 +28,8 @@ from kvswap_torch.tuning.recall import Choice, Steps
 from kvswap_torch.tuning.samples import Sample
 from tests.python import test_quality_parts as parts
 
+EIGHTH = "product:memory=1/8"
+
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, FOCUS = 4, 2, 16, 400, 360
 
 
@@ -224,6 +226,15 @@ def test_by_task_answers_have_a_difference_and_continuations_a_loss():
     assert rows[4].startswith("|  | language | loss 1.50 | +0.020 (+0.010 to +0.030); KL 0.100")
     assert rows[5] == "|  | turns | 0.40 | left out | |" and len(rows) == 6
     assert {row.count("|") for row in rows} == {6}
+
+
+def test_what_does_not_fit_is_said_and_conversations_are_told_by_turn():
+    told = method(-0.1, 0.1, 0.9)["tasks"]["asked"] | {"by_turn": [0.25, 0.5]}
+    methods = {name: {"documents": 2, "tasks": {"turns": told}} for name in ("full", EIGHTH)}
+    part = {"methods": methods, "able": {"turns": 0.6}, "left_out": {}}
+    row = list(task_rows([{"text": "held-out", "lengths": {"2048": part}}]))[2]
+    assert "0.60 of 50 (by turn 0.25, 0.50) | -0.10" in row
+    assert row.endswith("(by turn 0.25, 0.50); KL 0.100, same 0.90 | does not fit |")
 
 
 def test_speeds_are_paired_with_the_first():
