@@ -11,6 +11,7 @@ the same kind could find.
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,13 +41,17 @@ Setting = tuple[int, int, str]  # columns, groups, the summary's dtype
 
 
 class Lookups:
-    """Sums over steps and documents, by layer; each ``[heads]``."""
+    """Sums over steps and documents, by layer; each ``[heads]``.
+
+    `held`: the attention mass that choices hold, sinks and tail included, of each layer and document.
+    """
 
     def __init__(self, settings: list[Setting]):
         self.settings = settings
         self.sought: dict[int, Any] = defaultdict(float)
         self.found: dict[Setting, dict[int, Any]] = {each: defaultdict(float) for each in settings}
         self.oracle: dict[Setting, dict[int, Any]] = {each: defaultdict(float) for each in settings}
+        self.held: dict[Setting, list[float]] = {each: [] for each in settings}
 
     def add(self, seen: Observed, sample: Sample) -> None:
         """One layer of one document, on the true queries of its questions."""
@@ -62,6 +67,9 @@ class Lookups:
                 masses[columns, dtype] = scores.by_mass(columns, steps.choosable)
             for by, mass in ((self.found, masses[columns, dtype]), (self.oracle, steps.mass)):
                 best = mass.masked_fill(~steps.choosable, -1.0).topk(groups, dim=1).indices
+                if by is self.found:
+                    mass_held = steps.always + steps.mass.gather(1, best).sum(1)
+                    self.held[setting].append(float(mass_held.mean()))
                 held = looked_up.gather(2, best.expand(len(looked_up), -1, -1))
                 by[setting][seen.layer] += held.sum((1, 2))
 
@@ -77,6 +85,7 @@ class Lookups:
                     "groups": setting[1],
                     "summary_dtype": setting[2],
                     "found": _share(self.found[setting], self.sought, order),
+                    "held": round(statistics.mean(self.held[setting]), 4),
                     "oracle": _share(self.oracle[setting], self.sought, order),
                 }
                 for setting in self.settings

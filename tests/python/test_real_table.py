@@ -11,6 +11,7 @@ import typer
 
 from bench.lookups import Lookups, parse
 from bench.quality.swap import Swap
+from bench.rank_settings import measured_settings, rank_correlation, ranks
 from bench.real_speed import compare
 from bench.real_table import (
     _label,
@@ -130,6 +131,7 @@ def test_look_ups_are_found_where_their_groups_are_chosen():
     assert (many["columns"], many["groups"]) == (32, 60)
     assert one["found"] < many["found"] <= 1.0
     assert many["found"] > 0.9
+    assert 0 < one["held"] < many["held"] <= 1.0
     assert coarse["summary_dtype"] == "int4" and coarse["found"] < many["found"]
     assert layer["found"] == [one["found"], many["found"], coarse["found"]]
     rows = list(lookup_rows([found]))
@@ -138,6 +140,17 @@ def test_look_ups_are_found_where_their_groups_are_chosen():
     for wrong in ("32", "32x0", "32x9xint3"):
         with pytest.raises(typer.BadParameter, match=f"COLUMNSxGROUPS, .* got '{wrong}'"):
             parse(wrong)
+
+
+def test_settings_rank_alike_where_more_of_one_is_less_of_the_other():
+    assert rank_correlation([1.0, 2.0, 5.0], [10.0, 20.0, 30.0]) == 1.0
+    assert rank_correlation([1.0, 2.0, 5.0], [3.0, 2.0, 0.0]) == -1.0
+    assert rank_correlation([1.0, 1.0], [3.0, 2.0]) == 0.0
+    assert ranks([4.0, 1.0, 4.0]) == [1.5, 0.0, 1.5]
+    told = {"tasks": {"asked": {"kl": (0.25, 0.2, 0.3)}}}
+    by_mass = "kvswap:rank=16,groups=13,dtype=int4,score=mass"
+    methods = {"full": told, by_mass: told, "kvswap:rank=16,groups=13": told}
+    assert measured_settings(methods) == {(16, 13, "int4"): 0.25}
 
 
 def method(difference: float, kl: float, same: float) -> dict[str, Any]:
