@@ -43,7 +43,7 @@ Setting = tuple[int, int, str]  # columns, groups, the summary's dtype
 class Lookups:
     """Sums over steps and documents, by layer; each ``[heads]``.
 
-    `held`: the attention mass that choices hold, sinks and tail included, of each layer and document.
+    `held`: the attention mass that choices hold, sinks and tail included, by layer and document.
     """
 
     def __init__(self, settings: list[Setting]):

@@ -3,11 +3,12 @@
     python -m bench.quality --model build/models/smollm2 --lengths 4096 --documents 1
         --tasks needle,multi-key,turns --out ranked_smollm2 --methods
         "full kvswap:rank=8,groups=32,dtype=int8,score=mass,query=true,question=exact ..."
-    python -m bench.rank_settings --model build/models/smollm2 --measured ranked_smollm2 --out
+    python -m bench.rank_settings --model build/models/smollm2 --measured ranked_smollm2
+        --out
 
-Settings are those of the measured methods. What is predicted comes from another document, with other
-questions, as the tuner takes it (`kvswap_torch.tuning.recall.worth`); the measured side is the mean
-divergence from the full cache over all answers' tokens.
+Settings are those of the measured methods. What is predicted comes from another document, with
+other questions, as the tuner takes it (`kvswap_torch.tuning.recall.worth`); what is measured is the
+mean divergence from the full cache over all answers' tokens.
 """
 
 from __future__ import annotations
