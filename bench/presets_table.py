@@ -42,33 +42,39 @@ def joined(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each preset and setting; what does not fit says so."""
-    results = joined(results)
-    shares = [share for share in SHARES if any(_has(result, share) for result in results)]
-    columns = " | ".join(f"{share} of the memory" for share in shares)
-    yield f"| preset | {columns} | the papers lose |"
-    yield "|---|" + "---|" * (len(shares) + 1)
-    for result in results:
+    """A table for each model and length, the full cache first; what does not fit says so."""
+    for result in joined(results):
         for length, part in result["lengths"].items():
-            full = part["methods"]["full"]["tasks"]["all"]["exact"]
+            answers = part["methods"]["full"]["tasks"]["all"]["answers"]
             yield (
-                f"| *{result['model']}, {int(length):,} tokens, documents: {part['documents']}* "
-                f"| *full cache: {full[0]:.2f}* |" + " |" * len(shares)
+                f"**{result['model']}**, {int(length):,} tokens, documents: {part['documents']}, "
+                f"answers: {answers}"
             )
-            for preset in presets():
-                cells = [_cell(part, preset_method(preset.name, share)) for share in shares]
-                if preset.needs and set(cells) == {NOT_RUN}:
-                    cells = ["needs a file of the model"] * len(shares)
-                yield f"| `{preset.name}` | {' | '.join(cells)} | {PAPERS.get(preset.name, '')} |"
+            yield from ("", *_table(part), "")
 
 
-def _has(result: dict[str, Any], share: str) -> bool:
+def _table(part: dict[str, Any]) -> Iterator[str]:
+    """A line for each preset, a column for each share of the memory that any was run in."""
+    shares = [share for share in SHARES if _has(part, share)]
+    columns = [f"{share} of the memory" for share in shares]
+    yield _line(["preset", *columns, "the papers lose"])
+    yield "|" + "---|" * (len(shares) + 2)
+    full = part["methods"]["full"]["tasks"]["all"]["exact"]
+    yield _line(["full cache, all of the memory", *[f"{full[0]:.2f}"] * len(shares), ""])
+    for preset in presets():
+        cells = [_cell(part, preset_method(preset.name, share)) for share in shares]
+        if preset.needs and set(cells) == {NOT_RUN}:
+            cells = ["needs a file of the model"] * len(shares)
+        yield _line([f"`{preset.name}`", *cells, PAPERS.get(preset.name, "")])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _has(part: dict[str, Any], share: str) -> bool:
     names = [preset_method(preset.name, share) for preset in presets()]
-    return any(
-        name in part["methods"] or name in part["impossible"]
-        for part in result["lengths"].values()
-        for name in names
-    )
+    return any(name in part["methods"] or name in part["impossible"] for name in names)
 
 
 def _cell(part: dict[str, Any], name: str) -> str:

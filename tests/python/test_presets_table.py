@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import kvswap_torch
+from bench import table
 from bench.presets_table import PAPERS, preset_rows
 from bench.quality.budget import Bytes
 from bench.quality.methods import parse
@@ -40,41 +43,72 @@ def test_columns_of_a_preset_are_not_lowered_to_fit():
     assert lowered.records == "fp8" and lowered.rank < 32
 
 
+def run(methods: dict, **changed) -> dict:
+    """A results file of one length, made up."""
+    part = {"documents": 1, "methods": methods, "impossible": changed.pop("impossible", {})}
+    return {"model": "tiny", "digest": "a", "lengths": {"4096": part}} | changed
+
+
+def right(share: float, read: int = 0) -> dict:
+    tasks = {"all": {"answers": 8, "exact": [share, 0, 1]}}
+    return {"tasks": tasks, "bytes_read_per_token": read}
+
+
+def by_name(rows: list[str]) -> dict[str, str]:
+    return {row.split("`")[1]: row for row in rows if row.startswith("| `")}
+
+
 def test_a_row_says_what_was_right_what_was_read_and_what_does_not_fit():
-    right = {"tasks": {"all": {"exact": [0.5, 0.25, 0.75]}}, "bytes_read_per_token": 2048}
-    part = {
-        "documents": 2,
-        "methods": {
-            "full": {"tasks": {"all": {"exact": [0.75, 0.5, 1.0]}}},
-            preset_method("quest", "1/4"): right,
-            preset_method("arkvale", "1/4"): right | {"tasks": {}},
-        },
-        "impossible": {preset_method("loki", "1/13"): "kv_memory_bytes: must be at least"},
+    methods = {
+        "full": right(0.75),
+        preset_method("quest", "1/4"): right(0.5, 2048),
+        preset_method("arkvale", "1/4"): right(0.5, 2048) | {"tasks": {}},
     }
-    rows = list(preset_rows([{"model": "tiny", "lengths": {"4096": part}}]))
-    assert rows[0] == "| preset | 1/4 of the memory | 1/13 of the memory | the papers lose |"
-    assert rows[2] == "| *tiny, 4,096 tokens, documents: 2* | *full cache: 0.75* | | |"
-    by_name = {row.split("`")[1]: row for row in rows[3:]}
-    assert "| 0.50, reads 2.00 KiB | not run |" in by_name["quest"]
-    assert "| 0.00, reads 2.00 KiB |" in by_name["arkvale"]
-    assert "| not run | does not fit | 34.0 of 91.6" in by_name["loki"]
+    impossible = {preset_method("loki", "1/13"): "kv_memory_bytes: must be at least"}
+    rows = list(preset_rows([run(methods, impossible=impossible)]))
+    assert rows[:2] == ["**tiny**, 4,096 tokens, documents: 1, answers: 8", ""]
+    assert rows[2] == "| preset | 1/4 of the memory | 1/13 of the memory | the papers lose |"
+    assert rows[4] == "| full cache, all of the memory | 0.75 | 0.75 |  |"
+    found = by_name(rows)
+    assert "| 0.50, reads 2.00 KiB | not run |" in found["quest"]
+    assert "| 0.00, reads 2.00 KiB |" in found["arkvale"]
+    assert "| not run | does not fit | 34.0 of 91.6" in found["loki"]
 
 
 def test_runs_over_the_same_documents_fill_one_table():
-    def run(methods: dict, **changed) -> dict:
-        part = {"documents": 1, "methods": methods, "impossible": {}}
-        return {"model": "tiny", "digest": "a", "lengths": {"4096": part}} | changed
-
-    def right(share: float) -> dict:
-        return {"tasks": {"all": {"exact": [share, 0, 1]}}, "bytes_read_per_token": 0}
-
     full, quest, loki = right(0.75), preset_method("quest", "1/4"), preset_method("loki", "1/4")
     earlier = run({"full": full, quest: right(0.25), loki: right(0.5)})
     rows = list(preset_rows([earlier, run({"full": full, quest: right(0.75)})]))
     assert sum("full cache" in row for row in rows) == 1
-    by_name = {row.split("`")[1]: row for row in rows[3:]}
-    assert "| 0.75, reads 0 B |" in by_name["quest"]
-    assert "| 0.50, reads 0 B |" in by_name["loki"]
-    assert "needs a file of the model" in by_name["compresskv"]
+    found = by_name(rows)
+    assert "| 0.75, reads 0 B |" in found["quest"]
+    assert "| 0.50, reads 0 B |" in found["loki"]
+    assert "needs a file of the model" in found["compresskv"]
     rows = list(preset_rows([earlier, run({"full": full}, digest="b")]))
     assert sum("full cache" in row for row in rows) == 2
+
+
+def test_every_model_has_a_section_of_its_own_on_the_page(tmp_path, monkeypatch):
+    """From the results that `bench.quality` leaves, with columns of what was run of it alone."""
+    folder = tmp_path / "quality"
+    folder.mkdir()
+    quest, snapkv = preset_method("quest", "1/4"), preset_method("snapkv", "1/13")
+    made = {
+        "reference_model": run({"full": right(0.94), quest: right(0.5)}, model="reference_model"),
+        "smollm2": run({"full": right(0.66), snapkv: right(0.25)}, model="smollm2", digest="b"),
+    }
+    for name, results in made.items():
+        (folder / f"presets_{name}.json").write_text(json.dumps(results))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    text = "\n".join(table.TABLES["presets"]())
+    page = table.with_tables(
+        "<!-- bench:presets -->\nold\n<!-- /bench:presets -->", {"presets": text}
+    )
+    assert "old" not in page
+    ours, theirs = page.split("**smollm2**")
+    assert "**reference_model**" in ours and "| full cache, all of the memory | 0.94 |  |" in ours
+    assert "| `quest` | 0.50, reads 0 B |" in ours and "1/13 of the memory" not in ours
+    assert "| full cache, all of the memory | 0.66 |  |" in theirs
+    assert "| `snapkv` | 0.25, reads 0 B |" in theirs and "1/4 of the memory" not in theirs
+    first = theirs.split("---|\n")[1]
+    assert first.startswith("| full cache") and first.splitlines()[1].startswith("| `kvswap`")
