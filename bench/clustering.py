@@ -6,9 +6,10 @@
 
 A model reads a prompt and follows the same text token by token in each cache, whose clusters grow
 and split meanwhile: clusters that wait for more or fewer tokens before pages are written anew,
-`replacement=clusters` beside `lru`, clusters in pools, and KVSwap's groups of as many tokens. What
-else the machine does falls on all alike. With `--shape` weights and text are random: what is chosen
-then has no likeness from step to step, whatever number of KV heads is asked for.
+static and local ones (`cluster_update`), `replacement=clusters` beside `lru`, clusters in pools,
+and KVSwap's groups of as many tokens. What else the machine does falls on all alike. With `--shape`
+weights and text are random: what is chosen then has no likeness from step to step. `--kv-heads` of
+a model changes nothing of what it computes (`bench.kv_heads`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from rich.progress import track
 from rich.table import Table
 
 from bench import machine
+from bench.kv_heads import with_kv_heads
 from bench.reading import REFERENCE, open_held_out, read, step_seconds
 from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
 
 WARM = 16  # first steps that do not count
 TOKENS = 400  # attended by each
+SPANS, SPAN_BYTES = 1 << 19, 40  # of time that are kept of a modelled device: those of all steps
 COLUMNS = ("cache", "ms a token", "of the first", "clustering", "read, requests a token")
 COLUMNS += ("tokens a read", "written", "clusters", "tokens of one", "splits", "forced reads")
 
@@ -50,9 +53,11 @@ def kinds(group_tokens: int, heads: str = "all") -> Iterator[tuple[str, SwapConf
         changed = dataclasses.replace(clusters, pending_tokens=waiting)
         yield f"clusters, {waiting} wait", changed
     yield "clusters, replacement=clusters", dataclasses.replace(clusters, replacement="clusters")
-    # Those of the prompt for good: no spread and no size makes one split.
-    never = {"split_factor": 1e6, "cluster_tokens_max": 4096}
-    yield "clusters that never split", dataclasses.replace(clusters, **never)
+    for update in ("static", "local"):
+        yield f"clusters, {update}", dataclasses.replace(clusters, cluster_update=update)
+    # As other systems have them: no size makes one full.
+    boundless = {"cluster_update": "static", "cluster_tokens_max": 4096}
+    yield "clusters, static of any size", dataclasses.replace(clusters, **boundless)
     for slack in (0, 2, 4):
         changed = dataclasses.replace(clusters, layout="pools", pool_slack_pages=slack)
         yield f"pools, slack {slack}", changed
@@ -69,9 +74,11 @@ def wanted(kinds: Iterator[tuple[str, SwapConfig]], only: str) -> Iterator[tuple
 class Follower:
     """One cache, its step times, and what it has counted since the prompt."""
 
-    def __init__(self, name: str, cache: KVSwapCache, group_tokens: int):
+    def __init__(self, name: str, cache: KVSwapCache, group_tokens: int, spans: int = 0):
         self.name, self.cache, self.group_tokens = name, cache, group_tokens
+        self.spans = spans  # of time, which the cache keeps
         self.seconds: list[float] = []
+        self.device_ms: float | None = None
         self.prompt_seconds = 0.0
         self._begun: dict[str, float] = {}
 
@@ -85,6 +92,15 @@ class Follower:
     def step(self, model: Any, token: torch.Tensor) -> None:
         self.seconds.append(step_seconds(model, self.cache, token))
 
+    def look_at_device(self) -> None:
+        """How long a modelled device reads for a token, whatever the processor does meanwhile."""
+        timeline = self.cache.stats(timeline=True).timeline
+        steps = timeline.steps()
+        begin, end = steps[0][0].begin_ns, steps[-1][-1].end_ns
+        reads = [span for span in timeline.spans if span.name == "read"]
+        within = [(span.begin_ns, span.end_ns) for span in reads if begin <= span.begin_ns < end]
+        self.device_ms = 1e-6 * covered(within) / len(steps)
+
     def since(self, name: str) -> float:
         return self.cache.stats().counters.get(name, 0.0) - self._begun.get(name, 0.0)
 
@@ -97,8 +113,9 @@ class Follower:
             "clustering_share": round(self.since("cluster_seconds") / sum(self.seconds), 4),
             "bytes_read": round(self.since("bytes_read") / steps),
             "requests": round(self.since("reads") / steps, 1),
+            "device_ms": None if self.device_ms is None else round(self.device_ms, 3),
             "written_of_own": round(self.since("bytes_written") / steps / token_bytes, 2),
-            "memory_bytes": self.cache.stats().resident_bytes,
+            "memory_bytes": self.cache.stats().resident_bytes - self.spans * SPAN_BYTES,
             "disk_bytes": self.cache.stats().counters["bytes_allocated_on_disk"],
         }
         tokens: float = self.group_tokens
@@ -117,6 +134,15 @@ class Follower:
             }
         records = self.since("records_read") / max(1.0, self.since("reads"))
         return told | {"tokens_a_read": round(records * tokens, 1)}
+
+
+def covered(stretches: list[tuple[int, int]]) -> int:
+    """What any of them covers."""
+    total, until = 0, 0
+    for begin, end in sorted(stretches):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def lines(caches: list[dict[str, Any]], ratios: dict[str, list[float]]) -> Iterator[list[str]]:
@@ -145,7 +171,7 @@ def main(
     device: Annotated[str, typer.Option(help="modelled device: nvme, ufs, emmc")] = "",
     heads: Annotated[str, typer.Option(help="who chooses: all KV heads, or each")] = "all",
     shape: Annotated[str, typer.Option(help="random weights of this shape, random text")] = "",
-    kv_heads: Annotated[int, typer.Option(help="of such a shape; 0: its own")] = 0,
+    kv_heads: Annotated[int, typer.Option(help="of the shape or the model; 0: its own")] = 0,
     only: Annotated[str, typer.Option(help="names of caches that begin so, by ;")] = "",
     threads: Annotated[int, typer.Option(help="of torch")] = 1,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
@@ -160,20 +186,32 @@ def main(
         ids = torch.randint(4096, (length + steps,), generator=torch.Generator().manual_seed(1))
     else:
         network, sample = open_held_out(model, length + steps)
+        network = with_kv_heads(network, kv_heads or network.config.num_key_value_heads)
         ids = sample.ids[: length + steps]
     steps = len(ids) - length
+    spans = SPANS if device else 0
     with ExitStack() as stack:
         followers = []
         for name, config in wanted(kinds(group_tokens, heads), only):
             made = dataclasses.replace(config, device_model=device or None)
             cache = stack.enter_context(
-                KVSwapCache(network, path, made, max_context=len(ids), max_batch=1)
+                KVSwapCache(
+                    network,
+                    path,
+                    made,
+                    max_context=len(ids),
+                    max_batch=1,
+                    timeline_spans=spans,
+                )
             )
-            followers.append(Follower(name, cache, group_tokens))
+            followers.append(Follower(name, cache, group_tokens, spans))
             followers[-1].read(network, ids[:length])
         for token in track(ids[length:], "following"):
             for follower in followers:
                 follower.step(network, token)
+        for follower in followers:
+            if device:
+                follower.look_at_device()
         stats = followers[0].cache.stats()
         own = stats.kv_bytes_full // stats.tokens
         caches = [follower.as_dict(steps, own) for follower in followers]

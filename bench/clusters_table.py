@@ -78,10 +78,10 @@ def clustering_rows(results: list[Result]) -> Iterator[str]:
     """What caches cost while a text goes on, groups first; ratios are of pairs of steps."""
     yield (
         "| model, KV heads, who chooses, tokens + steps | disk | cache | ms a token, of groups' "
-        "| read, requests a token | tokens a read | written, of its own bytes | clusters, tokens "
-        "of one | read for who waits |"
+        "| device's ms | read, requests a token | tokens a read | written, of its own bytes "
+        "| clusters, tokens of one | read for who waits |"
     )
-    yield "|---" * 9 + "|"
+    yield "|---" * 10 + "|"
     for result in sorted(results, key=_cell):
         model, kv_heads, heads, tokens, device = _cell(result)
         place = f"{model}, {kv_heads}, {heads}, {tokens:,} + {result['steps']:,} | {device}"
@@ -93,6 +93,7 @@ def clustering_rows(results: list[Result]) -> Iterator[str]:
             cells = [
                 cache["name"],
                 time,
+                "" if cache.get("device_ms") is None else f"{cache['device_ms']:.2f}",
                 f"{format_bytes(cache['bytes_read'])}, {cache['requests']:.0f}",
                 f"{cache['tokens_a_read']:.1f}",
                 f"{cache['written_of_own']:.1f}",
