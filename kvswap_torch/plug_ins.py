@@ -70,7 +70,9 @@ class GroupScores(ABC):
     """Who is read: what each group is worth to a query. For ``KVSwapCache(group_scores=...)``.
 
     An object serves one cache at a time, from one thread. What it raises ends the forward pass,
-    which is taken back; the cache goes on.
+    which is taken back, or the crop or choice of sequences, which is then not made; the cache goes
+    on. Unless it was `scores` that raised, the next pass begins with `reset`, and `seal` of all
+    that is sealed, read back from disk as it is stored there.
     """
 
     shape: CacheShape
@@ -256,7 +258,7 @@ def flat_numbers(
         sentence.
     """
     wanted = (batch, *heads, *rest)
-    is_tensor = isinstance(told, torch.Tensor)
+    is_tensor = isinstance(told, torch.Tensor) and not told.is_meta
     if not is_tensor or not told.is_floating_point() or tuple(told.shape) != wanted:
         came = f"{list(told.shape)} of {told.dtype}" if is_tensor else repr(told)
         raise ValueError(f"{what} a tensor {list(wanted)} of floating numbers, got {came}")

@@ -266,9 +266,9 @@ class KVSwapCache(convert.Converting, Saving, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens, so that the cache can be used for another text."""
+        self.driver.reset()  # first: a plug-in may raise, and nothing is forgotten then
         for layer in self._other_layers():
             layer.reset()
-        self.driver.reset()
         self.tokens.reset()
         self._others_changed, self._pass = False, None
 

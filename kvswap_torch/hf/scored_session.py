@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,15 @@ from kvswap_torch.hf.padding import Padding
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.plug_ins import GroupScores, flat_numbers, named, told_bytes
 
+TOLD_ANEW_TOKENS = 1024  # at once, so that little memory is needed beside the budget
+
 
 class ScoredSession:
     """A session that asks a plug-in before each choice, and tells it what is sealed.
+
+    Where a call that changes what the plug-in holds ends in an exception, nobody knows what it
+    holds: the cache stays as it was before the call, or before the forward pass, and the next pass
+    begins with a reset of the plug-in and all sealed keys, read back from disk.
 
     Parameters
     ----------
@@ -46,6 +53,7 @@ class ScoredSession:
         self._room = room
         self._padding = padding
         self._told: dict[int, int] = {}  # tokens of a layer that the plug-in has seen
+        self._is_known = True  # what the plug-in holds
         self._pass: Pass = "prefill"  # until it is said
 
     def __getattr__(self, name: str) -> Any:
@@ -54,6 +62,7 @@ class ScoredSession:
     # What a forward pass calls.
 
     def begin_pass(self, kind: Pass, valid: torch.Tensor | None = None) -> None:
+        self._make_known()
         self._session.begin_pass(kind, valid)
         self._pass = kind
 
@@ -92,26 +101,58 @@ class ScoredSession:
         self._tell(layer, *sealing)
         return output
 
-    # The whole cache.
+    # The whole cache. The plug-in changes first: it can begin anew, the engine cannot.
 
     def crop(self, positions: int) -> None:
-        self._session.crop(positions)
         left = self._sealed(positions)
-        for layer in [layer for layer, told in self._told.items() if told > left]:
-            self._told[layer] = left
-            self._plug_in.truncate(layer, left)
+        shorter = [layer for layer, told in self._told.items() if told > left]
+        with self._changing() as is_known:
+            for layer in shorter if is_known else ():
+                with torch.no_grad(), named("group_scores", f"truncate of layer {layer}"):
+                    self._plug_in.truncate(layer, left)
+            self._session.crop(positions)
+            self._told.update(dict.fromkeys(shorter, left))
 
     def select_sequences(self, indices: Sequence[int]) -> None:
-        self._session.select_sequences(indices)
-        self._plug_in.select_sequences(indices)
+        with self._changing() as is_known:
+            if is_known:
+                with torch.no_grad(), named("group_scores", "select_sequences"):
+                    self._plug_in.select_sequences(indices)
+            self._session.select_sequences(indices)
 
     def reset(self) -> None:
-        self._session.reset()
-        self._told.clear()
+        with self._changing():
+            self._reset_plug_in()
+            self._session.reset()
+            self._told.clear()
+        self._is_known = True
         self._pass = "prefill"
-        self._plug_in.reset()
 
     # How.
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[bool]:
+        """Whether it was known before what the plug-in holds; after an exception it is not."""
+        before, self._is_known = self._is_known, False
+        yield before
+        self._is_known = before
+
+    def _make_known(self) -> None:
+        """Tells the plug-in all sealed keys anew, if a change of it has failed."""
+        if self._is_known:
+            return
+        self._reset_plug_in()
+        group = self._config.group_tokens
+        at_once = max(group, TOLD_ANEW_TOKENS // group * group)
+        for layer, told in self._told.items():
+            for begin in range(0, told, at_once):
+                end = min(told, begin + at_once)
+                self._seal(layer, end, self.read_back(layer, begin, end)[0])
+        self._is_known = True
+
+    def _reset_plug_in(self) -> None:
+        with torch.no_grad(), named("group_scores", "reset"):
+            self._plug_in.reset()
 
     def _sealed(self, positions: int) -> int:
         """Of so many positions those that are on disk once they have been attended."""
@@ -133,12 +174,15 @@ class ScoredSession:
         return end, parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _tell(self, layer: int, end: int, keys: torch.Tensor | None) -> None:
-        if keys is None:
-            return
+        if keys is not None:
+            with self._changing():
+                self._seal(layer, end, keys)
+                self._told[layer] = end
+
+    def _seal(self, layer: int, end: int, keys: torch.Tensor) -> None:
         valid = self._padding().between(len(keys), end - keys.shape[2], end)
         with torch.no_grad(), named("group_scores", f"seal of layer {layer}"):
             self._plug_in.seal(layer, keys, valid.to(keys.device))
-        self._told[layer] = end
 
     def _give(self, layer: int, query: torch.Tensor, scale: float) -> None:
         with torch.no_grad(), named("group_scores", f"scores of layer {layer}"):

@@ -50,8 +50,7 @@ class ValuedSession:
 
     def attend(self, layer, query, scale: float, *terms) -> torch.Tensor:
         output = self._session.attend(layer, query, scale, *terms)
-        if layer in self._waiting:
-            self._value(layer, query, *self._waiting.pop(layer)[1:])
+        self._settle(layer, query)
         return output
 
     def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
@@ -63,9 +62,11 @@ class ValuedSession:
     def crop(self, positions: int) -> None:
         self._session.crop(positions)
         for layer, (first, *tokens) in list(self._waiting.items()):
-            del self._waiting[layer]
-            if first < positions:
-                self._value(layer, None, *(part[:, :, : positions - first] for part in tokens))
+            left = [part[:, :, : max(0, positions - first)] for part in tokens]
+            if left[0].shape[2]:
+                self._waiting[layer] = first, *left
+            else:
+                del self._waiting[layer]
 
     def select_sequences(self, indices: Sequence[int]) -> None:
         for layer in list(self._waiting):
@@ -76,10 +77,11 @@ class ValuedSession:
         self._waiting.clear()
         self._session.reset()
 
-    def _settle(self, layer: int) -> None:
-        """What was appended and not attended has no queries."""
+    def _settle(self, layer: int, query: torch.Tensor | None = None) -> None:
+        """What was appended and not attended has no queries. It waits on where a plug-in raises."""
         if layer in self._waiting:
-            self._value(layer, None, *self._waiting.pop(layer)[1:])
+            self._value(layer, query, *self._waiting[layer][1:])
+            del self._waiting[layer]
 
     def _value(self, layer: int, query, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self._config.is_exact(layer):

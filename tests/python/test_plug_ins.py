@@ -158,6 +158,7 @@ def raises(right: torch.Tensor) -> torch.Tensor:
         (lambda right: right[0], ValueError, r"by Wrong must be a tensor .* got \[1, \d+\]"),
         (lambda right: right.long(), ValueError, r"got \[1, 1, \d+\] of torch.int64"),
         (lambda right: None, ValueError, "got None"),
+        (lambda right: right.to("meta"), ValueError, r"by Wrong must be .* got .*device='meta'"),
         (lambda right: right * torch.nan, ValueError, "must be numbers, got NaN in layer 0 for"),
         (raises, ZeroDivisionError, "of my own"),
     ],
@@ -181,6 +182,116 @@ def test_a_wrong_answer_is_named_and_the_cache_goes_on(answer, kind, message, tm
     with KVSwapCache(model, tmp_path, config, group_scores=Boxes()) as cache, torch.no_grad():
         model(tokens_of(1, 60), past_key_values=cache)
         assert torch.equal(told, model(tokens_of(1, 1), past_key_values=cache).logits)
+
+
+class Raising(Boxes):
+    """Raises once in one call, in the middle of what that changes."""
+
+    call = ""
+
+    def _raise_in(self, call: str) -> None:
+        if self.call == call:
+            self.call = ""
+            self._rows[1].clear()  # so that what is left is of no use
+            raise ZeroDivisionError(call)
+
+    def seal(self, layer: int, keys: torch.Tensor, valid: torch.Tensor) -> None:
+        super().seal(layer, keys, valid)
+        self._raise_in("seal")
+
+    def truncate(self, layer: int, tokens: int) -> None:
+        super().truncate(layer, tokens)
+        self._raise_in("truncate")
+
+    def select_sequences(self, indices) -> None:
+        super().select_sequences(indices)
+        self._raise_in("select_sequences")
+
+    def reset(self) -> None:
+        super().reset()
+        self._raise_in("reset")
+
+
+def step(model: Any, cache: KVSwapCache, new: torch.Tensor) -> torch.Tensor:
+    """Logits of new tokens; what was padding stays so."""
+    held = cache.get_seq_length()
+    mask = torch.ones(len(new), held + new.shape[1], dtype=torch.bool)
+    mask[:, :held] = cache.driver.padding.between(len(new), 0, held)
+    return model(new, attention_mask=mask, past_key_values=cache).logits
+
+
+CHANGES = {
+    "seal": lambda model, cache: step(model, cache, tokens_of(2, 20)),
+    "truncate": lambda model, cache: cache.crop(-30),
+    "select_sequences": lambda model, cache: cache.batch_repeat_interleave(2),
+    "select_sequences of beams": lambda model, cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "reset": lambda model, cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_raises_is_named_and_not_made(
+    change, heads, look_ahead, tmp_path, monkeypatch
+) -> None:
+    """And the cache answers as one whose plug-in never raised."""
+    monkeypatch.setattr("kvswap_torch.hf.scored_session.TOLD_ANEW_TOKENS", 9)
+    model = tiny_model("llama")
+    told, config = [], settings(heads=heads, look_ahead=look_ahead)
+    call = change.split()[0]
+    for fails in (False, True):
+        plug_in = Raising()
+        with KVSwapCache(model, tmp_path, config, group_scores=plug_in) as cache, torch.no_grad():
+            mask = torch.ones(2, 60, dtype=torch.bool)
+            mask[0, :9] = False
+            model(tokens_of(2, 60), attention_mask=mask, past_key_values=cache)
+            steps = [step(model, cache, tokens_of(2, 1))]
+            if fails:
+                plug_in.call = call
+                with pytest.raises(ZeroDivisionError) as raised:
+                    CHANGES[change](model, cache)
+                (note,) = raised.value.__notes__
+                assert note.startswith(f"KVSwapCache: raised by group_scores, in {call}")
+                assert (cache.get_seq_length(), cache.batch_size) == (61, 2)
+                plug_in.call = "reset"  # telling it anew fails too, at first
+                if change != "seal":  # whose pass is taken back first
+                    with pytest.raises(ZeroDivisionError, match="reset"):
+                        step(model, cache, tokens_of(2, 1))
+            plug_in.call = ""
+            steps += [step(model, cache, tokens_of(2, 1, i)) for i in range(3)]
+            cache.crop(-7)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            steps += [step(model, cache, tokens_of(2, 1, i)) for i in range(9)]
+            CHANGES[change](model, cache)
+            steps.append(step(model, cache, tokens_of(max(2, cache.batch_size), 1, 9)))
+        told.append(steps)
+    torch.testing.assert_close(told[1], told[0], rtol=0, atol=0)
+
+
+def test_a_change_that_raises_in_a_pass_that_is_taken_back(tmp_path: Path) -> None:
+    """A pass failed, and so does shortening the plug-in after it: the next use tries again."""
+    model = tiny_model("llama")
+    told = []
+    for fails in (False, True):
+        plug_in = Raising()
+        with (
+            KVSwapCache(model, tmp_path, settings(), group_scores=plug_in) as cache,
+            torch.no_grad(),
+        ):
+            model(tokens_of(1, 60), past_key_values=cache)
+            if fails:
+                last = model.model.layers[-1].mlp
+                hook = last.register_forward_pre_hook(raises)
+                with pytest.raises(TypeError):
+                    model(tokens_of(1, 40), past_key_values=cache)
+                hook.remove()
+                plug_in.call = "truncate"
+                with pytest.raises(ZeroDivisionError, match="truncate"):
+                    cache.get_seq_length()
+            assert cache.get_seq_length() == 60
+            told.append(model(tokens_of(1, 1), past_key_values=cache).logits)
+    assert torch.equal(*told)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

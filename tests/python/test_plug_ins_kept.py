@@ -146,6 +146,56 @@ def test_who_keeps_everything_has_dynamic_caches_tokens(rows: str, tmp_path: Pat
     assert torch.equal(told, expected)
 
 
+class Raising(Told):
+    fails = False
+
+    def worth(self, layer, query, keys, values):
+        if self.fails and layer == 1:
+            raise ZeroDivisionError("of my own")
+        return Worth(keys.float().square().sum((1, 3)))
+
+
+@pytest.mark.parametrize("way", ["a pass", "a crop", "sequences"])
+def test_a_worth_that_raises_is_named_and_the_cache_goes_on(way: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    told, config = [], settings(keep_tokens=6, keep_interval=4)
+    full = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens_of(2, 80), past_key_values=full)
+    for fails in (False, True):
+        plug_in = Raising()
+        with torch.no_grad():
+            if way == "a pass":
+                cache = KVSwapCache(model, tmp_path, config, token_scores=plug_in)
+                model(tokens_of(2, 80), past_key_values=cache)
+            else:  # what came without queries is valued when something happens to it
+                cache = KVSwapCache.from_cache(
+                    model, full, tmp_path, config=config, token_scores=plug_in
+                )
+        act = {
+            "a pass": lambda cache: model(tokens_of(2, 12), past_key_values=cache),
+            "a crop": lambda cache: model(tokens_of(2, 1), past_key_values=cache),
+            "sequences": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        }[way]
+        with cache, torch.no_grad():
+            if way == "a crop":
+                plug_in.fails = fails
+                cache.crop(-9)
+            if fails:
+                plug_in.fails = True
+                with pytest.raises(ZeroDivisionError, match="of my own") as raised:
+                    act(cache)
+                assert raised.value.__notes__ == [
+                    "KVSwapCache: raised by token_scores, in worth in layer 1"
+                ]
+                plug_in.fails = False
+                assert cache.get_seq_length() == (71 if way == "a crop" else 80)
+            act(cache)
+            steps = [model(tokens_of(2, 1, i), past_key_values=cache).logits for i in range(9)]
+        told.append(steps)
+    torch.testing.assert_close(*told, rtol=0, atol=0)
+
+
 def test_tokens_without_queries(tmp_path: Path) -> None:
     model = tiny_model("llama")
     full = DynamicCache(config=model.config)
@@ -156,8 +206,8 @@ def test_tokens_without_queries(tmp_path: Path) -> None:
     opened = KVSwapCache.from_cache(model, full, tmp_path, config=config, token_scores=plug_in)
     with opened as cache, torch.no_grad():
         cache.crop(-2)
-        assert plug_in.queries == [None] * model.config.num_hidden_layers
         cache.batch_repeat_interleave(2)
+        assert plug_in.queries == [None] * model.config.num_hidden_layers
         model(tokens_of(2, 1), past_key_values=cache)
         assert cache.stats().tokens_kept == 1
     with KVSwapCache.from_cache(model, full, tmp_path, config=config, token_scores=Told()) as cache:
