@@ -41,6 +41,7 @@ class Target:
 
 # How a tuned config chooses, by how its file's name ends.
 WAYS = {"_true": "true query", "_predicted": "predicted but for one layer"}
+REAL = ("smollm2",)  # models that the targets are for
 # By share of the full cache's memory, and whether the config is a tuned one.
 TARGETS = {
     ("1/8", False): Target(0.03, 0.97, 0.0),
@@ -51,19 +52,21 @@ TARGETS = {
 
 
 def product_rows(results: list[Result]) -> Iterator[str]:
-    """A line for each budget: the cache itself, answers paired with the full cache's."""
+    """A line for each model, length and budget: the cache itself, paired with the full cache."""
     yield (
-        "| tokens, documents | memory | columns, groups of tokens | right | difference | kept "
+        "| model, tokens, documents | memory | columns, groups of tokens | right | difference | kept "
         "| KL, answers | same | KL, text | same | target |"
     )
     yield "|---|" + "---|" * 10
     for result in results:
         for length, part in result["lengths"].items():
             full = part["methods"]["full"]
-            title = f"{int(length):,}, {full['documents']}"
+            title = f"{result['model']}, {int(length):,}, {full['documents']}"
             yield f"| {title} | all | | {right_answers(full)} | | | | | | | |"
             for name in sorted(filter(_is_shown, part["methods"]), key=_order):
-                yield _product_row(int(length), name, part["methods"][name])
+                method = part["methods"][name]
+                target = verdict(name, method) if result["model"] in REAL else ""
+                yield _product_row(int(length), name, method, target)
             for name, why in part["impossible"].items():
                 yield (
                     f"| {int(length):,} | {_label(name)} | does not fit: {_least(why)} |" + " |" * 8
@@ -80,7 +83,7 @@ def _order(name: str) -> tuple[float, int, str]:
     return -float(Fraction(settings.get("memory", "1"))), len(settings), name
 
 
-def _product_row(length: int, name: str, method: Result) -> str:
+def _product_row(length: int, name: str, method: Result, target: str) -> str:
     asked, text = method["tasks"]["asked"], method["tasks"]["language"]
     cells = [
         f"{length:,}, {method['documents']}",
@@ -90,7 +93,7 @@ def _product_row(length: int, name: str, method: Result) -> str:
         interval(asked["exact_difference"], "+.2f"),
         interval(asked["kept"]),
         *(f"{part[what][0]:.3f}" for part in (asked, text) for what in ("kl", "agree")),
-        verdict(name, method),
+        target,
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -102,8 +105,8 @@ def _columns(method: Result) -> str:
 
 
 def _groups(method: Result) -> str:
-    groups = round(method["groups_per_step"])
-    return f"{groups} of {method['selected_tokens'] // groups}"
+    groups = method["groups_per_step"]  # a mean over documents
+    return f"{groups:.0f} of {method['selected_tokens'] / groups:.0f}"
 
 
 def _label(name: str) -> str:

@@ -189,10 +189,11 @@ def test_a_line_for_each_budget_and_one_for_what_does_not_fit():
     }
     why = "kv_memory_bytes: must be at least 3 (3 B) for max_context 4"
     part = {"methods": methods, "impossible": {"product:config=a/b.json,memory=1/34": why}}
-    rows = list(product_rows([{"lengths": {"4096": part}}]))
+    result = {"model": "smollm2", "lengths": {"4096": part}}
+    rows = list(product_rows([result]))
     columns = rows[0].count("|")
     assert all(row.count("|") == columns for row in rows)
-    assert rows[2].startswith("| 4,096, 3 | all | | 30 of 50 |")
+    assert rows[2].startswith("| smollm2, 4,096, 3 | all | | 30 of 50 |")
     assert rows[3].startswith(
         "| 4,096, 3 | 1/8, the defaults | 16 to 32, 26 of 2 | 30 of 50 | -0.10"
     )
@@ -202,6 +203,8 @@ def test_a_line_for_each_budget_and_one_for_what_does_not_fit():
     assert rows[4].startswith("| 4,096, 3 | 1/13, the defaults |") and rows[4].endswith("met |")
     assert rows[5].startswith("| 4,096 | 1/34, tuned | does not fit: at least 3 (3 B) |")
     assert len(rows) == 6
+    others = list(product_rows([result | {"model": "another"}]))
+    assert others[3].endswith("|  |"), "targets are the real model's"
 
 
 def test_every_table_is_written_from_the_results_that_stand_here():
