@@ -47,6 +47,8 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   room.outbox_bytes = kWriteBuffers * write_buffer_bytes(options, record_bytes);
   if (batch == 0) return room;
   const MethodOptions method = options.method();
+  const RowsKind& kind = *RowsKind::find(options.rows);
+  const RowLayout layout(kind, method);
   if (has_device_kernels(method)) {
     room.choice = {
         .batch = batch,
@@ -55,7 +57,7 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
         .k = std::min(options.groups_max, options.pages_max),
         .sinks = sink_pages(options) + KeepPlan(options).tokens_max / options.group_tokens,
         .rank = options.ranks.empty()
-                    ? RowsKind::find(options.rows)->shape(method, 0).width
+                    ? kind.shape(method, 0).width
                     : *std::max_element(options.ranks.begin(), options.ranks.end()),
         .heads = options.score_kind() == Score::kSum ? 0 : options.query_heads,
         .differs = KeepPlan(options).shares_groups};
@@ -71,9 +73,10 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
                                      batch * tail_pages(options));
   const int64_t packing = padded(transfers, sizeof(void*)) + padded(transfers, sizeof(int64_t)) +
                           3 * padded(transfers, sizeof(int32_t));
+  const int64_t sealing =
+      kind.on_device == nullptr ? 0 : kind.on_device->table_bytes(layout, groups);
   room.segment_bytes = std::max({attention, packing, padded(room.lane_records, sizeof(void*)),
-                                 DeviceSelector::table_bytes(method, room.choice),
-                                 DeviceRows::append_table_bytes(method, groups)});
+                                 DeviceSelector::table_bytes(layout, room.choice), sealing});
   return room;
 }
 
@@ -87,8 +90,8 @@ DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64
   need.device = room.outbox_bytes + notes + landing + tables + room.scratch_bytes + room.mass_bytes;
   need.pinned = LandingLanes::kLanes * landing + tables + notes;
   if (room.choice.batch > 0) {
-    need.device +=
-        DeviceSelector::device_bytes(options.device->scratch, options.method(), room.choice);
+    const RowLayout layout(*RowsKind::find(options.rows), options.method());
+    need.device += DeviceSelector::device_bytes(options.device->scratch, layout, room.choice);
     need.pinned += DeviceSelector::answer_bytes(room.choice);
   }
   return need;

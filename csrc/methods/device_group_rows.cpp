@@ -9,6 +9,15 @@ namespace {
 
 class DeviceGroupRows final : public DeviceRows {
  public:
+  template <GroupRow row>
+  static std::unique_ptr<DeviceRows> make(Device& device, const MethodOptions& options,
+                                          const Rows&) {
+    return std::make_unique<DeviceGroupRows>(device, options, row);
+  }
+  static int64_t table_bytes(const RowLayout& layout, int64_t groups) {
+    return bytes_of(layout.pieces(groups), groups);
+  }
+
   DeviceGroupRows(Device& device, const MethodOptions& options, GroupRow row)
       : device_(device), options_(options), row_(row) {}
 
@@ -24,8 +33,7 @@ class DeviceGroupRows final : public DeviceRows {
     cuda::BatchSummarizeArgs args;
     std::vector<cuda::GroupPiece> table;
     auto sent = tables.open(
-        TableRing::padded(static_cast<int64_t>(pieces.size()) * int64_t{sizeof(cuda::GroupPiece)}) +
-        TableRing::padded(static_cast<int64_t>(masks.size()) * int64_t{sizeof(uint64_t)}));
+        bytes_of(static_cast<int64_t>(pieces.size()), static_cast<int64_t>(masks.size())));
     const uint64_t* valid = sent.add(masks);
     for (size_t i = 0; i < pieces.size(); ++i) {
       const int64_t groups = pieces[i].tokens / group_tokens;
@@ -70,6 +78,11 @@ class DeviceGroupRows final : public DeviceRows {
   }
 
  private:
+  static int64_t bytes_of(int64_t pieces, int64_t masks) {
+    return TableRing::padded(pieces * int64_t{sizeof(cuda::GroupPiece)}) +
+           TableRing::padded(masks * int64_t{sizeof(uint64_t)});
+  }
+
   Device& device_;
   const MethodOptions options_;
   const GroupRow row_;
@@ -77,14 +90,9 @@ class DeviceGroupRows final : public DeviceRows {
 
 }  // namespace
 
-std::unique_ptr<DeviceRows> box_on_device(Device& device, const MethodOptions& options,
-                                          const Rows&) {
-  return std::make_unique<DeviceGroupRows>(device, options, GroupRow::kBox);
-}
-
-std::unique_ptr<DeviceRows> mean_on_device(Device& device, const MethodOptions& options,
-                                           const Rows&) {
-  return std::make_unique<DeviceGroupRows>(device, options, GroupRow::kMean);
-}
+const DeviceRowsKind box_on_device = {.make = DeviceGroupRows::make<GroupRow::kBox>,
+                                      .table_bytes = DeviceGroupRows::table_bytes};
+const DeviceRowsKind mean_on_device = {.make = DeviceGroupRows::make<GroupRow::kMean>,
+                                       .table_bytes = DeviceGroupRows::table_bytes};
 
 }  // namespace kvswap

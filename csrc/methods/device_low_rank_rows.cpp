@@ -9,6 +9,15 @@ namespace {
 
 class DeviceLowRankRows final : public DeviceRows {
  public:
+  static std::unique_ptr<DeviceRows> make(Device& device, const MethodOptions& options,
+                                          const Rows& rows) {
+    return std::make_unique<DeviceLowRankRows>(device, options,
+                                               static_cast<const LowRankRows&>(rows));
+  }
+  static int64_t table_bytes(const RowLayout& layout, int64_t groups) {
+    return bytes_of(layout.pieces(groups));
+  }
+
   DeviceLowRankRows(Device& device, const MethodOptions& options, const LowRankRows& rows)
       : device_(device), options_(options), rows_(rows) {}
 
@@ -30,7 +39,7 @@ class DeviceLowRankRows final : public DeviceRows {
     args.rank = rows_.shape(layer).width;
     args.key_dtype = keys.dtype;
     args.summary_dtype = options_.summary_dtype;
-    auto sent = tables.open(TableRing::padded(args.count * int64_t{sizeof(cuda::ProjectPiece)}));
+    auto sent = tables.open(bytes_of(args.count));
     args.pieces = sent.add(table);
     sent.send();
     device_.launch(args);
@@ -58,6 +67,10 @@ class DeviceLowRankRows final : public DeviceRows {
   }
 
  private:
+  static int64_t bytes_of(int64_t pieces) {
+    return TableRing::padded(pieces * int64_t{sizeof(cuda::ProjectPiece)});
+  }
+
   Device& device_;
   const MethodOptions options_;
   const LowRankRows& rows_;
@@ -65,10 +78,7 @@ class DeviceLowRankRows final : public DeviceRows {
 
 }  // namespace
 
-std::unique_ptr<DeviceRows> low_rank_on_device(Device& device, const MethodOptions& options,
-                                               const Rows& rows) {
-  return std::make_unique<DeviceLowRankRows>(device, options,
-                                             static_cast<const LowRankRows&>(rows));
-}
+const DeviceRowsKind low_rank_on_device = {.make = DeviceLowRankRows::make,
+                                           .table_bytes = DeviceLowRankRows::table_bytes};
 
 }  // namespace kvswap

@@ -16,32 +16,35 @@ class DeviceRows {
  public:
   virtual ~DeviceRows() = default;
   /// Makes new rows of a layer: all pieces have the same strides and dtype. Their tables take at
-  /// most append_table_bytes().
+  /// most DeviceRowsKind::table_bytes().
   virtual void write(int64_t layer, std::span<const RowPiece> pieces, TableRing& tables) = 0;
   /// asked: [batch, queries, width] fp32, by mass [batch, queries, heads, width].
   virtual void ask(const ChooseArgs& args, int64_t batch, float* asked) = 0;
-
-  /// Bytes of the tables of one write() to so many groups.
-  static int64_t append_table_bytes(const MethodOptions& options, int64_t groups);
 };
-
-/// For lines of the registry; `rows` outlives it.
-std::unique_ptr<DeviceRows> low_rank_on_device(Device& device, const MethodOptions& options,
-                                               const Rows& rows);
-std::unique_ptr<DeviceRows> box_on_device(Device& device, const MethodOptions& options,
-                                          const Rows& rows);
-std::unique_ptr<DeviceRows> mean_on_device(Device& device, const MethodOptions& options,
-                                           const Rows& rows);
 
 /// How rows stand on a device, in chunks.
 struct RowLayout {
-  explicit RowLayout(const MethodOptions& options);
+  RowLayout(const RowsKind& kind, const MethodOptions& options);
   int64_t chunks(int64_t groups) const;
+  /// Pieces of one write() to so many groups, at most: the first may go on in a chunk.
+  int64_t pieces(int64_t groups) const { return chunks(groups) + 1; }
   int64_t rows(int64_t groups) const { return groups * rows_a_group; }
 
   int64_t tokens_a_row = 1;
   int64_t rows_a_group = 1;
   int64_t chunk = 0;  // rows
 };
+
+/// A choice of DeviceRows, for a line of the registry.
+struct DeviceRowsKind {
+  /// `rows` outlives it.
+  std::unique_ptr<DeviceRows> (*make)(Device& device, const MethodOptions& options,
+                                      const Rows& rows);
+  /// Bytes of the tables of one write() to so many groups.
+  int64_t (*table_bytes)(const RowLayout& layout, int64_t groups);
+};
+extern const DeviceRowsKind low_rank_on_device;
+extern const DeviceRowsKind box_on_device;
+extern const DeviceRowsKind mean_on_device;
 
 }  // namespace kvswap

@@ -44,15 +44,15 @@ int64_t bytes_of(int64_t count, int64_t size) { return TableRing::padded(count *
 
 }  // namespace
 
-DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options)
-    : DeviceSelector(device, options, std::make_shared<DeviceSummaryMemory>(device)) {}
+DeviceSelector::DeviceSelector(Device& device, const RowsKind& kind, const MethodOptions& options)
+    : DeviceSelector(device, kind, options, std::make_shared<DeviceSummaryMemory>(device)) {}
 
-DeviceSelector::DeviceSelector(Device& device, const MethodOptions& options,
+DeviceSelector::DeviceSelector(Device& device, const RowsKind& kind, const MethodOptions& options,
                                const std::shared_ptr<SummaryMemory>& memory)
-    : RowSelector(options, RowsKind::find(options.rows)->make(options, memory), memory),
+    : RowSelector(options, kind.make(options, memory), memory),
       device_(device),
-      layout_(options),
-      on_device_(RowsKind::find(options.rows)->on_device(device, options, rows())) {}
+      layout_(kind, options),
+      on_device_(kind.on_device->make(device, options, rows())) {}
 
 int64_t DeviceSelector::asked_bytes(const Room& room) {
   const int64_t rows = room.batch * room.queries * std::max<int64_t>(1, room.heads);
@@ -63,21 +63,20 @@ int64_t DeviceSelector::answer_bytes(const Room& room) {
   return room.batch * room.queries * (room.k + 1) * int64_t{sizeof(int32_t)};
 }
 
-int64_t DeviceSelector::device_bytes(const ScratchSizes& scratch, const MethodOptions& options,
+int64_t DeviceSelector::device_bytes(const ScratchSizes& scratch, const RowLayout& layout,
                                      const Room& room) {
   cuda::BatchSelectArgs args;
   args.batch = room.batch;
   args.queries = room.queries;
   args.groups = room.groups;
-  args.group_tokens = RowLayout(options).rows_a_group;
+  args.group_tokens = layout.rows_a_group;
   args.k = room.k;
   args.heads = room.heads;
   args.summary.rank = room.rank;
   return asked_bytes(room) + scratch.select_groups(args) + answer_bytes(room);
 }
 
-int64_t DeviceSelector::table_bytes(const MethodOptions& options, const Room& room) {
-  const RowLayout layout(options);
+int64_t DeviceSelector::table_bytes(const RowLayout& layout, const Room& room) {
   const int64_t pointers = room.batch * layout.chunks(room.groups);
   return 2 * bytes_of(pointers, sizeof(void*)) + bytes_of(room.batch, sizeof(int64_t)) +
          bytes_of(room.batch * words_of(layout.rows(room.groups)), sizeof(uint64_t)) +
@@ -93,7 +92,7 @@ Status DeviceSelector::reserve(const SelectionPlace& place) {
   }
   const Room& room = place.room;
   const int64_t asked = asked_bytes(room);
-  const int64_t rest = device_bytes(*place.scratch, options(), room) - asked - answer_bytes(room);
+  const int64_t rest = device_bytes(*place.scratch, layout_, room) - asked - answer_bytes(room);
   for (DeviceBytes* memory : {&asked_with_, &scratch_, &device_answer_}) {
     *memory = DeviceBytes();  // before the larger ones come
   }
@@ -188,7 +187,7 @@ void DeviceSelector::score(const ChooseArgs& args) {
       }
     }
   }
-  auto tables = tables_->open(table_bytes(options(), room_));
+  auto tables = tables_->open(table_bytes(layout_, room_));
   cuda::BatchSelectArgs select;
   select.summary = {.chunks = tables.add(chunk_rows),
                     .scales = is_int8 ? tables.add(scales) : nullptr,

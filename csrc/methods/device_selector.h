@@ -20,7 +20,8 @@ namespace kvswap {
 /// way. One choice is under way at a time.
 class DeviceSelector final : public RowSelector {
  public:
-  DeviceSelector(Device& device, const MethodOptions& options);
+  /// kind: that of options.rows, with rows on a device.
+  DeviceSelector(Device& device, const RowsKind& kind, const MethodOptions& options);
 
   using Room = SelectionRoom;
   /// Bytes of what asks.
@@ -28,10 +29,10 @@ class DeviceSelector final : public RowSelector {
   /// Bytes of the answer: pinned host memory, and as much on the device.
   static int64_t answer_bytes(const Room& room);
   /// Bytes on the device for a choice, the answer included.
-  static int64_t device_bytes(const ScratchSizes& scratch, const MethodOptions& options,
+  static int64_t device_bytes(const ScratchSizes& scratch, const RowLayout& layout,
                               const Room& room);
   /// Bytes of the tables of one choice.
-  static int64_t table_bytes(const MethodOptions& options, const Room& room);
+  static int64_t table_bytes(const RowLayout& layout, const Room& room);
 
   Status reserve(const SelectionPlace& place) override;
 
@@ -45,7 +46,7 @@ class DeviceSelector final : public RowSelector {
   void write(int64_t layer, std::span<const RowPiece> pieces) override;
 
  private:
-  DeviceSelector(Device& device, const MethodOptions& options,
+  DeviceSelector(Device& device, const RowsKind& kind, const MethodOptions& options,
                  const std::shared_ptr<SummaryMemory>& memory);
   uint64_t rows_that_count(const TokenValidity& valid, int64_t first) const;
   void score(const ChooseArgs& args);

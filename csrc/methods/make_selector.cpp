@@ -15,7 +15,7 @@ std::unique_ptr<Selector> make_selector(const MethodOptions& options, Device* de
     return std::make_unique<ClusterSelector>(options);
   }
   if (device != nullptr && has_device_kernels(options)) {
-    return std::make_unique<DeviceSelector>(*device, options);
+    return std::make_unique<DeviceSelector>(*device, *kind, options);
   }
   auto memory = make_host_summary_memory();
   auto rows = kind->make(options, memory);

@@ -105,8 +105,7 @@ struct RowsKind {
   bool is_given;         // scores come from outside, before each choice
   bool is_of_clusters;   // what is chosen are clusters: a selector of their own has them
   /// Null: on a device a selector on the host has them; as for what has_device_kernels() is false.
-  std::unique_ptr<class DeviceRows> (*on_device)(class Device& device, const MethodOptions& options,
-                                                 const Rows& rows);
+  const struct DeviceRowsKind* on_device;
   RowShape (*shape)(const MethodOptions& options, int64_t layer);
   std::unique_ptr<Rows> (*make)(const MethodOptions& options,
                                 const std::shared_ptr<class SummaryMemory>& memory);

@@ -25,8 +25,11 @@ class OnDevice {
            const DeviceSelector::Room& room) {
     const DeviceKind kind = host_device(device);
     device_ = std::move(kind.make().value());
-    const int64_t segment = std::max(DeviceSelector::table_bytes(options, room),
-                                     DeviceRows::append_table_bytes(options, room.groups));
+    const RowsKind& rows = *RowsKind::find(options.rows);
+    const RowLayout layout(rows, options);
+    const int64_t sealing =
+        rows.on_device == nullptr ? 0 : rows.on_device->table_bytes(layout, room.groups);
+    const int64_t segment = std::max(DeviceSelector::table_bytes(layout, room), sealing);
     tables_.resize(TableRing::kSegments * segment);
     answer_.resize(DeviceSelector::answer_bytes(room));
     ring_ = std::move(TableRing::create(*device_, tables_.data(), segment).value());
