@@ -109,6 +109,12 @@ class Preset:
         """What it needs to be shown without a model."""
         return {name: each(shape) if callable(each) else each for name, each in self.needs.items()}
 
+    @property
+    def _asks_with_the_true_query(self) -> bool:
+        """Its heads choose by the query itself; by a predicted one it is another method."""
+        rows = self.settings.get("rows", "low_rank")
+        return rows != "none" and self.settings.get("heads", "all") == "each"
+
     def settings_for(
         self, shape: Shape, known: Sequence[str], overrides: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -126,7 +132,12 @@ class Preset:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{where}: overrides must be settings, got {name}{hint}")
-        for name, usual in (("rows", "low_rank"), ("keeper", "none")):
+        fixed = [("rows", "low_rank"), ("keeper", "none")]
+        if "projection_kind" in self.settings:
+            fixed.append(("projection_kind", ""))
+        if not self.settings.get("look_ahead", False) and self._asks_with_the_true_query:
+            fixed.append(("look_ahead", False))
+        for name, usual in fixed:
             own = self.settings.get(name, usual)
             if overrides.get(name, own) != own:
                 raise ConfigError(

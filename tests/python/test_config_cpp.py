@@ -18,6 +18,8 @@ from kvswap_torch.config import SETTINGS, ModelIdentity
 from kvswap_torch.hf.session import alignment_bytes, memory_need
 from kvswap_torch.hf.settings import Budget, FirstPass, settle
 from kvswap_torch.memory_size import format_bytes, parse_bytes
+from kvswap_torch.preset import presets
+from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection_file import load_projections, save_projections
 from kvswap_torch.sizing import ModelShape, effective_ranks
 from tests.python import config_files
@@ -79,6 +81,17 @@ def test_good_files_mean_the_same(tmp_path: Path) -> None:
             for row in config.table
         ]  # fmt: skip
         assert told["table"] == rows
+
+
+def test_the_files_of_all_presets_mean_the_same(tmp_path: Path) -> None:
+    configs = {
+        preset.name: SwapConfig.preset(preset.name, **preset.shown(Shape())) for preset in presets()
+    }
+    for name, config in configs.items():
+        config.save(tmp_path / f"{name}.json")
+    asked = [{"do": "load", "path": str(tmp_path / f"{name}.json")} for name in configs]
+    for (name, config), answer in zip(configs.items(), ask(*asked), strict=True):
+        assert answer["ok"]["settings"] == plain(config), name
 
 
 def test_what_python_saves_cpp_reads(tmp_path: Path) -> None:

@@ -90,3 +90,12 @@ def test_some_blocks_are_run_and_every_reason_is_used() -> None:
     told = [command for block in SHELL for command in commands(block)]
     spare = [start for start in NOT_HERE if not any(c.startswith(start) for c in told)]
     assert spare == []
+
+
+def test_the_table_of_presets_has_each_in_one_row() -> None:
+    from kvswap_torch import presets
+
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    table = page.split("## Which one")[1].split("## What they are made of")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(preset.name for preset in presets())

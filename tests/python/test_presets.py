@@ -19,6 +19,7 @@ from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 NAMES = [preset.name for preset in kvswap_torch.presets()]
+TRUE_QUERY = ("quest", "arkvale", "loki", "think", "shadowkv", "prkv", "prkv-auto")
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +148,7 @@ def test_kept_tokens_are_neither_saved_nor_forked(llama, tmp_path):
 
 @pytest.mark.parametrize("kind", ["pca_per_head", "skewed", "channels", "rope_pairs"])
 def test_all_columns_are_the_exact_top_k(kind, tmp_path):
-    """Single tokens of single heads, every column of the keys: what attention weighs most."""
+    """Groups of single heads, every column of the keys: what attention weighs most."""
     model = tiny_model("llama", num_hidden_layers=1)
     made = {"heads": "each", "rank": 16, "sink_tokens": 0, "tail_tokens": 4}
     budget = {"group_tokens": 16, "groups_max": 2, "pages_max": 8, "projection_kind": kind}
@@ -251,12 +252,19 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),
         ("quest", {"score": "mass"}, "preset quest: score: must be left out"),
         ("exact", {"rows": "box"}, "rows must stay none"),
+        ("loki", {"projection_kind": "svd_keys"}, "projection_kind must stay pca_per_head"),
+        *((name, {"look_ahead": True}, "look_ahead must stay False") for name in TRUE_QUERY),
         ("kvswap-paper", {"pages_max": 1}, "preset kvswap-paper: pages_max: must be at least"),
     ],
 )
 def test_what_is_refused(name, overrides, told):
     with pytest.raises(ConfigError, match=told):
         SwapConfig.preset(name, **overrides)
+
+
+def test_a_ratio_of_one_makes_arkv_origin_of_arkv():
+    """Ratios that follow from the model are the only thing between them."""
+    assert SwapConfig.preset("arkv", keep_ratio=1.0) == SwapConfig.preset("arkv-origin")
 
 
 def test_what_is_missing_is_not_listed():
