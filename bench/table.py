@@ -280,6 +280,7 @@ TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
 TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
 TABLES |= {"clusters-in-pools": lambda: clustering_rows(load("pools_*.json"))}
+TABLES |= {"clusters-updates": lambda: clustering_rows(load("updates_*.json"))}
 TABLES |= {"resident": lambda: resident_rows(load("resident*.json"))}
 
 
