@@ -85,7 +85,7 @@ def _tokens(keep: float, max_context: int | None) -> int:
         )
     if max_context is None:
         raise ConfigError(
-            f"keep: a share must come with max_context, of which it is one, got {keep!r}; or say "
-            "how many tokens"
+            f"keep: a share must come with max_context, of which it is one, where the model "
+            f"says no max_position_embeddings, got {keep!r}; or say how many tokens"
         )
     return math.ceil(keep * max_context)

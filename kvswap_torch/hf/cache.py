@@ -86,7 +86,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         In the place of a config: a published system, by its name in `kvswap_torch.presets()`.
     keep
         Of a preset that drops tokens: how many a layer attends, sinks and newest ones included. An
-        int, or a float up to 1: that share of `max_context`.
+        int, or a float up to 1: that share of `max_context`, or of the model's longest text.
     group_scores
         Your own way to choose what is read, with ``rows="given"``; see `kvswap_torch.plug_ins`.
     token_scores

@@ -70,7 +70,8 @@ class Wish:
         if config is not None and not isinstance(config, SwapConfig):
             config = SwapConfig.load(config)
         if self.keep is not None:
-            config = with_keep(config or SwapConfig(), self.keep, self.max_context)
+            longest = getattr(parts.config, "max_position_embeddings", None)
+            config = with_keep(config or SwapConfig(), self.keep, self.max_context or longest)
         config = self.plug_ins.config(config, parts)
         _check_path(self.path, config)
         if config is not None:

@@ -273,3 +273,12 @@ def test_the_command_line_drops(preset, keep, tiny_model_dir, monkeypatch, tmp_p
     assert (stats["reader"], stats["preset"]) == ("memory", preset)
     assert (stats["tokens_dropped"] > 0) == (keep != "1.0")
     assert result["disk"]["prefill_tokens"] == result["document_tokens"]
+
+
+def test_a_share_is_of_the_longest_text_where_no_context_is_given() -> None:
+    model = tiny_model("llama")
+    longest = model.config.max_position_embeddings
+    with KVSwapCache(model, preset="snapkv", keep=0.5) as cache:
+        alone = cache.driver.config
+    with KVSwapCache(model, preset="snapkv", keep=0.5, max_context=longest) as cache:
+        assert cache.driver.config == alone
