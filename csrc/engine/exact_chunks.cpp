@@ -63,9 +63,7 @@ Status ExactChunks::walk(const PastWalk& walk, PastVisitor& visitor) {
 
 Status ExactChunks::visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor) {
   if (groups.count <= 0) return Status::ok();
-  auto found = blocks(groups, visitor.unpacks());
-  if (!found.is_ok()) return found.status();
-  auto opened = PastStream::open(past_, std::move(found.value()), groups);
+  auto opened = stream(groups, visitor.unpacks());
   if (!opened.is_ok()) return opened.status();
   while (true) {
     auto block = opened.value()->next();
@@ -84,6 +82,15 @@ Status ExactChunks::visit_newest(const PastReader::Positions& positions, PastVis
   std::vector<std::byte> values(bytes);
   KVSWAP_RETURN_IF_ERROR(past_.read(positions, keys.data(), values.data()));
   return visitor.visit_newest(positions.begin, positions.end, keys.data(), values.data());
+}
+
+Result<std::unique_ptr<PastStream>> ExactChunks::stream(const PastReader::Groups& groups,
+                                                        bool with_room) {
+  KVSWAP_ASSERT(groups.count >= 0 &&
+                groups.first + groups.count <= batch_.layer(groups.layer).sealed_groups);
+  auto found = blocks(groups, with_room);
+  if (!found.is_ok()) return found.status();
+  return PastStream::open(past_, std::move(found.value()), groups);
 }
 
 /// Memory to stream them through. In a small budget a long past gets the reuse buffers, and the

@@ -56,6 +56,9 @@ class ExactChunks {
   /// step. A turn that fails here is made again there, too.
   void end(int64_t layer, int64_t tokens);
 
+  /// Sealed groups in blocks, as walk() visits them; with_room: for who unpacks them.
+  Result<std::unique_ptr<PastStream>> stream(const PastReader::Groups& groups, bool with_room);
+
  private:
   Result<PastBlocks> blocks(const PastReader::Groups& groups, bool with_room);
   Status visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor);

@@ -22,11 +22,11 @@ EngineOptions lending_options(const std::string& directory) {
   return options;
 }
 
-void expect_every_group_in_order(EngineRun& run) {
+void expect_every_group_in_order(EngineRun& run, bool with_room = true) {
   Engine& engine = run.engine();
   const int64_t sealed = engine.sequences().layer(1).sealed_groups;
   for (const int64_t first : {int64_t{0}, int64_t{7}, sealed - 1, sealed}) {
-    auto stream = engine.exact_chunks().stream({1, 1, first, sealed - first});
+    auto stream = engine.exact_chunks().stream({1, 1, first, sealed - first}, with_room);
     ASSERT_TRUE(stream.is_ok()) << stream.status().message();
     int64_t group = first;
     while (true) {
@@ -50,7 +50,7 @@ TEST(PastStream, GivesEveryGroupOnceAndInOrder) {
   expect_every_group_in_order(run);
   Engine& engine = run.engine();
   const int64_t sealed = engine.sequences().layer(1).sealed_groups;
-  auto left_early = engine.exact_chunks().stream({0, 0, 0, sealed});
+  auto left_early = engine.exact_chunks().stream({0, 0, 0, sealed}, true);
   ASSERT_TRUE(left_early.is_ok());
   ASSERT_TRUE(left_early.value()->next().is_ok());
   left_early.value().reset();
@@ -65,7 +65,7 @@ TEST(PastStream, InASmallBudgetGoesThroughTheReuseBuffers) {
     run.forward(2, 1);  // fills them with what it chose
     expect_every_group_in_order(run);
     const int64_t sealed = run.engine().sequences().layer(0).sealed_groups;
-    auto stream = run.engine().exact_chunks().stream({0, 1, 0, sealed});
+    auto stream = run.engine().exact_chunks().stream({0, 1, 0, sealed}, true);
     ASSERT_TRUE(stream.is_ok()) << stream.status().message();
     const auto block = stream.value()->next();
     ASSERT_TRUE(block.is_ok()) << block.status().message();
@@ -75,6 +75,16 @@ TEST(PastStream, InASmallBudgetGoesThroughTheReuseBuffers) {
     ASSERT_NE(block.value().room, nullptr);
     std::memset(block.value().room, 0xff, block.value().groups * parts.record_bytes());
   }
+  expect_every_group_in_order(run, false);
+  const int64_t sealed = run.engine().sequences().layer(0).sealed_groups;
+  auto without = run.engine().exact_chunks().stream({0, 1, 0, sealed}, false);
+  ASSERT_TRUE(without.is_ok()) << without.status().message();
+  const auto larger = without.value()->next();
+  ASSERT_TRUE(larger.is_ok()) << larger.status().message();
+  const EngineOptions& options = run.engine().parts().options;
+  EXPECT_EQ(larger.value().groups, options.layers * options.pages_max / 2);
+  EXPECT_EQ(larger.value().room, nullptr);
+  without.value().reset();
   for (int step = 0; step < 4; ++step) run.forward(2, 1);
   run.compare_contents();
 }
@@ -93,7 +103,7 @@ void expect_a_failed_read_is_an_error(EngineOptions options) {
     Status status;
     for (int turn = 0; turn < 2; ++turn) {
       status = {};
-      auto stream = run.engine().exact_chunks().stream({0, 0, 0, sealed});
+      auto stream = run.engine().exact_chunks().stream({0, 0, 0, sealed}, true);
       if (!stream.is_ok()) status = stream.status();
       for (int64_t groups = 1; status.is_ok() && groups > 0;) {
         const auto block = stream.value()->next();
