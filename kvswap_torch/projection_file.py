@@ -39,7 +39,7 @@ def save_projections(
     Parameters
     ----------
     kind
-        ``query_aware`` or ``svd_keys``.
+        As `SwapConfig.projection_kind`.
     heads
         As in `SwapConfig`: ``each`` where every KV head has a projection of its own.
     """
