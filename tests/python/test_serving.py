@@ -19,7 +19,7 @@ import transformers
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from kvswap_torch import ConfigError
+from kvswap_torch import ConfigError, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.serve import read_keys
 from kvswap_torch.hf.serving import seam
@@ -309,7 +309,11 @@ def test_the_command(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     assert json.loads(done.stdout)["model"] == tiny_model_dir.name
     assert json.loads(done.stdout)["saved_caches"] == 0 and store.is_dir()
     keys.write_text("\n")
+    SwapConfig.preset("snapkv+").save(tmp_path / "keeps.json")
+    SwapConfig.preset("dynakv").save(tmp_path / "clusters.json")
     for more, told in (
+        (["--config", str(tmp_path / "keeps.json")], "--config: keeper must be none or newest"),
+        (["--config", str(tmp_path / "clusters.json")], "--config: grouping must be runs"),
         ([], "--api-key-file must be given to listen on 0.0.0.0"),
         (["--api-key-file", str(keys)], "must have a key"),
         (["--continuous-batching"], "a paged cache of its own"),
