@@ -15,8 +15,7 @@ class ChunkPart final : public HostPart {
   ChunkPart(const Engine& engine, int64_t part, const PartView& view, const AttendArgs& args)
       : HostPart(engine, part, view, args) {}
 
-  /// Positions [begin, end) of the part, at `view`.
-  void attend_tokens(int64_t begin, int64_t end, const KeyValueView& tokens) {
+  void attend_tokens(int64_t begin, int64_t end, const KeyValueView& tokens) override {
     attend({.view = {.keys = const_cast<void*>(tokens.keys),
                      .values = const_cast<void*>(tokens.values),
                      .key_head_stride = tokens.key_head_stride,
@@ -49,19 +48,6 @@ class ChunkPart final : public HostPart {
     run({.records = records.data(),
          .tokens = left.count,
          .position = view().position - left.count});
-    return Status::ok();
-  }
-
-  Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
-                      const std::byte* values) override {
-    const int64_t head_stride = (end - begin) * options().head_dim;
-    attend_tokens(begin, end,
-                  {.keys = keys,
-                   .values = values,
-                   .key_head_stride = head_stride,
-                   .key_token_stride = options().head_dim,
-                   .value_head_stride = head_stride,
-                   .value_token_stride = options().head_dim});
     return Status::ok();
   }
 

@@ -33,6 +33,19 @@ HostPart::HostPart(const Engine& engine, int64_t part, const PartView& view, con
       log_sum_exp_(view.query.queries * view.query.heads, -std::numeric_limits<float>::infinity()) {
 }
 
+Status HostPart::visit_newest(int64_t begin, int64_t end, const std::byte* keys,
+                              const std::byte* values) {
+  const int64_t head_stride = (end - begin) * options_.head_dim;
+  attend_tokens(begin, end,
+                {.keys = keys,
+                 .values = values,
+                 .key_head_stride = head_stride,
+                 .key_token_stride = options_.head_dim,
+                 .value_head_stride = head_stride,
+                 .value_token_stride = options_.head_dim});
+  return Status::ok();
+}
+
 void HostPart::add_sinks() {
   const int64_t rows = query().queries * query().heads;
   for (int64_t row = 0; row < rows; ++row) {

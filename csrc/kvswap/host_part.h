@@ -24,11 +24,16 @@ class HostPart : public ExactPart {
  public:
   HostPart(const Engine& engine, int64_t part, const PartView& view, const AttendArgs& args);
 
+  Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
+                      const std::byte* values) override;
   void add_sinks() override;
   KeptTokens::Window window(int64_t most) const override;
   void write() override;
 
  protected:
+  /// Tokens at positions [begin, end) of the part: sequence 0 of the view.
+  virtual void attend_tokens(int64_t begin, int64_t end, const KeyValueView& tokens) = 0;
+
   const EngineOptions& options() const { return options_; }
   const TokenValidity& validity() const { return validity_; }
   const PartView& view() const { return view_; }

@@ -40,22 +40,9 @@ class PagedPart final : public HostPart {
     return Status::ok();
   }
 
-  Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
-                      const std::byte* values) override {
-    const int64_t head_stride = (end - begin) * options().head_dim;
-    attend_tokens(begin, end,
-                  {.keys = keys,
-                   .values = values,
-                   .key_head_stride = head_stride,
-                   .key_token_stride = options().head_dim,
-                   .value_head_stride = head_stride,
-                   .value_token_stride = options().head_dim});
-    return Status::ok();
-  }
-
  private:
-  /// Tokens of one part at positions [begin, end), packed as records are.
-  void attend_tokens(int64_t begin, int64_t end, const KeyValueView& tokens) {
+  /// Packed as records are.
+  void attend_tokens(int64_t begin, int64_t end, const KeyValueView& tokens) override {
     const RecordShape shape = options().record_shape();
     const int64_t count = end - begin;
     const int64_t groups = (count + shape.group_tokens - 1) / shape.group_tokens;
