@@ -65,11 +65,13 @@ class Lookups:
             if (columns, dtype) not in masses:
                 scores = Scores(seen, sample, steps, columns, dtype)
                 masses[columns, dtype] = scores.by_mass(columns, steps.choosable)
-            for by, mass in ((self.found, masses[columns, dtype]), (self.oracle, steps.mass)):
-                best = mass.masked_fill(~steps.choosable, -1.0).topk(groups, dim=1).indices
-                if by is self.found:
-                    mass_held = steps.always + steps.mass.gather(1, best).sum(1)
-                    self.held[setting].append(float(mass_held.mean()))
+            chosen, wanted = (
+                mass.masked_fill(~steps.choosable, -1.0).topk(groups, dim=1).indices
+                for mass in (masses[columns, dtype], steps.mass)
+            )
+            mass_held = steps.always + steps.mass.gather(1, chosen).sum(1)
+            self.held[setting].append(float(mass_held.mean()))
+            for by, best in ((self.found, chosen), (self.oracle, wanted)):
                 held = looked_up.gather(2, best.expand(len(looked_up), -1, -1))
                 by[setting][seen.layer] += held.sum((1, 2))
 

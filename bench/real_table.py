@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from bench.presets_table import NOT_RUN
 from bench.quality.methods import parse
 from bench.quality.report import interval, right_answers
 from bench.quality.tasks import LOSSES
@@ -150,14 +151,14 @@ def task_rows(results: list[Result], shares: tuple[str, ...] = ("1/8", "1/13")) 
     yield "|---|---|---|" + "---|" * len(shares)
     for result in results:
         for length, part in result.get("lengths", {}).items():
-            methods = [part["methods"].get(f"product:memory={share}") for share in shares]
+            names = [f"product:memory={share}" for share in shares]
             full = part["methods"]["full"]
             title = f"{result['text']}, {int(length):,}, {full['documents']}"
             measured = (*part["able"], *(task for task in LOSSES if task in full["tasks"]))
-            for task in measured if any(methods) else ():
+            for task in measured if part["methods"].keys() & set(names) else ():
                 told = full["tasks"][task]
                 of_all = f"loss {told['loss'][0]:.2f}" if task in LOSSES else _share_of(told)
-                cells = " | ".join(_task_cell(task, each) for each in methods)
+                cells = " | ".join(_task_cell(task, part, name) for name in names)
                 yield f"| {title} | {task} | {of_all} | {cells} |"
                 title = ""
             for task, share in part["left_out"].items():
@@ -169,10 +170,10 @@ def _share_of(told: dict[str, Any]) -> str:
     return f"{told['exact'][0]:.2f} of {told['answers']}{_by_turn(told)}"
 
 
-def _task_cell(task: str, method: Result | None) -> str:
-    if method is None:
-        return "does not fit"
-    told = method["tasks"][task]
+def _task_cell(task: str, part: Result, name: str) -> str:
+    if name not in part["methods"]:
+        return "does not fit" if name in part["impossible"] else NOT_RUN
+    told = part["methods"][name]["tasks"][task]
     kind, form = ("loss", "+.3f") if task in LOSSES else ("exact", "+.2f")
     apart = f"KL {told['kl'][0]:.3f}, same {told['agree'][0]:.2f}"
     return f"{interval(told[f'{kind}_difference'], form)}{_by_turn(told)}; {apart}"

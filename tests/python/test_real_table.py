@@ -248,9 +248,12 @@ def test_what_does_not_fit_is_said_and_conversations_are_told_by_turn():
     told = method(-0.1, 0.1, 0.9)["tasks"]["asked"] | {"by_turn": [0.25, 0.5]}
     methods = {name: {"documents": 2, "tasks": {"turns": told}} for name in ("full", EIGHTH)}
     part = {"methods": methods, "able": {"turns": 0.6}, "left_out": {}}
-    row = list(task_rows([{"text": "held-out", "lengths": {"2048": part}}]))[2]
+    refused = {"impossible": {"product:memory=1/13": "kv_memory_bytes: must be at least 3 (3 B)"}}
+    row = list(task_rows([{"text": "held-out", "lengths": {"2048": part | refused}}]))[2]
     assert "0.60 of 50 (by turn 0.25, 0.50) | -0.10" in row
     assert row.endswith("(by turn 0.25, 0.50); KL 0.100, same 0.90 | does not fit |")
+    left = {"text": "held-out", "lengths": {"2048": part | {"impossible": {}}}}
+    assert list(task_rows([left]))[2].endswith("same 0.90 | not run |")
 
 
 def test_speeds_are_paired_with_the_first():
