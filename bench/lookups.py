@@ -3,7 +3,7 @@
     python -m bench.lookups --model build/models/smollm2 --settings 32x26,16x13,32x13xint4 --out
 
 A look-up is a head with a tenth of its mass where the next two tokens stand in the text already, or
-just before (`kvswap_torch.tuning.recall`). Documents have facts and questions laid in; rows are
+just before (`kvswap_torch.tuning.look_ups`). Documents have facts and questions laid in; rows are
 int8 or int4, scored by mass, their projections from the document, as without a calibration. The
 oracle takes as many groups by the attention itself, mean over heads: what it misses, no score of
 the same kind could find.
@@ -26,14 +26,9 @@ from bench import machine
 from bench.reading import REFERENCE, open_reading
 from bench.score_stages import STEPS, Scores
 from kvswap_torch.methods.kvswap import SUMMARY_LEVELS
-from kvswap_torch.tuning.observe import Calibrator, Observed, attention_weights
-from kvswap_torch.tuning.recall import (
-    SOUGHT_MIN,
-    Choice,
-    Steps,
-    decoded_positions,
-    sources,
-)
+from kvswap_torch.tuning.look_ups import of_heads, shares_found, sources
+from kvswap_torch.tuning.observe import Calibrator, Observed
+from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions
 from kvswap_torch.tuning.samples import Sample
 
 LAYERS_SHOWN = 10
@@ -44,6 +39,7 @@ class Lookups:
     """Sums over steps and documents, by layer; each ``[heads]``.
 
     `held`: the attention mass that choices hold, sinks and tail included, by layer and document.
+    `by_step`: look-ups found in each step, summed over heads, by layer and document.
     """
 
     def __init__(self, settings: list[Setting]):
@@ -52,6 +48,10 @@ class Lookups:
         self.found: dict[Setting, dict[int, Any]] = {each: defaultdict(float) for each in settings}
         self.oracle: dict[Setting, dict[int, Any]] = {each: defaultdict(float) for each in settings}
         self.held: dict[Setting, list[float]] = {each: [] for each in settings}
+        self.sought_by_step: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.by_step: dict[Setting, dict[int, list[torch.Tensor]]] = {
+            each: defaultdict(list) for each in settings
+        }
 
     def add(self, seen: Observed, sample: Sample) -> None:
         """One layer of one document, on the true queries of its questions."""
@@ -59,6 +59,7 @@ class Lookups:
         steps = Steps(seen, positions, Choice())
         looked_up = _looked_up(seen, positions, sources(sample.ids, positions), steps)
         self.sought[seen.layer] += looked_up.sum((1, 2))
+        self.sought_by_step[seen.layer].append(looked_up.sum((0, 2)))
         masses: dict[tuple[int, str], torch.Tensor] = {}
         for setting in self.settings:
             columns, groups, dtype = setting
@@ -74,6 +75,15 @@ class Lookups:
             for by, best in ((self.found, chosen), (self.oracle, wanted)):
                 held = looked_up.gather(2, best.expand(len(looked_up), -1, -1))
                 by[setting][seen.layer] += held.sum((1, 2))
+                if by is self.found:
+                    self.by_step[setting][seen.layer].append(held.sum((0, 2)))
+
+    def _found_by_step(self, setting: Setting) -> float:
+        """`shares_found` of all layers."""
+        layers = sorted(self.sought_by_step)
+        found = [{0: self.by_step[setting][layer]} for layer in layers]
+        shares = shares_found(found, [self.sought_by_step[layer] for layer in layers])
+        return round(sum(layer[0] for layer in shares), 4)
 
     def as_dict(self) -> dict[str, Any]:
         """Shares of what is sought: in all, and in the layers that seek most."""
@@ -87,6 +97,7 @@ class Lookups:
                     "groups": setting[1],
                     "summary_dtype": setting[2],
                     "found": _share(self.found[setting], self.sought, order),
+                    "found_by_step": self._found_by_step(setting),
                     "held": round(statistics.mean(self.held[setting]), 4),
                     "oracle": _share(self.oracle[setting], self.sought, order),
                 }
@@ -120,15 +131,9 @@ def _looked_up(
     seen: Observed, positions: torch.Tensor, wanted: torch.Tensor, steps: Steps
 ) -> torch.Tensor:
     """Weights of look-ups by group: ``[heads, steps, groups]``."""
-    query, keys = seen.query[0][:, positions].float(), seen.keys[0].float()
-    later = torch.arange(keys.shape[1]) > positions[:, None]
-    size, repeats = steps.choice.group_tokens, len(query) // len(keys)
+    size = steps.choice.group_tokens
     parts = []
-    for head, rows in enumerate(query):
-        scores = (rows @ keys[head // repeats].T * seen.scale)[None]
-        sinks = None if seen.sinks is None else seen.sinks[head : head + 1]
-        there = attention_weights(scores, later, seen.softcap, sinks)[0] * wanted
-        there *= there.sum(1, keepdim=True) > SOUGHT_MIN
+    for _, there in of_heads(seen, positions, wanted):
         grouped = there[:, : steps.groups * size].unflatten(1, (-1, size)).sum(2)
         parts.append(grouped.masked_fill(~steps.choosable, 0.0))
     return torch.stack(parts)

@@ -27,6 +27,7 @@ from bench import machine
 from bench.lookups import Lookups, Setting
 from bench.quality.methods import parse
 from bench.reading import REFERENCE, open_reading
+from kvswap_torch.tuning.recall import worth
 
 LEAST = 20  # settings
 
@@ -61,10 +62,13 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 def predictions(row: dict[str, Any]) -> dict[str, float]:
     """By what they are made of; more is better."""
+    held, found = row["held"], row["found_by_step"]
+    (layer,) = worth([{0: held}], [{0: found}])
     return {
-        "attention mass held": row["held"],
-        "look-ups found": row["found"],
-        "half of each (`worth`)": 0.5 * row["held"] + 0.5 * row["found"],
+        "attention mass held": held,
+        "look-ups found, every look-up alike": row["found"],
+        "look-ups found, every step alike": found,
+        "what the tuner takes (`worth`)": layer[0],
     }
 
 

@@ -28,12 +28,12 @@ from bench import machine
 from bench.reading import REFERENCE, open_reading
 from kvswap_torch.methods.kvswap import kept_rows
 from kvswap_torch.projection import flat_tokens, from_chunk
+from kvswap_torch.tuning.look_ups import sources
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import (
     Choice,
     Steps,
     decoded_positions,
-    sources,
 )
 from kvswap_torch.tuning.samples import Sample
 
@@ -158,8 +158,8 @@ def measure_layer(seen: Observed, sample: Sample, chosen: int) -> dict[tuple[str
             is_chosen.gather(1, groups).float().mean().item(),
             held(groups),
             held(by_all),
-            steps.found(groups),
-            steps.found(by_all),
+            steps.found(groups).mean().item(),
+            steps.found(by_all).mean().item(),
         )
         for way, groups in ways_of(scores, steps).items()
     }

@@ -31,8 +31,9 @@ from bench.shapes import SHAPES
 from kvswap_torch.methods.kvswap import kept_rows
 from kvswap_torch.methods.two_stages import in_two_stages
 from kvswap_torch.projection import flat_tokens, from_chunk, sum_over_heads
+from kvswap_torch.tuning.look_ups import sources
 from kvswap_torch.tuning.observe import Observed
-from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions, sources
+from kvswap_torch.tuning.recall import Choice, Steps, decoded_positions
 from kvswap_torch.tuning.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,8 +72,8 @@ def measure_layer(seen: Observed, sample: Sample) -> dict[Setting, Kept]:
             is_chosen.gather(1, chosen).float().mean().item(),
             steps.mass.gather(1, chosen).sum(1).mean().item(),
             steps.mass.gather(1, by_all).sum(1).mean().item(),
-            steps.found(chosen),
-            steps.found(by_all),
+            steps.found(chosen).mean().item(),
+            steps.found(by_all).mean().item(),
         )
 
     return {setting: kept(setting) for setting in SETTINGS}

@@ -15,6 +15,7 @@ from typing import Any
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.projection import Pair
 from kvswap_torch.sizing import ModelShape
+from kvswap_torch.tuning.look_ups import sources
 from kvswap_torch.tuning.moments import LayerMoments
 from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.progress import Progress
@@ -25,7 +26,6 @@ from kvswap_torch.tuning.recall import (
     Steps,
     decoded_positions,
     rank_grid,
-    sources,
 )
 from kvswap_torch.tuning.samples import Sample
 
@@ -183,7 +183,7 @@ def gather_moments(
     def add(seen: Observed, sample: Sample) -> None:
         if query == "true":
             seen = dataclasses.replace(seen, predicted=None)
-        moments[seen.layer].add(seen, sample.focus)
+        moments[seen.layer].add(seen, sample)
 
     _run(calibrator, samples, add, f"fitting to {query} queries", progress)
     return moments

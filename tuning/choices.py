@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from kvswap_torch.projection import Pair
+from kvswap_torch.tuning.look_ups import FoundSteps, attention_views, shares_found, sources
 from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.progress import Progress
-from kvswap_torch.tuning.recall import Choice, GroupScores, Steps, attention_views, sources, worth
+from kvswap_torch.tuning.recall import Choice, GroupScores, Steps, worth
 from kvswap_torch.tuning.samples import Sample
 
 GROUPS = (1, 2, 4, 8, 16, 32)
@@ -115,8 +116,10 @@ class Recorder:
         self.attended = tuple(int(share * self.tokens) for share in TOKENS_SHARES)
         places = [(group, tokens) for group in self.groups for tokens in self.attended]
         self.sums = {place: [dict(layer) for layer in empty] for place in places}
-        self.found = {place: [dict(layer) for layer in empty] for place in places}
-        self.sought = [0.0] * len(pairs)
+        self.found: dict[tuple[int, int], list[FoundSteps]] = {
+            place: [{rank: [] for rank in self.ranks} for _ in pairs] for place in places
+        }
+        self.sought: list[list[torch.Tensor]] = [[] for _ in pairs]
         self.best = {group: [0.0] * len(pairs) for group in self.groups}
         self.rows: dict[int, list[torch.Tensor]] = {}
 
@@ -143,13 +146,13 @@ class Recorder:
                     self.rows[group].append(_rising(chosen, steps.choosable))
         for group, steps in of_size.items():
             self.best[group][seen.layer] += steps.best_recall()
-        self.sought[seen.layer] += of_size[self.groups[0]].sought()
+        self.sought[seen.layer].append(of_size[self.groups[0]].sought())
 
     def _count(self, group: int, layer: int, rank: int, steps: Steps, chosen: torch.Tensor) -> None:
         for tokens in self.attended:
             best = chosen[:, : max(1, tokens // group)]
             self.sums[group, tokens][layer][rank] += steps.recall(best)
-            self.found[group, tokens][layer][rank] += steps.found(best)
+            self.found[group, tokens][layer][rank].append(steps.found(best))
 
     def _choice(self, group: int) -> Choice:
         return dataclasses.replace(self.choice, group_tokens=group, groups_max=self.tokens // group)
@@ -160,10 +163,19 @@ class Recorder:
         def mean(layers: list[dict[int, float]]) -> list[dict[int, float]]:
             return [{rank: total / samples for rank, total in layer.items()} for layer in layers]
 
-        sought = [total / samples for total in self.sought]
         return {
-            group: worth(mean(self.sums[group, tokens]), mean(self.found[group, tokens]), sought)
+            group: worth(
+                mean(self.sums[group, tokens]), shares_found(self.found[group, tokens], self.sought)
+            )
             for group in self.groups
+        }
+
+    def best_worth(self, samples: int) -> dict[int, list[float]]:
+        """Group size -> for each layer what the best possible choice is worth."""
+        sought = shares_found([{0: layer} for layer in self.sought], self.sought)
+        return {
+            group: [layer[0] for layer in worth([{0: value / samples} for value in layers], sought)]
+            for group, layers in self.best.items()
         }
 
 
@@ -198,22 +210,12 @@ def record_choices(
     if progress is not None:
         progress("recording choices", len(samples), len(samples))
     count = len(samples)
-    sought = [{0: total / count} for total in recorder.sought]
-    best = {
-        group: [
-            each[0]
-            for each in worth(
-                [{0: value / count} for value in layers], sought, [s[0] for s in sought]
-            )
-        ]
-        for group, layers in recorder.best.items()
-    }
     every, *fewer = recorder.attended
     return Choices(
         recorder.tokens,
         recorder.rank,
         recorder.worth(count, every),
-        best,
+        recorder.best_worth(count),
         recorded,
         {tokens: recorder.worth(count, tokens) for tokens in fewer},
     )

@@ -19,7 +19,9 @@ from kvswap_torch.projection import (
     pair_from_moments,
     sum_over_heads,
 )
+from kvswap_torch.tuning.look_ups import look_up_mass, sources
 from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.samples import Sample
 
 KEY_RIDGE = 1e-4  # share of the keys' mean variance, so that a factor exists
 RIDGE = 0.03  # share of the predictions' mean variance by which M is drawn to "p is q"
@@ -78,6 +80,7 @@ def _mean_variance(moment: torch.Tensor) -> torch.Tensor:
 
 PIECE_TOKENS = 512  # a piece in fp32 stays small beside the moments
 READ_SHARE = 0.1  # weight of the queries of tokens that are only read
+LOOK_UPS_WEIGHT = 200  # of a query that looks up with all its mass, where another one weighs 1
 
 
 class LayerMoments:
@@ -90,7 +93,9 @@ class LayerMoments:
 
     Keys are those of all tokens, but queries mostly those of tokens in focus: only they choose.
     Queries of tokens that are merely read keep a small share, so that no direction is lost that
-    another text may need.
+    another text may need. Where each head counts for itself, those count most that look something
+    up (`kvswap_torch.tuning.look_ups`), by the mass they look up with: few heads of few layers
+    retrieve, and columns are theirs (`bench/projections.py` has what it brings).
     """
 
     def __init__(self, width: int, score: str = "sum"):
@@ -107,11 +112,12 @@ class LayerMoments:
         self._predicted_diagonal = torch.zeros(width)
         self._cross = torch.zeros(width, width)
 
-    def add(self, seen: Observed, focus: int) -> None:
-        """Counts one layer's sample; tokens from `focus` on choose with what they look for."""
+    def add(self, seen: Observed, sample: Sample) -> None:
+        """Counts one layer's sample; tokens in focus choose with what they look for."""
+        focus = sample.focus
         self._add_keys(seen.keys)
         self._add_queries(seen, slice(0, focus), READ_SHARE)
-        self._add_queries(seen, slice(focus, None), 1.0 - READ_SHARE)
+        self._add_queries(seen, slice(focus, None), 1.0 - READ_SHARE, self._weights(seen, sample))
         self._weight += 1.0
         self.queries += seen.query.shape[2] - focus
 
@@ -133,19 +139,30 @@ class LayerMoments:
             self._key_sum += rows.sum(0)
             self.keys += len(rows)
 
-    def _add_queries(self, seen: Observed, tokens: slice, share: float) -> None:
+    def _weights(self, seen: Observed, sample: Sample) -> torch.Tensor | None:
+        """Of each head's queries in focus, ``[heads, queries]``, mean 1; None: all alike."""
+        if self.score == "sum":
+            return None
+        positions = torch.arange(sample.focus, len(sample.ids))
+        mass = look_up_mass(seen, positions, sources(sample.ids, positions))
+        weights = 1 + LOOK_UPS_WEIGHT * mass
+        return weights / weights.mean()
+
+    def _add_queries(
+        self, seen: Observed, tokens: slice, share: float, weights: torch.Tensor | None = None
+    ) -> None:
         kv_heads = seen.keys.shape[1]
         query = seen.query[:, :, tokens]
         predicted = query if seen.predicted is None else seen.predicted[:, :, tokens]
         weight = share / query.shape[2]
-        pieces = zip(
-            query.split(PIECE_TOKENS, dim=2), predicted.split(PIECE_TOKENS, dim=2), strict=True
-        )
-        for true, guess in pieces:
-            square = self._products(guess, guess, kv_heads) * weight
+        for first in range(0, query.shape[2], PIECE_TOKENS):
+            piece = slice(first, first + PIECE_TOKENS)
+            true, guess = query[:, :, piece], predicted[:, :, piece]
+            left = guess if weights is None else guess.float() * weights[None, :, piece, None]
+            square = self._products(left, guess, kv_heads) * weight
             self._squares += square.tril(-1)
             self._predicted_diagonal += square.diagonal()
-            self._cross += self._products(guess, true, kv_heads) * weight
+            self._cross += self._products(left, true, kv_heads) * weight
 
     def _products(self, left: torch.Tensor, right: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Outer products of queries ``[1, heads, tokens, head_dim]``, summed over tokens."""

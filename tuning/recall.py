@@ -3,9 +3,9 @@
 Choices are made as the engine makes them: by low-rank products summed over heads (KVSwap, section
 3.3), or by each head's softmax over them; the M best groups are attended together with sinks and
 tail. Two things are measured against the model's own softmax: the mass held, mean over heads, and
-what is *found*: the mass of the heads that look up where the next tokens stand in the text, there.
-Answers need the second, and a mean over heads does not see it: on a real model it was 0.91 whether
-the answer's distribution was kept (a divergence of 0.03) or lost (0.45).
+what of the look-ups is *found* (`kvswap_torch.tuning.look_ups`). Answers need the second, and a
+mean over heads does not see it: on a real model it was 0.91 whether the answer's distribution was
+kept (a divergence of 0.03) or lost (0.45).
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import torch
 from kvswap_torch import ops
 from kvswap_torch.methods.kvswap import SUMMARY_LEVELS, kept_rows
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
-from kvswap_torch.tuning.observe import Observed, attention_weights
-
-SOUGHT_MIN = 0.1  # of a head's mass: less on what comes next is no look-up
-SOURCE_BEFORE = 6  # tokens before a place that belong to it: what it is found by
+from kvswap_torch.tuning.look_ups import FoundSteps, attention_views, shares_found
+from kvswap_torch.tuning.observe import Observed
 
 FEW = 4  # of the groups attended one in so many: where selections are tight, predictions show
 RANKS = (4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -123,75 +121,17 @@ class Steps:
         """Mean over steps of the mass in `chosen`, sinks and tail; chosen: ``[steps, n]``."""
         return (self.mass.gather(1, chosen).sum(1) + self.always).mean().item()
 
-    def found(self, chosen: torch.Tensor) -> float:
-        """Mean over steps of the look-ups' weights in `chosen`, summed over heads."""
-        return self.looked_up.gather(1, chosen).sum(1).mean().item()
+    def found(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The look-ups' weights in `chosen`, summed over heads: ``[steps]``."""
+        return self.looked_up.gather(1, chosen).sum(1)
 
-    def sought(self) -> float:
-        """The same of all groups that could be chosen."""
-        return self.looked_up.sum(1).mean().item()
+    def sought(self) -> torch.Tensor:
+        """The same of all groups that could be chosen: ``[steps]``."""
+        return self.looked_up.sum(1)
 
     def best_recall(self) -> float:
         """What the best choice of as many groups would hold."""
         return self.recall(self.select(self.mass))
-
-
-def sources(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Where in the text what comes next stands too: ``[steps, tokens]`` bool.
-
-    Places of the two tokens that follow each position, and a few tokens before each.
-
-    Parameters
-    ----------
-    ids
-        ``[tokens]``.
-    positions
-        ``[steps]``.
-    """
-    tokens = len(ids)
-    following = torch.full((tokens + 2,), -1)
-    following[:tokens] = ids
-    wanted = torch.stack([following[positions + 1], following[positions + 2]])
-    pairs = torch.stack([ids[:-1], ids[1:]])
-    same = (wanted[:, :, None] == pairs[:, None, :]).all(0)
-    same &= torch.arange(tokens - 1) + 1 < positions[:, None]
-    found = torch.zeros(len(positions), tokens, dtype=torch.bool)
-    for shift in range(-SOURCE_BEFORE, 2):
-        low, high = max(0, -shift), min(tokens - 1, tokens - shift)
-        found[:, low + shift : high + shift] |= same[:, low:high]
-    return found
-
-
-def attention_views(
-    seen: Observed, positions: torch.Tensor, wanted: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention weights, mean over heads, and those of look-ups, summed over heads.
-
-    Parameters
-    ----------
-    positions
-        ``[steps]``: the queries that look, each up to its own token.
-    wanted
-        ``[steps, tokens]`` of `sources`; None: nothing is looked up.
-
-    Returns
-    -------
-    tuple
-        Twice ``[steps, tokens]`` fp32.
-    """
-    query, keys = seen.query[0][:, positions], seen.keys[0]
-    later = torch.arange(keys.shape[1]) > positions[:, None]
-    repeats = len(query) // len(keys)
-    mass, looked_up = torch.zeros(later.shape), torch.zeros(later.shape)
-    for head, rows in enumerate(query.float()):
-        scores = rows @ keys[head // repeats].float().T * seen.scale
-        sinks = None if seen.sinks is None else seen.sinks[head : head + 1]
-        weights = attention_weights(scores[None], later, seen.softcap, sinks)[0]
-        mass += weights
-        if wanted is not None:
-            there = weights * wanted
-            looked_up += there * (there.sum(1, keepdim=True) > SOUGHT_MIN)
-    return mass / len(query), looked_up
 
 
 class GroupScores:
@@ -251,20 +191,30 @@ class GroupScores:
         return joined
 
 
+HELD_SHARE = 0.2  # of a layer's worth; by more of it settings rank less as answers do
+
+
 def worth(
-    held: Sequence[dict[int, float]], found: Sequence[dict[int, float]], sought: Sequence[float]
+    held: Sequence[dict[int, float]], found: Sequence[dict[int, float]]
 ) -> list[dict[int, float]]:
     """For each layer, rank -> what it is worth to answers; their mean over layers is 0 to 1.
 
-    Half of it is the attention mass held; half, what is found of all that the layers seek, so that
-    layers that look nothing up have no use for columns.
+    A fifth of it is the attention mass held; the rest, what is found of all that the layers seek,
+    so that layers that look nothing up have little use for columns. On a real model settings rank
+    by it as by their answers' divergence from the full cache (`bench/rank_settings.py`).
+
+    Parameters
+    ----------
+    held
+        For each layer, rank -> attention mass held.
+    found
+        For each layer, rank -> `shares_found`; empty: nothing is looked up, and mass decides.
     """
-    whole = sum(sought)
-    if whole <= 0:
+    if not found:
         return [dict(layer) for layer in held]
-    share = len(held) / whole
+    share = (1 - HELD_SHARE) * len(held)
     return [
-        {rank: 0.5 * value + 0.5 * share * finds[rank] for rank, value in holds.items()}
+        {rank: HELD_SHARE * value + share * finds[rank] for rank, value in holds.items()}
         for holds, finds in zip(held, found, strict=True)
     ]
 
@@ -294,9 +244,9 @@ class RecallTable:
         self.summary_dtype = summary_dtype
         self.query = query
         self._sums = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
-        self._found = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
-        self._found_by_few = [dict.fromkeys(self.ranks, 0.0) for _ in pairs]
-        self._sought = [0.0] * len(pairs)
+        self._found: list[FoundSteps] = [{rank: [] for rank in self.ranks} for _ in pairs]
+        self._found_by_few: list[FoundSteps] = [{rank: [] for rank in self.ranks} for _ in pairs]
+        self._sought: list[list[torch.Tensor]] = [[] for _ in pairs]
         self._best = [0.0] * len(pairs)
         self._samples = [0] * len(pairs)
 
@@ -310,10 +260,10 @@ class RecallTable:
             of_groups = scores.at(rank, self.summary_dtype, [steps])[0]
             chosen = steps.select(of_groups)
             self._sums[seen.layer][rank] += steps.recall(chosen)
-            self._found[seen.layer][rank] += steps.found(chosen)
+            self._found[seen.layer][rank].append(steps.found(chosen))
             few = steps.select(of_groups, max(1, steps.choice.groups_max // FEW))
-            self._found_by_few[seen.layer][rank] += steps.found(few)
-        self._sought[seen.layer] += steps.sought()
+            self._found_by_few[seen.layer][rank].append(steps.found(few))
+        self._sought[seen.layer].append(steps.sought())
         self._best[seen.layer] += steps.best_recall()
         self._samples[seen.layer] += 1
 
@@ -324,17 +274,23 @@ class RecallTable:
             for sums, count in zip(self._sums, self._samples, strict=True)
         ]
 
+    def found(self) -> list[dict[int, float]]:
+        """For each layer, rank -> look-ups found; see `shares_found`."""
+        return shares_found(self._found, self._sought)
+
     def worth(self) -> list[dict[int, float]]:
         """For each layer, rank -> what it is worth; see `worth`."""
-        return worth(self.recall(), self._found, self._sought)
+        return worth(self.recall(), self.found())
 
     def found_by_few(self) -> list[float]:
         """For each layer the look-ups that a quarter of the groups finds, mean over ranks.
 
-        As shares of all layers' look-ups; 0 where nothing is looked up.
+        As `shares_found`; 0 where nothing is looked up.
         """
-        whole = len(self.ranks) * (sum(self._sought) or 1.0)
-        return [sum(layer.values()) / whole for layer in self._found_by_few]
+        shares = shares_found(self._found_by_few, self._sought)
+        if not shares:
+            return [0.0] * len(self.pairs)
+        return [sum(layer.values()) / len(self.ranks) for layer in shares]
 
     def best(self) -> list[float]:
         """For each layer what the best possible choice holds."""

@@ -132,6 +132,7 @@ def test_look_ups_are_found_where_their_groups_are_chosen():
     assert one["found"] < many["found"] <= 1.0
     assert many["found"] > 0.9
     assert 0 < one["held"] < many["held"] <= 1.0
+    assert one["found_by_step"] < many["found_by_step"] <= 1.0
     assert coarse["summary_dtype"] == "int4" and coarse["found"] < many["found"]
     assert layer["found"] == [one["found"], many["found"], coarse["found"]]
     rows = list(lookup_rows([found]))

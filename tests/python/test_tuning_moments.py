@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from kvswap_torch.projection import flat_tokens, query_aware, sum_over_heads, svd_keys
 from kvswap_torch.tuning import moments as moments_module
+from kvswap_torch.tuning.look_ups import look_up_mass, sources
 from kvswap_torch.tuning.moments import LayerMoments
 from kvswap_torch.tuning.observe import Observed
+from kvswap_torch.tuning.samples import Sample
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, FOCUS = 4, 2, 8, 400, 150
 WIDTH = KV_HEADS * HEAD_DIM
@@ -25,10 +29,18 @@ def seen(seed: int, tokens: int = TOKENS, turn: torch.Tensor | None = None) -> O
     return Observed(0, query, predicted, keys, HEAD_DIM**-0.5)
 
 
+def of_focus(focus: int, tokens: int = TOKENS) -> Sample:
+    """A text in which 40 tokens that are in focus stand before, too."""
+    ids = torch.arange(tokens)
+    again = min(40, focus, tokens - focus)
+    ids[focus : focus + again] = ids[:again].clone()
+    return Sample(ids, focus)
+
+
 def gather(turn: torch.Tensor | None = None) -> tuple[LayerMoments, list[Observed]]:
     moments, samples = LayerMoments(WIDTH), [seen(seed, turn=turn) for seed in range(3)]
     for sample in samples:
-        moments.add(sample, FOCUS)
+        moments.add(sample, of_focus(FOCUS))
     return moments, samples
 
 
@@ -66,6 +78,31 @@ def test_moments_are_those_of_all_samples():
     close(moments.predicted_moment, weighted("predicted", "predicted"))
     close(moments.cross_moment, weighted("predicted", "query"))
     assert (moments.keys, moments.queries) == (3 * TOKENS, 3 * (TOKENS - FOCUS))
+
+
+def test_queries_that_look_up_count_most():
+    """Each head's queries for itself, by the mass that it looks up with."""
+    sample, text = seen(0, turn=rotation()), of_focus(FOCUS)
+    sample = dataclasses.replace(sample, query=8 * sample.query)  # sure of what they attend to
+    moments = LayerMoments(WIDTH, "mass")
+    moments.add(sample, text)
+    positions = torch.arange(FOCUS, TOKENS)
+    mass = look_up_mass(sample, positions, sources(text.ids, positions))
+    weights = 1 + moments_module.LOOK_UPS_WEIGHT * mass
+    weights *= 0.9 / weights.mean() / (TOKENS - FOCUS)
+    assert weights.max() > 10 * weights.min()
+
+    def weighted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(WIDTH, WIDTH)
+        for head in range(HEADS):
+            block = slice(head // 2 * HEAD_DIM, (head // 2 + 1) * HEAD_DIM)
+            rows, columns = left[0, head], right[0, head]
+            of_focus = (rows[FOCUS:] * weights[head, :, None]).T @ columns[FOCUS:]
+            total[block, block] += of_focus + 0.1 / FOCUS * rows[:FOCUS].T @ columns[:FOCUS]
+        return total
+
+    close(moments.predicted_moment, weighted(sample.predicted, sample.predicted))
+    close(moments.cross_moment, weighted(sample.predicted, sample.query))
 
 
 def test_svd_keys_is_that_of_all_keys():
@@ -123,14 +160,14 @@ def test_energy_rises_to_one():
 def test_memory_is_bounded_whatever_the_text(tokens):
     moments = LayerMoments(WIDTH)
     before = moments.nbytes
-    moments.add(seen(0, tokens), 32)
+    moments.add(seen(0, tokens), of_focus(24, tokens))
     assert moments.nbytes == before
     assert LayerMoments(8 * 128).nbytes <= 10e6
 
 
 def test_few_queries_of_a_wide_layer_are_no_harm():
     moments = LayerMoments(WIDTH)
-    moments.add(seen(0, 12), 10)
+    moments.add(seen(0, 12), Sample(torch.arange(12), 10))
     for matrix in moments.pair("query_aware", WIDTH):
         assert torch.isfinite(matrix).all()
 
