@@ -13,7 +13,7 @@ the attention mass held, mean over layers.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +94,25 @@ def lines(tables: dict[tuple[str, int], RecallTable]) -> list[dict[str, Any]]:
     return found
 
 
+def projection_rows(results: list[dict[str, Any]]) -> Iterator[str]:
+    """For each number of groups and columns what each projection finds, and holds."""
+    names = list(dict.fromkeys(line["projection"] for each in results for line in each["lines"]))
+    yield f"| groups, columns | {' | '.join(names)} |"
+    yield "|---|" + "---|" * len(names)
+    for result in results:
+        by_place: dict[tuple[int, int], list[str]] = {}
+        for line in result["lines"]:
+            cells = by_place.setdefault((line["groups"], line["columns"]), [])
+            cells.append(f"{line['found']:.2f} ({line['held']:.2f})")
+        for (groups, columns), cells in by_place.items():
+            yield f"| {groups}, {columns} | {' | '.join(cells)} |"
+
+
+def cells_of(row: str) -> list[str]:
+    """Of a line of a table in markdown."""
+    return [cell.strip() for cell in row.strip("| ").split(" | ")]
+
+
 def main(
     model: Annotated[Path, typer.Option(help="folder of the model")] = REFERENCE,
     length: Annotated[int, typer.Option(help="tokens of a document")] = 4096,
@@ -106,14 +125,10 @@ def main(
     with console.status("fitting, then measuring"):
         pairs = fitted(calibrator, samples[documents:])
         measured = lines(measure(calibrator, samples[:documents], pairs))
-    table = Table(title=f"look-ups found (mass held), {length:,} tokens")
-    table.add_column("projection")
-    for groups in GROUPS:
-        for columns in COLUMNS:
-            table.add_column(f"{groups} x {columns}", justify="right")
-    for name in dict.fromkeys(line["projection"] for line in measured):
-        own = [line for line in measured if line["projection"] == name]
-        table.add_row(name, *(f"{line['found']:.2f} ({line['held']:.2f})" for line in own))
+    head, *rows = projection_rows([{"lines": measured}])
+    table = Table(*cells_of(head), title=f"look-ups found (mass held), {length:,} tokens")
+    for row in rows[1:]:
+        table.add_row(*cells_of(row))
     console.print(table)
     if out:
         name = model.resolve().name

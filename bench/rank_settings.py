@@ -14,7 +14,7 @@ mean divergence from the full cache over all answers' tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,6 +70,17 @@ def predictions(row: dict[str, Any]) -> dict[str, float]:
         "look-ups found, every step alike": found,
         "what the tuner takes (`worth`)": layer[0],
     }
+
+
+def ranked_rows(results: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each prediction."""
+    yield "| model, settings | predicted by | rank correlation |"
+    yield "|---|---|---|"
+    for result in results:
+        title = f"{result['model']}, {len(result['settings'])}"
+        for name, value in result["correlations"].items():
+            yield f"| {title} | {name} | {value:.2f} |"
+            title = ""
 
 
 def main(

@@ -20,12 +20,15 @@ from bench.clusters_table import cluster_rows, clustering_rows, drift_rows
 from bench.float8_records import COLUMNS, lines
 from bench.machine import RESULTS
 from bench.presets_table import preset_rows
+from bench.projections import projection_rows
 from bench.quality.plan import CORE
 from bench.quality.report import interval
+from bench.rank_settings import ranked_rows
 from bench.real_table import lookup_rows, product_rows, speed_rows, stage_rows, task_rows
 from bench.resident import resident_rows
 from bench.side_by_side import figure as side_by_side_figure
 from bench.side_by_side import report as side_by_side
+from bench.sweep_table import sweep_rows
 from kvswap_torch import format_bytes
 
 PAGES = (Path("README.md"), Path("docs/results.md"), Path("docs/choosing.md"))
@@ -276,6 +279,9 @@ TABLES |= {"product": lambda: product_rows(load(DEFAULTS) + load("quality/smollm
 TABLES |= {"real-tasks": lambda: task_rows(load("quality/smollm2_*.json"))}
 TABLES |= {"real-speed": lambda: speed_rows(load("real_speed*.json"))}
 TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
+TABLES |= {"projections": lambda: projection_rows(load("projections_*.json"))}
+TABLES |= {"ranked": lambda: ranked_rows(load("ranked_*.json"))}
+TABLES |= {"sweeps": lambda: sweep_rows(load("quality/real_sweeps.json"))}
 TABLES |= {"stages": lambda: stage_rows(load("score_stages_*.json"))}
 TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
 TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
