@@ -150,8 +150,8 @@ PRESETS = (
             "memory, rebuilds K from it and reads V alone",
             "KV heads choose, each by the largest product of its query heads with a mean; the "
             "paper by their largest softmax weight",
-            "what is decoded is chosen from like the prompt once it has left the tail, and has "
-            "means; the paper keeps all of it",
+            "what is decoded, and the prompt's last 32 tokens, are chosen from like the rest once "
+            "they have left the tail, and have means; the paper keeps all of it",
             "groups of eight tokens, or more where the disk reads more at once",
         ),
     ),
