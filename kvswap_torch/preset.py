@@ -171,7 +171,7 @@ PRESETS = (
             "pages_max": _groups(400),
             "replacement": "none",
         },
-        "the paper finds the skew beforehand; else it is made of the prompt",
+        "the paper finds the skew beforehand, as `kvswap calibrate` does; else it is the prompt's",
         (_FIXED, _JOINED, _ALIGNED, _NEWEST),
     ),
     Preset(
@@ -207,7 +207,8 @@ PRESETS = (
             "pages_max": _groups(2 * TOKENS),
             "replacement": "lru",
         },
-        "the paper finds the components beforehand; else they are made of the prompt",
+        "the paper finds the components beforehand, as `kvswap calibrate` does; else they are the "
+        "prompt's",
         ("a fixed number of tokens, where the paper takes a share of the context", _JOINED)
         + (_ALIGNED, _NEWEST),
     ),

@@ -201,16 +201,12 @@ def test_eviction_keeps_its_budget_and_what_was_looked_at():
 
 def test_who_is_kept_was_paid_most_with_four_neighbours():
     """SnapKV's published rule, window 32: those before it by an average of 5, and the window."""
-    view = make_view()
-    before = TOKENS - 32
+    view, before = make_view(), TOKENS - 32
     kept = Snap(40).choose(view)[0, :, 0, :TOKENS]
-    for head in range(KV_HEADS):
-        paid = torch.zeros(before, dtype=torch.double)
-        for asking in range(HEADS // KV_HEADS * head, HEADS // KV_HEADS * (head + 1)):
-            for position in range(before, TOKENS):
-                query = view.past.last_query[0, asking, position - TOKENS].double()
-                products = view.past.keys[: position + 1, head].double() @ query * view.scale
-                paid += products.softmax(0)[:before]
+    for head, own in enumerate(view.past.last_query[0, :, -32:].double().split(2)):
+        products = own @ view.past.keys[:, head].double().T * view.scale
+        later = torch.arange(TOKENS) > torch.arange(before, TOKENS)[:, None]
+        paid = products.masked_fill(later, -torch.inf).softmax(-1)[..., :before].sum((0, 1))
         averages = torch.stack([paid[max(0, t - 2) : t + 3].sum() / 5 for t in range(before)])
         best = averages.topk(40 - 32).indices.tolist()
         assert torch.where(kept[head])[0].tolist() == sorted([*best, *range(before, TOKENS)])
