@@ -150,8 +150,8 @@ PRESETS = (
             "memory, rebuilds K from it and reads V alone",
             "KV heads choose, each by the largest product of its query heads with a mean; the "
             "paper by their largest softmax weight",
-            "what is decoded is chosen from like the prompt once it has left the tail, and has "
-            "means; the paper keeps all of it",
+            "what is decoded, and the prompt's last 32 tokens, are chosen from like the rest once "
+            "they have left the tail, and have means; the paper keeps all of it",
             "groups of eight tokens, or more where the disk reads more at once",
         ),
     ),
@@ -171,7 +171,7 @@ PRESETS = (
             "pages_max": _groups(400),
             "replacement": "none",
         },
-        "the paper finds the skew beforehand; else it is made of the prompt",
+        "the paper finds the skew beforehand, as `kvswap calibrate` does; else it is the prompt's",
         (_FIXED, _JOINED, _ALIGNED, _NEWEST),
     ),
     Preset(
@@ -207,7 +207,8 @@ PRESETS = (
             "pages_max": _groups(2 * TOKENS),
             "replacement": "lru",
         },
-        "the paper finds the components beforehand; else they are made of the prompt",
+        "the paper finds the components beforehand, as `kvswap calibrate` does; else they are the "
+        "prompt's",
         ("a fixed number of tokens, where the paper takes a share of the context", _JOINED)
         + (_ALIGNED, _NEWEST),
     ),

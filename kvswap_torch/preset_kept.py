@@ -18,6 +18,14 @@ _ARKV = {
 _OF_ARKV = (
     "one choice for all KV heads of a layer, as in the text; the published code has one for each",
     "while decoding a token's neighbours are those positions beside it that are kept",
+    "variance is over queries and query heads together, as in the text; in the published code over "
+    "the queries of each head, one less of them",
+)
+_LAYERS_OF_ARKV = (
+    "layers are compared by how their tokens were paid, as in (3)-(5); the published code sums up "
+    "how each token was paid by query after query",
+    "the published code takes the window off what stays as it is twice, and never divides the "
+    "first layer's tokens",
 )
 _MIXED_ARKV = (
     "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens, as "
@@ -87,7 +95,7 @@ KEEPING = (
         | {"rank": lambda shape: min(32, shape.width), "groups_max": TOKENS // 8}
         | {"pages_max": TOKENS // 4},
         "as kvswap",
-        (_RECALLED, *_OF_ARKV, *_MIXED_ARKV),
+        (_RECALLED, *_OF_ARKV, *_LAYERS_OF_ARKV, *_MIXED_ARKV),
     ),
     Preset(
         "snapkv",
@@ -166,7 +174,7 @@ KEEPING = (
         "Where questions come later: what the prompt's end did not attend is gone from answers.",
         {**_DROPS, **_ARKV, "keep_ratio": None},
         "",
-        (_ON_DISK, *_OF_ARKV, *_MIXED_ARKV),
+        (_ON_DISK, *_OF_ARKV, *_LAYERS_OF_ARKV, *_MIXED_ARKV),
     ),
     Preset(
         "arkv-quant",

@@ -51,7 +51,7 @@ class Bars:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Bars where somebody looks on; plain lines in a log or a pipe."""
     from kvswap_torch.tuning.progress import Lines
 
@@ -155,7 +155,7 @@ def main(
             records=records,
         )
         network = load_model(model)
-        with _progress(console) as progress:
+        with show_progress(console) as progress:
             result = tune(
                 network,
                 max_context_len=max_context or _usual_context(network),

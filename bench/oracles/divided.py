@@ -1,8 +1,8 @@
-"""How the published code of CAKE and CompressKV divides tokens among layers.
+"""How the published code of CAKE, CompressKV and ARKV divides tokens among layers.
 
-By hand, from a checked-out repository, which has both:
+By hand, from checked-out repositories, of which CompressKV's has CAKE too:
 
-    python -m bench.oracles.divided --compresskv CompressKV
+    python -m bench.oracles.divided --compresskv CompressKV --arkv ARKV
 
 It writes `divided.json` beside this file, which `tests/python/test_oracles.py` compares with how
 ours divides them. Numbers alone are stored.
@@ -14,7 +14,6 @@ import argparse
 import ast
 import json
 import random
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any
 import numpy
 import torch
 
-from bench.oracles.published import head_of, module_at
+from bench.oracles import arkv
+from bench.oracles.repositories import cache_at, head_of, module_at, versions_of
 
 CASES = 40
 LAYERS = 12
@@ -32,18 +32,9 @@ LAYERS = 12
 def of_cake(folder: Path) -> Callable[..., list[int]]:
     """What its cache holds of each layer before the window, once all layers have come."""
     room = folder / "methods" / "cakekv"
-    caches = types.ModuleType("transformers.cache_utils")
-    for name in ("DynamicCache", "Cache", "HybridCache"):
-        setattr(caches, name, type(name, (), {"__init__": lambda self: None}))
-    utils = module_at(room / "utils.py")
     packages = {name: types.ModuleType(name) for name in ("methods", "methods.cakekv")}
-    known = sys.modules.get("transformers.cache_utils")
-    code = module_at(
-        room / "cake_cache.py",
-        **{"transformers.cache_utils": caches, **packages, "methods.cakekv.utils": utils},
-    )
-    if known is not None:
-        sys.modules["transformers.cache_utils"] = known
+    packages["methods.cakekv.utils"] = module_at(room / "utils.py")
+    code = cache_at(room / "cake_cache.py", **packages)
 
     def tokens(preferences: list[float], before: int, average: int) -> list[int]:
         window, heads = 4, 1
@@ -85,14 +76,18 @@ def of_compresskv(folder: Path) -> Callable[..., list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compresskv", type=Path, required=True, help="its repository")
-    folder = parser.parse_args().compresskv
-    cake, compresskv = of_cake(folder), of_compresskv(folder)
+    parser.add_argument("--arkv", type=Path, required=True, help="its repository")
+    args = parser.parse_args()
+    cake, compresskv = of_cake(args.compresskv), of_compresskv(args.compresskv)
+    of_arkv = arkv.of_layers(args.arkv)
     rng = random.Random(0)
     told: dict[str, Any] = {
         "command": "python -m bench.oracles.divided",
-        "commit": head_of(folder),
+        "commits": {"compresskv": head_of(args.compresskv), "arkv": head_of(args.arkv)},
+        "versions": versions_of("torch", "numpy"),
         "cake": [],
         "compresskv": [],
+        "arkv": [],
     }
     for case in range(CASES):
         average, before = rng.randint(30, 200), rng.randint(400, 900)
@@ -112,6 +107,10 @@ def main() -> None:
         shares = [one / sum(worth) for one in worth]
         told["compresskv"].append(
             {"shares": shares, "average": average, "tokens": compresskv(shares, average)}
+        )
+        told["arkv"].append(
+            {"worth": worth, "tokens": arkv.WINDOW + average}
+            | of_arkv(worth, arkv.WINDOW + average)
         )
     path = Path(__file__).with_name("divided.json")
     path.write_text(json.dumps(told, separators=(",", ":")) + "\n")

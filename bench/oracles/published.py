@@ -1,8 +1,9 @@
-"""What the published code of Quest, Loki and InfiniGen chooses for the prompts of `models`.
+"""What published code chooses of, or keeps of, the prompts of `models`.
 
-By hand, from checked-out repositories, in the environment of `kvpress_kept` with `scikit-learn`:
+By hand, from checked-out repositories, with `scikit-learn` beside what the project needs:
 
-    python -m bench.oracles.published --quest Quest --loki loki --infinigen InfiniGen
+    python -m bench.oracles.published --quest Quest --loki loki --infinigen InfiniGen \\
+        --shadowkv ShadowKV --arkv ARKV
 
 The newest query asks for tokens of the 128 first, which our tail has left; every query head is a KV
 head, since the systems differ in how they join several. It writes `published.json` beside this
@@ -13,10 +14,7 @@ stored.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import subprocess
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -25,24 +23,17 @@ from typing import Any
 import torch
 from transformers.modeling_utils import AttentionInterface
 
-from bench.oracles import models
+from bench.oracles import arkv, models
+from bench.oracles.repositories import head_of, module_at, versions_of
 
 TOKENS = 160  # of the prompt
 FAR = 128  # of them may be chosen
 CHOSEN = 24  # tokens of each head
 PAGES, PAGE = 3, 16  # of Quest
+CHUNK, OUTLIERS = 8, 4  # of ShadowKV: tokens, and chunks of each head
+KEPT = 80  # tokens of each head that ARKV leaves, its window among them
 COLUMNS = 19  # of 64: InfiniGen's ratio of 0.3
 MODELS = ("llama-mha", "qwen3-mha")
-
-
-def module_at(path: Path, **beside: types.ModuleType) -> Any:
-    """A published file as a module; `beside`: what it imports and does not need here."""
-    sys.modules.update(beside)
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None and found.loader is not None, f"{path}: no such file"
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 def queries_and_keys(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,16 +146,50 @@ def of_infinigen(folder: Path) -> Callable[[torch.Tensor, torch.Tensor], list[li
     return tokens
 
 
-def head_of(folder: Path) -> str:
-    told = subprocess.run(
-        ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return told.stdout.strip()
+def of_shadowkv(folder: Path) -> Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]:
+    """Chunks of each head that stay since their mean fits them badly, and those it asks for."""
+    beside = ("models", "models.tensor_op", "kernels")
+    stubs = {name: types.ModuleType(name) for name in beside}
+    stubs["models.tensor_op"].batch_gather_gemm_rotary_pos_emb_cuda = None  # type: ignore[attr-defined]
+    stubs["kernels"].shadowkv = None  # type: ignore[attr-defined]
+    code = module_at(folder / "models" / "kv_cache.py", **stubs)
+
+    def chunks(query: torch.Tensor, keys: torch.Tensor) -> dict[str, Any]:
+        heads, length, dim = keys.shape[1:]
+        cache = object.__new__(code.ShadowKVCache)  # its own makes buffers on a GPU
+        sizes = {"batch_size": 1, "num_layers": 2, "num_key_value_groups": 1}
+        sizes |= {"num_key_value_heads": heads, "head_dim": dim, "chunk_size": CHUNK}
+        sizes |= {"local_chunk": (length - FAR) // CHUNK, "outlier_chunk": OUTLIERS}
+        sizes |= {"sparse_budget": CHOSEN, "device": "cpu", "dtype": keys.dtype, "kv_offset": 0}
+        for name, size in sizes.items():
+            setattr(cache, name, size)
+        room = torch.zeros(2, 1, heads, 2 * length, dim)
+        cache.v_cache_cpu, cache.k_cache_buffer, cache.v_cache_buffer = room, room, room.clone()
+        cache.selected_chunk_idx = torch.zeros(2, 1, heads, CHOSEN // CHUNK, dtype=torch.long)
+        cache.prefill_kv_cache(torch.zeros_like(keys), 0, keys)
+        cache.get_retrieval_position_ids(0, query[:, :, -1:])
+        landmarks = cache.k_landmark_idx[0, 0].tolist()
+        return {
+            "outliers": [sorted({*range(cache.chunks)} - {*head}) for head in landmarks],
+            "chosen": [sorted(head) for head in cache.selected_chunk_idx[0, 0].tolist()],
+        }
+
+    return chunks
+
+
+def of_arkv(folder: Path) -> Callable[[torch.Tensor, torch.Tensor], list[list[int]]]:
+    return arkv.of_prompt(folder, KEPT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    systems = {"quest": of_quest, "loki": of_loki, "infinigen": of_infinigen}
+    systems = {
+        "quest": of_quest,
+        "loki": of_loki,
+        "infinigen": of_infinigen,
+        "shadowkv": of_shadowkv,
+        "arkv": of_arkv,
+    }
     for name in systems:
         parser.add_argument(f"--{name}", type=Path, required=True, help="its repository")
     folders = vars(parser.parse_args())
@@ -172,6 +197,7 @@ def main() -> None:
     told: dict[str, Any] = {
         "command": "python -m bench.oracles.published",
         "commits": {name: head_of(folder) for name, folder in folders.items()},
+        "versions": versions_of("torch", "transformers", "scikit-learn"),
     }
     for name in MODELS:
         layers = queries_and_keys(name)

@@ -9,7 +9,7 @@ import torch
 from bench.quality.choosing import Frame
 from bench.quality.view import View
 
-POOLED_TOKENS = 7  # SnapKV's smoothing of neighbours
+POOLED_TOKENS = 5  # SnapKV's smoothing of neighbours
 WINDOW = 32  # queries at the document's end that SnapKV looks with
 ROWS = 256  # whose weights are computed at once
 
@@ -81,7 +81,7 @@ class Snap:
     """Tokens that the document's end looks at are kept, each KV head its own (SnapKV).
 
     The choice is made once, before the question is known; what is not kept is lost. A sample's own
-    tokens are all kept.
+    tokens are all kept. What a token was paid is the average of five, as in SnapKV's code.
 
     Parameters
     ----------
@@ -104,10 +104,12 @@ class Snap:
         query = query.unflatten(0, (view.kv_heads, view.repeats))
         later = torch.arange(tokens) > torch.arange(tokens - window, tokens)[:, None]
         scores = torch.einsum("hrwd,thd->hrwt", query, keys).masked_fill_(later, -torch.inf)
-        seen = scores.softmax(-1).sum((1, 2))[None]  # [1, kv_heads, tokens]
-        pooled = torch.nn.functional.max_pool1d(
-            seen, POOLED_TOKENS, stride=1, padding=POOLED_TOKENS // 2
-        )[0]
-        pooled[:, tokens - window :] = torch.inf
+        seen = scores.softmax(-1).sum((1, 2))  # [kv_heads, tokens]
+        # Of tokens before the window, which do not count for their neighbours.
+        pooled = torch.full_like(seen, torch.inf)
+        if window < tokens:
+            pooled[:, : tokens - window] = torch.nn.functional.avg_pool1d(
+                seen[:, : tokens - window], POOLED_TOKENS, stride=1, padding=POOLED_TOKENS // 2
+            )
         kept = torch.zeros_like(pooled, dtype=torch.bool)
         return kept.scatter_(1, pooled.topk(min(self.kept, tokens), dim=1).indices, True)

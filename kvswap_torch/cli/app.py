@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from kvswap_torch.cli import presets, saved_app, serve
+from kvswap_torch.cli import calibrate, presets, saved_app, serve
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
@@ -230,6 +230,7 @@ def cmake_prefix() -> None:
 saved_app.add_to(app)
 app.command("presets")(presets.main)
 app.command("serve", help=serve.HELP)(serve.serve)
+app.command("calibrate", help=calibrate.HELP)(calibrate.main)
 app.command("tune", help=tuning.HELP)(tuning.main)
 
 

@@ -5,6 +5,8 @@ Layers whose attention is uneven keep them in the model's dtype, others in e4m3.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -38,3 +40,8 @@ def layer_quality(paid: torch.Tensor, temperatures: tuple[float, ...] = PAPERS) 
     of_entropy, of_variance, of_kurtosis = (1 / temperature for temperature in temperatures)
     kurtosis = fourth / variance**2
     return entropy**of_entropy * variance**of_variance * kurtosis**of_kurtosis
+
+
+def in_dtype_of(ratio: float, tokens: int) -> int:
+    """Of a layer's `tokens` those that may stay in the model's dtype (8); ratio: (7)."""
+    return math.floor(ratio * tokens + 0.5)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvswap_torch.methods.arkv import layer_quality, token_worth
+from kvswap_torch.methods.arkv import in_dtype_of, layer_quality, token_worth
 from kvswap_torch.methods.observed import (
     agreement,
     attention_weights,
@@ -282,7 +282,7 @@ class ReferenceKeeper(Division):
 
     def _make_room(self, state, sequence: int, fresh: int, ratio: float) -> None:
         kept = state.kept[sequence]
-        most = math.floor(ratio * self._options.keep_tokens + 0.5)
+        most = in_dtype_of(ratio, self._options.keep_tokens)
         in_dtype: list[int] = []
         in_float8: list[int] = []
         for position in sorted(kept.positions) if kept.stay is None else kept.stay:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from bench.oracles import models
 from kvswap_torch import SwapConfig
 from kvswap_torch.config import SETTINGS, ModelIdentity
-from kvswap_torch.methods import cake, compresskv
+from kvswap_torch.methods import arkv, cake, compresskv
 from kvswap_torch.projection import from_chunk
 from tests.python.reference_options import Options
 from tests.python.test_session import native
@@ -174,6 +174,44 @@ def test_loki_chooses_the_tokens_that_the_original_chooses(tmp_path, model):
 def test_infinigen_chooses_the_tokens_that_the_original_chooses(tmp_path, model):
     config = preset("infinigen", models.HEADS, group_tokens=1, groups_max=CHOSEN)
     assert chosen(tmp_path, config, layers_of(model, 160)) == PUBLISHED[model]["infinigen"]
+
+
+@pytest.mark.parametrize("model", MULTI_HEAD)
+def test_shadowkv_takes_the_chunks_that_the_original_takes(tmp_path, model):
+    """Those whose mean fits them badly stay; the others are chosen from by their means."""
+    sizes = {"group_tokens": 8, "groups_max": 3, "keep_tokens": 4 * 8}
+    layers, expected = layers_of(model, 160), PUBLISHED[model]["shadowkv"]
+    config = preset("shadowkv", models.HEADS, **sizes)
+    assert chosen(tmp_path, config, layers) == [layer["chosen"] for layer in expected]
+    # A query of zeros chooses the first of those that do not stay.
+    for layer, theirs in zip(attended(tmp_path, config, layers), expected, strict=True):
+        for head, outliers in zip(layer, theirs["outliers"], strict=True):
+            others = [chunk for chunk in range(FAR // 8) if chunk not in outliers]
+            far = {token // 8 for token in head if token < FAR}
+            assert far == {*outliers, *others[:3]}
+
+
+@pytest.mark.parametrize("model", MULTI_HEAD)
+def test_arkv_keeps_what_the_original_keeps(tmp_path, model):
+    """Of each KV head, as the original does. Its variance is that of a sample of the queries."""
+    config = preset("arkv-origin", models.HEADS, heads="each", keep_tokens=KVPRESS["kept"] - 32)
+    window = config.keep_window
+    as_theirs = config.keep_variance * window / (window - 1)
+    config = dataclasses.replace(config, keep_variance=as_theirs)
+    assert attended(tmp_path, config, layers_of(model, 160)) == PUBLISHED[model]["arkv"]
+
+
+@pytest.mark.parametrize("case", DIVIDED["arkv"], ids=range(len(DIVIDED["arkv"])))
+def test_arkv_divides_a_layers_tokens(case):
+    """What `kvswap presets arkv` says of the original: its first layer is not divided, and of those
+    that may stay as they are it takes the window off once more."""
+    settings = SwapConfig.preset("arkv", keep_tokens=case["tokens"] - 32)
+    window, room, most = settings.keep_window, settings.keep_tokens, max(case["worth"])
+    ours = [arkv.in_dtype_of(one / most, room) for one in case["worth"]]
+    assert window == 32 and [room, *ours[1:]] == case["in_dtype"]
+    stay = int(settings.keep_slack * (room + 1))
+    theirs = [stay - min(stay, max(0, count - window)) for count in case["in_dtype"]]
+    assert theirs == case["rounded"]
 
 
 @pytest.mark.parametrize("case", DIVIDED["cake"], ids=range(len(DIVIDED["cake"])))

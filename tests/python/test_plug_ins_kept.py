@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from examples.plug_ins import AskedFromAhead, LearnedRetention, MostSimilarKey, turned
 from kvswap_torch import KVSwapCache, SwapConfig, ops
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.plug_ins import TokenScores, Worth
+from kvswap_torch.plug_ins import CacheShape, TokenScores, Worth
 from tests.python.tiny_models import SMALL, has_native, tiny_model
 
 pytestmark = [
@@ -317,3 +317,55 @@ def test_the_examples_generate(tmp_path: Path) -> None:
             settings(),
             token_scores=LearnedRetention(tmp_path / "gates.safetensors"),
         )
+
+
+def chunk_of(seed: int) -> list[torch.Tensor]:
+    """Queries, keys and values of a pass: ``[2, 4 or 2, 50, 16]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, 50, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def shape_of(heads_apart: bool) -> CacheShape:
+    sizes = {"layers": 1, "exact_layers": (), "heads": 4, "kv_heads": 2, "head_dim": 16}
+    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    return CacheShape(**sizes, group_tokens=4, heads_apart=heads_apart, **where)
+
+
+@pytest.mark.parametrize("heads_apart", [True, False])
+def test_pseudo_queries_value_tokens_by_attention_from_ahead(heads_apart: bool) -> None:
+    """DapQ's rule in double precision: RoPE as rotations of pairs of channels."""
+    window, ahead, theta, (query, keys, values) = 8, 30, 1e4, chunk_of(1)
+    plug_in = AskedFromAhead(theta, window, ahead)
+    plug_in.open(shape_of(heads_apart))
+    told = plug_in.worth(0, query, keys, values)
+    pairs = torch.complex(*query[:, :, -window:].double().unflatten(-1, (2, -1)).unbind(-2))
+    turn = torch.polar(torch.ones(8).double(), ahead * theta ** (-torch.arange(8).double() / 8))
+    asked = torch.view_as_real(pairs * turn).transpose(-1, -2).flatten(-2)
+    expected = torch.zeros(2, 2, 50).double()
+    for head in range(4):
+        products = asked[:, head] @ keys[:, head // 2].double().mT / 4
+        expected[:, head // 2] += products.softmax(-1).mean(1) / 2
+    expected = expected if heads_apart else expected.mean(1)
+    torch.testing.assert_close(told.now.double(), expected, rtol=1e-5, atol=1e-7)
+    assert told.decay is None
+
+
+@pytest.mark.parametrize("heads_apart", [True, False])
+def test_learned_retention_is_what_its_file_says(heads_apart: bool, tmp_path: Path) -> None:
+    """In double precision; a share that is kept with each token is what it decays by, as a log."""
+    query, keys, values = chunk_of(2)
+    generator = torch.Generator().manual_seed(3)
+    gates = {
+        f"layers.0.{name}": torch.randn(2, 32, generator=generator) for name in ("worth", "forget")
+    }
+    save_file(gates, tmp_path / "gates.safetensors")
+    plug_in = LearnedRetention(tmp_path / "gates.safetensors")
+    plug_in.open(shape_of(heads_apart))
+    told = plug_in.worth(0, query, keys, values)
+    seen = torch.cat([keys, values], -1).double()
+    now, share = ((seen * gate.double()[None, :, None]).sum(-1) for gate in gates.values())
+    if not heads_apart:
+        now, share = now.mean(1), share.mean(1)
+    torch.testing.assert_close(told.now.double(), now, rtol=1e-4, atol=1e-5)
+    decay = -torch.log(1 / (1 + torch.exp(-share)))
+    torch.testing.assert_close(told.decay.double(), decay, rtol=1e-4, atol=1e-5)

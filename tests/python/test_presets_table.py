@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 import kvswap_torch
 from bench import table
-from bench.presets_table import PAPERS, preset_rows
+from bench.presets_table import PAPERS, SIGNS, preset_rows
 from bench.quality.budget import Bytes
 from bench.quality.methods import parse
 from bench.quality.plan import SHARES, make_plan, preset_method
@@ -17,6 +18,7 @@ from kvswap_torch import BudgetError
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, tiny_model
 
+TOLD = "the papers lose | same sign?"
 NAMES = [preset.name for preset in kvswap_torch.presets() if not preset.needs]
 
 
@@ -26,6 +28,19 @@ def test_the_set_has_every_preset_at_every_share():
     asked = [parse(name)[1] for name in stretch.methods[1:]]
     assert [each["preset"] for each in asked] == [name for name in NAMES for _ in SHARES]
     assert set(PAPERS) <= set(NAMES)
+
+
+@pytest.mark.parametrize("model", SIGNS)
+def test_what_papers_say_has_our_sign_or_a_reason(model):
+    """Where nothing is said of a figure it is open, as for every other model."""
+    for name, told in SIGNS[model].items():
+        assert name in PAPERS and re.match(r"(yes|no|open)[:,] \w", told), name
+    methods = {"full": right(0.75), preset_method("quest", "1/4"): right(0.5)}
+    found = by_name(list(preset_rows([run(methods)])))
+    assert found["quest"].endswith(f"| {PAPERS['quest']} | open |")
+    assert found["h2o"].endswith("|  |  |")
+    found = by_name(list(preset_rows([run(methods, model=model)])))
+    assert found["kvswap"].endswith(f"| {PAPERS['kvswap']} | {SIGNS[model]['kvswap']} |")
 
 
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -67,8 +82,8 @@ def test_a_row_says_what_was_right_what_was_read_and_what_does_not_fit():
     impossible = {preset_method("loki", "1/13"): "kv_memory_bytes: must be at least"}
     rows = list(preset_rows([run(methods, impossible=impossible)]))
     assert rows[:2] == ["**tiny**, 4,096 tokens, documents: 1, answers: 8", ""]
-    assert rows[2] == "| preset | 1/4 of the memory | 1/13 of the memory | the papers lose |"
-    assert rows[4] == "| full cache, all of the memory | 0.75 | 0.75 |  |"
+    assert rows[2] == f"| preset | 1/4 of the memory | 1/13 of the memory | {TOLD} |"
+    assert rows[4] == "| full cache, all of the memory | 0.75 | 0.75 |  |  |"
     found = by_name(rows)
     assert "| 0.50, reads 2.00 KiB | not run |" in found["quest"]
     assert "| 0.00, reads 2.00 KiB |" in found["arkvale"]
@@ -106,9 +121,11 @@ def test_every_model_has_a_section_of_its_own_on_the_page(tmp_path, monkeypatch)
     )
     assert "old" not in page
     ours, theirs = page.split("**smollm2**")
-    assert "**reference_model**" in ours and "| full cache, all of the memory | 0.94 |  |" in ours
+    assert (
+        "**reference_model**" in ours and "| full cache, all of the memory | 0.94 |  |  |" in ours
+    )
     assert "| `quest` | 0.50, reads 0 B |" in ours and "1/13 of the memory" not in ours
-    assert "| full cache, all of the memory | 0.66 |  |" in theirs
+    assert "| full cache, all of the memory | 0.66 |  |  |" in theirs
     assert "| `snapkv` | 0.25, reads 0 B |" in theirs and "1/4 of the memory" not in theirs
     first = theirs.split("---|\n")[1]
     assert first.startswith("| full cache") and first.splitlines()[1].startswith("| `kvswap`")

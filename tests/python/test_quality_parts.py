@@ -199,6 +199,22 @@ def test_eviction_keeps_its_budget_and_what_was_looked_at():
     assert not torch.equal(kept[:, 0], kept[:, 1])  # each KV head its own
 
 
+def test_who_is_kept_was_paid_most_with_four_neighbours():
+    """SnapKV's published rule, window 32: those before it by an average of 5, and the window."""
+    view, before = make_view(), TOKENS - 32
+    kept = Snap(40).choose(view)[0, :, 0, :TOKENS]
+    for head, own in enumerate(view.past.last_query[0, :, -32:].double().split(2)):
+        products = own @ view.past.keys[:, head].double().T * view.scale
+        later = torch.arange(TOKENS) > torch.arange(before, TOKENS)[:, None]
+        paid = products.masked_fill(later, -torch.inf).softmax(-1)[..., :before].sum((0, 1))
+        averages = torch.stack([paid[max(0, t - 2) : t + 3].sum() / 5 for t in range(before)])
+        best = averages.topk(40 - 32).indices.tolist()
+        assert torch.where(kept[head])[0].tolist() == sorted([*best, *range(before, TOKENS)])
+    newest = view.past.last_query[:, :, -20:]
+    past = LayerPast(view.past.keys[:20], view.past.values[:20], newest, newest)
+    assert Snap(40).choose(dataclasses.replace(view, past=past))[..., :20].all()
+
+
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 def test_bytes_are_counted_the_same_way_for_all():
     model = tiny_model("llama")

@@ -1,0 +1,246 @@
+"""Projections of one block for each KV head, from text: what prompts else make for themselves.
+
+Loki and InfiniGen find theirs beforehand, over other text than the one that is asked about. The
+rules are those of `kvswap_torch.projection.from_chunk`, over second moments of every sample's keys
+and of the queries of tokens in focus: those of all query heads that share a KV head count alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.preset_parts import Shape
+from kvswap_torch.projection import Pair
+from kvswap_torch.projection_file import save_projections
+from kvswap_torch.tuning.observe import Calibrator, Observed
+from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.samples import Sample
+
+BLOCKS = ("pca_per_head", "skewed", "channels", "rope_pairs")
+
+
+class HeadMoments:
+    """Of one layer, in memory that does not grow: ``[kv_heads, head_dim, head_dim]`` fp64 twice."""
+
+    def __init__(self, kv_heads: int, head_dim: int):
+        size = (kv_heads, head_dim, head_dim)
+        self.keys = torch.zeros(size, dtype=torch.float64)
+        self.queries = torch.zeros(size, dtype=torch.float64)
+        self._sum = torch.zeros(size[:2], dtype=torch.float64)
+        self._count = 0
+
+    def add(self, seen: Observed, focus: int) -> None:
+        """Counts a sample; tokens from `focus` on ask."""
+        keys, asked = seen.keys[0].double(), asked_of(seen, focus)
+        self.keys += keys.mT @ keys
+        self.queries += asked.mT @ asked
+        self._sum += keys.sum(1)
+        self._count += keys.shape[1]
+
+    @property
+    def centred_keys(self) -> torch.Tensor:
+        """``[kv_heads, head_dim, head_dim]``: about the mean, a sum as `keys` is."""
+        return self.keys - self._sum[:, :, None] * self._sum[:, None] / max(1, self._count)
+
+
+def asked_of(seen: Observed, focus: int) -> torch.Tensor:
+    """Queries by the KV head that they ask: ``[kv_heads, heads of each * tokens, head_dim]``."""
+    query = seen.query[0, :, focus:].double()
+    return query.unflatten(0, (seen.keys.shape[1], -1)).flatten(1, 2)
+
+
+def directions(moments: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of each head's, the largest first: ``[kv_heads, head_dim, head_dim]``."""
+    return torch.linalg.eigh(moments)[1].flip(2)
+
+
+def channels_of(moments: HeadMoments) -> torch.Tensor:
+    """Single channels, by the product of the keys' and the queries' norms (ThinK 3.2)."""
+    norms = moments.keys.diagonal(0, 1, 2).sqrt() * moments.queries.diagonal(0, 1, 2).sqrt()
+    order = norms.argsort(dim=1, descending=True, stable=True)
+    return torch.eye(norms.shape[1], dtype=torch.float64)[order].mT
+
+
+def pairs_of(moments: HeadMoments, rotary: int) -> torch.Tensor:
+    """Both channels of a pair, by the sum of squares of what it adds to products."""
+    width = moments.keys.shape[1]
+    turned, still = torch.arange(rotary), torch.arange(rotary, width)
+    pairs = torch.cat([half.view(2, len(half) // 2).T for half in (turned, still)])  # [pairs, 2]
+    at = (slice(None), pairs[:, :, None], pairs[:, None])
+    order = (moments.keys[at] * moments.queries[at]).sum((2, 3))
+    order = order.argsort(dim=1, descending=True, stable=True)
+    return torch.eye(width, dtype=torch.float64)[pairs[order].flatten(1)].mT
+
+
+def together(blocks: torch.Tensor, columns: int, heads: str, at_once: int = 1) -> Pair:
+    """KV heads' columns below one another, or for ``heads="all"`` in turn, so many at once."""
+    if heads == "each":
+        matrix = blocks[:, :, :columns].flatten(0, 1)
+    else:
+        whole = torch.block_diag(*blocks)
+        turns = torch.arange(len(whole)).unflatten(0, (len(blocks), -1, at_once))
+        matrix = whole[:, turns.transpose(0, 1).flatten()[:columns]]
+    matrix = matrix.float().contiguous()
+    return matrix, matrix
+
+
+def fit_blocks(
+    model: Any,
+    samples: Sequence[Sample],
+    kind: str,
+    columns: int,
+    heads: str = "each",
+    progress: Progress | None = None,
+) -> list[Pair]:
+    """One projection a layer on disk, as `save_projections` takes them.
+
+    Parameters
+    ----------
+    model
+        A transformers model that `kvswap_torch.KVSwapCache` supports.
+    samples
+        At least one; ``skewed`` reads them twice.
+    kind
+        ``pca_per_head``, ``skewed``, ``channels`` or ``rope_pairs``.
+    columns
+        Of the largest rank: at most a key's width, ``head_dim`` with ``heads="each"`` and else
+        ``kv_heads * head_dim``; even for ``rope_pairs``.
+    heads
+        As in `SwapConfig`.
+
+    Raises
+    ------
+    ConfigError
+        For another kind, a number of columns that does not fit, no samples, or ``rope_pairs`` of a
+        model whose pairs are others.
+    UnsupportedModelError
+        When the model's cache cannot live on disk.
+    """
+    if kind not in BLOCKS:
+        raise ConfigError(
+            f"projection_kind: must be one of {', '.join(BLOCKS)}, got {kind!r}; `kvswap tune` "
+            "makes the others, with a config around them"
+        )
+    if not samples:
+        raise ConfigError("calibration: samples must be at least one, got none")
+    calibrator = Calibrator(model)
+    shape, at_once = calibrator.parts.shape, 2 if kind == "rope_pairs" else 1
+    most = shape.head_dim if heads == "each" else shape.width
+    if not 1 <= columns <= most or columns % at_once:
+        even = ", even" if at_once == 2 else ""
+        raise ConfigError(f"columns: must be 1 to {most}{even}, got {columns}")
+    rotary = _rotary(calibrator) if kind == "rope_pairs" else 0
+    moments = [HeadMoments(shape.kv_heads, shape.head_dim) for _ in range(shape.layers)]
+
+    def count(seen: Observed, focus: int) -> None:
+        moments[seen.layer].add(seen, focus)
+
+    _read(calibrator, samples, count, f"fitting {kind}", progress)
+    if kind == "pca_per_head":
+        blocks = [directions(each.centred_keys) for each in moments]
+    elif kind == "channels":
+        blocks = [channels_of(each) for each in moments]
+    elif kind == "rope_pairs":
+        blocks = [pairs_of(each, rotary) for each in moments]
+    else:
+        blocks = _skewed(calibrator, samples, [directions(m.queries) for m in moments], progress)
+    return [together(each, columns, heads, at_once) for each in blocks]
+
+
+def _skewed(
+    calibrator: Calibrator,
+    samples: Sequence[Sample],
+    skews: list[torch.Tensor],
+    progress: Progress | None,
+) -> list[torch.Tensor]:
+    """Skews whose columns stand in the order of what queries weigh in them, in all (InfiniGen)."""
+    sizes = [torch.zeros(skew.shape[:2], dtype=torch.float64) for skew in skews]
+
+    def weigh(seen: Observed, focus: int) -> None:
+        sizes[seen.layer] += (asked_of(seen, focus) @ skews[seen.layer]).abs().sum(1)
+
+    _read(calibrator, samples, weigh, "weighing skewed columns", progress)
+    return [
+        skew.gather(2, size.argsort(dim=1, descending=True)[:, None].expand_as(skew))
+        for skew, size in zip(skews, sizes, strict=True)
+    ]
+
+
+def _rotary(calibrator: Calibrator) -> int:
+    from kvswap_torch.hf.rotary import check_pairs, rotary_channels
+
+    check_pairs(SwapConfig(projection_kind="rope_pairs"), calibrator.parts)
+    return rotary_channels(calibrator.parts)
+
+
+def _read(
+    calibrator: Calibrator,
+    samples: Sequence[Sample],
+    observe: Any,
+    what: str,
+    progress: Progress | None,
+) -> None:
+    for number, sample in enumerate(samples):
+        if progress is not None:
+            progress(what, number, len(samples))
+        calibrator.read(sample, lambda seen, focus=sample.focus: observe(seen, focus))
+    if progress is not None:
+        progress(what, len(samples), len(samples))
+
+
+def fitted_preset(
+    model: Any,
+    name: str,
+    out: str | Path,
+    samples: Sequence[Sample],
+    alignment_bytes: int = 4096,
+    progress: Progress | None = None,
+) -> SwapConfig:
+    """Writes a preset's config for a model, and beside it projections of samples.
+
+    Parameters
+    ----------
+    out
+        The config to write; the projections have its name with ``.projection.safetensors``.
+    samples
+        As `fit_blocks` takes them.
+    alignment_bytes
+        What the disk reads at once.
+
+    Raises
+    ------
+    ConfigError
+        As `SwapConfig.preset` and `fit_blocks`; for a preset whose projections are of no blocks.
+    """
+    from kvswap_torch.hf.families import model_parts
+
+    identity = model_parts(model).identity
+    config = preset_of_blocks(name, Shape.of(identity, alignment_bytes))
+    pairs = fit_blocks(model, samples, config.projection_kind, config.rank, config.heads, progress)
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = f"{out.stem}.projection.safetensors"
+    told = {"kind": config.projection_kind, "model": identity, "heads": config.heads}
+    save_projections(out.parent / beside, pairs, **told)
+    return dataclasses.replace(config, model=identity, projection_file=beside).save(out)
+
+
+def preset_of_blocks(name: str, shape: Shape | None = None) -> SwapConfig:
+    """A preset's settings; refused where its projections are not of one block for each KV head."""
+    config = SwapConfig.preset(name, shape)
+    kind = config.projection_kind
+    if config.rows != "low_rank" or kind not in BLOCKS:
+        made = f"projection_kind={kind}" if config.rows == "low_rank" else f"rows={config.rows}"
+        raise ConfigError(
+            f"preset {name}: must have projections of one block for each KV head to be calibrated "
+            f"({', '.join(BLOCKS)}), has {made}"
+            + ("; `kvswap tune` makes these" if config.rows == "low_rank" else "")
+        )
+    return config
