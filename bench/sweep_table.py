@@ -17,7 +17,7 @@ def row_bytes(columns: int, dtype: str) -> float:
 
 
 def sweep_rows(results: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each setting; a row's bytes are told as a share of a token's K and V in a layer."""
+    """A line for each setting; a row's bytes as a share of a token's K and V in a layer."""
     yield (
         "| model, tokens, documents | columns | a row, of K and V | tokens attended | kept "
         "| KL, answers | same | KL, text | same |"
