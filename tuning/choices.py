@@ -140,17 +140,17 @@ class Recorder:
         for rank in self.ranks:
             of_sizes = scores.at(rank, self.summary_dtype, list(of_size.values()))
             for (group, steps), own in zip(of_size.items(), of_sizes, strict=True):
-                chosen = steps.select(own)
-                self._count(group, seen.layer, rank, steps, chosen)
+                self._count(group, seen.layer, rank, steps, own)
                 if rank == self.rank:
-                    self.rows[group].append(_rising(chosen, steps.choosable))
+                    self.rows[group].append(_rising(steps.select(own), steps.choosable))
         for group, steps in of_size.items():
             self.best[group][seen.layer] += steps.best_recall()
         self.sought[seen.layer].append(of_size[self.groups[0]].sought())
 
-    def _count(self, group: int, layer: int, rank: int, steps: Steps, chosen: torch.Tensor) -> None:
+    def _count(self, group: int, layer: int, rank: int, steps: Steps, scores: torch.Tensor) -> None:
+        """What the best groups hold and find; fewer are chosen anew, since choices are rising."""
         for tokens in self.attended:
-            best = chosen[:, : max(1, tokens // group)]
+            best = steps.select(scores, max(1, tokens // group))
             self.sums[group, tokens][layer][rank] += steps.recall(best)
             self.found[group, tokens][layer][rank].append(steps.found(best))
 

@@ -14,6 +14,7 @@ from kvswap_torch.tuning.solver import (
     Setting,
     best_of_formats,
     solutions,
+    solve,
     solve_exhaustive,
     solve_greedy,
 )
@@ -63,8 +64,8 @@ grids = st.builds(
 
 @given(grids, models, budgets)
 def test_both_keep_the_budget(grid, model, budget):
-    for solve in (solve_greedy, solve_exhaustive):
-        found = solve(grid, model, budget)
+    for run in (solve_greedy, solve_exhaustive):
+        found = run(grid, model, budget)
         assert model.memory_bytes(found.setting) == found.memory_bytes <= budget
 
 
@@ -179,9 +180,9 @@ def test_grids_are_checked(fields):
 @given(models, budgets, st.floats(0, 0.95))
 def test_what_holds_too_little_is_never_taken(model, budget, recall_min):
     grid = replace(GRID, recall_min=recall_min)
-    for solve in (solve_greedy, solve_exhaustive):
+    for run in (solve_greedy, solve_exhaustive):
         try:
-            assert solve(grid, model, budget).recall >= recall_min
+            assert run(grid, model, budget).recall >= recall_min
         except BudgetError as error:
             assert "recall of attention mass" in str(error)
 
@@ -189,3 +190,21 @@ def test_what_holds_too_little_is_never_taken(model, budget, recall_min):
 def test_a_recall_out_of_reach_names_the_best():
     with pytest.raises(BudgetError, match="at least 0.990 .* reach 0.974"):
         solve_exhaustive(replace(GRID, recall_min=0.99), Model(), 4000)
+
+
+def test_a_paper_solver_that_finds_nothing_stops_nobody():
+    """It looks at the largest rank alone, and more rank need not recall more."""
+
+    class Falling(Model):
+        def recall(self, setting: Setting) -> float:
+            return 1 / setting.rank
+
+    def all_costs(batch: int, context: int) -> Falling:
+        return Falling()
+
+    args = all_costs, lambda context: GRID, [(1, 4096)], LEAST + 64 * 32
+    (found,) = solve(*args)
+    assert found.greedy is None and found.greedy_loss is None
+    assert found.chosen is found.exhaustive and found.chosen.setting.rank == 8
+    with pytest.raises(BudgetError, match="asked for"):
+        solve(*args, solver="greedy")
