@@ -272,7 +272,9 @@ _QUANTISED = "rows of quantised keys"
 _LOCAL = "clusters that are made anew for what is decoded; dynakv's grow and split"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("lazyeviction", "defensivekv", "dapq"), _RULE),
+    **dict.fromkeys(("lazyeviction", "defensivekv"), _RULE),
+    "dapq": "its own rule of who is kept (a plug-in that has it is AskedFromAhead of "
+    "examples/plug_ins.py)",
     **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
     "clusterkv": _LOCAL,
     "pqcache": _QUANTISED,

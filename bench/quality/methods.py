@@ -67,7 +67,8 @@ FAMILIES = {
     "clusters": tuple(OF_CLUSTERS),
     "product": (*OWN, *CHANGED),
 }
-# Each runs as the product itself; of two that are emulated here too the product is
+# Each runs as the product itself, whose engine carries what a method remembers from row to row,
+# sums of what tokens were paid included. Of two that are emulated here too the product is
 # ``product:preset=NAME``.
 AS_PRODUCT = [preset.name for preset in presets() if preset.name not in FAMILIES]
 FAMILIES |= dict.fromkeys(AS_PRODUCT, FAMILIES["product"])

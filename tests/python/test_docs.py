@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,13 @@ def test_some_blocks_are_run_and_every_reason_is_used() -> None:
 
 def test_the_table_of_presets_has_each_in_one_row() -> None:
     from kvswap_torch import presets
+    from kvswap_torch.cli.presets import about
 
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     table = page.split("## Which one")[1].split("## What they are made of")[0]
-    rows = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    rows = dict(re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+) \|", table, re.MULTILINE))
     assert sorted(rows) == sorted(preset.name for preset in presets())
+    for preset in presets():
+        memory = about(preset)["memory"]
+        told = float(Fraction(rows[preset.name]))
+        assert abs(told - memory["summary"] / memory["full_kv"]) <= 0.02 * told, preset.name
