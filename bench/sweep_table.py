@@ -27,11 +27,15 @@ def sweep_rows(results: list[dict[str, Any]]) -> Iterator[str]:
         for length, part in result["lengths"].items():
             documents = part["methods"]["full"]["documents"]
             title = f"{result['model']}, {int(length):,}, {documents}"
-            for name, method in part["methods"].items():
-                settings = parse(name)[1]
-                if {"rank", "groups"} <= settings.keys():
-                    yield f"| {title} | {_cells(settings, method, part)} |"
-                    title = ""
+            swept = [
+                (parse(name)[1], method)
+                for name, method in part["methods"].items()
+                if {"rank", "groups"} <= parse(name)[1].keys()
+            ]
+            swept.sort(key=lambda each: (int(each[0]["rank"]), int(each[0]["groups"])))
+            for settings, method in swept:
+                yield f"| {title} | {_cells(settings, method, part)} |"
+                title = ""
 
 
 def _cells(settings: dict[str, str], method: dict[str, Any], part: dict[str, Any]) -> str:

@@ -43,8 +43,10 @@ def test_a_sweep_tells_bytes_as_a_share_of_a_tokens_keys_and_values():
     told = {"kl": [0.1], "agree": [0.9], "kept": [0.5, 0.4, 0.6]}
     method = {"ranks": [16, 16], "tokens_per_step": 128.0}
     method |= {"tasks": {"asked": told, "language": told}}
-    methods = {"full": {"documents": 2}, "kvswap:rank=16,groups=32,dtype=int4": method}
+    methods = {"full": {"documents": 2}, "kvswap:rank=16,groups=100,dtype=int4": method}
+    methods |= {"kvswap:rank=16,groups=32,dtype=int4": method | {"tokens_per_step": 32.0}}
     part = {"full_bytes": 2 * 768 * 100, "tokens": 100, "methods": methods}
     rows = list(sweep_rows([{"model": "m", "lengths": {"100": part}}]))
     assert row_bytes(16, "int4") == 12 and row_bytes(16, "int8") == 20
+    assert [row.split(" | ")[3] for row in rows[2:]] == ["32", "128"]
     assert "| 16 in int4 | 1/64 | 128 | 0.50 (0.40 to 0.60) | 0.100 | 0.900 |" in rows[-1]
