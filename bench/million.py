@@ -38,14 +38,15 @@ FIRST = 1 << 16  # tokens of the first size; each is twice the one before
 
 
 def open_cache(
-    model: Any, shape: Shape, path: Path, rank: int, memory: str, context: int
+    model: Any, shape: Shape, path: Path, rows: tuple[str, int], memory: str, context: int
 ) -> Contender:
     """A cache with random projections, empty."""
+    dtype, rank = rows
     groups = SELECTED_TOKENS // GROUP_TOKENS
     config = SwapConfig(
         group_tokens=GROUP_TOKENS,
         rank=rank // 2,  # doubled by a cache that has no projection file
-        summary_dtype="int8",
+        summary_dtype=dtype,
         groups_max=groups,
         pages_max=3 * groups // 2,
         select_queries_max=1,
@@ -117,7 +118,8 @@ def account(ours: Contender) -> dict[str, Any]:
 def main(
     shape_name: Annotated[str, typer.Option("--shape", help=", ".join(SHAPES))] = "small",
     context: Annotated[int, typer.Option(help="tokens in the end")] = 1 << 20,
-    rank: Annotated[int, typer.Option(help="int8 columns of the summary")] = 32,
+    rank: Annotated[int, typer.Option(help="columns of the summary")] = 32,
+    rows: Annotated[str, typer.Option(help="what they are kept in: int8, int4")] = "int8",
     kv_memory: Annotated[str, typer.Option(help="hard limit")] = "1GiB",
     steps: Annotated[int, typer.Option(help="tokens to decode at each size")] = 24,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("."),
@@ -126,7 +128,7 @@ def main(
     console, shape = Console(), SHAPES[shape_name]
     model = make_model(shape, context + 4096)
     before = machine.memory_bytes()
-    ours = open_cache(model, shape, path, rank, kv_memory, context)
+    ours = open_cache(model, shape, path, (rows, rank), kv_memory, context)
     floor = open_floor(model, shape, 1)
     clock = TokenClock(ours.cache)
     sizes, fill_seconds = [], 0.0
@@ -140,6 +142,7 @@ def main(
         "layers": shape.layers,
         "kv_memory_limit_bytes": parse_bytes(kv_memory),
         "rank": rank,
+        "rows": rows,
         "fill_seconds": round(fill_seconds, 1),
         "anonymous_bytes_before": before,
         "sizes": sizes,

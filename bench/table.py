@@ -172,13 +172,13 @@ def quality_table() -> Iterator[str]:
 
 
 def million_table() -> Iterator[str]:
-    yield "| tokens | ms per token | the model's own | scoring | its share |"
-    yield "|---|---|---|---|---|"
-    for result in load("million.json"):
+    yield "| rows | tokens | ms per token | the model's own | scoring | its share |"
+    yield "|---|---|---|---|---|---|"
+    for result in [*load("million.json"), *load("million_int4.json")]:
         for size in result["sizes"]:
             yield (
-                f"| {size['context']:,} | {size['ms_per_token']:.1f} "
-                f"| {size['floor_ms_per_token']:.1f} "
+                f"| {result.get('rows', 'int8')} | {size['context']:,} "
+                f"| {size['ms_per_token']:.1f} | {size['floor_ms_per_token']:.1f} "
                 f"| {size['time_of_a_token_ms']['select']:.1f} | {size['scoring_share']:.0%} |"
             )
 

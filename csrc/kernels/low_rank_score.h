@@ -11,11 +11,13 @@ namespace kvswap {
 inline constexpr int64_t kSummaryBlock = 16;
 
 struct LowRankScoreArgs {
-  const void* summary = nullptr;       // [blocks, rank, 16]: low-rank keys; dtype, or int8
-  const float* token_scale = nullptr;  // [blocks, 16]: int8 only, else null
+  const void* summary = nullptr;       // [blocks, rank, 16]: low-rank keys; int4: see int4_rows.h
+  const float* token_scale = nullptr;  // [blocks, 16]: int8 and int4 only, else null
   const float* query = nullptr;        // [queries, rank]
   float* scores = nullptr;             // [queries, score_stride >= blocks * 16]
   int64_t score_stride = 0;            // elements between two queries' scores
+  const void* next_summary = nullptr;  // scored after this, if known: asked for ahead
+  const float* next_scale = nullptr;
   int64_t blocks = 0;
   int64_t rank = 0;
   int64_t queries = 0;

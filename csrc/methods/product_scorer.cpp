@@ -6,8 +6,8 @@
 #include <limits>
 #include <numeric>
 
+#include "kernels/digit_score.h"
 #include "kernels/group_topk.h"
-#include "kernels/int4_rows.h"
 #include "kernels/low_rank_score.h"
 
 namespace kvswap {
@@ -38,6 +38,7 @@ class ChunkScorer {
       : args_(args),
         shape_(args.summary->shape()),
         source_(args.summary->chunk(chunk)),
+        next_(chunk + 1 < args.summary->chunks() ? &args.summary->chunk(chunk + 1) : nullptr),
         scratch_(scratch),
         asked_first_(asked_apart),
         asked_rest_(asked_apart + vectors() * shape_.first_columns),
@@ -51,13 +52,9 @@ class ChunkScorer {
 
   void run() {
     const bool is_whole = shape_.rest_columns() == 0;
-    const std::byte* rows = source_.rows.data();
-    if (shape_.dtype == DType::kInt4) {
-      rows = reinterpret_cast<const std::byte*>(
-          as_int8_rows(shape_.dtype, rows, ratio_up(rows_, kSummaryBlock), shape_.rank));
-    }
-    multiply(rows, shape_.rank - shape_.rest_columns(), is_whole ? args_.asked : asked_first_,
-             vectors(), {0, rows_}, scratch_.products.data());
+    multiply(source_.rows.data(), shape_.rank - shape_.rest_columns(),
+             is_whole ? args_.asked : asked_first_, vectors(), {0, rows_},
+             scratch_.products.data());
     for (int64_t query = 0; query < args_.queries; ++query) {
       is_whole ? settle(query, {0, rows_}) : score_rest(query);
     }
@@ -77,21 +74,24 @@ class ChunkScorer {
     return args_.group_scores + query * args_.groups + (first_row_ + row) / rows_a_group_;
   }
 
-  /// target: [count, stride], from the range's first row on. part: int4 rows as int8.
+  /// target: [count, stride], from the range's first row on.
   void multiply(const std::byte* part, int64_t columns, const float* asked, int64_t count,
                 Range range, float* target) const {
-    const int64_t row_bytes = columns * dtype_bytes(shape_.dtype);
-    low_rank_score({.summary = part + range.first * row_bytes,
-                    .token_scale = source_.token_scale.empty()
-                                       ? nullptr
-                                       : source_.token_scale.data() + range.first,
-                    .query = asked,
-                    .scores = target,
-                    .score_stride = stride(),
-                    .blocks = ratio_up(range.count, kSummaryBlock),
-                    .rank = columns,
-                    .queries = count,
-                    .dtype = has_row_scales(shape_.dtype) ? DType::kInt8 : shape_.dtype});
+    const Summary::Chunk* next = part == source_.rows.data() ? next_ : nullptr;
+    const LowRankScoreArgs args = {
+        .summary = part + range.first * row_bytes(shape_.dtype, columns),
+        .token_scale =
+            source_.token_scale.empty() ? nullptr : source_.token_scale.data() + range.first,
+        .query = asked,
+        .scores = target,
+        .score_stride = stride(),
+        .next_summary = next != nullptr ? next->rows.data() : nullptr,
+        .next_scale = next != nullptr ? next->token_scale.data() : nullptr,
+        .blocks = ratio_up(range.count, kSummaryBlock),
+        .rank = columns,
+        .queries = count,
+        .dtype = shape_.dtype};
+    if (!digit_score(args)) low_rank_score(args);
   }
 
   /// Groups' scores of the products that are there.
@@ -220,6 +220,7 @@ class ChunkScorer {
   const ProductArgs& args_;
   const Summary::Shape& shape_;
   const Summary::Chunk& source_;
+  const Summary::Chunk* next_;  // stands elsewhere; null: none
   Scratch& scratch_;
   const float* asked_first_;  // [queries, vectors, first columns]
   const float* asked_rest_;   // [queries, vectors, the rest]

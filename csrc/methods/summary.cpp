@@ -37,7 +37,9 @@ int64_t Summary::Shape::bytes(int64_t rows) const {
 
 std::shared_ptr<Summary::Chunk> Summary::make_chunk(int64_t room) const {
   auto chunk = std::allocate_shared<Chunk>(NodeAllocator<Chunk>(memory_));
-  chunk->memory_ = memory_->allocate(shape_.chunk_bytes(room));
+  const int64_t of_chunk = shape_.chunk_bytes(room);
+  chunk->memory_ = room == shape_.chunk_tokens ? memory_->allocate_packed(of_chunk)
+                                               : memory_->allocate(of_chunk);
   if (chunk->memory_ == nullptr) return nullptr;
   const int64_t bytes = room * row_bytes(shape_.dtype, shape_.rank);
   const int64_t rest_bytes = room * row_bytes(shape_.dtype, shape_.rest_columns());

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "methods/packed_memory.h"
+
 namespace kvswap {
 
 /// What was allocated at once. Freed with the last memory that holds it.
@@ -60,7 +62,14 @@ std::shared_ptr<std::byte> SummaryMemory::hold(std::byte* data, std::shared_ptr<
 }
 
 std::shared_ptr<std::byte> SummaryMemory::allocate(int64_t bytes) {
-  std::byte* data = take(bytes);
+  return hold_new(take(bytes), bytes);
+}
+
+std::shared_ptr<std::byte> SummaryMemory::allocate_packed(int64_t bytes) {
+  return hold_new(take_packed(bytes), bytes);
+}
+
+std::shared_ptr<std::byte> SummaryMemory::hold_new(std::byte* data, int64_t bytes) {
   if (data == nullptr) return nullptr;
   return hold(data, std::allocate_shared<Block>(NodeAllocator<Block>(shared_from_this()),
                                                 shared_from_this(), data, bytes));
@@ -95,7 +104,13 @@ class HostSummaryMemory final : public SummaryMemory {
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
   }
-  void let_go(std::byte* memory, int64_t bytes) override { ::munmap(memory, bytes); }
+  std::byte* take_packed(int64_t bytes) override { return packed_.take(bytes); }
+  void let_go(std::byte* memory, int64_t bytes) override {
+    if (!packed_.let_go(memory, bytes)) ::munmap(memory, bytes);
+  }
+
+ private:
+  PackedMemory packed_{nodes()};
 };
 
 }  // namespace

@@ -27,6 +27,8 @@ class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
 
   /// Aligned to 64 bytes; null where there is no more.
   std::shared_ptr<std::byte> allocate(int64_t bytes);
+  /// For what will stay as large as it is: beside others of its kind (see PackedMemory).
+  std::shared_ptr<std::byte> allocate_packed(int64_t bytes);
   /// The same bytes, held by this memory too, once; nobody may write to them any more.
   std::shared_ptr<std::byte> share(const std::shared_ptr<std::byte>& held);
   /// May another memory of its kind hold what it allocates, and outlive it?
@@ -40,11 +42,13 @@ class SummaryMemory : public std::enable_shared_from_this<SummaryMemory> {
 
  protected:
   virtual std::byte* take(int64_t bytes) = 0;
+  virtual std::byte* take_packed(int64_t bytes) { return take(bytes); }
   virtual void let_go(std::byte* memory, int64_t bytes) = 0;
 
  private:
   class Block;
   struct LetGo;
+  std::shared_ptr<std::byte> hold_new(std::byte* data, int64_t bytes);
   std::shared_ptr<std::byte> hold(std::byte* data, std::shared_ptr<Block> block);
 
   std::atomic<int64_t> live_bytes_ = 0;

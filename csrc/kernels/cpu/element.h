@@ -18,6 +18,15 @@ struct Float8 {
   uint8_t bits;  // e4m3: no infinities, 0x7f is NaN
 };
 
+/// Two columns of an int4 row.
+struct Int4Pair {
+  int8_t bits;
+};
+inline int8_t low_half(Int4Pair pair) {
+  return static_cast<int8_t>(static_cast<uint8_t>(pair.bits) << 4) >> 4;
+}
+inline int8_t high_half(Int4Pair pair) { return pair.bits >> 4; }
+
 inline float to_float(float value) { return value; }
 inline float to_float(int8_t value) { return value; }
 inline float to_float(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }

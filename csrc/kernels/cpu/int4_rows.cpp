@@ -2,16 +2,12 @@
 
 #include <vector>
 
+#include "kernels/cpu/element.h"
+
 namespace kvswap {
-namespace {
-
-int8_t low_half(uint8_t byte) { return static_cast<int8_t>(byte << 4) >> 4; }
-int8_t high_half(uint8_t byte) { return static_cast<int8_t>(byte) >> 4; }
-
-}  // namespace
 
 void unpack_int4(const UnpackInt4Args& args) {
-  const auto* packed = reinterpret_cast<const uint8_t*>(args.packed);
+  const auto* packed = reinterpret_cast<const Int4Pair*>(args.packed);
   int8_t* rows = args.rows;
   for (int64_t block = 0; block < args.blocks; ++block) {
     for (int64_t column = 0; column < args.rank; column += 2) {

@@ -1,6 +1,8 @@
 #include "kernels/low_rank_score.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <type_traits>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/low_rank_score.cpp"
@@ -14,18 +16,53 @@ inline constexpr int64_t kBlockVectors = kSummaryBlock / kLanes;
 /// Whose sums fit into the registers, so that a row is widened once for all.
 inline constexpr int kQueriesMax = kBlockVectors == 1 ? 16 : 4;
 
-/// sums[q][v] += query[q, column] * column of a block, which is read once for all queries.
-template <typename T, int kQueries>
-inline void add_column(const T* row, const float* query, int64_t rank,
-                       Floats (&sums)[kQueries][kBlockVectors]) {
+template <int kQueries>
+using Sums = Floats[kQueries][kBlockVectors];
+
+/// sums[q][v] += query[q] * keys, which are a vector of one column.
+template <int kQueries>
+inline void add_keys(Floats keys, int64_t v, const float* query, int64_t rank,
+                     Sums<kQueries>& sums) {
+  KVSWAP_UNROLL
+  for (int q = 0; q < kQueries; ++q) {
+    sums[q][v] = multiply_add(keys, fill(query[q * rank]), sums[q][v]);
+  }
+}
+
+template <typename T>
+inline constexpr int kColumnsAtOnce = std::is_same_v<T, Int4Pair> ? 2 : 1;
+
+/// One column of a block, or the pair that shares bytes, the second into the strand after the
+/// first's; a pair at the rank's end may be one column. Read once for all queries.
+template <typename T, int kQueries, int kStrands>
+inline void add_columns(const T* rows, int64_t column, const float* query, int64_t rank, int strand,
+                        Sums<kQueries> (&sums)[kStrands]) {
   KVSWAP_UNROLL
   for (int64_t v = 0; v < kBlockVectors; ++v) {
-    const Floats keys = load(row + v * kLanes);
-    KVSWAP_UNROLL
-    for (int q = 0; q < kQueries; ++q) {
-      sums[q][v] = multiply_add(keys, fill(query[q * rank]), sums[q][v]);
+    if constexpr (kColumnsAtOnce<T> == 2) {
+      Floats low, high;
+      load_pair(rows + column / 2 * kSummaryBlock + v * kLanes, low, high);
+      add_keys<kQueries>(low, v, query + column, rank, sums[strand]);
+      if (column + 1 == rank) continue;
+      const int second = strand + 1 < kStrands ? strand + 1 : strand;
+      add_keys<kQueries>(high, v, query + column + 1, rank, sums[second]);
+    } else {
+      const Floats keys = load(rows + column * kSummaryBlock + v * kLanes);
+      add_keys<kQueries>(keys, v, query + column, rank, sums[strand]);
     }
   }
+}
+
+template <typename T>
+inline int64_t block_bytes(int64_t rank) {
+  const int64_t rows = (rank + kColumnsAtOnce<T> - 1) / kColumnsAtOnce<T>;
+  return rows * kSummaryBlock * int64_t{sizeof(T)};
+}
+
+template <typename T>
+inline const T* block_of(const LowRankScoreArgs& args, int64_t block) {
+  const auto* rows = static_cast<const std::byte*>(args.summary);
+  return reinterpret_cast<const T*>(rows + block * block_bytes<T>(args.rank));
 }
 
 /// One block against kQueries queries. Columns are summed in several strands, so that an addition
@@ -33,23 +70,26 @@ inline void add_column(const T* row, const float* query, int64_t rank,
 template <typename T, int kQueries>
 void score_block(const LowRankScoreArgs& args, int64_t block, int64_t first_query) {
   constexpr int kStrands = std::max<int>(1, 8 / (kQueries * kBlockVectors));
-  const T* rows = static_cast<const T*>(args.summary) + block * args.rank * kSummaryBlock;
+  constexpr int kAtOnce = kColumnsAtOnce<T>;
+  constexpr int kStep = std::max(kStrands, kAtOnce);
+  const T* rows = block_of<T>(args, block);
   const float* query = args.query + first_query * args.rank;
-  Floats sums[kStrands][kQueries][kBlockVectors];
+  Sums<kQueries> sums[kStrands];
   KVSWAP_UNROLL
   for (auto& strand : sums) {
     KVSWAP_UNROLL
     for (auto& vectors : strand) std::fill_n(vectors, kBlockVectors, zeros());
   }
   int64_t column = 0;
-  for (; column + kStrands <= args.rank; column += kStrands) {
+  for (; column + kStep <= args.rank; column += kStep) {
     KVSWAP_UNROLL
-    for (int s = 0; s < kStrands; ++s) {
-      add_column(rows + (column + s) * kSummaryBlock, query + column + s, args.rank, sums[s]);
+    for (int s = 0; s < kStep; s += kAtOnce) {
+      add_columns<T, kQueries, kStrands>(rows, column + s, query, args.rank, s, sums);
     }
   }
-  for (; column < args.rank; ++column) {
-    add_column(rows + column * kSummaryBlock, query + column, args.rank, sums[0]);
+  for (; column < args.rank; column += kAtOnce) {
+    add_columns<T, kQueries, 1>(rows, column, query, args.rank, 0,
+                                reinterpret_cast<Sums<kQueries>(&)[1]>(sums));
   }
   KVSWAP_UNROLL
   for (int q = 0; q < kQueries; ++q) {
@@ -71,8 +111,8 @@ void score_block(const LowRankScoreArgs& args, int64_t block, int64_t first_quer
 template <typename T>
 inline void ask_for_block(const LowRankScoreArgs& args, int64_t block) {
   constexpr int64_t kLine = 64;
-  const int64_t bytes = args.rank * kSummaryBlock * int64_t{sizeof(T)};
-  const char* rows = static_cast<const char*>(args.summary) + block * bytes;
+  const auto* rows = reinterpret_cast<const std::byte*>(block_of<T>(args, block));
+  const int64_t bytes = block_bytes<T>(args.rank);
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(rows + at);
   if (args.token_scale) __builtin_prefetch(args.token_scale + block * kSummaryBlock);
 }
@@ -80,8 +120,8 @@ inline void ask_for_block(const LowRankScoreArgs& args, int64_t block) {
 template <typename T>
 void score_blocks(const LowRankScoreArgs& args) {
   constexpr int64_t kAheadBytes = 4096;
-  const int64_t block_bytes = args.rank * kSummaryBlock * int64_t{sizeof(T)};
-  const int64_t ahead = (kAheadBytes + block_bytes - 1) / block_bytes;
+  const int64_t bytes = block_bytes<T>(args.rank);
+  const int64_t ahead = (kAheadBytes + bytes - 1) / bytes;
   for (int64_t block = 0; block < args.blocks; ++block) {
     if (block + ahead < args.blocks) ask_for_block<T>(args, block + ahead);
     int64_t query = 0;
@@ -104,8 +144,8 @@ void low_rank_score(const LowRankScoreArgs& args) {
       return score_blocks<Float16>(args);
     case DType::kInt8:
       return score_blocks<int8_t>(args);
-    case DType::kInt4:  // see int4_rows.h
-      return;
+    case DType::kInt4:
+      return score_blocks<Int4Pair>(args);
   }
 }
 

@@ -41,6 +41,12 @@ inline Floats load(const int8_t* source) {
   return hn::ConvertTo(FloatTag(), hn::PromoteTo(IntTag(), hn::LoadU(SignedByteTag(), source)));
 }
 
+inline void load_pair(const Int4Pair* source, Floats& low, Floats& high) {
+  const auto both = hn::PromoteTo(IntTag(), hn::LoadU(SignedByteTag(), &source->bits));
+  low = hn::ConvertTo(FloatTag(), hn::ShiftRight<28>(hn::ShiftLeft<28>(both)));
+  high = hn::ConvertTo(FloatTag(), hn::ShiftRight<4>(both));
+}
+
 /// The exponent of e4m3 is put into that of a half, which is 2^8 too small, then widened.
 inline Floats load(const Float8* source) {
   const auto half_words = hn::PromoteTo(HalfWordTag(), hn::LoadU(ByteTag(), &source->bits));

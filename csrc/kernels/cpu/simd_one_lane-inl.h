@@ -14,6 +14,11 @@ inline Floats load(const T* source) {
   return to_float(*source);
 }
 
+inline void load_pair(const Int4Pair* source, Floats& low, Floats& high) {
+  low = low_half(*source);
+  high = high_half(*source);
+}
+
 template <typename T>
 inline void store(Floats value, T* target) {
   *target = from_float<T>(value);
