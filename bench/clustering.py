@@ -7,9 +7,10 @@
 A model reads a prompt and follows the same text token by token in each cache, whose clusters grow
 and split meanwhile: clusters that wait for more or fewer tokens before pages are written anew,
 static and local ones (`cluster_update`), `replacement=clusters` beside `lru`, clusters in pools,
-and KVSwap's groups of as many tokens. What else the machine does falls on all alike. With `--shape`
-weights and text are random: what is chosen then has no likeness from step to step. `--kv-heads` of
-a model changes nothing of what it computes (`bench.kv_heads`).
+and KVSwap's groups of as many tokens as a page of theirs has, of 4, and of 16. What else the
+machine does falls on all alike. With `--shape` weights and text are random: what is chosen then has
+no likeness from step to step. `--kv-heads` of a model changes nothing of what it computes
+(`bench.kv_heads`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kvswap_torch import KVSwapCache, SwapConfig, format_bytes
 
 WARM = 16  # first steps that do not count
 TOKENS = 400  # attended by each
+OTHER_GROUPS = (4, 16)  # tokens of a group: clusters are beside those of several sizes
 SPANS, SPAN_BYTES = 1 << 19, 40  # of time that are kept of a modelled device: those of all steps
 COLUMNS = ("cache", "ms a token", "of the first", "clustering", "read, requests a token")
 COLUMNS += ("tokens a read", "written", "clusters", "tokens of one", "splits", "forced reads")
@@ -49,6 +51,9 @@ def kinds(group_tokens: int, heads: str = "all") -> Iterator[tuple[str, SwapConf
     runs = SwapConfig(score="mass", rank=16, replacement="lru", **common)
     clusters = SwapConfig(grouping="clusters", rows="centroid", replacement="lru", **common)
     yield "groups", runs
+    for other in OTHER_GROUPS:
+        sizes = {"groups_max": TOKENS // other, "pages_max": 2 * TOKENS // other}
+        yield f"G = {other}", dataclasses.replace(runs, group_tokens=other, **sizes)
     for waiting in (0, 16, 64):
         changed = dataclasses.replace(clusters, pending_tokens=waiting)
         yield f"clusters, {waiting} wait", changed
@@ -204,7 +209,7 @@ def main(
                     timeline_spans=spans,
                 )
             )
-            followers.append(Follower(name, cache, group_tokens, spans))
+            followers.append(Follower(name, cache, config.group_tokens, spans))
             followers[-1].read(network, ids[:length])
         for token in track(ids[length:], "following"):
             for follower in followers:

@@ -1,6 +1,7 @@
 #include "engine/cluster_bytes.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "methods/cluster_selector.h"
@@ -42,6 +43,16 @@ bool ClusterBytes::is_in_memory(int64_t token) const {
 
 bool ClusterBytes::are_in_memory(std::span<const int64_t> tokens) const {
   return std::ranges::all_of(tokens, [this](int64_t token) { return is_in_memory(token); });
+}
+
+bool ClusterBytes::has_pages_in_memory(int64_t cluster, Of pages) const {
+  bool has_all = true;
+  row_.pages.each_page(cluster, [&](int64_t slot) {
+    const bool is_full = std::popcount(row_.pages.mask(slot)) == row_.pages.page_tokens();
+    if (is_full && pages == Of::kPagesWithRoom) return;
+    has_all = has_all && page(slot) != nullptr;
+  });
+  return has_all;
 }
 
 std::byte* ClusterBytes::waiting_page(int64_t place) const {

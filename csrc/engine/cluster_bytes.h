@@ -32,6 +32,8 @@ class ClusterBytes final : public KeySource {
   /// The page of the slot is there until forget_read().
   void add_read(int64_t slot, const std::byte* page) { read_[slot] = page; }
   void forget_read() { read_.clear(); }
+  /// The slot holds something else now.
+  void forget_read(int64_t slot) { read_.erase(slot); }
 
   ClusterRow& row() const { return row_; }
   SequencePages& pages() const { return batch_.pages(sequence_); }
@@ -39,6 +41,10 @@ class ClusterBytes final : public KeySource {
   const std::byte* page(int64_t slot) const;
   bool is_in_memory(int64_t token) const;
   bool are_in_memory(std::span<const int64_t> tokens) const;
+  /// Which of a cluster's pages are meant: all, or those that have room for more tokens.
+  enum class Of { kAllPages, kPagesWithRoom };
+  /// Sooner than are_in_memory() of what stands in them.
+  bool has_pages_in_memory(int64_t cluster, Of pages) const;
   TokenBytes at(int64_t token) const;
   /// A page's token that waits.
   std::byte* waiting_page(int64_t place) const;

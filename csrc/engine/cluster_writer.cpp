@@ -150,6 +150,7 @@ void ClusterWriter::install(ClusterBytes& bytes, int64_t layer, int64_t sequence
       const int64_t id = run.entries[i].group;
       if (row.mask(slot_of_page(id)) != 0) map.forget(parts_.store->key(layer, sequence, id));
       parts_.store->tables().set_page(layer, sequence, id, run.entries[i].record);
+      bytes.forget_read(slot_of_page(id));
     }
   }
   for (const ClusterPlan& plan : plans) {

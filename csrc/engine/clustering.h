@@ -2,11 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "engine/cluster_bytes.h"
+#include "engine/cluster_settling.h"
 #include "engine/cluster_writer.h"
 #include "engine/past_reader.h"
 
@@ -21,6 +23,10 @@ namespace kvswap {
 /// once more tokens wait than may: those that happen to be in the reuse buffer first, then the one
 /// that most wait for is read. So page-aligned buffers and delayed splits (5.2) are one thing here.
 ///
+/// What is read for rows of a layer is under way together, and so many rows at a time as
+/// cluster_rows_at_once() says enter their tokens on threads: the order in which they are written
+/// does not depend on either.
+///
 /// Static and local clusters (ClusterOptions::update) are the same but for who joins and who waits.
 ///
 /// A failed call leaves each token at one place. Clusters are then behind what is sealed, and the
@@ -28,7 +34,12 @@ namespace kvswap {
 class Clustering {
  public:
   Clustering(EngineParts& parts, Batch& batch, const Tail& tail, PastReader& past)
-      : parts_(parts), batch_(batch), tail_(tail), past_(past), writer_(parts) {}
+      : parts_(parts),
+        batch_(batch),
+        tail_(tail),
+        past_(past),
+        writer_(parts),
+        settling_(parts, writer_) {}
 
   /// Are there sealed tokens of a layer that chooses clusters which are not in any?
   bool is_behind(int64_t layer) const;
@@ -39,39 +50,29 @@ class Clustering {
   Status enter_chunk(int64_t layer, const KeyValueView& tokens, int64_t first_position);
 
  private:
-  struct Row {
-    int64_t layer = 0;
-    int64_t sequence = 0;
-    ClusterBytes& bytes;
-    ClusterRow& data() const { return bytes.row(); }
-  };
-  static KeyRows keys_of(const Row& row);
+  EnteringRow row_of(int64_t layer, int64_t sequence) {
+    return {layer, sequence, ClusterBytes(parts_, batch_, layer, sequence)};
+  }
   int64_t sealed(int64_t layer) const;
-  bool is_outside(const Row& row, int64_t token) const;
-  /// Counts the splits of what is done with a row.
-  Status counted(const Row& row, Status (Clustering::*enter)(const Row& row));
-  Status catch_up_row(const Row& row);
-  Status enter_row(const Row& row);
-  Status enter_block(const Row& row, int64_t end);
-  Status enter_one_by_one(const Row& row, int64_t end);
+  bool is_outside(const EnteringRow& row, int64_t token) const;
+  /// Counts the splits of what is done with rows.
+  Status counted(std::span<EnteringRow> rows, const std::function<Status()>& enter);
+  Status catch_up_rows(std::span<EnteringRow> rows);
+  /// The next sealed group of each that is behind, several at a time on threads.
+  Status enter_next_groups(std::span<EnteringRow> rows);
+  Status enter_row(EnteringRow& row);
+  Status enter_block(EnteringRow& row, int64_t end);
+  void enter_one_by_one(EnteringRow& row, int64_t end);
   /// It has left the tail, and waits.
-  void enter_waiting(const Row& row, int64_t token);
-  /// Splits what this step's tokens call for and is in memory; no more tokens wait than may.
-  Status settle(const Row& row);
-  Status pack_changed(const Row& row);
-  Status pack_some(const Row& row);
-  Status force(const Row& row);
-  /// What the cluster is packed from is read; then it is packed.
-  Status pack(const Row& row, int64_t cluster);
-  Status read(const Row& row, std::span<const int64_t> tokens);
+  void enter_waiting(const EnteringRow& row, int64_t token);
 
   EngineParts& parts_;
   Batch& batch_;
   const Tail& tail_;
   PastReader& past_;
   ClusterWriter writer_;
-  std::vector<float> keys_;          // of a block: [tokens, width]
-  std::shared_ptr<std::byte> read_;  // [cluster_read_pages(), record_bytes]
+  ClusterSettling settling_;
+  std::vector<float> keys_;  // of a block: [tokens, width]
 };
 
 }  // namespace kvswap

@@ -25,23 +25,31 @@ namespace {
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/// Keys in fp32: of a block of a prompt with what its k-means sums up, or of a cluster that splits;
-/// pages that are read for it; and a row that grows beside what it grows to.
+/// Keys in fp32 of a block of a prompt, with what its k-means sums up.
+int64_t block_key_bytes(const MethodOptions& method) {
+  const ClusterOptions& clusters = method.clusters;
+  const int64_t width = method.kv_heads * method.head_dim;
+  const int64_t centroids = clusters.block_tokens / clusters.cluster_tokens + 1;
+  return clusters.block_tokens * width * int64_t{sizeof(float)} +
+         centroids * width * int64_t{sizeof(float) + sizeof(double)};
+}
+
+/// The same of a cluster that splits, and of what enters one.
+int64_t row_key_bytes(const MethodOptions& method) {
+  const ClusterOptions& clusters = method.clusters;
+  const int64_t waiting = clusters.waiting_max() + method.group_tokens;
+  // Later tokens that are clustered among themselves stand side by side for it.
+  const int64_t side_by_side = clusters.update == ClusterUpdate::kLocal ? 2 * waiting : 0;
+  return (clusters.cluster_tokens_max + waiting + side_by_side) * method.kv_heads *
+         method.head_dim * int64_t{sizeof(float)};
+}
+
+/// Keys, pages that are read for a cluster, and a row that grows beside what it grows to.
 int64_t clustering_bytes(const EngineOptions& options, int64_t record_bytes, int64_t room) {
   if (!has_clusters(options)) return 0;
   const MethodOptions method = options.method();
-  const ClusterOptions& clusters = method.clusters;
-  const int64_t width = method.kv_heads * options.head_dim;
-  const int64_t centroids = clusters.block_tokens / clusters.cluster_tokens + 1;
-  const int64_t in_block = clusters.block_tokens * width * int64_t{sizeof(float)} +
-                           centroids * width * int64_t{sizeof(float) + sizeof(double)};
-  const int64_t waiting = clusters.waiting_max() + options.group_tokens;
-  // Later tokens that are clustered among themselves stand side by side for it.
-  const int64_t side_by_side = clusters.update == ClusterUpdate::kLocal ? 2 * waiting : 0;
-  const int64_t in_split =
-      (clusters.cluster_tokens_max + waiting + side_by_side) * width * int64_t{sizeof(float)};
-  return in_block + in_split + cluster_read_pages(options) * record_bytes +
-         ClusterRows::row_bytes(method, room);
+  return block_key_bytes(method) + row_key_bytes(method) +
+         cluster_read_pages(options) * record_bytes + ClusterRows::row_bytes(method, room);
 }
 
 }  // namespace
@@ -88,6 +96,14 @@ int64_t pages_per_layer(const EngineOptions& options) {
 int64_t cluster_read_pages(const EngineOptions& options) {
   // Its own, and those of the one that it was split from.
   return 2 * pages_a_cluster(options.method());
+}
+
+int64_t cluster_rows_at_once(const EngineOptions& options) {
+  // No block of a prompt has its keys in memory meanwhile.
+  const MethodOptions method = options.method();
+  const int64_t ahead = method.group_tokens * method.kv_heads * method.head_dim;
+  const int64_t each = row_key_bytes(method) + ahead * int64_t{sizeof(float)};
+  return std::max<int64_t>(1, block_key_bytes(method) / each);
 }
 
 int64_t cluster_bytes(const EngineOptions& options, int64_t room) {

@@ -34,6 +34,8 @@ int64_t cluster_bytes(const EngineOptions& options, int64_t room);
 int64_t cluster_pages_on_disk(const EngineOptions& options, int64_t tokens);
 /// Pages that a cluster is packed anew from at most, and that are read for it.
 int64_t cluster_read_pages(const EngineOptions& options);
+/// Rows whose tokens enter clusters at a time, on so many threads at most.
+int64_t cluster_rows_at_once(const EngineOptions& options);
 /// Of the store's tables, for one more group.
 int64_t table_bytes_per_group(const EngineOptions& options);
 

@@ -20,6 +20,7 @@ struct NearestCentroidArgs {
   int64_t count = 0;
   int64_t width = 0;
   int32_t* nearest = nullptr;  // [tokens] out: -1 where there is none
+  float* squared = nullptr;    // [tokens] out: how far it is, infinite where there is none; or null
 };
 
 /// For each key the centroid with the smallest |key - centroid|^2, the lower of equal ones; -1

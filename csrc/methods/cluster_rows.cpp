@@ -13,17 +13,18 @@ int64_t width_of(const MethodOptions& options) { return options.kv_heads * optio
 
 }  // namespace
 
-int64_t ClusterRow::most_waited_for() const {
+std::vector<ClusterRow::WaitedFor> ClusterRow::waited_for() const {
   std::map<int64_t, int64_t> tokens;
   for (const int64_t token : pages.waiting()) {
     const int32_t cluster = clusters.table().place()[token];
     const int64_t waits_for = cluster >= 0 ? cluster : clusters.waiting().waits_for(token);
     if (waits_for != WaitingTokens::kNoCluster) ++tokens[waits_for];
   }
-  const auto most =
-      std::max_element(tokens.begin(), tokens.end(),
-                       [](const auto& a, const auto& b) { return a.second < b.second; });
-  return most->first;
+  std::vector<WaitedFor> found;
+  for (const auto& [cluster, count] : tokens) found.push_back({cluster, count});
+  std::stable_sort(found.begin(), found.end(),
+                   [](const auto& a, const auto& b) { return a.tokens > b.tokens; });
+  return found;
 }
 
 int64_t pages_a_cluster(const MethodOptions& options) {

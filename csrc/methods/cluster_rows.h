@@ -15,9 +15,13 @@ struct ClusterRow {
   Clusters clusters;
   ClusterPages pages;
 
-  /// The lowest of the clusters that most tokens wait for, to be split or to be packed with them;
-  /// tokens wait for one.
-  int64_t most_waited_for() const;
+  /// Clusters that tokens wait for, to be split or to be packed with them: those that most wait for
+  /// first, of equal ones the lower.
+  struct WaitedFor {
+    int64_t cluster = 0;
+    int64_t tokens = 0;
+  };
+  std::vector<WaitedFor> waited_for() const;
 };
 
 /// The clusters of all layers and sequences. Takes its memory in grow(), which who charges it calls

@@ -77,6 +77,7 @@ std::vector<int64_t> Clusters::enter(const KeyRows& keys, int64_t end,
   Marks marks(table_.clusters_max());
   for (const int64_t cluster : read) marks[cluster] = true;
   const IsRead is_read = [&](int64_t cluster) { return marks[cluster]; };
+  look_ahead(keys, end);
   for (int64_t token = left_; token < end; ++token) enter_token(keys, token, is_read);
   cluster_later(keys);
   for (const int64_t cluster : waiting_.clusters()) {
@@ -100,7 +101,10 @@ std::vector<int64_t> Clusters::changed() const {
   return clusters;
 }
 
-void Clusters::end_step() { std::fill(changed_.begin(), changed_.end(), false); }
+void Clusters::end_step() {
+  std::fill(changed_.begin(), changed_.end(), false);
+  table_.forget_ahead();
+}
 
 void Clusters::truncate(int64_t tokens) {
   if (tokens >= left_) return;
@@ -161,6 +165,16 @@ void Clusters::divide_block(const KeyRows& keys, int64_t first) {
     if (!(variance[widest] > *threshold_)) break;
     split(keys, widest, members(widest));
   }
+}
+
+void Clusters::look_ahead(const KeyRows& keys, int64_t end) {
+  if (options_.update == ClusterUpdate::kLocal) return;
+  const bool is_adaptive = options_.update == ClusterUpdate::kAdaptive;
+  std::vector<int64_t> tokens;
+  for (int64_t token = left_; token < end; ++token) {
+    if (table_.place()[token] != kInSinks && is_usual(keys, token)) tokens.push_back(token);
+  }
+  table_.look_ahead(keys, tokens, is_adaptive ? kAnySize : options_.cluster_tokens_max);
 }
 
 void Clusters::enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read) {

@@ -61,13 +61,16 @@ class Clusters {
   /// clusters that had to be read besides, since too many tokens waited.
   std::vector<int64_t> enter(const KeyRows& keys, int64_t end, std::span<const int64_t> read);
 
-  // The same in its steps: enter_token() for each, cluster_later(), take_in() each cluster that is
-  // waited for and is read, take_in() of the one most waited for as long as too many wait,
-  // end_step().
+  // The same in its steps: look_ahead(), enter_token() for each, cluster_later(), take_in() each
+  // cluster that is waited for and is read, take_in() of the one most waited for as long as too
+  // many wait, end_step().
 
   using IsRead = std::function<bool(int64_t cluster)>;
   /// Neither a sink nor padding enters a cluster: said before it leaves the tail.
   void put_outside(int64_t token) { table_.put_outside(token, kInSinks); }
+  /// The nearest clusters of those before `end` are looked for at once: sooner, and no choice of
+  /// theirs changes. Until the step ends.
+  void look_ahead(const KeyRows& keys, int64_t end);
   /// The next token that leaves the tail.
   void enter_token(const KeyRows& keys, int64_t token, const IsRead& is_read);
   /// Local tokens become clusters of their own once they fill as many as are made at once; where no

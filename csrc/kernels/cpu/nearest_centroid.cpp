@@ -71,6 +71,7 @@ void find(const NearestCentroidArgs& args, int64_t first) {
       }
     }
   }
+  if (args.squared != nullptr) std::copy_n(best, Keys, args.squared + first);
 }
 
 void find_range(const NearestCentroidArgs& args, int64_t begin, int64_t end) {

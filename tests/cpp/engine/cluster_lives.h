@@ -1,7 +1,6 @@
 // Settings that clusters of similar keys live under, each by its name.
 #pragma once
 
-#include <array>
 #include <ostream>
 #include <string>
 
@@ -9,42 +8,15 @@
 
 namespace kvswap {
 
-inline EngineOptions as_it_is(EngineOptions options) { return options; }
+// What several of them have.
 inline EngineOptions each_head(EngineOptions options) {
   options.heads = "each";
   options.head_dim *= 2;
   return options;
 }
-inline EngineOptions by_mass(EngineOptions options) {
-  options.cluster_score = "mass";
-  return options;
-}
-inline EngineOptions by_best_head(EngineOptions options) {
-  options.cluster_score = "max";
-  return options;
-}
-inline EngineOptions in_halves(EngineOptions options) {
-  options.dtype = DType::kBFloat16;
-  options.head_dim *= 2;
-  options.cluster_score = "max_mass";
-  return options;
-}
-inline EngineOptions by_what_was_paid(EngineOptions options) {
-  options.replacement = "score";
-  return options;
-}
-inline EngineOptions nothing_waits(EngineOptions options) {
-  options.pending_tokens = 0;
-  return options;
-}
 inline EngineOptions without_reuse(EngineOptions options) {
   options.replacement = "none";
   options.pages_max = 8;
-  return options;
-}
-inline EngineOptions sharing_pages(EngineOptions options) {
-  options.layers = 3;
-  options.resident_layers = 2;
   return options;
 }
 inline EngineOptions in_pools(EngineOptions options) {
@@ -59,33 +31,15 @@ inline EngineOptions in_narrow_pools(EngineOptions options) {
   options.merge_gap_bytes = 0;
   return options;
 }
-inline EngineOptions many_splits(EngineOptions options) {
-  options.replacement = "clusters";
-  options.split_factor = 0.2;
-  return options;
-}
 inline EngineOptions with_room_for_all(EngineOptions options) {
   options.groups_max = options.pages_max = 400;
   return options;
 }
-inline EngineOptions with_room_for_all_in_pools(EngineOptions options) {
-  return in_pools(with_room_for_all(options));
-}
-
-inline EngineOptions static_ones(EngineOptions options) {
-  options.cluster_update = "static";
+inline EngineOptions updated(EngineOptions options, const char* update) {
+  options.cluster_update = update;
+  // Local ones have no use for another number.
+  if (options.cluster_update == "local") options.pending_tokens = EngineOptions{}.pending_tokens;
   return options;
-}
-inline EngineOptions local_ones(EngineOptions options) {
-  options.cluster_update = "local";
-  options.pending_tokens = EngineOptions{}.pending_tokens;
-  return options;
-}
-inline EngineOptions static_ones_in_pools(EngineOptions options) {
-  return in_narrow_pools(static_ones(options));
-}
-inline EngineOptions local_ones_of_each_head_in_pools(EngineOptions options) {
-  return in_pools(each_head(local_ones(options)));
 }
 
 struct ClusterLife {
@@ -93,26 +47,63 @@ struct ClusterLife {
   EngineOptions (*adapt)(EngineOptions);
 };
 inline void PrintTo(const ClusterLife& life, std::ostream* stream) { *stream << life.name; }
-inline constexpr std::array<ClusterLife, 18> kClusterLives = {{
-    {"usual", as_it_is},
+inline constexpr ClusterLife kClusterLives[] = {
+    {"usual", [](EngineOptions options) { return options; }},
     {"each_head", each_head},
-    {"mass", by_mass},
-    {"max", by_best_head},
-    {"bfloat16", in_halves},
-    {"nothing_waits", nothing_waits},
+    {"mass",
+     [](EngineOptions options) {
+       options.cluster_score = "mass";
+       return options;
+     }},
+    {"max",
+     [](EngineOptions options) {
+       options.cluster_score = "max";
+       return options;
+     }},
+    {"bfloat16",
+     [](EngineOptions options) {
+       options.dtype = DType::kBFloat16;
+       options.head_dim *= 2;
+       options.cluster_score = "max_mass";
+       return options;
+     }},
+    {"nothing_waits",
+     [](EngineOptions options) {
+       options.pending_tokens = 0;
+       return options;
+     }},
     {"no_reuse", without_reuse},
-    {"shared_pages", sharing_pages},
-    {"score", by_what_was_paid},
-    {"many_splits", many_splits},
+    {"shared_pages",
+     [](EngineOptions options) {
+       options.layers = 3;
+       options.resident_layers = 2;
+       return options;
+     }},
+    {"score",
+     [](EngineOptions options) {
+       options.replacement = "score";
+       return options;
+     }},
+    {"many_splits",
+     [](EngineOptions options) {
+       options.replacement = "clusters";
+       options.split_factor = 0.2;
+       return options;
+     }},
     {"pools", in_pools},
     {"narrow_pools", in_narrow_pools},
+    {"each_head_in_narrow_pools",
+     [](EngineOptions options) { return in_narrow_pools(each_head(options)); }},
     {"room_for_all", with_room_for_all},
-    {"room_for_all_in_pools", with_room_for_all_in_pools},
-    {"static", static_ones},
-    {"static_in_pools", static_ones_in_pools},
-    {"local", local_ones},
-    {"local_each_head_in_pools", local_ones_of_each_head_in_pools},
-}};
+    {"room_for_all_in_pools",
+     [](EngineOptions options) { return in_pools(with_room_for_all(options)); }},
+    {"static", [](EngineOptions options) { return updated(options, "static"); }},
+    {"static_in_pools",
+     [](EngineOptions options) { return in_narrow_pools(updated(options, "static")); }},
+    {"local", [](EngineOptions options) { return updated(options, "local"); }},
+    {"local_each_head_in_pools",
+     [](EngineOptions options) { return in_pools(each_head(updated(options, "local"))); }},
+};
 
 class ClusterLives : public testing::TestWithParam<ClusterLife> {
  protected:

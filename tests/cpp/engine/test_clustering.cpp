@@ -1,6 +1,7 @@
 // Sessions that choose clusters of similar keys: what is attended, and where tokens stand.
 
 #include "cluster_lives.h"
+#include "io/fault_injection.h"
 
 namespace kvswap {
 namespace {
@@ -51,6 +52,38 @@ TEST_P(Clustered, AuditsTellWhatWasMissed) {
 
 INSTANTIATE_TEST_SUITE_P(Lives, Clustered, testing::ValuesIn(kClusterLives),
                          [](const auto& info) { return std::string(info.param.name); });
+
+/// What tokens of several rows wait for is read at once.
+TEST(ClusteredReads, TravelTogether) {
+  const TestDirectory directory;
+  EngineOptions options = each_head(without_reuse(cluster_options(directory.path())));
+  ReadFaults seen;
+  options.wrap_reader = [&seen](std::unique_ptr<BlockReader> inner) {
+    return std::make_unique<FaultyReader>(std::move(inner), &seen);
+  };
+  ClusterRun run(options, 8);
+  run.append(3, 150);
+  uint64_t submits = 0, records = 0;
+  for (int i = 0; i < 60 && !testing::Test::HasFatalFailure(); ++i) {
+    for (const int64_t layer : {0, 1}) {
+      const Tokens drawn = run.run().draw_tokens(3, 1);
+      run.run().memory().append(layer, 3, drawn);
+      ASSERT_TRUE(run.run().give(layer, drawn, 3).is_ok());
+      const std::vector<float> query = run.run().draw_query(3, 1);
+      ASSERT_TRUE(run.engine().look_ahead(layer, run.run().view(query, 1), 0.125f).is_ok());
+      const uint64_t submitted = seen.submits_seen;
+      const uint64_t read = run.engine().parts().counters.cluster_records_read;
+      std::vector<std::byte> output;
+      ASSERT_TRUE(run.run().attend(layer, query, 1, output).is_ok());
+      submits += seen.submits_seen - submitted;
+      records += run.engine().parts().counters.cluster_records_read - read;
+      run.check_rows(layer);
+    }
+  }
+  for (const int64_t layer : {0, 1}) run.check_records(layer);
+  EXPECT_GT(submits, 20u);
+  EXPECT_GT(records, 2 * submits);
+}
 
 TEST(ClusteredPools, OneReadFetchesAClusterHoweverItHasGrown) {
   for (const int64_t slack : {0, 2, 5}) {

@@ -19,7 +19,8 @@ struct Data {
       : keys(random_elements<float>(shape.tokens * (shape.width + kKeyGap), 3)),
         rows(random_elements<float>(shape.count * shape.width, 4)),
         blocks((shape.count + 15) / 16 * 16 * shape.width, 1e9f),
-        nearest(shape.tokens, -7) {
+        nearest(shape.tokens, -7),
+        squared(shape.tokens, -7) {
     for (int64_t c = 0; c < shape.count; ++c) {
       for (int64_t d = 0; d < shape.width; ++d) {
         if (c % 5 == 4) rows[c * shape.width + d] = rows[(c - 2) * shape.width + d];
@@ -35,25 +36,32 @@ struct Data {
             .centroids = blocks.data(),
             .count = shape.count,
             .width = shape.width,
-            .nearest = nearest.data()};
+            .nearest = nearest.data(),
+            .squared = squared.data()};
   }
 
   std::vector<float> keys, rows, blocks;
   std::vector<int32_t> nearest;
+  std::vector<float> squared;
 };
 
-/// The contract's sums, one after the other.
+/// The contract's sum, one product after the other.
+float plain_squared(const float* key, const Data& data, const Case& shape, int64_t centroid) {
+  float sum = 0;
+  for (int64_t d = 0; d < shape.width; ++d) {
+    const volatile float apart = data.rows[centroid * shape.width + d] - key[d];
+    const volatile float square = apart * apart;
+    sum += square;
+  }
+  return sum;
+}
+
 int32_t plain_nearest(const float* key, const Data& data, const Case& shape,
                       const std::vector<uint8_t>& shut) {
   int32_t best = -1;
   float least = std::numeric_limits<float>::infinity();
   for (int64_t c = 0; c < shape.count; ++c) {
-    float sum = 0;
-    for (int64_t d = 0; d < shape.width; ++d) {
-      const volatile float apart = data.rows[c * shape.width + d] - key[d];
-      const volatile float square = apart * apart;
-      sum += square;
-    }
+    const float sum = plain_squared(key, data, shape, c);
     if (!shut.empty() && shut[c]) continue;
     if (sum < least) {
       least = sum;
@@ -75,6 +83,7 @@ TEST_P(NearestCentroid, IsThePlainOneBitForBit) {
       const float* key = args.keys + i * args.key_stride;
       EXPECT_EQ(data.nearest[i], plain_nearest(key, data, shape, {})) << i;
       EXPECT_NE(data.nearest[i] % 5, 4) << "its equal is lower";
+      EXPECT_EQ(data.squared[i], plain_squared(key, data, shape, data.nearest[i]));
     }
   }
 }

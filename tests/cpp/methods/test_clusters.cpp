@@ -114,6 +114,37 @@ TEST(Clusters, EveryTokenIsInExactlyOnePlaceOverARandomLife) {
   }
 }
 
+TEST(Clusters, LookingAheadChangesNoChoice) {
+  std::mt19937 generator(17);
+  for (int life = 0; life < 60; ++life) {
+    SCOPED_TRACE(life);
+    ClusterOptions options;
+    options.update = static_cast<ClusterUpdate>(life % 3);
+    options.cluster_tokens = 1 + generator() % 12;
+    options.cluster_tokens_max = options.cluster_tokens + generator() % 12;
+    options.split_factor = std::vector{0.2, 1.25, 4.0}[generator() % 3];
+    const int64_t tokens = 400 + generator() % 400;
+    const Keys keys(static_cast<Kind>(life % 5), tokens, std::vector{1, 2, 16}[life % 3], life);
+    Clusters row(keys.width, tokens, options);
+    row.enter_prompt(keys.rows(), tokens / 2, {});
+    Clusters ahead = row;
+    const uint32_t read = 1 + generator() % 4;
+    const auto is_read = [&](int64_t cluster) { return cluster % read == 0; };
+    while (row.left() < tokens) {
+      const int64_t end = std::min<int64_t>(tokens, row.left() + 1 + generator() % 20);
+      ahead.look_ahead(keys.rows(), end);
+      for (int64_t token = row.left(); token < end; ++token) {
+        row.enter_token(keys.rows(), token, is_read);
+        ahead.enter_token(keys.rows(), token, is_read);
+      }
+      row.end_step();
+      ahead.end_step();
+      ASSERT_TRUE(std::ranges::equal(row.table().place(), ahead.table().place()));
+      ASSERT_TRUE(std::ranges::equal(row.table().variance(), ahead.table().variance()));
+    }
+  }
+}
+
 TEST(Clusters, StaticOnesOnlyGrowUntilNoneHasRoom) {
   const Keys keys(Kind::kNormal, 400, 4, 7);
   const ClusterOptions options{

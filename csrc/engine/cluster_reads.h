@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "engine/cluster_bytes.h"
+#include "engine/fetcher.h"
+
+namespace kvswap {
+
+/// Pages of clusters that are read for tokens that wait, of several rows of a layer at once.
+///
+/// begin(), add() as long as there is room, finish(): then ClusterBytes have them, until they are
+/// told to forget what was read. After an error they have to be told at once. Not thread-safe.
+class ClusterReads {
+ public:
+  explicit ClusterReads(EngineParts& parts) : parts_(parts) {}
+
+  /// Waits for what was abandoned, and still lands in the memory.
+  Status begin(int64_t layer);
+  /// The pages of these tokens that are not in memory. False: there is no room for them beside
+  /// what was added before.
+  bool add(ClusterBytes& bytes, int64_t sequence, std::span<const int64_t> tokens);
+  Status finish();
+
+ private:
+  EngineParts& parts_;
+  Fetch fetch_;
+  std::shared_ptr<std::byte> memory_;  // [cluster_read_pages(), record_bytes]
+};
+
+}  // namespace kvswap
