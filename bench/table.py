@@ -287,6 +287,7 @@ TABLES |= {"clusters": lambda: cluster_rows(load("quality/clusters_*.json"))}
 TABLES |= {"clusters-drift": lambda: drift_rows(load("drift*.json"))}
 TABLES |= {"clusters-in-pools": lambda: clustering_rows(load("pools_*.json"))}
 TABLES |= {"clusters-updates": lambda: clustering_rows(load("updates_*.json"))}
+TABLES |= {"clusters-group-sizes": lambda: clustering_rows(load("sizes_*.json"))}
 TABLES |= {"resident": lambda: resident_rows(load("resident*.json"))}
 
 

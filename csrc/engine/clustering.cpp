@@ -181,7 +181,8 @@ Status Clustering::enter_block(EnteringRow& row, int64_t end) {
   for (const int64_t token : others) {
     if (std::ssize(data.pages.waiting()) == room)
       KVSWAP_RETURN_IF_ERROR(settling_.settle({&row, 1}));
-    enter_waiting(row, token);
+    // With its cluster it may have been packed meanwhile.
+    if (data.pages.place(token) < 0) enter_waiting(row, token);
   }
   return settling_.settle({&row, 1});
 }

@@ -20,8 +20,9 @@ namespace kvswap {
 /// The groups stay where they are: they are what a crop, a long chunk and read_back() read. Pages
 /// of clusters are copies of the same tokens in another order, for steps to choose from. A token
 /// whose cluster is not in memory waits there itself, and is attended; the cluster is packed anew
-/// once more tokens wait than may: those that happen to be in the reuse buffer first, then the one
-/// that most wait for is read. So page-aligned buffers and delayed splits (5.2) are one thing here.
+/// once more tokens wait than may: those that happen to be in the reuse buffer first, then those
+/// that most wait for are read. So page-aligned buffers and delayed splits (5.2) are one thing
+/// here.
 ///
 /// What is read for rows of a layer is under way together, and so many rows at a time as
 /// cluster_rows_at_once() says enter their tokens on threads: the order in which they are written
