@@ -11,8 +11,8 @@ namespace kvswap {
 
 /// Pages of clusters that are read for tokens that wait, of several rows of a layer at once.
 ///
-/// begin(), add() as long as there is room, finish(): then ClusterBytes have them, until they are
-/// told to forget what was read. After an error they have to be told at once. Not thread-safe.
+/// begin(), add() as long as there is room, finish(): then ClusterBytes have them, until
+/// forget() of theirs. After an error that is due at once. Not thread-safe.
 class ClusterReads {
  public:
   explicit ClusterReads(EngineParts& parts) : parts_(parts) {}

@@ -31,7 +31,7 @@ Status ClusterSettling::settle_in_memory(EnteringRow& row) {
   const KeyRows keys = row.keys();
   for (const int64_t cluster : clusters.waiting().clusters()) {
     if (!row.bytes.has_pages_in_memory(cluster, ClusterBytes::Of::kAllPages) ||
-        !row.bytes.are_in_memory(clusters.members(cluster))) {
+        !row.bytes.are_in_memory(members_of(clusters, cluster))) {
       continue;
     }
     row.bytes.forget_keys();
@@ -99,7 +99,7 @@ Status ClusterSettling::force_some(std::span<EnteringRow> rows) {
 
 std::vector<int64_t> ClusterSettling::taken_from(const Forced& forced) const {
   const EnteringRow& row = *forced.row;
-  if (forced.is_split) return row.data().clusters.members(forced.cluster);
+  if (forced.is_split) return members_of(row.data().clusters, forced.cluster);
   return writer_.plan(row.bytes, row.layer, row.sequence, forced.cluster)->tokens;
 }
 
@@ -135,7 +135,7 @@ Status ClusterSettling::split_or_pack(const Forced& forced) {
     if (!plan || !row.bytes.are_in_memory(plan->tokens)) return Status::ok();
     return writer_.write(row.bytes, row.layer, row.sequence, {&*plan, 1});
   }
-  if (!row.bytes.are_in_memory(clusters.members(forced.cluster))) return Status::ok();
+  if (!row.bytes.are_in_memory(members_of(clusters, forced.cluster))) return Status::ok();
   ++parts_.counters.cluster_splits_forced;
   row.bytes.forget_keys();
   clusters.take_in(row.keys(), forced.cluster);

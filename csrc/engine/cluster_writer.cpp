@@ -11,7 +11,7 @@ namespace kvswap {
 std::optional<ClusterPlan> ClusterWriter::plan(const ClusterBytes& bytes, int64_t layer,
                                                int64_t sequence, int64_t cluster) const {
   const ClusterPages& pages = bytes.row().pages;
-  const std::vector<int64_t> members = bytes.row().clusters.members(cluster);
+  const std::vector<int64_t> members = members_of(bytes.row().clusters, cluster);
   auto plan = pages.plan(cluster, members);
   if (!writes_apart()) return plan;
   const auto has_room = [&](std::span<const int64_t> slots, int64_t count) {

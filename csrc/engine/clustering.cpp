@@ -192,7 +192,7 @@ void Clustering::enter_one_by_one(EnteringRow& row, int64_t end) {
   const KeyRows keys = row.keys();
   const auto is_read = [&](int64_t cluster) {
     return row.bytes.has_pages_in_memory(cluster, ClusterBytes::Of::kAllPages) &&
-           row.bytes.are_in_memory(data.clusters.members(cluster));
+           row.bytes.are_in_memory(members_of(data.clusters, cluster));
   };
   const int64_t begin = data.clusters.left();
   for (int64_t token = begin; token < end; ++token) {

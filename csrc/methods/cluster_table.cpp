@@ -1,8 +1,6 @@
 #include "methods/cluster_table.h"
 
 #include <algorithm>
-#include <array>
-#include <limits>
 
 #include "kernels/nearest_centroid.h"
 
@@ -64,7 +62,7 @@ void ClusterTable::set(int64_t cluster, const KeyRows& keys, std::span<const int
   counted_[cluster] = static_cast<int32_t>(found.counted);
   variance_[cluster] = found.variance;
   centroids_.set(cluster, found.mean);
-  note_change(cluster);
+  ahead_.note_change(cluster);
 }
 
 MeanVariance ClusterTable::grown(int64_t cluster, const float* key) const {
@@ -85,7 +83,7 @@ MeanVariance ClusterTable::grown(int64_t cluster, const float* key) const {
 void ClusterTable::hold(int64_t cluster, int64_t token) {
   place_[token] = static_cast<int32_t>(cluster);
   ++size_[cluster];
-  note_change(cluster);
+  ahead_.note_change(cluster);
 }
 
 void ClusterTable::truncate(int64_t tokens) {
@@ -111,94 +109,24 @@ void ClusterTable::join(int64_t cluster, const KeyRows& keys, int64_t token) {
   ++counted_[cluster];
   variance_[cluster] = found.variance;
   centroids_.set(cluster, found.mean);
-  note_change(cluster);
+  ahead_.note_change(cluster);
+}
+
+OpenCentroids ClusterTable::below(int64_t size) const {
+  return {.blocks = centroids_.data(),
+          .size = this->size(),
+          .counted = {counted_.data(), static_cast<size_t>(count_)},
+          .width = width_,
+          .size_below = size};
 }
 
 int64_t ClusterTable::nearest(const KeyRows& keys, int64_t token, int64_t size_below) const {
-  const float* key = keys.of(token);
-  const auto at = std::ranges::find(ahead_.tokens, token) - ahead_.tokens.begin();
-  if (at == std::ssize(ahead_.tokens) || size_below != ahead_.size_below) {
-    return nearest_of_all(key, size_below).cluster;
-  }
-  const Nearest before = ahead_.nearest[at];
-  if (std::ranges::count(ahead_.changed, before.cluster) > 0) {
-    return nearest_of_all(key, size_below).cluster;
-  }
-  const Nearest since = nearest_of_changed(key, size_below);
-  const bool is_lower_of_equal = since.squared == before.squared && since.cluster < before.cluster;
-  return since.squared < before.squared || is_lower_of_equal ? since.cluster : before.cluster;
-}
-
-std::vector<uint8_t> ClusterTable::shut(int64_t size_below) const {
-  std::vector<uint8_t> shut(count_);
-  for (int64_t c = 0; c < count_; ++c) shut[c] = is_open(c, size_below) ? 0 : 1;
-  return shut;
-}
-
-ClusterTable::Nearest ClusterTable::nearest_of_all(const float* key, int64_t size_below) const {
-  Nearest found;
-  nearest_centroid({.keys = key,
-                    .key_stride = width_,
-                    .tokens = 1,
-                    .centroids = centroids_.data(),
-                    .shut = shut(size_below).data(),
-                    .count = count_,
-                    .width = width_,
-                    .nearest = &found.cluster,
-                    .squared = &found.squared},
-                   {});
-  return found;
-}
-
-ClusterTable::Nearest ClusterTable::nearest_of_changed(const float* key, int64_t size_below) const {
-  Nearest best{.squared = std::numeric_limits<float>::infinity()};
-  for (const int32_t cluster : ahead_.changed) {
-    if (!is_open(cluster, size_below)) continue;
-    const int64_t in_block = cluster % kCentroidBlock;
-    const int64_t first = cluster - in_block;
-    std::array<uint8_t, kCentroidBlock> shut;
-    shut.fill(1);
-    shut[in_block] = 0;
-    Nearest found;
-    nearest_centroid({.keys = key,
-                      .key_stride = width_,
-                      .tokens = 1,
-                      .centroids = centroids_.data() + first * width_,
-                      .shut = shut.data(),
-                      .count = in_block + 1,
-                      .width = width_,
-                      .nearest = &found.cluster,
-                      .squared = &found.squared},
-                     {});
-    const bool is_lower_of_equal = found.squared == best.squared && cluster < best.cluster;
-    if (found.squared < best.squared || is_lower_of_equal) best = {cluster, found.squared};
-  }
-  return best;
+  return ahead_.nearest(below(size_below), keys, token);
 }
 
 void ClusterTable::look_ahead(const KeyRows& keys, std::span<const int64_t> tokens,
                               int64_t size_below) {
-  forget_ahead();
-  std::vector<float> rows;
-  rows.reserve(tokens.size() * width_);
-  for (const int64_t token : tokens) {
-    rows.insert(rows.end(), keys.of(token), keys.of(token) + width_);
-  }
-  std::vector<int32_t> nearest(tokens.size());
-  std::vector<float> squared(tokens.size());
-  nearest_centroid({.keys = rows.data(),
-                    .key_stride = width_,
-                    .tokens = std::ssize(tokens),
-                    .centroids = centroids_.data(),
-                    .shut = shut(size_below).data(),
-                    .count = count_,
-                    .width = width_,
-                    .nearest = nearest.data(),
-                    .squared = squared.data()},
-                   {});
-  ahead_.size_below = size_below;
-  ahead_.tokens.assign(tokens.begin(), tokens.end());
-  for (size_t i = 0; i < tokens.size(); ++i) ahead_.nearest.push_back({nearest[i], squared[i]});
+  ahead_.look(below(size_below), keys, tokens);
 }
 
 }  // namespace kvswap

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "methods/k_means.h"
+#include "methods/nearest_ahead.h"
 
 namespace kvswap {
 
@@ -62,29 +63,10 @@ class ClusterTable {
   /// Of several tokens at once, whatever becomes of clusters before they are asked for: nearest()
   /// answers the same as without, but looks only at the clusters that have changed since.
   void look_ahead(const KeyRows& keys, std::span<const int64_t> tokens, int64_t size_below);
-  void forget_ahead() { ahead_ = {}; }
+  void forget_ahead() { ahead_.forget(); }
 
  private:
-  struct Nearest {
-    int32_t cluster = -1;
-    float squared = 0;
-  };
-  struct Ahead {
-    int64_t size_below = 0;
-    std::vector<int64_t> tokens;
-    std::vector<Nearest> nearest;  // of each
-    std::vector<int32_t> changed;  // clusters, since then
-  };
-  /// Of all clusters, or of those changed since look_ahead().
-  Nearest nearest_of_all(const float* key, int64_t size_below) const;
-  Nearest nearest_of_changed(const float* key, int64_t size_below) const;
-  bool is_open(int64_t cluster, int64_t size_below) const {
-    return counted_[cluster] > 0 && size_[cluster] < size_below;
-  }
-  std::vector<uint8_t> shut(int64_t size_below) const;
-  void note_change(int64_t cluster) {
-    if (!ahead_.tokens.empty()) ahead_.changed.push_back(static_cast<int32_t>(cluster));
-  }
+  OpenCentroids below(int64_t size) const;
   /// Mean and variance with one more key.
   MeanVariance grown(int64_t cluster, const float* key) const;
 
@@ -95,7 +77,7 @@ class ClusterTable {
   std::vector<int32_t> size_;     // [clusters_max]
   std::vector<int32_t> counted_;  // [clusters_max]: comparable members
   std::vector<double> variance_;  // [clusters_max]
-  Ahead ahead_;
+  NearestAhead ahead_;
 };
 
 }  // namespace kvswap

@@ -154,7 +154,7 @@ void Clusters::divide_block(const KeyRows& keys, int64_t first) {
   const int64_t made = table_.count();
   for (int64_t cluster = first; cluster < made; ++cluster) {
     if (table_.size()[cluster] > options_.cluster_tokens_max) {
-      split(keys, cluster, members(cluster));
+      split(keys, cluster, members_of(*this, cluster));
     }
   }
   const int64_t most = std::min(table_.clusters_max(), options_.clusters_max(left_));
@@ -163,7 +163,7 @@ void Clusters::divide_block(const KeyRows& keys, int64_t first) {
     const auto widest =
         std::max_element(variance.begin() + first, variance.end()) - variance.begin();
     if (!(variance[widest] > *threshold_)) break;
-    split(keys, widest, members(widest));
+    split(keys, widest, members_of(*this, widest));
   }
 }
 
@@ -213,7 +213,7 @@ void Clusters::enter_adaptive(const KeyRows& keys, int64_t token, const IsRead& 
     ++counts_.refused;
     join_where_room_is(keys, token);
   } else if (!changed_[cluster] && is_read(cluster)) {
-    std::vector<int64_t> tokens = members(cluster);
+    std::vector<int64_t> tokens = members_of(*this, cluster);
     tokens.push_back(token);
     split(keys, cluster, std::move(tokens));
   } else {
@@ -271,7 +271,7 @@ void Clusters::take_in(const KeyRows& keys, int64_t cluster) {
     for (const int64_t token : waited) join_where_room_is(keys, token);
     return;
   }
-  std::vector<int64_t> tokens = members(cluster);
+  std::vector<int64_t> tokens = members_of(*this, cluster);
   tokens.insert(tokens.end(), waited.begin(), waited.end());
   std::sort(tokens.begin(), tokens.end());
   split(keys, cluster, std::move(tokens));

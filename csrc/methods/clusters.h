@@ -45,7 +45,6 @@ class Clusters {
   const WaitingTokens& waiting() const { return waiting_; }
   /// That no cluster's variance is to exceed; none until 512 tokens are clustered.
   std::optional<double> threshold() const { return threshold_; }
-  std::vector<int64_t> members(int64_t cluster) const { return table_.members(cluster, left_); }
   /// Room for more tokens, and clusters of them.
   void grow(int64_t tokens_max);
   /// Of a row with room for so many.
@@ -110,5 +109,9 @@ class Clusters {
   WaitingTokens waiting_;
   Marks changed_;  // by a split of this step, or made in it
 };
+
+inline std::vector<int64_t> members_of(const Clusters& clusters, int64_t cluster) {
+  return clusters.table().members(cluster, clusters.left());
+}
 
 }  // namespace kvswap

@@ -96,7 +96,7 @@ void bind_clusters(py::module_& module) {
           "members",
           [](const Clusters& row, int64_t cluster) {
             check_cluster(row, cluster);
-            return row.members(cluster);
+            return members_of(row, cluster);
           },
           py::arg("cluster"))
       .def_property_readonly(

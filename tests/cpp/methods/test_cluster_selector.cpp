@@ -43,7 +43,7 @@ class ClusterChoice : public testing::TestWithParam<Score> {
     keys.width = keys.stride = kWidth;
     row().clusters.enter_prompt(keys, kTokens, {});
     for (int64_t cluster = 0; cluster < row().clusters.table().count(); ++cluster) {
-      const std::vector<int64_t> members = row().clusters.members(cluster);
+      const std::vector<int64_t> members = members_of(row().clusters, cluster);
       for (const int64_t token : members) row().pages.wait(token);
       const auto plan = row().pages.plan(cluster, members);
       for (const int64_t token : plan->tokens) row().pages.end_wait(token);

@@ -66,7 +66,7 @@ void check(const Clusters& row, const Keys& keys, const ClusterOptions& options,
   ASSERT_LT(pending, std::max<int64_t>(1, options.waiting_max()));
   std::vector<float> centroid(keys.width);
   for (int64_t c = 0; c < table.count(); ++c) {
-    ASSERT_EQ(members[c], row.members(c));
+    ASSERT_EQ(members[c], members_of(row, c));
     ASSERT_EQ(static_cast<int64_t>(members[c].size()), table.size()[c]);
     ASSERT_GE(table.size()[c], 1);
     ASSERT_LE(table.size()[c], options.cluster_tokens_max);
