@@ -147,8 +147,14 @@ def solve_greedy(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
     return min(met, key=_preference)
 
 
+SPEED_LOSS_MAX = 0.02  # of the fastest step: settings within it are as fast
+
+
 def solve_exhaustive(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
-    """The fastest setting of all that fit; of equally fast ones that with most rank, then least G.
+    """Of all settings that fit and are within 2 % of the fastest, the one with most rank.
+
+    Of those with as much the fastest, then the least G: a step's time is not known any better, and
+    answers want columns.
 
     Raises
     ------
@@ -159,7 +165,9 @@ def solve_exhaustive(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
     good = [found for found in fitting if found.recall >= grid.recall_min]
     if not good:
         raise _too_small(grid, costs, budget_bytes)
-    return min(good, key=_preference)
+    limit = min(found.step_seconds for found in good) * (1 + SPEED_LOSS_MAX)
+    fast = [found for found in good if found.step_seconds <= limit]
+    return min(fast, key=lambda found: (-found.setting.rank, *_preference(found)))
 
 
 def solutions(grid: Grid, costs: Costs, budget_bytes: int) -> list[Solution]:

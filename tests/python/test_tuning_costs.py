@@ -183,7 +183,13 @@ def test_levels_rise_and_go_where_recall_is_gained():
     recall = [{8: 0.9, 16: 0.9, 32: 0.9}, {8: 0.1, 16: 0.5, 32: 0.95}]
     levels = make_levels(recall)
     assert levels.ranks[8] == (8, 8)
-    assert levels.ranks[32] == (8, 32)
+    # Gains first, then layers with the fewest.
+    assert levels.ranks[16] == (16, 16)
+    assert levels.ranks[32] == (32, 32)
+    assert make_levels([{8: 0.9, 16: 0.9, 24: 0.9}, {8: 0.1, 16: 0.5, 24: 0.95}]).ranks[16] == (
+        8,
+        24,
+    )
     assert list(make_levels(recall, uniform=True).ranks.values()) == [(8, 8), (16, 16), (32, 32)]
     totals = [sum(levels.ranks[level]) for level in levels.values]
     assert totals == sorted(set(totals))

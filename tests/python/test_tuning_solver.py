@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.tuning.solver import (
+    SPEED_LOSS_MAX,
     Grid,
     Setting,
     best_of_formats,
@@ -72,13 +73,14 @@ def test_both_keep_the_budget(grid, model, budget):
 @given(grids, models, budgets)
 def test_exhaustive_is_never_slower(grid, model, budget):
     best = solve_exhaustive(grid, model, budget).step_seconds
-    assert best <= solve_greedy(grid, model, budget).step_seconds
+    assert best <= (1 + SPEED_LOSS_MAX) * solve_greedy(grid, model, budget).step_seconds
 
 
 @given(grids, models, budgets, st.integers(0, 2000))
 def test_more_memory_is_never_slower_for_the_exhaustive_solver(grid, model, budget, more):
     less = solve_exhaustive(grid, model, budget)
-    assert solve_exhaustive(grid, model, budget + more).step_seconds <= less.step_seconds
+    found = solve_exhaustive(grid, model, budget + more)
+    assert found.step_seconds <= (1 + SPEED_LOSS_MAX) * less.step_seconds
 
 
 @given(grids, models, budgets, st.integers(0, 2000))
