@@ -19,6 +19,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import save_projections
+from kvswap_torch.tuning.calibration import read_samples
 from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.samples import Sample
@@ -139,10 +140,10 @@ def fit_blocks(
     rotary = _rotary(calibrator) if kind == "rope_pairs" else 0
     moments = [HeadMoments(shape.kv_heads, shape.head_dim) for _ in range(shape.layers)]
 
-    def count(seen: Observed, focus: int) -> None:
-        moments[seen.layer].add(seen, focus)
+    def count(seen: Observed, sample: Sample) -> None:
+        moments[seen.layer].add(seen, sample.focus)
 
-    _read(calibrator, samples, count, f"fitting {kind}", progress)
+    read_samples(calibrator, samples, count, f"fitting {kind}", progress)
     if kind == "pca_per_head":
         blocks = [directions(each.centred_keys) for each in moments]
     elif kind == "channels":
@@ -163,10 +164,10 @@ def _skewed(
     """Skews whose columns stand in the order of what queries weigh in them, in all (InfiniGen)."""
     sizes = [torch.zeros(skew.shape[:2], dtype=torch.float64) for skew in skews]
 
-    def weigh(seen: Observed, focus: int) -> None:
-        sizes[seen.layer] += (asked_of(seen, focus) @ skews[seen.layer]).abs().sum(1)
+    def weigh(seen: Observed, sample: Sample) -> None:
+        sizes[seen.layer] += (asked_of(seen, sample.focus) @ skews[seen.layer]).abs().sum(1)
 
-    _read(calibrator, samples, weigh, "weighing skewed columns", progress)
+    read_samples(calibrator, samples, weigh, "weighing skewed columns", progress)
     return [
         skew.gather(2, size.argsort(dim=1, descending=True)[:, None].expand_as(skew))
         for skew, size in zip(skews, sizes, strict=True)
@@ -178,21 +179,6 @@ def _rotary(calibrator: Calibrator) -> int:
 
     check_pairs(SwapConfig(projection_kind="rope_pairs"), calibrator.parts)
     return rotary_channels(calibrator.parts)
-
-
-def _read(
-    calibrator: Calibrator,
-    samples: Sequence[Sample],
-    observe: Any,
-    what: str,
-    progress: Progress | None,
-) -> None:
-    for number, sample in enumerate(samples):
-        if progress is not None:
-            progress(what, number, len(samples))
-        calibrator.read(sample, lambda seen, focus=sample.focus: observe(seen, focus))
-    if progress is not None:
-        progress(what, len(samples), len(samples))
 
 
 def fitted_preset(

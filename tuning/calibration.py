@@ -185,7 +185,7 @@ def gather_moments(
             seen = dataclasses.replace(seen, predicted=None)
         moments[seen.layer].add(seen, sample)
 
-    _run(calibrator, samples, add, f"fitting to {query} queries", progress)
+    read_samples(calibrator, samples, add, f"fitting to {query} queries", progress)
     return moments
 
 
@@ -204,16 +204,17 @@ def measure_recall(
         for table in tables:
             table.add(seen, steps)
 
-    _run(calibrator, samples, measure, "measuring recall", progress)
+    read_samples(calibrator, samples, measure, "measuring recall", progress)
 
 
-def _run(
+def read_samples(
     calibrator: Calibrator,
     samples: Sequence[Sample],
     observe: Callable[[Observed, Sample], None],
     what: str,
     progress: Progress | None,
 ) -> None:
+    """Lets the model read one after another; the observer is called for each layer of each."""
     for number, sample in enumerate(samples):
         if progress is not None:
             progress(what, number, len(samples))

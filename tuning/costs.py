@@ -21,7 +21,7 @@ from kvswap_torch.tuning.step_model import (
 )
 from kvswap_torch.tuning.traffic import Merging, Traffic, TrafficTable
 
-GAIN_MIN = 5e-4  # of worth, a column; what a layer gains below it is noise
+GAIN_MIN = 1e-4  # of worth, a column; what a layer gains below it is noise
 
 Bytes = Callable[[tuple[int, ...]], int]
 """Ranks of all layers -> bytes; more for every column more."""
@@ -316,7 +316,7 @@ def make_levels(recall: Sequence[Mapping[int, float]], *, uniform: bool = False)
 
 
 def _filled(ranks: tuple[int, ...], grid: Sequence[int], columns: int) -> tuple[int, ...]:
-    """At most so many columns in all: the layer with the fewest, the first of several, gets more."""
+    """At most so many columns: the layer with the fewest, the first of several, gets more."""
     filled = list(ranks)
     while True:
         layer = min(range(len(filled)), key=lambda each: (filled[each], each))
