@@ -1,20 +1,14 @@
 #include "kernels/digit_score.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
-#include "kernels/cpu_features.h"
+#include "kernels/cpu/vnni.h"
 
 namespace kvswap {
 namespace {
-
-#define KVSWAP_VNNI \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")))
-#define KVSWAP_VNNI_INLINE KVSWAP_VNNI __attribute__((always_inline)) inline
 
 constexpr int kDigits = 3;
 constexpr int kQueriesAtOnce = 4;
@@ -26,13 +20,6 @@ constexpr float kQueryMin = 1e-25f;             // of the largest column: its in
 // piece of a summary, and asks for one of the two streams late.
 constexpr int64_t kAheadBytes = 8192;
 constexpr int64_t kScalesAhead = 32;  // blocks
-
-bool has_vnni() {
-  static const bool is_here = __builtin_cpu_supports("avx512vnni") &&
-                              __builtin_cpu_supports("avx512vbmi") &&
-                              __builtin_cpu_supports("avx512bw");
-  return is_here && simd_level() == "AVX3";
-}
 
 /// As the products take them: columns in the order of a step's, zeros after the last.
 struct Query {
@@ -98,13 +85,6 @@ KVSWAP_VNNI bool split(const float* source, int64_t rank, Query& query) {
     }
   }
   return true;
-}
-
-/// Byte 4 t + c of the result is byte 16 c + t: what stands by columns then stands by tokens.
-KVSWAP_VNNI_INLINE __m512i by_tokens() {
-  alignas(64) uint8_t from[64];
-  for (int i = 0; i < 64; ++i) from[i] = static_cast<uint8_t>(i % 4 * 16 + i / 4);
-  return _mm512_load_si512(from);
 }
 
 KVSWAP_VNNI_INLINE __m512i four_columns(const int8_t* digits) {
@@ -212,10 +192,6 @@ class Scorer {
       _mm512_storeu_ps(args_.scores + (first_ + q) * args_.score_stride + block * kSummaryBlock,
                        _mm512_mul_ps(total, token_scale));
     }
-  }
-
-  static KVSWAP_VNNI_INLINE __m512 as_floats(__m512i sums) {
-    return _mm512_maskz_cvtepi32_ps(0xffff, sums);
   }
 
   const LowRankScoreArgs& args_;

@@ -1,8 +1,6 @@
 #include "kernels/int8_mass.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -11,26 +9,15 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/cpu_features.h"
+#include "kernels/cpu/vnni.h"
 
 namespace kvswap {
 namespace {
-
-#define KVSWAP_VNNI \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")))
-#define KVSWAP_VNNI_INLINE KVSWAP_VNNI __attribute__((always_inline)) inline
 
 constexpr int kBlocks = kMassUnit / kSummaryBlock;       // of a unit
 constexpr int64_t kStep = kInt8Columns * kSummaryBlock;  // bytes of four columns of a block
 constexpr int kHeadsAtOnce = 4;                          // whose sums over a unit fill registers
 constexpr float kOverflow = 0x1p60f;                     // weights above it lose what is small
-
-bool has_vnni() {
-  static const bool is_here = __builtin_cpu_supports("avx512vnni") &&
-                              __builtin_cpu_supports("avx512vbmi") &&
-                              __builtin_cpu_supports("avx512bw");
-  return is_here && simd_level() == "AVX3";
-}
 
 /// 64 tokens of a summary, by tokens: byte c of token t of block b stands at [c / 4, b, t, c % 4].
 /// Rows are raised by 128, since the product takes one side without sign.
@@ -40,13 +27,6 @@ struct Unit {
   __mmask16 counted[kBlocks] = {};
   bool has_candidates() const { return (counted[0] | counted[1] | counted[2] | counted[3]) != 0; }
 };
-
-/// Byte 4 t + c of the result is byte 16 c + t: what stands by columns then stands by tokens.
-KVSWAP_VNNI __m512i by_tokens() {
-  alignas(64) uint8_t from[64];
-  for (int i = 0; i < 64; ++i) from[i] = static_cast<uint8_t>(i % 4 * 16 + i / 4);
-  return _mm512_load_si512(from);
-}
 
 /// What is not there of the unit is zeros, and not counted.
 KVSWAP_VNNI Unit read_unit(const Int8MassArgs& args, int64_t index, uint8_t* rows) {
@@ -96,8 +76,6 @@ KVSWAP_VNNI_INLINE void multiply(const Unit& unit, const int8_t* query, int64_t 
     }
   }
 }
-
-KVSWAP_VNNI_INLINE __m512 as_floats(__m512i sums) { return _mm512_maskz_cvtepi32_ps(0xffff, sums); }
 
 /// 2^a for a >= -126; 0 where not counted.
 KVSWAP_VNNI_INLINE __m512 power_of_two(__m512 a, __mmask16 counted) {
