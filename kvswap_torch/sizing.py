@@ -120,14 +120,17 @@ def spend_budget(
     precision and groups are chosen together, by what they are worth: of every number of columns
     with the most groups that then fit, up to `config`'s, the pair that misses least. Columns come
     first: 8 of them find a tenth of what is asked for with 100 groups, and 32 find nine tenths with
-    8. int4 rows have more of them in the same bytes. What is left over keeps more pages.
+    8. int4 rows have more of them in the same bytes. Where much is missed all the same, two layers
+    have pages at a time (`SwapConfig.resident_layers`): several times as many groups for the same
+    bytes, which every step reads again. What is left over keeps more pages.
 
     Parameters
     ----------
     config
         Everything else; rank is half the columns, since it is doubled without a calibration.
     on_device
-        Pages are a device's, which has no kernels for int4 rows: they are not chosen.
+        Pages are a device's, which has no kernels for int4 rows: they are not chosen, nor are
+        pages shared, which is measured on none.
 
     Raises
     ------
@@ -141,11 +144,15 @@ def spend_budget(
 def _searched(
     name: str, request: Request, shape: ModelShape, config: SwapConfig, need: Need, *how: bool
 ) -> SwapConfig:
-    """What C++'s search of that name chooses; rank, groups, pages and the rows' precision alone."""
+    """What C++'s search of that name chooses: rank, groups, pages, whose, and rows' precision."""
     from kvswap_torch import _C
 
     def sized(
-        rank: int | list[int], groups_max: int, pages_max: int, summary_dtype: str
+        rank: int | list[int],
+        groups_max: int,
+        pages_max: int,
+        summary_dtype: str,
+        resident_layers: int | None,
     ) -> SwapConfig:
         return dataclasses.replace(
             config,
@@ -153,6 +160,7 @@ def _searched(
             groups_max=groups_max,
             pages_max=pages_max,
             summary_dtype=summary_dtype,
+            resident_layers=resident_layers,
             table=(),
         )
 

@@ -19,8 +19,9 @@ from kvswap_torch.tuning.step_model import (
     Work,
     disk_seconds,
 )
-from kvswap_torch.tuning.traffic import Merging, Traffic, TrafficTable
+from kvswap_torch.tuning.traffic import NO_REUSE, Merging, Traffic, TrafficTable
 
+SHARING = 2  # layers that have pages at a time, where they are shared: one reads, one attends
 GAIN_MIN = 1e-4  # of worth, a column; what a layer gains below it is noise
 
 Bytes = Callable[[tuple[int, ...]], int]
@@ -165,6 +166,7 @@ class SettingCosts:
             rank=self.levels.ranks[setting.rank],
             groups_max=groups,
             pages_max=pages,
+            resident_layers=SHARING if setting.shares_pages else None,
             records=setting.records,
         )
 
@@ -174,7 +176,7 @@ class SettingCosts:
 
     def is_whole(self, setting: Setting) -> bool:
         """Whether the whole context is kept in memory; then all of it is attended."""
-        return setting.capacity >= self.context
+        return setting.capacity >= self.context and not setting.shares_pages
 
     def memory_bytes(self, setting: Setting) -> int:
         return self._need(setting)["total"]
@@ -221,16 +223,19 @@ class SettingCosts:
         else:
             traffic = self.layer_traffic(config, self._need(setting)["record_bytes"])
         parts = self.steps.parts(make_work(config, self.shape, self.batch, self.context, traffic))
-        loads = [
-            LayerLoads(self.batch * each.reads, self.batch * each.bytes_read) for each in traffic
-        ]
+        loads = [self._loads(each) for each in traffic]
         io = tuple(disk_seconds(self.disk, each) for each in loads)
         period = sum(parts.values()) / self.shape.layers
         ahead = set(self._ahead())
         parts["load"] = sum(self.loading.busy(each) for each in loads)
+        late = self._late(setting, config) if setting.shares_pages else {}
+        parts["load"] += sum(self.loading.busy(each) for each in late.values())
         parts["wait"] = sum(
-            self.loading.waited(seconds, period if layer in ahead else 0.0)
+            self.loading.waited(seconds, period if layer in ahead or late else 0.0)
             for layer, seconds in enumerate(io)
+        )
+        parts["wait"] += sum(
+            self.loading.waited(disk_seconds(self.disk, each), 0.0) for each in late.values()
         )
         attended = sum(each.attended for each in traffic)
         loaded = sum(each.loads for each in traffic)
@@ -241,20 +246,33 @@ class SettingCosts:
             hit_rate=1 - loaded / attended if attended else 0.0,
         )
 
+    def _loads(self, traffic: Traffic) -> LayerLoads:
+        return LayerLoads(self.batch * traffic.reads, self.batch * traffic.bytes_read)
+
+    def _late(self, setting: Setting, config: SwapConfig) -> dict[int, LayerLoads]:
+        """Where layers share pages: what those that do not read ahead read by their own query.
+
+        What they attended in the last step they read beforehand (csrc/engine/layer_steps.h); this
+        is what it lacks.
+        """
+        last = dataclasses.replace(config, resident_layers=None, replacement="unused")
+        new = self.layer_traffic(last, self._need(setting)["record_bytes"])
+        ahead = set(self._ahead())
+        return {layer: self._loads(each) for layer, each in enumerate(new) if layer not in ahead}
+
     def layer_traffic(self, config: SwapConfig, record_bytes: int) -> list[Traffic]:
         """What each layer and sequence reads."""
         merging = Merging(record_bytes, config.merge_gap_bytes, config.merge_bytes_max)
         recorded = self.traffic.choices.tokens // config.group_tokens
+        policy = config.replacement if config.resident_layers is None else NO_REUSE
         if config.groups_max >= recorded:
             return self.traffic.get(
-                config.group_tokens, config.pages_max, config.replacement, self.context, merging
+                config.group_tokens, config.pages_max, policy, self.context, merging
             )
         # Fewer groups with as many pages for each are taken to meet as often.
         share = config.groups_max / recorded
         pages = round(config.pages_max / share)
-        traffic = self.traffic.get(
-            config.group_tokens, pages, config.replacement, self.context, merging
-        )
+        traffic = self.traffic.get(config.group_tokens, pages, policy, self.context, merging)
         return [each.scaled(share) for each in traffic]
 
     def _ahead(self) -> list[int]:

@@ -29,6 +29,7 @@ from kvswap_torch.tuning.settings import (
     FORMATS,
     Demand,
     engine_need,
+    sharing_capacities,
     sizes_by_format,
     true_query_layers,
     usable_sizes,
@@ -366,6 +367,7 @@ def make_grid(measured: Measured, levels: Levels, context: int, options: TuneOpt
         too_small=too_small,
         ranks=levels.values,
         capacities=tuple(sorted(capacities)),
+        shared=sharing_capacities(measured.model, measured.shape.layers, tokens, context),
         exposed_share=options.exposed_share,
         recall_min=options.min_recall,
     )

@@ -12,6 +12,7 @@ from kvswap_torch.errors import BudgetError
 from kvswap_torch.sizing import ModelShape, Request, too_small
 from kvswap_torch.tuning.calibration import Calibration
 from kvswap_torch.tuning.choices import TOKENS_SHARES
+from kvswap_torch.tuning.costs import SHARING
 from kvswap_torch.tuning.recall import QUERIES, RANKS, Choice
 
 Need = Callable[[SwapConfig], Mapping[str, int]]
@@ -86,6 +87,17 @@ def sizes_by_format(
     return groups, frozenset((r, g) for r in usable for g in groups if g not in usable[r])
 
 
+def sharing_capacities(model: Any, layers: int, tokens: int, context: int) -> tuple[int, ...]:
+    """What layers that share pages may attend, of `tokens` at most.
+
+    Nothing on a device, where it is not measured.
+    """
+    if model.device.type != "cpu" or layers <= SHARING:
+        return ()
+    attended = {int(share * tokens) for share in TOKENS_SHARES}
+    return tuple(sorted(each for each in attended if each < context))
+
+
 def check_budget(
     model: Any,
     context_max: int,
@@ -123,7 +135,9 @@ def check_budget(
             sink_tokens=choice.sink_tokens,
             tail_tokens=choice.tail_tokens,
             records=records,
+            resident_layers=resident,
         )
+        for resident in (None, SHARING)
         for records in FORMATS[searched]
         for size in usable_sizes(sizes, shape, alignment, records)
     ]

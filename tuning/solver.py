@@ -36,12 +36,15 @@ class Setting:
         C: tokens kept in memory per layer and sequence, at least those that a step attends.
     records
         What a record holds: `kvswap_torch.SwapConfig.records`.
+    shares_pages
+        Do two layers have pages at a time? Each step then reads again all that it attends.
     """
 
     group_tokens: int
     rank: int
     capacity: int
     records: str = "model"
+    shares_pages: bool = False
 
 
 class Costs(Protocol):
@@ -77,6 +80,8 @@ class Grid:
         Formats of records.
     too_small
         (format, G) of records that the disk would mostly pad.
+    shared
+        Capacities to try where layers share pages: what is kept beyond a step is of no use there.
     """
 
     groups: tuple[int, ...]
@@ -86,6 +91,12 @@ class Grid:
     recall_min: float = 0.0
     records: tuple[str, ...] = ("model",)
     too_small: frozenset[tuple[str, int]] = frozenset()
+    shared: tuple[int, ...] = ()
+
+    def kept(self) -> list[tuple[int, bool]]:
+        """(capacity, whether layers share pages), to choose from."""
+        own = [(capacity, False) for capacity in self.capacities]
+        return own + [(capacity, True) for capacity in self.shared]
 
     def stored(self) -> list[tuple[str, int]]:
         """(format, G) of the records to choose from: the smallest G first."""
@@ -126,6 +137,8 @@ class Solution:
 
 def solve_greedy(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
     """The paper's search: the largest rank, then the smallest G that hides the loading.
+
+    Each layer has pages of its own, as in the paper.
 
     Where not even the largest G does, the next larger reuse buffer is tried, at the largest rank
     that then fits. When rank or buffer come to their end, the fastest setting met is returned.
@@ -173,9 +186,9 @@ def solve_exhaustive(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
 def solutions(grid: Grid, costs: Costs, budget_bytes: int) -> list[Solution]:
     """All settings of the grid that fit the budget, whatever their recall."""
     settings = (
-        Setting(group, rank, capacity, records)
-        for (records, group), rank, capacity in itertools.product(
-            grid.stored(), grid.ranks, grid.capacities
+        Setting(group, rank, capacity, records, shares)
+        for (records, group), rank, (capacity, shares) in itertools.product(
+            grid.stored(), grid.ranks, grid.kept()
         )
     )
     fitting = (setting for setting in settings if costs.memory_bytes(setting) <= budget_bytes)
@@ -206,17 +219,19 @@ def _judge(grid: Grid, costs: Costs, setting: Setting) -> Solution:
     )
 
 
-def _preference(found: Solution) -> tuple[float, bool, int, int, int]:
+def _preference(found: Solution) -> tuple[float, tuple[bool, bool], int, int, int]:
     setting = found.setting
     is_rounded = setting.records != "model"
-    return found.step_seconds, is_rounded, -setting.rank, setting.group_tokens, setting.capacity
+    wishes = (is_rounded, setting.shares_pages)
+    return found.step_seconds, wishes, -setting.rank, setting.group_tokens, setting.capacity
 
 
 def _too_small(grid: Grid, costs: Costs, budget_bytes: int) -> BudgetError:
     smallest = min(
         (
-            Setting(group, grid.ranks[0], grid.capacities[0], records)
+            Setting(group, grid.ranks[0], capacity, records, shares)
             for records, group in grid.stored()
+            for capacity, shares in grid.kept()
         ),
         key=costs.memory_bytes,
     )
@@ -350,5 +365,5 @@ def make_config(solved: Sequence[Solved], base: SwapConfig) -> SwapConfig:
 
 
 def _solved_fields(config: SwapConfig) -> dict[str, object]:
-    names = ("group_tokens", "rank", "groups_max", "pages_max", "records")
+    names = ("group_tokens", "rank", "groups_max", "pages_max", "resident_layers", "records")
     return {name: getattr(config, name) for name in names}

@@ -16,6 +16,7 @@ from kvswap_torch.tuning.choices import Choices, stretched
 from kvswap_torch.tuning.step_model import Disk
 
 POLICIES = ("fifo", "lru", "unused")
+NO_REUSE = "none"  # every step reads all that it attends
 
 
 class ReuseBuffer:
@@ -26,13 +27,13 @@ class ReuseBuffer:
     capacity
         Groups kept; at least as many as one step chooses.
     policy
-        Who leaves, as `SwapConfig.replacement`: one of `POLICIES`.
+        Who leaves, as `SwapConfig.replacement`: one of `POLICIES`, or `NO_REUSE`.
     """
 
     def __init__(self, capacity: int, policy: str):
         from kvswap_torch import _C
 
-        if policy not in POLICIES:
+        if policy not in (*POLICIES, NO_REUSE):
             raise ValueError(f"reuse buffer: policy must be one of {POLICIES}, got {policy!r}")
         if capacity < 1:
             raise ValueError(f"reuse buffer: capacity must be positive, got {capacity}")

@@ -95,6 +95,8 @@ def main(
     if out != NO_RESULTS:
         facts = machine.describe(Path("."))
         facts["command"] = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
+        if harness.has_wide_products:
+            facts["products"] = "of fp32, rounded to bf16: the processor has none of bf16"
         path = write(out or summary["model"], {"machine": facts} | summary)
         console.print(f"wrote {path.relative_to(RESULTS.parent)} and its figures")
 

@@ -21,6 +21,7 @@ from bench.quality.product import Product
 from bench.quality.projections import Projections
 from bench.quality.text import Texts
 from bench.quality.wording import ReferenceWording, wording_for
+from bench.wide_products import widen_products
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import config_hash, model_parts
@@ -70,6 +71,7 @@ class Harness:
         self.setting = setting
         dtype = "auto" if setting.dtype is None else setting.dtype
         self.model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype).eval()
+        self.has_wide_products = widen_products(self.model)
         tokenizer = AutoTokenizer.from_pretrained(setting.model)
         self.parts = model_parts(self.model)
         self.config = load_config(setting.model)

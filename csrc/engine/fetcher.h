@@ -38,10 +38,9 @@ struct Fetch {
   std::vector<Copy> copies;
   MergedReads merged;
 
-  /// Memory of one load while it is planned and under way, its group and page in the plan included.
+  /// Memory of one load while it is under way.
   static constexpr int64_t bytes_per_load() {
-    return sizeof(Load) + sizeof(Placement) + sizeof(Copy) + 2 * sizeof(iovec) + sizeof(BlockRead) +
-           2 * sizeof(int32_t);
+    return sizeof(Load) + sizeof(Placement) + sizeof(Copy) + 2 * sizeof(iovec) + sizeof(BlockRead);
   }
 };
 

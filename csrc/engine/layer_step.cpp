@@ -94,12 +94,13 @@ Status LayerStep::choose() {
   return Status::ok();
 }
 
-Status LayerStep::answer(const std::function<Status(int64_t loads)>& make_room) {
+Status LayerStep::answer(const Room& make_room) {
   if (state_ == State::kAsked) KVSWAP_RETURN_IF_ERROR(choose());
-  Status recalled = end_recall();
-  if (!recalled.is_ok()) {
+  Status ready = end_recall();
+  if (ready.is_ok()) ready = make_room.of_pages();
+  if (!ready.is_ok()) {
     state_ = State::kIdle;
-    return recalled;
+    return ready;
   }
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
@@ -109,9 +110,10 @@ Status LayerStep::answer(const std::function<Status(int64_t loads)>& make_room) 
   return submitted;
 }
 
-void LayerStep::recall(const std::function<Status(int64_t loads)>& make_room) {
+void LayerStep::recall(const Room& make_room) {
   KVSWAP_ASSERT(state_ == State::kIdle && !is_recalling_);
   if (static_cast<int64_t>(chosen_.size()) != batch_.size()) return;
+  if (!make_room.of_pages().is_ok()) return;
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
   // Some of them may have been packed anew since.
@@ -185,8 +187,8 @@ void LayerStep::plan_sequence(int64_t sequence) {
   }
 }
 
-Status LayerStep::submit(const std::function<Status(int64_t loads)>& make_room) {
-  Status submitted = make_room(static_cast<int64_t>(fetch_.loads.size()));
+Status LayerStep::submit(const Room& make_room) {
+  Status submitted = make_room.to_land(static_cast<int64_t>(fetch_.loads.size()));
   if (submitted.is_ok()) submitted = sealer_.settle_layer(layer_);
   if (submitted.is_ok()) submitted = parts_.space->landing().lend(fetch_);
   if (submitted.is_ok()) submitted = parts_.fetcher->submit(fetch_);

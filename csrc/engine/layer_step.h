@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "engine/batch.h"
@@ -13,6 +14,14 @@ namespace kvswap {
 struct Question {
   QueryView query;
   float scale = 1.0f;  // of attention
+};
+
+/// Who gives way to a step's reads, while it begins them.
+struct Room {
+  /// Others that stand in its pages: nothing of theirs is on the way there any more.
+  std::function<Status()> of_pages;
+  /// Others' loads, which land where these have no place to.
+  std::function<Status(int64_t loads)> to_land;
 };
 
 /// One layer's step, from the question to the pages: who is chosen, where they stand, and what is
@@ -31,8 +40,10 @@ class LayerStep {
  public:
   enum class State { kIdle, kAsked, kChosen, kReading, kReady, kFailed };
 
-  LayerStep(int64_t layer, EngineParts& parts, const Batch& batch, Sealer& sealer)
-      : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer) {}
+  /// fetch: of the layer's pages, so of all layers that share them; nobody else's when this one
+  /// begins to read.
+  LayerStep(int64_t layer, EngineParts& parts, const Batch& batch, Sealer& sealer, Fetch& fetch)
+      : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer), fetch_(fetch) {}
 
   State state() const { return state_; }
   /// Does anything of its own stand in its pages, or is on the way there, that is yet to be
@@ -43,12 +54,10 @@ class LayerStep {
   /// Takes the selector's answer, for which it waits: another layer may ask.
   Status choose();
   /// The choice, made now if it is not yet, becomes a plan, and its reads are submitted.
-  /// make_room(loads) is called between: it lands the loads of others, where these have no place to
-  /// land.
-  Status answer(const std::function<Status(int64_t loads)>& make_room);
+  Status answer(const Room& make_room);
   /// Begins to read what was chosen last, most of which will be chosen again: while the step is
   /// idle, for a layer whose pages others had since. What it cannot read is read by its own turn.
-  void recall(const std::function<Status(int64_t loads)>& make_room);
+  void recall(const Room& make_room);
   /// Would choose() wait for the selector?
   bool is_choosing() const { return is_asking_selector_ && parts_.selector->is_choosing(); }
   /// The loads are in their pages, those of a recall too.
@@ -78,13 +87,14 @@ class LayerStep {
   void plan();
   size_t plan_loads();
   void plan_sequence(int64_t sequence);
-  Status submit(const std::function<Status(int64_t loads)>& make_room);
+  Status submit(const Room& make_room);
   void forget_loads();
 
   int64_t layer_;
   EngineParts& parts_;
   const Batch& batch_;
   Sealer& sealer_;
+  Fetch& fetch_;
   State state_ = State::kIdle;
   Status failure_;  // while failed
   bool is_asking_selector_ = false;
@@ -93,7 +103,6 @@ class LayerStep {
   std::vector<std::vector<int32_t>> chosen_;      // [batch][groups], rising
   std::vector<std::vector<int32_t>> pages_;       // [batch][groups]: of the sequence's pool
   std::vector<std::vector<int32_t>> overriding_;  // empty: nothing replaces the next choice
-  Fetch fetch_;
 };
 
 }  // namespace kvswap

@@ -7,9 +7,10 @@
 namespace kvswap {
 
 LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer)
-    : parts_(parts), batch_(batch) {
+    : parts_(parts), batch_(batch), fetches_(page_layers(parts.options)) {
   for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
-    steps_.emplace_back(layer, parts, batch, sealer);
+    Fetch& fetch = fetches_[layer % page_layers(parts.options)];
+    steps_.emplace_back(layer, parts, batch, sealer, fetch);
   }
 }
 
@@ -54,7 +55,7 @@ void LayerSteps::recall(int64_t layer, int64_t before) {
   LayerStep& step = steps_[layer];
   const bool is_behind = batch_.layer(layer).positions < batch_.layer(before).positions;
   if (step.state() != LayerStep::State::kIdle || step.has_pages() || !is_behind) return;
-  if (!batch_.is_restored(layer)) step.recall(page_and_landing_room(layer));
+  if (!batch_.is_restored(layer)) step.recall(room_for(layer));
 }
 
 void LayerSteps::settle() {
@@ -68,14 +69,12 @@ void LayerSteps::settle_before(int64_t layer) {
 
 Status LayerSteps::answer(int64_t layer) {
   if (layer == asked_) asked_ = -1;
-  return steps_[layer].answer(page_and_landing_room(layer));
+  return steps_[layer].answer(room_for(layer));
 }
 
-std::function<Status(int64_t loads)> LayerSteps::page_and_landing_room(int64_t layer) {
-  return [this, layer](int64_t loads) {
-    KVSWAP_RETURN_IF_ERROR(make_page_room(layer));
-    return make_landing_room(layer, loads);
-  };
+Room LayerSteps::room_for(int64_t layer) {
+  return {.of_pages = [this, layer] { return make_page_room(layer); },
+          .to_land = [this, layer](int64_t loads) { return make_landing_room(layer, loads); }};
 }
 
 /// Ends the steps of layers that share this one's pages: what they read is no longer there.

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 #include <deque>
-#include <functional>
+#include <vector>
 
 #include "engine/layer_step.h"
 
@@ -38,12 +38,13 @@ class LayerSteps {
   bool is_yet_to_choose(int64_t layer) const;
   Status answer(int64_t layer);
   void recall(int64_t layer, int64_t before);
-  std::function<Status(int64_t loads)> page_and_landing_room(int64_t layer);
+  Room room_for(int64_t layer);
   Status make_page_room(int64_t layer);
   Status make_landing_room(int64_t layer, int64_t loads);
 
   EngineParts& parts_;
   const Batch& batch_;
+  std::vector<Fetch> fetches_;   // [page_layers()]
   std::deque<LayerStep> steps_;  // [layers]
   int64_t asked_ = -1;           // the layer that is asked, or has chosen; -1: none
 };

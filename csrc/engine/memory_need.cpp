@@ -23,6 +23,9 @@
 namespace kvswap {
 namespace {
 
+// Of a group that a layer has chosen: its number and its page.
+constexpr int64_t kChosenBytes = 2 * sizeof(int32_t);
+
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 /// Keys in fp32 of a block of a prompt, with what its k-means sums up.
@@ -249,7 +252,8 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   need.tables = size_product({partitions, groups, table_bytes_per_group(options)}) +
                 size_product({buffers, options.pages_max,
                               PageMap::bytes_per_page(options.replacement_policy())}) +
-                size_product({partitions, options.pages_max, Fetch::bytes_per_load()}) +
+                size_product({buffers, options.pages_max, Fetch::bytes_per_load()}) +
+                size_product({partitions, options.pages_max, kChosenBytes}) +
                 size_product({batch, (context + 63) / 64, 8});
   // Blocks of the past, and what they are unpacked to.
   const int64_t block = past_block_groups(options, record_bytes);

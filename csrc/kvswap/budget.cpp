@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kRankMin = 8;  // below it choices are hardly better than chance
 constexpr int64_t kSteps = 64;
+// A layer that waits for its own query has the pages of the one before it for what it attended
+// last, which it reads meanwhile: more than two have no use for them.
+constexpr int64_t kLayersSharing = 2;
+constexpr double kReuseWorth = 0.02;  // nats: three quarters of what is read; docs/choosing.md
 
 using Uses = std::map<std::string, int64_t>;
 
@@ -173,55 +177,118 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
   return with_spare_pages(at(step), settings.pages_max, fits);
 }
 
-Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                      const Need& need, bool on_device) {
-  const auto need_of = [&](const Settings& candidate) {
-    return need(candidate, request.batch, request.context);
-  };
-  const auto fits = [&](const Settings& candidate) {
-    return need_of(candidate).at("total") <= request.kv_memory_bytes;
-  };
-  const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
-  const auto at = [&](const char* dtype, int64_t columns, int64_t groups) {
-    Settings chosen = settings;
+namespace {
+
+/// What a budget is divided into, and nats that it misses; none: it does not fit.
+struct Division {
+  Settings settings;
+  double missed = std::numeric_limits<double>::infinity();
+
+  bool fits() const { return missed < std::numeric_limits<double>::infinity(); }
+};
+
+/// Tries divisions of one budget.
+class Divider {
+ public:
+  Divider(const Request& request, const ModelShape& shape, const Settings& settings,
+          const Need& need, bool on_device)
+      : request_(request),
+        shape_(shape),
+        settings_(settings),
+        need_(need),
+        tables_(missed_by_rows(on_device)) {}
+
+  Uses need_of(const Settings& candidate) const {
+    return need_(candidate, request_.batch, request_.context);
+  }
+  bool fits(const Settings& candidate) const {
+    return need_of(candidate).at("total") <= request_.kv_memory_bytes;
+  }
+  int64_t total_of(const Division& division) const {
+    return need_of(division.settings).at("total");
+  }
+
+  /// resident_layers: as in Settings.
+  Settings smallest(std::optional<int64_t> resident_layers) const {
+    return with(tables_.back().summary_dtype, tables_.back().by_columns[0].columns, kGroupsMin,
+                resident_layers);
+  }
+
+  /// Of every number of columns with the most groups that fit, what misses least.
+  Division best(std::optional<int64_t> resident_layers) const {
+    const int64_t whole = (request_.context + settings_.group_tokens - 1) / settings_.group_tokens;
+    Division best = {.settings = smallest(resident_layers)};
+    for (const auto& [dtype, by_columns] : tables_) {
+      if (best.missed < 0) break;  // exact already
+      for (const MissedByColumns& by : by_columns) {
+        const auto of = [&, dtype = dtype](int64_t groups) {
+          return with(dtype, by.columns, groups, resident_layers);
+        };
+        // What is read again in every step is not kept.
+        const bool is_exact = !resident_layers && fits(of(whole));
+        const int64_t low = is_exact ? whole : kGroupsMin;
+        if (!fits(of(low))) break;
+        const int64_t spare = std::max<int64_t>(0, settings_.groups_max - low);
+        const int64_t groups =
+            low + largest(spare, [&](int64_t more) { return fits(of(low + more)); });
+        // What is exact misses nothing, and more columns do no harm to it.
+        const double missed = is_exact
+                                  ? -static_cast<double>(by.columns)
+                                  : by.missed + missed_by_tokens(groups * settings_.group_tokens);
+        if (missed < best.missed) best = {.settings = of(groups), .missed = missed};
+      }
+    }
+    return best;
+  }
+
+ private:
+  Settings with(const char* dtype, int64_t columns, int64_t groups,
+                std::optional<int64_t> resident_layers) const {
+    const int64_t width = row_width(settings_, shape_.kv_heads, shape_.head_dim);
+    Settings chosen = settings_;
     chosen.summary_dtype = dtype;
     chosen.rank = std::max<int64_t>(1, std::min(columns, width) / 2);
     chosen.groups_max = groups;
-    chosen.pages_max = std::max(groups, settings.select_queries_max);
-    return in_least_memory(chosen, settings.pages_max, need_of);
-  };
-  const std::span<const MissedByRows> tables = missed_by_rows(on_device);
-  const Settings smallest =
-      at(tables.back().summary_dtype, tables.back().by_columns[0].columns, kGroupsMin);
-  if (!fits(smallest)) {
-    throw SessionError(SessionError::Kind::kBudget,
-                       too_small(request, need_of(smallest), smallest));
-  }
-  const int64_t whole = (request.context + settings.group_tokens - 1) / settings.group_tokens;
-  Settings best = smallest;
-  double least = std::numeric_limits<double>::infinity();
-  for (const auto& [dtype, by_columns] : tables) {
-    if (least < 0) break;  // exact already
-    for (const MissedByColumns& by : by_columns) {
-      const auto with = [&, dtype = dtype](int64_t groups) {
-        return at(dtype, by.columns, groups);
-      };
-      const bool is_exact = fits(with(whole));
-      const int64_t low = is_exact ? whole : kGroupsMin;
-      if (!fits(with(low))) break;
-      const int64_t spare = std::max<int64_t>(0, settings.groups_max - low);
-      const int64_t groups =
-          low + largest(spare, [&](int64_t more) { return fits(with(low + more)); });
-      // What is exact misses nothing, and more columns do no harm to it.
-      const double missed = is_exact ? -static_cast<double>(by.columns)
-                                     : by.missed + missed_by_tokens(groups * settings.group_tokens);
-      if (missed < least) {
-        best = with(groups);
-        least = missed;
-      }
+    chosen.pages_max = std::max(groups, settings_.select_queries_max);
+    chosen.resident_layers = resident_layers;
+    if (!resident_layers) {
+      return in_least_memory(chosen, settings_.pages_max,
+                             [&](const Settings& candidate) { return need_of(candidate); });
     }
+    // As many as a crop of all layers wants; it has memory of its own otherwise.
+    EngineOptions options;
+    static_cast<Settings&>(options) = chosen;
+    const int64_t crop = shape_.layers * tail_pages(options);
+    chosen.pages_max = std::max(chosen.pages_max, (crop + *resident_layers - 1) / *resident_layers);
+    return chosen;
   }
-  return with_spare_pages(best, settings.pages_max, fits);
+
+  const Request& request_;
+  const ModelShape& shape_;
+  const Settings& settings_;
+  const Need& need_;
+  const std::span<const MissedByRows> tables_;
+};
+
+}  // namespace
+
+Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
+                      const Need& need, bool on_device) {
+  const Divider divider(request, shape, settings, need, on_device);
+  Division best = divider.best(settings.resident_layers);
+  if (best.missed > kReuseWorth && !on_device && shape.layers > kLayersSharing) {
+    Division sharing = divider.best(kLayersSharing);
+    const bool is_better = sharing.fits()
+                               ? sharing.missed < best.missed - kReuseWorth
+                               : !best.fits() && divider.total_of(sharing) < divider.total_of(best);
+    if (is_better) best = std::move(sharing);
+  }
+  if (!best.fits()) {
+    throw SessionError(SessionError::Kind::kBudget,
+                       too_small(request, divider.need_of(best.settings), best.settings));
+  }
+  return with_spare_pages(best.settings, settings.pages_max,
+                          [&](const Settings& candidate) { return divider.fits(candidate); });
 }
 
 namespace {

@@ -61,11 +61,13 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
 /// precision and groups are chosen together, by what they are worth: of every number of columns
 /// with the most groups that then fit, up to the given ones, the pair that misses least. Columns
 /// come first: 8 of them find a tenth of what is asked for with 100 groups, and 32 find nine tenths
-/// with 8. int4 rows have more of them in the same bytes. What is left over keeps more pages. The
-/// rank chosen is half the columns, since it is doubled without a calibration. Throws as
-/// fit_budget().
+/// with 8. int4 rows have more of them in the same bytes. Where much is missed all the same, two
+/// layers have pages at a time (Settings::resident_layers): several times as many groups for the
+/// same bytes, which every step reads again. What is left over keeps more pages. The rank chosen is
+/// half the columns, since it is doubled without a calibration. Throws as fit_budget().
 ///
-/// on_device: pages are a device's, which has no kernels for int4 rows: they are not chosen.
+/// on_device: pages are a device's, which has no kernels for int4 rows: they are not chosen, nor
+/// are pages shared, which is measured on none.
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
                       const Need& need, bool on_device = false);
 

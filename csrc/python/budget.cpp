@@ -15,14 +15,15 @@ namespace kvswap {
 namespace {
 
 using Uses = std::map<std::string, int64_t>;
-/// What a budget decides: rank, groups_max, pages_max, summary_dtype.
-using Sizes = std::tuple<Rank, int64_t, int64_t, std::string>;
+/// What a budget decides: rank, groups_max, pages_max, summary_dtype, resident_layers.
+using Sizes = std::tuple<Rank, int64_t, int64_t, std::string, std::optional<int64_t>>;
 
 Sizes sizes_of(const Settings& settings) {
-  return {settings.rank, settings.groups_max, settings.pages_max, settings.summary_dtype};
+  return {settings.rank, settings.groups_max, settings.pages_max, settings.summary_dtype,
+          settings.resident_layers};
 }
 
-/// need(rank, groups_max, pages_max, summary_dtype) returns bytes by use.
+/// need(rank, groups_max, pages_max, summary_dtype, resident_layers) returns bytes by use.
 Need need_of(const py::function& need) {
   return [&need](const Settings& settings, int64_t, int64_t) {
     return std::apply(need, sizes_of(settings)).cast<Uses>();

@@ -36,8 +36,9 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
     page = 2 * shape.width * config.group_tokens * shape.element_bytes
     ranks = sum(effective_ranks(config, shape, calibrated=False))
     element = {"int8": 1, "int4": 0.5}.get(config.summary_dtype, shape.element_bytes)
+    sharing = min(config.resident_layers or shape.layers, shape.layers)
     uses = {
-        "pages": shape.layers * batch * (config.pages_max + 20) * page,
+        "pages": batch * (sharing * config.pages_max + shape.layers * 20) * page,
         "summary": math.ceil(batch * context * ranks * element),
         "projections": (4 if config.summary_dtype == "int4" else 8) * shape.width * ranks,
     }
@@ -108,7 +109,7 @@ def test_never_over_the_budget(count, data):
 
 
 def missed(config: SwapConfig, context: int, width: int) -> float:
-    if config.groups_max * config.group_tokens >= context:
+    if config.groups_max * config.group_tokens >= context and config.resident_layers is None:
         return -1.0
     columns = 2 * config.rank
     table = _C.missed_by_columns()[config.summary_dtype]
@@ -116,6 +117,7 @@ def missed(config: SwapConfig, context: int, width: int) -> float:
     return share + _C.missed_by_tokens(config.groups_max * config.group_tokens)
 
 
+REUSE_WORTH = 0.02  # nats
 WIDE = dataclasses.replace(SHAPE, head_dim=96)
 
 
@@ -124,6 +126,23 @@ def spent(budget: int, context: int = 4096) -> SwapConfig:
         return plain_need(settings, WIDE, context, 1)
 
     return spend_budget(Request(budget, context, 1), WIDE, SwapConfig(), need)
+
+
+def test_a_real_shape_shares_pages_where_there_is_room_for_few():
+    """A tenth of the KV memory. On a device nothing is shared."""
+    shape = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64, element_bytes=2)
+    budget = shape.kv_bytes(4096) // 10
+
+    def need(settings):
+        return native_need(settings, shape, 4250, 1, budget)
+
+    def chosen(on_device: bool) -> SwapConfig:
+        request = Request(budget, 4250, 1)
+        return spend_budget(request, shape, default_config(shape), need, on_device)
+
+    here, there = chosen(on_device=False), chosen(on_device=True)
+    assert (here.groups_max, here.rank, here.resident_layers) == (100, 16, 2)
+    assert there.groups_max < 30 and there.resident_layers is None
 
 
 def test_a_device_is_not_given_rows_that_it_cannot_score():
@@ -147,13 +166,21 @@ def test_more_memory_never_misses_more(budget, more):
         small = spent(budget, 8192)
     except BudgetError:
         assume(False)
-    assert missed(spent(budget + more, 8192), 8192, WIDE.width) <= missed(small, 8192, WIDE.width)
+    ample = spent(budget + more, 8192)
+    # A reuse buffer is worth a little of it.
+    gives_reuse = ample.resident_layers is None and small.resident_layers is not None
+    least = missed(small, 8192, WIDE.width) + (REUSE_WORTH if gives_reuse else 0.0)
+    assert missed(ample, 8192, WIDE.width) <= least + 1e-9
 
 
 def test_what_memory_is_spent_on():
     """Columns first, then groups with them, then spare pages; or the whole context."""
-    small, middle, ample = (spent(int(size * 2**20)) for size in (1.6, 2.6, 9))
+    small, tight, middle, ample = (spent(int(size * 2**20)) for size in (1.0, 1.6, 2.6, 9))
     assert small.rank >= 12 and 8 <= small.groups_max < 60
+    # Pages of two layers are worth reading all anew, until each layer has enough of its own.
+    assert small.resident_layers == tight.resident_layers == 2
+    assert (tight.rank, tight.groups_max) == (32, 100)
+    assert middle.resident_layers is ample.resident_layers is None
     assert small.summary_dtype == middle.summary_dtype == "int4"
     assert (middle.rank, middle.groups_max) == (32, 100) and middle.pages_max < 200
     assert ample.summary_dtype == "int8", "as many columns, and none rounded by more than it must"

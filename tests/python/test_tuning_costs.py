@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvswap_torch import SwapConfig
+from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning.choices import Choices, Recorded, stretched
-from kvswap_torch.tuning.costs import make_levels
+from kvswap_torch.tuning.costs import Levels, SettingCosts, make_levels
 from kvswap_torch.tuning.disk import DiskModel
+from kvswap_torch.tuning.solver import Setting
 from kvswap_torch.tuning.step_model import (
     LayerLoads,
     LoadingModel,
     LoadingStep,
+    StepModel,
     Work,
     disk_seconds,
     dot,
@@ -26,6 +29,7 @@ from kvswap_torch.tuning.step_model import (
 from kvswap_torch.tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
 from kvswap_torch.tuning.traffic import Merging, TrafficTable, pick_merge_gap, read_sizes
 
+NO_WORK = Work(2, 1, 0.0, 0.0, 0.0, 0.0)
 groups = st.lists(st.integers(0, 300), unique=True, max_size=60).map(sorted)
 
 
@@ -68,6 +72,39 @@ def test_traffic_of_a_window_that_moves_by_one():
     assert (traffic[0].attended, traffic[0].loads, traffic[0].reads) == (2, 1, 1)
     assert traffic[0].bytes_read == 4096
     assert traffic[0].hit_rate == 0.5
+
+
+def costs_of_two_layers(look_ahead: bool) -> SettingCosts:
+    """A disk of a millisecond a read, cores of a tenth of that, and no other work."""
+    rows = NO_WORK.rows()
+    return SettingCosts(
+        batch=1,
+        context=64,
+        shape=ModelShape(layers=2, heads=2, kv_heads=1, head_dim=16, element_bytes=2),
+        base=SwapConfig(select_queries_max=1, look_ahead=look_ahead),
+        levels=Levels({8: (8, 8)}),
+        steps=StepModel({part: (0.0,) * len(row) for part, row in rows.items()}, {1: 0.0}),
+        loading=LoadingModel(read_s=1e-4),
+        disk=DiskModel(request_s=1e-3, latency_s=0.0, bytes_per_s=1e15),
+        traffic=TrafficTable(recorded_choices()),
+        need=lambda config: {"total": config.pages_max, "record_bytes": 8192},
+    )
+
+
+def test_where_layers_share_pages_each_step_reads_what_it_attends():
+    """Two groups a step, one of them new; neighbours are one read."""
+    own, shared = (Setting(4, 8, 12, shares_pages=shares) for shares in (False, True))
+    alone, ahead = (costs_of_two_layers(look_ahead) for look_ahead in (False, True))
+    assert (alone.config(own).resident_layers, alone.config(shared).resident_layers) == (None, 2)
+    assert alone.cost(own).parts["load"] == pytest.approx(2 * 1e-4)
+    assert alone.cost(own).bytes_read == 2 * 8192
+    for costs in (alone, ahead):
+        assert costs.cost(shared).bytes_read == 2 * 2 * 8192
+        assert costs.cost(shared).hit_rate == 0.0
+    # By its own query each layer reads the new group besides; the first never looks ahead.
+    assert alone.cost(shared).parts["load"] == pytest.approx(4 * 1e-4)
+    assert ahead.cost(shared).parts["load"] == pytest.approx(3 * 1e-4)
+    assert not alone.is_whole(Setting(4, 8, 64, shares_pages=True))
 
 
 def test_a_gap_is_read_over_where_a_request_costs_more_than_its_bytes():

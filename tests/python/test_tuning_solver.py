@@ -111,8 +111,8 @@ def test_greedy_is_as_fast_where_rank_costs_no_time_and_something_hides(model, b
     model = Model(model.read_seconds, model.base_seconds, 0.0)
     found = solve_greedy(GRID, model, budget)
     if found.hides:
-        best = solve_exhaustive(GRID, model, budget)
-        assert found.step_seconds == pytest.approx(best.step_seconds)
+        best = solve_exhaustive(GRID, model, budget).step_seconds
+        assert found.step_seconds <= best <= (1 + SPEED_LOSS_MAX) * found.step_seconds
 
 
 def test_a_fast_disk_gets_small_groups_and_a_slow_one_a_reuse_buffer():
@@ -162,6 +162,31 @@ def test_formats_of_records_are_searched_with_the_group_sizes():
     assert solve_exhaustive(grid, Stored(read_seconds=0.0), 9999).setting.records == "model"
     # What fits in one format alone is what that one gives.
     assert set(best_of_formats(grid, model, 700)) == {"fp8"}
+
+
+@dataclass(frozen=True)
+class Sharing(Model):
+    """Where two layers of many share, what is attended takes next to nothing, and all is read."""
+
+    def memory_bytes(self, setting: Setting) -> int:
+        return setting.rank * 32 + setting.capacity // (10 if setting.shares_pages else 1)
+
+    def io_seconds(self, setting: Setting) -> float:
+        return super().io_seconds(setting) * (2 if setting.shares_pages else 1)
+
+    def recall(self, setting: Setting) -> float:
+        return super().recall(setting) * min(1.0, setting.capacity / 400)
+
+
+def test_layers_share_pages_where_memory_holds_too_little_otherwise():
+    grid = replace(GRID, capacities=(100, 400, 800), shared=(100, 400), recall_min=0.8)
+    model = Sharing(read_seconds=5e-4)
+    ample, tight = (solve_exhaustive(grid, model, size).setting for size in (3000, 300))
+    assert (ample.shares_pages, tight.shares_pages) == (False, True)
+    assert tight.capacity == 400
+    assert not solve_greedy(replace(grid, recall_min=0.1), model, 3000).setting.shares_pages
+    with pytest.raises(BudgetError, match="needs 266 bytes"):
+        solve_exhaustive(grid, model, 200)
 
 
 @pytest.mark.parametrize("solve", [solve_greedy, solve_exhaustive])
