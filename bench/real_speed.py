@@ -109,6 +109,8 @@ def main(
                 "summary_dtype": config.summary_dtype,
                 "groups_max": config.groups_max,
                 "group_tokens": config.group_tokens,
+                "resident_layers": config.resident_layers,
+                "device": config.device_model or "local disk",
             }
     Console().print(told)
     if out:

@@ -201,10 +201,35 @@ def speed_rows(results: list[Result]) -> Iterator[str]:
                 yield f"| {tokens} | all (`DynamicCache`) | | {time} | |"
                 tokens = ""
                 continue
-            made_of = f"{_columns(told)}, {told['groups_max']} of {told['group_tokens']}"
+            made_of = _made_of(told)
             read = format_bytes(told["bytes_read_per_token"])
             yield f"| {tokens} | {_label(name)} | {made_of} | {time} | {read} |"
             tokens = ""
+
+
+def _made_of(told: Result) -> str:
+    made_of = f"{_columns(told)}, {told['groups_max']} of {told['group_tokens']}"
+    layers = told.get("resident_layers")
+    return f"{made_of}, pages of {layers} layers" if layers else made_of
+
+
+def sharing_rows(results: list[Result]) -> Iterator[str]:
+    """What it costs that layers share pages: a line for each disk, budget and way."""
+    yield (
+        "| disk | KV memory | columns, groups of tokens | ms per token (quartiles) | of the first "
+        "| read per token |"
+    )
+    yield "|---|---|---|---|---|---|"
+    for result in results:
+        for name, told in result["methods"].items():
+            low, high = told["quartiles"]
+            time = f"{told['ms']:.1f} ({low:.1f} to {high:.1f}) | {told['ratio']:.2f}"
+            if "ranks" not in told:
+                yield f"| | all (`DynamicCache`) | | {time} | |"
+                continue
+            read = format_bytes(told["bytes_read_per_token"])
+            memory = parse(name)[1]["memory"]
+            yield f"| {told['device']} | {memory} | {_made_of(told)} | {time} | {read} |"
 
 
 def _named_setting(setting: Result) -> str:

@@ -24,7 +24,14 @@ from bench.projections import projection_rows
 from bench.quality.plan import CORE
 from bench.quality.report import interval
 from bench.rank_settings import ranked_rows
-from bench.real_table import lookup_rows, product_rows, speed_rows, stage_rows, task_rows
+from bench.real_table import (
+    lookup_rows,
+    product_rows,
+    sharing_rows,
+    speed_rows,
+    stage_rows,
+    task_rows,
+)
 from bench.resident import resident_rows
 from bench.side_by_side import figure as side_by_side_figure
 from bench.side_by_side import report as side_by_side
@@ -278,6 +285,7 @@ DEFAULTS = "quality/*_defaults.json"
 TABLES |= {"product": lambda: product_rows(load(DEFAULTS) + load("quality/smollm2_tuned.json"))}
 TABLES |= {"real-tasks": lambda: task_rows(load("quality/smollm2_*.json"))}
 TABLES |= {"real-speed": lambda: speed_rows(load("real_speed*.json"))}
+TABLES |= {"shared-pages": lambda: sharing_rows(load("shared_pages_*.json"))}
 TABLES |= {"lookups": lambda: lookup_rows(load("lookups_*.json"))}
 TABLES |= {"projections": lambda: projection_rows(load("projections_*.json"))}
 TABLES |= {"ranked": lambda: ranked_rows(load("ranked_*.json"))}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+TOLD = "of fp32, rounded to bf16: the processor has none of bf16"  # beside results
+
 
 def has_bf16_products() -> bool:
     """Does torch multiply bf16 matrices by instructions of this processor?"""

@@ -24,6 +24,8 @@ class Point:
         Name -> value, as `solver.Setting` has them: group_tokens, rank, capacity.
     records
         What records hold.
+    shares_pages
+        Do two layers have pages at a time?
     rank_total
         Columns of all layers together.
     recall
@@ -50,6 +52,7 @@ class Point:
     chosen: bool = False
     solver: str = ""
     records: str = "model"
+    shares_pages: bool = False
 
     @property
     def tokens_per_s(self) -> float:
@@ -144,6 +147,7 @@ def neighbours(data: ReportData, most: int = 6) -> list[Point]:
             if name in chosen.setting and value != chosen.setting[name]
         ]
         ratios += [2.0] * (point.records != chosen.records)
+        ratios += [2.0] * (point.shares_pages != chosen.shares_pages)
         return len(ratios), sum(ratios)
 
     others = [point for point in data.points if not point.chosen]
@@ -162,4 +166,5 @@ def setting_text(point: Point) -> str:
         words.get(name, name.replace("_", " ") + " {}").format(point.setting[name])
         for name in [*known, *others]
     ]
-    return ", ".join(told + [point.records] * (point.records != "model"))
+    told += [point.records] * (point.records != "model")
+    return ", ".join(told + ["pages of two layers"] * point.shares_pages)

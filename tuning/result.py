@@ -244,7 +244,8 @@ def report_data(result: TuneResult) -> ReportData:
 
 def _points(result: TuneResult, solved: Solved) -> Iterator[Point]:
     """Every setting that fits, and what the solvers took."""
-    taken = {name: getattr(solved, name).setting for name in SOLVERS}
+    by_name = {name: getattr(solved, name) for name in SOLVERS}
+    taken = {name: found.setting for name, found in by_name.items() if found is not None}
     for found in solutions(solved.grid, solved.costs, result.budget_bytes):
         solvers = ", ".join(name for name, setting in taken.items() if setting == found.setting)
         yield _point(solved, found, solvers)
@@ -253,11 +254,12 @@ def _points(result: TuneResult, solved: Solved) -> Iterator[Point]:
 def _point(solved: Solved, found: Solution, solver: str) -> Point:
     cost = solved.costs.cost(found.setting)
     setting = dataclasses.asdict(found.setting)
-    records = setting.pop("records")
+    records, shares_pages = setting.pop("records"), setting.pop("shares_pages")
     ranks = solved.costs.config(found.setting).ranks(solved.costs.shape.layers)
     return Point(
         setting=setting,
         records=records,
+        shares_pages=shares_pages,
         rank_total=sum(ranks),
         recall=found.recall,
         bytes_per_token=cost.bytes_read,

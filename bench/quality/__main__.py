@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench import machine
+from bench import machine, wide_products
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import FAMILIES, OF_CLUSTERS, SETTINGS
 from bench.quality.plan import make_plan
@@ -96,7 +96,7 @@ def main(
         facts = machine.describe(Path("."))
         facts["command"] = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
         if harness.has_wide_products:
-            facts["products"] = "of fp32, rounded to bf16: the processor has none of bf16"
+            facts["products"] = wide_products.TOLD
         path = write(out or summary["model"], {"machine": facts} | summary)
         console.print(f"wrote {path.relative_to(RESULTS.parent)} and its figures")
 

@@ -27,6 +27,7 @@ struct EngineCounters {
   uint64_t sequences = 0;        // of the caller's, summed over steps
   uint64_t groups_attended = 0;  // selected groups (a head's own where it chooses), no sinks, tail
   uint64_t groups_loaded = 0;
+  uint64_t groups_read_again = 0;  // before a layer chose: what it attended last, of shared pages
   uint64_t records_sealed = 0;
   double select_seconds = 0;  // project, score, choose
   double plan_seconds = 0;    // page maps, merging, submitting

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/chrome_trace.h"
+#include "engine/memory_need.h"
 #include "kernels/cpu_features.h"
 
 namespace kvswap {
@@ -179,6 +180,9 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   };
   if (engine.options().drops()) {
     counters["bytes_allocated"] = number(engine.parts().file->allocated_bytes());
+  }
+  if (shares_pages(engine.options())) {
+    counters["groups_read_again"] = number(steps.groups_read_again);
   }
   add_kept(engine, counters);
   add_missed_mass(engine, counters);

@@ -124,6 +124,7 @@ void LayerStep::recall(const Room& make_room) {
   }
   plan_loads();
   is_recalling_ = submit(make_room).is_ok();
+  if (is_recalling_) parts_.counters.groups_read_again += fetch_.loads.size();
 }
 
 Status LayerStep::end_recall() {

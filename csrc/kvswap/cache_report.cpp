@@ -49,6 +49,8 @@ std::string report_text(const Report& report) {
   const double decoded = counters.at("sequences") / layers;
   const double each = 1 / std::max(1.0, decoded);
   const double loaded = counters.at("groups_loaded");
+  const auto again = counters.find("groups_read_again");
+  const double read = loaded + (again == counters.end() ? 0 : again->second);
   const double attended = counters.at("groups_attended");
   const double full = static_cast<double>(report.shape.kv_bytes(1)) * tokens * batch;
   auto ledger = report.ledger;
@@ -67,7 +69,7 @@ std::string report_text(const Report& report) {
     if (is_use && size) table.row("  " + name, bytes(static_cast<double>(size)));
   }
   table.row("read", bytes(counters.at("bytes_read")) + ", " +
-                        bytes(loaded * counters.at("record_bytes") * each) + " per token");
+                        bytes(read * counters.at("record_bytes") * each) + " per token");
   table.row("written",
             bytes(written) + ", " + bytes(written / std::max(1.0, tokens * batch)) + " per token");
   table.row("groups per step", fixed(attended * each / layers, ""));

@@ -32,7 +32,8 @@ class CacheStats:
     bytes_read, bytes_written
         From and to the disk.
     bytes_read_per_token, bytes_written_per_token
-        Selected groups read per decoding step of a sequence; written per token stored.
+        Selected groups read per decoding step of a sequence, with shared pages those too that it
+        attended last and read beforehand; written per token stored.
     missed_mass, missed_mass_error
         With `SwapConfig.audit_every`: the estimated share of attention that went to groups that
         were not selected, mean over heads and layers, and half of its 95 % interval; both by layer
@@ -191,6 +192,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
     ledger |= beside
     tokens, batch = driver.positions(), session.batch()
     attended, loaded = counters["groups_attended"], counters["groups_loaded"]
+    again = counters.get("groups_read_again", 0)
     decoded = counters["sequences"] / shape.layers
     each = 1 / max(1.0, decoded)
     written = counters["bytes_written"]
@@ -201,7 +203,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         decoded=int(decoded),
         bytes_read=int(counters["bytes_read"]),
         bytes_written=int(written),
-        bytes_read_per_token=loaded * counters["record_bytes"] * each,
+        bytes_read_per_token=(loaded + again) * counters["record_bytes"] * each,
         bytes_written_per_token=written / max(1, tokens * batch),
         missed_mass=counters.get("missed_mass"),
         missed_mass_error=counters.get("missed_mass_error"),

@@ -141,7 +141,7 @@ def test_a_real_shape_shares_pages_where_there_is_room_for_few():
         return spend_budget(request, shape, default_config(shape), need, on_device)
 
     here, there = chosen(on_device=False), chosen(on_device=True)
-    assert (here.groups_max, here.rank, here.resident_layers) == (100, 16, 2)
+    assert (here.groups_max, here.rank, here.resident_layers) == (100, 20, 2)
     assert there.groups_max < 30 and there.resident_layers is None
 
 

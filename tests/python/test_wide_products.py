@@ -12,9 +12,10 @@ def test_a_layer_adds_up_in_fp32_and_rounds_once(monkeypatch):
     monkeypatch.setattr(wide_products, "has_bf16_products", lambda: False)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 8), torch.nn.Linear(8, 8, bias=False))
-    model = model.to(torch.bfloat16)
+    for weights in model.parameters():  # small whole numbers, whose sums are exact in any order
+        weights.data = torch.randint(-9, 10, weights.shape).bfloat16()
     model.dtype = torch.bfloat16
-    rows = torch.randn(5, 24).bfloat16()
+    rows = torch.randint(-9, 10, (5, 24)).bfloat16()
     exact = [layer.weight.double() for layer in model]
     assert widen_products(model)
     with torch.no_grad():
