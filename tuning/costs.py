@@ -227,9 +227,9 @@ class SettingCosts:
         io = tuple(disk_seconds(self.disk, each) for each in loads)
         period = sum(parts.values()) / self.shape.layers
         ahead = set(self._ahead())
-        parts["load"] = sum(self.loading.busy(each) for each in loads)
         late = self._late(setting, config) if setting.shares_pages else {}
-        parts["load"] += sum(self.loading.busy(each) for each in late.values())
+        every = [*loads, *late.values()]
+        parts["load"] = sum(self.loading.busy(each) for each in every)
         parts["wait"] = sum(
             self.loading.waited(seconds, period if layer in ahead or late else 0.0)
             for layer, seconds in enumerate(io)
@@ -242,7 +242,7 @@ class SettingCosts:
         return StepCost(
             parts,
             io,
-            bytes_read=sum(each.bytes_read for each in traffic),
+            bytes_read=sum(each.bytes_read for each in every) / self.batch,
             hit_rate=1 - loaded / attended if attended else 0.0,
         )
 

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kRankMin = 8;  // below it choices are hardly better than chance
 constexpr int64_t kSteps = 64;
-// A layer that waits for its own query has the pages of the one before it for what it attended
-// last, which it reads meanwhile: more than two have no use for them.
+// While one layer attends, the next reads what it attended last, or is known to choose, into the
+// other's pages: there is no use for the pages of a third.
 constexpr int64_t kLayersSharing = 2;
 constexpr double kReuseWorth = 0.02;  // nats: three quarters of what is read; docs/choosing.md
 
