@@ -195,22 +195,24 @@ def speed_rows(results: list[Result]) -> Iterator[str]:
     for result in results:
         tokens = f"{result['tokens']:,}"
         for name, told in result["methods"].items():
-            low, high = told["quartiles"]
-            time = f"{told['ms']:.1f} ({low:.1f} to {high:.1f}) | {told['ratio']:.2f}"
-            if "ranks" not in told:
-                yield f"| {tokens} | all (`DynamicCache`) | | {time} | |"
-                tokens = ""
-                continue
-            made_of = _made_of(told)
-            read = format_bytes(told["bytes_read_per_token"])
-            yield f"| {tokens} | {_label(name)} | {made_of} | {time} | {read} |"
+            label = _label(name) if "ranks" in told else FULL_CACHE
+            yield f"| {tokens} | {label} | {_decoded(told)}"
             tokens = ""
 
 
-def _made_of(told: Result) -> str:
+FULL_CACHE = "all (`DynamicCache`)"
+
+
+def _decoded(told: Result) -> str:
+    """The rest of a line: what a cache is made of, how long it took and what it read."""
+    low, high = told["quartiles"]
+    time = f"{told['ms']:.1f} ({low:.1f} to {high:.1f}) | {told['ratio']:.2f}"
+    if "ranks" not in told:
+        return f"| {time} | |"
     made_of = f"{_columns(told)}, {told['groups_max']} of {told['group_tokens']}"
-    layers = told.get("resident_layers")
-    return f"{made_of}, pages of {layers} layers" if layers else made_of
+    if layers := told.get("resident_layers"):
+        made_of += f", pages of {layers} layers"
+    return f"{made_of} | {time} | {format_bytes(told['bytes_read_per_token'])} |"
 
 
 def sharing_rows(results: list[Result]) -> Iterator[str]:
@@ -222,14 +224,10 @@ def sharing_rows(results: list[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for result in results:
         for name, told in result["methods"].items():
-            low, high = told["quartiles"]
-            time = f"{told['ms']:.1f} ({low:.1f} to {high:.1f}) | {told['ratio']:.2f}"
-            if "ranks" not in told:
-                yield f"| | all (`DynamicCache`) | | {time} | |"
-                continue
-            read = format_bytes(told["bytes_read_per_token"])
-            memory = parse(name)[1]["memory"]
-            yield f"| {told['device']} | {memory} | {_made_of(told)} | {time} | {read} |"
+            if "ranks" in told:
+                yield f"| {told['device']} | {parse(name)[1]['memory']} | {_decoded(told)}"
+            else:
+                yield f"| | {FULL_CACHE} | {_decoded(told)}"
 
 
 def _named_setting(setting: Result) -> str:
