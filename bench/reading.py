@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.wide_products import widen_products
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.tuning.documents import default_samples
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.samples import Sample
@@ -18,23 +17,17 @@ REFERENCE = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
 CHUNK = 2048  # tokens of a prompt that are read at once
 
 
-def _load(model: Path) -> Any:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    widen_products(loaded)
-    return loaded
-
-
 def open_reading(model: Path, length: int, documents: int) -> tuple[Calibrator, list[Sample]]:
     """The model in a folder, and so many documents of `length` tokens, held-out ones first."""
-    calibrator = Calibrator(_load(model))
-    fitted, held_out = default_samples(AutoTokenizer.from_pretrained(model), (length,), documents)
+    calibrator = Calibrator(load_model(str(model)))
+    fitted, held_out = default_samples(load_tokenizer(str(model)), (length,), documents)
     return calibrator, [*held_out, *fitted][:documents]
 
 
 def open_held_out(model: Path, length: int) -> tuple[Any, Sample]:
     """The model in a folder, and a held-out document of so many tokens."""
-    network = _load(model)
-    _, (sample, *_) = default_samples(AutoTokenizer.from_pretrained(model), (length,), 2)
+    network = load_model(str(model))
+    _, (sample, *_) = default_samples(load_tokenizer(str(model)), (length,), 2)
     return network, sample
 
 

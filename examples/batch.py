@@ -56,13 +56,11 @@ class Answerer:
     """
 
     def __init__(self, task: Task):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
+        from kvswap_torch.cli.load import load_model, load_tokenizer
         from kvswap_torch.cli.prompt import make_prompt
 
         self.task = task
-        self.tokenizer = AutoTokenizer.from_pretrained(task.model)
-        self.model = AutoModelForCausalLM.from_pretrained(task.model, dtype="auto").eval()
+        self.model, self.tokenizer = load_model(task.model), load_tokenizer(task.model)
         self.prompt = make_prompt("auto", self.tokenizer)
 
     def __call__(self, document: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from kvswap_torch.cli.load import load_model
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.positions import most_positions
@@ -62,22 +63,6 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
     else:
         with Lines(lambda line: print(line, file=console.file, flush=True)) as lines:
             yield lines
-
-
-def load_model(folder: str) -> Any:
-    """A transformers model in the dtype it was saved in, ready for inference.
-
-    Raises
-    ------
-    typer.BadParameter
-        When transformers cannot load it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--model: must be a model's folder or name: {error}") from error
 
 
 def write_json(config: SwapConfig, page: Path | None, out: Path) -> None:
@@ -154,7 +139,7 @@ def main(
             uniform_rank=uniform_rank,
             records=records,
         )
-        network = load_model(model)
+        network = load_model(model, say=console.print, wanted="a model's folder or name")
         with show_progress(console) as progress:
             result = tune(
                 network,

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench import machine, wide_products
+from bench import machine
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import FAMILIES, OF_CLUSTERS, SETTINGS
 from bench.quality.plan import make_plan
@@ -21,6 +21,7 @@ from bench.quality.report import RESULTS, print_summary, summarise, write
 from bench.quality.tasks import LANGUAGE, OF_TEXT, TASKS
 from bench.quality.text import CODE, HELD_OUT
 from kvswap_torch.errors import KVSwapError
+from kvswap_torch.hf.wide_products import TOLD
 
 _TEXT = f"""Which method finds what the full cache finds, at an equal number of bytes?
 
@@ -96,7 +97,7 @@ def main(
         facts = machine.describe(Path("."))
         facts["command"] = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
         if harness.has_wide_products:
-            facts["products"] = wide_products.TOLD
+            facts["products"] = TOLD
         path = write(out or summary["model"], {"machine": facts} | summary)
         console.print(f"wrote {path.relative_to(RESULTS.parent)} and its figures")
 

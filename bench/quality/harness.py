@@ -21,10 +21,10 @@ from bench.quality.product import Product
 from bench.quality.projections import Projections
 from bench.quality.text import Texts
 from bench.quality.wording import ReferenceWording, wording_for
-from bench.wide_products import widen_products
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import config_hash, model_parts
+from kvswap_torch.hf.wide_products import widen_products
 from kvswap_torch.positions import most_positions
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference_model"

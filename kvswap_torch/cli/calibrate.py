@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.positions import most_positions
-from kvswap_torch.tuning.cli import load_model, show_progress, write_json
+from kvswap_torch.tuning.cli import show_progress, write_json
 
 HELP = """
 Make the projections of a preset from text, once, in the place of each prompt's own.
@@ -40,15 +41,13 @@ def main(
     ] = False,
 ) -> None:
     """See `HELP`."""
-    from transformers import AutoTokenizer
-
     from kvswap_torch.hf.session import alignment_bytes
     from kvswap_torch.tuning.blocks import fitted_preset, preset_of_blocks
     from kvswap_torch.tuning.documents import default_samples, samples_from_files
 
     preset_of_blocks(preset)  # before a model is loaded and text is drawn
     console = Console(stderr=json_out)
-    network, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    network, tokenizer = load_model(model, say=console.print), load_tokenizer(model)
     longest = most_positions(network.config.get_text_config()) or max(LENGTHS)
     lengths = tuple(dict.fromkeys(min(length, longest) for length in LENGTHS))
     draw = samples_from_files if calibration else default_samples

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvswap_torch.cli import report
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, make_prompt
 from kvswap_torch.errors import ConfigError
@@ -324,12 +325,6 @@ def _text(document: Path) -> str:
 
 
 def _load(options: GenerateOptions, distributed: Any, console: Console) -> Material:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    # Its bar for loading weights would stand above ours.
-    logging.disable_progress_bar()
     text = None
     try:
         if options.document is not None:
@@ -337,19 +332,15 @@ def _load(options: GenerateOptions, distributed: Any, console: Console) -> Mater
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--document: must be readable UTF-8 text: {error}") from error
     saved_ids = None if options.saved is None else _saved_ids(options.saved)
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     with console.status("loading the model"):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(options.model)
-            split = {} if distributed is None else {"distributed_config": distributed}
-            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, **split)
-            if distributed is None:  # else each process has its place already
-                model = model.to(_device(options.device))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--model: must be a Hugging Face causal language model with its tokenizer, got "
-                f"{options.model!r}: {error}"
-            ) from error
+        tokenizer = load_tokenizer(options.model)
+        model = load_model(
+            options.model,
+            options.dtype,
+            _device(options.device),
+            say=lambda told: console.print(f"[dim]{told}[/dim]"),
+            distributed=distributed,
+        )
     prompt = make_prompt(options.prompt_template, tokenizer)
     if options.prompt_template == "auto" and not getattr(tokenizer, "chat_template", None):
         console.print("[dim]no chat template in this model's folder: asked in plain words[/dim]")
@@ -361,4 +352,4 @@ def _load(options: GenerateOptions, distributed: Any, console: Console) -> Mater
             f"--document: must be what was saved in {options.saved}, of {len(saved_ids):,} tokens, "
             f"got {len(ids):,}"
         )
-    return Material(model.eval(), tokenizer, prompt, ids)
+    return Material(model, tokenizer, prompt, ids)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvswap_torch.cli.generate import GenerateOptions, _load, _load_config, _read, save
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.errors import ConfigError
@@ -43,23 +44,19 @@ def opened(
     saved: Path, model: str | None, options: GenerateOptions, console: Console
 ) -> Iterator[Conversation]:
     """A conversation over a saved document, at its end."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     from kvswap_torch import KVSwapCache
     from kvswap_torch.cli.conversation import Conversation
 
-    logging.disable_progress_bar()
     model = model or facts_of(saved)["facts"].get("name") or ""
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(options.device).eval()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model: must be the model that {saved} was made by, got {model!r}: {error}"
-        ) from error
+    wanted = f"the model that {saved} was made by"
+    tokenizer = load_tokenizer(model, wanted=wanted)
+    loaded = load_model(
+        model,
+        options.dtype,
+        options.device,
+        say=lambda told: console.print(f"[dim]{told}[/dim]"),
+        wanted=wanted,
+    )
     prompt = make_prompt(options.prompt_template, tokenizer)
     began = time.perf_counter()
     with KVSwapCache.open(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
@@ -30,6 +31,8 @@ and a store of its own.
 
 SIGTERM, or Ctrl-C, finishes the running answer, saves it and ends.
 """
+
+FOLDER = "a model's folder"
 
 
 def serve(
@@ -93,10 +96,14 @@ def serve(
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     _say_warnings()
 
+    from transformers.utils import logging as hf_logging
+
     from kvswap_torch.hf.serving.reuse import CacheOptions
     from kvswap_torch.hf.serving.server import Server, ServerOptions
 
-    loaded, tokenizer = load(model, dtype, device)
+    hf_logging.set_verbosity_error()  # the server warns of every request
+    tokenizer = load_tokenizer(model, wanted=FOLDER)
+    loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER)
     server = Server(
         loaded,
         tokenizer,
@@ -152,29 +159,6 @@ def check_can_be_saved(config: Path | None) -> None:
             f"--config: grouping must be runs, got {settings.grouping!r}, which cannot be saved; "
             "a server saves its caches"
         )
-
-
-def load(model: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer.
-
-    Raises
-    ------
-    ConfigError
-        There is no model in that folder.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()  # the server warns of every request
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=wanted)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: must be a model's folder, got {model!r}: {error}") from error
-    return loaded.to(device).eval(), tokenizer
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:

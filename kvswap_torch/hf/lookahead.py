@@ -19,6 +19,7 @@ from transformers import Cache
 
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.wide_products import WideLinear
 from kvswap_torch.native import LIBRARY
 
 FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -200,7 +201,7 @@ def _is_fast(attention: nn.Module) -> bool:
     known = family[:2] == ["transformers", "models"] and family[2] in FAST_FAMILIES
     return (
         known
-        and type(projection) is nn.Linear
+        and type(projection) in (nn.Linear, WideLinear)
         and _is_plain(projection.weight)
         and (projection.bias is None or _is_plain(projection.bias))
         and not projection._forward_hooks

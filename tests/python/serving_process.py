@@ -103,11 +103,11 @@ def main() -> None:
     import torch
     import uvicorn  # noqa: F401  (before the fork)
 
-    from kvswap_torch.cli.serve import load
+    from kvswap_torch.cli.load import load_model, load_tokenizer
     from kvswap_torch.hf.serving import seam, server  # noqa: F401
 
     torch.set_num_threads(1)
-    loaded = load(sys.argv[1], "auto", "cpu")
+    loaded = load_model(sys.argv[1]), load_tokenizer(sys.argv[1])
     seam.names()
     for line in sys.stdin:
         child = os.fork()

@@ -1,0 +1,77 @@
+"""A model, and its tokenizer, as every command loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvswap_torch.errors import ConfigError
+
+MODEL = "a Hugging Face causal language model with its tokenizer"
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    device: Any = "cpu",
+    *,
+    say: Callable[[str], None] | None = None,
+    wanted: str = MODEL,
+    distributed: Any = None,
+) -> Any:
+    """A transformers model, ready for inference.
+
+    On a processor without products of the model's dtype, long chunks are multiplied in fp32
+    (`kvswap_torch.hf.wide_products`).
+
+    Parameters
+    ----------
+    dtype
+        ``auto`` (as it was saved), or a name such as ``float32``.
+    say
+        Is given a line where chunks are multiplied in fp32.
+    wanted
+        What `name` must be, for the error.
+    distributed
+        transformers' ``distributed_config``; each process then has its place already, and the
+        products stay as they are.
+
+    Raises
+    ------
+    ConfigError
+        When transformers cannot load it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from kvswap_torch.hf.wide_products import TOLD, widen_products
+
+    logging.disable_progress_bar()  # it would stand above ours
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    split = {} if distributed is None else {"distributed_config": distributed}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
+    if distributed is None:
+        model = model.to(device)
+        if widen_products(model) and say is not None:
+            say(TOLD)
+    return model.eval()
+
+
+def load_tokenizer(name: str, *, wanted: str = MODEL) -> Any:
+    """Its tokenizer.
+
+    Raises
+    ------
+    ConfigError
+        When transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
