@@ -298,35 +298,36 @@ void measure_attention(int64_t batch, int64_t heads, int64_t kv_heads, int64_t h
 }
 
 /// A chunk over as many tokens before it, and over none that is masked.
-void measure_chunk(int64_t queries, int64_t tokens) {
-  if (!has_chunk_attention()) return;
+template <typename T>
+void measure_chunk(const std::string& name, DType dtype, int64_t queries, int64_t tokens) {
   const int64_t heads = 32, group = 4;
-  const RecordShape shape{8, group, 64, 2};
-  const auto query = random_words<uint16_t>(heads * queries * shape.head_dim);
-  const auto stored = random_words<uint16_t>(tokens / group * shape.payload_bytes() / 2);
+  const RecordShape shape{8, group, 64, dtype_bytes(dtype)};
+  const auto query = random_words<T>(heads * queries * shape.head_dim);
+  const int64_t record = shape.payload_bytes() / dtype_bytes(dtype);
+  const auto stored = random_words<T>(tokens / group * record);
   std::vector<const void*> records(tokens / group);
-  for (size_t i = 0; i < records.size(); ++i) {
-    records[i] = stored.data() + i * shape.payload_bytes() / 2;
-  }
+  for (size_t i = 0; i < records.size(); ++i) records[i] = stored.data() + i * record;
   std::vector<float> output(queries * heads * shape.head_dim);
   std::vector<float> log_sum_exp(queries * heads, -HUGE_VALF);
   const double products = 2.0 * heads * queries * tokens * shape.head_dim;
-  measure("chunk attention " + std::to_string(queries) + " x " + std::to_string(tokens),
-          2e-9 * products, "GFLOP", [&] {
-            chunk_attention({.query = query.data(),
-                             .query_head_stride = queries * shape.head_dim,
-                             .query_token_stride = shape.head_dim,
-                             .output = output.data(),
-                             .log_sum_exp = log_sum_exp.data(),
-                             .records = records.data(),
-                             .tokens = tokens,
-                             .query_position = tokens,
-                             .heads = heads,
-                             .queries = queries,
-                             .scale = 0.125f,
-                             .shape = shape},
-                            {});
-          });
+  measure(
+      "chunk attention " + name + " " + std::to_string(queries) + " x " + std::to_string(tokens),
+      2e-9 * products, "GFLOP", [&] {
+        chunk_attention({.query = query.data(),
+                         .query_head_stride = queries * shape.head_dim,
+                         .query_token_stride = shape.head_dim,
+                         .output = output.data(),
+                         .log_sum_exp = log_sum_exp.data(),
+                         .records = records.data(),
+                         .tokens = tokens,
+                         .query_position = tokens,
+                         .heads = heads,
+                         .queries = queries,
+                         .scale = 0.125f,
+                         .shape = shape,
+                         .dtype = dtype},
+                        {});
+      });
 }
 
 void measure_fp8() {
@@ -382,6 +383,9 @@ int main(int count, char** arguments) {
   measure_attention(8, 32, 8, 64, 16, 1, false);
   measure_attention(8, 32, 2, 64, 4, 1, false);
   measure_attention(8, 32, 8, 64, 4, 8, false);
-  for (const int64_t queries : {512, 4096}) measure_chunk(queries, 4096);
+  for (const int64_t queries : {512, 4096}) {
+    measure_chunk<float>("fp32", DType::kFloat32, queries, 4096);
+    measure_chunk<uint16_t>("bf16", DType::kBFloat16, queries, 4096);
+  }
   measure_fp8();
 }

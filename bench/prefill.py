@@ -24,31 +24,33 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 from bench import machine
 from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache
+from kvswap_torch.cli.load import load_model
+from kvswap_torch.hf.wide_products import widen_products
 
 REFERENCE = "reference"
 NEW_TOKENS = 8  # room beside the document, as a question would need
 
 
-def load_model(name: str, tokens: int, layers: int) -> Any:
+def open_model(name: str, tokens: int, layers: int, dtype: str) -> Any:
     """layers: of a shape, if not 0."""
-    if name == REFERENCE:
-        folder = "examples/reference_model"
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     if name in SHAPES:
         shape = SHAPES[name]
-        return make_model(replace(shape, layers=layers or shape.layers), tokens)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
+        model = make_model(replace(shape, layers=layers or shape.layers), tokens)
+        model = model.to(getattr(torch, dtype))
+        widen_products(model)
+        return model
+    return load_model("examples/reference_model" if name == REFERENCE else name, dtype)
 
 
 def kv_bytes(model: Any, tokens: int) -> int:
     config = model.config
     width = 2 * config.num_key_value_heads * config.head_dim
-    return config.num_hidden_layers * tokens * width * 2
+    return config.num_hidden_layers * tokens * width * model.dtype.itemsize
 
 
 @torch.inference_mode()
@@ -139,6 +141,7 @@ def main(
     model: Annotated[
         str, typer.Option(help=f"{REFERENCE}, a shape ({', '.join(SHAPES)}) or a folder")
     ] = REFERENCE,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     layers: Annotated[int, typer.Option(help="of a shape; 0: all that it has")] = 0,
     tokens: Annotated[int, typer.Option(help="length of the document")] = 8192,
     chunks: Annotated[str, typer.Option(help="tokens a pass, comma-separated")] = "512,4096",
@@ -152,7 +155,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     described = machine.describe(path)
-    loaded = load_model(model, tokens + NEW_TOKENS, layers)
+    loaded = open_model(model, tokens + NEW_TOKENS, layers, dtype)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(loaded.config.vocab_size, (1, tokens), generator=generator)
     console = Console()
@@ -160,6 +163,7 @@ def main(
         "machine": described,
         "model": model,
         "layers": layers,
+        "dtype": dtype,
         "tokens": tokens,
         "chunks": {},
     }

@@ -64,18 +64,15 @@ class HostChunk final : public ExactChunk {
   }
 
   bool attend_alone() override {
-    if (!takes_chunk_parts(engine_.parts().options)) return false;
     for (int64_t part = 0; part < engine_.sequences().size(); ++part) {
-      attend_chunk_alone(engine_, part, view(part, 0), args_.attention);
+      attend_part_alone(engine_, part, view(part, 0), args_.attention);
     }
     return true;
   }
   void clear() override { std::fill_n(output_, output_bytes_, std::byte{0}); }
 
   std::unique_ptr<ExactPart> part(int64_t part, int64_t begin) override {
-    return takes_chunk_parts(engine_.parts().options)
-               ? chunk_part(engine_, part, view(part, begin), args_.attention)
-               : paged_part(engine_, part, view(part, begin), args_.attention);
+    return host_part(engine_, part, view(part, begin), args_.attention);
   }
 
   Status finish() override {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/chunk_attention.h"
+#include "kernels/cpu_features.h"
 #include "kernels/records.h"
 #include "torch/element_type.h"
 #include "torch/parallel.h"
@@ -278,16 +279,19 @@ class TorchChunk final : public ExactChunk {
   ScoreRule rule_;
 };
 
+/// Whether chunk_attention() is the faster one: not without vectors, nor beside AMX, which torch
+/// multiplies bf16 by.
+bool is_fast_on_host(DType dtype) {
+  return simd_level() != "SCALAR" && (dtype != DType::kBFloat16 || !has_bf16_tiles());
+}
+
 class TorchExactAttention final : public ExactAttention {
  public:
   explicit TorchExactAttention(at::Device device) : device_(device) {}
 
   Result<std::unique_ptr<ExactChunk>> begin(Engine& engine, const ExactArgs& args) const override {
     const EngineOptions& options = engine.options();
-    if (!options.device && options.dtype == DType::kBFloat16 && has_chunk_attention() &&
-        !has_bf16_tiles()) {
-      return host_->begin(engine, args);
-    }
+    if (!options.device && is_fast_on_host(options.dtype)) return host_->begin(engine, args);
     return std::unique_ptr<ExactChunk>(std::make_unique<TorchChunk>(engine, args, device_));
   }
 

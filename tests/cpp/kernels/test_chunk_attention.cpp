@@ -1,4 +1,4 @@
-// Long chunks in bf16 against softmax(scale * Q K^T) V in double.
+// Long chunks against softmax(scale * Q K^T) V in double, in each dtype at each SIMD level.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "kernels/chunk_attention.h"
+#include "kernels/cpu/chunk_attention_pairs.h"
 #include "kernels/kernel_test.h"
 
 namespace kvswap {
@@ -30,15 +31,16 @@ void backwards(int64_t count, int64_t /*grain*/,
   for (int64_t i = count; i > 0; --i) body(i - 1, i);
 }
 
+template <typename T>
 class Chunk {
  public:
   explicit Chunk(const Case& of)
       : heads(of.kv_heads * of.ratio),
         output(of.queries * heads * of.head_dim),
         log_sum_exp(of.queries * heads, kNever),
-        keys(random_elements<BFloat16>(of.tokens * of.kv_heads * of.head_dim, 1)),
-        values(random_elements<BFloat16>(of.tokens * of.kv_heads * of.head_dim, 2)),
-        query(random_elements<BFloat16>(heads * of.queries * of.head_dim, 3)),
+        keys(random_elements<T>(of.tokens * of.kv_heads * of.head_dim, 1)),
+        values(random_elements<T>(of.tokens * of.kv_heads * of.head_dim, 2)),
+        query(random_elements<T>(heads * of.queries * of.head_dim, 3)),
         valid(of.tokens, 1),
         case_(of) {
     for (int64_t t = 0; of.has_padding && t < of.tokens; ++t) valid[t] = t >= 17 && t % 29 != 0;
@@ -61,7 +63,8 @@ class Chunk {
                                .queries = c.queries,
                                .scale = scale(),
                                .softcap = c.softcap,
-                               .shape = {c.kv_heads, c.group_tokens, c.head_dim, 2}};
+                               .shape = {c.kv_heads, c.group_tokens, c.head_dim, sizeof(T)},
+                               .dtype = dtype_of<T>()};
     pack();
     if (c.in_records) {
       args.records = records_.data() + begin / c.group_tokens;
@@ -84,13 +87,13 @@ class Chunk {
     }
   }
 
-  BFloat16& key(int64_t t, int64_t kv_head, int64_t d) { return keys[at(t, kv_head, d)]; }
-  BFloat16& value(int64_t t, int64_t kv_head, int64_t d) { return values[at(t, kv_head, d)]; }
+  T& key(int64_t t, int64_t kv_head, int64_t d) { return keys[at(t, kv_head, d)]; }
+  T& value(int64_t t, int64_t kv_head, int64_t d) { return values[at(t, kv_head, d)]; }
 
   int64_t heads;
   std::vector<float> output, log_sum_exp;
-  std::vector<BFloat16> keys, values;  // [tokens, kv_heads, head_dim]
-  std::vector<BFloat16> query;         // [heads, queries, head_dim]
+  std::vector<T> keys, values;  // [tokens, kv_heads, head_dim]
+  std::vector<T> query;         // [heads, queries, head_dim]
   std::vector<uint8_t> valid;
 
  private:
@@ -99,17 +102,22 @@ class Chunk {
   }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.head_dim)); }
 
+  /// `rounded` where weights are rounded to bf16.
+  static double tolerance(double rounded) {
+    return std::is_same_v<T, BFloat16> && has_bf16_pairs() ? rounded : 2e-5;
+  }
+
   void pack() {
     const Case& c = case_;
     const int64_t groups = (c.tokens + c.group_tokens - 1) / c.group_tokens;
     const int64_t record = c.kv_heads * 2 * c.group_tokens * c.head_dim;
-    packed_.assign(groups * record, from_float<BFloat16>(NAN));  // what is not there must not count
+    packed_.assign(groups * record, from_float<T>(NAN));  // what is not there must not count
     records_.resize(groups);
     for (int64_t i = 0; i < groups; ++i) records_[i] = packed_.data() + i * record;
     for (int64_t t = 0; t < c.tokens; ++t) {
       for (int64_t h = 0; h < c.kv_heads; ++h) {
         const int64_t slot = h * 2 * c.group_tokens + t % c.group_tokens;
-        BFloat16* to = packed_.data() + t / c.group_tokens * record + slot * c.head_dim;
+        T* to = packed_.data() + t / c.group_tokens * record + slot * c.head_dim;
         std::copy_n(&keys[at(t, h, 0)], c.head_dim, to);
         std::copy_n(&values[at(t, h, 0)], c.head_dim, to + c.group_tokens * c.head_dim);
       }
@@ -136,7 +144,8 @@ class Chunk {
     if (sum == 0) {
       EXPECT_EQ(log_sum_exp[row], kNever) << "query " << q << ", head " << head;
     } else {
-      EXPECT_NEAR(log_sum_exp[row], std::log(sum), 1e-4) << "query " << q << ", head " << head;
+      EXPECT_NEAR(log_sum_exp[row], std::log(sum), tolerance(1e-4))
+          << "query " << q << ", head " << head;
     }
     for (int64_t d = 0; d < c.head_dim; ++d) {
       double expected = 0;
@@ -144,103 +153,145 @@ class Chunk {
         if (weights[t] == 0) continue;
         expected += weights[t] / sum * to_float(values[at(t, head / c.ratio, d)]);
       }
-      ASSERT_NEAR(output[row * c.head_dim + d], expected, 6e-3)
+      ASSERT_NEAR(output[row * c.head_dim + d], expected, tolerance(6e-3))
           << "query " << q << ", head " << head << ", number " << d;
     }
   }
 
   Case case_;
-  std::vector<BFloat16> packed_;
+  std::vector<T> packed_;
   std::vector<const void*> records_;
 };
 
-class ChunkAttention : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!has_chunk_attention()) GTEST_SKIP() << "this CPU has no products of bf16 (AVX-512 BF16)";
-  }
-};
+class ChunkAttention : public KernelTest {};
+KVSWAP_EVERY_LEVEL(ChunkAttention);
 
-class ChunkShapes : public ChunkAttention, public testing::WithParamInterface<Case> {};
-
-TEST_P(ChunkShapes, AreAttendedExactly) {
-  Chunk chunk(GetParam());
-  chunk.attend(0, GetParam().tokens);
-  chunk.expect_exact();
+/// body<T>() for each type of elements.
+template <typename Body>
+void for_each_type(const Body& body) {
+  const auto named = [&]<typename T>(const char* name) {
+    SCOPED_TRACE(name);
+    body.template operator()<T>();
+  };
+  named.template operator()<float>("fp32");
+  named.template operator()<BFloat16>("bf16");
+  named.template operator()<Float16>("fp16");
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Each, ChunkShapes,
-    testing::Values(Case{}, Case{.tokens = 1}, Case{.queries = 1}, Case{.kv_heads = 1, .ratio = 1},
-                    Case{.kv_heads = 3, .ratio = 8, .queries = 7}, Case{.head_dim = 1},
-                    Case{.head_dim = 7}, Case{.head_dim = 80}, Case{.head_dim = 128},
-                    Case{.head_dim = 256, .tokens = 70, .queries = 9}, Case{.group_tokens = 1},
-                    Case{.group_tokens = 64}, Case{.in_records = false},
-                    Case{.head_dim = 33, .in_records = false}, Case{.has_padding = true},
-                    Case{.softcap = 3.0f}, Case{.softcap = 30.0f, .has_padding = true},
-                    Case{.tokens = 40, .query_position = 0, .in_records = false},
-                    Case{.tokens = 600, .queries = 300, .query_position = 300},
-                    Case{.tokens = 300, .queries = 300, .query_position = 0},
-                    Case{.tokens = 60, .queries = 60, .query_position = 0, .has_padding = true}));
+const Case kShapes[] = {{},
+                        {.tokens = 1},
+                        {.queries = 1},
+                        {.kv_heads = 1, .ratio = 1},
+                        {.kv_heads = 3, .ratio = 8, .queries = 7},
+                        {.head_dim = 1},
+                        {.head_dim = 7},
+                        {.head_dim = 80},
+                        {.head_dim = 128},
+                        {.head_dim = 256, .tokens = 70, .queries = 9},
+                        {.head_dim = 512, .tokens = 150, .queries = 5},
+                        {.group_tokens = 1},
+                        {.group_tokens = 64},
+                        {.in_records = false},
+                        {.head_dim = 33, .in_records = false},
+                        {.has_padding = true},
+                        {.softcap = 3.0f},
+                        {.softcap = 30.0f, .has_padding = true},
+                        {.tokens = 40, .query_position = 0, .in_records = false},
+                        {.tokens = 600, .queries = 300, .query_position = 300},
+                        {.tokens = 300, .queries = 300, .query_position = 0},
+                        {.tokens = 60, .queries = 60, .query_position = 0, .has_padding = true}};
 
-TEST_F(ChunkAttention, BlocksAfterBlocksComeToTheSameAsAllAtOnce) {
-  Chunk chunk({.tokens = 1000, .query_position = 1000});
-  for (int64_t begin = 0; begin < 1000; begin += 100) chunk.attend(begin, begin + 100);
-  chunk.expect_exact();
-}
-
-TEST_F(ChunkAttention, HowTheWorkIsSplitChangesNoBit) {
-  const Case many = {.kv_heads = 1, .tokens = 520, .queries = 700, .query_position = 100};
-  Chunk serial(many);
-  Chunk split(many);
-  const ParallelFor parallel = backwards;
-  serial.attend(0, 520);
-  split.attend(0, 520, &parallel);
-  EXPECT_EQ(serial.output, split.output);
-  EXPECT_EQ(serial.log_sum_exp, split.log_sum_exp);
-}
-
-TEST_F(ChunkAttention, WhoSeesNothingKeepsWhatItHas) {
-  Chunk chunk({.has_padding = true});
-  chunk.attend(0, 300);
-  const Chunk before = chunk;
-  std::fill(chunk.valid.begin(), chunk.valid.end(), 0);
-  chunk.attend(0, 300);
-  EXPECT_EQ(chunk.output, before.output);
-  EXPECT_EQ(chunk.log_sum_exp, before.log_sum_exp);
-}
-
-TEST_F(ChunkAttention, PaddingThatIsNoNumberTouchesNothing) {
-  Chunk chunk({.has_padding = true});
-  for (int64_t d = 0; d < 64; ++d) {
-    chunk.key(3, 0, d) = chunk.value(3, 0, d) = from_float<BFloat16>(NAN);
-    chunk.key(29, 1, d) = chunk.value(29, 1, d) = from_float<BFloat16>(INFINITY);
-  }
-  chunk.attend(0, 300);
-  chunk.expect_exact();
-}
-
-TEST_F(ChunkAttention, AKeyThatIsNoNumberOrInfiniteGivesNaNToItsHeadsAlone) {
-  for (const uint16_t bits : {0x7fc0, 0xffc1, 0x7fff, 0x7f80, 0xff80}) {
-    Chunk chunk({.kv_heads = 2, .ratio = 1, .queries = 2});
-    chunk.key(250, 1, 5) = BFloat16{bits};
-    chunk.query[(1 * 2 + 0) * 64 + 5] = from_float<BFloat16>(1.0f);
-    chunk.query[(1 * 2 + 1) * 64 + 5] = from_float<BFloat16>(1.0f);
-    chunk.attend(0, 300);
-    const bool is_never_chosen = bits == 0xff80;  // -inf: a score that weighs nothing
-    for (int64_t q = 0; q < 2; ++q) {
-      EXPECT_FALSE(std::isnan(chunk.output[(q * 2 + 0) * 64])) << bits;
-      EXPECT_EQ(std::isnan(chunk.output[(q * 2 + 1) * 64]), !is_never_chosen) << bits;
+TEST_P(ChunkAttention, EveryShapeIsExact) {
+  for_each_type([]<typename T>() {
+    for (const Case& shape : kShapes) {
+      SCOPED_TRACE(&shape - kShapes);
+      Chunk<T> chunk(shape);
+      chunk.attend(0, shape.tokens);
+      chunk.expect_exact();
     }
+  });
+}
+
+TEST_P(ChunkAttention, BlocksAfterBlocksComeToTheSameAsAllAtOnce) {
+  for_each_type([]<typename T>() {
+    Chunk<T> chunk({.tokens = 1000, .query_position = 1000});
+    for (int64_t begin = 0; begin < 1000; begin += 100) chunk.attend(begin, begin + 100);
+    chunk.expect_exact();
+  });
+}
+
+TEST_P(ChunkAttention, HowTheWorkIsSplitChangesNoBit) {
+  for_each_type([]<typename T>() {
+    const Case many = {.kv_heads = 1, .tokens = 520, .queries = 700, .query_position = 100};
+    Chunk<T> serial(many);
+    Chunk<T> split(many);
+    const ParallelFor parallel = backwards;
+    serial.attend(0, 520);
+    split.attend(0, 520, &parallel);
+    EXPECT_EQ(serial.output, split.output);
+    EXPECT_EQ(serial.log_sum_exp, split.log_sum_exp);
+  });
+}
+
+TEST_P(ChunkAttention, WhoSeesNothingKeepsWhatItHas) {
+  for_each_type([]<typename T>() {
+    Chunk<T> chunk({.has_padding = true});
+    chunk.attend(0, 300);
+    const Chunk<T> before = chunk;
+    std::fill(chunk.valid.begin(), chunk.valid.end(), 0);
+    chunk.attend(0, 300);
+    EXPECT_EQ(chunk.output, before.output);
+    EXPECT_EQ(chunk.log_sum_exp, before.log_sum_exp);
+  });
+}
+
+TEST_P(ChunkAttention, PaddingThatIsNoNumberTouchesNothing) {
+  for_each_type([]<typename T>() {
+    Chunk<T> chunk({.has_padding = true});
+    for (int64_t d = 0; d < 64; ++d) {
+      chunk.key(3, 0, d) = chunk.value(3, 0, d) = from_float<T>(NAN);
+      chunk.key(29, 1, d) = chunk.value(29, 1, d) = from_float<T>(INFINITY);
+    }
+    chunk.attend(0, 300);
+    chunk.expect_exact();
+  });
+}
+
+/// Unless its score is -inf, which weighs nothing.
+template <typename T>
+void expect_nan_of_its_heads_alone(T number, bool is_never_chosen, float softcap = 0.0f) {
+  Chunk<T> chunk({.kv_heads = 2, .ratio = 1, .queries = 2, .softcap = softcap});
+  chunk.key(250, 1, 5) = number;
+  chunk.query[(1 * 2 + 0) * 64 + 5] = from_float<T>(1.0f);
+  chunk.query[(1 * 2 + 1) * 64 + 5] = from_float<T>(1.0f);
+  chunk.attend(0, 300);
+  for (int64_t q = 0; q < 2; ++q) {
+    EXPECT_FALSE(std::isnan(chunk.output[(q * 2 + 0) * 64]));
+    EXPECT_EQ(std::isnan(chunk.output[(q * 2 + 1) * 64]), !is_never_chosen);
   }
 }
 
-TEST_F(ChunkAttention, LargeScoresDoNotOverflow) {
-  Chunk chunk({.tokens = 64, .queries = 2, .query_position = 64});
-  for (BFloat16& key : chunk.keys) key = from_float<BFloat16>(to_float(key) * 200.0f);
-  chunk.attend(0, 64);
-  for (const float number : chunk.output) EXPECT_TRUE(std::isfinite(number));
-  for (const float number : chunk.log_sum_exp) EXPECT_TRUE(std::isfinite(number));
+TEST_P(ChunkAttention, AKeyThatIsNoNumberOrInfiniteGivesNaNToItsHeadsAlone) {
+  for (const uint16_t bits : {0x7fc0, 0xffc1, 0x7fff, 0x7f80, 0xff80}) {
+    SCOPED_TRACE(bits);
+    expect_nan_of_its_heads_alone(BFloat16{bits}, bits == 0xff80);
+  }
+  for_each_type([]<typename T>() {
+    expect_nan_of_its_heads_alone(from_float<T>(NAN), false);
+    expect_nan_of_its_heads_alone(from_float<T>(INFINITY), false);
+    expect_nan_of_its_heads_alone(from_float<T>(-INFINITY), true);
+    expect_nan_of_its_heads_alone(from_float<T>(NAN), false, 5.0f);
+  });
+}
+
+TEST_P(ChunkAttention, LargeScoresDoNotOverflow) {
+  for_each_type([]<typename T>() {
+    Chunk<T> chunk({.tokens = 64, .queries = 2, .query_position = 64});
+    for (T& key : chunk.keys) key = from_float<T>(to_float(key) * 200.0f);
+    chunk.attend(0, 64);
+    for (const float number : chunk.output) EXPECT_TRUE(std::isfinite(number));
+    for (const float number : chunk.log_sum_exp) EXPECT_TRUE(std::isfinite(number));
+  });
 }
 
 }  // namespace

@@ -1,0 +1,122 @@
+#pragma once
+
+// What both kernels of chunk attention walk over: blocks of tokens, and tiles of rows that meet
+// them. A row is one query of one head.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numbers>
+
+#include "kernels/chunk_attention.h"
+
+namespace kvswap::chunk {
+
+inline constexpr int64_t kTileRows = 6;      // whose sums fill registers with those of a block
+inline constexpr int64_t kPieceRows = 1024;  // at least, so that what is laid out for it is little
+inline constexpr int64_t kPiecesMax = 8;     // of a KV head
+inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
+inline constexpr float kLog2e = std::numbers::log2e_v<float>;
+
+/// K (side 0) or V of a token, or null where it is padding.
+template <typename T>
+const T* token_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t side, int64_t t) {
+  if (args.valid != nullptr && args.valid[t] == 0) return nullptr;
+  const RecordShape& shape = args.shape;
+  if (args.records != nullptr) {
+    const int64_t slot = (kv_head * 2 + side) * shape.group_tokens + t % shape.group_tokens;
+    return static_cast<const T*>(args.records[t / shape.group_tokens]) + slot * shape.head_dim;
+  }
+  const TokenView& view = args.view;
+  return side == 0 ? static_cast<const T*>(view.keys) + kv_head * view.key_head_stride +
+                         t * view.key_token_stride
+                   : static_cast<const T*>(view.values) + kv_head * view.value_head_stride +
+                         t * view.value_token_stride;
+}
+
+/// Up to kTileRows rows, and what they come to.
+struct Rows {
+  int64_t count = 0;                  // that are there
+  const void* query[kTileRows] = {};  // [head_dim] of the dtype
+  float* output[kTileRows] = {};      // [head_dim]
+  float* log_sum_exp[kTileRows] = {};
+  int64_t seen[kTileRows] = {};     // tokens of the block, the first ones
+  int64_t most = 0;                 // of `seen`
+  float before[kTileRows] = {};     // log2 of what was attended before, then its weight
+  float reference[kTileRows] = {};  // exponent that weights are relative to
+  float share[kTileRows] = {};      // 1 / all weights
+};
+
+/// Those of a KV head from `row` on, before `tokens` tokens of which the first is at `position`.
+inline Rows rows_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t row, int64_t position,
+                    int64_t tokens) {
+  const int64_t heads = args.heads / args.shape.kv_heads;
+  const int64_t bytes = dtype_bytes(args.dtype);
+  Rows rows;
+  rows.count = std::min(kTileRows, args.queries * heads - row);
+  std::fill_n(rows.before, kTileRows, kNothing);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t query = (row + r) / heads;
+    const int64_t head = kv_head * heads + (row + r) % heads;
+    const int64_t to = query * args.heads + head;
+    rows.query[r] = static_cast<const char*>(args.query) +
+                    (head * args.query_head_stride + query * args.query_token_stride) * bytes;
+    rows.output[r] = args.output + to * args.shape.head_dim;
+    rows.log_sum_exp[r] = args.log_sum_exp + to;
+    rows.seen[r] = std::clamp<int64_t>(args.query_position + query - position + 1, 0, tokens);
+    rows.before[r] = args.log_sum_exp[to] * kLog2e;
+    rows.most = std::max(rows.most, rows.seen[r]);
+  }
+  return rows;
+}
+
+/// What a row's weights are relative to, of the largest exponent in the block.
+inline void refer(Rows& rows, int64_t r, float largest) {
+  const float so_far = std::max(rows.before[r], largest);
+  rows.reference[r] = so_far == kNothing ? 0.0f : so_far;
+}
+
+/// A row's block of weights is summed up: the shares of what was before it, and of all.
+inline void settle(Rows& rows, int64_t r, float added) {
+  const float kept = std::exp2(rows.before[r] - rows.reference[r]);
+  const bool is_nothing = added == 0.0f;
+  rows.before[r] = is_nothing ? 1.0f : kept;
+  rows.share[r] = is_nothing ? 1.0f : 1.0f / (kept + added);
+  if (is_nothing || r >= rows.count) return;
+  *rows.log_sum_exp[r] = (rows.reference[r] + std::log2(kept + added)) / kLog2e;
+}
+
+/// Every `pieces`-th tile of a KV head from `piece` on: causal rows are then alike for all.
+template <typename Attender>
+void attend_piece(Attender& attender, const ChunkAttentionArgs& args, int64_t kv_head,
+                  int64_t piece, int64_t pieces) {
+  const int64_t rows = args.queries * (args.heads / args.shape.kv_heads);
+  const int64_t newest = args.query_position + args.queries - 1;
+  const int64_t block = attender.block_tokens();
+  for (int64_t first = 0; first < args.tokens; first += block) {
+    if (args.position + first > newest) return;
+    const int64_t tokens = std::min(block, args.tokens - first);
+    attender.lay_out(kv_head, first, tokens);
+    for (int64_t tile = piece; tile * kTileRows < rows; tile += pieces) {
+      Rows some = rows_of(args, kv_head, tile * kTileRows, args.position + first, tokens);
+      if (some.most > 0) attender.attend(some);
+    }
+  }
+}
+
+/// All of it, an Attender for each thread's pieces: it lays out a block of tokens of one KV head,
+/// then attends rows over that.
+template <typename Attender>
+void attend_all(const ChunkAttentionArgs& args, const Execution& execution) {
+  const int64_t rows = args.queries * (args.heads / args.shape.kv_heads);
+  const int64_t pieces = std::clamp<int64_t>(rows / kPieceRows, 1, kPiecesMax);
+  run_parallel(execution, args.shape.kv_heads * pieces, 1, [&](int64_t begin, int64_t end) {
+    Attender attender(args);
+    for (int64_t i = begin; i < end; ++i) {
+      attend_piece(attender, args, i / pieces, i % pieces, pieces);
+    }
+  });
+}
+
+}  // namespace kvswap::chunk
