@@ -58,8 +58,7 @@ HWY_INLINE void multiply_tile(const float* left, int64_t left_stride, const floa
 
 /// 2^a for a < 128; 0 below -126, and NaN stays.
 inline Floats weight_of(Floats a) {
-  const Floats least = fill(-126.0f);
-  return where_greater(least, a, zeros(), keep_nan(a, power_of_two(maximum(a, least))));
+  return where_greater(fill(-126.0f), a, zeros(), keep_nan(a, power_of_two(a)));
 }
 
 /// Blocks of one KV head, in fp32. T: the elements of query and tokens.
@@ -163,11 +162,14 @@ class Attender {
       if (!counts_[t]) scores[t] = kNothing;
     }
     std::fill(scores + rows.seen[r], scores + vectors * kLanes, kNothing);
-    Floats most = fill(kNothing);
-    for (int64_t v = 0; v < vectors; ++v) {
-      most = maximum(nan_to(load(scores + v * kLanes), kNothing), most);
+    Floats most = fill(kNothing);  // or NaN, which weights will be too
+    Floats other = most;
+    for (int64_t v = 0; v + 1 < vectors; v += 2) {
+      most = maximum(load(scores + v * kLanes), most);
+      other = maximum(load(scores + (v + 1) * kLanes), other);
     }
-    chunk::refer(rows, r, factor_ * largest(most));
+    if (vectors % 2 != 0) most = maximum(load(scores + (vectors - 1) * kLanes), most);
+    chunk::refer(rows, r, factor_ * largest(maximum(most, other)));
     const Floats factor = fill(factor_);
     const Floats below = fill(-rows.reference[r]);
     Floats added = zeros();

@@ -87,10 +87,11 @@ inline void settle(Rows& rows, int64_t r, float added) {
   *rows.log_sum_exp[r] = (rows.reference[r] + std::log2(kept + added)) / kLog2e;
 }
 
-/// Every `pieces`-th tile of a KV head from `piece` on: causal rows are then alike for all.
+/// Pieces [begin, end) of a KV head. A piece is every `pieces`-th tile from its own on: causal rows
+/// are then alike for all.
 template <typename Attender>
-void attend_piece(Attender& attender, const ChunkAttentionArgs& args, int64_t kv_head,
-                  int64_t piece, int64_t pieces) {
+void attend_pieces(Attender& attender, const ChunkAttentionArgs& args, int64_t kv_head,
+                   int64_t begin, int64_t end, int64_t pieces) {
   const int64_t rows = args.queries * (args.heads / args.shape.kv_heads);
   const int64_t newest = args.query_position + args.queries - 1;
   const int64_t block = attender.block_tokens();
@@ -98,7 +99,8 @@ void attend_piece(Attender& attender, const ChunkAttentionArgs& args, int64_t kv
     if (args.position + first > newest) return;
     const int64_t tokens = std::min(block, args.tokens - first);
     attender.lay_out(kv_head, first, tokens);
-    for (int64_t tile = piece; tile * kTileRows < rows; tile += pieces) {
+    for (int64_t tile = 0; tile * kTileRows < rows; ++tile) {
+      if (tile % pieces < begin || tile % pieces >= end) continue;
       Rows some = rows_of(args, kv_head, tile * kTileRows, args.position + first, tokens);
       if (some.most > 0) attender.attend(some);
     }
@@ -106,15 +108,18 @@ void attend_piece(Attender& attender, const ChunkAttentionArgs& args, int64_t kv
 }
 
 /// All of it, an Attender for each thread's pieces: it lays out a block of tokens of one KV head,
-/// then attends rows over that.
+/// once for as many as come after each other, then attends rows over that.
 template <typename Attender>
 void attend_all(const ChunkAttentionArgs& args, const Execution& execution) {
   const int64_t rows = args.queries * (args.heads / args.shape.kv_heads);
   const int64_t pieces = std::clamp<int64_t>(rows / kPieceRows, 1, kPiecesMax);
   run_parallel(execution, args.shape.kv_heads * pieces, 1, [&](int64_t begin, int64_t end) {
     Attender attender(args);
-    for (int64_t i = begin; i < end; ++i) {
-      attend_piece(attender, args, i / pieces, i % pieces, pieces);
+    while (begin < end) {
+      const int64_t kv_head = begin / pieces;
+      const int64_t last = std::min(end, (kv_head + 1) * pieces);
+      attend_pieces(attender, args, kv_head, begin % pieces, last - kv_head * pieces, pieces);
+      begin = last;
     }
   });
 }
