@@ -30,7 +30,7 @@ from bench import machine
 from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache
 from kvswap_torch.cli.load import load_model
-from kvswap_torch.hf.wide_products import widen_products
+from kvswap_torch.wide_products import widen_products
 
 REFERENCE = "reference"
 NEW_TOKENS = 8  # room beside the document, as a question would need

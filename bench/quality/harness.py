@@ -24,8 +24,8 @@ from bench.quality.wording import ReferenceWording, wording_for
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import config_hash, model_parts
-from kvswap_torch.hf.wide_products import widen_products
 from kvswap_torch.positions import most_positions
+from kvswap_torch.wide_products import widen_products
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 CONFIG = "kvswap.json"

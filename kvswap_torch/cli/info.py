@@ -25,7 +25,8 @@ def gather(path: Path) -> dict[str, Any]:
     Keys: ``kvswap_torch``, ``python``, ``torch``, ``transformers`` (None when missing),
     ``built_for_torch`` (None when not built), ``cuda`` (whether the build has it), ``path``,
     ``free_bytes``, ``memlock_bytes`` (None: unlimited), and what the compiled part tells
-    (``system_info``): reader and why, O_DIRECT, SIMD level.
+    (``system_info``): reader and why, O_DIRECT, SIMD level; ``bf16_products``: whether the
+    processor multiplies such matrices by instructions of its own.
 
     Raises
     ------
@@ -53,9 +54,10 @@ def gather(path: Path) -> dict[str, Any]:
 def _compiled_facts(path: Path) -> dict[str, Any]:
     try:
         # The module needs torch's libraries, which importing torch loads.
-        import torch  # noqa: F401
+        import torch
 
         from kvswap_torch import _C
+        from kvswap_torch.wide_products import has_products
     except ImportError as error:
         return {"compiled_part": f"missing ({error}); in a checkout run: make build"}
     told = dict(_C.system_info(str(path)))
@@ -69,6 +71,7 @@ def _compiled_facts(path: Path) -> dict[str, Any]:
         "reader_why": "io_uring works here" if uring else f"no io_uring: {why_not}",
         "o_direct": told.pop("takes_direct", None),
         "simd": told.pop("simd", None),
+        "bf16_products": has_products(torch.bfloat16),
     }
     return facts | {name: value for name, value in told.items() if value not in ("", None, [])}
 

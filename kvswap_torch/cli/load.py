@@ -22,7 +22,7 @@ def load_model(
     """A transformers model, ready for inference.
 
     On a processor without products of the model's dtype, long chunks are multiplied in fp32
-    (`kvswap_torch.hf.wide_products`).
+    (`kvswap_torch.wide_products`).
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from kvswap_torch.hf.wide_products import TOLD, widen_products
+    from kvswap_torch.wide_products import TOLD, widen_products
 
     logging.disable_progress_bar()  # it would stand above ours
     kind = dtype if dtype == "auto" else getattr(torch, dtype)

@@ -19,8 +19,8 @@ from transformers import Cache
 
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.families import ModelParts
-from kvswap_torch.hf.wide_products import WideLinear
 from kvswap_torch.native import LIBRARY
+from kvswap_torch.wide_products import WideLinear
 
 FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUMMED_BYTES_MAX = 64 << 20  # for summed projections when there is no budget

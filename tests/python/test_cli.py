@@ -206,7 +206,14 @@ def test_info_tells_versions_and_limits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["torch"].startswith(str(facts["built_for_torch"]).split("+")[0])
-    assert {"python", "transformers", "cuda", "free_bytes", "memlock_bytes"} <= set(facts)
+    assert {
+        "python",
+        "transformers",
+        "cuda",
+        "free_bytes",
+        "memlock_bytes",
+        "bf16_products",
+    } <= set(facts)
     shown = command("info", "--path", str(tmp_path))
     assert shown.returncode == 0 and facts["torch"] in shown.stdout
     missing = command("info", "--path", str(tmp_path / "no"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvswap_torch import wide_products
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.hf import wide_products
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.lookahead import LookAhead
-from kvswap_torch.hf.wide_products import ROWS_MIN, WideLinear, has_products, widen_products
+from kvswap_torch.wide_products import ROWS_MIN, WideLinear, has_products, widen_products
 
 NARROW = (torch.bfloat16, torch.float16)
 
