@@ -133,13 +133,6 @@ def lacks_disk() -> bool:
     return named.stdout.decode().strip() in ("tmpfs", "ramfs")
 
 
-@functools.cache
-def lacks_bf16_products() -> bool:
-    """Of this processor's instructions."""
-    flags = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return not flags or not {"avx512_bf16", "avx512bw"} <= set(flags[0].split())
-
-
 def has_gpu() -> bool:
     import torch
 
@@ -178,7 +171,6 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"seccomp filters are refused here", lacks_seccomp),
     (r"vmsplice is refused here", lacks_vmsplice),
     (r"/dev/shm", lacks_shared_memory),
-    (r"this CPU has no products of bf16", lacks_bf16_products),
     (r"there is a GPU", has_gpu),
     (r"needs a CUDA device", lacks_gpu),
 )
