@@ -110,6 +110,7 @@ struct MissedByTokens {
 };
 constexpr MissedByTokens kMissedByTokens[] = {
     {32, 0.21}, {64, 0.15}, {128, 0.085}, {256, 0.035}, {400, 0.01}};
+constexpr int64_t kLongContext = 6144;
 
 std::string shown(const Rank& rank) {
   if (const auto* one = std::get_if<int64_t>(&rank)) return std::to_string(*one);
@@ -129,8 +130,11 @@ std::span<const MissedByRows> missed_by_rows(bool on_device) {
   return std::span(kMissedByRows).first(on_device ? 1 : std::size(kMissedByRows));
 }
 
+int64_t length_factor(int64_t context) { return context > kLongContext ? 2 : 1; }
+
 /// Between the measured numbers a straight line, beyond them the nearest.
-double missed_by_tokens(int64_t tokens) {
+double missed_by_tokens(int64_t tokens, int64_t context) {
+  tokens /= length_factor(context);
   MissedByTokens low = kMissedByTokens[0];
   for (const MissedByTokens& high : kMissedByTokens) {
     if (tokens <= high.tokens) {
@@ -238,9 +242,10 @@ class Divider {
         const int64_t groups =
             low + largest(spare, [&](int64_t more) { return fits(of(low + more)); });
         // What is exact misses nothing, and more columns do no harm to it.
-        const double missed = is_exact
-                                  ? -static_cast<double>(by.columns)
-                                  : by.missed + missed_by_tokens(groups * settings_.group_tokens);
+        const double missed =
+            is_exact
+                ? -static_cast<double>(by.columns)
+                : by.missed + missed_by_tokens(groups * settings_.group_tokens, request_.context);
         if (missed < best.missed) best = {.settings = of(groups), .missed = missed};
       }
     }
@@ -298,9 +303,11 @@ Settings spend_budget(const Request& request, const ModelShape& shape, const Set
 namespace {
 
 /// Without a calibration each layer chooses with its true query: see Python's default_config().
-Settings default_settings(const ModelShape& shape) {
+Settings default_settings(const ModelShape& shape, int64_t context) {
   Settings settings;
   settings.score = "mass";
+  settings.groups_max *= length_factor(context);
+  settings.pages_max *= length_factor(context);
   settings.rank = std::min(shape.width(), std::get<int64_t>(settings.rank));
   return settings;
 }
@@ -333,7 +340,7 @@ Settings settle(const SwapConfig* config, const ModelShape& shape, const Budget&
   const int64_t context = budget.max_context.value_or(first ? first->context() : 1);
   const int64_t batch = budget.max_batch.value_or(first ? first->batch : 1);
   const bool is_known = budget.is_known() || first;
-  const Settings base = !config    ? default_settings(shape)
+  const Settings base = !config    ? default_settings(shape, context)
                         : is_known ? config->for_batch_and_context(batch, context)
                                    : config->settings;
   if (!budget.kv_memory_bytes) return base;

@@ -78,7 +78,8 @@ void bind_budget(py::module_& module) {
       },
       py::arg("options"));
   module.def("missed_by_columns", &missed_by_dtype);
-  module.def("missed_by_tokens", &missed_by_tokens, py::arg("tokens"));
+  module.def("missed_by_tokens", &missed_by_tokens, py::arg("tokens"), py::arg("context"));
+  module.def("length_factor", &length_factor, py::arg("context"));
   module.attr("GROUPS_MIN") = kGroupsMin;
 }
 

@@ -114,7 +114,7 @@ def missed(config: SwapConfig, context: int, width: int) -> float:
     columns = 2 * config.rank
     table = _C.missed_by_columns()[config.summary_dtype]
     share = min(share for by, share in table if min(by, width) <= columns)
-    return share + _C.missed_by_tokens(config.groups_max * config.group_tokens)
+    return share + _C.missed_by_tokens(config.groups_max * config.group_tokens, context)
 
 
 REUSE_WORTH = 0.02  # nats
@@ -138,7 +138,7 @@ def test_a_real_shape_shares_pages_where_there_is_room_for_few():
 
     def chosen(on_device: bool) -> SwapConfig:
         request = Request(budget, 4250, 1)
-        return spend_budget(request, shape, default_config(shape), need, on_device)
+        return spend_budget(request, shape, default_config(shape, 4250), need, on_device)
 
     here, there = chosen(on_device=False), chosen(on_device=True)
     assert (here.groups_max, here.rank, here.resident_layers) == (100, 20, 2)
@@ -230,12 +230,40 @@ def test_a_crop_has_the_tails_pages_rather_than_memory_of_its_own(fit):
 
 
 def test_what_is_missed_between_the_measured_numbers():
-    missed = _C.missed_by_tokens
+    def missed(tokens: int, context: int = 4096) -> float:
+        return _C.missed_by_tokens(tokens, context)
+
     assert missed(8) == missed(32) == 0.21
     assert missed(192) == pytest.approx((0.085 + 0.035) / 2)
     assert missed(400) == pytest.approx(0.01) == missed(4000)
     values = [missed(tokens) for tokens in range(8, 500)]
     assert values == sorted(values, reverse=True)
+    assert missed(800, 8000) == missed(400) < missed(400, 8000) == missed(200)
+
+
+def test_a_long_context_has_twice_as_many_groups():
+    """Whether the context is promised or that of the first pass; with no budget too."""
+    short, long = default_config(SHAPE, 6144), default_config(SHAPE, 6145)
+    assert (short.groups_max, short.pages_max) == (100, 200)
+    assert (long.groups_max, long.pages_max) == (200, 400)
+    assert settled(None, Budget(None, 8192, 1)) == long
+    ample = settled(None, Budget(256 << 20), FirstPass(batch=1, tokens=1_000_000))
+    assert (ample.groups_max, ample.pages_max) == (200, 400)
+    given = SwapConfig(score="mass")
+    assert settled(given, Budget(1 << 30, 1_000_000, 1)).groups_max == 100
+
+
+def test_a_real_shape_attends_twice_as_much_of_a_long_context():
+    """An eighth and a thirteenth of the KV memory of 8,086 tokens."""
+    shape = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64, element_bytes=2)
+    for share in (8, 13):
+        budget = shape.kv_bytes(7936) // share
+
+        def need(settings, batch, context, budget=budget):
+            return native_need(settings, shape, context, batch, budget)
+
+        chosen = settle(None, shape, Budget(budget, 8086, 1), need)
+        assert (chosen.groups_max, chosen.resident_layers) == (200, 2)
 
 
 def test_a_rank_for_each_layer_keeps_its_proportions():
@@ -280,9 +308,9 @@ def settled(config, budget, first=None):
 def test_without_a_budget_the_config_stands():
     config = SwapConfig(rank=16)
     assert settled(config, Budget()) == config
-    assert settled(None, Budget()) == default_config(SHAPE)
+    assert settled(None, Budget()) == default_config(SHAPE, 1)
     narrow = dataclasses.replace(SHAPE, head_dim=8)
-    assert default_config(narrow).rank == 16  # never wider than the keys
+    assert default_config(narrow, 1).rank == 16  # never wider than the keys
 
 
 def test_a_table_gives_the_nearest_solution():
