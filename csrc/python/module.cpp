@@ -261,6 +261,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() =
       "kvswap_torch's cache: csrc/torch/tensor_cache.h and csrc/kvswap/cache.h document every "
       "call.";
+  // Tensors become Python's only where torch's own module is there.
+  py::module_::import("torch");
   kvswap::register_errors();
   bind_options(module);
   bind_cache(module);

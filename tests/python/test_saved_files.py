@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,21 @@ def test_it_is_whole_and_goes_on(name: str, tmp_path: Path) -> None:
                 max_new_tokens=10,
             )  # fmt: skip
             assert tokens == again.tolist()
+
+
+def test_its_tensors_are_there_for_who_has_not_imported_torch(tmp_path: Path) -> None:
+    saved = copied("choosing", tmp_path)
+    program = """
+import sys
+from kvswap_torch import _C
+print(_C.SavedCache(sys.argv[1]).tensors()["token_ids"].tolist())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, saved], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    out = json.loads((VERSION_1 / "choosing.json").read_text())
+    assert json.loads(done.stdout) == [row[:-1] for row in out]
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.safetensors", "records.bin"])
