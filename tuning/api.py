@@ -158,6 +158,7 @@ def tune(
     budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
     _check_context(model, max_context_len)
+    options = options.at(max_context_len)
     if Path(path).is_dir():
         check_budget(
             model,

@@ -65,6 +65,14 @@ def run(model, tmp_path, budget=BUDGET, **arguments):
     return tune(model, CONTEXT, BATCH, budget, tmp_path, **arguments)
 
 
+def test_a_long_context_is_tuned_for_as_many_tokens_as_the_defaults_attend():
+    usual = TuneOptions()
+    assert usual.at(6144) == usual
+    assert usual.at(6145).calibration.choice == Choice(groups_max=200)
+    assert usual.at(6145).calibration.rank_max == usual.calibration.rank_max
+    assert OPTIONS.at(100_000) is OPTIONS, "what was given stands"
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama", max_position_embeddings=CONTEXT, **SMALL)
