@@ -112,6 +112,9 @@ class SessionDriver:
 
         on_device = self.parts.device.type != "cpu"
         config = settle(self._given, self.parts.shape, self.budget, need, first, on_device)
+        unlimited = self.budget.kv_memory_bytes is None
+        if self.session is not None and unlimited and config == self.config:
+            return  # the first pass changes nothing
         self.plug_ins.open(config, self.parts)
         beside = self._beside(config, *ready_for(self.budget, first))
         options = self._options(config, sum(beside.values()))

@@ -29,7 +29,7 @@ class Budget:
 
     def matters(self, config: SwapConfig | None) -> bool:
         """Whether the settings depend on batch and context at all."""
-        return self.kv_memory_bytes is not None or bool(config is not None and config.table)
+        return self.kv_memory_bytes is not None or config is None or bool(config.table)
 
 
 def budget_of(

@@ -21,6 +21,19 @@ def llama():
     return tiny_model("llama")
 
 
+@torch.inference_mode()
+def test_without_config_and_budget_a_long_first_pass_doubles_the_groups(sessions, tmp_path):
+    """Half as long again is what a cache is ready for, and more than 6,144 tokens are many."""
+    model = tiny_model("llama", max_position_embeddings=8192)
+    for tokens, groups in ((4096, 100), (4097, 200)):
+        with KVSwapCache(model, path=tmp_path) as cache:
+            before = cache.driver.session
+            assert cache.driver.config.groups_max == 100, "as for any length until it is known"
+            model(**prompt(1, tokens), past_key_values=cache, logits_to_keep=1)
+            assert cache.driver.config.groups_max == groups
+            assert (cache.driver.session is before) == (groups == 100)
+
+
 def test_numbers_and_table(llama, open_cache, sessions, monkeypatch):
     cache = open_cache(llama, TIGHT)
     empty = cache.stats()

@@ -317,7 +317,7 @@ def test_a_table_gives_the_nearest_solution():
     rows = [{"batch": b, "context": c, "settings": {"groups_max": g}}
             for b, c, g in ((1, 4096, 40), (1, 65536, 90), (8, 4096, 20))]  # fmt: skip
     config = SwapConfig(table=tuple(rows))
-    assert Budget().matters(config)
+    assert Budget().matters(config) and not Budget().matters(SwapConfig())
     assert settled(config, Budget(max_context=8192, max_batch=1)).groups_max == 40
     assert settled(config, Budget(), FirstPass(batch=8, tokens=3000)).groups_max == 20
     assert settled(config, Budget()).groups_max == config.groups_max  # nothing known yet

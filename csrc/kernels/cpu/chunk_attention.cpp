@@ -89,7 +89,6 @@ class Attender {
 
   /// Tokens from `first` on; what is padding, or fills the last vector, as zeros.
   void lay_out(int64_t kv_head, int64_t first, int64_t tokens) {
-    tokens_ = tokens;
     has_padding_ = false;
     for (int64_t t = 0; t < round_up_to_lanes(tokens); ++t) {
       const bool is_there = t < tokens;
@@ -222,7 +221,6 @@ class Attender {
   const int64_t stride_;  // of a row of V: whole vectors
   const int64_t block_tokens_;
   const float factor_;  // from a score to its exponent of two
-  int64_t tokens_ = 0;  // of the block
   bool has_padding_ = false;
   bool counts_[kBlockTokensMax + kLanes] = {};
   float* keys_ = nullptr;     // [vectors of tokens, head_dim, kLanes]
