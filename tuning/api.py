@@ -19,6 +19,7 @@ from kvswap_torch.positions import REMEDY, most_positions
 from kvswap_torch.tuning.documents import default_samples, samples_from_files
 from kvswap_torch.tuning.pipeline import TuneOptions, find_settings, measure_all, projection_beside
 from kvswap_torch.tuning.progress import Progress
+from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.result import TuneResult
 from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.settings import FORMATS, check_budget
@@ -158,7 +159,7 @@ def tune(
     budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
     _check_context(model, max_context_len)
-    options = options.at(max_context_len)
+    options = at_length(options, max_context_len)
     if Path(path).is_dir():
         check_budget(
             model,
@@ -199,6 +200,21 @@ def tune(
                 found = evaluate_config(model, draw()[1], ready, Path(path), budget, progress)
             result = dataclasses.replace(result, evaluation=found)
         return result
+
+
+def at_length(options: TuneOptions, context: int) -> TuneOptions:
+    """With as many groups as such a context wants, where no choice was given.
+
+    As without a config (`kvswap_torch.hf.settings.default_config`).
+    """
+    from kvswap_torch import _C
+
+    given = options.calibration.choice
+    if given != Choice():
+        return options
+    wanted = dataclasses.replace(given, groups_max=given.groups_max * _C.length_factor(context))
+    calibration = dataclasses.replace(options.calibration, choice=wanted)
+    return dataclasses.replace(options, calibration=calibration)
 
 
 def _check(max_context_len: int, max_batch_size: int, options: TuneOptions) -> None:

@@ -23,7 +23,7 @@ from kvswap_torch.tuning.disk import DiskModel
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.probe import DiskFigures, probe_disk
 from kvswap_torch.tuning.progress import Progress
-from kvswap_torch.tuning.recall import RANKS, Choice, rank_grid
+from kvswap_torch.tuning.recall import RANKS, rank_grid
 from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.settings import (
     FORMATS,
@@ -115,20 +115,6 @@ class TuneOptions:
     calibration: CalibrationOptions = field(
         default_factory=lambda: CalibrationOptions(rank_max=RANK_MAX)
     )
-
-    def at(self, context: int) -> TuneOptions:
-        """With as many groups as such a context wants, where no choice was given.
-
-        As without a config (`kvswap_torch.hf.settings.default_config`).
-        """
-        from kvswap_torch import _C
-
-        given = self.calibration.choice
-        if given != Choice():
-            return self
-        wanted = dataclasses.replace(given, groups_max=given.groups_max * _C.length_factor(context))
-        calibration = dataclasses.replace(self.calibration, choice=wanted)
-        return dataclasses.replace(self, calibration=calibration)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, SwapConfig
 from kvswap_torch.errors import UnsupportedModelError
-from kvswap_torch.tuning.api import tune
+from kvswap_torch.tuning.api import at_length, tune
 from kvswap_torch.tuning.calibration import CalibrationOptions
 from kvswap_torch.tuning.pipeline import TuneOptions
 from kvswap_torch.tuning.progress import Lines
@@ -67,10 +67,10 @@ def run(model, tmp_path, budget=BUDGET, **arguments):
 
 def test_a_long_context_is_tuned_for_as_many_tokens_as_the_defaults_attend():
     usual = TuneOptions()
-    assert usual.at(6144) == usual
-    assert usual.at(6145).calibration.choice == Choice(groups_max=200)
-    assert usual.at(6145).calibration.rank_max == usual.calibration.rank_max
-    assert OPTIONS.at(100_000) is OPTIONS, "what was given stands"
+    assert at_length(usual, 6144) == usual
+    assert at_length(usual, 6145).calibration.choice == Choice(groups_max=200)
+    assert at_length(usual, 6145).calibration.rank_max == usual.calibration.rank_max
+    assert at_length(OPTIONS, 100_000) is OPTIONS, "what was given stands"
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ HWY_INLINE void multiply_tile(const float* left, int64_t left_stride, const floa
   }
 }
 
-/// 2^a for a < 128; 0 below -126, and NaN stays.
+/// 2^a for a <= 0; 0 below -126, and NaN stays.
 inline Floats weight_of(Floats a) {
   return where_greater(fill(-126.0f), a, zeros(), keep_nan(a, power_of_two(a)));
 }
@@ -168,16 +168,17 @@ class Attender {
       other = maximum(load(scores + (v + 1) * kLanes), other);
     }
     if (vectors % 2 != 0) most = maximum(load(scores + (vectors - 1) * kLanes), most);
-    chunk::refer(rows, r, factor_ * largest(maximum(most, other)));
+    chunk::refer(rows, r, largest(maximum(most, other)));
     const Floats factor = fill(factor_);
-    const Floats below = fill(-rows.reference[r]);
+    const Floats below = fill(-rows.base[r]);
     Floats added = zeros();
     for (int64_t v = 0; v < vectors; ++v) {
-      const Floats weight = weight_of(multiply_add(load(scores + v * kLanes), factor, below));
+      const Floats score = add(load(scores + v * kLanes), below);
+      const Floats weight = weight_of(multiply(score, factor));
       added = add(added, weight);
       store(weight, scores + v * kLanes);
     }
-    chunk::settle(rows, r, sum(added));
+    chunk::settle(rows, r, factor_, sum(added));
   }
 
   /// cap * tanh(scale * score / cap): tanh(a) = 1 - 2 / (e^(2a) + 1), in fp32 1 from 16 on.
@@ -198,15 +199,15 @@ class Attender {
     KVSWAP_UNROLL
     for (int r = 0; r < kTileRows; ++r) {
       if (r >= rows.count) continue;
-      const Floats before = fill(rows.before[r]);
-      const Floats share = fill(rows.share[r]);
+      const Floats old_share = fill(rows.old_share[r]);
+      const Floats new_share = fill(rows.new_share[r]);
       KVSWAP_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         const int64_t d = (vector + v) * kLanes;
         const int64_t left = std::min(kLanes, dim_ - d);
         float* output = rows.output[r] + d;
         const Floats old = left == kLanes ? load(output) : load_some(output, left);
-        const Floats now = multiply(multiply_add(old, before, sums[r][v]), share);
+        const Floats now = multiply_add(old, old_share, multiply(sums[r][v], new_share));
         if (left == kLanes) {
           store(now, output);
         } else {

@@ -197,7 +197,7 @@ class Attender {
       }
     }
     for (int r = 0; r < kTileRows; ++r) {
-      chunk::refer(rows, r, factor_ * _mm512_reduce_max_ps(largest[r]));
+      chunk::refer(rows, r, _mm512_reduce_max_ps(largest[r]));
     }
   }
 
@@ -205,10 +205,11 @@ class Attender {
   KVSWAP_BF16 void weigh(Rows& rows, int64_t r, int64_t vectors) {
     const float* scores = scores_ + r * kBlockTokens;
     auto* weights = reinterpret_cast<__m512i*>(weights_ + r * kBlockTokens);
-    const float reference = rows.reference[r];
+    const __m512 base = _mm512_set1_ps(rows.base[r]);
+    const __m512 factor = _mm512_set1_ps(factor_);
     const auto weights_of = [&](int64_t v) KVSWAP_BF16 {
-      return power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores + v * kLanes),
-                                          _mm512_set1_ps(factor_), _mm512_set1_ps(reference)));
+      const __m512 score = _mm512_sub_ps(_mm512_load_ps(scores + v * kLanes), base);
+      return power_of_two(_mm512_mul_ps(score, factor));
     };
     __m512 sums = _mm512_setzero_ps();
     for (int64_t v = 0; v < vectors; v += 2) {
@@ -217,7 +218,7 @@ class Attender {
       sums = _mm512_add_ps(sums, _mm512_add_ps(low, high));
       weights[v / 2] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
-    chunk::settle(rows, r, _mm512_reduce_add_ps(sums));
+    chunk::settle(rows, r, factor_, _mm512_reduce_add_ps(sums));
   }
 
   bool is_capped() const { return args_.softcap > 0; }
@@ -244,16 +245,16 @@ class Attender {
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; ++r) {
       if (r >= rows.count) continue;
-      const __m512 before = _mm512_set1_ps(rows.before[r]);
-      const __m512 share = _mm512_set1_ps(rows.share[r]);
+      const __m512 old_share = _mm512_set1_ps(rows.old_share[r]);
+      const __m512 new_share = _mm512_set1_ps(rows.new_share[r]);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         const int64_t d = (vector + v) * kLanes;
         const int64_t left = std::min<int64_t>(kLanes, args_.shape.head_dim - d);
         const auto there = static_cast<__mmask16>((1U << left) - 1);
         float* output = rows.output[r] + d;
-        const __m512 old = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, output), before);
-        _mm512_mask_storeu_ps(output, there, _mm512_mul_ps(_mm512_add_ps(old, sums[r][v]), share));
+        const __m512 old = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, output), old_share);
+        _mm512_mask_storeu_ps(output, there, _mm512_fmadd_ps(sums[r][v], new_share, old));
       }
     }
   }

@@ -43,9 +43,10 @@ struct Rows {
   float* log_sum_exp[kTileRows] = {};
   int64_t seen[kTileRows] = {};     // tokens of the block, the first ones
   int64_t most = 0;                 // of `seen`
-  float before[kTileRows] = {};     // log2 of what was attended before, then its weight
-  float reference[kTileRows] = {};  // exponent that weights are relative to
-  float share[kTileRows] = {};      // 1 / all weights
+  float before[kTileRows] = {};     // log2 of what was attended before
+  float base[kTileRows] = {};       // the block's largest score, which weights are relative to
+  float old_share[kTileRows] = {};  // of what was attended before in what is now
+  float new_share[kTileRows] = {};  // of a weight of the block
 };
 
 /// Those of a KV head from `row` on, before `tokens` tokens of which the first is at `position`.
@@ -71,20 +72,24 @@ inline Rows rows_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t row
   return rows;
 }
 
-/// What a row's weights are relative to, of the largest exponent in the block.
+/// A row's largest score in the block is known. Weights are 2^(factor * (score - base)): a
+/// difference first, since the exponents of large scores are rounded by more than a weight bears.
 inline void refer(Rows& rows, int64_t r, float largest) {
-  const float so_far = std::max(rows.before[r], largest);
-  rows.reference[r] = so_far == kNothing ? 0.0f : so_far;
+  rows.base[r] = largest == kNothing ? 0.0f : largest;
 }
 
-/// A row's block of weights is summed up: the shares of what was before it, and of all.
-inline void settle(Rows& rows, int64_t r, float added) {
-  const float kept = std::exp2(rows.before[r] - rows.reference[r]);
+/// A row's weights in the block are summed up: its shares, and what it has attended now.
+inline void settle(Rows& rows, int64_t r, float factor, float added) {
   const bool is_nothing = added == 0.0f;
-  rows.before[r] = is_nothing ? 1.0f : kept;
-  rows.share[r] = is_nothing ? 1.0f : 1.0f / (kept + added);
+  const float exponent = factor * rows.base[r];
+  const float reference = std::max(rows.before[r], exponent);
+  const float kept = std::exp2(rows.before[r] - reference);
+  const float gained = std::exp2(exponent - reference);
+  const float all = kept + gained * added;
+  rows.old_share[r] = is_nothing ? 1.0f : kept / all;
+  rows.new_share[r] = is_nothing ? 0.0f : gained / all;
   if (is_nothing || r >= rows.count) return;
-  *rows.log_sum_exp[r] = (rows.reference[r] + std::log2(kept + added)) / kLog2e;
+  *rows.log_sum_exp[r] = (reference + std::log2(all)) / kLog2e;
 }
 
 /// Pieces [begin, end) of a KV head. A piece is every `pieces`-th tile from its own on: causal rows

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
 #include <thread>
 
 #include "kernels/chunk_attention.h"
@@ -291,6 +292,28 @@ TEST_P(ChunkAttention, LargeScoresDoNotOverflow) {
     chunk.attend(0, 64);
     for (const float number : chunk.output) EXPECT_TRUE(std::isfinite(number));
     for (const float number : chunk.log_sum_exp) EXPECT_TRUE(std::isfinite(number));
+  });
+}
+
+TEST_P(ChunkAttention, TheLargestNumbersOfFp16AreNotTooLarge) {
+  for_each_type([]<typename T>() {
+    Chunk<T> chunk({.kv_heads = 2, .ratio = 1});
+    std::mt19937 generator(5);
+    for (T& key : chunk.keys) key = from_float<T>(generator() % 2 == 0 ? 6e4f : -6e4f);
+    for (int64_t q = 0; q < 40; ++q) {
+      for (int64_t d = 0; d < 64; ++d) {
+        for (int64_t head = 0; head < 2; ++head) {
+          chunk.query[(head * 40 + q) * 64 + d] = chunk.key(7 * q, head, d);
+        }
+      }
+    }
+    chunk.attend(0, 100);
+    chunk.attend(100, 300);
+    for (int64_t q = 0; q < 40; ++q) {  // each attends the one token that is its query
+      for (int64_t d = 0; d < 64; ++d) {
+        ASSERT_NEAR(chunk.output[(q * 2 + 1) * 64 + d], to_float(chunk.value(7 * q, 1, d)), 1e-5);
+      }
+    }
   });
 }
 
