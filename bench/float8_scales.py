@@ -22,11 +22,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from bench import machine
 from bench.quality.text import Texts
 from bench.reading import REFERENCE
+from kvswap_torch.cli.load import load_model, load_tokenizer
 
 LARGEST = 448.0  # of e4m3
 CHARACTERS_PER_TOKEN = 6
@@ -113,8 +114,8 @@ def main(
 ) -> None:
     console = Console()
     described = machine.describe(".")
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).eval()
+    tokenizer = load_tokenizer(str(model_folder))
+    model = load_model(str(model_folder), "bfloat16")
     texts, found = Texts(), []
     for number in track(range(documents), "reading", console=console):
         rng = np.random.default_rng(number)

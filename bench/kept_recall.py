@@ -28,6 +28,7 @@ from bench.quality.harness import REFERENCE
 from bench.quality.others import Full
 from bench.quality.text import HELD_OUT, Texts
 from bench.quality.view import LayerPast, View
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.methods.observed import agreement, by_mass
 
 PAGE, LOCAL, WINDOW, INTERVAL = 32, 64, 64, 128  # tokens; queries; steps: PRKV 5.1
@@ -234,15 +235,14 @@ def main(
 ) -> None:
     """What PRKV's mix holds of the attention, by k and S."""
     import numpy as np
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if scores not in ("attended", "disk"):
         raise typer.BadParameter(f"scores: must be attended or disk, got {scores!r}")
     if decoded < 2 * INTERVAL or decoded % INTERVAL:
         raise typer.BadParameter(f"decoded: must be 256, 384, 512 ..., got {decoded}")
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = load_model(str(model))
+    tokenizer = load_tokenizer(str(model))
     rng = np.random.default_rng(seed)
     text = Texts(HELD_OUT).draw(rng, CHARACTERS_PER_TOKEN * (prompt + decoded))
     ids = torch.tensor(tokenizer(text).input_ids[: prompt + decoded])

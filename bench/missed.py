@@ -21,10 +21,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import machine
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.tuning.documents import default_samples
 
 ALL = 4096  # groups: of any document here
@@ -114,8 +114,8 @@ def main(
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
     described = machine.describe(path)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = load_model(str(model), "bfloat16")
+    tokenizer = load_tokenizer(str(model))
     _, held_out = default_samples(tokenizer, lengths=(tokens,), count=2)
     ids = torch.as_tensor(held_out[0].ids)[None, :tokens]
     config = SwapConfig(

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from bench import machine
 from kvswap_torch import KVSwapCache
+from kvswap_torch.cli.load import load_model
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
 
@@ -72,7 +72,7 @@ def main(
     opens: Annotated[Path | None, typer.Option(hidden=True)] = None,
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    loaded = load_model(str(model))
     if opens is not None:
         print(json.dumps(open_once(loaded, path, opens)))
         return

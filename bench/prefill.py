@@ -30,7 +30,7 @@ from bench import machine
 from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache
 from kvswap_torch.cli.load import load_model
-from kvswap_torch.wide_products import widen_products
+from kvswap_torch.half_linear import replace_linear
 
 REFERENCE = "reference"
 NEW_TOKENS = 8  # room beside the document, as a question would need
@@ -42,7 +42,7 @@ def open_model(name: str, tokens: int, layers: int, dtype: str) -> Any:
         shape = SHAPES[name]
         model = make_model(replace(shape, layers=layers or shape.layers), tokens)
         model = model.to(getattr(torch, dtype))
-        widen_products(model)
+        replace_linear(model)
         return model
     return load_model("examples/reference_model" if name == REFERENCE else name, dtype)
 

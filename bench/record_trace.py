@@ -21,10 +21,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.machine import RESULTS
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from tools.reference_model.documents import SOURCES, load_source, make_document
 from tools.reference_model.tasks import question_prompt
 
@@ -88,8 +88,8 @@ def main(
     group_tokens: Annotated[int, typer.Option(help="G; 0: as the model's config has it")] = 0,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    tokenizer = load_tokenizer(str(model))
+    network = load_model(str(model), "bfloat16")
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from bench import machine
+from kvswap_torch.cli.load import load_tokenizer
 from tools.reference_model.documents import SOURCES, load_source
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
@@ -65,9 +66,8 @@ def main(
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(str(model))
     ids = tokenizer(load_source(SOURCES[0]), add_special_tokens=False)["input_ids"][:tokens]
     document = tokenizer.decode(ids)
     store = path / "serving_store"

@@ -276,6 +276,7 @@ TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side-context": side_by_side.context_rows}
+TABLES |= {"side-by-side-linear": lambda: side_by_side.compact_rows(side_by_side.OF_OUR_LINEAR)}
 TABLES |= {"side-by-side-presets": side_by_side.preset_rows}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}

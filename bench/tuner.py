@@ -23,10 +23,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from bench import machine
 from kvswap_torch import SwapConfig, format_bytes
+from kvswap_torch.cli.load import load_model
 from kvswap_torch.tuning.api import tune
 from kvswap_torch.tuning.cli import Bars
 from kvswap_torch.tuning.costs import SettingCosts
@@ -144,7 +144,7 @@ def main(
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
     console = Console(width=150)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    network = load_model(str(model))
     from rich.progress import Progress
 
     from kvswap_torch.hf.families import model_parts

@@ -57,6 +57,11 @@ def _project_keys(keys, projection, summary_dtype=None):
     return summary, keys.new_empty(scales, dtype=torch.float32)
 
 
+@torch.library.register_fake("kvswap_torch::linear_rows")
+def _linear_rows(input, weight, bias=None):
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
 @torch.library.register_fake("kvswap_torch::paged_gather")
 def _paged_gather(pages, table):
     _, page_heads, _, group_tokens, head_dim = pages.shape

@@ -23,6 +23,7 @@ __all__ = [
     "fp8_quantize",
     "group_mass",
     "group_max",
+    "linear_rows",
     "low_rank_score",
     "merge_attention",
     "observe_keys",
@@ -191,6 +192,29 @@ def project_keys(
         empty, ``[0]``.
     """
     return _ops.project_keys(keys, projection, summary_dtype)
+
+
+def linear_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear`` of few rows, as fast as memory gives the weights.
+
+    Sums are fp32; the bias is added, and the result rounded once. What a row becomes does not
+    depend on the rows beside it. No gradients.
+
+    Parameters
+    ----------
+    input
+        ``[..., inputs]``, some 16 rows of them at most: fp32, bf16 or fp16, as are the others.
+    weight
+        ``[outputs, inputs]``, contiguous.
+    bias
+        ``[outputs]``.
+
+    Returns
+    -------
+    Tensor
+        ``[..., outputs]``.
+    """
+    return _ops.linear_rows(input, weight, bias)
 
 
 def paged_gather(pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

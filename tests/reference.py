@@ -79,6 +79,11 @@ def project_keys(keys: Tensor, projection: Tensor, dtype: torch.dtype) -> tuple[
     return rows.unflatten(1, (-1, 16)).transpose(2, 3).to(dtype), scale
 
 
+def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    total = rows.double() @ weight.double().T
+    return (total if bias is None else total + bias.double()).to(rows.dtype)
+
+
 def paged_gather(pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     kv_heads = max(pages.shape[1], table.shape[1])
     taken = pages[table.clamp(min=0).long()] * (table >= 0)[..., None, None, None, None]

@@ -21,7 +21,7 @@ from bench.quality.report import RESULTS, print_summary, summarise, write
 from bench.quality.tasks import LANGUAGE, OF_TEXT, TASKS
 from bench.quality.text import CODE, HELD_OUT
 from kvswap_torch.errors import KVSwapError
-from kvswap_torch.wide_products import TOLD
+from kvswap_torch.half_linear import TOLD
 
 _TEXT = f"""Which method finds what the full cache finds, at an equal number of bytes?
 

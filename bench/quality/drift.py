@@ -30,6 +30,7 @@ from bench.quality.harness import REFERENCE, load_config
 from bench.quality.others import Full
 from bench.quality.text import HELD_OUT, Texts
 from bench.quality.view import LayerPast, View
+from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.methods.clusters import ClusterOptions
 from kvswap_torch.methods.k_means import mean_variance
 
@@ -204,13 +205,12 @@ def main(
 ) -> None:
     """Variance within clusters and recall while a text goes on, by three updates."""
     import numpy as np
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if heads not in ("all", "each"):
         raise typer.BadParameter(f"heads: must be all or each, got {heads!r}")
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = load_model(str(model))
+    tokenizer = load_tokenizer(str(model))
     text = Texts(HELD_OUT).draw(np.random.default_rng(seed), CHARACTERS_PER_TOKEN * tokens)
     ids = torch.tensor(tokenizer(text).input_ids[:tokens])
     config = load_config(model)

@@ -23,9 +23,9 @@ from bench.quality.text import Texts
 from bench.quality.wording import ReferenceWording, wording_for
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError
+from kvswap_torch.half_linear import replace_linear
 from kvswap_torch.hf.families import config_hash, model_parts
 from kvswap_torch.positions import most_positions
-from kvswap_torch.wide_products import widen_products
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 CONFIG = "kvswap.json"
@@ -71,7 +71,7 @@ class Harness:
         self.setting = setting
         dtype = "auto" if setting.dtype is None else setting.dtype
         self.model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype).eval()
-        self.has_wide_products = widen_products(self.model)
+        self.has_wide_products = replace_linear(self.model)
         tokenizer = AutoTokenizer.from_pretrained(setting.model)
         self.parts = model_parts(self.model)
         self.config = load_config(setting.model)

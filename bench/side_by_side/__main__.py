@@ -58,6 +58,9 @@ def main(
     contexts: Annotated[str, typer.Option(help="tokens")] = ",".join(map(str, CONTEXTS)),
     batches: Annotated[str, typer.Option(help="sequences")] = ",".join(map(str, BATCHES)),
     devices: Annotated[str, typer.Option(help="local; emmc, ufs (modelled)")] = "local,emmc",
+    linear: Annotated[
+        str, typer.Option(help="the model's linear layers: torch; ours, as commands have them")
+    ] = "torch",
     only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(DEFAULT),
     seconds: Annotated[float, typer.Option(help="of decoding, at most, with each")] = 20,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),
@@ -68,7 +71,7 @@ def main(
     console = Console(width=140)
     keys = _known(only)
     try:
-        plan = cells(_words(shapes), _numbers(contexts), _numbers(batches), _words(devices))
+        plan = cells(_words(shapes), _numbers(contexts), _numbers(batches), _words(devices), linear)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     due = [cell for cell in plan if again or not _file(cell, out).exists()]

@@ -77,6 +77,10 @@ class Runner:
         from bench.side_by_side.weights import load_model
 
         self.model = load_model(self.cell.shape, self.cell.context, Path(self.order.weights))
+        if self.cell.linear == "ours":
+            from kvswap_torch.half_linear import replace_linear
+
+            replace_linear(self.model)
         return {}
 
     def warm(self) -> dict[str, Any]:

@@ -228,6 +228,7 @@ class Measurement:
             "layers": cell.shape.layers,
             "context": cell.context,
             "batch": cell.batch,
+            "linear": cell.linear,
             "device": cell.device or "local disk",
             "choices": "random",
             "selected_tokens": SELECTED_TOKENS,

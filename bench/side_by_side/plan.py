@@ -84,12 +84,16 @@ def in_order(keys: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting in which all are measured; `device` is a modelled one, None the disk itself."""
+    """One setting in which all are measured; `device` is a modelled one, None the disk itself.
+
+    `linear` says whose linear layers the model has: torch's, or ours (`kvswap_torch.half_linear`).
+    """
 
     shape_name: str
     context: int
     batch: int
     device: str | None = None
+    linear: str = "torch"
 
     @property
     def shape(self) -> Shape:
@@ -119,17 +123,25 @@ class Cell:
 
 
 def cells(
-    shapes: Iterable[str], contexts: Iterable[int], batches: Iterable[int], devices: Iterable[str]
+    shapes: Iterable[str],
+    contexts: Iterable[int],
+    batches: Iterable[int],
+    devices: Iterable[str],
+    linear: str = "torch",
 ) -> list[Cell]:
     """The small ones first; of a modelled device only `MODELLED_CONTEXTS` where any is asked for.
 
     Raises
     ------
     ValueError
-        Naming a shape or device that is not known, or a size that is not positive.
+        Naming what of these is not known, or a size that is not positive.
     """
     shapes, contexts, batches, devices = map(list, (shapes, contexts, batches, devices))
-    known = {"shapes": (shapes, list(SHAPES)), "devices": (devices, ["local", "emmc", "ufs"])}
+    known = {
+        "shapes": (shapes, list(SHAPES)),
+        "devices": (devices, ["local", "emmc", "ufs"]),
+        "linear": ([linear], ["torch", "ours"]),
+    }
     for what, (given, allowed) in known.items():
         for name in given:
             if name not in allowed:
@@ -139,7 +151,7 @@ def cells(
             raise ValueError(f"{what}: must be positive, got {numbers}")
     modelled = [context for context in contexts if context in MODELLED_CONTEXTS] or contexts
     found = [
-        Cell(shape, context, batch, None if device == "local" else device)
+        Cell(shape, context, batch, None if device == "local" else device, linear)
         for shape, context, batch, device in product(shapes, contexts, batches, devices)
         if device == "local" or context in modelled
     ]

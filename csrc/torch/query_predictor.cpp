@@ -5,9 +5,7 @@
 
 #include <utility>
 
-#include "kernels/matrix_vector.h"
-#include "torch/element_type.h"
-#include "torch/op_checks.h"
+#include "torch/linear_rows.h"
 
 namespace kvswap {
 namespace {
@@ -83,28 +81,17 @@ at::Tensor QueryPredictor::predict(const at::Tensor& hidden, const at::Tensor& c
   return rotate(query.transpose(1, 2), cos, sin);
 }
 
-/// at::linear(), [batch, tokens, rows]. For a single token in half precision, where fetching the
-/// matrix is all the work, that takes twice as long as our own product.
+/// at::linear(), [batch, tokens, rows]; few tokens in half precision by our own product.
 at::Tensor QueryPredictor::project(const at::Tensor& hidden) const {
   const at::Tensor& matrix = weights_.projection;
   const auto& bias = weights_.bias;
   const at::ScalarType type = matrix.scalar_type();
-  const bool is_plain = matrix.is_cpu() && matrix.is_contiguous() && hidden.is_contiguous() &&
-                        (!bias || (bias->is_contiguous() && bias->scalar_type() == type));
-  if (hidden.numel() != hidden.size(2) || (type != at::kBFloat16 && type != at::kHalf) ||
-      hidden.scalar_type() != type || !is_plain) {
-    return at::linear(hidden, matrix, bias);
-  }
-  at::Tensor output = at::empty({1, 1, matrix.size(0)}, matrix.options());
-  matrix_vector({.matrix = matrix.const_data_ptr(),
-                 .vector = hidden.const_data_ptr(),
-                 .bias = bias ? bias->const_data_ptr() : nullptr,
-                 .output = output.data_ptr(),
-                 .rows = matrix.size(0),
-                 .columns = matrix.size(1),
-                 .dtype = to_dtype(type)},
-                torch_execution());
-  return output;
+  const bool is_half = type == at::kBFloat16 || type == at::kHalf;
+  const bool is_plain = matrix.is_cpu() && matrix.is_contiguous() && hidden.scalar_type() == type &&
+                        (!bias || bias->scalar_type() == type);
+  const bool is_few = hidden.size(0) * hidden.size(1) < kFewRows;
+  if (is_few && is_half && is_plain) return linear_rows_cpu(hidden, matrix, bias);
+  return at::linear(hidden, matrix, bias);
 }
 
 TORCH_LIBRARY_FRAGMENT(kvswap_torch, library) {

@@ -20,6 +20,7 @@ TORCH_LIBRARY(kvswap_torch, library) {
   define(
       "project_keys(Tensor keys, Tensor projection, ScalarType? summary_dtype=None) "
       "-> (Tensor summary, Tensor token_scale)");
+  define("linear_rows(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
   define("paged_gather(Tensor pages, Tensor table) -> (Tensor keys, Tensor values)");
   define("pack_records(Tensor keys, Tensor values, int group_tokens) -> Tensor");
   define(

@@ -57,7 +57,7 @@ def _compiled_facts(path: Path) -> dict[str, Any]:
         import torch
 
         from kvswap_torch import _C
-        from kvswap_torch.wide_products import has_products
+        from kvswap_torch.half_linear import has_products
     except ImportError as error:
         return {"compiled_part": f"missing ({error}); in a checkout run: make build"}
     told = dict(_C.system_info(str(path)))

@@ -21,8 +21,7 @@ def load_model(
 ) -> Any:
     """A transformers model, ready for inference.
 
-    On a processor without products of the model's dtype, long chunks are multiplied in fp32
-    (`kvswap_torch.wide_products`).
+    On the CPU its linear layers in half precision are ours (`kvswap_torch.half_linear`).
 
     Parameters
     ----------
@@ -45,7 +44,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from kvswap_torch.wide_products import TOLD, widen_products
+    from kvswap_torch.half_linear import TOLD, replace_linear
 
     logging.disable_progress_bar()  # it would stand above ours
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -56,7 +55,7 @@ def load_model(
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
     if distributed is None:
         model = model.to(device)
-        if widen_products(model) and say is not None:
+        if replace_linear(model) and say is not None:
             say(TOLD)
     return model.eval()
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Cache
 
+from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.native import LIBRARY
-from kvswap_torch.wide_products import WideLinear
 
 FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUMMED_BYTES_MAX = 64 << 20  # for summed projections when there is no budget
@@ -201,7 +201,7 @@ def _is_fast(attention: nn.Module) -> bool:
     known = family[:2] == ["transformers", "models"] and family[2] in FAST_FAMILIES
     return (
         known
-        and type(projection) in (nn.Linear, WideLinear)
+        and type(projection) in (nn.Linear, HalfLinear)
         and _is_plain(projection.weight)
         and (projection.bias is None or _is_plain(projection.bias))
         and not projection._forward_hooks

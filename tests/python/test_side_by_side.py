@@ -16,7 +16,7 @@ from bench.shapes import make_model
 from bench.side_by_side import __main__ as command
 from bench.side_by_side import figure, memory_cap, report
 from bench.side_by_side.busy import floor_ms_least, why_busy
-from bench.side_by_side.child import Order
+from bench.side_by_side.child import Order, Runner
 from bench.side_by_side.mapped import MappedCache
 from bench.side_by_side.measure import Measurement, Run
 from bench.side_by_side.plan import (
@@ -34,6 +34,7 @@ from bench.side_by_side.settings import fit_kvswap, fit_per_head
 from bench.side_by_side.steering import Child, ChildError
 from bench.side_by_side.weights import load_model, touched_bytes, weights_file
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, prompt, tiny_model
 
@@ -178,6 +179,7 @@ def test_the_plan_has_small_cells_first_and_models_a_device_at_one_context():
         ((["2b"], [8192], [1], ["local"]), "shapes: .*'2b'"),
         ((["1b"], [0], [1], ["local"]), "contexts: .*positive"),
         ((["1b"], [8192], [1], ["floppy"]), "devices: .*'floppy'"),
+        ((["1b"], [8192], [1], ["local"], "theirs"), "linear: .*'theirs'"),
     ],
 )
 def test_the_plan_refuses_by_name(given, said):
@@ -317,6 +319,14 @@ def test_a_child_says_why_it_could_not(tiny, tmp_path):
     run.steps = [{"seconds": 1.0}] * 3
     assert run.is_done(2.0)
     assert not run.is_done(4.0)
+
+
+@pytest.mark.parametrize("linear", ["torch", "ours"])
+def test_a_childs_model_has_the_linear_layers_asked_for(tiny, tmp_path, linear):
+    cell = {"shape_name": "tiny", "context": 1024, "batch": 1, "linear": linear}
+    runner = Runner(Order("floor", cell, str(tiny[1]), str(tmp_path), ""))
+    runner.load()
+    assert isinstance(runner.model.lm_head, HalfLinear) == (linear == "ours")
 
 
 def test_a_cap_limits_its_own_cgroup_only(tmp_path):

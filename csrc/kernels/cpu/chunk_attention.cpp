@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/cpu/bf16_pairs.h"
 #include "kernels/cpu/chunk_attention_pairs.h"
 #include "kernels/cpu/chunk_rows.h"
 

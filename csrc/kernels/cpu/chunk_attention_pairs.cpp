@@ -1,15 +1,13 @@
 #include "kernels/cpu/chunk_attention_pairs.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <vector>
 
+#include "kernels/cpu/bf16_pairs.h"
 #include "kernels/cpu/chunk_rows.h"
-#include "kernels/cpu_features.h"
 
 // g++ 12 takes what its own intrinsics leave undefined on purpose for a fault.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -24,9 +22,6 @@ using chunk::kLog2e;
 using chunk::kNothing;
 using chunk::kTileRows;
 using chunk::Rows;
-
-#define KVSWAP_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
-#define KVSWAP_BF16_INLINE KVSWAP_BF16 __attribute__((always_inline)) inline
 
 constexpr int kLanes = 16;         // fp32 of a vector, and pairs of bf16
 constexpr int kTileVectors = 4;    // with kTileRows, sums for 24 of 32 registers
@@ -273,12 +268,6 @@ class Attender {
 
 }  // namespace
 
-bool has_bf16_pairs() {
-  static const bool is_here =
-      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
-  return is_here && simd_level() == "AVX3";
-}
-
 void chunk_attention_by_pairs(const ChunkAttentionArgs& args, const Execution& execution) {
   chunk::attend_all<Attender>(args, execution);
 }
@@ -291,7 +280,6 @@ void chunk_attention_by_pairs(const ChunkAttentionArgs& args, const Execution& e
 
 namespace kvswap {
 
-bool has_bf16_pairs() { return false; }
 void chunk_attention_by_pairs(const ChunkAttentionArgs& /*args*/, const Execution& /*execution*/) {
   std::abort();
 }

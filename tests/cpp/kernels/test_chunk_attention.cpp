@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "kernels/chunk_attention.h"
-#include "kernels/cpu/chunk_attention_pairs.h"
+#include "kernels/cpu/bf16_pairs.h"
 #include "kernels/kernel_test.h"
 
 namespace kvswap {
