@@ -272,6 +272,17 @@ def float8_table() -> Iterator[str]:
             place = ""
 
 
+def linear_table() -> Iterator[str]:
+    yield "| model | batch | torch's linear layers | ours | |"
+    yield "|---|---|---|---|---|"
+    (results,) = load("linear.json")
+    for row in results["rows"]:
+        yield (
+            f"| {row['model']} | {row['batch']} | {row['torch_ms']:.1f} ms "
+            f"| {row['ours_ms']:.1f} ms | {row['ratio_of_pairs']:.2f}x |"
+        )
+
+
 TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
@@ -279,6 +290,7 @@ TABLES |= {"side-by-side-context": side_by_side.context_rows}
 TABLES |= {"side-by-side-linear": lambda: side_by_side.compact_rows(side_by_side.OF_OUR_LINEAR)}
 TABLES |= {"side-by-side-presets": side_by_side.preset_rows}
 TABLES |= {"side-by-side": side_by_side.compact_rows, "side-by-side-costs": side_by_side.in_full}
+TABLES |= {"linear": linear_table}
 TABLES |= {"turns": turns_table, "scoring": scoring_table}
 TABLES |= {"two-stage-choices": two_stage_choices, "two-stage-times": two_stage_times}
 TABLES |= {"demo-real": lambda: demo_table("demo_smollm2")}

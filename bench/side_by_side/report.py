@@ -95,11 +95,13 @@ def print_cell(console: Console, result: dict[str, Any]) -> None:
 
 def compact_rows(folder: Path = FOLDER) -> Iterator[str]:
     """A line a cell: kvswap's time and memory, and the others' time against it."""
-    peers = [key for key in DEFAULT if key != "kvswap"]
+    results = load(folder)
+    asked = {key for result in results for key in keys_of(result)}
+    peers = [key for key in DEFAULT if key != "kvswap" and key in asked]
     heads = ["shape, context, batch", "disk", "KV memory", "kvswap"]
     yield "| " + " | ".join(heads + [LABELS[key] for key in peers]) + " |"
     yield "|" + "---|" * (len(heads) + len(peers))
-    for result in load(folder):
+    for result in results:
         ours = result["contenders"].get("kvswap")
         if ours is None:
             continue
