@@ -27,11 +27,11 @@ from transformers import StaticCache
 from bench import machine
 from bench.prefill import REFERENCE
 from bench.shapes import SHAPES, make_model
+from bench.side_by_side.plan import LAYERS
 from kvswap_torch.half_linear import HalfLinear, replace_linear
 
 PAST = 400
 WARM_UP = 3
-LAYERS = {"1b": 4, "8b-layers": 4}  # of a shape
 
 
 def open_model(name: str) -> nn.Module:

@@ -20,7 +20,7 @@ constexpr int64_t kNumbers = 32;  // bf16 of a vector
 constexpr int kTileOutputs = 4;
 constexpr int kTileRows = 4;  // with kTileOutputs, sums for half of 32 registers
 
-/// sums[o][r] += weight[o] input[r], of up to 32 numbers from `at` on.
+/// sums[o][r] += weight[o] input[r], of up to 32 numbers.
 template <int kOutputs, int kRows, typename Load>
 KVSWAP_BF16_INLINE void add(const BFloat16* weight, const BFloat16* input, int64_t stride,
                             const Load& load, __m512 (&sums)[kOutputs][kRows]) {
