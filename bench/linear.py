@@ -2,6 +2,9 @@
 
     python -m bench.linear --models 1b,small,build/models/smollm2,reference --out linear
 
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \\
+        python -m bench.linear --level AVX2 --out linear_avx2    # as a processor without AVX-512
+
 A token of each sequence, after 400 that a StaticCache holds, by both models in turn: they share
 their weights. Printed are medians of the milliseconds, the median ratio of pairs, and how fast the
 weights were read.
@@ -28,6 +31,7 @@ from bench import machine
 from bench.prefill import REFERENCE
 from bench.shapes import SHAPES, make_model
 from bench.side_by_side.plan import LAYERS
+from kvswap_torch import _C
 from kvswap_torch.half_linear import HalfLinear, replace_linear
 
 PAST = 400
@@ -122,11 +126,14 @@ def main(
     batches: Annotated[str, typer.Option(help="sequences")] = "1,2,4,8",
     steps: Annotated[int, typer.Option(help="of each that count")] = 40,
     threads: Annotated[int, typer.Option(help="0: as many as cores")] = 0,
+    level: Annotated[str, typer.Option(help="of our kernels: AVX2, ...; empty: the highest")] = "",
     out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
 ) -> None:
     console = Console()
     if threads:
         torch.set_num_threads(threads)
+    if level and not _C.use_simd_level(level):
+        raise typer.BadParameter(f"--level: must be one of {_C.simd_levels()}, got {level!r}")
     rows = []
     for name in models.split(","):
         rows += measure(name, [int(batch) for batch in batches.split(",")], steps, console)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.quality.plan import SHARES, preset_method
+from bench.quality.report import interval
 from kvswap_torch import format_bytes
 from kvswap_torch.preset import presets
 
@@ -65,6 +66,7 @@ def _sign(model: str, preset: str) -> str:
 
 
 NOT_RUN = "not run"
+INSIDE = ",question=inside"
 SAME = ("model", "digest", "dtype", "wording", "text", "seed")  # of runs that fill one table
 
 
@@ -82,20 +84,36 @@ def joined(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
-    """A table for each model and length, the full cache first; what does not fit says so."""
-    for result in joined(results):
-        for length, part in result["lengths"].items():
+    """A table for each model and length, the full cache first; what does not fit says so.
+
+    Where several numbers of documents were run, a share of the memory is shown with the most.
+    """
+    shown: dict[tuple[Any, ...], set[str]] = {}
+    for result, length, part in _parts(results):
+        done = shown.setdefault((*(result.get(name) for name in SAME), length), set())
+        shares = [share for share in SHARES if share not in done and _has(part, share)]
+        done.update(shares)
+        if shares:
             answers = part["methods"]["full"]["tasks"]["all"]["answers"]
             yield (
                 f"**{result['model']}**, {int(length):,} tokens, documents: {part['documents']}, "
                 f"answers: {answers}"
             )
-            yield from ("", *_table(result["model"], part), "")
+            yield from ("", *_table(result["model"], part, shares), "")
 
 
-def _table(model: str, part: dict[str, Any]) -> Iterator[str]:
-    """A line for each preset, a column for each share of the memory that any was run in."""
-    shares = [share for share in SHARES if _has(part, share)]
+def _parts(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Each result and length with its part, those of most documents first."""
+    parts = [
+        (result, length, part)
+        for result in joined(results)
+        for length, part in result["lengths"].items()
+    ]
+    return sorted(parts, key=lambda each: (each[0]["model"], int(each[1]), -each[2]["documents"]))
+
+
+def _table(model: str, part: dict[str, Any], shares: list[str]) -> Iterator[str]:
+    """A line for each preset, a column for each share of the memory."""
     columns = [f"{share} of the memory" for share in shares]
     yield _line(["preset", *columns, "the papers lose", "same sign?"])
     yield "|" + "---|" * (len(shares) + 3)
@@ -124,6 +142,16 @@ def _cell(part: dict[str, Any], name: str) -> str:
     if name not in part["methods"]:
         return NOT_RUN
     method = part["methods"][name]
-    right = method["tasks"].get("all", {}).get("exact")
-    told = "0.00" if right is None else f"{right[0]:.2f}"
-    return f"{told}, reads {format_bytes(method['bytes_read_per_token'])}"
+    told = f"{_right(method, part)}, reads {format_bytes(method['bytes_read_per_token'])}"
+    at_the_end = part["methods"].get(name.removesuffix(INSIDE))
+    return told if at_the_end is None else f"{told}; at the end {_right(at_the_end, part)}"
+
+
+def _right(method: dict[str, Any], part: dict[str, Any]) -> str:
+    """The share of right answers; over several documents, its difference to the full cache too."""
+    answers = method["tasks"].get("all", {})
+    right = f"{answers.get('exact', [0.0])[0]:.2f}"
+    more = answers.get("exact_difference")
+    if more is None or part["documents"] == 1:
+        return right
+    return f"{right}, {interval(more, '+.2f')}"

@@ -21,9 +21,23 @@ _NATIVE_STACK = Path(__file__).parents[1] / "build/dev/tests/cpp/libnative_stack
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """A fatal signal shows the native frames of its thread before Python's."""
+    """A fatal signal shows the native frames of its thread before Python's.
+
+    With KVSWAP_SIMD=AVX2 kernels are those of another processor, by a level that this one has too.
+    """
     if _NATIVE_STACK.exists():
         ctypes.CDLL(str(_NATIVE_STACK)).show_native_stacks(os.dup(2))
+    if level := os.environ.get("KVSWAP_SIMD"):
+        use_simd_level(level)
+
+
+def use_simd_level(level: str) -> None:
+    from kvswap_torch import _C
+
+    if not _C.use_simd_level(level):
+        raise pytest.UsageError(
+            f"KVSWAP_SIMD: must be one of {', '.join(_C.simd_levels())}, got {level!r}"
+        )
 
 
 def skip_reasons(config: pytest.Config, watched: tuple[str, ...] = ("",)) -> list[str]:

@@ -41,9 +41,10 @@ GRID = (
 SHARES = ("1/4", "1/13", "1/34")
 
 
-def preset_method(name: str, share: str) -> str:
+def preset_method(name: str, share: str, question: str = "inside") -> str:
     """A preset from its own settings, as the product, in a share of the full cache's memory."""
-    return f"product:preset={name},memory={share},question=inside"
+    asked = "" if question == "after" else f",question={question}"
+    return f"product:preset={name},memory={share}{asked}"
 
 
 # One that needs a file of the model has none here.

@@ -273,4 +273,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   kvswap::bind_replay(module);
   module.def("system_info", &system_info, py::arg("path"),
              "What this machine and a folder on it offer, by name.");
+  module.def("simd_levels", &kvswap::simd_levels);
+  module.def("use_simd_level", &kvswap::use_simd_level, py::arg("name"));
 }

@@ -99,7 +99,7 @@ def test_runs_over_the_same_documents_fill_one_table():
     assert "| 0.75, reads 0 B |" in found["quest"]
     assert "| 0.50, reads 0 B |" in found["loki"]
     assert "needs a file of the model" in found["compresskv"]
-    rows = list(preset_rows([earlier, run({"full": full}, digest="b")]))
+    rows = list(preset_rows([earlier, run({"full": full, quest: right(0.5)}, digest="b")]))
     assert sum("full cache" in row for row in rows) == 2
 
 
@@ -129,3 +129,21 @@ def test_every_model_has_a_section_of_its_own_on_the_page(tmp_path, monkeypatch)
     assert "| `snapkv` | 0.25, reads 0 B |" in theirs and "1/4 of the memory" not in theirs
     first = theirs.split("---|\n")[1]
     assert first.startswith("| full cache") and first.splitlines()[1].startswith("| `kvswap`")
+
+
+def test_most_documents_count_and_a_question_at_the_end_stands_beside_one_inside():
+    inside = preset_method("snapkv", "1/13")
+    after = preset_method("snapkv", "1/13", "after")
+    few = run(
+        {"full": right(0.75), inside: right(0.5), preset_method("snapkv", "1/4"): right(0.25)}
+    )
+    many = run({"full": right(0.7), inside: right(0.1), after: right(0.6)})
+    part = many["lengths"]["4096"]
+    part["documents"] = 12
+    part["methods"][inside]["tasks"]["all"]["exact_difference"] = [-0.6, -0.7, -0.5]
+    first, second = "\n".join(preset_rows([few, many])).split("**tiny**")[1:]
+    assert "documents: 12" in first and "1/4 of the memory" not in first
+    told = "| 0.10, -0.60 (-0.70 to -0.50), reads 0 B; at the end 0.60 |"
+    assert told in by_name(first.splitlines())["snapkv"]
+    assert "documents: 1," in second and "1/13 of the memory" not in second
+    assert "| 0.25, reads 0 B |" in by_name(second.splitlines())["snapkv"]
