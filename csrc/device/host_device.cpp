@@ -25,7 +25,7 @@ void run(const AttentionMassArgs& args) { attention_mass(args, {}); }
 
 class HostDevice final : public Device {
  public:
-  explicit HostDevice(const HostDeviceOptions& options) {
+  explicit HostDevice(const HostDeviceOptions& options) : bytes_max_(options.bytes_max) {
     for (int i = 0; i < kStreams; ++i) {
       const bool is_slow = options.slow == static_cast<Stream>(i);
       streams_[i] = std::make_unique<HostStream>(options.seed + i, options.delay_us_max,
@@ -41,12 +41,10 @@ class HostDevice final : public Device {
   std::string name() const override { return "host"; }
 
   Result<std::byte*> allocate(int64_t bytes) override {
+    KVSWAP_RETURN_IF_ERROR(check_room(bytes));
     const int64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
-    if (memory == nullptr) {
-      return Status::budget("device: the host must lend " + std::to_string(bytes) +
-                            " bytes, and refused");
-    }
+    if (memory == nullptr) return no_room(bytes);
     std::memset(memory, 0, rounded);
     allocated_bytes_ += bytes;
     return memory;
@@ -57,6 +55,7 @@ class HostDevice final : public Device {
     allocated_bytes_ -= bytes;
   }
   Status pin(std::byte*, int64_t bytes) override {
+    KVSWAP_RETURN_IF_ERROR(check_room(bytes));
     pinned_bytes_ += bytes;
     return Status::ok();
   }
@@ -100,10 +99,20 @@ class HostDevice final : public Device {
   }
 
  private:
+  static Status no_room(int64_t bytes) {
+    return Status::budget("device: the host must lend " + std::to_string(bytes) +
+                          " bytes, and refused");
+  }
+  Status check_room(int64_t bytes) const {
+    const bool fits =
+        bytes_max_ == nullptr || allocated_bytes_ + pinned_bytes_ + bytes <= *bytes_max_;
+    return fits ? Status::ok() : no_room(bytes);
+  }
   void queue(std::function<void()> operation) {
     streams_[static_cast<int>(stream())]->push(std::move(operation));
   }
 
+  const std::atomic<int64_t>* bytes_max_;
   HostEvents events_;  // outlives the streams
   std::array<std::unique_ptr<HostStream>, kStreams> streams_;
   Event handed_back_ = 0;

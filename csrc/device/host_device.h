@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 
@@ -14,6 +15,8 @@ struct HostDeviceOptions {
   // let them.
   std::optional<Stream> slow = std::nullopt;
   int64_t slow_us = 0;
+  // Of its own and of pinned memory together; null: no limit but the host's.
+  const std::atomic<int64_t>* bytes_max = nullptr;
 };
 
 /// A device made of host memory, the CPU's kernels and a thread a stream: what the device path is

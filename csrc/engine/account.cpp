@@ -120,10 +120,21 @@ Status Account::reserve(int64_t batch, int64_t groups) {
                            " sequences of " + std::to_string(groups) +
                            " groups need beside their pages";
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(device + pinned, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kDevice, device, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kPinned, pinned, what));
+  Status reserved = take_place(batch, groups);
+  if (!reserved.is_ok()) {
+    // What stood there was given up for it, and is taken again.
+    const bool is_back =
+        reserved_batch_ == 0 || take_place(reserved_batch_, reserved_groups_).is_ok();
+    if (!is_back) parts_.broken = reserved;
+    return reserved;
+  }
   reserved_batch_ = batch;
   reserved_groups_ = groups;
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kDevice, device, what));
+  return parts_.ledger.charge(Use::kPinned, pinned, what);
+}
+
+Status Account::take_place(int64_t batch, int64_t groups) {
   KVSWAP_RETURN_IF_ERROR(parts_.space->reserve(batch, groups));
   return parts_.selector->reserve(parts_.space->selection_place());
 }

@@ -28,7 +28,8 @@ class Account {
   Status charge_sequence();
   void release_sequence();
 
-  /// What stands on the device beside the pages; reserves it there.
+  /// What stands on the device beside the pages; reserves it there. Where the device has no room
+  /// left, even for what stood there before, the engine is broken.
   Status reserve(int64_t batch, int64_t groups);
   /// What a layer's groups will need that `positions` make due; spare sequences give way to it.
   Status charge_growth(Batch& batch, int64_t layer, int64_t positions);
@@ -44,6 +45,7 @@ class Account {
   void release_scores();
 
  private:
+  Status take_place(int64_t batch, int64_t groups);
   int64_t score_bytes_to_add(int64_t sequences, int64_t groups) const;
   int64_t cluster_bytes_to_grow(const ClusterRows& clusters, int64_t layer, int64_t tokens) const;
 

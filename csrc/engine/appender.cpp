@@ -56,11 +56,13 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   batch_.declare_valid(positions);
   parts_.space->compute().mark_tokens();
   prepared_ = layer;
+  prepared_tokens_ = tokens;
   return Status::ok();
 }
 
 Status Appender::append(int64_t layer, const KeyValueView& tokens) {
-  const bool is_prepared = prepared_ == layer && tokens.batch == batch_.size() && is_exact(layer);
+  const bool is_prepared = prepared_ == layer && tokens.batch == batch_.size() &&
+                           tokens.tokens == prepared_tokens_ && is_exact(layer);
   if (!is_prepared) KVSWAP_RETURN_IF_ERROR(prepare(layer, tokens.batch, tokens.tokens));
   prepared_ = -1;
   Batch::Layer& state = batch_.layer(layer);

@@ -58,6 +58,7 @@ class Appender {
   Clustering& clustering_;
   Pass pass_ = Pass::kPrefill;  // until it is said
   int64_t prepared_ = -1;       // the layer that prepare() was called for; -1: none
+  int64_t prepared_tokens_ = 0;
 };
 
 }  // namespace kvswap

@@ -22,7 +22,7 @@ Status Calls::check(int64_t layer) const {
         "session: must be used by the process that opened it, got a call from a forked child; "
         "open a session of its own there");
   }
-  return Status::ok();
+  return parts_.broken;
 }
 
 Status Calls::enter() { return enter(0); }

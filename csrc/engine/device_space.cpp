@@ -67,12 +67,12 @@ Result<PagePool> DeviceSpace::make_pool(int64_t pages, int64_t page_bytes) {
 }
 
 Status DeviceSpace::reserve(int64_t batch, int64_t groups) {
-  batch = std::max(batch, batch_);
-  groups = std::max(groups, groups_);
   if (batch == batch_ && groups == groups_) return Status::ok();
   KVSWAP_RETURN_IF_ERROR(device_->drain());
   const DeviceRoom room = device_room(options_, record_bytes_, batch, groups);
-  if (batch > batch_) KVSWAP_RETURN_IF_ERROR(landing_.reserve(room.lane_records));
+  const bool is_other_batch = batch != batch_;
+  batch_ = groups_ = 0;  // until all of it is there, nothing is
+  if (is_other_batch) KVSWAP_RETURN_IF_ERROR(landing_.reserve(room.lane_records));
   KVSWAP_RETURN_IF_ERROR(reserve_tables(room));
   batch_ = batch;
   groups_ = groups;

@@ -82,7 +82,7 @@ class DeviceSpace final : public PageSpace {
   DeviceLanding landing_;
   DeviceOutbox outbox_;
   SelectionPlace selection_place_;
-  int64_t batch_ = 0;   // reserve()'s largest
+  int64_t batch_ = 0;   // reserve()'s last
   int64_t groups_ = 0;  // the same
 };
 

@@ -103,6 +103,11 @@ Status Editor::select_sequences(std::span<const int64_t> indices) {
     }
   }
   const auto count = static_cast<int64_t>(indices.size());
+  if (count == 0) {
+    return Status::invalid(
+        "select_sequences: at least one sequence must stay, got no index; reset() empties the "
+        "cache");
+  }
   if (parts_.options.max_batch > 0 && count > parts_.options.max_batch) {
     return Status::invalid("select_sequences: the batch must be at most max_batch (" +
                            std::to_string(parts_.options.max_batch / apart) + "), got " +

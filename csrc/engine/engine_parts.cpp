@@ -24,7 +24,7 @@ Result<std::unique_ptr<EngineParts>> EngineParts::open(const EngineOptions& opti
   if (!reader.is_ok()) return reader.status();
   KVSWAP_RETURN_IF_ERROR(parts->open_store());
   auto fetcher = Fetcher::create(std::move(reader.value()), parts->store.get(),
-                                 {.path = options.directory,
+                                 {.file = parts->file.get(),
                                   .merge_gap_bytes = gap_bytes(options),
                                   .merge_bytes_max = options.merge_bytes_max,
                                   .scrap_at_end = options.memory_at_end(),

@@ -76,6 +76,7 @@ struct EngineParts {
   const KeepPlan keep;
   Ledger ledger;
   EngineCounters counters;
+  Status broken = Status::ok();  // of a device that lost its room: every call returns it
   GroupCounts group_counts;
   std::vector<std::string> fallbacks;
   Patience patience;                   // how long calls wait for the disk, and who may end that

@@ -23,6 +23,7 @@ Fetcher::Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const 
     : scrap_(std::move(scrap)), reader_(std::move(reader)), store_(store), options_(options) {}
 
 void Fetcher::abandon(Fetch& fetch, std::shared_ptr<void> memory) {
+  fetch.is_unverified = false;
   if (fetch.ticket == 0) return;
   abandoned_.push_back({std::exchange(fetch.ticket, 0), std::move(memory)});
 }
@@ -37,7 +38,7 @@ Status Fetcher::settle_abandoned() {
 }
 
 Status Fetcher::submit(Fetch& fetch) {
-  KVSWAP_ASSERT(fetch.ticket == 0);
+  KVSWAP_ASSERT(fetch.ticket == 0 && !fetch.is_unverified);
   if (fetch.loads.empty()) return Status::ok();
   KVSWAP_RETURN_IF_ERROR(settle_abandoned());
   const int64_t began_ns = options_.timeline != nullptr ? Timeline::now_ns() : 0;
@@ -88,16 +89,26 @@ void Fetcher::drop_repeats(Fetch& fetch) {
 }
 
 Status Fetcher::finish(Fetch& fetch) {
-  if (fetch.ticket == 0) return Status::ok();
+  if (fetch.ticket != 0) KVSWAP_RETURN_IF_ERROR(land(fetch));
+  if (!fetch.is_unverified) return Status::ok();
+  Status verified = verify(fetch);
+  if (!verified.is_pending()) fetch.is_unverified = false;
+  return verified;
+}
+
+Status Fetcher::land(Fetch& fetch) {
   const int64_t waits_from_ns = Timeline::now_ns();
   Status arrived = reader_->wait(fetch.ticket);
   const int64_t waits_to_ns = Timeline::now_ns();
   record(SpanKind::kWait, fetch, waits_from_ns, waits_to_ns);
   if (arrived.is_pending()) return arrived;
   fetch.ticket = 0;
+  const bool is_again = std::exchange(fetch.is_unverified, false);
   KVSWAP_RETURN_IF_ERROR(arrived);
-  counters_.hidden_seconds += 1e-9 * static_cast<double>(waits_from_ns - fetch.submitted_ns);
+  fetch.is_unverified = true;
   counters_.wait_seconds += 1e-9 * static_cast<double>(waits_to_ns - waits_from_ns);
+  if (is_again) return Status::ok();  // of a record that reread() asked for
+  counters_.hidden_seconds += 1e-9 * static_cast<double>(waits_from_ns - fetch.submitted_ns);
   counters_.records += fetch.loads.size();
   counters_.payload_bytes += fetch.loads.size() * store_->record_bytes();
   counters_.gap_bytes += fetch.merged.gap_bytes();
@@ -105,7 +116,7 @@ Status Fetcher::finish(Fetch& fetch) {
   for (const Fetch::Copy& copy : fetch.copies) {
     std::memcpy(copy.target, copy.source, store_->record_bytes());
   }
-  return verify(fetch);
+  return Status::ok();
 }
 
 Status Fetcher::verify(Fetch& fetch) {
@@ -137,20 +148,19 @@ Status Fetcher::reread(Fetch& fetch, const Load& load) {
   if (!ticket.is_ok()) return ticket.status();
   Status arrived = reader_->wait(ticket.value());
   if (arrived.is_pending()) {
-    // It lands in memory that is about to be given up.
-    fetch.ticket = ticket.value();
+    fetch.ticket = ticket.value();  // finish() waits for it first
     return arrived;
   }
   KVSWAP_RETURN_IF_ERROR(arrived);
   if (store_->verify(fetch.layer, load.sequence, load.group, load.target)) return Status::ok();
-  return Status::corrupt("read of layer " + std::to_string(fetch.layer) + ", group " +
-                             std::to_string(load.group) + ", sequence " +
-                             std::to_string(load.sequence) + " from the file in " + options_.path +
-                             " at offset " + std::to_string(offset) +
-                             ": the checksum must hold, and did not in two reads; the disk or its "
-                             "memory returns wrong "
-                             "bytes, nothing of it was used",
-                         options_.path);
+  const std::string& directory = options_.file->directory_of(offset);
+  return Status::corrupt(
+      "read of layer " + std::to_string(fetch.layer) + ", group " + std::to_string(load.group) +
+          ", sequence " + std::to_string(load.sequence) + " from the file in " + directory +
+          " at offset " + std::to_string(options_.file->place_of(offset).offset_bytes) +
+          ": the checksum must hold, and did not in two reads; the disk or its memory returns "
+          "wrong bytes, nothing of it was used",
+      directory);
 }
 
 }  // namespace kvswap

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "io/block_reader.h"
+#include "io/file_stack.h"
 #include "io/merge.h"
 #include "io/timeline.h"
 #include "kernels/types.h"
@@ -27,6 +28,7 @@ struct Fetch {
   int64_t layer = 0;
   std::vector<Load> loads;
   Ticket ticket = 0;  // 0: nothing in flight
+  bool is_unverified = false;  // landed, and not all checksums are seen to hold
   int lane = -1;      // of LandingLanes; -1: none is lent
   int64_t submitted_ns = 0;
   std::vector<Placement> placements;
@@ -57,12 +59,12 @@ struct FetchCounters {
 ///
 /// finish() serves only records whose checksum holds: a record that fails is read once more, then
 /// reported as corrupt with layer, group and offset. On any error the targets hold nothing that
-/// may be used; one that is_pending() leaves the fetch in flight, to be finished or abandoned.
+/// may be used; one that is_pending() leaves the fetch under way, to be finished or abandoned.
 /// Not thread-safe; several fetches may be in flight.
 class Fetcher {
  public:
   struct Options {
-    std::string path;  // named in errors
+    const FileStack* file = nullptr;  // what is read; named in errors
     int64_t merge_gap_bytes = 0;
     int64_t merge_bytes_max = 0;
     AtEnd scrap_at_end = AtEnd::kLeft;  // what is read of others' records between those asked for
@@ -92,6 +94,7 @@ class Fetcher {
           AlignedBytes scrap);
   void record(SpanKind kind, const Fetch& fetch, int64_t begin_ns, int64_t end_ns);
   void drop_repeats(Fetch& fetch);
+  Status land(Fetch& fetch);
   Status verify(Fetch& fetch);
   Status reread(Fetch& fetch, const Load& load);
 

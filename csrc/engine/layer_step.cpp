@@ -116,10 +116,12 @@ void LayerStep::recall(const Room& make_room) {
   if (!make_room.of_pages().is_ok()) return;
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
-  // Some of them may have been packed anew since.
+  // Some of them may have been packed anew since, or dropped.
+  const RecordTables& tables = parts_.store->tables();
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     std::erase_if(chosen_[sequence], [&](int32_t id) {
-      return is_page_id(id) && !parts_.store->tables().has_page(layer_, sequence, id);
+      return is_page_id(id) ? !tables.has_page(layer_, sequence, id)
+                            : id < tables.first_group(layer_, sequence);
     });
   }
   plan_loads();
@@ -278,8 +280,9 @@ void LayerStep::apply_override() {
     std::vector<int32_t>& chosen = chosen_[sequence];
     chosen.clear();
     for (const int32_t group : overriding_[sequence]) {
-      const bool is_sealed = group >= 0 && group < made_for_.sealed_groups;
-      if (is_sealed && !batch_.is_pinned(layer_, sequence, group)) chosen.push_back(group);
+      const bool is_there = group >= parts_.store->tables().first_group(layer_, sequence) &&
+                            group < made_for_.sealed_groups;
+      if (is_there && !batch_.is_pinned(layer_, sequence, group)) chosen.push_back(group);
     }
   }
   overriding_.clear();

@@ -10,7 +10,9 @@
 #include <utility>
 
 #include "engine/saved_names.h"
+#include "io/error_text.h"
 #include "io/kernel.h"
+#include "io/wiping.h"
 #include "store/checksum.h"
 
 namespace kvswap {
@@ -90,14 +92,26 @@ bool Saver::may_link() const {
 Result<bool> Saver::link(SaveTarget& target) {
   if (!may_link()) return false;
   const int64_t begin = parts_.file->own_begin_bytes();
-  int error = 0;
+  const int fd = parts_.file->fd();
   // What was there once is nobody's business.
+  if (parts_.options.wipe_on_close) {
+    int error = 0;
+    parts_.store->places().each_hole([&](int64_t offset, int64_t length) {
+      if (error == 0) error = write_zeros(fd, offset - begin, length);
+    });
+    if (error == 0) error = -kernel().fsync(fd);
+    if (error != 0) {
+      return Status::storage("save: what was dropped must be overwritten, since wipe_on_close is "
+                             "set, got " + errno_text(error) + storage_hint(error),
+                             error, parts_.options.directory);
+    }
+  }
+  bool is_punched = true;
   parts_.store->places().each_hole([&](int64_t offset, int64_t length) {
-    const int punched = kernel().fallocate(
-        parts_.file->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset - begin, length);
-    if (error == 0) error = punched;
+    constexpr int kMode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    is_punched = kernel().fallocate(fd, kMode, offset - begin, length) == 0 && is_punched;
   });
-  if (error != 0) return false;
+  if (!is_punched) return false;
   KVSWAP_RETURN_IF_ERROR(parts_.file->shrink(parts_.store->places().end_bytes()));
   return target.link_records(parts_.file->fd());
 }

@@ -146,6 +146,7 @@ class UnnamedDataFile final : public DataFile {
   int try_direct();
   int allocate_up_to(int64_t size_bytes);
   void wipe() const;
+  Status check_nothing_lost() const;
   Status no_space(int64_t needed_bytes, int error_number) const;
 
   OwnedFd fd_;
@@ -158,6 +159,7 @@ class UnnamedDataFile final : public DataFile {
   std::atomic<int64_t> allocated_{0};
   bool preallocates_ = true;
   bool is_kept_ = false;
+  std::atomic<int> lost_error_{0};  // of bytes that write() took and that the disk did not
   int64_t dirty_bytes_ = 0;
   int64_t written_end_bytes_ = 0;
 };
@@ -246,6 +248,7 @@ Status UnnamedDataFile::reserve(int64_t size_bytes) {
 }
 
 Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> bytes) {
+  KVSWAP_RETURN_IF_ERROR(check_nothing_lost());
   const int64_t end = offset_bytes + static_cast<int64_t>(bytes.size());
   KVSWAP_RETURN_IF_ERROR(reserve(end));
   written_end_bytes_ = std::max(written_end_bytes_, end);
@@ -278,11 +281,21 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
     drop_cached(0, 0);
     dirty_bytes_ = 0;
   }
-  return Status::ok();
+  return check_nothing_lost();
+}
+
+Status UnnamedDataFile::check_nothing_lost() const {
+  const int error = lost_error_;
+  if (error == 0) return Status::ok();
+  return Status::storage("session file: what was written to the one in '" + options_.directory +
+                             "' must reach the disk, got " + errno_text(error) +
+                             storage_hint(error) +
+                             "; records are lost, of which nothing was used: close the cache",
+                         error, options_.directory);
 }
 
 void UnnamedDataFile::wipe() const {
-  const int error = overwrite_with_zeros(fd_.get(), written_end_bytes_);
+  const int error = overwrite_with_zeros(fd_.get(), 0, written_end_bytes_);
   if (error == 0) return;
   log_line("kvswap: the session file in '" + options_.directory + "' could not be wiped (" +
            errno_text(error) + "): its bytes stay on the disk until they are overwritten.");
@@ -290,16 +303,21 @@ void UnnamedDataFile::wipe() const {
 
 void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
   if (direct_) return;
-  // Dirty pages are not dropped, so they are written first.
-  (void)::sync_file_range(
-      fd_.get(), offset_bytes, length_bytes,
-      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  // Dirty pages are not dropped, so they are written first. Only this call hears what became of
+  // them; where it is not known, they are written in the kernel's own time.
+  const int error = -kernel().write_back(fd_.get(), offset_bytes, length_bytes);
+  if (error != 0 && error != ENOSYS && error != EINVAL && error != ESPIPE) lost_error_ = error;
   (void)::posix_fadvise(fd_.get(), offset_bytes, length_bytes, POSIX_FADV_DONTNEED);
 }
 
 Status UnnamedDataFile::shrink(int64_t size_bytes) {
+  KVSWAP_RETURN_IF_ERROR(check_nothing_lost());
   const std::lock_guard lock(reserve_mutex_);
-  const int error = -kernel().ftruncate(fd_.get(), size_bytes);
+  int error = 0;
+  if (options_.is_wiped && size_bytes < written_end_bytes_) {
+    error = overwrite_with_zeros(fd_.get(), size_bytes, written_end_bytes_ - size_bytes);
+  }
+  if (error == 0) error = -kernel().ftruncate(fd_.get(), size_bytes);
   if (error != 0) {
     return Status::storage("the session file in '" + options_.directory + "' must be cut to " +
                                std::to_string(size_bytes) + " bytes, got " + errno_text(error) +

@@ -67,6 +67,7 @@ class DataFile {
   /// kStorage (ENOSPC, naming the free bytes) on a full disk.
   virtual Status reserve(int64_t size_bytes) = 0;
   /// Writes the whole buffer, in however many system calls it takes; reserves what is not reserved.
+  /// Once the disk has not taken what a buffered file was given, every call fails with kStorage.
   virtual Status write(int64_t offset_bytes, std::span<const std::byte> bytes) = 0;
   virtual int64_t allocated_bytes() const = 0;
   /// Buffered files only: drops what was written or read from the page cache. Else nothing. Needed

@@ -44,6 +44,9 @@ class FileStack final : public DataFile {
   std::vector<Part> parts() const;
 
   FilePlace place_of(int64_t offset_bytes) const override;
+  const std::string& directory_of(int64_t offset_bytes) const {
+    return part_at(offset_bytes).file->directory();
+  }
   int fd() const override { return own().file->fd(); }
   bool is_direct() const override { return own().file->is_direct(); }
   int64_t alignment_bytes() const override { return own().file->alignment_bytes(); }

@@ -72,6 +72,12 @@ int Kernel::ftruncate(int fd, int64_t size_bytes) {
   return or_errno(::ftruncate(fd, size_bytes));
 }
 
+int Kernel::write_back(int fd, int64_t offset_bytes, int64_t length_bytes) {
+  return or_errno(::sync_file_range(
+      fd, offset_bytes, length_bytes,
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER));
+}
+
 int Kernel::fsync(int fd) { return or_errno(::fsync(fd)); }
 
 int Kernel::name_file(int fd, int folder, const char* name) {

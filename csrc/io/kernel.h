@@ -28,6 +28,8 @@ class Kernel {
   virtual int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes);
   virtual int ftruncate(int fd, int64_t size_bytes);
   virtual int fsync(int fd);
+  /// Waits until what was written to that part of the file is on the disk; length 0: to its end.
+  virtual int write_back(int fd, int64_t offset_bytes, int64_t length_bytes);
   /// Gives a file without a name one, in the folder `folder`.
   virtual int name_file(int fd, int folder, const char* name);
   /// Relative to the folder `folder`; flags: RENAME_NOREPLACE, RENAME_EXCHANGE.

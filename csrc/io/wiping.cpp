@@ -19,7 +19,7 @@ constexpr int kPauseMicroseconds = 1000;
 
 }  // namespace
 
-int overwrite_with_zeros(int fd, int64_t bytes) {
+int write_zeros(int fd, int64_t offset_bytes, int64_t length_bytes) {
   struct Free {
     void operator()(void* block) const { std::free(block); }
   };
@@ -27,8 +27,9 @@ int overwrite_with_zeros(int fd, int64_t bytes) {
   if (!zeros) return ENOMEM;
   std::memset(zeros.get(), 0, kCallBytes);
   int attempts = 0;
-  for (int64_t at = 0; at < bytes;) {
-    const auto length = static_cast<size_t>(std::min(kCallBytes, bytes - at));
+  const int64_t end = offset_bytes + length_bytes;
+  for (int64_t at = offset_bytes; at < end;) {
+    const auto length = static_cast<size_t>(std::min(kCallBytes, end - at));
     const int64_t count = kernel().pwrite(fd, zeros.get(), length, at);
     if (count > 0) {
       at += count;
@@ -39,7 +40,12 @@ int overwrite_with_zeros(int fd, int64_t bytes) {
     if ((error != EINTR && error != EAGAIN) || ++attempts == kAttemptsMax) return error;
     ::usleep(kPauseMicroseconds);
   }
-  // Zeros that wait in the page cache would be dropped with the file.
+  return 0;
+}
+
+int overwrite_with_zeros(int fd, int64_t offset_bytes, int64_t length_bytes) {
+  const int error = write_zeros(fd, offset_bytes, length_bytes);
+  if (error != 0) return error;
   return ::fdatasync(fd) == 0 ? 0 : errno;
 }
 

@@ -4,9 +4,11 @@
 
 namespace kvswap {
 
-/// Writes zeros over the first `bytes` of a file, in their place, and waits until the disk has
-/// them. Returns 0, or errno of what kept it from that. `bytes` is a multiple of what O_DIRECT
-/// asks.
-int overwrite_with_zeros(int fd, int64_t bytes);
+/// Writes zeros over a part of a file, in its place. Returns 0, or errno of what kept it from that.
+/// Offset and length are multiples of what O_DIRECT asks.
+int write_zeros(int fd, int64_t offset_bytes, int64_t length_bytes);
+
+/// The same, and waits until the disk has them: what is in the page cache is dropped with the file.
+int overwrite_with_zeros(int fd, int64_t offset_bytes, int64_t length_bytes);
 
 }  // namespace kvswap

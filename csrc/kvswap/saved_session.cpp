@@ -12,7 +12,9 @@
 #include "engine/saved_names.h"
 #include "io/error_text.h"
 #include "io/kernel.h"
+#include "io/patience.h"
 #include "io/read_only_file.h"
+#include "io/wiping.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/safetensors_writer.h"
 #include "kvswap/saved_folder.h"
@@ -183,6 +185,32 @@ std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions&
   return loaded(engine, std::move(parallel), counts, *impl.state);
 }
 
+namespace {
+
+/// A file without a name is zeros when it is closed; -1: none. Where that fails a line is logged.
+class WipedAtEnd {
+ public:
+  WipedAtEnd(int fd, const std::string& directory) : fd_(fd), directory_(directory) {}
+  WipedAtEnd(const WipedAtEnd&) = delete;
+  WipedAtEnd& operator=(const WipedAtEnd&) = delete;
+  ~WipedAtEnd() {
+    struct stat facts{};
+    if (fd_ < 0) return;
+    int error = ::fstat(fd_, &facts) == 0 ? 0 : errno;
+    if (error == 0) error = overwrite_with_zeros(fd_, 0, facts.st_size);
+    if (error != 0) {
+      log_line("kvswap: a fork's state in '" + directory_ + "' could not be wiped (" +
+               errno_text(error) + "): its bytes stay on the disk until they are overwritten.");
+    }
+  }
+
+ private:
+  int fd_;
+  const std::string& directory_;
+};
+
+}  // namespace
+
 std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
   auto shared = engine.saver().share();
   throw_status(shared.status());
@@ -191,6 +219,7 @@ std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
   if (!file.is_ok()) file = create_and_unlink_file(options.directory);
   throw_status(file.status());
   const int fd = file.value().get();
+  const WipedAtEnd wiped(options.wipe_on_close ? fd : -1, options.directory);
   throw_status(write_safetensors(fd, options.directory, shared.value().tensors, {}).status());
   const SavedState state(descriptor_path(fd), "the fork's state in " + options.directory);
   options.base = shared.value().base;

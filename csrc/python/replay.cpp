@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -50,6 +51,11 @@ std::vector<int64_t> merged_read_bytes(const Numbers& places, int64_t record_byt
   placements.reserve(static_cast<size_t>(places.size()));
   for (py::ssize_t i = 0; i < places.size(); ++i) {
     placements.push_back({places.data()[i] * record_bytes, record_bytes, &nowhere});
+  }
+  std::vector<int64_t> sorted(places.data(), places.data() + places.size());
+  std::ranges::sort(sorted);
+  if (std::ranges::adjacent_find(sorted) != sorted.end()) {
+    throw py::value_error("merged_read_bytes: places must differ, got one twice");
   }
   MergedReads merged;
   merged.build(placements, {gap_bytes_max, merged_bytes_max, &nowhere});

@@ -15,6 +15,7 @@ RecordShape check_pages(const char* where, const at::Tensor& pages, const at::Te
   check_floating(where, "pages", pages.scalar_type());
   check_shape(where, "table", table, "[batch, 1 or kv_heads, pages]", {-1, -1, -1});
   check_dtype(where, "table", table, at::kInt);
+  check_range(where, "kv_heads", pages.size(1), 1, kIndexMax);
   check_range(where, "group_tokens", pages.size(3), 1, kGroupTokensMax);
   const RecordShape shape{pages.size(1), pages.size(3), pages.size(4), pages.element_size()};
   TORCH_CHECK_VALUE(table.size(1) == 1 || shape.kv_heads == 1 || table.size(1) == shape.kv_heads,
@@ -30,7 +31,7 @@ void check_attention(const char* where, const AttentionInputs& inputs, const Rec
   check_dtype(where, "query", query, pages.scalar_type());
   check_range(where, "queries", query.size(2), 1, kChunkQueriesMax);
   const int64_t kv_heads = std::max(shape.kv_heads, table.size(1));
-  TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, where,
+  TORCH_CHECK_VALUE(query.size(1) % kv_heads == 0, where,
                     ": heads must be a multiple of ", kv_heads, " KV heads, got ", query.size(1));
   check_shape(where, "masks", masks, "the shape of table", table.sizes());
   check_dtype(where, "masks", masks, at::kLong);
@@ -163,6 +164,7 @@ void check_fp8_dequantize(const at::Tensor& quantized, const at::Tensor& scales,
 void check_summary(const char* where, const at::Tensor& summary,
                    const OptionalTensor& token_scale) {
   check_shape(where, "summary", summary, "[batch, blocks, rank, 16]", {-1, -1, -1, kSummaryBlock});
+  check_range(where, "rank", summary.size(2), 1, kIndexMax);
   const bool is_int8 = summary.scalar_type() == at::kChar;
   if (!is_int8) check_floating(where, "summary (unless int8)", summary.scalar_type());
   TORCH_CHECK_VALUE(is_int8 == token_scale.has_value(), where,

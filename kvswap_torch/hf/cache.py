@@ -17,14 +17,15 @@ from transformers.cache_utils import (
 )
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ConfigError, KVSwapError
+from kvswap_torch.errors import KVSwapError
 from kvswap_torch.hf import convert, passes
 from kvswap_torch.hf.attention import Switch, check_switched
 from kvswap_torch.hf.driver import Ahead, SessionDriver
+from kvswap_torch.hf.edits import check_removed, check_repeats, chosen_sequences
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
-from kvswap_torch.hf.layer import DiskLayer
+from kvswap_torch.hf.layer import DiskLayer, disarm
 from kvswap_torch.hf.lookahead import LookAhead, attention_scale
 from kvswap_torch.hf.open_pass import OpenPass, all_or_none
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
@@ -119,8 +120,6 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         group_scores: GroupScores | None = None,
         token_scores: TokenScores | None = None,
     ):
-        if timeline_spans < 0:
-            raise ConfigError(f"timeline_spans: must be at least 0, got {timeline_spans}")
         self.parts = model_parts(model)
         try_attention(self.parts)
         limits = (kv_memory_bytes, max_context, max_batch)
@@ -227,11 +226,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
             For a positive number, which once meant the length to keep.
         """
         self._make_usable()
-        if tokens_to_remove > 0:
-            raise ValueError(
-                "crop: must be given a negative number, of tokens to remove, got "
-                f"{tokens_to_remove}; to keep n tokens pass n - cache.get_seq_length()"
-            )
+        check_removed(tokens_to_remove)
         with all_or_none(self._other_layers(), "crop", tokens_to_remove):
             if tokens_to_remove < 0:
                 self.driver.crop(max(0, self.driver.positions() + tokens_to_remove))
@@ -239,28 +234,27 @@ class KVSwapCache(convert.Converting, Saving, Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i goes on as sequence ``beam_idx[i]``; nothing is rewritten on disk."""
-        self._make_usable()
-        with all_or_none(self._other_layers(), "reorder_cache", beam_idx):
-            self._select(beam_idx.tolist())
+        self._select("reorder_cache", beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences `indices`: numbers, or a mask over the batch."""
-        self._make_usable()
-        chosen = torch.as_tensor(indices)
-        if chosen.dtype == torch.bool:
-            chosen = chosen.nonzero().flatten()
-        size = max(1, self.batch_size)
-        with all_or_none(self._other_layers(), "batch_select_indices", indices):
-            self._select([index % size for index in chosen.tolist()])
+        """Keeps the sequences `indices`: numbers, from the end where negative, or a mask."""
+        self._select("batch_select_indices", indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
         self._make_usable()
-        batch = max(0, self.batch_size)
+        check_repeats(repeats)
         with all_or_none(self._other_layers(), "batch_repeat_interleave", repeats):
-            self._select([i for i in range(batch) for _ in range(repeats)])
+            self._go_on_with([i for i in range(self.batch_size) for _ in range(repeats)])
 
-    def _select(self, indices: list[int]) -> None:
+    def _select(self, call: str, indices: Any) -> None:
+        self._make_usable()
+        batch, takes_mask = max(0, self.batch_size), call == "batch_select_indices"
+        chosen = chosen_sequences(call, indices, batch, takes_mask=takes_mask)
+        with all_or_none(self._other_layers(), call, torch.tensor(chosen)):
+            self._go_on_with(chosen)
+
+    def _go_on_with(self, indices: list[int]) -> None:
         self.driver.select_sequences(indices)
         self.tokens.select(indices)
 
@@ -354,6 +348,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
                 self._reach.note(positions)
             else:
                 self._pass.fail()
+                disarm(self.layers)
 
     def _make_usable(self) -> None:
         """Before each use, since a Ctrl-C runs no hook: a failed pass leaves no trace."""
@@ -363,6 +358,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         if self._others_changed:
             self._pass.take_back_others()
         self.driver.take_back(self._pass.positions)
+        disarm(self.layers)
         self._pass, self._others_changed = None, False
 
     def before_layer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +89,10 @@ class DiskLayer(CacheLayerMixin):
         """The model's own attention module is about to run with this cache."""
         self._armed, self._pending = True, None
 
+    def disarm(self) -> None:
+        """It is not, after all: a pass has failed before."""
+        self._armed, self._pending = False, None
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +175,13 @@ class DiskLayer(CacheLayerMixin):
 
     crop = reset = reorder_cache = _whole_cache_only
     batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+
+def disarm(layers: Iterable[Any]) -> None:
+    """None of a cache's layers waits for what a failed pass did not come to."""
+    for layer in layers:
+        if isinstance(layer, DiskLayer):
+            layer.disarm()
 
 
 def _why_no_update(attention: nn.Module, model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,16 @@ class Wish:
     timeline_spans: int
     keep: float | None
     plug_ins: PlugIns
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeline_spans, int) or self.timeline_spans < 0:
+            raise ConfigError(
+                f"timeline_spans: must be an integer of at least 0, got {self.timeline_spans!r}"
+            )
+        if not isinstance(self.config, SwapConfig | str | os.PathLike | None):
+            raise ConfigError(f"config: must be a SwapConfig or a file's path, got {self.config!r}")
+        if not isinstance(self.preset, str | None):
+            raise ConfigError(f"preset: must be a preset's name, got {self.preset!r}")
 
     def granted(
         self, parts: ModelParts

@@ -146,6 +146,19 @@ def test_used_with_another_model(llama, open_cache):
         forward(other, prompt(1, 8)["input_ids"], cache)
 
 
+def test_a_failed_pass_opens_no_door_to_another_model(llama, open_cache):
+    cache, other = open_cache(llama), tiny_model("llama", seed=9)
+    ids = prompt(1, 8)["input_ids"]
+    forward(llama, ids, cache)
+    with pytest.raises(Exception):  # noqa: B017  the model's own, for no tokens
+        forward(llama, ids[:, :0], cache)
+    with pytest.raises(ValueError, match="model it was opened for"):
+        forward(other, ids[:, :2], cache)
+    assert cache.get_seq_length() == 8
+    expected = forward(llama, torch.cat([ids, ids[:, :2]], 1), None)[:, 8:]
+    torch.testing.assert_close(forward(llama, ids[:, :2], cache), expected)
+
+
 # Its end.
 
 

@@ -13,7 +13,7 @@ def test_crop_takes_what_transformers_takes(llama, open_cache):
     cache = open_cache(llama)
     ids = prompt(1, 20)["input_ids"]
     forward(llama, ids, cache)
-    with pytest.raises(ValueError, match="negative number"):
+    with pytest.raises(ValueError, match="negative integer"):
         cache.crop(5)
     cache.crop(0)
     assert cache.get_seq_length() == 20
@@ -65,3 +65,35 @@ def test_select_repeat_and_reorder(family, open_cache):
     expected = forward(model, ids[order, :1], plain, **step)
     torch.testing.assert_close(forward(model, ids[order, :1], cache, **step), expected)
     assert cache.batch_size == 4
+
+
+NOT_THERE = {
+    "must stay; reset": lambda cache: cache.batch_select_indices(torch.tensor([False, False])),
+    "one sequence at least": lambda cache: cache.batch_select_indices([]),
+    r"must be -2..1, got 5": lambda cache: cache.batch_select_indices(torch.tensor([0, 5])),
+    r"must be -2..1, got -5": lambda cache: cache.reorder_cache(torch.tensor([-5, 0])),
+    "a mask must be over 2 sequences, got 1": lambda cache: cache.batch_select_indices([True]),
+    "got a mask": lambda cache: cache.reorder_cache(torch.tensor([True, False])),
+    r"got \[\] of": lambda cache: cache.batch_select_indices(torch.tensor(1)),
+    r"got \[2\] of torch.float32": lambda cache: cache.reorder_cache(torch.ones(2)),
+    "must be given numbers": lambda cache: cache.reorder_cache("first"),
+    "repeats must be an integer": lambda cache: cache.batch_repeat_interleave(0),
+    "of at least 1, got -1": lambda cache: cache.batch_repeat_interleave(-1),
+    "negative integer, .* got nan": lambda cache: cache.crop(float("nan")),
+    "got -1.5": lambda cache: cache.crop(-1.5),
+    "got None": lambda cache: cache.crop(None),
+}
+
+
+@pytest.mark.parametrize("said", NOT_THERE)
+def test_what_is_not_there_is_refused_and_nothing_changes(said, llama, open_cache):
+    ids = prompt(2, 15)["input_ids"]
+    cache = open_cache(llama)
+    forward(llama, ids, cache)
+    with pytest.raises(ValueError, match=said):
+        NOT_THERE[said](cache)
+    assert (cache.batch_size, cache.get_seq_length()) == (2, 15)
+    cache.batch_select_indices(torch.tensor([-1]))
+    cache.crop(-1)
+    expected = forward(llama, ids[1:], None)[:, -1:]
+    torch.testing.assert_close(forward(llama, ids[1:, -1:], cache), expected)

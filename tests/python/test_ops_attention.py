@@ -191,6 +191,7 @@ def merge(*shapes, other_dtype=torch.float32):
         (changed(0, lambda q: q.half()), r"query must be Float, got Half"),
         (changed(0, lambda q: q[:, :3]), r"heads must be a multiple of 2 KV heads, got 3"),
         (changed(0, lambda q: q.repeat(1, 1, 17, 1)), r"queries must be 1..16, got 17"),
+        (changed(1, lambda p: p[:, :0]), r"paged_attention: kv_heads must be 1..2147483647, got 0"),
         (changed(1, lambda p: p[:, :, :1]), r"pages must be \[slots, kv_heads, 2"),
         (changed(1, lambda p: p.double()), r"pages must be float32, bfloat16 or float16"),
         (changed(2, lambda t: t + 100), r"slots in table must be -1..24, got"),

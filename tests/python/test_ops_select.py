@@ -143,6 +143,18 @@ def test_opcheck():
     [
         (lambda s, q: ops.low_rank_score(s[..., :8], q), r"low_rank_score: summary must be .*16"),
         (lambda s, q: ops.low_rank_score(s, q[..., :4]), r"low_rank_score: query must be .*rank"),
+        (
+            lambda s, q: ops.low_rank_score(s[:, :, :0], q[..., :0]),
+            r"low_rank_score: rank must be 1..2147483647, got 0",
+        ),
+        (
+            lambda s, q: ops.group_mass(s[:, :, :0], q[..., :0], 4),
+            r"rank must be 1..2147483647, got 0",
+        ),
+        (
+            lambda s, q: ops.select_groups(s[:, :, :0], q[:, 0, :0], 4, 1),
+            r"rank must be 1..2147483647, got 0",
+        ),
         (lambda s, q: ops.low_rank_score(s, q.double()), r"query must be Float, got Double"),
         (lambda s, q: ops.low_rank_score(s.double(), q), r"must be float32, bfloat16 or float16"),
         (lambda s, q: ops.low_rank_score(s.char(), q), r"token_scale must be given with an int8"),

@@ -13,7 +13,7 @@ from tests.python.test_session import LAYERS, Twins, native, options
 KEEPERS = ["observed", "heavy", "arkv", "cake", "given", "newest"]
 
 
-def dropping(rng: random.Random, keeper: str, heads: str):
+def dropping(rng: random.Random, keeper: str, heads: str, **changes):
     kept = {
         "keep_tokens": rng.choice([7, 16, 30]),
         "keep_window": 32 if keeper == "given" else rng.choice([1, 5, 20]),
@@ -35,6 +35,7 @@ def dropping(rng: random.Random, keeper: str, heads: str):
         tail_tokens=rng.choice([0, 3, 32]),
         sink_tokens=rng.choice([0, 4, 6]),
         select_queries_max=rng.choice([1, 4, 8]),
+        **changes,
     )
     made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])
     made.records = rng.choice(["model", "fp8"]) if made.group_tokens > 1 else "model"
@@ -56,6 +57,34 @@ KEEPERS_AND_HEADS = [
 def test_random_operations(seed, keeper, heads):
     rng = random.Random(f"{seed} {keeper}")
     twins = Twins(dropping(rng, keeper, heads), seed)
+    live(twins, rng)
+    assert twins.sessions[0].counters()["tokens_dropped"] > 0
+
+
+@pytest.mark.parametrize(("keeper", "heads"), KEEPERS_AND_HEADS)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_where_layers_share_pages(seed, keeper, heads):
+    rng = random.Random(f"{seed} {keeper} {heads}")
+    made = dropping(rng, keeper, heads, layers=5, resident_layers=rng.choice([2, 3]))
+    made.groups_max = rng.choice([3, 20])
+    made.pages_max = made.groups_max + made.select_queries_max
+    live(Twins(made, seed), rng)
+
+
+@pytest.mark.parametrize("keeper", ["observed", "newest"])
+def test_what_was_attended_before_it_was_dropped_is_not_read_again(keeper):
+    """Layers with pages for two at a time read beforehand what they attended in the last step."""
+    made = dropping(random.Random(1), keeper, "all", layers=5, resident_layers=2)
+    made.group_tokens, made.groups_max, made.pages_max = 4, 12, 20
+    made.tail_tokens = made.sink_tokens = 0
+    twins = Twins(made, 1)
+    for tokens in (40, 1, 1, 60, 60, 1, 1):
+        twins.forward(1, tokens, look_ahead=False)
+    assert twins.sessions[0].counters()["tokens_dropped"] > 0
+
+
+def live(twins: Twins, rng: random.Random) -> None:
+    """Chunks, crops and other batches, in both sessions."""
     batch = rng.choice([1, 2, 3])
     valid = torch.ones(batch, 60, dtype=torch.bool)
     valid[0, : rng.randrange(30)] = False
@@ -76,7 +105,6 @@ def test_random_operations(seed, keeper, heads):
             batch = len(indices)
     counters = twins.sessions[0].counters()
     assert counters["bytes_read"] == counters["bytes_written"] == counters["bytes_on_disk"] == 0
-    assert counters["tokens_dropped"] > 0
 
 
 @pytest.mark.parametrize("heads", ["all", "each"])

@@ -47,6 +47,11 @@ def test_merged_reads_are_those_that_the_engine_makes(chosen, gap, most):
     assert read_sizes(chosen, merging) == [end - begin for begin, end in runs]
 
 
+def test_a_record_is_fetched_once():
+    with pytest.raises(ValueError, match="places must differ"):
+        read_sizes([3, 5, 3], Merging(4096, 0, 4096))
+
+
 @given(groups, st.sampled_from([1, 2, 4, 16]), st.integers(1, 8))
 def test_stretching_keeps_groups_apart_and_inside(chosen, size, factor):
     context = 301 * size

@@ -120,7 +120,7 @@ TEST(SelectSequences, RefusesWhatIsNotThere) {
   options.max_batch = 2;
   EngineRun run(options, 2);
   run.forward(2, 50);
-  const std::vector<int64_t> wrong[] = {{0, 2}, {-1}, {0, 1, 0}};
+  const std::vector<int64_t> wrong[] = {{0, 2}, {-1}, {0, 1, 0}, {}};
   for (const auto& indices : wrong) {
     EXPECT_EQ(run.engine().select_sequences(indices).code(), StatusCode::kInvalid);
   }

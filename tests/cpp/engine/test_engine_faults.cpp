@@ -43,7 +43,8 @@ void decode_through_faults(EngineRun& run, ReadFaults& faults, StatusCode expect
       ++*failures;
       ASSERT_EQ(attended.code(), expected) << attended.message();
       faults = {};
-      run.memory().layer(0).asked.clear();
+      // An interrupted step keeps its choice.
+      if (!attended.is_pending()) run.memory().layer(0).asked.clear();
       attended = run.attend(0, query, 1, output);
     }
     ASSERT_TRUE(attended.is_ok()) << attended.message();
@@ -133,6 +134,21 @@ TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
         });
   }
   EXPECT_GT(again, 30u);
+}
+
+TEST_P(ReadFault, AnInterruptedSecondReadIsMadeUpFor) {
+  int64_t failures = 0;
+  for (uint64_t read = 1; read <= 40 && !HasFatalFailure(); ++read) {
+    SCOPED_TRACE(read);
+    decode(
+        as_they_are, StatusCode::kInterrupted,
+        [&](EngineRun&, ReadFaults& faults) {
+          faults.flip_read = read;
+          faults.interrupt_after_flip = true;
+        },
+        [&](EngineRun&, int64_t failed) { failures += failed; });
+  }
+  EXPECT_GT(failures, 30);
 }
 
 TEST_P(ReadFault, ARefusedSubmitLosesNoPage) {

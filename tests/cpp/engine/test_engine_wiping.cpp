@@ -10,6 +10,7 @@
 #include "device/host_device.h"
 #include "engine_run.h"
 #include "io/kernel.h"
+#include "saved_engine.h"
 
 namespace kvswap {
 namespace {
@@ -55,6 +56,55 @@ TEST(EngineWiping, LeavesZerosInTheFileWhenAsked) {
       EXPECT_EQ(kernel.emptied(), 1);
       EXPECT_EQ(kernel.held(), !is_wiped);
     }
+  }
+}
+
+/// Linux, and how many bytes that were no zeros went back to it before the end.
+class ReturningKernel final : public Kernel {
+ public:
+  ReturningKernel() { use_kernel(this); }
+  ~ReturningKernel() override { use_kernel(nullptr); }
+
+  int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes) override {
+    if (mode != 0) count(fd, offset_bytes, length_bytes);
+    return Kernel::fallocate(fd, mode, offset_bytes, length_bytes);
+  }
+  int ftruncate(int fd, int64_t size_bytes) override {
+    const int64_t end = ::lseek(fd, 0, SEEK_END);
+    if (size_bytes > 0 && size_bytes < end) count(fd, size_bytes, end - size_bytes);
+    return Kernel::ftruncate(fd, size_bytes);
+  }
+  int64_t returned() const { return returned_; }
+  int64_t held() const { return held_; }
+
+ private:
+  void count(int fd, int64_t offset_bytes, int64_t length_bytes) {
+    std::vector<char> bytes(length_bytes);
+    std::ifstream file("/proc/self/fd/" + std::to_string(fd), std::ios::binary);
+    file.seekg(offset_bytes);
+    file.read(bytes.data(), length_bytes);
+    returned_ += length_bytes;
+    held_ += length_bytes - std::ranges::count(bytes, '\0');
+  }
+  int64_t returned_ = 0;
+  int64_t held_ = 0;
+};
+
+TEST(EngineWiping, CoversWhatASavedFileLeavesOut) {
+  for (const bool is_wiped : {false, true}) {
+    const TestDirectory directory;
+    ReturningKernel kernel;
+    EngineOptions options = small_options(directory.path());
+    options.wipe_on_close = is_wiped;
+    EngineRun run(options, 5);
+    run.forward(3, 200);
+    run.select({0, 2});  // leaves holes
+    run.crop(180);       // and an end
+    SavedInMemory saved(directory.path());
+    ASSERT_TRUE(run.engine().saver().save(saved).is_ok());
+    ASSERT_TRUE(saved.is_linked());
+    EXPECT_GT(kernel.returned(), 0);
+    EXPECT_EQ(kernel.held() > 0, !is_wiped) << kernel.held();
   }
 }
 

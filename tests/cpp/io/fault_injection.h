@@ -20,6 +20,7 @@ struct ReadFaults {
   uint64_t flip_read = 0;       // one bit of this read is wrong, and nobody is told
   uint64_t misdirect_read = 0;  // this read fetches the bytes of another place, and nobody is told
   int64_t misdirect_bytes = 0;  // how far away; aligned
+  bool interrupt_after_flip = false;  // the call that submits next is asked to end, once
   int error_number = EIO;
 
   uint64_t submits_seen = 0;
@@ -35,6 +36,9 @@ class FaultyReader final : public BlockReader {
 
   Result<Ticket> submit(std::span<const BlockRead> reads) override {
     if (++faults_->submits_seen == faults_->fail_submit) return injected("submit");
+    if (has_flipped_ && std::exchange(faults_->interrupt_after_flip, false)) {
+      return Status::interrupted("submit: injected interrupt", EINTR);
+    }
     std::vector<BlockRead> changed(reads.begin(), reads.end());
     Planned planned;
     for (BlockRead& read : changed) {
@@ -58,6 +62,7 @@ class FaultyReader final : public BlockReader {
     if (planned.flipped.iov_len > 0) {
       static_cast<std::byte*>(planned.flipped.iov_base)[planned.flipped.iov_len - 1] ^=
           std::byte{0x10};
+      has_flipped_ = true;
     }
     return status;
   }
@@ -78,6 +83,7 @@ class FaultyReader final : public BlockReader {
 
   std::unique_ptr<BlockReader> inner_;
   ReadFaults* faults_;
+  bool has_flipped_ = false;
   std::map<Ticket, Planned> planned_;
 };
 

@@ -12,6 +12,7 @@
 #include <fstream>
 
 #include "io/data_file.h"
+#include "io/kernel.h"
 #include "io/unnamed_file.h"
 #include "test_files.h"
 
@@ -49,6 +50,39 @@ TEST(DataFile, GivesBackWhatWasWritten) {
     }
     file->drop_cached(0, 1 << 20);
   }
+}
+
+/// Linux on a disk that takes nothing from the page cache.
+class LosingKernel final : public Kernel {
+ public:
+  explicit LosingKernel(int error_number) : error_number_(error_number) { use_kernel(this); }
+  ~LosingKernel() override { use_kernel(nullptr); }
+  int write_back(int, int64_t, int64_t) override { return -error_number_; }
+  int error_number_;
+};
+
+TEST(DataFile, WhatThePageCacheLosesIsAnErrorForGood) {
+  const TempDirectory directory;
+  LosingKernel kernel(EIO);
+  const auto file =
+      must(DataFile::open({.directory = directory.path(), .mode = IoMode::kBuffered}));
+  const AlignedBytes bytes(9 << 20);
+  expect_says(file->write(0, bytes.span()), StatusCode::kStorage,
+              {"must reach the disk", directory.path(), "records are lost"});
+  kernel.error_number_ = 0;
+  const AlignedBytes block(4096);
+  for (const Status& later : {file->write(0, block.span()), file->shrink(4096)}) {
+    expect_says(later, StatusCode::kStorage, {"must reach the disk"});
+  }
+}
+
+TEST(DataFile, AKernelThatDoesNotTellOfItsPageCacheIsNoLoss) {
+  const TempDirectory directory;
+  const LosingKernel kernel(ENOSYS);
+  const auto file =
+      must(DataFile::open({.directory = directory.path(), .mode = IoMode::kBuffered}));
+  const AlignedBytes bytes(9 << 20);
+  EXPECT_TRUE(file->write(0, bytes.span()).is_ok());
 }
 
 TEST(DataFile, HasNoNameAndIsPrivate) {

@@ -1,0 +1,78 @@
+"""What calls that change a whole cache are given, checked before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def chosen_sequences(where: str, indices: Any, batch: int, *, takes_mask: bool) -> list[int]:
+    """Their numbers.
+
+    Parameters
+    ----------
+    indices
+        ``[n]`` integers, negative ones counted from the end; or a ``[batch]`` mask.
+    batch
+        Sequences in the cache; 0: it is empty, where every number is one.
+
+    Raises
+    ------
+    ValueError
+        For anything else, a sequence that is not there, or none at all.
+    """
+    wanted = "numbers of sequences" + (" or a mask over the batch" if takes_mask else "")
+    try:
+        chosen = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{where}: must be given {wanted}, got {indices!r}") from error
+    is_mask = chosen.dtype == torch.bool
+    if chosen.shape == (0,):  # an empty list is one of floats
+        chosen = chosen.long()
+    if chosen.dim() != 1 or chosen.is_floating_point() or chosen.is_complex():
+        raise ValueError(
+            f"{where}: must be given {wanted}, [n], got {list(chosen.shape)} of {chosen.dtype}"
+        )
+    if is_mask and not takes_mask:
+        raise ValueError(f"{where}: must be given {wanted}, got a mask")
+    if is_mask and batch and len(chosen) != batch:
+        raise ValueError(f"{where}: a mask must be over {batch} sequences, got {len(chosen)}")
+    if is_mask:
+        chosen = chosen.nonzero().flatten()
+    if len(chosen) == 0:
+        raise ValueError(f"{where}: one sequence at least must stay; reset() empties the cache")
+    numbers = chosen.tolist()
+    for number in numbers:
+        if batch and not -batch <= number < batch:
+            raise ValueError(f"{where}: sequences must be {-batch}..{batch - 1}, got {number}")
+    return [number + batch if number < 0 else number for number in numbers]
+
+
+def check_repeats(repeats: Any) -> None:
+    """How often each sequence goes on.
+
+    Raises
+    ------
+    ValueError
+        For less than once.
+    """
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(
+            f"batch_repeat_interleave: repeats must be an integer of at least 1, got {repeats!r}"
+        )
+
+
+def check_removed(tokens: Any) -> None:
+    """Tokens to remove from the end.
+
+    Raises
+    ------
+    ValueError
+        For anything but an integer of at most 0: a positive one once meant the length to keep.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens > 0:
+        raise ValueError(
+            "crop: must be given a negative integer, of tokens to remove, got "
+            f"{tokens!r}; to keep n tokens pass n - cache.get_seq_length()"
+        )
