@@ -1,6 +1,7 @@
 """The compiled ops, typed and documented: ``torch.ops.kvswap_torch.*``.
 
-All run on the CPU, in fp32 inside, on torch's own threads; the result does not depend on how many.
+In fp32 inside. On the CPU they run on torch's own threads, and the result does not depend on how
+many; where CUDA was built all but `linear_rows` run on CUDA tensors too.
 Wrong shapes or dtypes raise ``ValueError`` with what must hold and what came.
 """
 

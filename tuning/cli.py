@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvswap_torch.cli.load import load_model
+from kvswap_torch.cli.report import print_error
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.positions import most_positions
@@ -166,8 +166,8 @@ def main(
     except KeyboardInterrupt:
         console.print("interrupted; what was measured is kept, the same command goes on from it")
         raise typer.Exit(130) from None
-    except (KVSwapError, OSError, ValueError) as error:
-        console.print(f"[red]{escape(str(error))}", soft_wrap=True)
+    except (KVSwapError, ImportError, OSError, ValueError) as error:
+        print_error(error)
         raise typer.Exit(1) from error
 
 

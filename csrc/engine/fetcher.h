@@ -27,9 +27,9 @@ struct Load {
 struct Fetch {
   int64_t layer = 0;
   std::vector<Load> loads;
-  Ticket ticket = 0;  // 0: nothing in flight
+  Ticket ticket = 0;           // 0: nothing in flight
   bool is_unverified = false;  // landed, and not all checksums are seen to hold
-  int lane = -1;      // of LandingLanes; -1: none is lent
+  int lane = -1;               // of LandingLanes; -1: none is lent
   int64_t submitted_ns = 0;
   std::vector<Placement> placements;
   // Sequences that share a past share its records: each is read once, then copied.

@@ -101,8 +101,8 @@ Result<bool> Saver::link(SaveTarget& target) {
     });
     if (error == 0) error = -kernel().fsync(fd);
     if (error != 0) {
-      return Status::storage("save: what was dropped must be overwritten, since wipe_on_close is "
-                             "set, got " + errno_text(error) + storage_hint(error),
+      return Status::storage("save: what was dropped must be overwritten (wipe_on_close), got " +
+                                 errno_text(error) + storage_hint(error),
                              error, parts_.options.directory);
     }
   }

@@ -31,8 +31,8 @@ void check_attention(const char* where, const AttentionInputs& inputs, const Rec
   check_dtype(where, "query", query, pages.scalar_type());
   check_range(where, "queries", query.size(2), 1, kChunkQueriesMax);
   const int64_t kv_heads = std::max(shape.kv_heads, table.size(1));
-  TORCH_CHECK_VALUE(query.size(1) % kv_heads == 0, where,
-                    ": heads must be a multiple of ", kv_heads, " KV heads, got ", query.size(1));
+  TORCH_CHECK_VALUE(query.size(1) % kv_heads == 0, where, ": heads must be a multiple of ",
+                    kv_heads, " KV heads, got ", query.size(1));
   check_shape(where, "masks", masks, "the shape of table", table.sizes());
   check_dtype(where, "masks", masks, at::kLong);
   check_shape(where, "positions", positions, "the shape of table", table.sizes());

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kvswap_torch.cli import calibrate, presets, saved_app, serve
+from kvswap_torch.cli.report import print_error
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
@@ -238,14 +239,6 @@ def main() -> None:
     """Runs a command; what the user can mend is one line on stderr and exit status 1."""
     try:
         app()
-    except (KVSwapError, ImportError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"[bold red]error:[/bold red] {_escaped(error)}"
-        )
+    except (KVSwapError, ImportError, OSError, ValueError) as error:
+        print_error(error)
         sys.exit(1)
-
-
-def _escaped(error: BaseException) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 from rich.console import Console
 
 from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.errors import StorageError
 from kvswap_torch.positions import most_positions
 from kvswap_torch.tuning.cli import show_progress, write_json
 
@@ -45,7 +47,10 @@ def main(
     from kvswap_torch.tuning.blocks import fitted_preset, preset_of_blocks
     from kvswap_torch.tuning.documents import default_samples, samples_from_files
 
-    preset_of_blocks(preset)  # before a model is loaded and text is drawn
+    # Before a model is loaded and text is drawn.
+    preset_of_blocks(preset)
+    if not path.is_dir():
+        raise StorageError(errno.ENOENT, "--path must be a folder that exists", str(path))
     console = Console(stderr=json_out)
     network, tokenizer = load_model(model, say=console.print), load_tokenizer(model)
     longest = most_positions(network.config.get_text_config()) or max(LENGTHS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from kvswap_torch.cli.report import escaped
+from kvswap_torch.cli.conversation import CannotGoBackError
+from kvswap_torch.cli.report import error_line
 from kvswap_torch.cli.saved import writer
 from kvswap_torch.errors import KVSwapError
 
@@ -33,6 +35,9 @@ class Chat:
     def run(self) -> None:
         """Answers lines until there are no more."""
         self._console.print(HELP, markup=False, highlight=False)
+        # What is no UTF-8 arrives as text that the question's own check refuses.
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="surrogateescape")
         while True:
             try:
                 line = self._console.input("\n[bold]> [/bold]").strip()
@@ -48,8 +53,8 @@ class Chat:
             case []:
                 return
             case ["/ask", question]:
-                self._go_back(0)
-                self._ask(question)
+                if self._go_back(0):
+                    self._ask(question)
             case ["/back"]:
                 self._go_back(max(0, len(self._begins) - 2))
             case ["/stats"]:
@@ -64,13 +69,27 @@ class Chat:
             self._conversation.ask(question, self._max_new_tokens, writer(self._console))
             self._begins.append(len(self._conversation.ids))
         except KeyboardInterrupt:
-            self._go_back(len(self._begins) - 1)
+            self._take_back(question)
         except KVSwapError as error:
-            self._go_back(len(self._begins) - 1)
-            self._console.print(f"[bold red]error:[/bold red] {escaped(str(error))}")
+            self._take_back(question)
+            self._complain(error)
         self._console.print()
 
-    def _go_back(self, turns: int) -> None:
-        """Only the first `turns` turns stay."""
-        self._conversation.go_back(self._begins[turns], turns)
+    def _go_back(self, turns: int) -> bool:
+        """Only the first `turns` turns stay; all of them, and False, where that cannot be."""
+        try:
+            self._conversation.go_back(self._begins[turns], turns)
+        except CannotGoBackError as error:
+            self._complain(error)
+            return False
         del self._begins[turns + 1 :]
+        return True
+
+    def _complain(self, error: KVSwapError) -> None:
+        self._console.print(error_line(error), soft_wrap=True, highlight=False)
+
+    def _take_back(self, question: str) -> None:
+        """Of a turn that did not end nothing stays, or all that was read where nothing can go."""
+        if not self._go_back(len(self._begins) - 1):
+            self._conversation.accept(question)
+            self._begins.append(len(self._conversation.ids))

@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvswap_torch.chunks import even_chunks
+from kvswap_torch.errors import KVSwapError
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.prompt import Prompt
+
+
+class CannotGoBackError(KVSwapError):
+    """A layer keeps too little of what is past: a window, or a state of fixed size."""
 
 
 @dataclass
@@ -141,13 +146,20 @@ class Conversation:
 
         Raises
         ------
-        KVSwapError, ValueError, NotImplementedError
-            When the cache cannot be cropped.
+        CannotGoBackError
+            When the cache cannot.
         """
         beyond = self.cache.get_seq_length() - tokens
         if beyond > 0:
-            self.cache.crop(-beyond)
+            self._crop(beyond)
         del self.ids[tokens:], self.turns[turns:]
+
+    def accept(self, question: str) -> None:
+        """Makes a turn of what the cache has read of an interrupted one."""
+        answer = self.cache.token_ids[0, len(self.ids) :].tolist()
+        self.ids[:] = self.cache.token_ids[0].tolist()
+        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        self.turns.append(Turn(question, text, 0, len(answer), 0.0, None, answer))
 
     @torch.inference_mode()
     def log_likelihoods(self, turns: Sequence[Turn], document_tokens: int) -> list[float]:
@@ -158,10 +170,10 @@ class Conversation:
 
         Raises
         ------
-        KVSwapError, ValueError, NotImplementedError
+        CannotGoBackError
             When the cache cannot be cropped.
         """
-        self.cache.crop(document_tokens - self.cache.get_seq_length())
+        self._crop(self.cache.get_seq_length() - document_tokens)
         sums, unread = [], []
         for index, turn in enumerate(turns):
             unread += self.prompt.question_ids(self.tokenizer, turn.question, index)
@@ -174,6 +186,18 @@ class Conversation:
                 unread = []
             sums.append(total)
         return sums
+
+    def _crop(self, tokens: int) -> None:
+        try:
+            self.cache.crop(-tokens)
+        except (RuntimeError, ValueError) as error:
+            stuck = _stuck(self.cache)
+            if stuck is None or isinstance(error, KVSwapError):
+                raise
+            raise CannotGoBackError(
+                "going back: every layer must keep what is past, and this model has "
+                f"{type(stuck).__name__}s, which do not; open the document again"
+            ) from error
 
     def _pass(self, ids: Sequence[int]) -> Any:
         """The model's output of one forward pass over `ids`, logits of the last token alone."""
@@ -195,6 +219,19 @@ class Conversation:
         if self.model.generation_config.pad_token_id is not None:
             return self.model.generation_config.pad_token_id
         return min(self._end_ids(), default=None)
+
+
+def _stuck(cache: Any) -> Any:
+    """The first layer that cannot be cropped, or None.
+
+    A window that is not full yet can, and so can what records its past for assisted decoding.
+    """
+    for layer in cache.layers:
+        window = getattr(layer, "sliding_window", None)
+        is_full = window is not None and layer.get_seq_length() >= window
+        if (is_full or hasattr(layer, "conv_states")) and not getattr(layer, "record_past", False):
+            return layer
+    return None
 
 
 def _speed(times: list[float]) -> float | None:

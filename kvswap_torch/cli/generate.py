@@ -16,10 +16,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvswap_torch.cli import report
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
-from kvswap_torch.cli.prompt import Prompt, make_prompt
+from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
+from kvswap_torch.cli.targets import check_file, check_folder, check_settings
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import REMEDY, most_positions
+from kvswap_torch.saved_path import named
 from kvswap_torch.timeline import SPANS
 
 if TYPE_CHECKING:
@@ -76,8 +78,10 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     kv_memory = None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory")
     config = _load_config(options)
     keep = _keep(options.keep)
+    check_questions(options)
     _check_outputs(options)
     _check_saved(options)
+    _check_save(options, config)
     material = _load(options, distributed, console)
     context = _context(options, material)
     _check_context(context, material)
@@ -209,15 +213,19 @@ def _context(options: GenerateOptions, material: Material) -> int:
     return len(material.document_ids) + asked + len(options.questions) * options.max_new_tokens
 
 
-def _check_context(context: int, material: Material) -> None:
+def _check_context(
+    context: int,
+    material: Material,
+    what: str = "document, questions and answers",
+    remedy: str = "shorten them, lower --max-new-tokens",
+) -> None:
     """Refuses more tokens than the model was made for, unless its config scales its positions."""
     most = most_positions(material.model.config.get_text_config())
     if most is None or context <= most:
         return
     raise ConfigError(
-        f"--document: document, questions and answers must be at most the {most:,} tokens that "
-        f"this model was made for, come to {context:,}; shorten them, lower --max-new-tokens, or "
-        f"{REMEDY}"
+        f"--document: {what} must be at most the {most:,} tokens that this model was made for, "
+        f"come to {context:,}; {remedy}, or {REMEDY}"
     )
 
 
@@ -268,9 +276,34 @@ def _check_outputs(options: GenerateOptions) -> None:
             "--compare: must be left out with --pipeline, since transformers' cache in memory "
             "knows no lengths of layers that another process has, and later turns go wrong"
         )
-    for name, path in (("--json", options.json_out), ("--timeline", options.timeline)):
-        if path not in (None, report.STDOUT) and not path.resolve().parent.is_dir():
-            raise ConfigError(f"{name}: its folder must exist, got {path}")
+    if options.json_out not in (None, report.STDOUT):
+        check_file("--json", options.json_out)
+    if options.timeline is not None:
+        check_file("--timeline", options.timeline)
+
+
+def check_questions(options: GenerateOptions) -> None:
+    """That a tokenizer can read them."""
+    for question in options.questions:
+        check_text("--question", question)
+
+
+def _check_save(options: GenerateOptions, config: Any) -> None:
+    from kvswap_torch.config import SwapConfig
+
+    if options.save is None:
+        return
+    if options.tensor_parallel * options.pipeline > 1:
+        raise ConfigError(
+            "--save: must be left out where several processes run a model, got "
+            f"--tensor-parallel {options.tensor_parallel} --pipeline {options.pipeline}"
+        )
+    check_folder("--save", options.save)
+    if options.preset is not None:
+        settings, option = SwapConfig.preset(options.preset), f"--preset {options.preset}"
+    else:
+        settings, option = config or SwapConfig(), "--config"
+    check_settings(option, settings, "leave --save out")
 
 
 def _check_saved(options: GenerateOptions) -> None:
@@ -290,7 +323,7 @@ def _saved_ids(saved: Path) -> list[int]:
     """The tokens of a saved document."""
     from kvswap_torch import _C
 
-    ids = _C.SavedCache(str(saved)).tensors().get("token_ids")
+    ids = _C.SavedCache(named(saved)).tensors().get("token_ids")
     if ids is None or len(ids) != 1:
         raise ConfigError(f"--open: {saved} must hold one document's tokens, and does not")
     return ids[0].tolist()
@@ -303,18 +336,6 @@ def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> No
     timeline.save(options.timeline)
     console.print(f"\n[bold]{options.timeline}[/bold] opens at https://ui.perfetto.dev")
     console.print(str(timeline), markup=False, highlight=False)
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device: must be cpu or cuda, or cuda:1, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device: must be there, but torch sees no CUDA device, got {name!r}")
-    return device
 
 
 def _text(document: Path) -> str:
@@ -337,7 +358,7 @@ def _load(options: GenerateOptions, distributed: Any, console: Console) -> Mater
         model = load_model(
             options.model,
             options.dtype,
-            _device(options.device),
+            options.device,
             say=lambda told: console.print(f"[dim]{told}[/dim]"),
             distributed=distributed,
         )

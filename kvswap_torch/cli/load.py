@@ -10,6 +10,52 @@ from kvswap_torch.errors import ConfigError
 MODEL = "a Hugging Face causal language model with its tokenizer"
 
 
+def device_of(name: Any) -> Any:
+    """The torch device of that name.
+
+    Raises
+    ------
+    ConfigError
+        It is neither the CPU nor a CUDA device that is there.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise _wrong_device(name) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise _wrong_device(name)
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= there:
+        sees = f"CUDA devices 0 to {there - 1}" if there else "no CUDA device"
+        raise ConfigError(f"--device: must be there, but torch sees {sees}, got {str(name)!r}")
+    return device
+
+
+def _wrong_device(name: Any) -> ConfigError:
+    return ConfigError(f"--device: must be cpu or cuda, or cuda:1, got {str(name)!r}")
+
+
+def load_config(name: str) -> Any:
+    """A transformers model's config.
+
+    Raises
+    ------
+    ConfigError
+        When transformers cannot load it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        wanted = "the folder or name of a Hugging Face model"
+        raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
+
+
 def load_model(
     name: str,
     dtype: str = "auto",
@@ -38,20 +84,22 @@ def load_model(
     Raises
     ------
     ConfigError
-        When transformers cannot load it.
+        When transformers cannot load it, or there is no such device.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from kvswap_torch.half_linear import TOLD, replace_linear
 
+    device = device_of(device)
     logging.disable_progress_bar()  # it would stand above ours
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     split = {} if distributed is None else {"distributed_config": distributed}
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
     if distributed is None:
         model = model.to(device)

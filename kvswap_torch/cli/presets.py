@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvswap_torch.cli.load import load_config
 from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.preset import find, presets
 from kvswap_torch.preset_parts import Preset, Shape
@@ -87,11 +88,10 @@ def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[
 
 
 def _shape_of(model: str) -> tuple[Shape, int]:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(Path(model) if Path(model).is_dir() else model)
-    text = config.get_text_config()
-    heads = text.num_attention_heads
+    text = load_config(model).get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        raise ConfigError(f"--model: must have attention heads, got {model!r}, which names none")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     shape = Shape(
         layers=kinds.count("full_attention"),

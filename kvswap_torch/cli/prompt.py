@@ -43,9 +43,30 @@ class Prompt:
         return ids
 
     def question_ids(self, tokenizer: Any, question: str, turn: int) -> list[int]:
-        """Tokens that are appended for one question; `turn` counts from 0."""
+        """Tokens that are appended for one question; `turn` counts from 0.
+
+        Raises
+        ------
+        ConfigError
+            It is no UTF-8.
+        """
+        check_text("question", question)
         text = (self.first if turn == 0 else self.following).replace("{question}", question)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_text(name: str, text: str) -> None:
+    """That a tokenizer can read it: bytes that are no UTF-8 arrive as halves of characters.
+
+    Raises
+    ------
+    ConfigError
+        It cannot.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}: must be UTF-8 text, got {text!r}") from error
 
 
 def make_prompt(template: str, tokenizer: Any) -> Prompt:
@@ -54,8 +75,9 @@ def make_prompt(template: str, tokenizer: Any) -> Prompt:
     Raises
     ------
     ConfigError
-        When one of the two is missing, twice there, or in the wrong order.
+        When one of the two is missing, twice there, or in the wrong order, or it is no UTF-8.
     """
+    check_text("--prompt-template", template)
     if template == "auto":
         if getattr(tokenizer, "chat_template", None):
             return _from_chat_template(tokenizer)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.markup import escape as escaped
 from rich.table import Table
 
@@ -26,13 +28,26 @@ __all__ = [
     "Run",
     "closing_line",
     "comparison",
+    "error_line",
     "escaped",
     "plain_stats",
+    "print_error",
     "write_json",
 ]
 
 
 STDOUT = Path("-")
+
+
+def error_line(error: BaseException) -> str:
+    """What the user can mend, as a console prints it: one line, whatever it was worded as."""
+    text = re.sub(r"\s*\n\s*", " ", str(error).strip())
+    return f"[bold red]error:[/bold red] {escaped(text or type(error).__name__)}"
+
+
+def print_error(error: BaseException) -> None:
+    """Prints `error_line` to stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(error_line(error))
 
 
 @dataclass

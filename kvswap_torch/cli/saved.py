@@ -11,12 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvswap_torch.cli.generate import GenerateOptions, _load, _load_config, _read, save
+from kvswap_torch.cli.generate import (
+    GenerateOptions,
+    Material,
+    _check_context,
+    _load,
+    _load_config,
+    _read,
+    check_questions,
+    save,
+)
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
+from kvswap_torch.cli.targets import check_folder, check_settings
+from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.saved_path import named
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Conversation
@@ -25,7 +37,10 @@ if TYPE_CHECKING:
 def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Console) -> None:
     """Reads a document once and saves its cache."""
     config = _load_config(options)
+    check_folder("--output", output, overwrite)
+    check_settings("--config", config or SwapConfig(), "ingest saves its cache")
     material = _load(options, None, console)
+    _check_context(len(material.document_ids), material, "its tokens", "shorten it")
 
     from kvswap_torch import KVSwapCache
     from kvswap_torch.cli.conversation import Conversation
@@ -44,9 +59,14 @@ def opened(
     saved: Path, model: str | None, options: GenerateOptions, console: Console
 ) -> Iterator[Conversation]:
     """A conversation over a saved document, at its end."""
-    from kvswap_torch import KVSwapCache
-    from kvswap_torch.cli.conversation import Conversation
+    with _at_its_end(saved, _load_for(saved, model, options, console), options, console) as begun:
+        yield begun
 
+
+def _load_for(
+    saved: Path, model: str | None, options: GenerateOptions, console: Console
+) -> Material:
+    """A saved document's model and tokenizer."""
     model = model or facts_of(saved)["facts"].get("name") or ""
     wanted = f"the model that {saved} was made by"
     tokenizer = load_tokenizer(model, wanted=wanted)
@@ -57,15 +77,24 @@ def opened(
         say=lambda told: console.print(f"[dim]{told}[/dim]"),
         wanted=wanted,
     )
-    prompt = make_prompt(options.prompt_template, tokenizer)
+    return Material(loaded, tokenizer, make_prompt(options.prompt_template, tokenizer), [])
+
+
+@contextlib.contextmanager
+def _at_its_end(
+    saved: Path, material: Material, options: GenerateOptions, console: Console
+) -> Iterator[Conversation]:
+    from kvswap_torch import KVSwapCache
+    from kvswap_torch.cli.conversation import Conversation
+
     began = time.perf_counter()
     with KVSwapCache.open(
-        loaded, saved, path=options.path, kv_memory_bytes=options.kv_memory
+        material.model, saved, path=options.path, kv_memory_bytes=options.kv_memory
     ) as cache:
         ids = cache.token_ids
         if ids is None or len(ids) != 1:
             raise ConfigError(f"ask: {saved} must hold one document's tokens, and does not")
-        conversation = Conversation(loaded, tokenizer, cache, prompt)
+        conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
         conversation.ids = ids[0].tolist()
         seconds = time.perf_counter() - began
         console.print(f"[dim]{ids.shape[1]:,} tokens opened in {seconds:.2f} s[/dim]")
@@ -75,17 +104,28 @@ def opened(
 def ask(
     saved: Path, model: str | None, options: GenerateOptions, console: Console
 ) -> list[dict[str, Any]]:
-    """Asks a saved document; each question begins at the document's end."""
-    answers = []
-    with opened(saved, model, options, console) as conversation:
-        document = len(conversation.ids)
-        for question in options.questions:
-            conversation.go_back(document, 0)
-            console.print(f"\n[bold]> {escaped(question)}[/bold]")
-            turn = conversation.ask(question, options.max_new_tokens, writer(console))
-            console.print()
-            answers.append({"question": question, "answer": turn.answer,
-                            "first_token_seconds": turn.first_token_seconds})  # fmt: skip
+    """Asks a saved document; each question begins at the document's end.
+
+    Where a model's layers cannot go back there, the document is opened anew.
+    """
+    from kvswap_torch.cli.conversation import CannotGoBackError
+
+    check_questions(options)
+    material = _load_for(saved, model, options, console)
+    answers: list[dict[str, Any]] = []
+    while len(answers) < len(options.questions):
+        with _at_its_end(saved, material, options, console) as conversation:
+            document = len(conversation.ids)
+            for question in options.questions[len(answers) :]:
+                try:
+                    conversation.go_back(document, 0)
+                except CannotGoBackError:
+                    break
+                console.print(f"\n[bold]> {escaped(question)}[/bold]")
+                turn = conversation.ask(question, options.max_new_tokens, writer(console))
+                console.print()
+                answers.append({"question": question, "answer": turn.answer,
+                                "first_token_seconds": turn.first_token_seconds})  # fmt: skip
     return answers
 
 
@@ -98,7 +138,7 @@ def facts_of(saved: Path) -> dict[str, Any]:
     """What a saved cache's manifest says, checked."""
     from kvswap_torch import _C
 
-    return json.loads(_C.SavedCache(str(saved)).manifest)
+    return json.loads(_C.SavedCache(named(saved)).manifest)
 
 
 def show(saved: Path, as_json: bool, console: Console) -> None:
@@ -123,7 +163,7 @@ def verify(saved: Path, console: Console) -> None:
     """Reads every byte of a saved cache and checks it."""
     from kvswap_torch import _C
 
-    folder = _C.SavedCache(str(saved))
+    folder = _C.SavedCache(named(saved))
     folder.verify()
     console.print(f"{escaped(str(saved))}: whole, {folder.tokens:,} tokens")
 
@@ -132,4 +172,4 @@ def remove(saved: Path) -> None:
     """Removes a saved cache that nobody uses."""
     from kvswap_torch import _C
 
-    _C.SavedCache.remove(str(saved))
+    _C.SavedCache.remove(named(saved))

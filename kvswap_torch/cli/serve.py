@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.targets import check_settings
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
@@ -88,7 +89,8 @@ def serve(
             "--continuous-batching: must be left out: it keeps a paged cache of its own in memory, "
             "and has no place for another"
         )
-    check_can_be_saved(config)
+    settings = SwapConfig() if config is None else SwapConfig.load(config)
+    check_settings("--config", settings, "a server saves its caches")
     limit = parse_bytes(store_limit, "--store-limit")
     if kv_memory is not None:
         parse_bytes(kv_memory, "--kv-memory")
@@ -138,27 +140,6 @@ def serve(
             console.print("{model} at {address}/v1, {saved_caches} saved caches".format(**shown))
 
     server.run(started)
-
-
-def check_can_be_saved(config: Path | None) -> None:
-    """That caches of such a config can be saved, as a server saves its own.
-
-    Raises
-    ------
-    ConfigError
-        They cannot: they keep tokens for what they were paid, or choose clusters.
-    """
-    settings = SwapConfig() if config is None else SwapConfig.load(config)
-    if settings.keeper not in ("none", "newest"):
-        raise ConfigError(
-            f"--config: keeper must be none or newest, got {settings.keeper!r}, whose kept tokens "
-            "cannot be saved; a server saves its caches"
-        )
-    if settings.grouping != "runs":
-        raise ConfigError(
-            f"--config: grouping must be runs, got {settings.grouping!r}, which cannot be saved; "
-            "a server saves its caches"
-        )
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:

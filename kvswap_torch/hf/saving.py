@@ -31,6 +31,7 @@ from kvswap_torch.hf.saved_checks import (
 )
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
+from kvswap_torch.saved_path import named
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -129,13 +130,13 @@ class Saving:
             tensors["valid"] = self.driver.padding.valid
         facts = {
             "model": known_of(self.parts.identity),
-            "name": getattr(self.parts.outermost.config, "_name_or_path", ""),
+            "name": _found_anywhere(getattr(self.parts.outermost.config, "_name_or_path", "")),
             "rotary": rotary_of(self.parts),
             "calibrated": self.driver.projection_source == "file",
             "estimated": self.driver.estimates.kinds,
             "layers": others,
         }
-        self.driver.session.save(os.fspath(path), overwrite, json.dumps(facts), tensors)
+        self.driver.session.save(named(path), overwrite, json.dumps(facts), tensors)
 
     @classmethod
     def open(
@@ -188,7 +189,7 @@ class Saving:
         if parts.placement.is_shared:
             raise KVSwapError("open: a saved cache is opened by one process alone so far")
         budget = budget_of(kv_memory_bytes, max_context, max_batch)
-        folder = _C.SavedCache(os.fspath(saved))
+        folder = _C.SavedCache(named(saved))
         warn_of_readers(folder.path)
         facts = json.loads(folder.facts)
         check_model(facts, parts, folder.path)
@@ -294,6 +295,11 @@ def _continued(
         raise
     cache.tokens.ids = start.ids
     return cache
+
+
+def _found_anywhere(model: str) -> str:
+    """A model's folder by its absolute path; a name of the Hub as it is."""
+    return os.path.abspath(model) if model and os.path.isdir(model) else model
 
 
 def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -> None:

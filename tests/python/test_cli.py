@@ -125,6 +125,10 @@ def plain_generate(model_dir: Path, document: str) -> list[list[int]]:
         (["--config", "missing.json"], "missing.json: must be a readable JSON file"),
         (["--json", "no/folder/out.json"], "--json: its folder must exist"),
         (["--timeline", "no/folder/trace.json"], "--timeline: its folder must exist"),
+        (
+            ["--prompt-template", "{document}{question}\udcff"],
+            "--prompt-template: must be UTF-8 text",
+        ),
         (["--prompt-template", "{document}"], "must have {document} once and {question} once"),
         (["--max-new-tokens", "3000"], "at most the 4,096 tokens that this model was made for"),
     ],

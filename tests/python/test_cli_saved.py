@@ -11,12 +11,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvswap_torch import ConfigError, KVSwapError
+from kvswap_torch import ConfigError, KVSwapError, SwapConfig
+from kvswap_torch.cli import chat as chat_module
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.chat import Chat
 from kvswap_torch.cli.generate import GenerateOptions
 from kvswap_torch.cli.saved import opened
-from tests.python.tiny_models import has_native
+from kvswap_torch.hf.saving import _found_anywhere
+from kvswap_torch.saved_path import named
+from tests.python.tiny_models import character_tokenizer, has_native, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 QUESTIONS = ["What is the colour?", "And the number?"]
@@ -30,7 +33,7 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
-def kvswap(*words: Any, typed: str = "") -> str:
+def kvswap(*words: Any, typed: str | bytes = "") -> str:
     done = CliRunner().invoke(app, [str(word) for word in words], typed, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -57,6 +60,96 @@ def test_a_document_is_read_once(tiny_model_dir: Path, document: Path, tmp_path:
     assert list(tmp_path.iterdir()) == [document]
     with pytest.raises(KVSwapError, match="must be there"):
         kvswap("rm", book)
+
+
+def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    SwapConfig.preset("snapkv+").save(tmp_path / "keeps.json")
+    (tmp_path / "taken").mkdir()
+    for output, more, told in (
+        ("taken", [], "--output: .*taken must not exist, .* or give --overwrite"),
+        ("taken", ["--overwrite"], "--output: .*taken must be the folder of a saved cache"),
+        ("no/book", [], "--output: its parent must be a folder"),
+        ("x" * 250, [], "--output: its parent .*File name too long"),
+        ("book", ["--config", tmp_path / "keeps.json"], "--config: keeper must be none or newest"),
+    ):
+        words = ["ingest", "nowhere.txt", "--model", "nowhere", "-o", tmp_path / output, *more]
+        with pytest.raises(ConfigError, match=told):
+            kvswap(*words)
+    with pytest.raises(ConfigError, match=r"--output: \. must not exist"):
+        kvswap("ingest", "nowhere.txt", "--model", "nowhere", "-o", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keeps.json", "taken"]
+
+
+def test_a_document_longer_than_the_model_was_made_for(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "long.txt").write_text("x" * 4097)
+    with pytest.raises(ConfigError, match="at most the 4,096 tokens .* come to 4,097; shorten it"):
+        kvswap("ingest", tmp_path / "long.txt", "--model", tiny_model_dir, "-o", tmp_path / "book")
+    assert not (tmp_path / "book").exists()
+
+
+def test_a_saved_cache_and_its_model_are_found_from_anywhere(
+    tiny_model_dir: Path, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = tmp_path / "book.kvswap"
+    monkeypatch.chdir(tiny_model_dir.parent)
+    kvswap("ingest", document, "--model", tiny_model_dir.name, "-o", book, "--path", tmp_path)
+    monkeypatch.chdir(book)
+    assert json.loads(kvswap("show", ".", "--json"))["facts"]["name"] == str(tiny_model_dir)
+    assert "whole" in kvswap("verify", "./")
+    kvswap("ask", ".", *asked(QUESTIONS[:1]), *LENGTH, "--path", "..")
+    kvswap("rm", ".")
+    monkeypatch.chdir(tmp_path)
+    assert not book.exists()
+    with pytest.raises(KVSwapError, match="records.bin must be there"):
+        kvswap("ask", "", *asked(QUESTIONS))
+    with pytest.raises(ValueError, match="path must be UTF-8"):
+        kvswap("show", "\udcff")
+    assert named("a/b.kvswap/") == "a/b.kvswap/" and named("") == ""
+    assert named("..") == str(tmp_path.parent)
+    assert _found_anywhere("org/model") == "org/model" and _found_anywhere("") == ""
+
+
+def test_layers_that_cannot_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """A window of six tokens: `ask` opens the document anew, a chat says so and goes on."""
+    model, document, book = (tmp_path / name for name in ("gemma", "a.txt", "book.kvswap"))
+    tiny_model("gemma3").save_pretrained(model)
+    character_tokenizer().save_pretrained(model)
+    document.write_text("Thecolourisblue,thenumberisnine." * 4, encoding="utf-8")
+    usual = ["--path", tmp_path, "--prompt-template", "{document}{question}"]
+    kvswap("ingest", document, "--model", model, "-o", book, *usual)
+    usual += LENGTH
+    answers = json.loads(kvswap("ask", book, *asked(["one", "two"]), *usual, "--json"))
+    alone = json.loads(kvswap("ask", book, *asked(["two"]), *usual, "--json"))
+    assert [answer["question"] for answer in answers] == ["one", "two"]
+    assert answers[1]["answer"] == alone[0]["answer"]
+    told = kvswap("chat", book, *usual, typed=b"one\n/back\n/ask two\n\xff\ntwo\n")
+    assert told.count("error: going back: every layer must keep what is past") == 2
+    assert "error: question: must be UTF-8 text, got '\\udcff'" in told
+    compared = ["--compare", "--json", tmp_path / "out.json"]
+    kvswap("generate", "--model", model, "--document", document, *asked(["a"]), *usual, *compared)
+    scores = json.loads((tmp_path / "out.json").read_text())["agreements"][0]
+    assert scores["log_likelihood_in_memory"] is scores["log_likelihood_on_disk"] is None
+
+    options = GenerateOptions("", book, (), path=tmp_path, prompt_template=usual[3])
+    shown = Console(file=io.StringIO(), width=200)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with opened(book, None, options, shown) as conversation:
+        chat = Chat(conversation, 4, shown)
+        with monkeypatch.context() as during:
+            during.setattr(chat_module, "writer", lambda console: interrupted)
+            chat.answer("one")
+        assert conversation.ids == conversation.cache.token_ids[0].tolist()
+        assert conversation.turns[0].question == "one"
+        chat.answer("two")
+        assert [turn.question for turn in conversation.turns] == ["one", "two"]
+        assert conversation.turns[1].answer_tokens == 4
 
 
 def test_generate_saves_and_goes_on(tiny_model_dir: Path, document: Path, tmp_path: Path) -> None:

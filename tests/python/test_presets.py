@@ -297,6 +297,20 @@ def test_the_command_lists_and_tells():
         CliRunner().invoke(app, ["presets", "dapq"], catch_exceptions=False)
 
 
+def test_the_command_refuses_what_is_no_model_with_heads(tmp_path):
+    from transformers import MambaConfig
+
+    def told(model):
+        CliRunner().invoke(app, ["presets", "quest", "--model", model], catch_exceptions=False)
+
+    for model in ("/nonexistent", str(tmp_path)):
+        with pytest.raises(ConfigError, match=f"--model: must be the folder or name.*{model}"):
+            told(model)
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--model: must have attention heads"):
+        told(str(tmp_path))
+
+
 def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):
     start = ["generate", "--model", str(tmp_path), "--document", str(tmp_path), "--question", "?"]
     for more, told in (

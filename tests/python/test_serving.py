@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import http.client
 import json
 import signal
@@ -16,12 +18,14 @@ import openai
 import pytest
 import torch
 import transformers
+from fastapi import HTTPException
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from kvswap_torch import ConfigError, SwapConfig
+from kvswap_torch import ConfigError, KVSwapError, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.serve import read_keys
+from kvswap_torch.errors import StorageError
 from kvswap_torch.hf.serving import seam
 from kvswap_torch.hf.serving.server import Server, ServerOptions, is_local
 from tests.python.serving_process import Served, make_model
@@ -218,11 +222,19 @@ BAD = [
     ("POST /v1/completions", {"prompt": ""}, 400, "must have tokens"),
     ("POST /v1/completions", {"prompt": "x", "flavour": 1}, 422, "flavour"),
     ("POST /v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_new_tokens"),
+    ("POST /v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "at least 1 token"),
+    ("POST /v1/responses", {"input": "x", "max_output_tokens": 0}, 400, "at least 1 token"),
     ("POST /v1/completions", {"prompt": "x", "max_tokens": "a"}, 400, "invalid literal"),
     ("POST /v1/completions", {"prompt": "x", "generation_config": '{"num_beams": 2}'}, 400,
      "without num_beams"),
     ("POST /v1/completions", b'{"prompt": ', 400, "must be JSON"),
     ("POST /v1/completions", b"[1]", 400, "a JSON object, got list"),
+    ("POST /v1/completions", b"[" * 100_000, 400, "JSON of at most 100 levels"),
+    ("POST /v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "tools": [{'
+     b'"function": ' + b"[" * 500 + b"]" * 500 + b"}]}", 400, "JSON of at most 100 levels"),
+    ("POST /v1/completions", {"prompt": "x", "generation_config": "[" * 100_000}, 400,
+     "as text of at most 100 levels"),
+    ("POST /v1/completions", {"prompt": "x", "generation_config": "[]"}, 400, "text, got list"),
     ("POST /v1/chat/completions", {}, 400, "messages"),
     ("POST /v1/chat/completions", {"messages": []}, 400, "is empty"),
     ("POST /v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
@@ -281,6 +293,19 @@ def test_only_this_machine_without_keys(tmp_path: Path) -> None:
             Server(None, None, options, None)
 
 
+@pytest.mark.parametrize(
+    ("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)]
+)
+def test_the_status_says_whether_the_disk_is_full(number: int, status: int) -> None:
+    class Failing:
+        async def handle_request(self, body: dict, request_id: str) -> Any:
+            raise StorageError(number, "refused", "x")
+
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(seam._handler(Failing)().handle_request({}, "1"))
+    assert caught.value.status_code == status
+
+
 def test_the_server_that_this_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transformers.__version__.startswith("5.23.")
     assert set(seam.names()) == {name for wanted in seam.NAMES.values() for name in wanted}
@@ -319,7 +344,10 @@ def test_the_command(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
         (["--continuous-batching"], "a paged cache of its own"),
         (["--store-limit", "x"], "--store-limit"),
         (["--model", str(tmp_path)], "--model: must be a model's folder"),
+        (["--device", "mps"], "--device: must be cpu or cuda"),
+        (["--host", "localhost", "--path", str(tmp_path / "no")], "directory must exist, got"),
+        (["--host", "localhost", "--kv-memory", "1KiB"], "kv_memory_bytes: must be at least"),
     ):
-        with pytest.raises((ConfigError, ValueError), match=told):
+        with pytest.raises((KVSwapError, ValueError), match=told):
             serve(*more)
     assert "circle of trust" in CliRunner().invoke(app, ["serve", "--help"]).output

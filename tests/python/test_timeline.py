@@ -196,5 +196,7 @@ def test_its_memory_is_part_of_the_budget(llama, tmp_path):
         json.dumps(stats.as_dict())
     with pytest.raises(BudgetError):
         KVSwapCache(llama, tmp_path, timeline_spans=100_000, **promised)
-    with pytest.raises(ConfigError, match="timeline_spans: must be an integer of at least 0, got -1"):
+    with pytest.raises(
+        ConfigError, match="timeline_spans: must be an integer of at least 0, got -1"
+    ):
         KVSwapCache(llama, tmp_path, timeline_spans=-1)

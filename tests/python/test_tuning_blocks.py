@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
 from kvswap_torch.cli.app import app
+from kvswap_torch.errors import StorageError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.projection import from_chunk
 from kvswap_torch.projection_file import load_projections
@@ -147,3 +148,6 @@ def test_the_command_writes_both(tmp_path):
     assert files["projections"] == str(tmp_path / "loki.projection.safetensors")
     with pytest.raises(ConfigError, match="preset quest: must have projections"):
         CliRunner().invoke(app, [*start, "--preset", "quest"], catch_exceptions=False)
+    missing = ["--preset", "loki", "--model", "nowhere", "--path", str(tmp_path / "no")]
+    with pytest.raises(StorageError, match="--path must be a folder that exists"):
+        CliRunner().invoke(app, [*start, *missing], catch_exceptions=False)

@@ -273,7 +273,8 @@ def test_the_command_line_tunes_and_draws(model, tmp_path):
         app, ["--model", str(tmp_path), "--path", str(tmp_path), "--kv-memory", "1MiB"]
     )
     assert wrong.exit_code == 1
-    assert "--model: must be a model's folder or name" in wrong.output
+    assert wrong.stderr.startswith("error: --model: must be a model's folder or name")
+    assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)
     told = CliRunner().invoke(app, ["--help"])
     for option in ("--model", "--path", "--kv-memory", "--max-context", "--min-recall", "--device"):
         assert option in told.output

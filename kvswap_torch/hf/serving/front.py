@@ -15,6 +15,7 @@ from kvswap_torch.hf.serving.line import CURRENT, Line, LineClosedError, LineFul
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 BODY_BYTES_MAX = 64 << 20
+NESTING_MAX = 100  # levels of a request's JSON
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 # Of transformers' generation_config: each has a cache, or sequences, of its own.
 _ALONE = {
@@ -168,10 +169,7 @@ def check_request(body: bytes, name: str) -> None:
     RefusedError
         It is not.
     """
-    try:
-        request = json.loads(body)
-    except ValueError as error:
-        raise RefusedError(400, f"the body must be JSON: {error}") from error
+    request = _parsed(body, "the body must be JSON")
     if not isinstance(request, dict):
         raise RefusedError(400, f"the body must be a JSON object, got {type(request).__name__}")
     asked = request.get("model", name)
@@ -189,6 +187,25 @@ def check_request(body: bytes, name: str) -> None:
         raise RefusedError(400, "messages must be a list of messages, got a text")
 
 
+def _parsed(text: Any, must: str) -> Any:
+    """What JSON stands for, as deep as those who handle it by recursion can take."""
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(400, f"{must}: {error}") from error
+    except RecursionError as error:
+        raise RefusedError(400, f"{must} of at most {NESTING_MAX} levels") from error
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > NESTING_MAX:
+            raise RefusedError(400, f"{must} of at most {NESTING_MAX} levels")
+        level = [
+            part for each in level for part in (each.values() if isinstance(each, dict) else each)
+        ]
+    return value
+
+
 def _check_messages(messages: Any, field: str) -> None:
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise RefusedError(400, f"{field} must be a list of messages, each a JSON object")
@@ -203,13 +220,11 @@ def _check_messages(messages: Any, field: str) -> None:
 
 
 def _check_generation(config: Any) -> None:
-    try:
-        settings = json.loads(config)
-        wrong = [name for name, only in _ALONE.items() if settings.get(name, only) != only]
-    except (TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(
-            400, f"generation_config must be a JSON object as text: {error}"
-        ) from error
+    must = "generation_config must be a JSON object as text"
+    settings = _parsed(config, must)
+    if not isinstance(settings, dict):
+        raise RefusedError(400, f"{must}, got {type(settings).__name__}")
+    wrong = [name for name, only in _ALONE.items() if settings.get(name, only) != only]
     if wrong:
         raise RefusedError(400, f"generation_config must be without {', '.join(wrong)}")
 

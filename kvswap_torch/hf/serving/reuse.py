@@ -101,6 +101,16 @@ class PrefixReuse:
             self._begin(prompt, turn)
             return self._answer(turn, stream, arguments)
 
+    def try_opening(self) -> None:
+        """Opens an empty cache and closes it: who could open none is refused at the start.
+
+        Raises
+        ------
+        KVSwapError
+            As `KVSwapCache` does.
+        """
+        self._empty().close()
+
     def settle(self) -> None:
         """After an answer: saves what is worth it. Nothing is raised."""
         try:
@@ -171,7 +181,13 @@ class PrefixReuse:
     def _begin(self, prompt: torch.Tensor, turn: Turn) -> None:
         """An empty cache."""
         self._leave_cache()
-        self._cache = KVSwapCache(
+        self._cache = self._empty()
+        self._prompt = prompt
+        turn.cached_tokens = 0
+        self._counts.add("misses")
+
+    def _empty(self) -> KVSwapCache:
+        return KVSwapCache(
             self._model,
             path=self._options.path,
             config=self._options.config,
@@ -179,9 +195,6 @@ class PrefixReuse:
             max_context=self._options.max_context,
             max_batch=1,
         )
-        self._prompt = prompt
-        turn.cached_tokens = 0
-        self._counts.add("misses")
 
     def _leave_cache(self) -> None:
         if self._cache is not None:

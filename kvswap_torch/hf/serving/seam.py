@@ -5,6 +5,7 @@ Its handlers read requests, apply chat templates, make replies and events. Ours 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -130,8 +131,14 @@ def _manager(base: type, reuse: PrefixReuse, max_context: int, counts: Counts) -
                     f"the prompt must be shorter than {max_context} tokens, which is the longest "
                     f"context here, got {tokens}",
                 )
-            room = max_context - tokens
-            gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
+            room, asked = max_context - tokens, gen_config.max_new_tokens
+            if asked is not None and asked < 1:
+                raise HTTPException(
+                    400,
+                    "the longest answer must be at least 1 token (max_tokens, max_output_tokens; "
+                    f"max_new_tokens of a generation_config), got {asked}",
+                )
+            gen_config.max_new_tokens = room if asked is None else min(asked, room)
             gen_config.return_dict_in_generate = False
             return _Answering(reuse, CURRENT.get(), counts)
 
@@ -153,7 +160,8 @@ def _handler(base: type) -> type:
             except BudgetError as error:
                 raise HTTPException(400, str(error)) from error
             except StorageError as error:
-                raise HTTPException(507, str(error)) from error
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise HTTPException(507 if is_full else 500, str(error)) from error
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 said = f"{type(error).__name__}: {error}"
                 raise HTTPException(400, f"the request must be one of OpenAI's: {said}") from error

@@ -65,6 +65,8 @@ class Server:
     ------
     ConfigError
         The address is not this machine's own and there are no keys, or it is taken.
+    KVSwapError
+        No cache can be opened with these options.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: ServerOptions, caches: CacheOptions):
@@ -78,6 +80,7 @@ class Server:
         parts = model_parts(model)
         self.store = CacheStore(options.store, options.store_limit_bytes, parts, self.counts)
         reuse = PrefixReuse(model, self.store, caches, self.counts)
+        reuse.try_opening()
         context = caches.max_context or getattr(parts.config, "max_position_embeddings", 1 << 30)
         app, self._finish = seam.build_app(
             model, tokenizer, options.name, context, reuse, self.counts

@@ -43,8 +43,7 @@ void decode_through_faults(EngineRun& run, ReadFaults& faults, StatusCode expect
       ++*failures;
       ASSERT_EQ(attended.code(), expected) << attended.message();
       faults = {};
-      // An interrupted step keeps its choice.
-      if (!attended.is_pending()) run.memory().layer(0).asked.clear();
+      if (!attended.is_pending()) run.memory().layer(0).asked.clear();  // else it keeps its choice
       attended = run.attend(0, query, 1, output);
     }
     ASSERT_TRUE(attended.is_ok()) << attended.message();
@@ -143,8 +142,7 @@ TEST_P(ReadFault, AnInterruptedSecondReadIsMadeUpFor) {
     decode(
         as_they_are, StatusCode::kInterrupted,
         [&](EngineRun&, ReadFaults& faults) {
-          faults.flip_read = read;
-          faults.interrupt_after_flip = true;
+          faults = {.flip_read = read, .interrupt_after_flip = true};
         },
         [&](EngineRun&, int64_t failed) { failures += failed; });
   }

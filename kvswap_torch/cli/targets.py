@@ -1,0 +1,90 @@
+"""What a command will write, checked before the work whose result it is."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.saved_path import named
+
+if TYPE_CHECKING:
+    from kvswap_torch.config import SwapConfig
+
+
+def check_file(option: str, path: Path) -> None:
+    """That a file can be written there.
+
+    Raises
+    ------
+    ConfigError
+        It is a folder, or its folder is missing.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option}: must be a file, and {path} is a folder")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{option}: its folder must exist, got {path}")
+
+
+def check_folder(option: str, folder: Path, overwrite: bool | None = None) -> None:
+    """That a saved cache can be put there.
+
+    Parameters
+    ----------
+    overwrite
+        Whether a saved cache that is there is replaced; None: the command has no such option.
+
+    Raises
+    ------
+    ConfigError
+        The path is taken, or its parent is missing or takes no new folder.
+    """
+    target = named(folder)
+    if os.path.lexists(target):
+        if not overwrite:
+            remedy = "" if overwrite is None else ", or give --overwrite"
+            raise ConfigError(
+                f"{option}: {folder} must not exist, and does; choose another path, remove it with "
+                f"kvswap rm{remedy}"
+            )
+        is_saved = os.path.lexists(os.path.join(target, "manifest.json"))
+        if os.path.islink(target) or not is_saved:
+            raise ConfigError(
+                f"{option}: {folder} must be the folder of a saved cache to be replaced, and is "
+                "none; choose another path"
+            )
+    parent, name = os.path.split(os.path.abspath(target))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: its parent must be a folder that takes a new one, got {folder}: "
+            f"{error.strerror}"
+        ) from error
+
+
+def check_settings(option: str, settings: SwapConfig, why: str) -> None:
+    """That a cache of such settings can be saved.
+
+    Parameters
+    ----------
+    why
+        Who saves it.
+
+    Raises
+    ------
+    ConfigError
+        It cannot: it keeps tokens for what they were paid, or chooses clusters.
+    """
+    if settings.keeper not in ("none", "newest"):
+        raise ConfigError(
+            f"{option}: keeper must be none or newest, got {settings.keeper!r}, whose kept tokens "
+            f"cannot be saved; {why}"
+        )
+    if settings.grouping != "runs":
+        raise ConfigError(
+            f"{option}: grouping must be runs, got {settings.grouping!r}, which cannot be saved; "
+            f"{why}"
+        )

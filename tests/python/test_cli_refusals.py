@@ -1,0 +1,87 @@
+"""What the command line refuses, before it does any work, and in one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvswap_torch import ConfigError
+from kvswap_torch.cli import app as app_module
+from kvswap_torch.cli.load import device_of, load_model
+from tests.python.test_cli import document, generate
+
+__all__ = ["document"]  # a fixture
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--timeline", "/tmp"], "--timeline: must be a file, and /tmp is a folder"),
+        (["--json", "/tmp"], "--json: must be a file, and /tmp is a folder"),
+        (["--question", "a\udcff"], r"--question: must be UTF-8 text, got 'a\udcff'"),
+        (["--save", "no/book"], "--save: its parent must be a folder that takes a new one, got no"),
+        (["--save", "/tmp"], "--save: /tmp must not exist, and does"),
+        (
+            ["--save", "book", "--preset", "snapkv"],
+            "--preset snapkv: keeper must be none or newest",
+        ),
+        (["--save", "book", "--preset", "dynakv"], "--preset dynakv: grouping must be runs"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_looked_for(
+    document: Path, more: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        generate(Path("nowhere"), document, *more)
+    assert told in str(caught.value)
+
+
+def test_only_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert device_of("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of("cuda:1") == torch.device("cuda:1")
+    for name in ("mps", "foo", "meta", ""):
+        with pytest.raises(ConfigError, match=f"^--device: must be cpu or cuda.* got '{name}'"):
+            load_model("nowhere", device=name)
+    with pytest.raises(ConfigError, match=r"--device: .* CUDA devices 0 to 1, got 'cuda:2'"):
+        device_of("cuda:2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="sees no CUDA device, got 'cuda'"):
+        device_of("cuda")
+
+
+def test_weights_that_were_cut_off(tiny_model_dir: Path, document: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    os.truncate(model / "model.safetensors", 1000)
+    with pytest.raises(ConfigError, match=r"^--model: .*header"):
+        generate(model, document)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("[b]: must be\n  one"), "error: [b]: must be one\n"),
+        (ValueError("wrong"), "error: wrong\n"),
+        (OSError(2, "none", "x"), "error: [Errno 2] none: 'x'\n"),
+        (TypeError("ours"), None),
+        (AttributeError("ours"), None),
+    ],
+)
+def test_errors_of_users_are_a_line_and_ours_are_not_hidden(
+    error: Exception, told: str | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(app_module, "app", fail)
+    with pytest.raises(SystemExit if told else type(error)) as ended:
+        app_module.main()
+    if told:
+        assert (ended.value.code, capsys.readouterr().err) == (1, told)
