@@ -275,14 +275,15 @@ def float8_table() -> Iterator[str]:
 
 
 def linear_table() -> Iterator[str]:
-    yield "| model | batch | torch's linear layers | ours | |"
-    yield "|---|---|---|---|---|"
-    (results,) = load("linear.json")
-    for row in results["rows"]:
-        yield (
-            f"| {row['model']} | {row['batch']} | {row['torch_ms']:.1f} ms "
-            f"| {row['ours_ms']:.1f} ms | {row['ratio_of_pairs']:.2f}x |"
-        )
+    yield "| kernels | model | batch | torch's linear layers | ours | |"
+    yield "|---|---|---|---|---|---|"
+    for results in load("linear*.json"):
+        level = results["machine"]["simd"]
+        for row in results["rows"]:
+            yield (
+                f"| {level} | {row['model']} | {row['batch']} | {row['torch_ms']:.1f} ms "
+                f"| {row['ours_ms']:.1f} ms | {row['ratio_of_pairs']:.2f}x |"
+            )
 
 
 TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table}

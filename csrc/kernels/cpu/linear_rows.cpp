@@ -1,5 +1,7 @@
 #include "kernels/linear_rows.h"
 
+#include <algorithm>
+
 #include "kernels/cpu/bf16_pairs.h"
 #include "kernels/cpu/linear_rows_pairs.h"
 
@@ -16,6 +18,7 @@ namespace kvswap::HWY_NAMESPACE {
 
 constexpr int kTileOutputs = 4;
 constexpr int kTileRows = kRegisters == 32 ? 4 : 2;  // with kTileOutputs, sums for half of them
+constexpr int kOutputsOfOne = 8;  // of a single row: as many sums as multiply-adds under way
 
 /// The sums of kOutputs outputs from `output` on, of kRows rows from `row` on: as many streams from
 /// memory at a time as there are outputs.
@@ -29,23 +32,34 @@ void multiply(const LinearRowsArgs& args, int64_t output, int64_t row) {
     KVSWAP_UNROLL
     for (int r = 0; r < kRows; ++r) sums[o][r] = zeros();
   }
-  const auto add = [&](const auto& load_from) {
-    Floats parts[kRows];
+  const T* ahead = row == 0 ? weight + kOutputs * args.inputs : weight;
+  int64_t at = 0;
+  for (; at + 2 * kLanes <= args.inputs; at += 2 * kLanes) {
+    fetch_ahead<kOutputs * 2 * kLanes * sizeof(T)>(ahead + kOutputs * at);
+    Floats some[kRows], others[kRows];
     KVSWAP_UNROLL
-    for (int r = 0; r < kRows; ++r) parts[r] = load_from(input + r * args.inputs);
+    for (int r = 0; r < kRows; ++r) load_two(input + at + r * args.inputs, some[r], others[r]);
     KVSWAP_UNROLL
     for (int o = 0; o < kOutputs; ++o) {
-      const Floats weights = load_from(weight + o * args.inputs);
+      Floats one, other;
+      load_two(weight + at + o * args.inputs, one, other);
       KVSWAP_UNROLL
-      for (int r = 0; r < kRows; ++r) sums[o][r] = multiply_add(weights, parts[r], sums[o][r]);
+      for (int r = 0; r < kRows; ++r) {
+        sums[o][r] = multiply_add(other, others[r], multiply_add(one, some[r], sums[o][r]));
+      }
     }
-  };
-  int64_t at = 0;
-  for (; at + kLanes <= args.inputs; at += kLanes) {
-    add([&](const T* source) { return load(source + at); });
   }
-  if (const int64_t left = args.inputs - at; left > 0) {
-    add([&](const T* source) { return load_some(source + at, left); });
+  for (; at < args.inputs; at += kLanes) {
+    const int64_t count = std::min(kLanes, args.inputs - at);
+    KVSWAP_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Floats part = load_some(input + at + r * args.inputs, count);
+      KVSWAP_UNROLL
+      for (int o = 0; o < kOutputs; ++o) {
+        const Floats weights = load_some(weight + at + o * args.inputs, count);
+        sums[o][r] = multiply_add(weights, part, sums[o][r]);
+      }
+    }
   }
   const T* bias = static_cast<const T*>(args.bias);
   for (int o = 0; o < kOutputs; ++o) {
@@ -67,14 +81,22 @@ void multiply_rows(const LinearRowsArgs& args, int64_t output) {
   for (; row < args.rows; ++row) multiply<T, kOutputs, 1>(args, output, row);
 }
 
-void linear_outputs(const LinearRowsArgs& args, int64_t begin, int64_t end) {
-  with_float_type(args.dtype, [&]<typename T>() {
-    int64_t output = begin;
-    for (; output + kTileOutputs <= end; output += kTileOutputs) {
-      multiply_rows<T, kTileOutputs>(args, output);
+template <typename T>
+void linear_outputs_of(const LinearRowsArgs& args, int64_t begin, int64_t end) {
+  int64_t output = begin;
+  if (args.rows == 1) {
+    for (; output + kOutputsOfOne <= end; output += kOutputsOfOne) {
+      multiply<T, kOutputsOfOne, 1>(args, output, 0);
     }
-    for (; output < end; ++output) multiply_rows<T, 1>(args, output);
-  });
+  }
+  for (; output + kTileOutputs <= end; output += kTileOutputs) {
+    multiply_rows<T, kTileOutputs>(args, output);
+  }
+  for (; output < end; ++output) multiply_rows<T, 1>(args, output);
+}
+
+void linear_outputs(const LinearRowsArgs& args, int64_t begin, int64_t end) {
+  with_float_type(args.dtype, [&]<typename T>() { linear_outputs_of<T>(args, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE

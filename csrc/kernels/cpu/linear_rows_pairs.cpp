@@ -61,8 +61,10 @@ KVSWAP_BF16 void multiply(const LinearRowsArgs& args, int64_t output, int64_t ro
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) sums[o][r] = _mm512_setzero_ps();
   }
+  const BFloat16* ahead = row == 0 ? weight + kOutputs * args.inputs : weight;
   int64_t at = 0;
   for (; at + kNumbers <= args.inputs; at += kNumbers) {
+    fetch_ahead<kOutputs * kNumbers * sizeof(BFloat16)>(ahead + kOutputs * at);
     add(weight + at, input + at, args.inputs, Whole{}, sums);
   }
   if (const int64_t left = args.inputs - at; left > 0) {

@@ -2,6 +2,7 @@
 //
 //   Floats, kLanes             a vector and its width
 //   load, store                convert from and to float, BFloat16, Float16, int8_t and Float8
+//   load_two                   2 kLanes elements, in an order of their type's own
 //   load_pair                  two columns of int4 rows
 //   load_some, store_some      the same for fewer than kLanes elements; the rest is zero
 //   sum4                       the sums of four vectors, side by side

@@ -37,6 +37,20 @@ inline Floats load(const Float16* source) {
   return hn::PromoteTo(FloatTag(), hn::BitCast(Float16Tag(), half_words));
 }
 
+template <typename T>
+inline void load_two(const T* source, Floats& one, Floats& other) {
+  one = load(source);
+  other = load(source + kLanes);
+}
+
+/// Those at even places and those at odd ones: a bf16 is the upper half of a float.
+inline void load_two(const BFloat16* source, Floats& one, Floats& other) {
+  const auto pairs =
+      hn::BitCast(WordTag(), hn::LoadU(hn::Repartition<uint16_t, WordTag>(), &source->bits));
+  one = as_floats(hn::ShiftLeft<16>(pairs));
+  other = as_floats(hn::And(pairs, fill_words(0xffff0000)));
+}
+
 inline Floats load(const int8_t* source) {
   return hn::ConvertTo(FloatTag(), hn::PromoteTo(IntTag(), hn::LoadU(SignedByteTag(), source)));
 }

@@ -14,6 +14,12 @@ inline Floats load(const T* source) {
   return to_float(*source);
 }
 
+template <typename T>
+inline void load_two(const T* source, Floats& one, Floats& other) {
+  one = load(source);
+  other = load(source + 1);
+}
+
 inline void load_pair(const Int4Pair* source, Floats& low, Floats& high) {
   low = low_half(*source);
   high = high_half(*source);
