@@ -66,7 +66,6 @@ def _sign(model: str, preset: str) -> str:
 
 
 NOT_RUN = "not run"
-INSIDE = ",question=inside"
 SAME = ("model", "digest", "dtype", "wording", "text", "seed")  # of runs that fill one table
 
 
@@ -120,7 +119,7 @@ def _table(model: str, part: dict[str, Any], shares: list[str]) -> Iterator[str]
     full = part["methods"]["full"]["tasks"]["all"]["exact"]
     yield _line(["full cache, all of the memory", *[f"{full[0]:.2f}"] * len(shares), "", ""])
     for preset in presets():
-        cells = [_cell(part, preset_method(preset.name, share)) for share in shares]
+        cells = [_cell(part, preset.name, share) for share in shares]
         if preset.needs and set(cells) == {NOT_RUN}:
             cells = ["needs a file of the model"] * len(shares)
         told = (PAPERS.get(preset.name, ""), _sign(model, preset.name))
@@ -136,14 +135,15 @@ def _has(part: dict[str, Any], share: str) -> bool:
     return any(name in part["methods"] or name in part["impossible"] for name in names)
 
 
-def _cell(part: dict[str, Any], name: str) -> str:
+def _cell(part: dict[str, Any], preset: str, share: str) -> str:
+    name = preset_method(preset, share)
     if name in part["impossible"]:
         return "does not fit"
     if name not in part["methods"]:
         return NOT_RUN
     method = part["methods"][name]
     told = f"{_right(method, part)}, reads {format_bytes(method['bytes_read_per_token'])}"
-    at_the_end = part["methods"].get(name.removesuffix(INSIDE))
+    at_the_end = part["methods"].get(preset_method(preset, share, "after"))
     return told if at_the_end is None else f"{told}; at the end {_right(at_the_end, part)}"
 
 
