@@ -16,7 +16,6 @@
 #include "io/error_text.h"
 #include "io/io_thread.h"
 #include "io/kernel.h"
-#include "io/patience.h"
 #include "io/read_only_file.h"
 #include "io/unnamed_file.h"
 #include "io/wiping.h"
@@ -113,7 +112,10 @@ class UnnamedDataFile final : public DataFile {
       : fd_(std::move(fd)), options_(options) {}
   ~UnnamedDataFile() override {
     if (!owner_.is_here() || is_kept_) return;
-    if (options_.is_wiped) wipe();
+    if (options_.is_wiped) {
+      wipe_at_end(fd_.get(), written_end_bytes_,
+                  "the session file in '" + options_.directory + "'");
+    }
     // Another holder of the file, for a moment, keeps no space.
     (void)kernel().ftruncate(fd_.get(), 0);
   }
@@ -145,7 +147,6 @@ class UnnamedDataFile final : public DataFile {
  private:
   int try_direct();
   int allocate_up_to(int64_t size_bytes);
-  void wipe() const;
   Status check_nothing_lost() const;
   Status no_space(int64_t needed_bytes, int error_number) const;
 
@@ -292,13 +293,6 @@ Status UnnamedDataFile::check_nothing_lost() const {
                              storage_hint(error) +
                              "; records are lost, of which nothing was used: close the cache",
                          error, options_.directory);
-}
-
-void UnnamedDataFile::wipe() const {
-  const int error = overwrite_with_zeros(fd_.get(), 0, written_end_bytes_);
-  if (error == 0) return;
-  log_line("kvswap: the session file in '" + options_.directory + "' could not be wiped (" +
-           errno_text(error) + "): its bytes stay on the disk until they are overwritten.");
 }
 
 void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {

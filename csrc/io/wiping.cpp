@@ -8,7 +8,9 @@
 #include <cstring>
 #include <memory>
 
+#include "io/error_text.h"
 #include "io/kernel.h"
+#include "io/patience.h"
 
 namespace kvswap {
 namespace {
@@ -47,6 +49,13 @@ int overwrite_with_zeros(int fd, int64_t offset_bytes, int64_t length_bytes) {
   const int error = write_zeros(fd, offset_bytes, length_bytes);
   if (error != 0) return error;
   return ::fdatasync(fd) == 0 ? 0 : errno;
+}
+
+void wipe_at_end(int fd, int64_t bytes, const std::string& file) {
+  const int error = overwrite_with_zeros(fd, 0, bytes);
+  if (error == 0) return;
+  log_line("kvswap: " + file + " could not be wiped (" + errno_text(error) +
+           "): its bytes stay on the disk until they are overwritten.");
 }
 
 }  // namespace kvswap

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -12,7 +13,6 @@
 #include "engine/saved_names.h"
 #include "io/error_text.h"
 #include "io/kernel.h"
-#include "io/patience.h"
 #include "io/read_only_file.h"
 #include "io/wiping.h"
 #include "kvswap/engine_calls.h"
@@ -194,14 +194,8 @@ class WipedAtEnd {
   WipedAtEnd(const WipedAtEnd&) = delete;
   WipedAtEnd& operator=(const WipedAtEnd&) = delete;
   ~WipedAtEnd() {
-    struct stat facts{};
-    if (fd_ < 0) return;
-    int error = ::fstat(fd_, &facts) == 0 ? 0 : errno;
-    if (error == 0) error = overwrite_with_zeros(fd_, 0, facts.st_size);
-    if (error != 0) {
-      log_line("kvswap: a fork's state in '" + directory_ + "' could not be wiped (" +
-               errno_text(error) + "): its bytes stay on the disk until they are overwritten.");
-    }
+    if (fd_ >= 0)
+      wipe_at_end(fd_, ::lseek(fd_, 0, SEEK_END), "a fork's state in '" + directory_ + "'");
   }
 
  private:
