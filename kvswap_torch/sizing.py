@@ -16,7 +16,10 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.native import cache_options
 
 Need = Callable[[SwapConfig], Mapping[str, int]]
-"""Settings -> bytes by use, and their sum as "total"; never less for more rank, groups or pages."""
+"""Settings -> bytes by use, and their sum as "total"; never less for more rank, groups or pages.
+
+As "least" the smallest budget that would hold its own total: write buffers grow with a budget.
+"""
 
 
 @dataclass(frozen=True)

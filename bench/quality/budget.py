@@ -13,8 +13,6 @@ from kvswap_torch.hf.families import model_parts
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
-STEPS = 12  # each leaves a tenth of the distance to the smallest budget
-
 
 class Bytes:
     """What settings need for one sequence of so many tokens, as the engine itself counts it.
@@ -38,13 +36,7 @@ class Bytes:
         With the smallest budget that these settings run under: buffers for writing are a share of
         the budget, so a larger one needs more.
         """
-        budget = self.full
-        for _ in range(STEPS):
-            need = self._under(budget)(config)
-            if need["total"] == budget:
-                break
-            budget = need["total"]
-        return need
+        return self._under(self._under(self.full)(config)["least"])(config)
 
     def group_bytes(self, config: SwapConfig) -> int:
         """Read for a group that is not in memory, of every KV head where each has its own."""

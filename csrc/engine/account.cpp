@@ -46,9 +46,12 @@ Status Account::check_room(int64_t batch, int64_t context) const {
   const std::string of = " for a batch of " + std::to_string(batch / options.heads_apart) +
                          " and a context of " + std::to_string(context) + " tokens";
   if (options.kv_memory_bytes >= 0 && need.total() > options.kv_memory_bytes) {
+    EngineOptions enough = options;
+    enough.kv_memory_bytes = least_budget(options, parts_.record_bytes(), batch, context);
+    const MemoryNeed least = memory_need(enough, parts_.record_bytes(), batch, context);
     return Status::budget(
-        "session: kv_memory_bytes must be at least " + std::to_string(need.total()) + of + " (" +
-        uses_of(need, options.device.has_value()) + "), got " +
+        "session: kv_memory_bytes must be at least " + std::to_string(enough.kv_memory_bytes) + of +
+        " (" + uses_of(least, options.device.has_value()) + "), got " +
         std::to_string(options.kv_memory_bytes) + "; raise it, or lower " +
         (need.kept > 0 ? "keep_tokens, " : "") + "pages_max, rank, the context or the batch");
   }

@@ -287,4 +287,14 @@ MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64
   return need;
 }
 
+int64_t least_budget(EngineOptions options, int64_t record_bytes, int64_t batch, int64_t context) {
+  // Buffers grow by less than what the budget does, so that this ends, at the least from below.
+  int64_t least = 0;
+  do {
+    options.kv_memory_bytes = least;
+    least = memory_need(options, record_bytes, batch, context).total();
+  } while (least != options.kv_memory_bytes);
+  return least;
+}
+
 }  // namespace kvswap

@@ -78,4 +78,8 @@ struct MemoryNeed {
 MemoryNeed memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
                        int64_t context);
 
+/// The smallest kv_memory_bytes that holds what these options need under it; what they have is of
+/// no matter. Write buffers grow with it.
+int64_t least_budget(EngineOptions options, int64_t record_bytes, int64_t batch, int64_t context);
+
 }  // namespace kvswap

@@ -150,8 +150,11 @@ double missed_by_tokens(int64_t tokens, int64_t context) {
 std::string too_small(const Request& request, const Uses& need, const Settings& smallest) {
   std::string made_of;
   std::string predictor;  // last, since it is no part of the session
-  for (const auto& [name, bytes] : need) {
-    if (name == "total" || name == "record_bytes" || bytes == 0) continue;
+  const int64_t least = need.at("least");
+  for (const auto& [name, now] : need) {
+    if (name == "total" || name == "least" || name == "record_bytes") continue;
+    const int64_t bytes = name == "staging" ? now + least - need.at("total") : now;
+    if (bytes == 0) continue;
     const std::string use = name + " " + format_bytes(static_cast<double>(bytes));
     if (name == "predictor") {
       predictor = ", " + use;
@@ -159,7 +162,7 @@ std::string too_small(const Request& request, const Uses& need, const Settings& 
       made_of += (made_of.empty() ? "" : ", ") + use;
     }
   }
-  return "kv_memory_bytes: must be at least " + both(need.at("total")) + " for max_context " +
+  return "kv_memory_bytes: must be at least " + both(least) + " for max_context " +
          std::to_string(request.context) + " and max_batch " + std::to_string(request.batch) +
          ", got " + both(request.kv_memory_bytes) + ". The minimum is made of " + made_of +
          predictor + ", with rank " + shown(smallest.rank) + " and " +

@@ -31,8 +31,8 @@ struct FirstPass {
   int64_t context() const;
 };
 
-/// Bytes by use, and their sum as "total", that settings need for a batch and a context; never less
-/// for more rank, groups or pages.
+/// Bytes by use, their sum as "total", and as "least" the smallest budget that would hold its own
+/// total, that settings need for a batch and a context; never less for more rank, groups or pages.
 using Need = std::function<std::map<std::string, int64_t>(const Settings& settings, int64_t batch,
                                                           int64_t context)>;
 
@@ -71,7 +71,8 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
                       const Need& need, bool on_device = false);
 
-/// That a budget does not cover the smallest settings: what does, and what to lower.
+/// That a budget does not cover the smallest settings: what does, and what to lower. `need` is
+/// as Need says.
 std::string too_small(const Request& request, const std::map<std::string, int64_t>& need,
                       const Settings& smallest);
 

@@ -51,7 +51,8 @@ struct CacheOptions {
 };
 
 /// Bytes by use, and their "total", that a batch and a context need with these options on a disk
-/// of this alignment. Opens nothing.
+/// of this alignment; "least" is the smallest kv_memory_bytes that holds its own total, since write
+/// buffers grow with it. Opens nothing.
 std::map<std::string, int64_t> memory_need(const CacheOptions& options, int64_t batch,
                                            int64_t context, int64_t alignment_bytes = 512);
 

@@ -78,6 +78,7 @@ Opening prepare(const OpenArgs& args) {
     auto uses = memory_need(candidate, batch, context, *alignment);
     uses["predictor"] = predictor_bytes(args, settings);
     uses["total"] += predictor_bytes(args, settings);
+    uses["least"] += predictor_bytes(args, settings);
     return uses;
   };
   opening.options.settings = settle(config ? &*config : nullptr, args.shape, args.budget, need,

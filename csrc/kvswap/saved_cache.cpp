@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "io/error_text.h"
+#include "kvswap/budget.h"
 #include "kvswap/engine_calls.h"
+#include "kvswap/errors.h"
 #include "kvswap/saved_folder.h"
 #include "store/checksum.h"
 
@@ -129,17 +131,21 @@ CacheOptions SavedCache::options(const std::string& directory, const Budget& bud
                           .directory = directory,
                           .budget = budget};
   if (!budget.kv_memory_bytes) return options;
+  const Request request = {.kv_memory_bytes = *budget.kv_memory_bytes,
+                           .context = std::max(tokens(), budget.max_context.value_or(0)),
+                           .batch = std::max(sequences(), budget.max_batch.value_or(0))};
   const auto need = [&] {
-    const int64_t context = std::max(tokens(), budget.max_context.value_or(0));
-    const int64_t batch = std::max(sequences(), budget.max_batch.value_or(0));
-    return memory_need(options, batch, context).at("total");
+    return memory_need(options, request.batch, request.context, manifest.counts.record_bytes);
   };
-  // The most pages that fit; where the fewest do not, the session itself says what is missing.
   int64_t fewest = std::max(manifest.settings.groups_max, manifest.settings.select_queries_max);
-  int64_t most = manifest.settings.pages_max;
+  int64_t most = std::max(manifest.settings.pages_max, fewest);
+  options.settings.pages_max = fewest;
+  if (need().at("total") > request.kv_memory_bytes) {
+    throw SessionError(SessionError::Kind::kBudget, too_small(request, need(), options.settings));
+  }
   while (fewest < most) {
     options.settings.pages_max = (fewest + most + 1) / 2;
-    if (need() <= *budget.kv_memory_bytes) {
+    if (need().at("total") <= request.kv_memory_bytes) {
       fewest = options.settings.pages_max;
     } else {
       most = options.settings.pages_max - 1;

@@ -16,7 +16,7 @@ import torch
 
 from kvswap_torch.chunks import pass_of
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ClosedError, KVSwapError
+from kvswap_torch.errors import BudgetError, ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.estimates import Estimates
 from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
@@ -108,10 +108,19 @@ class SessionDriver:
             beside = self._beside(config, batch, context)
             options = self._options(config, sum(beside.values()))
             uses = session_module.memory_need(options, batch, context, alignment())
-            return uses | beside | {"total": uses["total"] + sum(beside.values())}
+            taken = sum(beside.values())
+            return uses | beside | {name: uses[name] + taken for name in ("total", "least")}
 
-        on_device = self.parts.device.type != "cpu"
-        config = settle(self._given, self.parts.shape, self.budget, need, first, on_device)
+        def settled() -> SwapConfig:
+            on_device = self.parts.device.type != "cpu"
+            return settle(self._given, self.parts.shape, self.budget, need, first, on_device)
+
+        try:
+            config = settled()
+        except BudgetError:
+            if not self._predictor.take_apart():
+                raise
+            config = settled()
         unlimited = self.budget.kv_memory_bytes is None
         if self.session is not None and unlimited and config == self.config:
             return  # the first pass changes nothing

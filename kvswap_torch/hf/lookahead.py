@@ -38,7 +38,8 @@ class LookAhead:
     parts
         The model.
     kv_memory_bytes
-        The budget; summed projections are used only where they are a small part of it.
+        The budget; summed projections are used only where they are a small part of it, and given
+        up (`take_apart`) where the rest would not fit.
     score
         Of the config: only a score by sums can do with summed queries.
     """
@@ -65,6 +66,13 @@ class LookAhead:
         shape = self._parts.shape
         rows = shape.width * shape.element_bytes
         return sum(rows * self._parts.mixers[i].q_proj.in_features for i in layers)
+
+    def take_apart(self) -> bool:
+        """From now on without sums of projections, which take memory; False: there are none."""
+        if not self.summed:
+            return False
+        self.summed, self._fast = False, None
+        return True
 
     def build(self) -> dict[int, Any]:
         """Makes the predictors, by layer. Idempotent."""

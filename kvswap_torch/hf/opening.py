@@ -27,6 +27,7 @@ from kvswap_torch.keep import drops, with_keep
 from kvswap_torch.preset import PRESETS, find
 from kvswap_torch.preset_parts import Shape
 from kvswap_torch.projection import Pair
+from kvswap_torch.saved_path import text_of
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -108,6 +109,7 @@ def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:
     if path == "":
         raise ConfigError("path: must name a folder on a disk, got ''")
     if path is not None:
+        text_of(path)
         return
     if not drops(config):
         config = config or SwapConfig()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvswap_torch.config import SETTINGS, SwapConfig
-from kvswap_torch.errors import CorruptionError, KVSwapError
+from kvswap_torch.errors import BudgetError, CorruptionError, KVSwapError
 from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
@@ -31,7 +31,7 @@ from kvswap_torch.hf.saved_checks import (
 )
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
-from kvswap_torch.saved_path import named
+from kvswap_torch.saved_path import named, text_of
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -49,6 +49,7 @@ class Start:
     valid: torch.Tensor | None  # [batch, positions]
     ids: torch.Tensor | None  # [batch, positions]
     source: str
+    may_sum: bool  # there is memory for predictors with summed projections
 
 
 class ContinuedDriver(SessionDriver):
@@ -64,6 +65,8 @@ class ContinuedDriver(SessionDriver):
 
     def _open(self, first: Any) -> None:
         start = self._start
+        if not start.may_sum:
+            self._predictor.take_apart()
         if start.config.look_ahead:
             self._predictor.build()
         self._hold(start.session, start.config, start.ranks)
@@ -198,23 +201,34 @@ class Saving:
         if input_ids is not None:
             check_tokens(tensors.get("token_ids"), input_ids, folder.path)
         config = SwapConfig(**_settings_of(folder))
-        beside = _predictor_bytes(parts, config, budget)
         memory = budget.kv_memory_bytes
-        left = None if memory is None else max(1, memory - beside)
-        options = folder.options(os.fspath(path), left, max_context, max_batch)
-        options.device = str(parts.device)
-        options.timeline_spans = timeline_spans
-        options.is_calibrated = bool(facts["calibrated"])
-        config = dataclasses.replace(config, pages_max=options.pages_max)
+
+        def opened(beside: int) -> tuple[Any, Any]:
+            left = None if memory is None else max(1, memory - beside)
+            options = folder.options(text_of(path), left, max_context, max_batch)
+            options.device = str(parts.device)
+            options.timeline_spans = timeline_spans
+            options.is_calibrated = bool(facts["calibrated"])
+            return options, _C.TensorCache(options, folder)
+
+        beside = _predictor_bytes(parts, config, budget)
+        try:
+            options, session = opened(beside)
+        except BudgetError:
+            if beside == 0:
+                raise
+            beside = 0
+            options, session = opened(beside)
         start = Start(
-            session=_C.TensorCache(options, folder),
-            config=config,
+            session=session,
+            config=dataclasses.replace(config, pages_max=options.pages_max),
             ranks=list(options.ranks),
             calibrated=options.is_calibrated,
             estimated={int(layer): kind for layer, kind in facts["estimated"].items()},
             valid=tensors.get("valid"),
             ids=tensors.get("token_ids"),
             source=folder.path,
+            may_sum=memory is None or beside > 0,
         )
         cache = _continued(cls, parts, path, budget, start, timeline_spans)
         try:
@@ -256,6 +270,7 @@ class Saving:
             valid=driver.padding.valid,
             ids=self.token_ids,
             source="fork",
+            may_sum=self._look_ahead.summed,
         )
         spans = driver.timeline_spans
         cache = _continued(type(self), self.parts, driver.path, driver.budget, start, spans)

@@ -195,7 +195,8 @@ def settled(request: dict[str, Any], config: SwapConfig | None, folder: Path) ->
         options |= {"dtype": DTYPES[request["dtype"]], "directory": str(folder)}
         options["ranks"] = list(effective_ranks(candidate, shape, False))
         uses = memory_need(options, batch, context, alignment)
-        return uses | {"predictor": beside, "total": uses["total"] + beside}
+        sums = {name: uses[name] + beside for name in ("total", "least")}
+        return uses | {"predictor": beside} | sums
 
     first = None
     if request["first_batch"] is not None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from kvswap_torch import KVSwapCache
+from kvswap_torch import BudgetError, KVSwapCache
 from kvswap_torch.hf import lookahead
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.lookahead import LookAhead, captured_query
@@ -169,6 +169,51 @@ def test_the_predictor_is_built_and_charged_only_where_settings_look_ahead(sessi
             assert stats.predictor.endswith("not calibrated" if look_ahead else "calibrated)")
     with KVSwapCache(model, tmp_path) as cache:
         assert not cache.driver.config.look_ahead  # nobody calibrated it
+
+
+@needs_library
+def test_sums_are_given_up_where_the_rest_would_not_fit(tmp_path):
+    """The smallest budget that is named opens, and all above it."""
+    model, inputs = tiny_model("llama"), prompt(1, 60)
+    config = dataclasses.replace(TIGHT, look_ahead=True, score="sum")
+    promised = {"max_context": 128, "max_batch": 1}
+    with pytest.raises(BudgetError) as refused:
+        KVSwapCache(model, tmp_path, config, kv_memory_bytes=1, **promised)
+    least = int(str(refused.value).split("at least ")[1].split(" ")[0])
+    summed = LookAhead(model_parts(model)).nbytes
+    answers, predictors = [], set()
+    for budget in (least, least + summed // 2, least + summed, 2 * least):
+        with KVSwapCache(model, tmp_path, config, kv_memory_bytes=budget, **promised) as cache:
+            answers.append(greedy(model, inputs, cache, tokens=8))
+            stats = cache.stats()
+            assert stats.resident_bytes_peak <= budget
+            predictors.add(stats.predictor)
+            cache.save(tmp_path / f"saved-{budget}")
+    assert predictors == {"fast, not calibrated", "fast, heads summed, not calibrated"}
+    with pytest.raises(BudgetError):
+        KVSwapCache(model, tmp_path, config, kv_memory_bytes=least - 1, **promised)
+
+
+@needs_library
+def test_a_saved_cache_opens_in_the_smallest_budget_that_is_named(tmp_path):
+    model = tiny_model("llama")
+    config = dataclasses.replace(TIGHT, look_ahead=True, score="sum")
+    with KVSwapCache(model, tmp_path, config) as cache:
+        greedy(model, prompt(1, 60), cache, tokens=8)
+        cache.save(tmp_path / "saved")
+
+    def opened(budget):
+        return KVSwapCache.open(model, tmp_path / "saved", path=tmp_path, kv_memory_bytes=budget)
+
+    with pytest.raises(BudgetError) as refused:
+        opened(1)
+    least = int(str(refused.value).split("at least ")[1].split(" ")[0])
+    with opened(least) as cache:
+        assert cache.stats().predictor.startswith("fast, not"), "no memory is left for sums"
+    with opened(4 * least) as cache:
+        assert cache.stats().predictor.startswith("fast, heads summed")
+    with pytest.raises(BudgetError):
+        opened(least - 1)
 
 
 class ScaledWeight(torch.Tensor):

@@ -42,7 +42,7 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
         "summary": math.ceil(batch * context * ranks * element),
         "projections": (4 if config.summary_dtype == "int4" else 8) * shape.width * ranks,
     }
-    return uses | {"total": sum(uses.values())}
+    return uses | {name: sum(uses.values()) for name in ("total", "least")}
 
 
 def native_need(
@@ -79,28 +79,40 @@ configs = st.builds(
 )
 
 
-@pytest.mark.parametrize("count", [plain_need, native_need])
+def need_under(
+    config: SwapConfig, shape: ModelShape, request: Request, plain: bool
+) -> dict[str, int]:
+    """As the sum of a few parts, or as the engine counts it under that budget."""
+    if plain:
+        return plain_need(config, shape, request.context, request.batch)
+    return native_need(config, shape, request.context, request.batch, request.kv_memory_bytes)
+
+
+@pytest.mark.parametrize("plain", [True, False])
 @given(data=st.data())
-def test_never_over_the_budget(count, data):
+def test_never_over_the_budget(plain, data):
     shape, config = data.draw(shapes), data.draw(configs)
     context, batch = data.draw(st.integers(1, 200_000)), data.draw(st.integers(1, 8))
     budget = data.draw(st.integers(1 << 16, 1 << 32))
     fit = data.draw(st.sampled_from([fit_budget, spend_budget]))
 
-    def need(settings):
-        return count(settings, shape, context, batch)
+    def fitted(request: Request) -> SwapConfig:
+        def need(settings):
+            return need_under(settings, shape, request, plain)
 
-    request = Request(budget, context, batch)
-    try:
         chosen = fit(request, shape, config, need)
+        assert need(chosen)["total"] <= request.kv_memory_bytes
+        return chosen
+
+    try:
+        chosen = fitted(Request(budget, context, batch))
     except BudgetError as error:
         least = int(str(error).split("at least ")[1].split(" ")[0])
         assert least > budget
-        # What the message says suffices does suffice.
-        enough = fit(Request(least, context, batch), shape, config, need)
-        assert need(enough)["total"] <= least
+        fitted(Request(least, context, batch))  # what the message says suffices does
+        with pytest.raises(BudgetError):
+            fitted(Request(least - 1, context, batch))
         return
-    assert need(chosen)["total"] <= budget
     assert chosen.group_tokens == config.group_tokens
     if fit is fit_budget:
         assert chosen.groups_max <= max(config.groups_max, 8)
@@ -214,17 +226,17 @@ def test_a_crop_has_the_tails_pages_rather_than_memory_of_its_own(fit):
     shape = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64, element_bytes=2)
     config = SwapConfig(rank=8, groups_max=12, score="mass", summary_dtype="int8")
 
-    def need(settings):
-        return native_need(settings, shape, 4246, 1, 7 << 20)
+    def need_under(budget):
+        return lambda settings: native_need(settings, shape, 4246, 1, budget)
 
     few = dataclasses.replace(config, groups_max=8, pages_max=8)
     many = dataclasses.replace(config, pages_max=12)  # the tail's
-    assert need(many)["total"] < need(few)["total"] - 500_000
-    enough = need(many)["total"]
-    chosen = fit(Request(enough, 4246, 1), shape, config, need)
+    enough = need_under(7 << 20)(many)["least"]
+    assert enough < need_under(7 << 20)(few)["least"] - 500_000
+    chosen = fit(Request(enough, 4246, 1), shape, config, need_under(enough))
     assert (chosen.rank, chosen.groups_max, chosen.pages_max) == (8, 12, 12)
     with pytest.raises(BudgetError) as refused:
-        fit(Request(1 << 20, 4246, 1), shape, config, need)
+        fit(Request(1 << 20, 4246, 1), shape, config, need_under(1 << 20))
     least = int(str(refused.value).split("at least ")[1].split(" ")[0])
     assert least <= enough
 

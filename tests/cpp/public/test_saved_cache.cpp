@@ -223,9 +223,15 @@ TEST(SavedCache, LittleMemoryKeepsFewerPagesOrNamesTheLeast) {
   Cache opened(*saved, less);
   EXPECT_LE(opened.report().ledger.at("peak"), whole / 2);
   budget.kv_memory_bytes = 1000;
-  const CacheOptions least = saved->options(folder.path(), budget);
-  EXPECT_NE(message_of([&] { Cache refused(*saved, least); }).find("kv_memory_bytes"),
-            std::string::npos);
+  const std::string said = message_of([&] { saved->options(folder.path(), budget); });
+  const std::string before = "kv_memory_bytes: must be at least ";
+  ASSERT_EQ(said.find(before), 0) << said;
+  const int64_t least = std::stoll(said.substr(before.size()));
+  budget.kv_memory_bytes = least - 1;
+  EXPECT_NE(message_of([&] { saved->options(folder.path(), budget); }), "");
+  budget.kv_memory_bytes = least;
+  Cache smallest(*saved, saved->options(folder.path(), budget));
+  EXPECT_LE(smallest.report().ledger.at("peak"), least);
 }
 
 /// Ends the process at the n-th call that changes the file system.
