@@ -1,9 +1,27 @@
-"""Where a saved cache is, by a path whose last part is its name."""
+"""Paths as the library takes them: text of UTF-8, and a saved cache's by its name."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from kvswap_torch.errors import ConfigError
+
+
+def text_of(path: str | Path, what: str = "path") -> str:
+    """`path` as text.
+
+    Raises
+    ------
+    ConfigError
+        It is not of UTF-8; names `what`.
+    """
+    text = os.fsdecode(path)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what}: must be UTF-8, got {text!r}") from error
+    return text
 
 
 def named(path: str | Path) -> str:
@@ -11,13 +29,9 @@ def named(path: str | Path) -> str:
 
     Raises
     ------
-    ValueError
+    ConfigError
         It is not of UTF-8.
     """
-    text = os.fsdecode(path)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"saved cache: path must be UTF-8, got {text!r}") from error
+    text = text_of(path, "saved cache's path")
     is_nameless = os.path.basename(text.rstrip("/")) in (".", "..")
     return os.path.realpath(text) if is_nameless else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ConfigError
+from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import REMEDY, most_positions
 from kvswap_torch.tuning.documents import default_samples, samples_from_files
@@ -160,17 +161,18 @@ def tune(
     _check(max_context_len, max_batch_size, options)
     _check_context(model, max_context_len)
     options = at_length(options, max_context_len)
-    if Path(path).is_dir():
-        check_budget(
-            model,
-            max_context_len,
-            max_batch_size,
-            budget,
-            Path(path),
-            options.calibration.choice,
-            options.sizes,
-            options.records,
-        )
+    if not Path(path).is_dir():
+        raise StorageError(errno.ENOENT, "path must be a folder that exists", str(path))
+    check_budget(
+        model,
+        max_context_len,
+        max_batch_size,
+        budget,
+        Path(path),
+        options.calibration.choice,
+        options.sizes,
+        options.records,
+    )
     with tempfile.TemporaryDirectory() as scratch:
         drawn: list[Samples] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import StorageError
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning import work as kept
@@ -183,8 +181,6 @@ def measure_all(
     """
     calibrator = Calibrator(model)
     shape = calibrator.parts.shape
-    if not path.is_dir():
-        raise StorageError(errno.ENOENT, "path must be a folder that exists", str(path))
     if tell is not None:
         tell(str(_least(calibrator, samples, folder, options, batch_max, context_max)))
     machine = kept.machine_key(path)

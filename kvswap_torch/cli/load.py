@@ -84,7 +84,8 @@ def load_model(
     Raises
     ------
     ConfigError
-        When transformers cannot load it, or there is no such device.
+        When transformers cannot load it, its weights do not fit its config, or there is no such
+        device.
     """
     import torch
     from safetensors import SafetensorError
@@ -99,7 +100,7 @@ def load_model(
     split = {} if distributed is None else {"distributed_config": distributed}
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
     if distributed is None:
         model = model.to(device)

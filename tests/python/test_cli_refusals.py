@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_weights_that_were_cut_off(tiny_model_dir: Path, document: Path, tmp_pat
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
     os.truncate(model / "model.safetensors", 1000)
     with pytest.raises(ConfigError, match=r"^--model: .*header"):
+        generate(model, document)
+
+
+def test_weights_that_do_not_fit_the_config(
+    tiny_model_dir: Path, document: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"^--model: .*mismatched"):
         generate(model, document)
 
 

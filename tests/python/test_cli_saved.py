@@ -104,7 +104,7 @@ def test_a_saved_cache_and_its_model_are_found_from_anywhere(
     assert not book.exists()
     with pytest.raises(KVSwapError, match="records.bin must be there"):
         kvswap("ask", "", *asked(QUESTIONS))
-    with pytest.raises(ValueError, match="path must be UTF-8"):
+    with pytest.raises(ValueError, match="path: must be UTF-8"):
         kvswap("show", "\udcff")
     assert named("a/b.kvswap/") == "a/b.kvswap/" and named("") == ""
     assert named("..") == str(tmp_path.parent)

@@ -46,6 +46,8 @@ def test_bad_paths(llama, tmp_path, sessions):
             KVSwapCache(llama, path)
         told = str(refused.value)
         assert told.startswith("[Errno ") and told.lower().count("errno") == 1 and "::" not in told
+    with pytest.raises(ConfigError, match="^path: must be UTF-8"):
+        KVSwapCache(llama, str(tmp_path / "\udcff"))
     assert llama.config._attn_implementation == "sdpa"
 
 

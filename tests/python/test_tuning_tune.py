@@ -257,7 +257,9 @@ def test_a_context_that_the_model_was_not_made_for_is_refused_before_anything_is
 
 def test_a_missing_folder_is_named(model, tmp_path):
     with pytest.raises(StorageError, match="missing"):
-        tune(model, CONTEXT, BATCH, BUDGET, tmp_path / "missing", samples=samples())
+        work = tmp_path / "work"
+        tune(model, CONTEXT, BATCH, BUDGET, tmp_path / "missing", samples=samples(), work=work)
+    assert not any(tmp_path.iterdir()), "nothing is left where nothing was measured"
 
 
 def test_an_unsupported_model_is_named(tmp_path):
