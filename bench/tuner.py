@@ -52,7 +52,8 @@ def measure(
     if result.options.device:
         wanted = dataclasses.replace(wanted, device_model=result.options.device)
     with SyntheticDecode(result.measured.model, path, wanted, costs.batch, costs.context) as decode:
-        trace = Replayed(costs.traffic, setting.group_tokens, costs.context, costs.batch)
+        place = (setting.group_tokens, costs.context, costs.batch)
+        trace = Replayed(costs.traffic, *place, wanted.groups_max)
         return median_step(decode.steps(STEPS, trace, WARM_UP))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.tuning.choices import Choices, stretched
+from kvswap_torch.tuning.choices import BLOCK_TOKENS, Choices, stretched
 from kvswap_torch.tuning.step_model import Disk
 
 POLICIES = ("fifo", "lru", "unused")
@@ -160,11 +160,25 @@ class Replayed:
     """Recorded choices as overrides of a session's, each sequence somewhere else in them.
 
     Called with the number of a step; gives the groups of each layer and sequence.
+
+    Parameters
+    ----------
+    groups_max
+        Of a step; None: all that were recorded. Those left out are of the same blocks of the text
+        in every step, so that as large a part is chosen again, and neighbours stay neighbours.
     """
 
-    def __init__(self, table: TrafficTable, group_tokens: int, context: int, batch: int):
+    def __init__(
+        self,
+        table: TrafficTable,
+        group_tokens: int,
+        context: int,
+        batch: int,
+        groups_max: int | None = None,
+    ):
         self._layers = table.steps(group_tokens, context)
         self._batch = batch
+        self._group_tokens, self._groups_max = group_tokens, groups_max
 
     def __call__(self, step: int) -> list[list[list[int]]]:
         return [
@@ -172,10 +186,12 @@ class Replayed:
             for samples in self._layers
         ]
 
-    @staticmethod
-    def _chosen(samples: list[Steps], sequence: int, step: int) -> list[int]:
+    def _chosen(self, samples: list[Steps], sequence: int, step: int) -> list[int]:
         steps = samples[sequence % len(samples)]
-        return steps[(step + 11 * (sequence // len(samples))) % len(steps)].tolist()
+        groups = steps[(step + 11 * (sequence // len(samples))) % len(steps)]
+        blocks = groups * self._group_tokens // BLOCK_TOKENS
+        mixed = np.argsort(blocks * 2654435761 % 2**32, kind="stable")  # multiplicative hashing
+        return np.sort(groups[mixed[: self._groups_max]]).tolist()
 
 
 def _replay(steps: Steps, pages: int, policy: str, merging: Merging) -> Traffic:

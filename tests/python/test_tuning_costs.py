@@ -27,7 +27,7 @@ from kvswap_torch.tuning.step_model import (
     fit_steps,
 )
 from kvswap_torch.tuning.timing import Place, Timing, TimingPlan, Turnover, loading_steps
-from kvswap_torch.tuning.traffic import Merging, TrafficTable, pick_merge_gap, read_sizes
+from kvswap_torch.tuning.traffic import Merging, Replayed, TrafficTable, pick_merge_gap, read_sizes
 
 NO_WORK = Work(2, 1, 0.0, 0.0, 0.0, 0.0)
 groups = st.lists(st.integers(0, 300), unique=True, max_size=60).map(sorted)
@@ -77,6 +77,24 @@ def test_traffic_of_a_window_that_moves_by_one():
     assert (traffic[0].attended, traffic[0].loads, traffic[0].reads) == (2, 1, 1)
     assert traffic[0].bytes_read == 4096
     assert traffic[0].hit_rate == 0.5
+
+
+def test_fewer_groups_of_a_step_are_chosen_again_as_often():
+    """800 groups a step, 100 of them new, in pairs of neighbours: a quarter is as much alike."""
+    groups = torch.arange(1200, dtype=torch.int32)
+    groups = groups[groups % 3 > 0][:800] + 150 * torch.arange(20, dtype=torch.int32)[:, None]
+    held, context = {4: [{8: 0.5}]}, 4 * 64 * 100
+    table = TrafficTable(Choices(3200, 8, held, {4: [1.0]}, {4: [Recorded(context, (groups,))]}))
+    whole, fewer = (Replayed(table, 4, context, 1, most) for most in (None, 200))
+    again = beside = 0
+    for step in range(20):
+        ((chosen,),) = fewer(step)
+        assert len(chosen) == 200 and chosen == sorted(chosen)
+        assert set(chosen) <= set(whole(step)[0][0]) and len(whole(step)[0][0]) == 800
+        again += len(set(chosen) & set(fewer(step - 1)[0][0])) if step else 0
+        beside += sum(group + 1 in chosen for group in chosen)
+    assert 0.8 < again / (19 * 200) < 0.95  # 0.875 of all of them
+    assert 0.45 < beside / (20 * 200) <= 0.5
 
 
 def costs_of_two_layers(look_ahead: bool) -> SettingCosts:
