@@ -26,7 +26,7 @@ Status ExactChunks::begin(int64_t layer) {
 }
 
 void ExactChunks::end(int64_t layer, int64_t tokens) {
-  keeping_.note_chunk(layer);
+  keeping_.note_chunk(layer, tokens);
   if (!parts_.options.drops() || batch_.layer(layer).positions != tokens) return;
   if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }

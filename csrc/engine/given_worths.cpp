@@ -58,8 +58,7 @@ Status GivenWorths::give(int64_t layer, const GivenWorth& given) {
     const int64_t fresh = std::clamp<int64_t>(positions - kept.seen_positions, 0, given.tokens);
     kept.seen_positions = std::max(kept.seen_positions, positions);
     if (first < batch_.layer(layer).prefilled) {
-      kept.is_due = true;
-      kept.next.reset();
+      kept.note_chunk(first);
     } else {
       kept.count_queries(fresh, options.keep_interval);
     }

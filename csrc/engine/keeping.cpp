@@ -43,23 +43,20 @@ int64_t Keeping::window(int64_t layer) const {
   return options.keeps_tokens(layer) && is_observed ? options.keep_window : 0;
 }
 
-void Keeping::note_chunk(int64_t layer) {
+void Keeping::note_chunk(int64_t layer, int64_t tokens) {
   if (!parts_.keep.kind.keeps_outliers || !parts_.options.keeps_tokens(layer)) return;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
     kept.seen_positions = batch_.layer(layer).positions;
-    kept.next.reset();
-    kept.is_due = true;
+    kept.note_chunk(kept.seen_positions - tokens);
   }
 }
 
 void Keeping::observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window) {
   KeptTokens& kept = batch_.pages(part).kept(layer);
   kept.seen_positions = window.first_position + window.count;
+  kept.note_chunk(window.first_position);
   kept.window = std::move(window);
-  kept.overlap.reset();
-  kept.next.reset();
-  kept.is_due = true;
 }
 
 bool Keeping::is_observed(const KeptTokens& kept) const {
@@ -224,7 +221,7 @@ Status Keeping::turn_before_chunk(int64_t layer) {
 
 bool Keeping::is_due(int64_t layer, int64_t part, int64_t position) const {
   const KeptTokens& kept = batch_.pages(part).kept(layer);
-  return !batch_.fits(layer, part) && kept.is_due && position >= kept.seen_positions;
+  return !batch_.fits(layer, part) && kept.is_due && position >= kept.due_from;
 }
 
 Status Keeping::turn_of(int64_t layer, int64_t part) {

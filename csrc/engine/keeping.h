@@ -55,7 +55,7 @@ class Keeping {
   /// Of a long chunk's newest queries so many are to be observed; 0: none.
   int64_t window(int64_t layer) const;
   /// Where nothing of a chunk is observed, and a prompt decides all the same: it has ended.
-  void note_chunk(int64_t layer);
+  void note_chunk(int64_t layer, int64_t tokens);
   /// What they were, for the turn that comes before the layer's next step.
   void observe_chunk(int64_t layer, int64_t part, KeptTokens::Window window);
 

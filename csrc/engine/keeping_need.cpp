@@ -27,9 +27,10 @@ int64_t Keeping::bytes_per_layer(const EngineOptions& apart, int64_t token_page_
   // Where layers differ: which pages a layer has, and the order of its tokens.
   const int64_t divided =
       keep.divides_layers ? 4 * (keep.pages + keep.layer_pages + keep.tokens_max) : 0;
+  const int64_t before = keep.kind.joins ? 4 * keep.tokens_max : 0;  // a chunk, who was to stay
   // Positions, now and next, and groups that are whole.
   return keep.pages * token_page_bytes + 4 * keep.entries + 8 * keep.tokens_max + exponents +
-         window + mass + divided;
+         window + mass + divided + before;
 }
 
 int64_t Keeping::bytes_per_group(const EngineOptions& apart) {

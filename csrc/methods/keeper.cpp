@@ -186,9 +186,34 @@ void grow_mass(std::vector<float>& mass, int64_t tokens) {
   mass.resize(tokens, 0.0f);
 }
 
+void KeptTokens::note_chunk(int64_t begin) {
+  const bool is_pending = is_due && due_begin < 0;
+  before = {.due_from = is_pending ? std::optional(due_from) : std::nullopt,
+            .next = std::move(next),
+            .overlap = overlap};
+  next.reset();
+  overlap.reset();
+  is_due = true;
+  due_from = 0;
+  due_begin = begin;
+}
+
+void KeptTokens::undo_chunk() {
+  window = {};
+  is_due = before.due_from.has_value();
+  due_from = before.due_from.value_or(0);
+  due_begin = -1;
+  next = std::move(before.next);
+  overlap = before.overlap;
+  before = {};
+}
+
 void KeptTokens::count_queries(int64_t fresh, int64_t interval) {
   queries_since += fresh;
-  is_due = is_due || (interval > 0 && queries_since >= interval);
+  if (is_due || interval == 0 || queries_since < interval) return;
+  is_due = true;
+  due_from = seen_positions;
+  due_begin = -1;
 }
 
 void KeptTokens::end_turn(int64_t sealed_positions) {
@@ -232,6 +257,11 @@ void KeptTokens::truncate(const Cut& cut) {
     float8_.erase(float8_end, float8_.end());
     set(std::vector<int32_t>(positions_.begin(), end), cut.group_tokens);
   }
+  if (is_due && cut.positions <= due_begin && count() > 0) undo_chunk();
+  if (cut.positions == 0) {
+    window = {};
+    is_due = false;
+  }
   if (next) std::erase_if(*next, [&](int32_t position) { return position >= cut.sealed; });
   std::erase_if(ranked, [&](int32_t position) { return position >= cut.sealed; });
   if (cut.positions == 0) spread.reset();
@@ -239,6 +269,7 @@ void KeptTokens::truncate(const Cut& cut) {
   if (window.log_sum_exp.empty()) window.truncate(cut.positions);
   if (seen_positions - cut.positions <= cut.step) return;
   seen_positions = cut.positions;
+  due_from = std::min(due_from, cut.positions);
   if (static_cast<int64_t>(mass.size()) > cut.positions) mass.resize(cut.positions);
   if (static_cast<int64_t>(decay.size()) > cut.positions) decay.resize(cut.positions);
 }

@@ -115,10 +115,19 @@ class KeptTokens {
   int64_t queries_since = 0;   // decoded since the last choice
   bool is_staggered = false;   // and counted from where that of others is not
   int64_t seen_positions = 0;  // what was paid by the queries before here is in `mass` or `window`
-  bool is_due = false;
+  bool is_due = false;         // a choice
+  int64_t due_from = 0;    // with so many positions: a step that is made again had none before it
+  int64_t due_begin = -1;  // of the chunk that made it due; -1: steps did
   /// Chosen, and not gathered yet, the best first where it is not known how many stay; where tokens
   /// join, who stays if there is no room, the best first.
   std::optional<std::vector<int32_t>> next;
+  /// What stood before that chunk, for when it is cut.
+  struct Before {
+    std::optional<int64_t> due_from;
+    std::optional<std::vector<int32_t>> next;
+    std::optional<double> overlap;
+  };
+  Before before;
   int64_t joined_positions = 0;  // sealed ones before here had their chance to be kept
 
   // Of the newest prompt, where they are asked for.
@@ -137,6 +146,8 @@ class KeptTokens {
   const std::vector<int32_t>& float8() const { return float8_; }
   const std::vector<int8_t>& exponents() const { return exponents_; }  // [pages, kv_heads, 2]
   int64_t count() const { return static_cast<int64_t>(positions_.size() + float8_.size()); }
+  /// A long chunk came, from that position on: a choice follows.
+  void note_chunk(int64_t begin);
   /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
   void count_queries(int64_t fresh, int64_t interval);
   /// What was chosen is kept, and what was sealed before there had its chance.
@@ -156,10 +167,13 @@ class KeptTokens {
     int64_t step = 0;  // positions that one step may have
   };
   /// Forgets what is cut. What was paid within the newest step stays: where that step failed and
-  /// is made again, its queries have counted already.
+  /// is made again, its queries have counted already. A choice that a chunk made due stays due
+  /// while the chunk does, or while nothing is kept: its queries are better than none.
   void truncate(const Cut& cut);
 
  private:
+  void undo_chunk();
+
   std::vector<int32_t> positions_;
   std::vector<int32_t> float8_;
   std::vector<int8_t> exponents_;

@@ -89,7 +89,7 @@ class Dropping:
         return [
             sequence
             for sequence, kept in enumerate(state.kept)
-            if kept.is_due and position >= kept.seen and not self._fits(state, sequence)
+            if kept.is_due and position >= kept.due_from and not self._fits(state, sequence)
         ]
 
     def _turn(self, state: Any, position: int) -> None:
@@ -98,7 +98,7 @@ class Dropping:
         valid = state.valid
         there = valid & ~self._dropped(state)
         for sequence, kept in enumerate(state.kept):
-            is_due = kept.is_due and position >= kept.seen
+            is_due = kept.is_due and position >= kept.due_from
             if self._fits(state, sequence):
                 continue
             sinks = self._groups(state, sequence)[0]

@@ -33,6 +33,9 @@ class Kept:
     is_staggered: bool = False  # `queries_since` began where that of others did not
     seen: int = 0  # positions whose queries have counted
     is_due: bool = False
+    due_from: int = 0  # positions; a step that is made again had no turn before it
+    due_begin: int = -1  # of the chunk that made it due; -1: steps did
+    before: tuple[int | None, list[int] | None, float | None] = (None, None, None)  # that chunk
     joined: int = 0  # positions before here had their chance to join
     stay: list[int] | None = None  # who stays if there is no room, the best first
     # Of `positions`, those in e4m3: K and V [kv_heads, head_dim].
@@ -51,18 +54,33 @@ class Kept:
         missing = max(0, positions - len(self.mass))
         self.mass = torch.nn.functional.pad(self.mass, (0, missing))
 
+    def note_chunk(self, begin: int) -> None:
+        pending = self.due_from if self.is_due and self.due_begin < 0 else None
+        self.before = (pending, self.stay, self.overlap)
+        self.is_due, self.due_from, self.due_begin = True, 0, begin
+        self.stay = self.overlap = None
+
+    def count_queries(self, fresh: int, interval: int) -> None:
+        self.queries_since += fresh
+        if not self.is_due and 0 < interval <= self.queries_since:
+            self.is_due, self.due_from, self.due_begin = True, self.seen, -1
+
     def crop(self, sealed: int, positions: int, step: int) -> None:
         self.positions = {position for position in self.positions if position < sealed}
         self.joined = min(self.joined, sealed)
         self.ranked = [position for position in self.ranked if position < sealed]
+        if self.is_due and positions <= self.due_begin and self.positions:
+            pending, self.stay, self.overlap = self.before
+            self.window, self.chosen, self.due_begin = None, None, -1
+            self.is_due, self.due_from = pending is not None, pending or 0
         if positions == 0:
-            self.spread = None
+            self.spread, self.window, self.is_due = None, None, False
         self.rounded = {position: kv for position, kv in self.rounded.items() if position < sealed}
         if self.stay is not None:
             self.stay = [position for position in self.stay if position < sealed]
         if self.seen - positions > step:  # less may be a step that is made again
             self.mass, self.decay = self.mass[:positions], self.decay[:positions]
-            self.seen = positions
+            self.seen, self.due_from = positions, min(self.due_from, positions)
         if self.window is not None and self.window[2] is None:
             self.window = _until(self.window, positions)
 
@@ -110,7 +128,8 @@ class ReferenceKeeper(Division):
         tokens = query.shape[2]
         if self._options.keeper == "outliers":
             for kept in state.kept:
-                kept.is_due, kept.seen = True, state.positions
+                kept.note_chunk(state.positions - tokens)
+                kept.seen = state.positions
             return
         for sequence, kept in enumerate([] if self._is_given else state.kept):
             valid = state.valid[sequence].nonzero().flatten()
@@ -123,7 +142,8 @@ class ReferenceKeeper(Division):
                     state.positions - counted,
                     log_sum_exp[sequence, :, newest],
                 )
-                kept.is_due, kept.seen, kept.overlap = True, state.positions, None
+                kept.note_chunk(state.positions - counted)
+                kept.seen = state.positions
 
     def give_worth(self, state, worth: torch.Tensor, decay: torch.Tensor | None) -> None:
         """Of the newest tokens: ``[batch, tokens]``."""
@@ -136,10 +156,9 @@ class ReferenceKeeper(Division):
             fresh = min(tokens, max(0, state.positions - kept.seen))
             kept.seen = max(kept.seen, state.positions)
             if first < state.prefilled:
-                kept.is_due = True
+                kept.note_chunk(first)
             else:
-                kept.queries_since += fresh
-                kept.is_due = kept.is_due or 0 < interval <= kept.queries_since
+                kept.count_queries(fresh, interval)
 
     def turn(self, state, sequence: int, sinks: list[int], scale: float) -> None:
         kept, group = state.kept[sequence], self._options.group_tokens
@@ -355,9 +374,8 @@ class ReferenceKeeper(Division):
             if self._reads_disk and not kept.is_staggered:
                 kept.queries_since = self._stagger(state, sequence)
                 kept.is_staggered = True
-            kept.queries_since += fresh
             kept.seen = max(kept.seen, state.positions)
-            kept.is_due = kept.is_due or kept.queries_since >= interval
+            kept.count_queries(fresh, interval)
             if self._reads_disk:
                 first, most = state.positions - query.shape[2], self._options.keep_window
                 kept.take_queries(query[sequence], first, most)

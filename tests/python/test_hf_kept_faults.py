@@ -12,7 +12,7 @@ from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.plug_ins import TokenScores, Worth
 from tests.python.faulty_conversation import at_every_call, converse, persistently
 from tests.python.faulty_kernel import faulty_kernel
-from tests.python.tiny_models import SMALL, has_native, tiny_model
+from tests.python.tiny_models import SMALL, forward, has_native, prompt, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
@@ -70,3 +70,74 @@ def test_the_same_tokens_are_kept_after_the_nth_read_failed(
             assert undisturbed[-1] > 4
         at_every_call(disk, "read", opened, live, undisturbed)
     assert len(failures) > 10
+
+
+DROPS = {
+    "rows": "none",
+    "sink_tokens": 0,
+    "groups_max": 1,
+    "pages_max": 8,
+    "group_tokens": 2,
+    "tail_tokens": 4,
+    "select_queries_max": 4,
+    "keep_tokens": 12,
+}
+OF_PROMPTS = {
+    "observed": {"keep_window": 4, "keep_pool": 1},
+    "heavy": {"keep_window": 4, "keep_interval": 1},
+    "arkv": {"keep_window": 4},
+    "cake": {"keep_window": 4},
+    "given": {"keep_interval": 0},
+}
+
+
+def opened_dropping(model, keeper: str, path: Path | None) -> KVSwapCache:
+    """Of a keeper that a prompt decides for."""
+    plug_ins = {"token_scores": LongestKey()} if keeper == "given" else {}
+    config = SwapConfig(keeper=keeper, **DROPS | OF_PROMPTS[keeper])
+    return KVSwapCache(model, path=path, config=config, **plug_ins)
+
+
+@pytest.mark.parametrize("keeper", list(OF_PROMPTS))
+@pytest.mark.parametrize("cut", [1, 4])
+def test_a_prompts_last_tokens_read_again_find_what_the_prompt_kept(
+    keeper: str, cut: int, tmp_path: Path
+) -> None:
+    model, ids = tiny_model("llama"), prompt(1, 60)["input_ids"]
+    told = []
+    for cropped in (0, cut):
+        with opened_dropping(model, keeper, tmp_path) as cache:
+            forward(model, ids, cache)
+            if cropped:
+                cache.crop(-cropped)
+                forward(model, ids[:, -cropped:], cache)
+            else:
+                forward(model, ids[:, :1], cache)
+            told.append(cache.stats().counters["tokens_kept"])
+    assert told[1] == told[0] > 0
+
+
+@pytest.mark.parametrize("has_path", [True, False])
+@pytest.mark.parametrize("keeper", list(OF_PROMPTS))
+def test_a_prompt_that_failed_changes_nobody_who_is_kept(
+    keeper: str, has_path: bool, tmp_path: Path
+) -> None:
+    model, ids = tiny_model("llama"), prompt(1, 100)["input_ids"]
+
+    def fail(*_):
+        raise RuntimeError("of the test")
+
+    def answers(fails: bool) -> torch.Tensor:
+        with opened_dropping(model, keeper, tmp_path if has_path else None) as cache:
+            forward(model, ids[:, :40], cache)
+            for place in range(40, 44):
+                forward(model, ids[:, place : place + 1], cache)
+            if fails:
+                hook = model.model.layers[2].register_forward_pre_hook(fail)
+                with pytest.raises(RuntimeError, match="of the test"):
+                    forward(model, ids[:, 50:70], cache)
+                hook.remove()
+            steps = [forward(model, ids[:, i : i + 1], cache) for i in range(44, 48)]
+            return torch.cat(steps, 1)
+
+    torch.testing.assert_close(answers(True), answers(False))
