@@ -17,7 +17,8 @@ constexpr int64_t kSteps = 64;
 // While one layer attends, the next reads what it attended last, or is known to choose, into the
 // other's pages: there is no use for the pages of a third.
 constexpr int64_t kLayersSharing = 2;
-constexpr double kReuseWorth = 0.02;  // nats: three quarters of what is read; docs/choosing.md
+constexpr int64_t kGroupsMost = 1 << 20;  // Settings::groups_max
+constexpr double kReuseWorth = 0.02;      // nats: three quarters of what is read; docs/choosing.md
 
 using Uses = std::map<std::string, int64_t>;
 
@@ -190,6 +191,26 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
   return with_spare_pages(at(step), settings.pages_max, fits);
 }
 
+Settings fit_pages(const Request& request, const Settings& settings, const Need& need,
+                   int64_t ready_for) {
+  int64_t context = request.context;
+  const auto need_of = [&](const Settings& candidate) {
+    return need(candidate, request.batch, context);
+  };
+  const auto fits = [&](const Settings& candidate) {
+    return need_of(candidate).at("total") <= request.kv_memory_bytes;
+  };
+  Settings fewest = settings;
+  fewest.pages_max = std::max(settings.groups_max, settings.select_queries_max);
+  fewest = in_least_memory(fewest, settings.pages_max, need_of);
+  if (!fits(fewest)) {
+    throw SessionError(SessionError::Kind::kBudget, too_small(request, need_of(fewest), fewest));
+  }
+  context = std::max(context, ready_for);
+  if (!fits(fewest)) context = request.context;
+  return with_spare_pages(fewest, settings.pages_max, fits);
+}
+
 namespace {
 
 /// What a budget is divided into, and nats that it misses; none: it does not fit.
@@ -238,7 +259,7 @@ class Divider {
           return with(dtype, by.columns, groups, resident_layers);
         };
         // What is read again in every step is not kept.
-        const bool is_exact = !resident_layers && fits(of(whole));
+        const bool is_exact = !resident_layers && whole <= kGroupsMost && fits(of(whole));
         const int64_t low = is_exact ? whole : kGroupsMin;
         if (!fits(of(low))) break;
         const int64_t spare = std::max<int64_t>(0, settings_.groups_max - low);

@@ -55,6 +55,11 @@ struct Request {
 Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,
                     const Need& need);
 
+/// The settings with as many pages for reuse, up to their own, as fit a budget; fewer change no
+/// answer. Where the fewest leave room for `ready_for` tokens, that stays. Throws as fit_budget().
+Settings fit_pages(const Request& request, const Settings& settings, const Need& need,
+                   int64_t ready_for);
+
 /// The settings that make the most of a budget, where nobody has calibrated or asked for any.
 ///
 /// Where the whole context fits it is kept, and attention is exact. Otherwise columns, their

@@ -13,7 +13,6 @@
 #include "io/error_text.h"
 #include "kvswap/budget.h"
 #include "kvswap/engine_calls.h"
-#include "kvswap/errors.h"
 #include "kvswap/saved_folder.h"
 #include "store/checksum.h"
 
@@ -123,35 +122,27 @@ int64_t SavedCache::sequences() const {
   return manifest.counts.sequences / (is_apart ? manifest.shape.kv_heads : 1);
 }
 
-CacheOptions SavedCache::options(const std::string& directory, const Budget& budget) const {
+CacheOptions SavedCache::options(const std::string& directory, const Budget& budget,
+                                 int64_t timeline_spans) const {
   const SavedManifest& manifest = impl_->manifest;
   CacheOptions options = {.shape = manifest.shape,
                           .settings = manifest.settings,
                           .ranks = manifest.ranks,
                           .directory = directory,
-                          .budget = budget};
+                          .budget = budget,
+                          .timeline_spans = timeline_spans};
   if (!budget.kv_memory_bytes) return options;
   const Request request = {.kv_memory_bytes = *budget.kv_memory_bytes,
                            .context = std::max(tokens(), budget.max_context.value_or(0)),
                            .batch = std::max(sequences(), budget.max_batch.value_or(0))};
-  const auto need = [&] {
-    return memory_need(options, request.batch, request.context, manifest.counts.record_bytes);
+  const auto need = [&](const Settings& settings, int64_t batch, int64_t context) {
+    CacheOptions candidate = options;
+    candidate.settings = settings;
+    return memory_need(candidate, batch, context, manifest.counts.record_bytes);
   };
-  int64_t fewest = std::max(manifest.settings.groups_max, manifest.settings.select_queries_max);
-  int64_t most = std::max(manifest.settings.pages_max, fewest);
-  options.settings.pages_max = fewest;
-  if (need().at("total") > request.kv_memory_bytes) {
-    throw SessionError(SessionError::Kind::kBudget, too_small(request, need(), options.settings));
-  }
-  while (fewest < most) {
-    options.settings.pages_max = (fewest + most + 1) / 2;
-    if (need().at("total") <= request.kv_memory_bytes) {
-      fewest = options.settings.pages_max;
-    } else {
-      most = options.settings.pages_max - 1;
-    }
-  }
-  options.settings.pages_max = fewest;
+  const FirstPass saved = {.batch = request.batch, .tokens = tokens()};
+  const int64_t ready_for = budget.max_context ? request.context : saved.context();
+  options.settings = fit_pages(request, options.settings, need, ready_for);
   return options;
 }
 

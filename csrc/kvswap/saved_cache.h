@@ -52,9 +52,11 @@ class SavedCache {
   int64_t tokens() const;  // of each sequence, padding included
   int64_t sequences() const;
   /// What a session over it is opened with: shape and settings as saved. Where the budget is less
-  /// than they want, fewer pages are kept for reuse, which changes no answer. Throws SessionError
-  /// (kBudget) where that is not enough.
-  CacheOptions options(const std::string& directory, const Budget& budget) const;
+  /// than they want, fewer pages are kept for reuse, which changes no answer; without a
+  /// max_context those leave room for half as many tokens again, where that can be. Throws
+  /// SessionError (kBudget) where the budget is not enough for what was saved.
+  CacheOptions options(const std::string& directory, const Budget& budget,
+                       int64_t timeline_spans = 0) const;
   /// Reads every record. Throws SessionError (kCorrupt) for the first that is damaged.
   void verify() const;
   /// Removes the folder, where nobody uses it.

@@ -85,11 +85,13 @@ void bind_saved(py::module_& module, py::class_<TensorCache>& cache) {
           "options",
           [](const SavedCache& saved, const std::string& directory,
              std::optional<int64_t> kv_memory_bytes, std::optional<int64_t> max_context,
-             std::optional<int64_t> max_batch) {
-            return saved.options(directory, {kv_memory_bytes, max_context, max_batch});
+             std::optional<int64_t> max_batch, int64_t timeline_spans) {
+            const Budget budget = {kv_memory_bytes, max_context, max_batch};
+            return saved.options(directory, budget, timeline_spans);
           },
           py::arg("directory"), py::arg("kv_memory_bytes") = py::none(),
-          py::arg("max_context") = py::none(), py::arg("max_batch") = py::none())
+          py::arg("max_context") = py::none(), py::arg("max_batch") = py::none(),
+          py::arg("timeline_spans") = 0)
       .def("verify", &SavedCache::verify, Released())
       .def_static("remove", &SavedCache::remove, py::arg("path"));
   cache

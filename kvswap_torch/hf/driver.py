@@ -75,7 +75,8 @@ class SessionDriver:
         self._projections = projections
         self.estimates = Estimates(rotary_channels(parts))
         self._declared = False  # the session holds a validity that not all layers have taken
-        self._settled = budget.is_known or not budget.matters(config)
+        self._settles_at_once = budget.is_known or not budget.matters(config)
+        self._settled = self._settles_at_once
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = 0  # sequences when the pass began
         self._owner_pid, self.is_open = os.getpid(), True
@@ -330,6 +331,7 @@ class SessionDriver:
         self.padding, self._declared = Padding(), False
         self._cuts.clear()
         self.estimates.kinds.clear()  # the next text's first long chunk tells more about it
+        self._settled = self._settles_at_once
 
     def refuse(self) -> None:
         """From here on every use raises `ClosedError`: of a cache that is about to be closed."""

@@ -59,7 +59,7 @@ class ContinuedDriver(SessionDriver):
         self._start = start
         projections = [] if start.calibrated else None
         super().__init__(*arguments, projections=projections, **named)
-        self._settled = True
+        self._settles_at_once = self._settled = True
         self.estimates.kinds = dict(start.estimated)
         self.padding.restore(start.valid)
 
@@ -205,9 +205,9 @@ class Saving:
 
         def opened(beside: int) -> tuple[Any, Any]:
             left = None if memory is None else max(1, memory - beside)
-            options = folder.options(text_of(path), left, max_context, max_batch)
+            promised = (left, max_context, max_batch, timeline_spans)
+            options = folder.options(text_of(path), *promised)
             options.device = str(parts.device)
-            options.timeline_spans = timeline_spans
             options.is_calibrated = bool(facts["calibrated"])
             return options, _C.TensorCache(options, folder)
 

@@ -186,7 +186,7 @@ class ScoredSession:
 
     def _give(self, layer: int, query: torch.Tensor, scale: float) -> None:
         with torch.no_grad(), named("group_scores", f"scores of layer {layer}"):
-            scores = self._plug_in.scores(layer, query, scale)
+            scores = self._plug_in.scores(layer, query.clone(), scale)  # its own to change
         batch, _, queries, _ = query.shape
         groups = self._told.get(layer, 0) // self._config.group_tokens
         what = f"group_scores: scores of layer {layer} by {type(self._plug_in).__name__} must be"

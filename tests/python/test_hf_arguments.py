@@ -70,3 +70,16 @@ def test_budgets(llama, tmp_path, sessions):
     cache = KVSwapCache(llama, tmp_path, max_context=20, max_batch=1)
     with cache, pytest.raises(KVSwapError, match="max_context"):
         greedy(llama, prompt(1, 30), cache)
+
+
+def test_after_a_reset_settings_follow_the_next_text(llama, tmp_path, sessions):
+    if sessions == "reference":
+        pytest.skip("the reference keeps no ledger")
+    with KVSwapCache(llama, tmp_path, kv_memory_bytes="1.5MiB") as cache:
+        greedy(llama, prompt(1, 20), cache, tokens=2)
+        cache.reset()
+        long = prompt(2, 450)
+        told = greedy(llama, long, cache, tokens=4)
+        assert cache.stats().resident_bytes_peak <= 3 << 19
+    with KVSwapCache(llama, tmp_path, kv_memory_bytes="1.5MiB") as cache:
+        assert torch.equal(told, greedy(llama, long, cache, tokens=4))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.plug_ins import MostSimilarKey
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.methods import quest
@@ -291,6 +292,23 @@ def test_a_change_that_raises_in_a_pass_that_is_taken_back(tmp_path: Path) -> No
                     cache.get_seq_length()
             assert cache.get_seq_length() == 60
             told.append(model(tokens_of(1, 1), past_key_values=cache).logits)
+    assert torch.equal(*told)
+
+
+def test_a_query_that_a_plug_in_changes_is_its_own(tmp_path: Path) -> None:
+    class Careless(MostSimilarKey):
+        def scores(self, layer, query, scale):
+            query *= 0
+            return super().scores(layer, query, scale)
+
+    class Careful(MostSimilarKey):
+        def scores(self, layer, query, scale):
+            return super().scores(layer, torch.zeros_like(query), scale)
+
+    model, told = tiny_model("llama"), []
+    for plug_in in (Careless(), Careful()):
+        with KVSwapCache(model, tmp_path, settings(), group_scores=plug_in) as cache:
+            told.append(torch.stack(converse(model, cache, 1)))
     assert torch.equal(*told)
 
 

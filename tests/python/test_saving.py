@@ -267,3 +267,23 @@ def test_opening_reads_the_probes_groups_alone_and_changes_nothing(tmp_path: Pat
         opened.crop(-300)
         forward(model, prompt(1, 20)["input_ids"], opened)
     assert content() == before
+
+
+def test_opened_with_little_memory_there_is_room_to_go_on(tmp_path: Path) -> None:
+    """For half as many tokens again, and for a timeline, before there are pages for reuse."""
+    model, ids = tiny_model("llama"), prompt(1, 251)["input_ids"]
+    with KVSwapCache(model, tmp_path) as cache:
+        forward(model, ids, cache)
+        cache.save(tmp_path / "saved")
+
+    def opened(**limits):
+        return KVSwapCache.open(model, tmp_path / "saved", path=tmp_path, **limits)
+
+    with pytest.raises(BudgetError) as refused:
+        opened(kv_memory_bytes=1, max_context=1700)
+    budget = int(str(refused.value).split("at least ")[1].split(" ")[0])
+    with opened(kv_memory_bytes=budget) as cache:
+        forward(model, ids, cache)
+        assert cache.get_seq_length() == 502
+    with opened(kv_memory_bytes=budget + 60_000, max_context=1700, timeline_spans=1000) as cache:
+        assert cache.stats().resident_bytes_peak <= budget + 60_000
