@@ -160,6 +160,11 @@ def tune(
     budget = parse_bytes(kv_memory, "kv_memory")
     _check(max_context_len, max_batch_size, options)
     _check_context(model, max_context_len)
+    if model.device.type != "cpu":
+        raise ConfigError(
+            f"tune: the model must be on the CPU, where it is calibrated and timed, got "
+            f"{model.device}; load it with device_map=None"
+        )
     options = at_length(options, max_context_len)
     if not Path(path).is_dir():
         raise StorageError(errno.ENOENT, "path must be a folder that exists", str(path))
@@ -189,7 +194,7 @@ def tune(
             draw,
             WorkFolder(work or scratch),
             options,
-            _text_key(calibration, samples),
+            _text_key(tokenizer, calibration, samples, _lengths(max_context_len)),
             progress,
             tell,
         )
@@ -262,14 +267,28 @@ def _draw(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    lengths = tuple(dict.fromkeys(min(length, context) for length in LENGTHS))
+    lengths = _lengths(context)
     if calibration:
         return samples_from_files(tokenizer, calibration, lengths, count=COUNT)
     return default_samples(tokenizer, lengths, count=COUNT)
 
 
-def _text_key(calibration: Sequence[str | Path] | None, samples: Samples | None) -> str:
+def _lengths(context: int) -> tuple[int, ...]:
+    """Tokens of the samples that are drawn."""
+    return tuple(dict.fromkeys(min(length, context) for length in LENGTHS))
+
+
+def _text_key(
+    tokenizer: Any,
+    calibration: Sequence[str | Path] | None,
+    samples: Samples | None,
+    lengths: tuple[int, ...],
+) -> str:
+    """What tells one calibration text, as the model's tokens, from another."""
     digest = hashlib.sha256()
+    if samples is None:
+        named = tokenizer if isinstance(tokenizer, str | Path | None) else tokenizer.name_or_path
+        digest.update(f"{named} {lengths}".encode())
     for path in calibration or ():
         try:
             digest.update(Path(path).read_bytes())

@@ -34,7 +34,8 @@ Example:
 
     kvswap tune --model ./model --path /fast/disk --max-context 32768 --kv-memory 512MiB
 
-Use the result with `KVSwapCache(model, path="/fast/disk", config="config.json")`.
+Use the result with `KVSwapCache(model, path="/fast/disk", config="config.json",
+kv_memory_bytes="512MiB")`.
 """
 
 
@@ -127,10 +128,13 @@ def main(
 ) -> None:
     from kvswap_torch.tuning.api import tune
     from kvswap_torch.tuning.pipeline import TuneOptions
+    from kvswap_torch.tuning.report import require_matplotlib
     from kvswap_torch.tuning.result import print_result
 
     console = Console(stderr=json_out == Path("-"))
     try:
+        if report:
+            require_matplotlib()  # not after minutes of measuring
         options = TuneOptions(
             device=device,
             solver=solver,

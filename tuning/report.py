@@ -86,7 +86,7 @@ def write_report(data: ReportData, folder: str | Path) -> Path:
     ImportError
         When matplotlib is not installed; says how to get it.
     """
-    _require_matplotlib()
+    require_matplotlib()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     titles = {picture.name: draw_picture(picture, data, folder) for picture in PICTURES}
@@ -122,7 +122,8 @@ def draw_picture(picture: Picture, data: ReportData, folder: Path) -> str:
     return title
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
+    """That pictures can be drawn; an ImportError that says what to do where not."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

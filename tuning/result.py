@@ -77,7 +77,7 @@ class TuneResult:
 
         Raises
         ------
-        ConfigError
+        ImportError
             When matplotlib is missing; says how to install it.
         """
         from kvswap_torch.tuning.report import write_report

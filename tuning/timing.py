@@ -134,13 +134,17 @@ def measure(
     traffic
         Recorded choices.
     known
-        From an earlier run, interrupted or for another memory limit.
+        From an earlier run, interrupted or for another memory limit. One of a shorter context
+        than is planned does not count.
     """
-    done = {(t.place.batch, t.place.group_tokens, t.place.rank) for t in known}
+    done: dict[tuple[int, int, int], int] = {}  # the longest context
+    for place in (timing.place for timing in known):
+        key = (place.batch, place.group_tokens, place.rank)
+        done[key] = max(place.context, done.get(key, 0))
     missing = [
         place
         for place in plan.places()
-        if (place.batch, place.group_tokens, place.rank) not in done
+        if done.get((place.batch, place.group_tokens, place.rank), 0) < place.context
     ]
     for number, place in enumerate(missing):
         if progress is not None:
