@@ -8,6 +8,10 @@ __all__ = ["KEEPING"]
 
 # What is not kept is on disk only; one group is enough to see that not everything fits.
 _DROPS = {"rows": "none", "sink_tokens": 0, "groups_max": 1, "pages_max": 8}
+_WHOLE_GROUPS = "sinks and newest tokens are attended by whole groups of 16, so up to 15 more each"
+_FIRST_CHOICE = (
+    "where a prompt and its first answers fit, what was paid before the first choice counts no more"
+)
 # B tokens in all, of which the newest W = 32 always stay.
 _ARKV = {
     "tail_tokens": 32,
@@ -195,7 +199,9 @@ KEEPING = (
         | {"keep_interval": 1},
         "",
         (_ON_DISK, "of a prompt the last 32 queries count; all of them in the paper")
-        + ("a fixed number of tokens, where the paper takes a share of the prompt",),
+        + ("a fixed number of tokens, where the paper takes a share of the prompt",)
+        + ("what a prompt's queries paid the newest tokens does not count for them",)
+        + (_FIRST_CHOICE,),
     ),
     Preset(
         "tova",
@@ -205,7 +211,8 @@ KEEPING = (
         {**_DROPS, "tail_tokens": 1, "keeper": "observed", "keep_tokens": TOKENS}
         | {"keep_window": 1, "keep_pool": 1, "keep_interval": 1},
         "",
-        (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed"),
+        (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed")
+        + (_FIRST_CHOICE,),
     ),
     Preset(
         "streaming",
@@ -215,7 +222,7 @@ KEEPING = (
         {**_DROPS, "group_tokens": 16, "keeper": "newest"}
         | {"sink_tokens": 4, "tail_tokens": TOKENS - 4},
         "",
-        (_ON_DISK, "positions stay the text's; the paper counts them in the cache"),
+        (_ON_DISK, "positions stay the text's; the paper counts them in the cache", _WHOLE_GROUPS),
     ),
     Preset(
         "window",
@@ -224,6 +231,6 @@ KEEPING = (
         "Always: models break down without them.",
         {**_DROPS, "group_tokens": 16, "keeper": "newest", "tail_tokens": TOKENS},
         "",
-        (_ON_DISK,),
+        (_ON_DISK, _WHOLE_GROUPS),
     ),
 )
