@@ -38,7 +38,7 @@ _NO_PLACE = "with its own columns 1/13 does not fit"
 _AT_THE_END = "with the question at the prompt's end, as there: 15 of 18 (`question=after`)"
 SIGNS = {
     "reference_model": {
-        "kvswap": "yes: it loses nothing at 1/13",
+        "kvswap": "yes: it loses nothing at 1/13; not at 1/34, where only 8 columns fit",
         "kvswap-paper": f"no: {_LOOKS_AHEAD}",
         "infinigen": f"open: {_NO_PLACE}; a quarter loses all, since {_LOOKS_AHEAD}",
         "infinigen-star": f"open: {_NO_PLACE}; a quarter loses all, since {_LOOKS_AHEAD}",
