@@ -27,6 +27,7 @@ from tests.python.tiny_models import (
     forward,
     greedy,
     has_native,
+    least_named,
     prompt,
     tiny_model,
 )
@@ -281,7 +282,7 @@ def test_opened_with_little_memory_there_is_room_to_go_on(tmp_path: Path) -> Non
 
     with pytest.raises(BudgetError) as refused:
         opened(kv_memory_bytes=1, max_context=1700)
-    budget = int(str(refused.value).split("at least ")[1].split(" ")[0])
+    budget = least_named(refused.value)
     with opened(kv_memory_bytes=budget) as cache:
         forward(model, ids, cache)
         assert cache.get_seq_length() == 502

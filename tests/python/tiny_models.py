@@ -143,6 +143,11 @@ def greedy(model: Any, inputs: dict, cache: Any = None, tokens: int = 12, **argu
     return model.generate(**inputs, past_key_values=cache, **arguments)
 
 
+def least_named(error: Exception) -> int:
+    """The smallest budget, in bytes, that a `BudgetError` names."""
+    return int(str(error).split("at least ")[1].split(" ")[0])
+
+
 def forward(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> torch.Tensor:
     """Logits of one pass, ``[batch, tokens, vocabulary]``."""
     with torch.no_grad():
