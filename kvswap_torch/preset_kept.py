@@ -9,9 +9,6 @@ __all__ = ["KEEPING"]
 # What is not kept is on disk only; one group is enough to see that not everything fits.
 _DROPS = {"rows": "none", "sink_tokens": 0, "groups_max": 1, "pages_max": 8}
 _WHOLE_GROUPS = "sinks and newest tokens are attended by whole groups of 16, so up to 15 more each"
-_FIRST_CHOICE = (
-    "where a prompt and its first answers fit, what was paid before the first choice counts no more"
-)
 # B tokens in all, of which the newest W = 32 always stay.
 _ARKV = {
     "tail_tokens": 32,
@@ -199,9 +196,7 @@ KEEPING = (
         | {"keep_interval": 1},
         "",
         (_ON_DISK, "of a prompt the last 32 queries count; all of them in the paper")
-        + ("a fixed number of tokens, where the paper takes a share of the prompt",)
-        + ("what a prompt's queries paid the newest tokens does not count for them",)
-        + (_FIRST_CHOICE,),
+        + ("a fixed number of tokens, where the paper takes a share of the prompt",),
     ),
     Preset(
         "tova",
@@ -211,8 +206,7 @@ KEEPING = (
         {**_DROPS, "tail_tokens": 1, "keeper": "observed", "keep_tokens": TOKENS}
         | {"keep_window": 1, "keep_pool": 1, "keep_interval": 1},
         "",
-        (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed")
-        + (_FIRST_CHOICE,),
+        (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed"),
     ),
     Preset(
         "streaming",

@@ -90,10 +90,13 @@ Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) 
     kept.seen_positions = std::max(kept.seen_positions, positions);
     if (parts_.keep.weighs_disk) stagger(layer, part);
     kept.count_queries(fresh, options.keep_interval);
-    if (!is_part_observed) continue;
-    if (!is_weighed) KVSWAP_RETURN_IF_ERROR(step_.weigh(attended));
-    is_weighed = true;
-    add_paid(layer, part, fresh, attended);
+    if (is_part_observed && !is_weighed) KVSWAP_RETURN_IF_ERROR(step_.weigh(attended));
+    is_weighed |= is_part_observed;
+    if (is_part_observed) add_paid(layer, part, fresh, attended);
+    const bool sums_up = parts_.keep.kind.accumulates || !parts_.keep.weighs_attended;
+    if (!sums_up && batch_.fits(layer, part)) {
+      kept.pass_turn(options.keep_interval, parts_.keep.shares_groups);
+    }
   }
   return Status::ok();
 }
@@ -113,6 +116,7 @@ void Keeping::add_paid(int64_t layer, int64_t part, int64_t queries,
                        const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   KeptTokens& kept = batch_.pages(part).kept(layer);
+  if (std::exchange(kept.begins_anew, false)) kept.mass.clear();
   grow_mass(kept.mass, batch_.layer(layer).positions);
   const int64_t first = part * attended.pages_max;
   for (int64_t entry = 0; entry < attended.page_counts[part]; ++entry) {
@@ -287,7 +291,12 @@ Status Keeping::weigh(int64_t layer, int64_t part) {
   } else if (parts_.keep.kind.keeps_outliers) {
     KVSWAP_RETURN_IF_ERROR(fits_.weigh(layer, part, mass));
   } else {
-    if (kept.window.count > 0) KVSWAP_RETURN_IF_ERROR(weigher_.weigh(layer, part, mass));
+    if (kept.window.count > 0) {
+      if (&mass != &kept.mass || kept.begins_anew) mass.clear();
+      kept.begins_anew = true;  // of half a sum nothing can be made
+      KVSWAP_RETURN_IF_ERROR(weigher_.weigh(layer, part, mass));
+      kept.begins_anew = false;
+    }
     grow_mass(mass, batch_.layer(layer).sealed_groups * parts_.options.group_tokens);
     if (!parts_.keep.kind.accumulates) pool_neighbours(mass, parts_.options.keep_pool);
   }

@@ -35,8 +35,9 @@ int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_by
                                           : 0;
   const int64_t agreed =
       keep.shares_groups ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
-  const int64_t tail =
-      keep.weighs_disk && apart.device ? tail_pages(apart) * apart.group_bytes() : 0;
+  const int64_t tail = (keep.weighs_disk || keep.kind.accumulates) && apart.device
+                           ? tail_pages(apart) * apart.group_bytes()
+                           : 0;
   return WindowBlock::bytes(apart, block) + mean + log_sums + output + agreed + tail;
 }
 
@@ -48,8 +49,10 @@ Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mas
   } else {
     window_sums_ = kept.window.log_sum_exp;
   }
-  mass.clear();
-  grow_mass(mass, batch_.layer(layer).sealed_groups * options.group_tokens);
+  const bool has_tail = parts_.keep.kind.accumulates;
+  const Batch::Layer& state = batch_.layer(layer);
+  const int64_t end = has_tail ? end_group(state) : state.sealed_groups;
+  grow_mass(mass, end * options.group_tokens);
   shape_ = {};
   spread_ = {};
   overlap_.reset();
@@ -58,11 +61,13 @@ Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mas
   }
   const Block all = {.window = &kept.window, .layer = layer, .mass = mass.data()};
   weigh_left(layer, part, all);
-  KVSWAP_RETURN_IF_ERROR(walk_sealed(layer, part, [&](const PastReader::Groups& groups) {
+  const auto weigh_groups = [&](const PastReader::Groups& groups) {
     Block block = all;
     block.first_token = groups.first * options.group_tokens;
     weigh_block(block);
-  }));
+  };
+  KVSWAP_RETURN_IF_ERROR(walk_sealed(layer, part, weigh_groups));
+  if (has_tail) KVSWAP_RETURN_IF_ERROR(walk_tail(layer, part, weigh_groups));
   if (!options.keep_ratio) kept.quality = shape_.quality(options.keep_temperatures);
   if (overlap_) kept.overlap = overlap_->mean();
   if (parts_.keep.kind.prefers_layers) kept.spread = spread_;
@@ -88,6 +93,29 @@ Status WindowWeigher::walk_sealed(int64_t layer, int64_t part, const MeetBlock& 
   return Status::ok();
 }
 
+/// The same of what is newer, which stands in the tail.
+Status WindowWeigher::walk_tail(int64_t layer, int64_t part, const MeetBlock& meet) {
+  const EngineOptions& options = parts_.options;
+  const int64_t end = end_group(batch_.layer(layer));
+  const int64_t most = 2 * past_block_groups(options, parts_.record_bytes());
+  tail_copies_.resize(std::min(most, tail_pages(options)));
+  PastPages& listed = block_.listed();
+  for (int64_t first = batch_.layer(layer).sealed_groups; first < end; first += most) {
+    const PastReader::Groups groups = {layer, part, first, std::min(most, end - first)};
+    listed.pages.clear();
+    for (int64_t i = 0; i < groups.count; ++i) {
+      auto page = parts_.space->compute().look_at(tail_.page(layer, part, first + i),
+                                                  options.group_bytes(), tail_copies_[i]);
+      if (!page.is_ok()) return page.status();
+      listed.pages.push_back(page.value());
+    }
+    listed.exponents.assign(groups.count * options.note_bytes(), kNotFloat8);
+    block_.take(groups, batch_);
+    meet(groups);
+  }
+  return Status::ok();
+}
+
 /// The log-sum-exps of the window's queries, of all tokens that they see, to window_sums_.
 Status WindowWeigher::sum_past(int64_t layer, int64_t part) {
   const EngineOptions& options = parts_.options;
@@ -95,22 +123,8 @@ Status WindowWeigher::sum_past(int64_t layer, int64_t part) {
   window_sums_.assign(options.query_heads * window.count, -std::numeric_limits<float>::infinity());
   KVSWAP_RETURN_IF_ERROR(
       walk_sealed(layer, part, [&](const PastReader::Groups&) { sum_block(window); }));
-  // What is newer stands in the tail.
-  const Batch::Layer& state = batch_.layer(layer);
-  const int64_t end = (state.positions + options.group_tokens - 1) / options.group_tokens;
-  const PastReader::Groups newest = {layer, part, state.sealed_groups, end - state.sealed_groups};
-  PastPages& listed = block_.listed();
-  listed.pages.clear();
-  tail_copies_.resize(tail_pages(options));
-  for (int64_t group = newest.first; group < end; ++group) {
-    auto page = parts_.space->compute().look_at(
-        tail_.page(layer, part, group), options.group_bytes(), tail_copies_[group - newest.first]);
-    if (!page.is_ok()) return page.status();
-    listed.pages.push_back(page.value());
-  }
-  listed.exponents.assign(newest.count * options.note_bytes(), kNotFloat8);
-  block_.take(newest, batch_);
-  if (newest.count > 0) sum_block(window);
+  KVSWAP_RETURN_IF_ERROR(
+      walk_tail(layer, part, [&](const PastReader::Groups&) { sum_block(window); }));
   for (size_t i = 0; !window.sinks.empty() && i < window_sums_.size(); ++i) {
     window_sums_[i] = add_logs(window_sums_[i], window.sinks[i / window.count]);
   }

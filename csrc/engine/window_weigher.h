@@ -34,8 +34,10 @@ class WindowWeigher {
         dropping_(dropping),
         block_(parts.options) {}
 
-  /// mass: [sealed tokens] out, what each was paid by the window's queries, summed over them; where
-  /// heads are weighed alone, what it is worth for that, see worth_of(). Also to the part's kept
+  /// Adds to mass, [sealed tokens], or where it is summed up from turn to turn [tokens], what each
+  /// was paid by the window's queries, summed over them; where heads are weighed alone, what it is
+  /// worth for that, see worth_of(). What it had not before counts as 0. After a failure there is
+  /// some of it. Also to the part's kept
   /// tokens, where the settings ask for it: how unevenly the queries look, how that changes, and on
   /// how many tokens they agree (KeptTokens::quality, spread, overlap).
   Status weigh(int64_t layer, int64_t part, std::vector<float>& mass);
@@ -64,6 +66,11 @@ class WindowWeigher {
   };
 
   Status walk_sealed(int64_t layer, int64_t part, const MeetBlock& meet);
+  Status walk_tail(int64_t layer, int64_t part, const MeetBlock& meet);
+  int64_t end_group(const Batch::Layer& layer) const {
+    const int64_t group_tokens = parts_.options.group_tokens;
+    return (layer.positions + group_tokens - 1) / group_tokens;
+  }
   Status sum_past(int64_t layer, int64_t part);
   void sum_block(const QueryWindow& window);
   void weigh_left(int64_t layer, int64_t part, Block block);

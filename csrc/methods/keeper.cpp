@@ -190,7 +190,9 @@ void KeptTokens::note_chunk(int64_t begin) {
   const bool is_pending = is_due && due_begin < 0;
   before = {.due_from = is_pending ? std::optional(due_from) : std::nullopt,
             .next = std::move(next),
-            .overlap = overlap};
+            .overlap = overlap,
+            .begins_anew = begins_anew};
+  begins_anew = true;
   next.reset();
   overlap.reset();
   is_due = true;
@@ -205,6 +207,7 @@ void KeptTokens::undo_chunk() {
   due_begin = -1;
   next = std::move(before.next);
   overlap = before.overlap;
+  begins_anew = before.begins_anew;
   before = {};
 }
 
@@ -214,6 +217,13 @@ void KeptTokens::count_queries(int64_t fresh, int64_t interval) {
   is_due = true;
   due_from = seen_positions;
   due_begin = -1;
+}
+
+void KeptTokens::pass_turn(int64_t interval, bool keeps_window) {
+  if (queries_since < interval) return;
+  queries_since = 0;
+  begins_anew = true;
+  if (!keeps_window) window = {};
 }
 
 void KeptTokens::end_turn(int64_t sealed_positions) {

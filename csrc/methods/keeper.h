@@ -111,6 +111,7 @@ class KeptTokens {
   using Window = QueryWindow;
   Window window;
   std::vector<float> mass;     // [tokens]: seen so far, or given
+  bool begins_anew = false;    // what is paid next is the first of `mass`, whatever stands there
   std::vector<float> decay;    // [tokens] given beside it
   int64_t queries_since = 0;   // decoded since the last choice
   bool is_staggered = false;   // and counted from where that of others is not
@@ -126,6 +127,7 @@ class KeptTokens {
     std::optional<int64_t> due_from;
     std::optional<std::vector<int32_t>> next;
     std::optional<double> overlap;
+    bool begins_anew = false;
   };
   Before before;
   int64_t joined_positions = 0;  // sealed ones before here had their chance to be kept
@@ -150,6 +152,9 @@ class KeptTokens {
   void note_chunk(int64_t begin);
   /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
   void count_queries(int64_t fresh, int64_t interval);
+  /// While nobody needs a choice: where one would have followed, what was paid before counts no
+  /// more. keeps_window: but for what a prompt's queries see.
+  void pass_turn(int64_t interval, bool keeps_window);
   /// What was chosen is kept, and what was sealed before there had its chance.
   void end_turn(int64_t sealed_positions);
   /// What those in e4m3 are, before set().

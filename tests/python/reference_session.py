@@ -19,7 +19,8 @@ from kvswap_torch.errors import ClosedError
 from kvswap_torch.methods import METHODS
 from tests.python.reference_decisions import Decisions
 from tests.python.reference_dropping import Dropping
-from tests.python.reference_keeper import Kept, ReferenceKeeper, as_kept
+from tests.python.reference_keeper import ReferenceKeeper, as_kept
+from tests.python.reference_kept import Kept
 from tests.python.reference_options import COUNTERS, Options
 from tests.python.reference_scores import Scores
 from tests.reference import float8_rounded
@@ -55,7 +56,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         self._ranks = ranks * options.layers if len(ranks) == 1 else ranks
         self._projections: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._closed = False
-        self._keeper = ReferenceKeeper(options)
+        self._keeper = ReferenceKeeper(options, self._fits)
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self.reset()
 
