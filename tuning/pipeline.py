@@ -53,6 +53,7 @@ from kvswap_torch.tuning.traffic import (
 from kvswap_torch.tuning.work import (
     Calibrated,
     from_calibration,
+    is_calibrated,
     load_calibrated,
     pick_pairs,
     pick_summary_dtype,
@@ -181,13 +182,14 @@ def measure_all(
     """
     calibrator = Calibrator(model)
     shape = calibrator.parts.shape
+    machine, identity = kept.machine_key(path), kept.fingerprint(model)
+    disk_key = kept.make_key(machine, options.device, str(path))
+    made_of = (identity, text_key, dataclasses.asdict(options.calibration), options.sizes)
+    keys = (disk_key, kept.make_key(*made_of))
     if tell is not None:
-        tell(str(_least(calibrator, samples, folder, options, batch_max, context_max)))
-    machine = kept.machine_key(path)
-    figures = _probe(path, folder, options, machine, progress)
-    identity = kept.fingerprint(model)
-    text = [identity, text_key]
-    calibrated = _calibrate(model, calibrator, samples, folder, options, text, progress)
+        tell(str(_least(calibrator, samples, folder, keys, options, batch_max, context_max)))
+    figures = _probe(path, folder, keys[0], options, progress)
+    calibrated = _calibrate(model, calibrator, samples, folder, keys[1], options, progress)
     base = SwapConfig(
         rank=1,
         summary_dtype=calibrated.summary_dtype,
@@ -252,10 +254,15 @@ def projection_beside(base: SwapConfig, calibrated: Calibrated) -> Iterator[Swap
         yield dataclasses.replace(base, source=Path(folder) / "config.json")
 
 
-def _least(calibrator, samples, folder, options: TuneOptions, batch_max, context_max) -> Duration:
-    """What `folder` has a file of counts as measured."""
-    names = (f"{_disk_name(options)}.json", CALIBRATION_NAME, f"{_timings_name(options)}.json")
-    missing = [not (folder.folder / name).exists() for name in names]
+def _least(
+    calibrator, samples, folder, keys: tuple[str, str], options: TuneOptions, batch_max, context_max
+) -> Duration:
+    """keys: of the disk and of the calibration. Timings that belong to both count as measured."""
+    missing = [
+        folder.load(_disk_name(options), keys[0]) is None,
+        not is_calibrated(folder.folder / CALIBRATION_NAME, keys[1]),
+    ]
+    missing.append(any(missing) or folder.date(_timings_name(options)) is None)
     sizes, choice = options.sizes, options.calibration.choice
     ranks = (1, options.calibration.rank_max or RANK_MAX)
     token_bytes = calibrator.parts.shape.kv_bytes(1)
@@ -269,9 +276,8 @@ def _disk_name(options: TuneOptions) -> str:
 
 
 def _probe(
-    path: Path, folder: kept.WorkFolder, options: TuneOptions, machine: list[Any], progress
+    path: Path, folder: kept.WorkFolder, key: str, options: TuneOptions, progress
 ) -> DiskFigures:
-    key = kept.make_key(machine, options.device, str(path))
     name = _disk_name(options)
     found = folder.load(name, key)
     if found is not None:
@@ -284,9 +290,8 @@ def _probe(
 
 
 def _calibrate(
-    model: Any, calibrator: Calibrator, samples, folder, options, parts: list[str], progress
+    model: Any, calibrator: Calibrator, samples, folder, key: str, options, progress
 ) -> Calibrated:
-    key = kept.make_key(*parts, dataclasses.asdict(options.calibration), options.sizes)
     path = folder.folder / CALIBRATION_NAME
     found = load_calibrated(path, key)
     if found is not None:

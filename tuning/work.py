@@ -249,6 +249,15 @@ def _untabled(tables: list[list[list[float]]]) -> list[dict[int, float]]:
     return [{int(rank): value for rank, value in layer} for layer in tables]
 
 
+def is_calibrated(path: Path, key: str) -> bool:
+    """Is that what `load_calibrated` would find there? A damaged file is none."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return (file.metadata() or {}).get("key") == key
+    except (SafetensorError, OSError):
+        return False
+
+
 def load_calibrated(path: Path, key: str) -> Calibrated | None:
     """What `save_calibrated` wrote; None when there is none, or it was made of something else.
 

@@ -309,11 +309,15 @@ def test_how_long_it_takes_at_least_is_said_before_anything_is_measured(
         run(model, tmp_path, tell=told.append)
 
 
-def test_what_is_kept_takes_no_time(tuned, model):
+def test_what_is_kept_takes_no_time(tuned, model, monkeypatch):
     _, folder = tuned
     told = []
     run(model, folder, tell=told.append)
     assert told == ["all measurements are kept from an earlier run"]
+    monkeypatch.setattr("kvswap_torch.tuning.pipeline.calibrate", lambda *a: pytest.fail(told[-1]))
+    other = dataclasses.replace(OPTIONS, sizes=(4, 8))
+    with pytest.raises(pytest.fail.Exception, match=r"at least .*: calibration \d.*, steps \d"):
+        run(model, folder, tell=told.append, options=other)
 
 
 def test_the_least_duration_counts_passes_and_steps():
