@@ -21,7 +21,7 @@ from bench.quality.budget import Bytes
 from bench.quality.document import Document, Sample
 from bench.quality.told import Told, score_sample
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.preset import PRESETS, find
+from kvswap_torch.preset import find
 
 if TYPE_CHECKING:
     from kvswap_torch import KVSwapCache
@@ -43,19 +43,22 @@ class Product:
     Parameters
     ----------
     config
-        None: the cache's own defaults.
+        None: the cache's own defaults, or the preset's.
     budget_bytes
         ``kv_memory_bytes``; None: no limit.
     question
         ``after``: a question is one chunk, which attends exactly when it is longer than
         ``select_queries_max``. ``inside``: token by token, under selection, as if it stood in the
         text.
+    preset
+        One that divides a budget itself, in the place of a config.
     """
 
     name: str
     config: SwapConfig | None
     budget_bytes: int | None
     question: str
+    preset: str | None = None
 
     @classmethod
     def named(cls, name: str, settings: dict[str, str], size: Bytes) -> Product:
@@ -76,6 +79,8 @@ class Product:
         changed = {key: _value(text) for key, text in settings.items() if key in CHANGED}
         budget = size.share(settings["memory"]) if "memory" in settings else None
         if "preset" in settings:
+            if find(settings["preset"]).divides and not changed:
+                return cls(name, None, budget, question, settings["preset"])
             config = cls._of_preset(settings["preset"], changed, budget, size)
         elif changed:
             config = dataclasses.replace(config or SwapConfig(), **changed)
@@ -84,11 +89,9 @@ class Product:
     @staticmethod
     def _of_preset(
         name: str, changed: dict[str, Any], budget: int | None, size: Bytes
-    ) -> SwapConfig | None:
-        """Its settings; None for the default, which the cache makes for its budget."""
+    ) -> SwapConfig:
+        """Its settings."""
         preset = find(name)
-        if preset is PRESETS[0] and not changed:
-            return None
         config = SwapConfig.preset(name, model=size.identity, **changed)
         if budget is None:
             return config
@@ -104,6 +107,7 @@ class Product:
             model,
             path=path,
             config=self.config,
+            preset=self.preset,
             kv_memory_bytes=self.budget_bytes,
             max_context=context,
             max_batch=1,

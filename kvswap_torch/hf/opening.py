@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class Wish:
                     f"{self.preset!r}, ...) is a config with other settings"
                 )
             config = self._config_of_preset(parts)
+        divides = self.preset is not None and find(self.preset).divides
         if config is not None and not isinstance(config, SwapConfig):
             config = SwapConfig.load(config)
         if self.keep is not None:
@@ -90,6 +92,7 @@ class Wish:
             config.check_model(parts.identity)
             check_pairs(config, parts)
         budget = budget_of(self.kv_memory_bytes, self.max_context, self.max_batch)
+        budget = dataclasses.replace(budget, divides=divides)
         projections = projections_of(config, parts)
         alike = {"identity": parts.identity, **settings_alike(config), **vars(budget)}
         if config is not None:

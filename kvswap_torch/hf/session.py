@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,9 @@ def session_options(
     """The fields of kvswap::CacheOptions by name, settings beside the others."""
     options: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
     return options | {
-        **dataclasses.asdict(budget),
+        "kv_memory_bytes": budget.kv_memory_bytes,
+        "max_context": budget.max_context,
+        "max_batch": budget.max_batch,
         "layers": parts.shape.layers,
         "query_heads": parts.shape.heads,
         "kv_heads": parts.shape.kv_heads,

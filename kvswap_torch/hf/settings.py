@@ -22,6 +22,7 @@ class Budget:
     kv_memory_bytes: int | None = None
     max_context: int | None = None
     max_batch: int | None = None
+    divides: bool = False  # a config that is given is divided like the defaults: `Preset.divides`
 
     @property
     def is_known(self) -> bool:
@@ -29,7 +30,8 @@ class Budget:
 
     def matters(self, config: SwapConfig | None) -> bool:
         """Whether the settings depend on batch and context at all."""
-        return self.kv_memory_bytes is not None or config is None or bool(config.table)
+        is_of_length = config is None or self.divides or bool(config.table)
+        return self.kv_memory_bytes is not None or is_of_length
 
 
 def budget_of(
@@ -79,8 +81,8 @@ def settle(
     """The settings for a run.
 
     A config's table gives the solution for the nearest (batch, context); a budget then lowers what
-    does not fit or, when there is no config, uses what there is. Before the first pass, with batch
-    or context not known, only what no run could do without is checked.
+    does not fit or, when there is no config or one to divide, uses what there is. Before the first
+    pass, with batch or context not known, only what no run could do without is checked.
 
     Parameters
     ----------
@@ -88,7 +90,9 @@ def settle(
         Pages are a device's, which has no kernels for int4 rows: they are not chosen unasked.
     """
     batch, context = ready_for(budget, first)
-    base = config or default_config(shape, context)
+    base = default_config(shape, context) if config is None else config
+    if config is not None and budget.divides:
+        base = at_length(config, context)
     if base.table and (budget.is_known or first is not None):
         base = base.for_batch_and_context(batch, context)
     base = dataclasses.replace(base, table=())
@@ -99,7 +103,7 @@ def settle(
     def uses(settings: SwapConfig) -> Mapping[str, int]:
         return need(settings, batch, context)
 
-    if config is not None:
+    if config is not None and not budget.divides:
         return fit_budget(request, shape, base, uses)
     return spend_budget(request, shape, base, uses, on_device)
 
@@ -118,13 +122,14 @@ def default_config(shape: ModelShape, context: int) -> SwapConfig:
     earlier), and only a calibration shows which. Without one, right answers go before hidden reads:
     on the reference model 10 of 10 answers are right this way and 0 of 10 with prediction.
     """
+    config = SwapConfig(score="mass")
+    return at_length(dataclasses.replace(config, rank=min(shape.width, config.rank)), context)
+
+
+def at_length(config: SwapConfig, context: int) -> SwapConfig:
+    """Settings for a short context, with as many groups and pages as one of that length wants."""
     from kvswap_torch import _C
 
-    config = SwapConfig(score="mass")
     factor = _C.length_factor(context)
-    return dataclasses.replace(
-        config,
-        rank=min(shape.width, config.rank),
-        groups_max=config.groups_max * factor,
-        pages_max=config.pages_max * factor,
-    )
+    groups, pages = config.groups_max * factor, config.pages_max * factor
+    return dataclasses.replace(config, groups_max=groups, pages_max=pages)

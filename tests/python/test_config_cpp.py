@@ -173,6 +173,9 @@ MODEL = {"layers": 3, "heads": 8, "kv_heads": 2, "head_dim": 32, "dtype": "bfloa
          "model_type": "qwen3"}  # fmt: skip
 
 
+LIMITS = ("kv_memory_bytes", "max_context", "max_batch")
+
+
 def shape_of(model: dict[str, Any]) -> ModelShape:
     return ModelShape(model["layers"], model["heads"], model["kv_heads"], model["head_dim"],
                       DTYPES[model["dtype"]].itemsize)  # fmt: skip
@@ -181,12 +184,12 @@ def shape_of(model: dict[str, Any]) -> ModelShape:
 def settled(request: dict[str, Any], config: SwapConfig | None, folder: Path) -> dict[str, Any]:
     """What `KVSwapCache` would settle on, as the probe answers."""
     shape, reserved = shape_of(request), request["reserved_bytes"]
-    budget = Budget(*(request[n] for n in ("kv_memory_bytes", "max_context", "max_batch")))
+    budget = Budget(*(request[name] for name in LIMITS))
     alignment = alignment_bytes(folder)
 
     def need(candidate: SwapConfig, batch: int, context: int) -> dict[str, int]:
         beside = reserved if candidate.look_ahead else 0
-        inner = dataclasses.asdict(budget)
+        inner = {name: getattr(budget, name) for name in LIMITS}
         if budget.kv_memory_bytes is not None:
             inner["kv_memory_bytes"] = max(1, budget.kv_memory_bytes - beside)
         options = {name: getattr(candidate, name) for name in SETTINGS} | inner

@@ -320,3 +320,15 @@ def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):
     ):
         with pytest.raises(ConfigError, match=told):
             CliRunner().invoke(app, [*start, *more], catch_exceptions=False)
+
+
+def test_fp8_records_divide_a_budget_as_the_default_does(tmp_path):
+    model = tiny_model("llama", max_position_embeddings=16384)
+    limits = {"kv_memory_bytes": 1_600_000, "max_context": 8192, "max_batch": 1}
+    chosen = []
+    for name in ("kvswap", "kvswap-fp8"):
+        with KVSwapCache(model, tmp_path, preset=name, **limits) as cache:
+            chosen.append(cache.driver.config)
+    assert [each.records for each in chosen] == ["model", "fp8"]
+    assert chosen[1].summary_dtype == chosen[0].summary_dtype != SwapConfig().summary_dtype
+    assert chosen[1].rank == chosen[0].rank == 16

@@ -335,6 +335,14 @@ def test_a_table_gives_the_nearest_solution():
     assert settled(config, Budget()).groups_max == config.groups_max  # nothing known yet
 
 
+def test_a_config_that_is_to_be_divided_is_divided_like_the_defaults():
+    config = default_config(SHAPE, 1)
+    for limits in ((600 << 10, 4096, 1), (1200 << 10, 8192, 1), (None, 8192, 1)):
+        divided = settled(config, Budget(*limits, divides=True))
+        assert divided == settled(None, Budget(*limits)) != settled(config, Budget(*limits))
+    assert Budget(divides=True).matters(config), "a long context has more groups"
+
+
 def test_a_budget_with_a_config_only_lowers():
     config = SwapConfig(rank=16, groups_max=50, pages_max=60)
     rich = settled(config, Budget(1 << 30, 4096, 1))
