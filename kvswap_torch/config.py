@@ -396,5 +396,8 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
 
 SETTINGS = tuple(item.name for item in dataclasses.fields(SwapConfig) if item.name not in APART)
 # What a row of the table may set.
-NOT_SOLVABLE = ("heads", "disk_quota_bytes", "checksum", "io_timeout_seconds", "wipe_on_close")
+NOT_SOLVABLE = (
+    *("heads", "projection_file", "disk_quota_bytes", "checksum", "io_timeout_seconds"),
+    "wipe_on_close",
+)
 SOLVABLE = tuple(name for name in SETTINGS if name not in NOT_SOLVABLE)

@@ -23,20 +23,29 @@ def check_model(config: SwapConfig, identity: ModelIdentity) -> None:
             "this model, or leave the config out"
         )
     if identity.layers is not None:
-        config.ranks(identity.layers)
-        for name in ("true_query_layers", "exact_layers"):
-            layers = getattr(config, name)
-            if any(layer >= identity.layers for layer in layers):
-                raise ConfigError(
-                    f"{name}: must be below {identity.layers}, the layers on disk, got "
-                    f"{list(layers)}"
-                )
-        _check_division(config, identity.layers, identity.heads)
+        _check_layers(config, identity.layers, identity.heads)
+        for row, solution in zip(config.table, config.solutions, strict=True):
+            try:
+                _check_layers(solution, identity.layers, identity.heads)
+            except ConfigError as error:
+                where = f"table: batch {row.batch}, context {row.context}"
+                raise ConfigError(f"{where}: {error}") from error
     if identity.kv_heads is not None and identity.head_dim is not None:
         width = config.row_heads(identity.kv_heads) * identity.head_dim
         for row in (config, *config.solutions):
             if row.takes_projections:
                 checked_rank(row.rank, width)
+
+
+def _check_layers(config: SwapConfig, layers: int, heads: int | None) -> None:
+    config.ranks(layers)
+    for name in ("true_query_layers", "exact_layers"):
+        numbers = getattr(config, name)
+        if any(number >= layers for number in numbers):
+            raise ConfigError(
+                f"{name}: must be below {layers}, the layers on disk, got {list(numbers)}"
+            )
+    _check_division(config, layers, heads)
 
 
 def _check_division(config: SwapConfig, layers: int, heads: int | None) -> None:
