@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -35,3 +36,15 @@ def named(path: str | Path) -> str:
     text = text_of(path, "saved cache's path")
     is_nameless = os.path.basename(text.rstrip("/")) in (".", "..")
     return os.path.realpath(text) if is_nameless else text
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether somebody has the saved cache open, asked without the patience of removing it."""
+    try:
+        with (path / "records.bin").open("rb") as records:
+            fcntl.flock(records, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -222,7 +222,9 @@ Status StagedFolder::replace() {
   const int durable = kernel().fsync(parent_.get());
   if (durable != 0) {
     // The old one comes back, and the new one goes with this object.
-    (void)kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
+    const int back =
+        kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
+    if (back != 0) staged_name_.clear();  // it stays where it is
     return failed(target_, "its parent folder must reach the disk", -durable);
   }
   // What stands under the hidden name is the old one.

@@ -165,6 +165,11 @@ def verify(saved: Path, console: Console) -> None:
 
     folder = _C.SavedCache(named(saved))
     folder.verify()
+    if not json.loads(folder.manifest)["settings"]["checksum"]:
+        raise ConfigError(
+            f"verify: {saved} must have checksums of its records to be checked, and was made with "
+            "checksum=false; its manifest and its state are whole"
+        )
     console.print(f"{escaped(str(saved))}: whole, {folder.tokens:,} tokens")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.saved_path import named
+from kvswap_torch.saved_path import is_in_use, named
 
 if TYPE_CHECKING:
     from kvswap_torch.config import SwapConfig
@@ -54,6 +54,11 @@ def check_folder(option: str, folder: Path, overwrite: bool | None = None) -> No
             raise ConfigError(
                 f"{option}: {folder} must be the folder of a saved cache to be replaced, and is "
                 "none; choose another path"
+            )
+        if is_in_use(Path(target)):
+            raise ConfigError(
+                f"{option}: {folder} must be open nowhere to be replaced, and somebody uses it; "
+                "end that, or choose another path"
             )
     parent, name = os.path.split(os.path.abspath(target))
     try:

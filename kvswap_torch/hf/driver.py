@@ -79,6 +79,7 @@ class SessionDriver:
         self._settled = self._settles_at_once
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = 0  # sequences when the pass began
+        self._longest = 0  # positions that there were when any key was made, as far as is known
         self._owner_pid, self.is_open = os.getpid(), True
         self.session: Any = None
         self._open(None)
@@ -209,7 +210,9 @@ class SessionDriver:
                 f"KVSwapCache: batch must stay {held} until reset(), got {batch}; "
                 "to repeat sequences use batch_repeat_interleave()"
             )
-        refuse_rope_crossing(self.parts, positions, tokens)
+        longest = self._longest if positions else 0
+        refuse_rope_crossing(self.parts, positions, tokens, longest)
+        self._longest = max(longest, positions + tokens)
         if not self._settled:
             self._open(FirstPass(batch, tokens))
             self._settled = True

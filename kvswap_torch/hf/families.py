@@ -294,15 +294,37 @@ def unsupported(name: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"KVSwapCache: {name} {why}")
 
 
-def refuse_rope_crossing(parts: ModelParts, positions: int, tokens: int) -> None:
-    """Long RoPE has other factors past the original length, which changes earlier keys."""
+def changes_with_length(parts: ModelParts) -> bool:
+    """Whether a text's length decides how its keys are rotated: no part of it is another's then."""
+    kinds = getattr(getattr(parts.decoder, "rotary_emb", None), "rope_type", "default")
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind in ("longrope", "dynamic") for kind in kinds)
+
+
+def refuse_rope_crossing(parts: ModelParts, positions: int, tokens: int, longest: int) -> None:
+    """Long RoPE has other factors past the original length, which changes earlier keys.
+
+    Parameters
+    ----------
+    positions, tokens
+        Before the pass, and of it.
+    longest
+        Positions that there were when any key of the cache was made.
+    """
     rope = getattr(parts.decoder, "rotary_emb", None)
+    settings = getattr(parts.config, "rope_parameters", None) or {}
     original = getattr(parts.config, "original_max_position_embeddings", None)
-    if getattr(rope, "rope_type", None) != "longrope" or original is None:
+    original = original or settings.get("original_max_position_embeddings")
+    if getattr(rope, "rope_type", None) != "longrope" or original is None or positions == 0:
         return
-    if 0 < positions <= original < positions + tokens:
-        raise UnsupportedModelError(
-            f"KVSwapCache: {parts.name} changes its rotary factors past {original} tokens, so a "
-            f"cache must not grow across that length, got {positions} + {tokens}; reset() and "
-            "prefill the whole text at once (a prompt that is longer from the start is fine)"
-        )
+    if positions <= original < positions + tokens:
+        how = "grow across that length"
+    elif positions + tokens <= original < longest:
+        how = f"go on below it after a text of {longest}"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"KVSwapCache: {parts.name} changes its rotary factors past {original} tokens, so a "
+        f"cache must not {how}, got {positions} + {tokens}; reset() and "
+        "prefill the whole text at once (a prompt that is longer from the start is fine)"
+    )

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.hf.families import changes_with_length
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -35,7 +36,7 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     """
     if ids is None:
         return "skipped: the cache was made from embeddings or another cache, and has no token ids"
-    if _changes_with_length(cache):
+    if changes_with_length(cache.parts):
         return "skipped: this model rotates keys by the length of the text"
     count = min(TOKENS, ids.shape[1])
     sequence = _without_padding(valid, count, ids.shape[0])
@@ -78,10 +79,3 @@ def _without_padding(valid: torch.Tensor | None, count: int, batch: int) -> int 
         return 0
     whole = (i for i in range(batch) if bool(valid[i, :count].all()))
     return next(whole, None)
-
-
-def _changes_with_length(cache: KVSwapCache) -> bool:
-    rope = getattr(cache.parts.decoder, "rotary_emb", None)
-    kinds = getattr(rope, "rope_type", "default")
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(kind in ("longrope", "dynamic") for kind in kinds)

@@ -60,6 +60,7 @@ class ContinuedDriver(SessionDriver):
         projections = [] if start.calibrated else None
         super().__init__(*arguments, projections=projections, **named)
         self._settles_at_once = self._settled = True
+        self._longest = max(0, start.session.common_positions())
         self.estimates.kinds = dict(start.estimated)
         self.padding.restore(start.valid)
 

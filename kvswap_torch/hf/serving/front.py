@@ -16,14 +16,40 @@ from kvswap_torch.hf.serving.line import CURRENT, Line, LineClosedError, LineFul
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 BODY_BYTES_MAX = 64 << 20
 NESTING_MAX = 100  # levels of a request's JSON
+PATIENCE_SECONDS = 60.0  # for a client that sends or takes nothing, while others wait
 _TEXTS = ("text", "input_text", "output_text", "refusal")
-# Of transformers' generation_config: each has a cache, or sequences, of its own.
-_ALONE = {
+# Of transformers' generation_config: each has a cache, or sequences, of its own, or begins again
+# with the whole prompt.
+ALONE: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "use_cache": True,
     "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": None,
 }
+# Of a request: what transformers' server would take, and answer as if it were not there.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+}
+# Of chat_template_kwargs: these are no template's own.
+_NO_TEMPLATES = (
+    *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "tokenizer_kwargs", "processor_kwargs"),
+)
 
 
 class RefusedError(KVSwapError):
@@ -128,6 +154,7 @@ class Front:
         except (LineFullError, LineClosedError) as error:
             raise RefusedError(503, str(error)) from error
         finally:
+            turn.gone.set()  # where the server ends at once, nobody else says it
             hanging_up.cancel()
             if not entering.cancel() and entering.exception() is None:
                 self._line.leave()
@@ -136,7 +163,7 @@ class Front:
         self, scope: dict, hanging_up: asyncio.Future, send: Callable, body: bytes, turn: Turn
     ) -> None:
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
-        is_whole = False
+        is_whole = is_stalled = False
 
         async def receive() -> dict:
             if bodies:
@@ -145,16 +172,24 @@ class Front:
             return {"type": "http.disconnect"}
 
         async def count_and_send(message: dict) -> None:
-            nonlocal is_whole
+            nonlocal is_whole, is_stalled
             if message["type"] == "http.response.start":
                 self._counts.add("requests", label=_status(message["status"]))
             elif not message.get("more_body"):
                 is_whole = True
-            await send(message)
+            try:
+                await asyncio.wait_for(send(message), PATIENCE_SECONDS)
+            except TimeoutError:
+                is_stalled = True  # others wait
+                turn.gone.set()
+                raise ConnectionError("the client takes nothing") from None
 
         token = CURRENT.set(turn)
         try:
             await self._app(scope, receive, count_and_send)
+        except Exception:
+            if not is_stalled:
+                raise
         finally:
             CURRENT.reset(token)
             if turn.gone.is_set() and not is_whole:
@@ -175,9 +210,11 @@ def check_request(body: bytes, name: str) -> None:
     asked = request.get("model", name)
     if asked != name:
         raise RefusedError(404, f"the model must be {name!r}, got {asked!r}", "model_not_found")
-    for field in ("n", "best_of"):
-        if request.get(field) not in (None, 1):
-            raise RefusedError(400, f"{field} must be 1: a cache holds one answer")
+    for field, only in _ONLY.items():
+        if request.get(field) is not None and request[field] not in only:
+            must = f"be {' or '.join(map(json.dumps, only))}" if only else "be left out"
+            raise RefusedError(400, f"{field} must {must}: this server has nothing else")
+    _check_template(request.get("chat_template_kwargs"))
     if request.get("generation_config") is not None:
         _check_generation(request["generation_config"])
     for field in ("messages", "input"):
@@ -219,12 +256,22 @@ def _check_messages(messages: Any, field: str) -> None:
                 raise RefusedError(400, f"{field} must be text: no images, no sound; got {kind!r}")
 
 
+def _check_template(given: Any) -> None:
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise RefusedError(400, "chat_template_kwargs must be a JSON object")
+    wrong = [name for name in _NO_TEMPLATES if name in given]
+    if wrong:
+        raise RefusedError(400, f"chat_template_kwargs must be without {', '.join(wrong)}")
+
+
 def _check_generation(config: Any) -> None:
     must = "generation_config must be a JSON object as text"
     settings = _parsed(config, must)
     if not isinstance(settings, dict):
         raise RefusedError(400, f"{must}, got {type(settings).__name__}")
-    wrong = [name for name, only in _ALONE.items() if settings.get(name, only) != only]
+    wrong = [name for name, only in ALONE.items() if settings.get(name, only) != only]
     if wrong:
         raise RefusedError(400, f"generation_config must be without {', '.join(wrong)}")
 
@@ -232,7 +279,10 @@ def _check_generation(config: Any) -> None:
 async def _body(receive: Callable) -> bytes:
     pieces, size, more = [], 0, True
     while more:
-        message = await receive()
+        try:
+            message = await asyncio.wait_for(receive(), PATIENCE_SECONDS)
+        except TimeoutError:
+            raise RefusedError(408, "the body must come without long pauses") from None
         if message["type"] == "http.disconnect":
             raise RefusedError(400, "the client hung up")
         pieces.append(message.get("body", b""))

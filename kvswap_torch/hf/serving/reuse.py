@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from kvswap_torch.chunks import even_chunks
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import CorruptionError, KVSwapError
 from kvswap_torch.hf.cache import KVSwapCache
+from kvswap_torch.hf.families import changes_with_length, model_parts
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.line import Turn
-from kvswap_torch.hf.serving.store import CacheStore, Entry, common_tokens
+from kvswap_torch.hf.serving.store import CacheStore, Entry, common_tokens, is_passing
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class PrefixReuse:
         self._prompt: torch.Tensor | None = None  # the first one that the cache has read
         self._counted: dict[str, float] = {}
         self._can_crop = True
+        self._reuses = not changes_with_length(model_parts(model))
 
     def generate(self, turn: Turn, streamer: Any = None, **arguments: Any) -> torch.Tensor:
         """As the model's own: ``input_ids`` ``[1, tokens]``, and what ``generate()`` takes.
@@ -82,7 +85,8 @@ class PrefixReuse:
         GoneError
             The client hung up; what was read until then stays in the cache.
         """
-        self._store.refresh()
+        with contextlib.suppress(OSError):  # a store that is away for a while
+            self._store.refresh()
         prompt = arguments["input_ids"][0].to("cpu", torch.int32)
         stream = _Stream(streamer)
         try:
@@ -90,7 +94,10 @@ class PrefixReuse:
             return self._answer(turn, stream, arguments)
         except GoneError:
             raise
-        except KVSwapError as error:
+        except Exception as error:
+            is_ours = isinstance(error, KVSwapError)
+            if stream.is_cut or not (is_ours or isinstance(error, RuntimeError)):
+                raise  # of what was asked, or between two steps: the cache is whole
             entry = self._entry
             self._leave_cache()
             if entry is not None and isinstance(error, CorruptionError):
@@ -99,7 +106,10 @@ class PrefixReuse:
                 raise
             logger.info("read anew, since the cache that was reused failed: %s", error)
             self._begin(prompt, turn)
-            return self._answer(turn, stream, arguments)
+            answer = self._answer(turn, stream, arguments)
+            if entry is not None and not is_ours:
+                self._store.set_aside(entry, error)  # the model failed with it, and not without
+            return answer
 
     def try_opening(self) -> None:
         """Opens an empty cache and closes it: who could open none is refused at the start.
@@ -136,6 +146,8 @@ class PrefixReuse:
 
     def _candidates(self, prompt: torch.Tensor) -> list[tuple[int, Entry | None]]:
         """The longest first, the open cache (None) before saved ones."""
+        if not self._reuses:
+            return []
         caches = [(self._tokens(), None), *((e.tokens, e) for e in self._store.entries)]
         found = []
         for tokens, entry in caches:
@@ -160,7 +172,11 @@ class PrefixReuse:
                     probe=not entry.is_probed,
                 )
             except KVSwapError as error:
-                self._store.set_aside(entry, error)
+                if not is_passing(error):
+                    self._store.set_aside(entry, error)
+                return False
+            if not self._store.is_as_before(entry):  # others have put another there
+                self._leave_cache()
                 return False
             self._entry, self._prompt, entry.is_probed = entry, entry.tokens, True
         beyond = self._cache.get_seq_length() - length
@@ -170,7 +186,7 @@ class PrefixReuse:
         except (ValueError, NotImplementedError, RuntimeError) as error:
             if isinstance(error, CorruptionError) and self._entry is not None:
                 self._store.set_aside(self._entry, error)
-            else:
+            elif not isinstance(error, KVSwapError):
                 self._can_crop = False  # layers in memory that cannot go back
             self._leave_cache()
             return False
@@ -228,7 +244,8 @@ class PrefixReuse:
     def _read(self, ids: torch.Tensor, turn: Turn) -> None:
         """All but the last pass's tokens, so that a client may hang up between passes."""
         begun = self._cache.get_seq_length()
-        for begin, end in even_chunks(ids.shape[1] - begun, self._options.prefill_chunk)[:-1]:
+        most = self._options.prefill_chunk if self._reuses else ids.shape[1]
+        for begin, end in even_chunks(ids.shape[1] - begun, most)[:-1]:
             if turn.gone.is_set():
                 raise GoneError("serve: the client hung up")
             chunk = ids[:, begun + begin : begun + end]
@@ -245,6 +262,8 @@ class PrefixReuse:
         tokens = self._tokens()
         if len(tokens) == 0:
             self._leave_cache()  # a request has made more sequences of it, or the last one failed
+            return
+        if not self._reuses:
             return
         if len(tokens) - self._store.covered(tokens) < self._options.save_from:
             return
@@ -278,6 +297,7 @@ class _Stream:
     def __init__(self, target: Any) -> None:
         self.target = target
         self.tokens = 0
+        self.is_cut = False  # nobody takes what is put
         self._puts = 0
         self._has_prompt = False
 
@@ -292,7 +312,11 @@ class _Stream:
         elif self._has_prompt:
             return
         self._has_prompt = True
-        self.target.put(value)
+        try:
+            self.target.put(value)
+        except Exception:
+            self.is_cut = True
+            raise
 
     def end(self) -> None:
         self.target.end()

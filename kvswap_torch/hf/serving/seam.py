@@ -5,6 +5,7 @@ Its handlers read requests, apply chat templates, make replies and events. Ours 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib
 import json
@@ -20,11 +21,12 @@ from kvswap_torch.hf.serving.reuse import GoneError, PrefixReuse
 # Module of transformers.cli.serving -> what it must have.
 NAMES = {
     "server": ("build_server",),
-    "utils": ("GenerateManager", "GenerationState", "Modality"),
+    "utils": ("GenerateManager", "GenerationState", "Modality", "_GenerationCancelled"),
     "chat_completion": ("ChatCompletionHandler",),
     "completion": ("CompletionHandler",),
     "response": ("ResponseHandler",),
 }
+_DONE = "data: [DONE]\n\n"
 _EXTRA = "pip install 'kvswap_torch[serve]'"
 
 
@@ -83,13 +85,14 @@ class _Answering:
 
     def generate(self, **arguments: Any) -> Any:
         prompt = arguments["input_ids"].shape[1]
+        cancelled = names()["_GenerationCancelled"]
         try:
             ids = self._reuse.generate(self._turn, **arguments)
-        except (RuntimeError, ValueError, OSError) as error:
-            if "streamer" not in arguments:
+        except Exception as error:
+            if "streamer" not in arguments or isinstance(error, cancelled):
                 raise
             # The server puts it into an event's JSON as it stands.
-            raise RuntimeError(json.dumps(str(error))[1:-1]) from error
+            raise RuntimeError(json.dumps(str(error) or repr(error))[1:-1]) from error
         self._counts.add("prompt_tokens", prompt)
         self._counts.add("cached_tokens", self._turn.cached_tokens)
         self._counts.add("generated_tokens", ids.shape[1] - prompt)
@@ -99,6 +102,10 @@ class _Answering:
 def _manager(base: type, reuse: PrefixReuse, max_context: int, counts: Counts) -> Any:
     class Manager(base):
         """Generates with `PrefixReuse`, and saves afterwards, on the one thread."""
+
+        def async_submit(self, fn: Callable, *args: Any, **kwargs: Any) -> asyncio.Future:
+            """As the base's, whose thread does not survive that the loop is closed meanwhile."""
+            return asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
         def generate_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
@@ -145,12 +152,13 @@ def _manager(base: type, reuse: PrefixReuse, max_context: int, counts: Counts) -
     return Manager()
 
 
-def _handler(base: type) -> type:
+def _handler(base: type, last_event: str = "") -> type:
     class Handler(base):
         """Says what is wrong with a request, and how many tokens were in a cache."""
 
         async def handle_request(self, body: dict, request_id: str) -> Any:
             from fastapi import HTTPException
+            from jinja2 import TemplateError
 
             body.setdefault("stream", False)  # transformers streams responses unless it is there
             try:
@@ -162,10 +170,16 @@ def _handler(base: type) -> type:
             except StorageError as error:
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise HTTPException(507 if is_full else 500, str(error)) from error
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            except TemplateError as error:
+                raise HTTPException(
+                    400, f"the messages must be what the model's chat template takes: {error}"
+                ) from error
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 said = f"{type(error).__name__}: {error}"
                 raise HTTPException(400, f"the request must be one of OpenAI's: {said}") from error
-            return _with_cached_tokens(response, CURRENT.get())
+            except (RuntimeError, OSError) as error:
+                raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+            return _with_cached_tokens(response, CURRENT.get(), last_event)
 
     return Handler
 
@@ -186,9 +200,10 @@ def build_app(
 
     pinned = _Pinned(name, model, tokenizer, found["Modality"].LLM)
     state = State()
-    kinds = ("ChatCompletionHandler", "CompletionHandler", "ResponseHandler")
+    kinds = {"ChatCompletionHandler": _DONE, "CompletionHandler": _DONE, "ResponseHandler": ""}
     chat, completion, response = (
-        _handler(found[kind])(model_manager=pinned, generation_state=state) for kind in kinds
+        _handler(found[kind], last)(model_manager=pinned, generation_state=state)
+        for kind, last in kinds.items()
     )
     app = found["build_server"](pinned, chat, completion, response, None, None, state)
     _word_errors(app)
@@ -213,22 +228,25 @@ def _word_errors(app: Any) -> None:
 # What a reply says of tokens.
 
 
-def _with_cached_tokens(response: Any, turn: Turn) -> Any:
-    """The reply with the number of cached tokens in its usage."""
+def _with_cached_tokens(response: Any, turn: Turn, last_event: str) -> Any:
+    """The reply with the number of cached tokens in its usage; of a stream the last event too."""
     from fastapi.responses import JSONResponse
 
     if hasattr(response, "body_iterator"):
-        response.body_iterator = _told(response.body_iterator, turn)
+        response.body_iterator = _told(response.body_iterator, turn, last_event)
         return response
     content = json.loads(response.body)
     _tell(content, turn)
     return JSONResponse(content, response.status_code)
 
 
-async def _told(events: Any, turn: Turn) -> AsyncIterator[str]:
+async def _told(events: Any, turn: Turn, last_event: str) -> AsyncIterator[str]:
     async with aclosing(events):
         async for text in events:
-            yield _tell_lines(text, turn) if '"usage"' in text else text
+            is_told = '"usage"' in text or '{"error": "' in text
+            yield _tell_lines(text, turn) if is_told else text
+    if last_event:
+        yield last_event
 
 
 def _tell_lines(text: str, turn: Turn) -> str:
@@ -236,6 +254,8 @@ def _tell_lines(text: str, turn: Turn) -> str:
     for line in text.split("\n"):
         if line.startswith("data: {"):
             content = json.loads(line.removeprefix("data: "))
+            if isinstance(content.get("error"), str):
+                content["error"] = {"message": content["error"], "type": "error", "code": None}
             _tell(content, turn)
             line = f"data: {json.dumps(content)}"
         lines.append(line)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.serving import seam
 from kvswap_torch.hf.serving.counts import Counts
-from kvswap_torch.hf.serving.front import Front
+from kvswap_torch.hf.serving.front import ALONE, Front
 from kvswap_torch.hf.serving.line import Line
 from kvswap_torch.hf.serving.reuse import CacheOptions, PrefixReuse
 from kvswap_torch.hf.serving.store import CacheStore
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,13 @@ class Server:
         self.counts = Counts()
         parts = model_parts(model)
         self.store = CacheStore(options.store, options.store_limit_bytes, parts, self.counts)
+        context = caches.max_context or getattr(parts.config, "max_position_embeddings", None)
+        if caches.kv_memory_bytes is not None:  # what is promised must have a place
+            caches = dataclasses.replace(caches, max_context=context)
+        context = context or 1 << 30
         reuse = PrefixReuse(model, self.store, caches, self.counts)
         reuse.try_opening()
-        context = caches.max_context or getattr(parts.config, "max_position_embeddings", 1 << 30)
+        _generate_alone(model)
         app, self._finish = seam.build_app(
             model, tokenizer, options.name, context, reuse, self.counts
         )
@@ -126,6 +134,22 @@ class Server:
             self.close()
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+def _generate_alone(model: Any) -> None:
+    """A model's own generation settings may ask for what no request may."""
+    config = deepcopy(model.generation_config)
+    changed = {
+        name: only
+        for name, only in ALONE.items()
+        if getattr(config, name, None) not in (None, only)
+    }
+    if not changed:
+        return
+    logger.warning("serve: of the model's generation settings these are set: %s", changed)
+    for name, only in changed.items():
+        setattr(config, name, only)
+    model.generation_config = config
 
 
 def _ignore(number: int, frame: Any) -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.saved_checks import check_model
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.saved_path import is_in_use
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # What a killed save, or a killed removal, has left; see StagedFolder in C++.
 _LEFT = re.compile(r"\..+\.[a-z0-9]{16}")
+_PASSING = (errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM,
+            errno.EAGAIN, errno.EINTR)  # fmt: skip
+_FILES = ("manifest.json", "state.safetensors", "records.bin")
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Entry:
 
     Parameters
     ----------
+    identity
+        Tells it from one that others put in its place; empty: look again.
     tokens
         ``[tokens]`` int32, what it has read; None where it cannot be used here.
     used_ns
@@ -51,7 +56,7 @@ class Entry:
     """
 
     path: Path
-    inode: int
+    identity: tuple[int, ...]
     bytes: int
     used_ns: int
     tokens: torch.Tensor | None = None
@@ -114,11 +119,9 @@ class CacheStore:
         for place in os.scandir(self._folder):
             if place.name.startswith(".") or not place.is_dir(follow_symlinks=False):
                 continue
-            if not os.path.lexists(Path(place) / "manifest.json"):
-                continue
             known = self._entries.get(place.name)
-            with contextlib.suppress(FileNotFoundError):
-                is_same = known is not None and known.inode == place.inode()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                is_same = known is not None and known.identity == _identity(Path(place))
                 found[place.name] = known if is_same else self._load(Path(place))
         self._entries = found
         self._count()
@@ -132,6 +135,13 @@ class CacheStore:
         entry.used_ns = time.time_ns()
         with contextlib.suppress(OSError):  # a store that is read-only
             os.utime(entry.path, ns=(entry.used_ns, entry.used_ns))
+
+    def is_as_before(self, entry: Entry) -> bool:
+        """Whether nobody has put another in its place since it was looked at."""
+        try:
+            return _identity(entry.path) == entry.identity
+        except OSError:
+            return False
 
     def set_aside(self, entry: Entry, error: Exception) -> None:
         """It is not used again; said once."""
@@ -172,7 +182,7 @@ class CacheStore:
         for entry in oldest:
             if self.bytes + needed <= self._limit_bytes:
                 break
-            if not entry.is_kept and not _is_in_use(entry.path):
+            if not entry.is_kept and not is_in_use(entry.path):
                 self._remove(entry)
         self._count()
         return self.bytes + needed <= self._limit_bytes
@@ -193,17 +203,20 @@ class CacheStore:
     def _load(self, path: Path) -> Entry:
         from kvswap_torch import _C
 
-        facts = path.stat()
+        identity, facts = _identity(path), path.stat()
         files = (file.stat() for file in path.iterdir())
         entry = Entry(
             path=path,
-            inode=facts.st_ino,
+            identity=identity,
             bytes=sum(512 * file.st_blocks for file in files),
             used_ns=facts.st_mtime_ns,
         )
         try:
             saved = _C.SavedCache(str(path))
         except KVSwapError as error:
+            if is_passing(error):  # somebody is looking at it, or there is no descriptor left
+                entry.identity = ()
+                return entry
             entry.is_kept = True  # damaged, or newer
             self._say(f"{path} is left out: {error}")
             return entry
@@ -234,7 +247,12 @@ class CacheStore:
                 descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(place)
+                    found = os.listdir(place)
+                    if not set(found) <= set(_FILES):
+                        continue  # no save's
+                    for name in found:
+                        Path(place, name).unlink()
+                    os.rmdir(place)
                 finally:
                     os.close(descriptor)
 
@@ -256,16 +274,17 @@ def _saved_bytes(stats: CacheStats) -> int:
     return stats.kv_bytes_on_disk + beside + 16 * stats.tokens + (16 << 10)
 
 
-def _is_in_use(path: Path) -> bool:
-    """Whether somebody has it open: asked without the patience that removing it has."""
-    try:
-        with (path / "records.bin").open("rb") as records:
-            fcntl.flock(records, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+def _identity(path: Path) -> tuple[int, ...]:
+    """Of the saved cache there; numbers of folders and files alone are given out again at once."""
+    files = (os.stat(path, follow_symlinks=False), os.stat(path / "manifest.json"))
+    return tuple(part for file in files for part in (file.st_ino, file.st_dev)) + (
+        files[1].st_ctime_ns,
+    )
+
+
+def is_passing(error: Exception) -> bool:
+    """A failure that says nothing about the cache."""
+    return isinstance(error, StorageError) and error.errno in _PASSING
 
 
 def _tokens_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
