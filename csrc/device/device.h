@@ -133,6 +133,9 @@ struct ScratchSizes {
 struct DeviceKind {
   std::function<Result<std::unique_ptr<Device>>()> make;
   ScratchSizes scratch;
+  // Of a head, what its kernels attend: a multiple of the unit, at most this many numbers.
+  int64_t head_dim_unit = 1;
+  int64_t head_dim_max = 1024;
 };
 
 /// Gives each of `events` an event of its own.

@@ -137,6 +137,12 @@ Status EngineOptions::validate() const {
   if (device && groups_max > cuda::kTopKMax) {
     return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);
   }
+  if (device && (head_dim > device->head_dim_max || head_dim % device->head_dim_unit != 0)) {
+    return Status::invalid("session: head_dim must be a multiple of " +
+                           std::to_string(device->head_dim_unit) + " and at most " +
+                           std::to_string(device->head_dim_max) + " on this device, got " +
+                           std::to_string(head_dim));
+  }
   return Status::ok();
 }
 

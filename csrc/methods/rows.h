@@ -118,7 +118,7 @@ struct RowsKind {
 };
 
 /// Are rows made and scored on the device, where there is one? Not by the best head, in two stages,
-/// with int4 rows, or where a row of a group is wider than kSummaryRankMax.
+/// with int4 rows, or where a row is wider than kSummaryRankMax.
 bool has_device_kernels(const MethodOptions& options);
 
 /// Is there such a kind, and does it know these settings? What it does not is refused by name.

@@ -104,7 +104,10 @@ bool has_device_kernels(const MethodOptions& options) {
       options.summary_dtype == DType::kInt4) {
     return false;
   }
-  return kind.takes_projections || kind.shape(options, 0).width <= cuda::kSummaryRankMax;
+  const auto most = std::max_element(options.ranks.begin(), options.ranks.end());
+  const int64_t rank = most == options.ranks.end() ? 0 : *most;
+  const int64_t widest = kind.takes_projections ? rank : kind.shape(options, 0).width;
+  return widest <= cuda::kSummaryRankMax;
 }
 
 Status check_method(const MethodOptions& options) {

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "<{{ message['content'] }}>{% endfor %}"
+)
 
 
 def make_model(folder: Path) -> Any:
@@ -83,10 +87,12 @@ class Served:
 
 
 def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: Any) -> None:
+    from kvswap_torch.hf.serving import front
     from kvswap_torch.hf.serving.reuse import CacheOptions
     from kvswap_torch.hf.serving.server import Server, ServerOptions
     from tests.python.tiny_models import COVERING
 
+    front.PATIENCE_SECONDS = options.pop("patience", front.PATIENCE_SECONDS)
     caches = {
         name: options.pop(name) for name in ("max_context", "prefill_chunk") if name in options
     }

@@ -281,6 +281,8 @@ DeviceKind cuda_device(int index) {
     return cuda::select_groups_scratch_bytes(args);
   };
   kind.scratch.paged_attention = cuda::paged_attention_scratch_bytes;
+  kind.head_dim_unit = 8;  // kernels/cuda/kernels.h
+  kind.head_dim_max = 256;
   return kind;
 }
 

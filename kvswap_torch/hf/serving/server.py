@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import ipaddress
 import logging
@@ -23,6 +24,7 @@ from kvswap_torch.hf.serving.reuse import CacheOptions, PrefixReuse
 from kvswap_torch.hf.serving.store import CacheStore
 
 logger = logging.getLogger(__name__)
+GRACE_SECONDS = 5  # for clients that take nothing, once nothing is answered any more
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,16 @@ class Server:
 
             async def shutdown(self, sockets: Any = None) -> None:
                 line.close()
+                while line.running and not self.force_exit:
+                    await asyncio.sleep(0.05)
                 await super().shutdown(sockets)
 
-        config = uvicorn.Config(self.app, log_level=logging.WARNING, lifespan="off")
+        config = uvicorn.Config(
+            self.app,
+            log_level=logging.WARNING,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
         # uvicorn raises its signals once more at the end, for whom it finds here.
         before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
         try:

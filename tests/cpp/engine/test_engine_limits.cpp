@@ -1,6 +1,7 @@
 // The budget, the quota and the promises about context and batch; nothing is kept of what is
 // refused.
 
+#include "device/host_device.h"
 #include "engine_run.h"
 #include "kvswap/settings_rules.h"
 
@@ -254,6 +255,22 @@ TEST(Options, ThatCannotWorkAreRefused) {
     const auto engine = Engine::create(options, nullptr);
     ASSERT_FALSE(engine.is_ok());
     EXPECT_EQ(engine.status().code(), StatusCode::kInvalid) << engine.status().message();
+  }
+}
+
+TEST(Options, HeadsThatADeviceCannotAttendAreRefused) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.device = host_device({});
+  options.device->head_dim_unit = 8;  // as CUDA
+  options.device->head_dim_max = 256;
+  for (const auto& [head_dim, is_right] : {std::pair{252, false}, {256, true}, {264, false}}) {
+    options.head_dim = head_dim;
+    const auto engine = Engine::create(options, nullptr);
+    ASSERT_EQ(engine.is_ok(), is_right) << head_dim;
+    const std::string told = is_right ? "" : engine.status().message();
+    EXPECT_EQ(told.find("head_dim must be a multiple of 8 and at most 256") == std::string::npos,
+              is_right);
   }
 }
 

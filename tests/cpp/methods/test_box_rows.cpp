@@ -173,6 +173,15 @@ TEST(BoxRows, ABoxWiderThanTheKernelsTakeIsTheHosts) {
   EXPECT_TRUE(has_device_kernels(options));
 }
 
+TEST(BoxRows, MoreColumnsThanTheKernelsTakeAreTheHosts) {
+  MethodOptions options = box_options(16, DType::kBFloat16);
+  options.rows = "low_rank";
+  options.ranks = {8, 1024};
+  EXPECT_TRUE(has_device_kernels(options));
+  options.ranks = {8, 1025};
+  EXPECT_FALSE(has_device_kernels(options));
+}
+
 TEST(BoxRows, TheScoreIsABoundAtEveryPrecision) {
   std::mt19937_64 random(3);
   std::normal_distribution<float> normal;
