@@ -77,8 +77,9 @@ def joined(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             key = (*(result.get(name) for name in SAME), length, part["documents"])
             known = found.setdefault(key, {**result, "lengths": {length: {**part}}})
             into = known["lengths"][length]
-            into["methods"] = into["methods"] | part["methods"]
-            into["impossible"] = into["impossible"] | part["impossible"]
+            for kind, other in (("methods", "impossible"), ("impossible", "methods")):
+                left = {name: it for name, it in into[kind].items() if name not in part[other]}
+                into[kind] = left | part[kind]
     return list(found.values())
 
 

@@ -98,6 +98,11 @@ def test_runs_over_the_same_documents_fill_one_table():
     found = by_name(rows)
     assert "| 0.75, reads 0 B |" in found["quest"]
     assert "| 0.50, reads 0 B |" in found["loki"]
+    later = run({"full": full, loki: right(0.5)}, impossible={quest: "kv_memory_bytes: ..."})
+    found = by_name(list(preset_rows([earlier, later])))
+    assert "| does not fit |" in found["quest"]
+    found = by_name(list(preset_rows([later, earlier])))
+    assert "| 0.25, reads 0 B |" in found["quest"]
     assert "needs a file of the model" in found["compresskv"]
     rows = list(preset_rows([earlier, run({"full": full, quest: right(0.5)}, digest="b")]))
     assert sum("full cache" in row for row in rows) == 2

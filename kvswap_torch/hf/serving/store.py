@@ -120,7 +120,7 @@ class CacheStore:
             if place.name.startswith(".") or not place.is_dir(follow_symlinks=False):
                 continue
             known = self._entries.get(place.name)
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(OSError):  # none of ours, or gone meanwhile
                 is_same = known is not None and known.identity == _identity(Path(place))
                 found[place.name] = known if is_same else self._load(Path(place))
         self._entries = found
