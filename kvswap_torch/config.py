@@ -395,9 +395,6 @@ class SwapConfig(ClusterSettings, DiskSettings, ConfigFacts):
 
 
 SETTINGS = tuple(item.name for item in dataclasses.fields(SwapConfig) if item.name not in APART)
-# What a row of the table may set.
-NOT_SOLVABLE = (
-    *("heads", "projection_file", "disk_quota_bytes", "checksum", "io_timeout_seconds"),
-    "wipe_on_close",
-)
-SOLVABLE = tuple(name for name in SETTINGS if name not in NOT_SOLVABLE)
+NOT_SOLVABLE = ("heads", "projection_file", "disk_quota_bytes", "checksum", "io_timeout_seconds",
+                "wipe_on_close")  # fmt: skip
+SOLVABLE = tuple(name for name in SETTINGS if name not in NOT_SOLVABLE)  # by a table's row
