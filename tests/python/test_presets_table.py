@@ -90,6 +90,13 @@ def test_a_row_says_what_was_right_what_was_read_and_what_does_not_fit():
     assert "| not run | does not fit | 34.0 of 91.6" in found["loki"]
 
 
+def test_where_the_full_cache_can_do_no_task_all_that_was_asked_counts():
+    asked = {"tasks": {"asked": {"answers": 9, "exact": [0.4, 0, 1]}}, "bytes_read_per_token": 0}
+    rows = list(preset_rows([run({"full": asked, preset_method("quest", "1/4"): asked})]))
+    assert rows[0] == "**tiny**, 4,096 tokens, documents: 1, answers: 9"
+    assert "| 0.40, reads 0 B |" in by_name(rows)["quest"]
+
+
 def test_runs_over_the_same_documents_fill_one_table():
     full, quest, loki = right(0.75), preset_method("quest", "1/4"), preset_method("loki", "1/4")
     earlier = run({"full": full, quest: right(0.25), loki: right(0.5)})
