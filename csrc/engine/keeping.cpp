@@ -90,11 +90,13 @@ Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) 
     kept.seen_positions = std::max(kept.seen_positions, positions);
     if (parts_.keep.weighs_disk) stagger(layer, part);
     kept.count_queries(fresh, options.keep_interval);
-    if (is_part_observed && !is_weighed) KVSWAP_RETURN_IF_ERROR(step_.weigh(attended));
-    is_weighed |= is_part_observed;
-    if (is_part_observed) add_paid(layer, part, fresh, attended);
-    const bool sums_up = parts_.keep.kind.accumulates || !parts_.keep.weighs_attended;
-    if (!sums_up && batch_.fits(layer, part)) {
+    if (is_part_observed) {
+      if (!is_weighed) KVSWAP_RETURN_IF_ERROR(step_.weigh(attended));
+      is_weighed = true;
+      add_paid(layer, part, fresh, attended);
+    }
+    const bool may_pass = parts_.keep.weighs_attended && !parts_.keep.kind.accumulates;
+    if (may_pass && batch_.fits(layer, part)) {
       kept.pass_turn(options.keep_interval, parts_.keep.shares_groups);
     }
   }

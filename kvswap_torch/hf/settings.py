@@ -90,9 +90,10 @@ def settle(
         Pages are a device's, which has no kernels for int4 rows: they are not chosen unasked.
     """
     batch, context = ready_for(budget, first)
-    base = default_config(shape, context) if config is None else config
-    if config is not None and budget.divides:
-        base = at_length(config, context)
+    if config is None:
+        base = default_config(shape, context)
+    else:
+        base = at_length(config, context) if budget.divides else config
     if base.table and (budget.is_known or first is not None):
         base = base.for_batch_and_context(batch, context)
     base = dataclasses.replace(base, table=())

@@ -26,6 +26,7 @@ from kvswap_torch.hf.serving import server as server_module
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.store import CacheStore
 from tests.python.serving_process import Served, make_model
+from tests.python.test_serving import send
 from tests.python.test_serving_reuse import Desk, asked, in_memory, text
 from tests.python.tiny_models import COVERING, greedy, prompt, tiny_model
 
@@ -190,19 +191,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.close()
 
 
-def asking(served: Served, seconds: float = 60.0) -> http.client.HTTPConnection:
-    host, port = served.address.removeprefix("http://").split(":")
-    return http.client.HTTPConnection(host, int(port), timeout=seconds)
-
-
 def post(served: Served, path: str, **body: Any) -> tuple[int, str]:
-    connection = asking(served)
-    kind = {"Content-Type": "application/json"}
-    connection.request("POST", path, json.dumps({"temperature": 0} | body), kind)
-    reply = connection.getresponse()
-    told = reply.status, reply.read().decode()
-    connection.close()
-    return told
+    return send(served, "POST", path, {"temperature": 0} | body)
 
 
 def test_streams_end_and_fail_as_openais_do(tiny: Served, tmp_path: Path) -> None:
@@ -247,7 +237,8 @@ def test_a_client_that_takes_nothing_lets_others_go_on(tiny: Served, tmp_path: P
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_second_ctrl_c_ends_it_at_once(tiny: Served, tmp_path: Path, streams: bool) -> None:
     pid = tiny.start(store=str(tmp_path))["pid"]
-    connection = asking(tiny)
+    host, port = tiny.address.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))
     body = {"prompt": "x" * 40, "max_tokens": 1900, "temperature": 0, "stream": streams}
     kind = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), kind)

@@ -100,8 +100,7 @@ class Front:
         except RefusedError as error:
             if scope["path"] in PATHS:
                 self._counts.add("requests", label=_status(error.status))
-            content = {"message": str(error), "type": "error", "code": error.code}
-            await _reply(send, error.status, json.dumps({"error": content}))
+            await _reply(send, error.status, json.dumps(error_reply(str(error), error.code)))
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
         method, path = scope["method"], scope["path"]
@@ -194,6 +193,11 @@ class Front:
             CURRENT.reset(token)
             if turn.gone.is_set() and not is_whole:
                 self._counts.add("gone")
+
+
+def error_reply(message: str, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": "error", "code": code}}
 
 
 def check_request(body: bytes, name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvswap_torch.errors import BudgetError, StorageError
 from kvswap_torch.hf.serving.counts import Counts
+from kvswap_torch.hf.serving.front import error_reply
 from kvswap_torch.hf.serving.line import CURRENT, Turn
 from kvswap_torch.hf.serving.reuse import GoneError, PrefixReuse
 
@@ -80,16 +81,18 @@ class _Pinned:
 class _Answering:
     """What a generate manager treats as the model: `PrefixReuse` for one request."""
 
-    def __init__(self, reuse: PrefixReuse, turn: Turn, counts: Counts) -> None:
+    def __init__(
+        self, reuse: PrefixReuse, turn: Turn, counts: Counts, cancelled: type[Exception]
+    ) -> None:
         self._reuse, self._turn, self._counts = reuse, turn, counts
+        self._cancelled = cancelled
 
     def generate(self, **arguments: Any) -> Any:
         prompt = arguments["input_ids"].shape[1]
-        cancelled = names()["_GenerationCancelled"]
         try:
             ids = self._reuse.generate(self._turn, **arguments)
         except Exception as error:
-            if "streamer" not in arguments or isinstance(error, cancelled):
+            if "streamer" not in arguments or isinstance(error, self._cancelled):
                 raise
             # The server puts it into an event's JSON as it stands.
             raise RuntimeError(json.dumps(str(error) or repr(error))[1:-1]) from error
@@ -99,8 +102,8 @@ class _Answering:
         return ids
 
 
-def _manager(base: type, reuse: PrefixReuse, max_context: int, counts: Counts) -> Any:
-    class Manager(base):
+def _manager(found: dict[str, Any], reuse: PrefixReuse, max_context: int, counts: Counts) -> Any:
+    class Manager(found["GenerateManager"]):
         """Generates with `PrefixReuse`, and saves afterwards, on the one thread."""
 
         def async_submit(self, fn: Callable, *args: Any, **kwargs: Any) -> asyncio.Future:
@@ -147,7 +150,7 @@ def _manager(base: type, reuse: PrefixReuse, max_context: int, counts: Counts) -
                 )
             gen_config.max_new_tokens = room if asked is None else min(asked, room)
             gen_config.return_dict_in_generate = False
-            return _Answering(reuse, CURRENT.get(), counts)
+            return _Answering(reuse, CURRENT.get(), counts, found["_GenerationCancelled"])
 
     return Manager()
 
@@ -192,7 +195,7 @@ def build_app(
     `CURRENT` must be set where it is called, and one request runs at a time.
     """
     found = names()
-    manager = _manager(found["GenerateManager"], reuse, max_context, counts)
+    manager = _manager(found, reuse, max_context, counts)
 
     class State(found["GenerationState"]):
         def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
@@ -221,8 +224,7 @@ def _word_errors(app: Any) -> None:
 
     @app.exception_handler(HTTPException)
     async def word(request: Request, error: HTTPException) -> JSONResponse:
-        content = {"message": error.detail, "type": "error", "code": None}
-        return JSONResponse({"error": content}, error.status_code)
+        return JSONResponse(error_reply(error.detail), error.status_code)
 
 
 # What a reply says of tokens.
@@ -255,7 +257,7 @@ def _tell_lines(text: str, turn: Turn) -> str:
         if line.startswith("data: {"):
             content = json.loads(line.removeprefix("data: "))
             if isinstance(content.get("error"), str):
-                content["error"] = {"message": content["error"], "type": "error", "code": None}
+                content |= error_reply(content["error"])
             _tell(content, turn)
             line = f"data: {json.dumps(content)}"
         lines.append(line)

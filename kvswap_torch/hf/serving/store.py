@@ -276,10 +276,8 @@ def _saved_bytes(stats: CacheStats) -> int:
 
 def _identity(path: Path) -> tuple[int, ...]:
     """Of the saved cache there; numbers of folders and files alone are given out again at once."""
-    files = (os.stat(path, follow_symlinks=False), os.stat(path / "manifest.json"))
-    return tuple(part for file in files for part in (file.st_ino, file.st_dev)) + (
-        files[1].st_ctime_ns,
-    )
+    manifest = os.stat(path / "manifest.json")
+    return path.stat().st_ino, manifest.st_ino, manifest.st_ctime_ns
 
 
 def is_passing(error: Exception) -> bool:
