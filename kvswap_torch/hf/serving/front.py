@@ -218,6 +218,7 @@ def check_request(body: bytes, name: str) -> None:
         if request.get(field) is not None and request[field] not in only:
             must = f"be {' or '.join(map(json.dumps, only))}" if only else "be left out"
             raise RefusedError(400, f"{field} must {must}: this server has nothing else")
+    _check_stop(request.get("stop"))
     _check_template(request.get("chat_template_kwargs"))
     if request.get("generation_config") is not None:
         _check_generation(request["generation_config"])
@@ -258,6 +259,12 @@ def _check_messages(messages: Any, field: str) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind not in _TEXTS:
                 raise RefusedError(400, f"{field} must be text: no images, no sound; got {kind!r}")
+
+
+def _check_stop(given: Any) -> None:
+    texts = given if isinstance(given, list) else [given]
+    if given is not None and not all(isinstance(text, str) and text for text in texts):
+        raise RefusedError(400, f"stop must be a text or texts, none empty, got {given!r}")
 
 
 def _check_template(given: Any) -> None:

@@ -24,6 +24,7 @@ class Turn:
     def __init__(self) -> None:
         self.gone = threading.Event()
         self.cached_tokens = 0
+        self.stops: tuple[str, ...] = ()
 
 
 # Of the request that runs in this context.

@@ -18,6 +18,7 @@ from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.front import error_reply
 from kvswap_torch.hf.serving.line import CURRENT, Turn
 from kvswap_torch.hf.serving.reuse import GoneError, PrefixReuse
+from kvswap_torch.hf.serving.stops import EndedQueue, end_reply
 
 # Module of transformers.cli.serving -> what it must have.
 NAMES = {
@@ -114,9 +115,12 @@ def _manager(found: dict[str, Any], reuse: PrefixReuse, max_context: int, counts
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
         ) -> Any:
             answering = self._admit(inputs, gen_config)
-            streamed = super().generate_streaming(answering, processor, inputs, gen_config, **rest)
+            pieces, streamer = super().generate_streaming(
+                answering, processor, inputs, gen_config, **rest
+            )
             self.submit(reuse.settle)
-            return streamed
+            stops = CURRENT.get().stops
+            return EndedQueue(pieces, stops) if stops else pieces, streamer
 
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
@@ -157,7 +161,18 @@ def _manager(found: dict[str, Any], reuse: PrefixReuse, max_context: int, counts
 
 def _handler(base: type, last_event: str = "") -> type:
     class Handler(base):
-        """Says what is wrong with a request, and how many tokens were in a cache."""
+        """Says what is wrong with a request, and how many tokens were in a cache.
+
+        Samples at a temperature above 0, and ends before a `stop` text, as OpenAI's does.
+        """
+
+        def _build_generation_config(self, body: dict, *args: Any, **kwargs: Any) -> Any:
+            stop = body.get("stop") or None  # no text in a list is none
+            config = super()._build_generation_config(body | {"stop": stop}, *args, **kwargs)
+            if body.get("temperature"):
+                config.do_sample = True
+            CURRENT.get().stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+            return config
 
         async def handle_request(self, body: dict, request_id: str) -> Any:
             from fastapi import HTTPException
@@ -182,7 +197,7 @@ def _handler(base: type, last_event: str = "") -> type:
                 raise HTTPException(400, f"the request must be one of OpenAI's: {said}") from error
             except (RuntimeError, OSError) as error:
                 raise HTTPException(500, f"{type(error).__name__}: {error}") from error
-            return _with_cached_tokens(response, CURRENT.get(), last_event)
+            return _as_openais(response, CURRENT.get(), last_event)
 
     return Handler
 
@@ -227,17 +242,18 @@ def _word_errors(app: Any) -> None:
         return JSONResponse(error_reply(error.detail), error.status_code)
 
 
-# What a reply says of tokens.
+# What a reply says.
 
 
-def _with_cached_tokens(response: Any, turn: Turn, last_event: str) -> Any:
-    """The reply with the number of cached tokens in its usage; of a stream the last event too."""
+def _as_openais(response: Any, turn: Turn, last_event: str) -> Any:
+    """The reply with the number of cached tokens in its usage, and the end that OpenAI's has."""
     from fastapi.responses import JSONResponse
 
     if hasattr(response, "body_iterator"):
         response.body_iterator = _told(response.body_iterator, turn, last_event)
         return response
     content = json.loads(response.body)
+    end_reply(content, turn.stops)
     _tell(content, turn)
     return JSONResponse(content, response.status_code)
 
