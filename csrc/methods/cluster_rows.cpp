@@ -1,6 +1,7 @@
 #include "methods/cluster_rows.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -77,6 +78,13 @@ void ClusterRows::grow(int64_t layer, int64_t tokens) {
 
 int64_t ClusterRows::room_for(int64_t tokens) {
   return (tokens + kGrowTokens - 1) / kGrowTokens * kGrowTokens;
+}
+
+int64_t ClusterRows::tokens_most(const MethodOptions& options) {
+  const int64_t tokens = pages_a_cluster(options) * options.group_tokens;
+  const int64_t clusters = std::numeric_limits<int32_t>::max() / tokens;
+  // The inverse of clusters_max().
+  return 4 * options.clusters.cluster_tokens * clusters / 5 / kGrowTokens * kGrowTokens;
 }
 
 int64_t ClusterRows::row_bytes(const MethodOptions& options, int64_t room) {

@@ -46,6 +46,8 @@ class ClusterRows {
   int64_t room(int64_t layer) const { return room_[layer]; }
   /// The same after grow(): it comes in pieces.
   static int64_t room_for(int64_t tokens);
+  /// So many tokens may a row have: where a token stands in its page is a number of 32 bits.
+  static int64_t tokens_most(const MethodOptions& options);
   /// Of a row with room for so many tokens; one that grows takes both at once for a moment.
   static int64_t row_bytes(const MethodOptions& options, int64_t room);
   /// Pages that so many tokens of a row take on disk at most.

@@ -130,5 +130,31 @@ TEST(ClusteredPools, BeamsThatGoOnDifferentlyHaveNeighboursEach) {
   for (const int64_t layer : {0, 1}) run.check_records(layer);
 }
 
+TEST(ClusteredContext, EndsWherePlacesNoLongerFit32Bits) {
+  const TestDirectory directory;
+  EngineOptions options = cluster_options(directory.path());
+  options.cluster_tokens = 4;
+  options.cluster_tokens_max = 4096;
+  const int64_t most = ClusterRows::tokens_most(options.method());
+  const auto places = [&](int64_t tokens) {
+    return options.method().clusters.clusters_max(ClusterRows::room_for(tokens)) *
+           pages_a_cluster(options.method()) * options.group_tokens;
+  };
+  EXPECT_LT(places(most), int64_t{1} << 31);
+  EXPECT_GE(places(most + 1), int64_t{1} << 31);
+
+  EXPECT_LT(most, 1'700'000);
+  options.max_context = most + 1;
+  const Status refused = Engine::create(options, nullptr).status();
+  EXPECT_EQ(refused.code(), StatusCode::kInvalid);
+  EXPECT_NE(refused.message().find("cluster_tokens_max (4096) so far above cluster_tokens (4)"),
+            std::string::npos)
+      << refused.message();
+
+  // What a session that has promised no context asks before each append.
+  EXPECT_TRUE(options.check_context(most).is_ok());
+  EXPECT_FALSE(options.check_context(most + 1).is_ok());
+}
+
 }  // namespace
 }  // namespace kvswap
