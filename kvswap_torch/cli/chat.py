@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -66,7 +69,10 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         try:
-            self._conversation.ask(question, self._max_new_tokens, writer(self._console))
+            with _interrupted() as is_interrupted:
+                self._conversation.ask(
+                    question, self._max_new_tokens, writer(self._console), is_interrupted
+                )
             self._begins.append(len(self._conversation.ids))
         except KeyboardInterrupt:
             self._take_back(question)
@@ -93,3 +99,25 @@ class Chat:
         if not self._go_back(len(self._begins) - 1):
             self._conversation.accept(question)
             self._begins.append(len(self._conversation.ids))
+
+
+@contextmanager
+def _interrupted() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed; a second one raises KeyboardInterrupt at once.
+
+    Between two passes all layers have read the same; within one, those that cannot go back may be
+    ahead of the others for good.
+    """
+    heard = False
+
+    def hear(number: int, frame: Any) -> None:
+        nonlocal heard
+        if heard:
+            raise KeyboardInterrupt
+        heard = True
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: heard
+    finally:
+        signal.signal(signal.SIGINT, before)

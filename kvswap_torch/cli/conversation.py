@@ -108,8 +108,18 @@ class Conversation:
         self.ids.extend(document_ids)
         return time.perf_counter() - started
 
-    def ask(self, question: str, max_new_tokens: int, write: Callable[[str], None]) -> Turn:
-        """Appends a question and generates its answer, streamed to `write`."""
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int,
+        write: Callable[[str], None],
+        ends: Callable[[], bool] = lambda: False,
+    ) -> Turn:
+        """Appends a question and generates its answer, streamed to `write`.
+
+        After each token it is asked whether the answer `ends`: raises KeyboardInterrupt then, the
+        layers having read the same.
+        """
         asked = self.prompt.question_ids(self.tokenizer, question, len(self.turns))
         self.ids.extend(asked)
         stream = AnswerStream(self.tokenizer, write)
@@ -123,8 +133,11 @@ class Conversation:
             do_sample=False,
             num_beams=1,
             streamer=stream,
+            stopping_criteria=[lambda ids, scores: torch.full((1,), ends(), device=ids.device)],
             pad_token_id=self._pad_token_id(),
         )
+        if ends():
+            raise KeyboardInterrupt
         answer = output[0, len(self.ids) :].tolist()
         # The end token is not in the cache yet, and the next turn's text brings its own.
         ended = bool(answer) and answer[-1] in self._end_ids()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,17 @@ def test_layers_that_cannot_go_back(
         chat.answer("two")
         assert [turn.question for turn in conversation.turns] == ["one", "two"]
         assert conversation.turns[1].answer_tokens == 4
+
+        # Ctrl-C in the middle of a pass, when some layers have read what others have not.
+        middle = conversation.model.model.layers[1]
+        hook = middle.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        chat.answer("three")
+        hook.remove()
+        assert conversation.ids == conversation.cache.token_ids[0].tolist()
+        chat.answer("four")
+        assert [turn.question for turn in conversation.turns] == ["one", "two", "three", "four"]
+        assert conversation.turns[3].answer_tokens == 4
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_generate_saves_and_goes_on(tiny_model_dir: Path, document: Path, tmp_path: Path) -> None:
