@@ -92,6 +92,10 @@ Status Engine::begin_pass(Pass pass) {
 
 Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  if (batch < 1 || tokens < 0) {
+    return Status::invalid("declare: the mask must be of a batch of tokens, got " +
+                           std::to_string(batch) + " x " + std::to_string(tokens));
+  }
   if (batch_->size() == 0) {
     KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * parts_->options.heads_apart, tokens));
   }

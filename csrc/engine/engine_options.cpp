@@ -124,7 +124,7 @@ Status EngineOptions::validate() const {
         "memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
-  KVSWAP_RETURN_IF_ERROR(check_context(max_context));
+  KVSWAP_RETURN_IF_ERROR(check_context(*this, max_context));
   if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
                            std::to_string(layers) + "), got " + std::to_string(ranks.size()));
@@ -261,21 +261,21 @@ bool EngineOptions::keeps_tokens(int64_t layer) const {
   return keeper_kind().keeps_tokens && !is_exact(layer);
 }
 
-Status EngineOptions::check_context(int64_t tokens) const {
-  const bool clusters = has_clusters(*this);
-  const int64_t most = clusters ? ClusterRows::tokens_most(method()) : kContextMax;
-  if (tokens <= most) return Status::ok();
-  return Status::invalid("session: the context must be at most " + std::to_string(most) +
-                         " tokens, got " + std::to_string(tokens) +
-                         (clusters
-                              ? ", with cluster_tokens_max (" + std::to_string(cluster_tokens_max) +
-                                    ") so far above cluster_tokens (" +
-                                    std::to_string(cluster_tokens) + "); bring them nearer"
-                              : ""));
-}
-
 int64_t EngineOptions::sealed_groups(int64_t positions) const {
   return std::max<int64_t>(0, positions - tail_tokens) / group_tokens;
+}
+
+Status check_context(const EngineOptions& options, int64_t tokens) {
+  const bool clusters = has_clusters(options);
+  const int64_t most = clusters ? ClusterRows::tokens_most(options.method()) : kContextMax;
+  if (tokens <= most) return Status::ok();
+  return Status::invalid(
+      "session: the context must be at most " + std::to_string(most) + " tokens, got " +
+      std::to_string(tokens) +
+      (clusters ? ", with cluster_tokens_max (" + std::to_string(options.cluster_tokens_max) +
+                      ") so far above cluster_tokens (" + std::to_string(options.cluster_tokens) +
+                      "); bring them nearer"
+                : ""));
 }
 
 }  // namespace kvswap

@@ -116,14 +116,14 @@ struct EngineOptions : Settings {
   int64_t payload_bytes() const;
   /// Exponents that are kept in memory with a record of e4m3: [kv_heads, 2].
   int64_t note_bytes() const { return has_float8_records() ? 2 * record_shape().kv_heads : 0; }
-  /// Can a sequence's tokens be counted? Places are numbers of 32 bits.
-  Status check_context(int64_t tokens) const;
   /// Groups that are sealed once `positions` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t positions) const;
 };
 
 /// Are clusters of similar keys chosen, in the place of groups?
 inline bool has_clusters(const EngineOptions& options) { return options.grouping == "clusters"; }
+/// Can a sequence's tokens be counted? Places are numbers of 32 bits.
+Status check_context(const EngineOptions& options, int64_t tokens);
 /// Where their pages stand in pools.
 PoolOptions pool_options(const EngineOptions& options);
 

@@ -33,7 +33,8 @@ struct ChunkAttentionArgs {
 /// by such products with sums in fp32, weights rounded to bf16 before they meet V, as torch's flash
 /// attention on the CPU does. Tokens are read as they lie, each once for all queries of its KV
 /// head. Work is split over KV heads and rows; the result does not depend on how. A query that sees
-/// nothing keeps what it has. What is no number, or infinite, gives NaN.
+/// nothing keeps what it has. A number that is NaN, and a score of +inf that is not capped, gives
+/// NaN.
 void chunk_attention(const ChunkAttentionArgs& args, const Execution& execution);
 
 /// Whether the CPU multiplies whole tiles of bf16 (AMX), as other libraries do.

@@ -51,7 +51,8 @@ struct PagedAttentionArgs {
 /// log-sum-exp of -inf, or of its sink; a page whose mask is 0 may be null. Work is split over
 /// batch x KV heads, and over pages where that is too little for the threads, merged by log-sum-exp
 /// in a fixed order, so that the result does not depend on the number of threads. A page in e4m3
-/// counts as what decode_records() makes of it. What is no number, or infinite, gives NaN.
+/// counts as what decode_records() makes of it. A number that is NaN, and a score of +inf that is
+/// not capped, gives NaN.
 void paged_attention(const PagedAttentionArgs& args, const Execution& execution);
 
 }  // namespace kvswap

@@ -1,6 +1,9 @@
 #include "kvswap/cache.h"
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -51,10 +54,16 @@ void check_tokens(const char* where, const NewTokens& tokens) {
 
 AttendArgs attend_args(int64_t layer, const Queries& query, float scale, void* output,
                        const CapAndSinks& terms, DType dtype) {
-  if (!(terms.softcap >= 0)) {
-    throw std::invalid_argument("attend: softcap must be at least 0, got " +
+  if (!(terms.softcap >= 0) || !std::isfinite(terms.softcap)) {
+    throw std::invalid_argument("attend: softcap must be finite and at least 0, got " +
                                 std::to_string(terms.softcap));
   }
+  // What is not attended is -inf before it is scaled.
+  if (!(scale > 0) || !std::isfinite(scale)) {
+    throw std::invalid_argument("attend: scale must be finite and above 0, got " +
+                                std::to_string(scale));
+  }
+  if (output == nullptr) throw std::invalid_argument("attend: output must have a place, got none");
   return {.layer = layer,
           .query = query_view(query, dtype),
           .output = output,
@@ -170,7 +179,14 @@ void Cache::give(int64_t layer, const TokenWorth& given) {
 void Cache::give(int64_t layer, const GroupChoice& choice) {
   const Impl::Use use(*impl_);
   std::vector<std::vector<int32_t>> narrow;
-  for (const auto& groups : choice.groups) narrow.emplace_back(groups.begin(), groups.end());
+  // Numbers that no group can have stay such.
+  const auto number = [](int64_t group) {
+    return static_cast<int32_t>(
+        std::clamp<int64_t>(group, -1, std::numeric_limits<int32_t>::max()));
+  };
+  for (const auto& groups : choice.groups) {
+    std::transform(groups.begin(), groups.end(), std::back_inserter(narrow.emplace_back()), number);
+  }
   throw_status(use.engine().given().take_choice(layer, std::move(narrow)));
 }
 
@@ -307,6 +323,10 @@ Held Cache::held() const {
 
 bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
   const Impl::Use use(*impl_);
+  if (begin < 0 || begin > end) {
+    throw std::invalid_argument("has_padding: positions must rise from 0 or more, got " +
+                                std::to_string(begin) + ".." + std::to_string(end));
+  }
   const Engine& engine = use.engine();
   const int64_t apart = engine.parts().options.heads_apart;
   bool is_found = false;

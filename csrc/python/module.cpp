@@ -143,9 +143,10 @@ void bind_tensor_calls(py::class_<TensorCache>& cache) {
            py::arg("layer"), py::arg("query"), py::arg("scale") = py::none(),
            py::arg("predicting_since_ns") = 0, Released())
       .def("set_estimate", &set_estimate, py::arg("estimate"))
-      .def("give_scores", &TensorCache::give_scores, py::arg("layer"), py::arg("scores"))
+      .def("give_scores", &TensorCache::give_scores, py::arg("layer"), py::arg("scores"),
+           Released())
       .def("give_worth", &TensorCache::give_worth, py::arg("layer"), py::arg("worth"),
-           py::arg("decay") = py::none())
+           py::arg("decay") = py::none(), Released())
       .def("append", &TensorCache::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
       .def(
@@ -191,7 +192,7 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
           [](TensorCache& self, int64_t layer, std::vector<std::vector<int64_t>> groups) {
             self.cache().give(layer, GroupChoice{std::move(groups)});
           },
-          py::arg("layer"), py::arg("groups"))
+          py::arg("layer"), py::arg("groups"), Released())
       .def(
           "needs_scores",
           [](const TensorCache& self, int64_t layer, int64_t queries) {
@@ -201,7 +202,7 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
       .def("needs_projection", &of_layer<&LayerState::needs_projection>, py::arg("layer"))
       .def("attends_all", &of_layer<&LayerState::attends_all>, py::arg("layer"))
       .def("positions", &of_layer<&LayerState::positions>, py::arg("layer"))
-      .def("last_selection", below(&Cache::last_selection), py::arg("layer"))
+      .def("last_selection", below(&Cache::last_selection), py::arg("layer"), Released())
       .def(
           "select_sequences",
           [](TensorCache& self, const std::vector<int64_t>& indices) {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/low_rank_score.h"
 #include "kernels/paged_attention.h"
@@ -17,6 +18,7 @@ RecordShape check_pages(const char* where, const at::Tensor& pages, const at::Te
   check_dtype(where, "table", table, at::kInt);
   check_range(where, "kv_heads", pages.size(1), 1, kIndexMax);
   check_range(where, "group_tokens", pages.size(3), 1, kGroupTokensMax);
+  check_range(where, "rows of table", table.size(1), 1, kIndexMax);
   const RecordShape shape{pages.size(1), pages.size(3), pages.size(4), pages.element_size()};
   TORCH_CHECK_VALUE(table.size(1) == 1 || shape.kv_heads == 1 || table.size(1) == shape.kv_heads,
                     where, ": table must have one row for all KV heads or one for each of ",
@@ -39,6 +41,13 @@ void check_attention(const char* where, const AttentionInputs& inputs, const Rec
   check_dtype(where, "positions", positions, at::kInt);
   check_shape(where, "query_positions", query_positions, "[batch]", {table.size(0)});
   check_dtype(where, "query_positions", query_positions, at::kInt);
+}
+
+void check_terms(const char* where, double scale, double softcap) {
+  TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale), where,
+                    ": scale must be finite and above 0, got ", scale);
+  TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), where,
+                    ": softcap must be finite and at least 0, got ", softcap);
 }
 
 void check_log_sum_exp(const char* where, const at::Tensor& log_sum_exp, const at::Tensor& query) {
@@ -133,6 +142,7 @@ std::pair<at::Tensor, at::Tensor> check_unpack(const at::Tensor& records, int64_
   check_shape("unpack_records", "records", records,
               "[batch, groups, kv_heads, 2, group_tokens, head_dim]", {-1, -1, -1, 2, -1, -1});
   check_floating("unpack_records", "records", records.scalar_type());
+  check_range("unpack_records", "group_tokens", records.size(4), 1, kGroupTokensMax);
   check_range("unpack_records", "tokens", tokens, 0, records.size(1) * records.size(4));
   TORCH_CHECK_VALUE(layout == "hnd" || layout == "nhd",
                     "unpack_records: layout must be \"hnd\" or \"nhd\", got \"", layout, "\"");

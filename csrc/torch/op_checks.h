@@ -85,6 +85,8 @@ struct AttentionInputs {
 };
 /// Pages and table are checked.
 void check_attention(const char* where, const AttentionInputs& inputs, const RecordShape& shape);
+/// What scores are made with: what is not attended is -inf before either.
+void check_terms(const char* where, double scale, double softcap);
 
 /// Of attention whose inputs are checked: [batch, heads, queries] fp32.
 void check_log_sum_exp(const char* where, const at::Tensor& log_sum_exp, const at::Tensor& query);

@@ -59,6 +59,7 @@ class AttentionCall {
       : source_(where, inputs.pages, inputs.table),
         page_counts_(inputs.table.size(0) * inputs.table.size(1), inputs.table.size(2)) {
     check_attention(where, inputs, source_.shape);
+    check_terms(where, scale, softcap);
     rows_ = with_contiguous_rows(inputs.query);
     bits_ = at::where(inputs.table.ge(0), inputs.masks, 0).contiguous();
     positions_ = inputs.positions.contiguous();
@@ -117,6 +118,7 @@ TensorPair attention_mass_cpu(const at::Tensor& query, const at::Tensor& pages,
   AttentionCall call("attention_mass", {query, pages, table, masks, positions, query_positions},
                      scale, softcap);
   check_log_sum_exp("attention_mass", log_sum_exp, query);
+  check_range("attention_mass", "heads", query.size(1), 1, kIndexMax);
   const at::Tensor sums = log_sum_exp.contiguous();
   call.args.log_sum_exp = const_cast<float*>(sums.const_data_ptr<float>());
   const auto sizes = {call.args.batch, call.args.kv_heads(),
@@ -133,6 +135,7 @@ TensorPair observe_keys_cpu(const at::Tensor& query, const at::Tensor& keys, dou
                             const OptionalTensor& valid, const OptionalTensor& log_sum_exp,
                             double softcap) {
   check_observed({query, keys, valid, log_sum_exp});
+  check_terms("observe_keys", scale, softcap);
   const at::Tensor rows = with_contiguous_rows(query);
   const at::Tensor own_keys = with_contiguous_rows(keys);
   const at::Tensor bits = valid ? packed_bits(*valid) : at::Tensor();

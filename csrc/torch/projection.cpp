@@ -156,6 +156,8 @@ ProjectionPair estimate_projection(const EstimateFrom& from, const EstimateOptio
   const int64_t kv_heads = from.keys.size(1);
   const int64_t tokens = from.keys.size(2);
   const int64_t width = kv_heads * from.keys.size(3);
+  TORCH_CHECK_VALUE(batch >= 1, "estimate_projection: keys must be of a batch, got ",
+                    from.keys.sizes());
   TORCH_CHECK_VALUE(tokens >= 1 && from.rank >= 1 && from.rank <= width,
                     "estimate_projection: rank must be 1 to ", width, ", got ", from.rank);
   const int64_t per_sequence = std::max<int64_t>(1, kKeysMax / batch);

@@ -87,8 +87,9 @@ at::Tensor QueryPredictor::project(const at::Tensor& hidden) const {
   const auto& bias = weights_.bias;
   const at::ScalarType type = matrix.scalar_type();
   const bool is_half = type == at::kBFloat16 || type == at::kHalf;
-  const bool is_plain = matrix.is_cpu() && matrix.is_contiguous() && hidden.scalar_type() == type &&
-                        (!bias || bias->scalar_type() == type);
+  const bool is_plain = matrix.is_cpu() && matrix.is_contiguous() && hidden.is_cpu() &&
+                        hidden.scalar_type() == type &&
+                        (!bias || (bias->is_cpu() && bias->scalar_type() == type));
   const bool is_few = hidden.size(0) * hidden.size(1) < kFewRows;
   if (is_few && is_half && is_plain) return linear_rows_cpu(hidden, matrix, bias);
   return at::linear(hidden, matrix, bias);
@@ -99,6 +100,10 @@ TORCH_LIBRARY_FRAGMENT(kvswap_torch, library) {
       .def(torch::init([](at::Tensor projection, std::optional<at::Tensor> bias,
                           std::optional<at::Tensor> norm, double norm_epsilon, int64_t heads,
                           int64_t kv_heads, bool summed) {
+        TORCH_CHECK_VALUE(heads >= 1 && projection.dim() == 2,
+                          "QueryPredictor: projection must be [heads * head_dim, hidden] of at "
+                          "least 1 head, got ",
+                          projection.sizes(), " and ", heads);
         const QueryPredictorShape shape{
             .heads = heads, .kv_heads = kv_heads, .head_dim = projection.size(0) / heads};
         return c10::make_intrusive<QueryPredictor>(

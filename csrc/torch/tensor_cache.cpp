@@ -277,6 +277,9 @@ void TensorCache::estimate(int64_t layer, int64_t begin, const at::Tensor& keys,
                        .rank = cache_->options().ranks.at(layer)};
   const int64_t end = begin + keys.size(2);
   if (cache_->has_padding(begin, end)) {
+    const int64_t batch = cache_->held().batch;
+    TORCH_CHECK_VALUE(keys.size(0) == batch, "extend: keys must be of the ", batch,
+                      " sequences that the pass's mask has, got ", keys.size(0));
     from.valid = at::empty({keys.size(0), keys.size(2)}, at::kBool);
     cache_->has_padding(begin, end, from.valid->data_ptr<bool>());
   }

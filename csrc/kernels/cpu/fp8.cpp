@@ -12,15 +12,24 @@ namespace kvswap::HWY_NAMESPACE {
 
 inline constexpr float kFloat8Max = 448.0f;
 
+/// The larger one; `a` is left out where it is NaN.
+inline Floats larger(Floats a, Floats b) { return where_greater(a, b, a, b); }
+
+/// No larger than what e4m3 has, which a quotient of tiny numbers can be; NaN stays.
+inline Floats representable(Floats a) {
+  const Floats most = fill(kFloat8Max), least = fill(-kFloat8Max);
+  return where_greater(a, most, most, where_greater(least, a, least, a));
+}
+
 template <typename T>
 float largest_magnitude(const T* row, int64_t size) {
   Floats largest_so_far = zeros();
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
-    largest_so_far = maximum(largest_so_far, magnitude(load(row + i)));
+    largest_so_far = larger(magnitude(load(row + i)), largest_so_far);
   }
   if (i < size) {
-    largest_so_far = maximum(largest_so_far, magnitude(load_some(row + i, size - i)));
+    largest_so_far = larger(magnitude(load_some(row + i, size - i)), largest_so_far);
   }
   return largest(largest_so_far);
 }
@@ -35,11 +44,11 @@ void quantize_typed(const Fp8Args& args, int64_t begin, int64_t end) {
     args.scales[row] = scale;
     int64_t i = 0;
     for (; i + kLanes <= args.head_dim; i += kLanes) {
-      store(divide(load(source + i), fill(scale)), target + i);
+      store(representable(divide(load(source + i), fill(scale))), target + i);
     }
     if (i < args.head_dim) {
       const int64_t rest = args.head_dim - i;
-      store_some(divide(load_some(source + i, rest), fill(scale)), target + i, rest);
+      store_some(representable(divide(load_some(source + i, rest), fill(scale))), target + i, rest);
     }
   }
 }

@@ -79,7 +79,7 @@ class MassRows {
   /// Of all blocks that were added.
   float log_sum_exp(int64_t head, int64_t row) const {
     const int64_t at = head * all_.rows + row;
-    return all_.sum[at] > 0.0f ? all_.largest[at] + std::log(all_.sum[at]) : kNothing;
+    return all_.sum[at] == 0.0f ? kNothing : all_.largest[at] + std::log(all_.sum[at]);
   }
 
   /// The mean weight that a head's rows give to each of the block's tokens, and of its square.
@@ -97,9 +97,9 @@ class MassRows {
       Floats sum = zeros(), square = zeros();
       for (int64_t row = 0; row < state.rows; ++row) {
         if (log_sum_exp[row] == kNothing) continue;
-        const Floats weight =
-            exponential(multiply_add(load(state.scores + row * kBlockTokens + t),
-                                     fill(capped_scale_), fill(-log_sum_exp[row])));
+        const Floats below = multiply_add(load(state.scores + row * kBlockTokens + t),
+                                          fill(capped_scale_), fill(-log_sum_exp[row]));
+        const Floats weight = keep_nan(below, exponential(below));
         sum = add(sum, weight);
         square = multiply_add(weight, weight, square);
       }

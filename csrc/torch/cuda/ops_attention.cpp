@@ -53,6 +53,7 @@ class AttentionCall {
   AttentionCall(const char* where, const AttentionInputs& inputs, double scale, double softcap)
       : source_(where, inputs.pages, inputs.table) {
     check_attention(where, inputs, source_.shape);
+    check_terms(where, scale, softcap);
     rows_ = with_contiguous_rows(inputs.query);
     bits_ = inputs.masks.contiguous();
     positions_ = inputs.positions.contiguous();
@@ -126,6 +127,7 @@ TensorPair attention_mass_cuda(const at::Tensor& query, const at::Tensor& pages,
   AttentionCall inputs("attention_mass", {query, pages, table, masks, positions, query_positions},
                        scale, softcap);
   check_log_sum_exp("attention_mass", log_sum_exp, query);
+  check_range("attention_mass", "heads", query.size(1), 1, kIndexMax);
   const at::Tensor sums = log_sum_exp.contiguous();
   inputs.args.log_sum_exp = const_cast<float*>(sums.const_data_ptr<float>());
   const auto sizes = {inputs.args.batch, inputs.args.kv_heads(),
@@ -147,6 +149,7 @@ TensorPair observe_keys_cuda(const at::Tensor& query, const at::Tensor& keys, do
                          {"valid", valid ? &*valid : &keys},
                          {"log_sum_exp", log_sum_exp ? &*log_sum_exp : &keys}});
   check_observed({query, keys, valid, log_sum_exp});
+  check_terms("observe_keys", scale, softcap);
   const at::Tensor rows = with_contiguous_rows(query);
   const at::Tensor own_keys = with_contiguous_rows(keys);
   const at::Tensor bits = valid ? packed_bits(*valid) : at::Tensor();

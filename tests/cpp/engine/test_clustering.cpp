@@ -152,8 +152,8 @@ TEST(ClusteredContext, EndsWherePlacesNoLongerFit32Bits) {
       << refused.message();
 
   // What a session that has promised no context asks before each append.
-  EXPECT_TRUE(options.check_context(most).is_ok());
-  EXPECT_FALSE(options.check_context(most + 1).is_ok());
+  EXPECT_TRUE(check_context(options, most).is_ok());
+  EXPECT_FALSE(check_context(options, most + 1).is_ok());
 }
 
 }  // namespace
