@@ -105,6 +105,17 @@ def check_switched(config: Any) -> None:
         )
 
 
+def refuse_weights(config: Any, kwargs: dict[str, Any]) -> None:
+    """A pass that asks for attention weights, which the model would show with another cache."""
+    asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
+    switch = Switch.of(config)
+    if asked and switch is not None and switch.previous == "eager":
+        raise ValueError(
+            "KVSwapCache: output_attentions must be false, since attention over what is on disk "
+            "keeps no weights; a cache in memory shows them (to_dynamic())"
+        )
+
+
 def register() -> None:
     """Makes "kvswap" known to transformers. Idempotent."""
     AttentionInterface.register(NAME, attention)

@@ -11,15 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.hf import convert, passes
-from kvswap_torch.hf.attention import Switch, check_switched
+from kvswap_torch.hf.attention import Switch, check_switched, refuse_weights
 from kvswap_torch.hf.driver import Ahead, SessionDriver
 from kvswap_torch.hf.edits import check_removed, check_repeats, chosen_sequences
 from kvswap_torch.hf.elsewhere import LayerElsewhere
@@ -29,6 +26,7 @@ from kvswap_torch.hf.layer import DiskLayer, disarm
 from kvswap_torch.hf.lookahead import LookAhead, attention_scale
 from kvswap_torch.hf.open_pass import OpenPass, all_or_none
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
+from kvswap_torch.hf.own_passes import OwnPasses
 from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from kvswap_torch.hf.saving import Saving
@@ -40,7 +38,7 @@ from kvswap_torch.plug_ins import GroupScores, TokenScores
 from kvswap_torch.positions import Reach
 
 
-class KVSwapCache(convert.Converting, Saving, Cache):
+class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
     """A KV cache on disk, for stock ``generate()``.
 
     ::
@@ -57,7 +55,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
     more than one thread or generation at a time in one cache.
 
     A forward pass that ends in an exception, a full disk or a Ctrl-C, is taken back before the next
-    use: the cache holds what it held before, and the same pass may be run again. `close` may be
+    use: the cache holds what it held before, and the same pass may be run again (not where the
+    state of a recurrent layer has changed: the next use says so). `close` may be
     called while another thread runs a pass, which then ends with `ClosedError`.
 
     Parameters
@@ -269,6 +268,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
     def stats(self, timeline: bool = False) -> CacheStats:
         """Counts since the cache was opened, and the memory it uses; prints as a table.
 
+        With a budget and no `max_context` since the `reset` before the text: settings are its own.
+
         Parameters
         ----------
         timeline
@@ -291,6 +292,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
     def close(self) -> None:
         """Frees disk and memory and restores the model's own attention. Idempotent."""
         self._finalizer()
+        if self._bar is not None and not self.is_in_pass:
+            self._bar.end()
 
     def __enter__(self) -> KVSwapCache:
         self.driver.check_open()
@@ -332,6 +335,7 @@ class KVSwapCache(convert.Converting, Saving, Cache):
             except KVSwapError:
                 self.driver.check_open()  # another thread's close() gives the attention back
                 raise
+            refuse_weights(self.parts.config, kwargs)
             self._make_usable()
             self.tokens.crop(self.driver.positions())
             self.tokens.begin(args, kwargs)
@@ -360,6 +364,8 @@ class KVSwapCache(convert.Converting, Saving, Cache):
         self.driver.take_back(self._pass.positions)
         disarm(self.layers)
         self._pass, self._others_changed = None, False
+        if self._bar is not None:
+            self._bar.end()
 
     def before_layer(
         self, index: int, module: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]

@@ -105,7 +105,7 @@ def _check(cache: KVSwapCache, disk: list[Any]) -> None:
 
 def read(cache: KVSwapCache) -> DynamicCache:
     """A cache in memory with all that `cache` holds, which stays as it is."""
-    cache.driver.check_open()
+    cache._make_usable()
     dynamic = DynamicCache(config=cache.parts.config)
     positions = cache.driver.positions()
     for index, layer in enumerate(cache.layers):

@@ -68,7 +68,7 @@ class SessionDriver:
         self.plug_ins = plug_ins or PlugIns()
         self.padding = Padding()
         self.timeline_spans = timeline_spans
-        self.path = path
+        self.path = None if path is None else os.path.abspath(path)  # also after a chdir()
         self._given = config
         self.budget = budget
         self._predictor = look_ahead

@@ -63,6 +63,12 @@ class _Hook:
         if cache is not None and len(call) >= self.arguments:
             self.run(cache, module, *call)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "KVSwapCache: must be closed before its model is pickled, as torch.save() does, since "
+            "its hooks serve this process alone; save_pretrained() may be called at any time"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         config = self._switch.config
         if config is not None:

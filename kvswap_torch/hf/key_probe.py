@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import changes_with_length
+from kvswap_torch.hf.vision_positions import placeholders
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -42,6 +43,9 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     sequence = _without_padding(valid, count, ids.shape[0])
     if sequence is None:
         return "skipped: every sequence begins with padding"
+    count = _before_an_image(cache, ids[sequence, :count])
+    if count == 0:
+        return "skipped: the text begins with an image, or the like"
     computed = _keys(cache, ids[sequence : sequence + 1, :count])
     most = 0.0
     for number, index in enumerate(cache.parts.disk):
@@ -71,6 +75,12 @@ def _keys(cache: KVSwapCache, ids: torch.Tensor) -> DynamicCache:
     with torch.no_grad(), torch.autocast(parts.device.type, enabled=False):
         parts.decoder(input_ids=ids, past_key_values=fresh, use_cache=True)
     return fresh
+
+
+def _before_an_image(cache: KVSwapCache, ids: torch.Tensor) -> int:
+    """How many of the first tokens are text."""
+    known = placeholders(cache.parts)
+    return next((at for at, token in enumerate(ids.tolist()) if token in known), len(ids))
 
 
 def _without_padding(valid: torch.Tensor | None, count: int, batch: int) -> int | None:

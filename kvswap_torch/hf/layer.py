@@ -15,6 +15,7 @@ from kvswap_torch.hf.session import ScoreTerms
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.driver import SessionDriver
+    from kvswap_torch.hf.families import ModelParts
 
 
 class DiskLayer(CacheLayerMixin):
@@ -105,12 +106,7 @@ class DiskLayer(CacheLayerMixin):
         """
         self.driver.check_open()
         if not self._armed:
-            raise ValueError(
-                f"KVSwapCache: must be used with the model it was opened for "
-                f"({self.driver.parts.name}), called as a module so that its hooks run; got an "
-                "update from elsewhere. Open a cache for that model; if it is torch.compile()d, "
-                "open the cache first"
-            )
+            raise ValueError(from_elsewhere(self.driver.parts))
         self._armed, self._pending = False, (key_states, value_states)
         return key_states, value_states
 
@@ -175,6 +171,15 @@ class DiskLayer(CacheLayerMixin):
 
     crop = reset = reorder_cache = _whole_cache_only
     batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+
+def from_elsewhere(parts: ModelParts) -> str:
+    """The sentence for an update that no forward pass of the cache's model makes."""
+    return (
+        f"KVSwapCache: must be used with the model it was opened for ({parts.name}), called as a "
+        "module so that its hooks run; got an update from elsewhere. Open a cache for that model; "
+        "if it is torch.compile()d, open the cache first"
+    )
 
 
 def disarm(layers: Iterable[Any]) -> None:

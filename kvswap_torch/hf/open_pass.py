@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch import nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvswap_torch.errors import KVSwapError
 
@@ -36,6 +37,7 @@ class OpenPass:
         self.thread = threading.current_thread()
         self._others = others
         self._lengths = [_length(layer) for layer in others]
+        self._fields = [_fields(layer) for layer in others]
         self._frame: FrameType | None = _call_of(module)
 
     def is_running(self) -> bool:
@@ -73,11 +75,14 @@ class OpenPass:
         Raises
         ------
         KVSwapError
-            A window has moved on, or a state of fixed size may have changed.
+            A state of fixed size may have changed.
         """
-        for layer, length in zip(self._others, self._lengths, strict=True):
+        for layer, length, fields in zip(self._others, self._lengths, self._fields, strict=True):
             if self.positions == 0:
                 layer.reset()
+                continue
+            if fields is not None:
+                vars(layer).update(fields)
                 continue
             if length is None:
                 self._refuse(layer)
@@ -113,6 +118,11 @@ def all_or_none(layers: list[Any], call: str, *arguments: Any) -> Iterator[None]
         for layer, before in zip(layers, fields, strict=True):
             vars(layer).update(before)
         raise
+
+
+def _fields(layer: Any) -> dict[str, Any] | None:
+    """What a sliding window is, where it replaces its tensors and does not write to them."""
+    return dict(vars(layer)) if type(layer) is DynamicSlidingWindowLayer else None
 
 
 def _length(layer: Any) -> int | None:

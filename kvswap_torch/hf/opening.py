@@ -59,10 +59,7 @@ class Wish:
     plug_ins: PlugIns
 
     def __post_init__(self) -> None:
-        if not isinstance(self.timeline_spans, int) or self.timeline_spans < 0:
-            raise ConfigError(
-                f"timeline_spans: must be an integer of at least 0, got {self.timeline_spans!r}"
-            )
+        check_spans(self.timeline_spans)
         if not isinstance(self.config, SwapConfig | str | os.PathLike | None):
             raise ConfigError(f"config: must be a SwapConfig or a file's path, got {self.config!r}")
         if not isinstance(self.preset, str | None):
@@ -105,6 +102,12 @@ class Wish:
             return None
         shape = Shape.of(parts.identity, alignment_bytes(self.path))
         return SwapConfig.preset(self.preset, shape)
+
+
+def check_spans(spans: Any) -> None:
+    """Of a timeline: a number, 0 for none."""
+    if not isinstance(spans, int) or spans < 0:
+        raise ConfigError(f"timeline_spans: must be an integer of at least 0, got {spans!r}")
 
 
 def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:

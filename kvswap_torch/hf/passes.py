@@ -36,8 +36,10 @@ def begin(cache: Any) -> None:
 
 
 def end(cache: Any) -> None:
-    """The pass is over, or this one is not with `cache`; another cache's stays."""
-    if here.cache is weakref.ref(cache):
+    """The pass is over, or this one is not with `cache`; another cache's stays while it runs."""
+    begun = here.cache and here.cache()
+    # A Ctrl-C runs no hook, and the hooks of a cache that was closed since run no more.
+    if begun is None or begun is cache or not begun.is_in_pass:
         here.cache = here.attending = None
 
 

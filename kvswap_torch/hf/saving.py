@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvswap_torch.config import SETTINGS, SwapConfig
-from kvswap_torch.errors import BudgetError, CorruptionError, KVSwapError
+from kvswap_torch.errors import BudgetError, ConfigError, CorruptionError, KVSwapError
 from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
@@ -22,6 +22,7 @@ from kvswap_torch.hf.families import ModelParts, model_parts
 from kvswap_torch.hf.key_probe import probe as probe_keys
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.opening import check_spans
 from kvswap_torch.hf.saved_checks import (
     check_model,
     check_tokens,
@@ -31,6 +32,7 @@ from kvswap_torch.hf.saved_checks import (
 )
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
+from kvswap_torch.hf.vision_positions import deltas_of, restore_deltas
 from kvswap_torch.saved_path import named, text_of
 
 if TYPE_CHECKING:
@@ -132,6 +134,8 @@ class Saving:
             tensors["token_ids"] = ids
         if self.driver.padding.valid is not None:
             tensors["valid"] = self.driver.padding.valid
+        if (deltas := deltas_of(self.parts)) is not None:
+            tensors["rope_deltas"] = deltas
         facts = {
             "model": known_of(self.parts.identity),
             "name": _found_anywhere(getattr(self.parts.outermost.config, "_name_or_path", "")),
@@ -192,6 +196,9 @@ class Saving:
         parts = model_parts(model)
         if parts.placement.is_shared:
             raise KVSwapError("open: a saved cache is opened by one process alone so far")
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"path: must name a folder on a disk, got {path!r}")
+        check_spans(timeline_spans)
         budget = budget_of(kv_memory_bytes, max_context, max_batch)
         folder = _C.SavedCache(named(saved))
         warn_of_readers(folder.path)
@@ -234,6 +241,7 @@ class Saving:
         cache = _continued(cls, parts, path, budget, start, timeline_spans)
         try:
             _restore_layers(cache, facts, tensors, folder.path)
+            restore_deltas(parts, tensors.get("rope_deltas"))
             if probe:
                 cache.driver.probe = probe_keys(cache, cache.tokens.ids, start.valid)
             else:

@@ -58,7 +58,9 @@ class TokenLog:
         self.is_known = ids is not None
 
     def crop(self, positions: int) -> None:
-        if self._pieces and positions < self.positions:
+        if positions == 0:
+            self._pieces, self.is_known = [], True
+        elif self._pieces and positions < self.positions:
             self._pieces = [self.ids[:, :positions]]
 
     def select(self, indices: Sequence[int]) -> None:

@@ -294,15 +294,14 @@ def test_an_interrupted_pass(llama, open_cache):
 
 
 def test_an_interrupted_pass_of_a_hybrid_model(gemma, open_cache):
-    """A sliding layer may have moved on although no layer on disk has."""
+    """A sliding layer may have moved on although no layer on disk has: it is taken back."""
     cache = open_cache(gemma)
     inputs = prompt(1, 12)
     wrong = torch.ones(1, 12, dtype=torch.long)
     forward(gemma, inputs["input_ids"], cache)
     with pytest.raises(ValueError, match="must cover"):
         forward(gemma, inputs["input_ids"], cache, attention_mask=wrong)
-    with pytest.raises(KVSwapError, match="interrupted"):
-        forward(gemma, inputs["input_ids"], cache)
+    assert cache.get_seq_length() == 12
     cache.reset()
     assert torch.equal(greedy(gemma, inputs, cache), greedy(gemma, inputs))
 
