@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvswap_torch.errors import KVSwapError
+from kvswap_torch.errors import CorruptionError, KVSwapError, StorageError
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Conversation
@@ -69,6 +69,8 @@ def _scores(
 ) -> list[float] | list[None]:
     try:
         return reader.log_likelihoods(answered.turns, document_tokens)
+    except (StorageError, CorruptionError):
+        raise
     except (KVSwapError, ValueError, NotImplementedError):
         return [None] * len(answered.turns)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvswap_torch.cli.conversation import CannotGoBackError
 from kvswap_torch.cli.report import error_line
 from kvswap_torch.cli.saved import writer
-from kvswap_torch.errors import KVSwapError
+from kvswap_torch.errors import ConfigError, KVSwapError
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Conversation
@@ -37,6 +37,8 @@ class Chat:
 
     def run(self) -> None:
         """Answers lines until there are no more."""
+        if sys.stdin is None:
+            raise ConfigError("chat: stdin must be open, since questions are read from it")
         self._console.print(HELP, markup=False, highlight=False)
         # What is no UTF-8 arrives as text that the question's own check refuses.
         if hasattr(sys.stdin, "reconfigure"):

@@ -96,7 +96,7 @@ class Conversation:
         self.ids: list[int] = []
         self.turns: list[Turn] = []
 
-    @torch.inference_mode()
+    @torch.no_grad()  # what is made in inference mode, generate() could not write to
     def read(
         self, document_ids: Sequence[int], chunk: int, progress: Callable[[int], None]
     ) -> float:
@@ -174,7 +174,7 @@ class Conversation:
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
         self.turns.append(Turn(question, text, 0, len(answer), 0.0, None, answer))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def log_likelihoods(self, turns: Sequence[Turn], document_tokens: int) -> list[float]:
         """Of each turn's answer under this cache, in nats, all turns before it read.
 

@@ -341,6 +341,8 @@ def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> No
 def _text(document: Path) -> str:
     """The document's text; of `-` what stdin holds."""
     if document == STDIN:
+        if sys.stdin is None:
+            raise ConfigError("--document: must not be - where stdin is closed")
         return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
     return document.read_text(encoding="utf-8")
 

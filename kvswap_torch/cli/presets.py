@@ -19,6 +19,7 @@ from kvswap_torch.preset_parts import Preset, Shape
 
 HEADS = 32  # of the model that memory is counted for, unless one is named
 BATCH = 1
+CONTEXT = 32768
 
 
 def main(
@@ -27,11 +28,15 @@ def main(
         str | None,
         typer.Option(help="Count memory for this model, not a Llama of 8B.", metavar="DIR"),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens that memory is counted for.")] = 32768,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens that memory is counted for.")
+    ] = CONTEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Published systems as settings of this engine: which there are, or all about one."""
     console = Console()
+    if name is None and (model is not None or context != CONTEXT):
+        raise ConfigError("--model, --context: must be left out without a preset's name")
     if name is None:
         told = [{"name": p.name, "paper": p.paper, "take": p.take} for p in presets()]
         print(json.dumps(told, indent=2)) if as_json else console.print(_table(told))
@@ -40,7 +45,7 @@ def main(
     print(json.dumps(facts, indent=2)) if as_json else _show(facts, console)
 
 
-def about(preset: Preset, model: str | None = None, context: int = 32768) -> dict[str, Any]:
+def about(preset: Preset, model: str | None = None, context: int = CONTEXT) -> dict[str, Any]:
     """What there is to say of a preset, as JSON has it; settings are those not at their default."""
     shape, heads = (Shape(), HEADS) if model is None else _shape_of(model)
     config = SwapConfig.preset(preset.name, shape, **preset.shown(shape))

@@ -46,7 +46,12 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
     from kvswap_torch.cli.conversation import Conversation
 
     with KVSwapCache(
-        material.model, path=options.path, config=config, kv_memory_bytes=options.kv_memory
+        material.model,
+        path=options.path,
+        config=config,
+        kv_memory_bytes=options.kv_memory,
+        max_context=len(material.document_ids),
+        max_batch=1,
     ) as cache:
         conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
         read = _read(conversation, material.document_ids, options.prefill_chunk, console)
@@ -66,13 +71,14 @@ def opened(
 def _load_for(
     saved: Path, model: str | None, options: GenerateOptions, console: Console
 ) -> Material:
-    """A saved document's model and tokenizer."""
-    model = model or facts_of(saved)["facts"].get("name") or ""
+    """A saved document's model, in the precision that it was saved in, and tokenizer."""
+    facts = facts_of(saved)["facts"]
+    model = model or facts.get("name") or ""
     wanted = f"the model that {saved} was made by"
     tokenizer = load_tokenizer(model, wanted=wanted)
     loaded = load_model(
         model,
-        options.dtype,
+        facts["model"].get("dtype", options.dtype),
         options.device,
         say=lambda told: console.print(f"[dim]{told}[/dim]"),
         wanted=wanted,

@@ -20,12 +20,22 @@ def check_file(option: str, path: Path) -> None:
     Raises
     ------
     ConfigError
-        It is a folder, or its folder is missing.
+        It is a folder, its folder is missing, or it cannot be written.
     """
     if path.is_dir():
         raise ConfigError(f"{option}: must be a file, and {path} is a folder")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{option}: its folder must exist, got {path}")
+    is_new = not os.path.lexists(path)
+    try:
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: must be a file that can be written, got {path}: {error.strerror}"
+        ) from error
 
 
 def check_folder(option: str, folder: Path, overwrite: bool | None = None) -> None:

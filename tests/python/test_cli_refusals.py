@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kvswap_torch import ConfigError
 from kvswap_torch.cli import app as app_module
+from kvswap_torch.cli.agreement import agreements
 from kvswap_torch.cli.load import device_of, load_model
+from kvswap_torch.errors import CorruptionError, StorageError
 from tests.python.test_cli import document, generate
 
 __all__ = ["document"]  # a fixture
@@ -23,6 +26,8 @@ __all__ = ["document"]  # a fixture
     [
         (["--timeline", "/tmp"], "--timeline: must be a file, and /tmp is a folder"),
         (["--json", "/tmp"], "--json: must be a file, and /tmp is a folder"),
+        (["--json", "/proc/x.json"], "--json: must be a file that can be written, got /proc/x"),
+        (["--timeline", "/proc/x"], "--timeline: must be a file that can be written, got /proc/x"),
         (["--question", "a\udcff"], r"--question: must be UTF-8 text, got 'a\udcff'"),
         (["--save", "no/book"], "--save: its parent must be a folder that takes a new one, got no"),
         (["--save", "/tmp"], "--save: /tmp must not exist, and does"),
@@ -97,3 +102,21 @@ def test_errors_of_users_are_a_line_and_ours_are_not_hidden(
         app_module.main()
     if told:
         assert (ended.value.code, capsys.readouterr().err) == (1, told)
+
+
+def test_presets_options_are_for_one_preset() -> None:
+    for words in (["--context", "100"], ["--model", "nowhere"]):
+        with pytest.raises(ConfigError, match="must be left out without a preset's name"):
+            CliRunner().invoke(app_module.app, ["presets", *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("error", [CorruptionError("damaged"), StorageError(5, "no", "x")])
+def test_a_comparison_does_not_hide_what_the_disk_says(error: Exception) -> None:
+    class Failing:
+        turns = ()
+
+        def log_likelihoods(self, *_: Any) -> None:
+            raise error
+
+    with pytest.raises(type(error)):
+        agreements(Failing(), Failing(), 1)

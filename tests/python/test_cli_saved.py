@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvswap_torch.cli.generate import GenerateOptions
 from kvswap_torch.cli.saved import opened
 from kvswap_torch.hf.saving import _found_anywhere
 from kvswap_torch.saved_path import named
+from tests.python import every_model
 from tests.python.tiny_models import character_tokenizer, has_native, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -230,3 +233,56 @@ def test_what_can_be_typed_in_a_chat(
         assert conversation.ids == begin
         chat.answer(QUESTIONS[0])
         assert conversation.turns[0].answer_ids == alone
+
+
+def test_a_document_has_the_settings_of_its_length(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """They do not follow from the first chunk."""
+    document, ingested, generated = (tmp_path / name for name in ("long.txt", "a", "b"))
+    document.write_text("The colour of the house is blue, the number is nine. " * 60)
+    usual = ["--model", tiny_model_dir, "--path", tmp_path, "--prefill-chunk", "64"]
+    usual += ["--kv-memory", "1MiB"]
+    kvswap("ingest", document, "-o", ingested, *usual)
+    asking = ["--question", "?", *LENGTH]
+    kvswap("generate", "--document", document, "--save", generated, *asking, *usual)
+    ours, theirs = (
+        json.loads(kvswap("show", book, "--json"))["settings"] for book in (ingested, generated)
+    )
+    assert ours == theirs
+
+
+def test_a_saved_cache_is_asked_in_its_own_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
+    document, book = tmp_path / "a.txt", tmp_path / "book"
+    document.write_text("The colour of the house is blue. " * 6)
+    usual = ["--path", tmp_path, *LENGTH]
+    saving = ["generate", "--model", tiny_model_dir, "--document", document, "--question", "?"]
+    kvswap(*saving, "--dtype", "bfloat16", "--save", book, *usual)
+    assert json.loads(kvswap("show", book, "--json"))["facts"]["model"]["dtype"] == "bfloat16"
+    assert json.loads(kvswap("ask", book, "--question", "?", *usual, "--json"))[0]["answer"]
+
+
+def test_recurrent_models_read_a_document_and_answer(tmp_path: Path, one_thread: None) -> None:
+    model, document = tmp_path / "model", tmp_path / "a.txt"
+    every_model.build("Qwen3Next").save_pretrained(model)
+    character_tokenizer().save_pretrained(model)
+    document.write_text("Thecolourisblue,thenumberisnine." * 3)
+    words = ["--model", model, "--document", document, "--question", "what", "--path", tmp_path]
+    words += ["--prompt-template", "{document}{question}", "--compare", *LENGTH]
+    told = kvswap("generate", *words, "--json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["answers_equal"] is True, told
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_closed_stdin_is_said(tiny_model_dir: Path, tmp_path: Path, command: str) -> None:
+    document, book = tmp_path / "a.txt", tmp_path / "book"
+    document.write_text("The colour of the house is blue. " * 6)
+    kvswap("ingest", document, "--model", tiny_model_dir, "-o", book, "--path", tmp_path)
+    words = {
+        "generate": ["--model", tiny_model_dir, "--document", "-", "--question", "?"],
+        "chat": [book],
+    }[command]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&-', "-", sys.executable, "-m", "kvswap_torch", command, *words],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and "stdin" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
