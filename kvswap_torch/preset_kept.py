@@ -148,13 +148,14 @@ KEEPING = (
         "Without such a file; where questions come later.",
         {**_DROPS, "tail_tokens": 8, "keeper": "observed", "keep_tokens": TOKENS - 8}
         | {"keep_window": 8, "keep_layer_least": 24},
-        "a heads file (kvswap_torch.heads_file) must be given: the paper finds heads and shares of "
-        "layers beforehand",
+        "heads and shares of layers must be found beforehand: kvswap calibrate does, and a heads "
+        "file (kvswap_torch.heads_file) may be given",
         (
             _ON_DISK,
             _NEWEST_DECODED.format(8),
-            "finding the heads and what layers are worth is not here: the paper's own files are "
-            "read",
+            "kvswap calibrate gives the model the answers, and counts the tokens that it would "
+            "have written itself; in the paper it writes them",
+            "what a layer loses is measured before its heads' outputs are projected",
         ),
         needs={"keep_heads": (), "keep_layer_shares": lambda shape: (1.0,) * shape.layers},
     ),

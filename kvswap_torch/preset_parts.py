@@ -124,7 +124,7 @@ class Preset:
             raise ConfigError(
                 f"preset {self.name}: must be given {' and '.join(missing)}, which belong to a "
                 f"model: SwapConfig.preset({self.name!r}, **read_heads(FILE)) has them from a "
-                "heads file (kvswap_torch.heads_file)"
+                "heads file (kvswap_torch.heads_file), which `kvswap calibrate` writes"
             )
         where = f"preset {self.name}"
         for name in overrides:

@@ -66,9 +66,9 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
             yield lines
 
 
-def write_json(config: SwapConfig, page: Path | None, out: Path) -> None:
-    """Writes the files' paths (``config``, ``projections``, ``report``) and the ``settings``."""
-    files = {"config": config.source, "projections": config.projection_path, "report": page}
+def write_json(config: SwapConfig, out: Path, **others: Path | None) -> None:
+    """Writes the files' paths (``config``, ``projections``, `others`) and the ``settings``."""
+    files = {"config": config.source, "projections": config.projection_path, **others}
     told: dict[str, Any] = {name: path and str(path) for name, path in files.items()}
     told["settings"] = json.loads(config.source.read_text(encoding="utf-8"))
     text = json.dumps(told, indent=2) + "\n"
@@ -166,7 +166,7 @@ def main(
         if page is not None:
             console.print(f"wrote {page}: why these settings")
         if json_out is not None:
-            write_json(config, page, json_out)
+            write_json(config, json_out, report=page)
     except KeyboardInterrupt:
         console.print("interrupted; what was measured is kept, the same command goes on from it")
         raise typer.Exit(130) from None

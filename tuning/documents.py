@@ -76,7 +76,7 @@ def default_samples(
     ConfigError
         When a length or the count is too small.
     """
-    documents = _documents()
+    documents = shipped_texts()
     return _samples(
         tokenizer,
         fitted=[text for number, text in enumerate(documents) if number % 3],
@@ -108,7 +108,7 @@ def samples_from_files(
         raise ConfigError("calibration text: must be at least one file, got none")
     fitted, held_out = [], []
     for path in paths:
-        lines = _pieces(_read(path))
+        lines = _pieces(read_text(path))
         third = -(-2 * len(lines) // 3)
         fitted.append("".join(lines[:third]))
         held_out.append("".join(lines[third:]))
@@ -116,12 +116,12 @@ def samples_from_files(
 
 
 @cache
-def _documents() -> tuple[str, ...]:
+def shipped_texts() -> tuple[str, ...]:
     text = lzma.decompress(TEXT.read_bytes()).decode("utf-8")
     return tuple(text.split(DOCUMENT_END))
 
 
-def _read(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -180,7 +180,7 @@ class _SampleMaker:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._start = _start_tokens(tokenizer)
+        self._start = start_tokens(tokenizer)
         self.shortest: tuple[int, int] | None = None
 
     def make(self, texts: list[str], length: int, seed: int, number: int) -> Sample:
@@ -190,7 +190,7 @@ class _SampleMaker:
         room = length - turns_room - len(self._start)
         facts = self._facts(rng, max(FACTS_MIN, length // TOKENS_PER_FACT), room // 2)
         depths = sorted(rng.random() for _ in facts)
-        lines = _draw_lines(rng, texts, CHARACTERS_PER_TOKEN * length)
+        lines = draw_lines(rng, texts, CHARACTERS_PER_TOKEN * length)
         if (tokens := len(self._encode("".join(lines)))) < TEXT_MIN:
             raise ConfigError(
                 f"calibration text: must have at least {TEXT_MIN} tokens in its first two thirds "
@@ -256,7 +256,7 @@ class _SampleMaker:
         return ids
 
 
-def _start_tokens(tokenizer: Any) -> list[int]:
+def start_tokens(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a text: the first token is one that much is attended to."""
     plain = list(tokenizer("text", add_special_tokens=False).input_ids)
     whole = list(tokenizer("text").input_ids)
@@ -276,7 +276,7 @@ def _pieces(text: str) -> list[str]:
     return pieces
 
 
-def _draw_lines(rng: random.Random, texts: list[str], characters: int) -> list[str]:
+def draw_lines(rng: random.Random, texts: list[str], characters: int) -> list[str]:
     """Pieces of texts in random order, from a random place of the first one on."""
     order = rng.sample(texts, len(texts))
     lines: list[str] = []

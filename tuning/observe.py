@@ -35,6 +35,8 @@ class Observed:
         Of the scores, before the softmax.
     softcap, sinks
         What else becomes of them, as `attention_weights` has it.
+    values
+        As `keys`.
     """
 
     layer: int
@@ -44,6 +46,7 @@ class Observed:
     scale: float
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 Observer = Callable[[Observed], None]
@@ -76,13 +79,14 @@ class Calibrator:
 
         self.parts = model_parts(model)
 
-    def read(self, sample: Sample, observer: Observer) -> None:
+    def read(self, sample: Sample, observer: Observer) -> torch.Tensor:
         """Lets the model read a sample; the observer is called once a layer.
 
-        The model is as before afterwards, also when the observer raises.
+        Returns the last layer's output, ``[1, tokens, hidden]``. The model is as before afterwards,
+        also when the observer raises.
         """
         with self._watched(observer), torch.no_grad():
-            self.parts.decoder(input_ids=sample.ids[None], use_cache=False)
+            return self.parts.decoder(input_ids=sample.ids[None], use_cache=False)[0]
 
     @contextmanager
     def _watched(self, observer: Observer) -> Iterator[None]:
@@ -145,7 +149,7 @@ class _Watch:
         return predict_next
 
     def attended(
-        self, module: nn.Module, query: Any, keys: Any, scale: float, terms: dict[str, Any]
+        self, module: nn.Module, query: Any, keys: Any, scale: float, **terms: Any
     ) -> None:
         index = next(i for i in self._parts.disk if self._parts.mixers[i] is module)
         self._observer(
@@ -178,7 +182,7 @@ def _attention(
     terms = {"softcap": kwargs.get("softcap") or 0.0, "sinks": kwargs.get("s_aux")}
     watch = _watching.get(module)
     if watch is not None:
-        watch.attended(module, query, key, scale, terms)
+        watch.attended(module, query, key, scale, values=value, **terms)
     if terms["softcap"] or terms["sinks"] is not None:
         return _full_attention(query, key, value, attention_mask, scale, **terms), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)

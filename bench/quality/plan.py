@@ -47,7 +47,7 @@ def preset_method(name: str, share: str, question: str = "inside") -> str:
     return f"product:preset={name},memory={share}{asked}"
 
 
-# One that needs a file of the model has none here.
+# One that needs a file of the model has one where that was made (`heads.py`).
 OF_PRESETS = tuple(
     preset_method(preset.name, share)
     for preset in presets()

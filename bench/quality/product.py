@@ -19,6 +19,7 @@ import torch
 
 from bench.quality.budget import Bytes
 from bench.quality.document import Document, Sample
+from bench.quality.heads import stored_heads
 from bench.quality.told import Told, score_sample
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.preset import find
@@ -81,6 +82,8 @@ class Product:
         if "preset" in settings:
             if find(settings["preset"]).divides and not changed:
                 return cls(name, None, budget, question, settings["preset"])
+            if find(settings["preset"]).needs:
+                changed = stored_heads(size.identity) | changed
             config = cls._of_preset(settings["preset"], changed, budget, size)
         elif changed:
             config = dataclasses.replace(config or SwapConfig(), **changed)

@@ -1,10 +1,10 @@
-"""``kvswap calibrate``: a preset's projections from text, and the config around them."""
+"""``kvswap calibrate``: what a preset must know of a model, from text, and the config around it."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +15,13 @@ from kvswap_torch.positions import most_positions
 from kvswap_torch.tuning.cli import show_progress, write_json
 
 HELP = """
-Make the projections of a preset from text, once, in the place of each prompt's own.
+Find what a preset must know of a model, once, from text.
 
-For presets whose projections are of one block for each KV head: loki, infinigen, infinigen-star,
-infinigen-star-ru, think. Loki's and InfiniGen's papers find theirs beforehand. Writes a config,
-and the projections beside it. (`kvswap tune` finds kvswap's, and settings with them.)
+Projections of one block for each KV head, in the place of each prompt's own: loki, infinigen,
+infinigen-star, infinigen-star-ru, think. Loki's and InfiniGen's papers find theirs beforehand.
+Which query heads find what is asked for, and what layers lose: compresskv; the model must be able
+to answer questions about facts in a text. Writes a config, and projections or heads beside it.
+(`kvswap tune` finds kvswap's, and settings with them.)
 
 Example:
 
@@ -32,7 +34,7 @@ LENGTHS = (4096, 8192)  # tokens of the samples at most
 
 def main(
     model: Annotated[str, typer.Option(help="Folder or name of a transformers model.")],
-    preset: Annotated[str, typer.Option(help="A preset with such projections.")],
+    preset: Annotated[str, typer.Option(help="A preset that takes one of these.")],
     path: Annotated[Path, typer.Option(help="Folder on the disk to use.")] = Path("."),
     out: Annotated[Path, typer.Option(help="Config to write.")] = Path("config.json"),
     calibration: Annotated[
@@ -44,22 +46,47 @@ def main(
 ) -> None:
     """See `HELP`."""
     from kvswap_torch.hf.session import alignment_bytes
+    from kvswap_torch.preset import find
     from kvswap_torch.tuning.blocks import fitted_preset, preset_of_blocks
-    from kvswap_torch.tuning.documents import default_samples, samples_from_files
+    from kvswap_torch.tuning.heads import heads_path, preset_of_heads
 
     # Before a model is loaded and text is drawn.
-    preset_of_blocks(preset)
+    takes_heads = "keep_heads" in find(preset).needs
+    if not takes_heads:
+        preset_of_blocks(preset)
     if not path.is_dir():
         raise StorageError(errno.ENOENT, "--path must be a folder that exists", str(path))
     console = Console(stderr=json_out)
     network, tokenizer = load_model(model, say=console.print), load_tokenizer(model)
-    longest = most_positions(network.config.get_text_config()) or max(LENGTHS)
-    lengths = tuple(dict.fromkeys(min(length, longest) for length in LENGTHS))
-    draw = samples_from_files if calibration else default_samples
-    source = (tokenizer, calibration) if calibration else (tokenizer,)
-    samples, _ = draw(*source, lengths)
+    most = most_positions(network.config.get_text_config())
+    draw = _searches if takes_heads else _samples
+    make = preset_of_heads if takes_heads else fitted_preset
+    samples = draw(tokenizer, calibration or [], most)
     with show_progress(console) as progress:
-        config = fitted_preset(network, preset, out, samples, alignment_bytes(path), progress)
-    console.print(f"wrote {config.source} and {config.projection_path}")
+        config = make(network, preset, out, samples, alignment_bytes(path), progress)
+    heads = heads_path(out) if takes_heads else None
+    console.print(f"wrote {config.source} and {heads or config.projection_path}")
     if json_out:
-        write_json(config, None, Path("-"))
+        write_json(config, Path("-"), heads=heads)
+
+
+def _samples(tokenizer: Any, files: list[Path], most: int | None) -> list[Any]:
+    from kvswap_torch.tuning.documents import default_samples, samples_from_files
+
+    lengths = _lengths(LENGTHS, most)
+    if files:
+        return samples_from_files(tokenizer, files, lengths)[0]
+    return default_samples(tokenizer, lengths)[0]
+
+
+def _searches(tokenizer: Any, files: list[Path], most: int | None) -> list[Any]:
+    from kvswap_torch.tuning.documents import read_text
+    from kvswap_torch.tuning.searches import COUNT, LENGTHS, search_samples
+
+    texts = [read_text(file) for file in files] or None
+    return search_samples(tokenizer, texts, _lengths(LENGTHS, most), COUNT)
+
+
+def _lengths(wanted: tuple[int, ...], most: int | None) -> tuple[int, ...]:
+    """No longer than the model takes."""
+    return tuple(dict.fromkeys(min(length, most or length) for length in wanted))

@@ -11,9 +11,9 @@ import pytest
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.tuning.documents import (
     TURNS,
-    _documents,
     default_samples,
     samples_from_files,
+    shipped_texts,
 )
 from kvswap_torch.tuning.samples import FORMS, FactMaker
 
@@ -173,7 +173,7 @@ def test_forms_say_and_ask_in_different_words() -> None:
 
 
 def test_the_text_comes_with_its_licence_and_without_markup() -> None:
-    documents = _documents()
+    documents = shipped_texts()
     assert len(documents) > 40 and sum(map(len, documents)) > 1_000_000
     assert all(":func:`" not in text and ".. index::" not in text for text in documents)
     licence = (Path(__file__).resolve().parents[2] / "tuning" / "text" / "LICENSE.txt").read_text()
