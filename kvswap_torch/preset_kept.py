@@ -155,7 +155,11 @@ KEEPING = (
             _NEWEST_DECODED.format(8),
             "kvswap calibrate gives the model the answers, and counts the tokens that it would "
             "have written itself; in the paper it writes them",
-            "what a layer loses is measured before its heads' outputs are projected",
+            "a head is worth what its queries pay the whole sentence that tells a fact, in the "
+            "paper's code the words of the answer in it; a question counts with more than half of "
+            "its answer's tokens, there with half of its words",
+            "what a layer loses is measured before its heads' outputs are projected, and over "
+            "answers that count",
         ),
         needs={"keep_heads": (), "keep_layer_shares": lambda shape: (1.0,) * shape.layers},
     ),

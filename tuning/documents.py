@@ -117,11 +117,13 @@ def samples_from_files(
 
 @cache
 def shipped_texts() -> tuple[str, ...]:
+    """The documents that come along."""
     text = lzma.decompress(TEXT.read_bytes()).decode("utf-8")
     return tuple(text.split(DOCUMENT_END))
 
 
 def read_text(path: str | Path) -> str:
+    """A user's text: `StorageError` where it cannot be read, `ConfigError` where it is no UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

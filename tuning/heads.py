@@ -98,7 +98,7 @@ def find_heads(
         hidden = calibrator.read(sample, weigh)
         said = unembed(hidden[0, _before(sample)]).argmax(-1)
         answered.append(answered_of(sample, said))
-        counts = counts_of(sample, said)
+        counts = counts_of(sample, said, answered[-1].searches)
         for layer, mass in masses.items():
             worth[layer] += mass @ counts
     asked, count = (sum(len(each.searches) for each in some) for some in (samples, answered))
@@ -114,7 +114,8 @@ def find_heads(
         for search in sample.searches:
             losses[seen.layer] += lost(seen, search, order[seen.layer, :HEADS])
 
-    read_samples(calibrator, answered, lose, "finding what layers lose", progress)
+    counting = [sample for sample in answered if sample.searches]
+    read_samples(calibrator, counting, lose, "finding what layers lose", progress)
     return HeadsFound(order.tolist(), (losses / losses.sum()).tolist(), asked, count)
 
 
@@ -139,9 +140,8 @@ def answered_of(sample: SearchSample, said: torch.Tensor) -> SearchSample:
     return dataclasses.replace(sample, searches=found)
 
 
-def counts_of(sample: SearchSample, said: torch.Tensor) -> torch.Tensor:
+def counts_of(sample: SearchSample, said: torch.Tensor, answered: Sequence[Search]) -> torch.Tensor:
     """``[steps]``: how often the fact has the token that is said, and right; 0 if unanswered."""
-    answered = set(answered_of(sample, said).searches)
     following = sample.ids[_before(sample) + 1]
     counts = [
         float((sample.ids[each.fact_begin : each.fact_end] == token).sum())
@@ -160,7 +160,7 @@ def fact_masses(seen: Observed, sample: SearchSample) -> torch.Tensor:
         torch.tensor([getattr(each, name) for each in _search_of(sample)])[:, None]
         for name in ("fact_begin", "fact_end")
     )
-    weights = _weights(seen, rows, columns > rows[:, None])
+    weights = _weights(seen, _scores(seen, rows), columns > rows[:, None])
     return (weights * ((columns >= begins) & (columns < ends))).sum(-1)
 
 
@@ -172,29 +172,35 @@ def lost(seen: Observed, search: Search, heads: torch.Tensor) -> float:
     begin = max(0, search.answer_begin - WINDOW)
     columns = torch.arange(seen.keys.shape[2])
     window = torch.arange(begin, search.answer_begin)
-    paid = _weights(seen, window, columns > window[:, None])[heads, :, :begin].sum((0, 1))
+    paid = _weights(seen, _scores(seen, window), columns > window[:, None])
+    paid = paid[heads, :, :begin].sum((0, 1))
     pooled = functional.avg_pool1d(paid[None], POOL, stride=1, padding=POOL // 2)[0]
     goes = columns < begin
     goes[pooled.topk(min(KEPT, begin)).indices] = False
     rows = torch.arange(search.answer_begin, search.answer_end)
     later = columns > rows[:, None]
-    whole, few = (_attended(seen, _weights(seen, rows, each)) for each in (later, later | goes))
+    scores = _scores(seen, rows)
+    whole, few = (_attended(seen, scores, hidden) for hidden in (later, later | goes))
     errors = (few - whole).norm(dim=(0, 2)) / (whole.norm(dim=(0, 2)) + SMALL)
     return float(errors.sum())
 
 
-def _weights(seen: Observed, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``[heads, rows, tokens]``: attention of the queries at `rows`."""
+def _scores(seen: Observed, rows: torch.Tensor) -> torch.Tensor:
+    """``[heads, rows, tokens]``: of the queries at `rows`."""
     keys = seen.keys[0].float()
     query = seen.query[0, :, rows].float().unflatten(0, (len(keys), -1))
-    scores = (query @ keys[:, None].mT).flatten(0, 1) * seen.scale
+    return (query @ keys[:, None].mT).flatten(0, 1) * seen.scale
+
+
+def _weights(seen: Observed, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return attention_weights(scores, hidden, seen.softcap, seen.sinks)
 
 
-def _attended(seen: Observed, weights: torch.Tensor) -> torch.Tensor:
+def _attended(seen: Observed, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """``[heads, rows, head_dim]``."""
     values = seen.values[0].float()
-    return (weights.unflatten(0, (len(values), -1)) @ values[:, None]).flatten(0, 1)
+    weights = _weights(seen, scores, hidden).unflatten(0, (len(values), -1))
+    return (weights @ values[:, None]).flatten(0, 1)
 
 
 def preset_of_heads(

@@ -82,8 +82,8 @@ class Calibrator:
     def read(self, sample: Sample, observer: Observer) -> torch.Tensor:
         """Lets the model read a sample; the observer is called once a layer.
 
-        Returns the last layer's output, ``[1, tokens, hidden]``. The model is as before afterwards,
-        also when the observer raises.
+        Returns the decoder's output, after its last norm, ``[1, tokens, hidden]``. The model is as
+        before afterwards, also when the observer raises.
         """
         with self._watched(observer), torch.no_grad():
             return self.parts.decoder(input_ids=sample.ids[None], use_cache=False)[0]
@@ -237,7 +237,7 @@ def attention_weights(
     Parameters
     ----------
     scores
-        ``[..., heads, queries, tokens]`` fp32; may be changed.
+        ``[..., heads, queries, tokens]`` fp32.
     hidden
         Broadcasts to it: True where a token is not looked at.
     softcap

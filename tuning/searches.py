@@ -51,8 +51,9 @@ def search_samples(
         A transformers tokenizer.
     texts
         That facts are laid into; None: what comes along.
-    count
-        Of the samples; no two have the same facts.
+    lengths, count, seed
+        Tokens of a sample at most; how many there are, no two of which have the same facts; what
+        is drawn follows from the seed.
 
     Raises
     ------

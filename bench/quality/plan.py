@@ -47,7 +47,8 @@ def preset_method(name: str, share: str, question: str = "inside") -> str:
     return f"product:preset={name},memory={share}{asked}"
 
 
-# One that needs a file of the model has one where that was made (`heads.py`).
+# One that needs a file of the model is left out, since other models have none (`heads.py`); it is
+# named: product:preset=compresskv,memory=1/13.
 OF_PRESETS = tuple(
     preset_method(preset.name, share)
     for preset in presets()

@@ -16,7 +16,7 @@ struct Fp8Args {
 };
 
 /// e4m3 (no infinities, largest 448), round to nearest even, scale = largest magnitude / 448 of the
-/// row (1 for a row of zeros). ARKV's low-precision tier.
+/// row (1 for a row of zeros), NaN left out, which stays itself. ARKV's low-precision tier.
 void fp8_quantize(const Fp8Args& args, const Execution& execution);
 void fp8_dequantize(const Fp8Args& args, const Execution& execution);
 

@@ -44,13 +44,14 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
 
     from kvswap_torch import KVSwapCache
     from kvswap_torch.cli.conversation import Conversation
+    from kvswap_torch.hf.settings import FirstPass
 
     with KVSwapCache(
         material.model,
         path=options.path,
         config=config,
         kv_memory_bytes=options.kv_memory,
-        max_context=len(material.document_ids),
+        max_context=FirstPass(1, len(material.document_ids)).context,  # questions come too
         max_batch=1,
     ) as cache:
         conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
@@ -78,7 +79,7 @@ def _load_for(
     tokenizer = load_tokenizer(model, wanted=wanted)
     loaded = load_model(
         model,
-        facts["model"].get("dtype", options.dtype),
+        facts.get("model", {}).get("dtype", options.dtype),
         options.device,
         say=lambda told: console.print(f"[dim]{told}[/dim]"),
         wanted=wanted,

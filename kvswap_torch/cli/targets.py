@@ -27,6 +27,8 @@ def check_file(option: str, path: Path) -> None:
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{option}: its folder must exist, got {path}")
     is_new = not os.path.lexists(path)
+    if not is_new and not path.is_file():
+        return  # a pipe, or a link to nothing: to try it would change it
     try:
         with path.open("ab"):
             pass

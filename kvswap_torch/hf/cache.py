@@ -34,6 +34,7 @@ from kvswap_torch.hf.settings import Budget
 from kvswap_torch.hf.stats import CacheStats, collect
 from kvswap_torch.hf.token_log import TokenLog
 from kvswap_torch.hf.trial import try_attention
+from kvswap_torch.hf.vision_positions import VisionPositions
 from kvswap_torch.plug_ins import GroupScores, TokenScores
 from kvswap_torch.positions import Reach
 
@@ -55,9 +56,9 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
     more than one thread or generation at a time in one cache.
 
     A forward pass that ends in an exception, a full disk or a Ctrl-C, is taken back before the next
-    use: the cache holds what it held before, and the same pass may be run again (not where the
-    state of a recurrent layer has changed: the next use says so). `close` may be
-    called while another thread runs a pass, which then ends with `ClosedError`.
+    use: the cache holds what it held before, and the same pass may be run again; where a recurrent
+    state has changed, that use says so. `close` may be called while another thread runs a pass,
+    which then ends with `ClosedError`.
 
     Parameters
     ----------
@@ -151,7 +152,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         self._pass: OpenPass | None = None  # under way, or ended by an exception
         self._entering = threading.Lock()
         self.tokens = TokenLog()
-        self._reach = Reach(self.parts.config)
+        self._reach, self._vision = Reach(self.parts.config), VisionPositions(self.parts)
         # Only sums of products can do with summed queries.
         score = settings.score if settings.takes_projections else settings.rows
         self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, score)
@@ -268,8 +269,6 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
     def stats(self, timeline: bool = False) -> CacheStats:
         """Counts since the cache was opened, and the memory it uses; prints as a table.
 
-        With a budget and no `max_context` since the `reset` before the text: settings are its own.
-
         Parameters
         ----------
         timeline
@@ -327,9 +326,8 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         """`module`, the decoder or one around it, was called with this cache."""
         self.driver.check_open()
         with self._entering:
-            opened = self._pass
-            if opened is not None and opened.is_running():
-                return opened.check_thread()
+            if self.is_in_pass:
+                return self._pass.check_thread()
             try:
                 check_switched(self.parts.config)
             except KVSwapError:
@@ -350,6 +348,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
                 self._pass, self._others_changed = None, False
                 self.tokens.commit(positions := self.driver.positions())
                 self._reach.note(positions)
+                self._vision.note()
             else:
                 self._pass.fail()
                 disarm(self.layers)

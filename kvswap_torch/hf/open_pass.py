@@ -121,8 +121,18 @@ def all_or_none(layers: list[Any], call: str, *arguments: Any) -> Iterator[None]
 
 
 def _fields(layer: Any) -> dict[str, Any] | None:
-    """What a sliding window is, where it replaces its tensors and does not write to them."""
-    return dict(vars(layer)) if type(layer) is DynamicSlidingWindowLayer else None
+    """What a sliding window is, where it replaces its tensors and does not write to them.
+
+    Both stay until the pass has ended: the memory of one window more.
+    """
+    if type(layer) is not DynamicSlidingWindowLayer:
+        return None
+    for side in ("keys", "values"):
+        tensor = getattr(layer, side, None)
+        # A view of a whole chunk: what is no longer of the window is freed.
+        if tensor is not None and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
+            setattr(layer, side, tensor.clone())
+    return dict(vars(layer))
 
 
 def _length(layer: Any) -> int | None:

@@ -32,7 +32,6 @@ from kvswap_torch.hf.saved_checks import (
 )
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
-from kvswap_torch.hf.vision_positions import deltas_of, restore_deltas
 from kvswap_torch.saved_path import named, text_of
 
 if TYPE_CHECKING:
@@ -134,8 +133,8 @@ class Saving:
             tensors["token_ids"] = ids
         if self.driver.padding.valid is not None:
             tensors["valid"] = self.driver.padding.valid
-        if (deltas := deltas_of(self.parts)) is not None:
-            tensors["rope_deltas"] = deltas
+        if self._vision.deltas is not None:
+            tensors["rope_deltas"] = self._vision.deltas.detach().cpu()
         facts = {
             "model": known_of(self.parts.identity),
             "name": _found_anywhere(getattr(self.parts.outermost.config, "_name_or_path", "")),
@@ -241,7 +240,7 @@ class Saving:
         cache = _continued(cls, parts, path, budget, start, timeline_spans)
         try:
             _restore_layers(cache, facts, tensors, folder.path)
-            restore_deltas(parts, tensors.get("rope_deltas"))
+            cache._vision.restore(tensors.get("rope_deltas"), parts.device)
             if probe:
                 cache.driver.probe = probe_keys(cache, cache.tokens.ids, start.valid)
             else:
@@ -283,6 +282,7 @@ class Saving:
         )
         spans = driver.timeline_spans
         cache = _continued(type(self), self.parts, driver.path, driver.budget, start, spans)
+        cache._vision.deltas = self._vision.deltas
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, DiskLayer | LayerElsewhere):
                 cache.layers[index] = deepcopy(layer)

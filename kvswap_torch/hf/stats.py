@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class CacheStats:
     """Counts since the cache was opened; prints as a table, as plain lines where rich is missing.
 
+    With a budget and no `max_context` they begin with the settings of a text: anew after `reset`.
+
     Parameters
     ----------
     preset

@@ -12,7 +12,8 @@ class TokenLog:
     """``[batch, positions]`` token ids, as long as every pass was given ids.
 
     A pass calls `begin` and, once it is whole, `commit`, so that one that failed leaves no trace.
-    After a pass over embeddings alone, the ids are not known until `reset`.
+    After a pass over embeddings alone, the ids are not known until `reset`, or
+    until nothing is left.
     """
 
     def __init__(self) -> None:

@@ -86,6 +86,8 @@ class _Enough(Exception):
 class TrialCache(Cache):
     """Watches what reaches the cache and the attention function."""
 
+    is_in_pass = True
+
     def __init__(self, parts: ModelParts):
         self.parts = parts
         self._kinds_left = {_kind(parts.mixers[index]) for index in parts.disk}

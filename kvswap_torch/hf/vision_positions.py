@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,28 +15,34 @@ _PLACEHOLDERS = tuple(
 )
 
 
-def deltas_of(parts: ModelParts) -> torch.Tensor | None:
-    """``[batch, 1]`` on the host: what is added to a token's number to have its position.
+class VisionPositions:
+    """One cache's: what is added to a token's number to have its position after images.
 
-    Of the text that the model read last, since transformers knows one at a time; None: the model
-    has no such thing, or has read nothing.
+    transformers knows that of one text at a time, the one that the model has read last.
+
+    Attributes
+    ----------
+    deltas
+        ``[batch, 1]``; None: the model has no such thing, or no pass has been whole.
     """
-    deltas = getattr(_keeper(parts), "rope_deltas", None)
-    return None if deltas is None else deltas.detach().cpu()
 
+    def __init__(self, parts: ModelParts):
+        modules = parts.outermost.modules()
+        self._keeper = next((each for each in modules if hasattr(each, "rope_deltas")), None)
+        self.deltas: torch.Tensor | None = None
 
-def restore_deltas(parts: ModelParts, deltas: torch.Tensor | None) -> None:
-    """Lets the model go on from a text that had these."""
-    keeper = _keeper(parts)
-    if keeper is not None and deltas is not None:
-        keeper.rope_deltas = deltas.to(parts.device)
+    def note(self) -> None:
+        """A pass with the cache has run."""
+        if self._keeper is not None:
+            self.deltas = self._keeper.rope_deltas
+
+    def restore(self, deltas: torch.Tensor | None, device: torch.device) -> None:
+        """The cache, and its model with it, goes on from a text that had these."""
+        if self._keeper is not None and deltas is not None:
+            self.deltas = self._keeper.rope_deltas = deltas.to(device)
 
 
 def placeholders(parts: ModelParts) -> set[int]:
     """Token ids that images and the like stand for."""
     config = parts.outermost.config
     return {getattr(config, name) for name in _PLACEHOLDERS if hasattr(config, name)} - {None}
-
-
-def _keeper(parts: ModelParts) -> Any:
-    return next((each for each in parts.outermost.modules() if hasattr(each, "rope_deltas")), None)

@@ -40,9 +40,13 @@ def test_tokens_are_those_that_the_saved_cache_gives(
     inputs = with_text_before(inputs_of(name, 1, False), before)
     with KVSwapCache(model, tmp_path, COVERING) as cache:
         told = greedy(model, inputs, cache, tokens=4)
-        cache.save(tmp_path / "book.kvswap")
         ids = torch.cat([told, ASKED], 1)
-        expected = greedy(model, {"input_ids": ids}, cache, tokens=8)
+        with cache.fork() as fork:
+            expected = greedy(model, {"input_ids": ids}, fork, tokens=8)
+        # Another text, whose positions are others, is read before this one is saved.
+        with KVSwapCache(model, tmp_path, COVERING) as other:
+            greedy(model, {"input_ids": ids[:, :before]} if before else inputs, other, tokens=1)
+        cache.save(tmp_path / "book.kvswap")
     fresh = build(name)  # as another process has it
     with KVSwapCache.open(fresh, tmp_path / "book.kvswap", path=tmp_path) as opened:
         assert torch.equal(greedy(fresh, {"input_ids": ids}, opened, tokens=8), expected)

@@ -74,10 +74,16 @@ def test_an_answer_counts_where_more_than_half_of_it_is_said() -> None:
     sample = dataclasses.replace(SAMPLE, ids=ids)
     one_of_two_and_two_of_three = torch.tensor([12, 5, 30, 31, 4])
     assert answered_of(sample, one_of_two_and_two_of_three).searches == (SAMPLE.searches[1],)
-    assert counts_of(sample, one_of_two_and_two_of_three).tolist() == [0, 0, 1, 1, 0]
+    assert counts_of(sample, one_of_two_and_two_of_three, SAMPLE.searches[1:]).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        0,
+    ]
     all_of_it = torch.tensor([12, 12, 30, 31, 99])
     assert answered_of(sample, all_of_it).searches == SAMPLE.searches
-    assert counts_of(sample, all_of_it).tolist() == [2, 2, 1, 1, 0]
+    assert counts_of(sample, all_of_it, SAMPLE.searches).tolist() == [2, 2, 1, 1, 0]
 
 
 def test_masses_and_losses_are_those_of_plain_attention() -> None:

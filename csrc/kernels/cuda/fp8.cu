@@ -7,15 +7,21 @@
 namespace kvswap::cuda {
 namespace {
 
+/// No larger than what e4m3 has, which a quotient of tiny numbers can be; NaN stays.
+__device__ inline float representable(float value) {
+  if (value > kFloat8Max) return kFloat8Max;
+  return value < -kFloat8Max ? -kFloat8Max : value;
+}
+
 template <int kWidth>
 __device__ void store_float8(uint8_t* target, const float (&values)[kWidth], float scale) {
   if constexpr (kWidth == 1) {
-    *target = static_cast<uint8_t>(float8_from_float(values[0] / scale));
+    *target = static_cast<uint8_t>(float8_from_float(representable(values[0] / scale)));
   } else {
     uint32_t words[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      words[i / 4] |= float8_from_float(values[i] / scale) << (i % 4 * 8);
+      words[i / 4] |= float8_from_float(representable(values[i] / scale)) << (i % 4 * 8);
     }
     *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
   }

@@ -41,6 +41,7 @@ class EndedQueue:
         self._has_ended = False
 
     async def get(self) -> Any:
+        """The next piece."""
         while not self._ready:
             self._take(await self._pieces.get())
         return self._ready.popleft()
