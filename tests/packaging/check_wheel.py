@@ -29,7 +29,7 @@ json.dump(build_info(), sys.stdout)
 TUNER_PROBE = """
 import sys
 import kvswap_torch.tuning.documents as default
-assert default.TEXT.is_relative_to(sys.prefix) and len(default._documents()) > 10, default.TEXT
+assert default.TEXT.is_relative_to(sys.prefix) and len(default.shipped_texts()) > 10, default.TEXT
 assert (default.TEXT.parent / "LICENSE.txt").is_file()
 """
 
