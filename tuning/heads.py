@@ -102,10 +102,11 @@ def find_heads(
         for layer, mass in masses.items():
             worth[layer] += mass @ counts
     asked, count = (sum(len(each.searches) for each in some) for some in (samples, answered))
-    if not count:
+    if not worth.any():
         raise ConfigError(
             f"heads: the model must answer some of {asked} questions about facts in a text, and "
-            "answers none; a larger model does, or one that reads this text (--calibration)"
+            "answers none in their words; a larger model does, or one that reads this text "
+            "(--calibration)"
         )
     order = worth.argsort(dim=1, descending=True, stable=True)
     losses = torch.zeros(len(order), dtype=torch.float64)
