@@ -104,13 +104,32 @@ def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _parts(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
-    """Each result and length with its part, those of most documents first."""
+    """Each result and length with its part, those of most documents first.
+
+    A preset that the most documents were not given has its cells from fewer, of shares that are
+    shown with the most.
+    """
     parts = [
         (result, length, part)
         for result in joined(results)
         for length, part in result["lengths"].items()
     ]
-    return sorted(parts, key=lambda each: (each[0]["model"], int(each[1]), -each[2]["documents"]))
+    parts.sort(key=lambda each: (each[0]["model"], int(each[1]), -each[2]["documents"]))
+    most: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for result, length, part in parts:
+        shown = most.setdefault((*(result.get(name) for name in SAME), length), part)
+        for share in SHARES:
+            if shown is not part and _has(shown, share):
+                _fill(shown, part, share)
+    return parts
+
+
+def _fill(shown: dict[str, Any], fewer: dict[str, Any], share: str) -> None:
+    names = {preset_method(preset.name, share) for preset in presets()}
+    for name in names - {*shown["methods"], *shown["impossible"]}:
+        for kind in ("methods", "impossible"):
+            if name in fewer[kind]:
+                shown[kind][name] = fewer[kind][name]
 
 
 def _table(model: str, part: dict[str, Any], shares: list[str]) -> Iterator[str]:

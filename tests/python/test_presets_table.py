@@ -115,6 +115,24 @@ def test_runs_over_the_same_documents_fill_one_table():
     assert sum("full cache" in row for row in rows) == 2
 
 
+def test_what_the_most_documents_were_not_given_comes_from_fewer():
+    quest, loki, later = (
+        preset_method(name, share)
+        for name, share in (("quest", "1/4"), ("loki", "1/4"), ("loki", "1/13"))
+    )
+    most = run({"full": right(0.75), quest: right(0.5)})
+    most["lengths"]["4096"]["documents"] = 3
+    one = {name: right(0.25) | {"documents": 1} for name in ("full", quest, loki, later)}
+    rows = list(preset_rows([run(one), most]))
+    first = next(at for at, row in enumerate(rows) if row.endswith("documents: 1, answers: 8"))
+    found = by_name(rows[:first])
+    assert "| 0.25 of 1 document, reads 0 B |" in found["loki"]
+    assert "| 0.50, reads 0 B |" in found["quest"]
+    # A share that fewer documents alone have stands in a table of its own.
+    assert "1/13 of the memory" not in "".join(rows[:first])
+    assert "| 0.25, reads 0 B |" in by_name(rows[first:])["loki"]
+
+
 def test_every_model_has_a_section_of_its_own_on_the_page(tmp_path, monkeypatch):
     """From the results that `bench.quality` leaves, with columns of what was run of it alone."""
     folder = tmp_path / "quality"
