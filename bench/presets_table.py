@@ -70,13 +70,20 @@ NOT_RUN = "not run"
 SAME = ("model", "digest", "dtype", "wording", "text", "seed")  # of runs that fill one table
 
 
+def _same(result: dict[str, Any], length: str) -> tuple[Any, ...]:
+    """What runs of one table have in common."""
+    return *(result.get(name) for name in SAME), length
+
+
 def joined(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs of the same model over the same documents as one; a later run's figures count."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for result in results:
         for length, part in result["lengths"].items():
-            key = (*(result.get(name) for name in SAME), length, part["documents"])
-            known = found.setdefault(key, {**result, "lengths": {length: {**part}}})
+            key = _same(result, length)
+            known = found.setdefault(
+                (*key, part["documents"]), {**result, "lengths": {length: {**part}}}
+            )
             into = known["lengths"][length]
             for kind, other in (("methods", "impossible"), ("impossible", "methods")):
                 left = {name: it for name, it in into[kind].items() if name not in part[other]}
@@ -91,7 +98,7 @@ def preset_rows(results: list[dict[str, Any]]) -> Iterator[str]:
     """
     shown: dict[tuple[Any, ...], set[str]] = {}
     for result, length, part in _parts(results):
-        done = shown.setdefault((*(result.get(name) for name in SAME), length), set())
+        done = shown.setdefault(_same(result, length), set())
         shares = [share for share in SHARES if share not in done and _has(part, share)]
         done.update(shares)
         if shares:
@@ -117,7 +124,7 @@ def _parts(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, dic
     parts.sort(key=lambda each: (each[0]["model"], int(each[1]), -each[2]["documents"]))
     most: dict[tuple[Any, ...], dict[str, Any]] = {}
     for result, length, part in parts:
-        shown = most.setdefault((*(result.get(name) for name in SAME), length), part)
+        shown = most.setdefault(_same(result, length), part)
         for share in SHARES:
             if shown is not part and _has(shown, share):
                 _fill(shown, part, share)
@@ -125,8 +132,7 @@ def _parts(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, dic
 
 
 def _fill(shown: dict[str, Any], fewer: dict[str, Any], share: str) -> None:
-    names = {preset_method(preset.name, share) for preset in presets()}
-    for name in names - {*shown["methods"], *shown["impossible"]}:
+    for name in _names(share) - {*shown["methods"], *shown["impossible"]}:
         for kind in ("methods", "impossible"):
             if name in fewer[kind]:
                 shown[kind][name] = fewer[kind][name]
@@ -152,8 +158,12 @@ def _line(cells: list[str]) -> str:
 
 
 def _has(part: dict[str, Any], share: str) -> bool:
-    names = [preset_method(preset.name, share) for preset in presets()]
-    return any(name in part["methods"] or name in part["impossible"] for name in names)
+    return not _names(share).isdisjoint({*part["methods"], *part["impossible"]})
+
+
+def _names(share: str) -> set[str]:
+    """Of every preset in that share."""
+    return {preset_method(preset.name, share) for preset in presets()}
 
 
 def _cell(part: dict[str, Any], preset: str, share: str) -> str:

@@ -29,7 +29,6 @@ Example:
 
 Use the result with `KVSwapCache(model, path="/fast/disk", config="loki.json")`.
 """
-LENGTHS = (4096, 8192)  # tokens of the samples at most
 
 
 def main(
@@ -71,7 +70,7 @@ def main(
 
 
 def _samples(tokenizer: Any, files: list[Path], most: int | None) -> list[Any]:
-    from kvswap_torch.tuning.documents import default_samples, samples_from_files
+    from kvswap_torch.tuning.documents import LENGTHS, default_samples, samples_from_files
 
     lengths = _lengths(LENGTHS, most)
     if files:
