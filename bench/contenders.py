@@ -98,7 +98,7 @@ def open_kvswap(
     batch: int,
     context: int,
     path: Path,
-    config: SwapConfig,
+    config: SwapConfig | None,
     kv_memory_bytes: int | None = None,
 ) -> Contender:
     """`config.rank` is doubled, as for every cache that has no projection file."""

@@ -60,7 +60,7 @@ def main(
     devices: Annotated[str, typer.Option(help="local; emmc, ufs (modelled)")] = "local,emmc",
     linear: Annotated[
         str, typer.Option(help="the model's linear layers: torch; ours, as commands have them")
-    ] = "torch",
+    ] = "ours",
     only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(DEFAULT),
     seconds: Annotated[float, typer.Option(help="of decoding, at most, with each")] = 20,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),

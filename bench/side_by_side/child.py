@@ -218,13 +218,16 @@ def open_contender(runner: Runner) -> Any:
 
 def open_session_contender(runner: Runner) -> Any:
     from bench import contenders as known
-    from bench.side_by_side.settings import fit_kvswap, fit_per_head
+    from bench.side_by_side.settings import Fitted, fit_kvswap, fit_per_head
 
     model, cell, key = runner.model, runner.cell, runner.order.key
     folder = Path(runner.order.folder)
-    runner.fitted = fit_kvswap(model, cell, folder)
+    if key == "default":
+        runner.fitted = Fitted(None, cell.budget_bytes)
+    else:
+        runner.fitted = fit_kvswap(model, cell, folder)
     budget_bytes = runner.fitted.budget_bytes
-    if key != "kvswap":
+    if key.startswith("tokens"):
         runner.fitted = fit_per_head(model, cell, folder, budget_bytes, reuse=key == "tokens")
         budget_bytes = None  # fitted already, with its predictor beside it
     contender = known.open_kvswap(

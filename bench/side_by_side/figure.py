@@ -10,7 +10,8 @@ from bench.side_by_side.report import FOLDER, load, title
 
 COLUMNS = 3
 COLOURS = {
-    "kvswap": "#1b6ca8", "floor": "#9aa5b1", "static": "#c9a227", "dynamic": "#c9a227",
+    "kvswap": "#1b6ca8", "default": "#1b6ca8", "floor": "#9aa5b1",
+    "static": "#c9a227", "dynamic": "#c9a227",
     "restore": "#b3541e", "mmap": "#b3541e", "tokens": "#6a4c93", "tokens_no_reuse": "#6a4c93",
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ DISK_SHARE_MAX = 0.95
 
 LABELS = {
     "kvswap": "kvswap",
+    "default": "kvswap by default",
     "floor": f"floor ({SELECTED_TOKENS} tokens)",
     "static": "StaticCache",
     "dynamic": "DynamicCache",
@@ -46,8 +47,9 @@ FLOORS = ("floor", "llama_floor")
 PRESET = "preset:"  # before a preset's name: a contender with its own settings and memory
 ALWAYS = ("kvswap", "floor")  # in every wave, so that all are paired with them
 ON_FILE = ("restore", "mmap")
-ON_SESSION = ("kvswap", "tokens", "tokens_no_reuse")
+ON_SESSION = ("kvswap", "default", "tokens", "tokens_no_reuse")
 UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
+OWN_DISK = "on its own disk: without a config none is modelled"
 NO_DISK = "reads no disk: its time is that of the cell without a modelled device"
 NO_LLAMA = "no llama.cpp: `make peers` builds it for this processor"
 NO_OLLM = "no oLLM: `make peers` installs it"
@@ -93,7 +95,7 @@ class Cell:
     context: int
     batch: int
     device: str | None = None
-    linear: str = "torch"
+    linear: str = "ours"
 
     @property
     def shape(self) -> Shape:
@@ -127,7 +129,7 @@ def cells(
     contexts: Iterable[int],
     batches: Iterable[int],
     devices: Iterable[str],
-    linear: str = "torch",
+    linear: str = "ours",
 ) -> list[Cell]:
     """The small ones first; of a modelled device only `MODELLED_CONTEXTS` where any is asked for.
 
@@ -203,6 +205,8 @@ class Room:
         """Why a contender cannot be measured; None: it can."""
         if key in ("mmap", "ollm") and cell.device:
             return UNMODELLED
+        if key == "default" and cell.device:
+            return OWN_DISK
         if key == "mmap" and not self.has_cap:
             return memory_cap.NONE
         if key in LLAMA and cell.device:

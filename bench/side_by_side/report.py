@@ -186,5 +186,5 @@ def write_all(folder: Path = FOLDER) -> Path | None:
 
 def _why(result: dict[str, Any], key: str) -> str:
     """Why a contender has no time, in a word: what its reason begins with."""
-    reason = result["empty"].get(key)
-    return "" if reason is None else reason.split(":")[0]
+    word = result["empty"].get(key, "").split(":")[0]
+    return "does not fit" if word == "BudgetError" else word

@@ -22,13 +22,13 @@ PAGES_OF_GROUPS = 4  # the reuse buffer holds at most so many steps' choices
 
 @dataclass(frozen=True)
 class Fitted:
-    """Settings, and the budget that they were fitted to, bytes.
+    """Settings, None for a cache's own choice, and the budget that they were fitted to, bytes.
 
     The budget is a 13th of the full cache, or what the smallest settings that still attend
     `SELECTED_TOKENS` tokens need where that is more.
     """
 
-    config: SwapConfig
+    config: SwapConfig | None
     budget_bytes: int
 
 
