@@ -2,8 +2,9 @@
 
 The ratio is bytes that the op must move, per second, by what a plain copy of as many moves: 1 is as
 fast as a copy. An op is timed with CUDA events around one call through torch.ops, with the second
-cache emptied before, so the small launches of the torch layer are in it. What `--seconds` leaves no
-time for is named. Decoding is measured by bench/gpu_decode.py.
+cache emptied before, so the small launches of the torch layer are in it; kernel_ratio is of the
+time that a profile gives our own kernels alone. What `--seconds` leaves no time for is named.
+Decoding is measured by bench/gpu_decode.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from kvswap_torch import ops
 
@@ -38,6 +40,16 @@ def seconds_of(call: Call, flush: torch.Tensor, repeats: int) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def kernel_seconds(call: Call, flush: torch.Tensor) -> float:
+    """Of our own kernels in one call, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CUDA]) as told:
+        flush.zero_()
+        call()
+        torch.cuda.synchronize()
+    ours = [event for event in told.key_averages() if "kvswap::" in event.key]
+    return 1e-6 * sum(event.self_device_time_total for event in ours)
 
 
 def bytes_of(*tensors: torch.Tensor) -> int:
@@ -147,7 +159,9 @@ def copy_bandwidth(size: int, flush: torch.Tensor, repeats: int) -> float:
     return size / seconds_of(lambda: target.copy_(source), flush, repeats)
 
 
-def row_of(name: str, size: int, moved: int, seconds: float, copy: float) -> dict[str, Any]:
+def row_of(
+    name: str, size: int, moved: int, seconds: float, in_kernels: float, copy: float
+) -> dict[str, Any]:
     return {
         "op": name,
         "input_mib": size,
@@ -155,6 +169,7 @@ def row_of(name: str, size: int, moved: int, seconds: float, copy: float) -> dic
         "gb_per_s": round(moved / seconds / 1e9, 1),
         "copy_gb_per_s": round(copy / 1e9, 1),
         "ratio": round(moved / seconds / copy, 3),
+        "kernel_ratio": round(moved / in_kernels / copy, 3) if in_kernels else None,
     }
 
 
@@ -173,10 +188,12 @@ def measure(sizes: list[int], repeats: int, seconds: float, path: Path | None) -
                     results["left_out"].append(f"{size} MiB, {name}: time")
                     continue
                 took = seconds_of(call, flush, repeats)
-                row = row_of(name, size, moved, took, copy_bandwidth(moved, flush, repeats))
+                in_kernels = kernel_seconds(call, flush)
+                copy = copy_bandwidth(moved, flush, repeats)
+                row = row_of(name, size, moved, took, in_kernels, copy)
                 results["rows"].append(row)
-                print(f"{size:5} MiB  {name:42} {row['gb_per_s']:8} GB/s  ratio {row['ratio']}",
-                      flush=True)  # fmt: skip
+                print(f"{size:5} MiB  {name:42} {row['gb_per_s']:8} GB/s  ratio {row['ratio']},"
+                      f" of the kernels {row['kernel_ratio']}", flush=True)  # fmt: skip
                 if path:
                     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             torch.cuda.empty_cache()

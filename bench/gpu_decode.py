@@ -83,11 +83,20 @@ class OnDevice(FullRestoreCache):
         super().__init__(file)
         self.device = device
         if device.type == "cuda":
-            for buffer in self.reader.buffers:
-                memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            for memory in self._buffers():
                 error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)
                 if int(error):
                     raise RuntimeError(f"full restore: its buffers must be locked, got {error}")
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.reader.buffers]
+
+    def close(self) -> None:
+        super().close()  # nothing is read into them any more
+        if self.device.type == "cuda":
+            finish(self.device)
+            for memory in self._buffers():
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def restore(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().restore(layer)
@@ -266,10 +275,16 @@ def main() -> None:
             else:
                 if case.shape_name not in models:
                     models.clear()
-                    models[case.shape_name] = make_model(case.shape, 32768).to(device)
+                    with device:  # random weights take it a moment, and the host a minute
+                        models[case.shape_name] = make_model(case.shape, 32768)
                 model = models[case.shape_name]
-                rows.append(measure(name, model, case, args.path, device, args.steps))
-                print(*setting.values(), rows[-1]["ms_median"], "ms", flush=True)
+                try:
+                    rows.append(measure(name, model, case, args.path, device, args.steps))
+                except Exception as error:
+                    # The other rows are worth having, and this one's reason.
+                    skipped.append(setting | {"why": f"{type(error).__name__}: {error}"})
+                else:
+                    print(*setting.values(), rows[-1]["ms_median"], "ms", flush=True)
             results["seconds"] = round(time.perf_counter() - began, 1)
             if args.json:  # after each row: a kill loses little
                 args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

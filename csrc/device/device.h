@@ -61,11 +61,12 @@ class Device {
   virtual ~Device() = default;
   virtual std::string name() const = 0;
 
-  // Memory. Never in a step: only when a batch, a context or a projection is new.
+  // Memory. Seldom in a step: when a batch, a context or a projection is new, or a summary grows.
 
-  /// Zeroed, aligned to 256 bytes at least. Counted by allocated_bytes() until free().
+  /// Zeroed for all that is queued from now on, aligned to 256 bytes at least. Counted by
+  /// allocated_bytes() until free().
   virtual Result<std::byte*> allocate(int64_t bytes) = 0;
-  /// Waits until nothing that is queued can still use it.
+  /// What is queued may still use it.
   virtual void free(std::byte* memory, int64_t bytes) = 0;
   /// Locks host memory for the copies below; it belongs to the caller, who unpins it first.
   virtual Status pin(std::byte* host, int64_t bytes) = 0;

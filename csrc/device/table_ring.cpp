@@ -1,6 +1,7 @@
 #include "device/table_ring.h"
 
 #include <cstring>
+#include <utility>
 
 namespace kvswap {
 
@@ -37,20 +38,26 @@ const std::byte* TableRing::Tables::put(const void* table, int64_t bytes) {
 }
 
 void TableRing::Tables::send() {
+  ring_.is_sent_[begin_ / ring_.segment_bytes_][static_cast<size_t>(ring_.device_.stream())] = true;
   ring_.device_.copy_in(ring_.mirror_.data() + begin_, ring_.host_ + begin_, next_ - begin_);
 }
 
 void TableRing::next_segment() {
+  const OfStreams& own = is_sent_[segment_];
+  const OfStreams& before = is_sent_[(segment_ + kSegments - 1) % kSegments];
   for (int stream = 0; stream < kStreams; ++stream) {
+    if (!own[stream] && !before[stream]) continue;
     const Device::On on(device_, static_cast<Stream>(stream));
     device_.record(left_[segment_][stream]);
   }
   segment_ = (segment_ + 1) % kSegments;
   used_ = 0;
-  // Left last time round, when the kernels of this segment's tables were queued.
-  for (const Event event : left_[(segment_ + 1) % kSegments]) {
+  for (int stream = 0; stream < kStreams; ++stream) {
+    if (!std::exchange(is_sent_[segment_][stream], false)) continue;
+    // Left last time round, when the kernels of this segment's tables were queued.
+    const Event left = left_[(segment_ + 1) % kSegments][stream];
     // An error is the device's, which keeps it and returns it from the next synchronize().
-    (void)device_.synchronize(event).is_ok();
+    (void)device_.synchronize(left).is_ok();
   }
 }
 

@@ -13,9 +13,10 @@ namespace kvswap {
 /// Small tables for kernels: written on the host, copied on the current stream, used there next.
 ///
 /// A ring of segments, each twice: in host memory that the caller lends and the device has pinned,
-/// and on the device. A segment is used again once all streams have passed the point where the one
-/// after it was left, which is after every kernel that its tables were made for, as long as those
-/// of one kernel fit in a segment. Not thread-safe.
+/// and on the device. A segment is used again once the streams that its tables were sent on have
+/// passed the point where the one after it was left, which is after every kernel that they were
+/// made for, as long as those of one kernel fit in a segment. Other streams are not waited for:
+/// writing to disk overlaps with an attention that takes long. Not thread-safe.
 class TableRing {
  public:
   static constexpr int kSegments = 4;
@@ -41,7 +42,7 @@ class TableRing {
     const T* add(const std::vector<T>& table) {
       return add(table.data(), static_cast<int64_t>(table.size()));
     }
-    /// On the current stream; the kernels follow there.
+    /// On the current stream; the kernels follow there, and on no other.
     void send();
 
    private:
@@ -62,12 +63,14 @@ class TableRing {
   TableRing(Device& device, std::byte* host, int64_t segment_bytes)
       : device_(device), host_(host), segment_bytes_(segment_bytes) {}
   void next_segment();
+  using OfStreams = std::array<bool, kStreams>;
 
   Device& device_;
   std::byte* host_;
   int64_t segment_bytes_;
   DeviceBytes mirror_;
   std::array<std::array<Event, kStreams>, kSegments> left_{};
+  std::array<OfStreams, kSegments> is_sent_{};  // since the segment was entered
   int segment_ = 0;
   int64_t used_ = 0;
 };

@@ -73,8 +73,11 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
                                      batch * tail_pages(options));
   const int64_t packing = padded(transfers, sizeof(void*)) + padded(transfers, sizeof(int64_t)) +
                           3 * padded(transfers, sizeof(int32_t));
-  const int64_t sealing =
-      kind.on_device == nullptr ? 0 : kind.on_device->table_bytes(layout, groups);
+  // A chunk of a sequence, or a group of each.
+  const DeviceRowsKind* rows = kind.on_device;
+  const int64_t sealing = rows == nullptr ? 0
+                                          : std::max(rows->table_bytes(layout, 1, groups),
+                                                     rows->table_bytes(layout, batch, 1));
   room.segment_bytes = std::max({attention, packing, padded(room.lane_records, sizeof(void*)),
                                  DeviceSelector::table_bytes(layout, room.choice), sealing});
   return room;

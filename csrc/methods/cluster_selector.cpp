@@ -140,6 +140,10 @@ void ClusterSelector::score(const ClusterRow& row, const float* asked,
           options_.score == Score::kMass ? scores[c] + of_head[c] : std::max(scores[c], of_head[c]);
     }
   }
+  // As groups: what is no number comes first, and has an order.
+  for (float& score : scores) {
+    if (std::isnan(score)) score = std::numeric_limits<float>::infinity();
+  }
 }
 
 void ClusterSelector::clear() {

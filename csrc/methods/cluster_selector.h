@@ -37,7 +37,7 @@ class ClusterSelector final : public Selector {
   /// Empty ones: centroids stand in rows().
   Summaries& summaries() override { return summaries_; }
   /// Nothing: tokens enter clusters when their bytes are at hand.
-  Status append(const SealedKeys&) override { return Status::ok(); }
+  Status append(std::span<const SealedKeys>) override { return Status::ok(); }
   void choose(const ChooseArgs& args) override;
   void clear() override;
 

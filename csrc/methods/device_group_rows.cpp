@@ -14,8 +14,8 @@ class DeviceGroupRows final : public DeviceRows {
                                           const Rows&) {
     return std::make_unique<DeviceGroupRows>(device, options, row);
   }
-  static int64_t table_bytes(const RowLayout& layout, int64_t groups) {
-    return bytes_of(layout.pieces(groups), groups);
+  static int64_t table_bytes(const RowLayout& layout, int64_t sequences, int64_t groups) {
+    return bytes_of(sequences * layout.pieces(groups), sequences * groups);
   }
 
   DeviceGroupRows(Device& device, const MethodOptions& options, GroupRow row)

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "methods/device_rows.h"
@@ -14,37 +15,23 @@ class DeviceLowRankRows final : public DeviceRows {
     return std::make_unique<DeviceLowRankRows>(device, options,
                                                static_cast<const LowRankRows&>(rows));
   }
-  static int64_t table_bytes(const RowLayout& layout, int64_t groups) {
-    return bytes_of(layout.pieces(groups));
+  static int64_t table_bytes(const RowLayout& layout, int64_t sequences, int64_t groups) {
+    return bytes_of(sequences * layout.pieces(groups));
   }
 
   DeviceLowRankRows(Device& device, const MethodOptions& options, const LowRankRows& rows)
       : device_(device), options_(options), rows_(rows) {}
 
   void write(int64_t layer, std::span<const RowPiece> pieces, TableRing& tables) override {
-    cuda::BatchProjectKeysArgs args;
-    std::vector<cuda::ProjectPiece> table;
-    for (const RowPiece& piece : pieces) {
-      table.push_back(
-          {piece.keys.data, piece.rows, piece.row_scale, piece.first_row, piece.tokens});
-      args.tokens_max = std::max(args.tokens_max, piece.tokens);
+    // Of heads apart each has its own projection: a launch each.
+    const int64_t apart = options_.heads_apart;
+    for (int64_t head = 0; head < apart; ++head) {
+      std::vector<RowPiece> of_head;
+      std::copy_if(pieces.begin(), pieces.end(), std::back_inserter(of_head),
+                   [&](const RowPiece& piece) { return piece.sequence % apart == head; });
+      if (!of_head.empty()) project(layer, of_head, tables);
     }
-    const KeyView& keys = pieces.front().keys;
-    args.count = static_cast<int64_t>(pieces.size());
-    args.head_stride = keys.head_stride;
-    args.token_stride = keys.token_stride;
-    args.projection = rows_.key_projection(layer, pieces.front().sequence);
-    args.kv_heads = options_.kv_heads;
-    args.head_dim = options_.head_dim;
-    args.rank = rows_.shape(layer).width;
-    args.key_dtype = keys.dtype;
-    args.summary_dtype = options_.summary_dtype;
-    auto sent = tables.open(bytes_of(args.count));
-    args.pieces = sent.add(table);
-    sent.send();
-    device_.launch(args);
   }
-
   void ask(const ChooseArgs& args, int64_t batch, float* asked) override {
     const bool is_sum = options_.score == Score::kSum;
     device_.launch(cuda::BatchProjectQueryArgs{
@@ -69,6 +56,31 @@ class DeviceLowRankRows final : public DeviceRows {
  private:
   static int64_t bytes_of(int64_t pieces) {
     return TableRing::padded(pieces * int64_t{sizeof(cuda::ProjectPiece)});
+  }
+
+  /// With the projection of the first piece's head.
+  void project(int64_t layer, std::span<const RowPiece> pieces, TableRing& tables) {
+    cuda::BatchProjectKeysArgs args;
+    std::vector<cuda::ProjectPiece> table;
+    for (const RowPiece& piece : pieces) {
+      table.push_back(
+          {piece.keys.data, piece.rows, piece.row_scale, piece.first_row, piece.tokens});
+      args.tokens_max = std::max(args.tokens_max, piece.tokens);
+    }
+    const KeyView& keys = pieces.front().keys;
+    args.count = static_cast<int64_t>(pieces.size());
+    args.head_stride = keys.head_stride;
+    args.token_stride = keys.token_stride;
+    args.projection = rows_.key_projection(layer, pieces.front().sequence);
+    args.kv_heads = options_.kv_heads;
+    args.head_dim = options_.head_dim;
+    args.rank = rows_.shape(layer).width;
+    args.key_dtype = keys.dtype;
+    args.summary_dtype = options_.summary_dtype;
+    auto sent = tables.open(bytes_of(args.count));
+    args.pieces = sent.add(table);
+    sent.send();
+    device_.launch(args);
   }
 
   Device& device_;

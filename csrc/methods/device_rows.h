@@ -26,7 +26,8 @@ class DeviceRows {
 struct RowLayout {
   RowLayout(const RowsKind& kind, const MethodOptions& options);
   int64_t chunks(int64_t groups) const;
-  /// Pieces of one write() to so many groups, at most: the first may go on in a chunk.
+  /// Pieces of a sequence in one write() to so many groups, at most: the first may go on in a
+  /// chunk.
   int64_t pieces(int64_t groups) const { return chunks(groups) + 1; }
   int64_t rows(int64_t groups) const { return groups * rows_a_group; }
 
@@ -40,8 +41,8 @@ struct DeviceRowsKind {
   /// `rows` outlives it.
   std::unique_ptr<DeviceRows> (*make)(Device& device, const MethodOptions& options,
                                       const Rows& rows);
-  /// Bytes of the tables of one write() to so many groups.
-  int64_t (*table_bytes)(const RowLayout& layout, int64_t groups);
+  /// Bytes of the tables of one write() to so many groups of each of so many sequences.
+  int64_t (*table_bytes)(const RowLayout& layout, int64_t sequences, int64_t groups);
 };
 extern const DeviceRowsKind low_rank_on_device;
 extern const DeviceRowsKind box_on_device;

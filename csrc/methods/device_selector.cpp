@@ -109,7 +109,7 @@ Status DeviceSelector::reserve(const SelectionPlace& place) {
 }
 
 void DeviceSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
-  if (!pieces.empty()) on_device_->write(layer, pieces, *tables_);
+  on_device_->write(layer, pieces, *tables_);
 }
 
 void DeviceSelector::choose(const ChooseArgs& args) {

@@ -29,6 +29,7 @@ class GivenRows final : public Rows {
   Status give(int64_t layer, const GivenScores& scores) override;
   bool holds(int64_t layer, const GivenScores& wanted) const override;
   void take(int64_t layer, std::span<float> scores) override;
+  void forget() override { given_.assign(given_.size(), {}); }
 
  private:
   struct Given {

@@ -38,8 +38,14 @@ Status HostedSelector::wait() {
   return copied;
 }
 
-Status HostedSelector::append(const SealedKeys& sealed) {
-  if (rows().shape(sealed.layer).width == 0) return RowSelector::append(sealed);
+Status HostedSelector::append(std::span<const SealedKeys> sealed) {
+  if (sealed.empty() || rows().shape(sealed.front().layer).width == 0) return Status::ok();
+  for (const SealedKeys& each : sealed) KVSWAP_RETURN_IF_ERROR(append_copy(each));
+  return Status::ok();
+}
+
+/// Of what the host is sent, some tokens at a time.
+Status HostedSelector::append_copy(const SealedKeys& sealed) {
   const int64_t bytes = options().head_dim * dtype_bytes(sealed.keys.dtype);
   for (int64_t first = 0; first < sealed.tokens;) {
     const int64_t count = std::min(tokens_at_once(options().group_tokens), sealed.tokens - first);
@@ -59,7 +65,7 @@ Status HostedSelector::append(const SealedKeys& sealed) {
     SealedKeys part = sealed;
     part.keys = {copy_.data(), count * options().head_dim, options().head_dim, sealed.keys.dtype};
     part.tokens = count;
-    KVSWAP_RETURN_IF_ERROR(RowSelector::append(part));
+    KVSWAP_RETURN_IF_ERROR(RowSelector::append(std::span(&part, 1)));
     first += count;
   }
   return Status::ok();

@@ -18,7 +18,8 @@ class HostedSelector final : public RowSelector {
       : RowSelector(options, std::move(rows), std::move(memory)), device_(device) {}
 
   Status reserve(const SelectionPlace& place) override;
-  Status append(const SealedKeys& sealed) override;
+  using RowSelector::append;
+  Status append(std::span<const SealedKeys> sealed) override;
   Status start_choice(const ChooseArgs& args) override;
   double wait_seconds() const override { return wait_seconds_; }
 
@@ -27,6 +28,7 @@ class HostedSelector final : public RowSelector {
   static int64_t query_bytes(const MethodOptions& options, int64_t queries);
 
  private:
+  Status append_copy(const SealedKeys& sealed);
   Status wait();
 
   Device& device_;

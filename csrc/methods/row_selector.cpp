@@ -34,9 +34,15 @@ void RowSelector::drop_projection(int64_t layer) {
   summaries_.start_layer(layer);
 }
 
-Status RowSelector::append(const SealedKeys& sealed) {
-  return summaries_.append(sealed,
-                           [&](std::span<const RowPiece> pieces) { write(sealed.layer, pieces); });
+Status RowSelector::append(std::span<const SealedKeys> sealed) {
+  std::vector<RowPiece> pieces;
+  Status appended;
+  for (const SealedKeys& each : sealed) {
+    appended = summaries_.append(each, pieces);
+    if (!appended.is_ok()) break;
+  }
+  if (!pieces.empty()) write(sealed.front().layer, pieces);
+  return appended;
 }
 
 void RowSelector::write(int64_t layer, std::span<const RowPiece> pieces) {

@@ -37,10 +37,12 @@ class RowSelector : public Selector {
   }
 
   Summaries& summaries() override { return summaries_; }
-  Status append(const SealedKeys& sealed) override;
+  using Selector::append;
+  Status append(std::span<const SealedKeys> sealed) override;
   Status give_scores(int64_t layer, const GivenScores& scores) override {
     return rows_->give(layer, scores);
   }
+  void forget_scores() override { rows_->forget(); }
   void choose(const ChooseArgs& args) override;
   Status start_choice(const ChooseArgs& args) override;
   void clear() override;

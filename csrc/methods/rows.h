@@ -84,6 +84,7 @@ class Rows {
   /// Was give() called for as many?
   virtual bool holds(int64_t, const GivenScores&) const { return false; }
   virtual void take(int64_t layer, std::span<float> scores);
+  virtual void forget() {}
 
   /// Only where RowsKind::takes_projections; others refuse.
   virtual Status set_projection(int64_t layer, int64_t rank, const float* keys,

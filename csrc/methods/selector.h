@@ -142,11 +142,15 @@ class Selector {
   /// For the layer's next choice alone, of as many sequences, queries and groups; copied. Only
   /// where RowsKind::is_given; others refuse.
   virtual Status give_scores(int64_t layer, const GivenScores& scores) = 0;
+  /// Sequences or their tokens have changed: what was given is of others.
+  virtual void forget_scores() {}
 
   /// What it scores groups by.
   virtual Summaries& summaries() = 0;
-  /// The next sealed tokens of a sequence, whole groups: they are summarised.
-  virtual Status append(const SealedKeys& sealed) = 0;
+  /// The next sealed tokens of sequences of one layer, whole groups, each sequence once: they are
+  /// summarised together. Where one fails those before it are there.
+  virtual Status append(std::span<const SealedKeys> sealed) = 0;
+  Status append(const SealedKeys& sealed) { return append(std::span(&sealed, 1)); }
 
   virtual void choose(const ChooseArgs& args) = 0;
   /// choose() in two halves, for a selector that computes beside its caller: between them nothing

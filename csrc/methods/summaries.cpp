@@ -58,34 +58,30 @@ int64_t Summaries::bytes_to_append(int64_t layer, int64_t tokens) const {
   return bytes;
 }
 
-Status Summaries::append(const SealedKeys& sealed, const WriteRows& write) {
+Status Summaries::append(const SealedKeys& sealed, std::vector<RowPiece>& pieces) {
   KVSWAP_ASSERT(is_ready(sealed.layer));
   if (rows_.shape(sealed.layer).width == 0) return Status::ok();
   const int64_t each = rows_.shape(sealed.layer).tokens_per_row;
   Summary& summary = summaries_[sealed.layer][sealed.sequence];
   const int64_t first_position = summary.rows() * each;
-  std::vector<RowPiece> pieces;
-  const Status appended = summary.append(
-      sealed.tokens / each,
-      [&](Summary::Chunk& chunk, int64_t first_row, int64_t first_new_row, int64_t count) {
-        const int64_t first = first_new_row * each;
-        RowPiece piece;
-        piece.sequence = sealed.sequence;
-        piece.keys = sealed.keys;
-        piece.keys.data = static_cast<const std::byte*>(sealed.keys.data) +
-                          first * sealed.keys.token_stride * dtype_bytes(sealed.keys.dtype);
-        piece.tokens = count * each;
-        piece.valid = sealed.valid;
-        piece.first_token = first_position + first;
-        piece.rows = chunk.rows.data();
-        piece.rest = chunk.rest.data();
-        piece.rest_columns = summary.shape().rest_columns();
-        piece.row_scale = chunk.token_scale.empty() ? nullptr : chunk.token_scale.data();
-        piece.first_row = first_row;
-        pieces.push_back(piece);
-      });
-  write(pieces);
-  return appended;
+  return summary.append(sealed.tokens / each, [&](Summary::Chunk& chunk, int64_t first_row,
+                                                  int64_t first_new_row, int64_t count) {
+    const int64_t first = first_new_row * each;
+    RowPiece piece;
+    piece.sequence = sealed.sequence;
+    piece.keys = sealed.keys;
+    piece.keys.data = static_cast<const std::byte*>(sealed.keys.data) +
+                      first * sealed.keys.token_stride * dtype_bytes(sealed.keys.dtype);
+    piece.tokens = count * each;
+    piece.valid = sealed.valid;
+    piece.first_token = first_position + first;
+    piece.rows = chunk.rows.data();
+    piece.rest = chunk.rest.data();
+    piece.rest_columns = summary.shape().rest_columns();
+    piece.row_scale = chunk.token_scale.empty() ? nullptr : chunk.token_scale.data();
+    piece.first_row = first_row;
+    pieces.push_back(piece);
+  });
 }
 
 void Summaries::truncate(int64_t layer, int64_t tokens) {

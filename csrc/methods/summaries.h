@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -34,9 +33,9 @@ class Summaries {
   int64_t tokens(int64_t layer) const;
   /// Bytes that append() of `tokens` to every sequence would allocate.
   int64_t bytes_to_append(int64_t layer, int64_t tokens) const;
-  using WriteRows = std::function<void(std::span<const RowPiece>)>;
-  /// The next sealed tokens of a sequence, whole groups. Calls `write` with where their rows go.
-  Status append(const SealedKeys& sealed, const WriteRows& write);
+  /// Makes room for the next sealed tokens of a sequence, whole groups; adds to `pieces` where
+  /// their rows go. Where it fails the pieces before it are there.
+  Status append(const SealedKeys& sealed, std::vector<RowPiece>& pieces);
   void truncate(int64_t layer, int64_t tokens);
 
   /// What a layer keeps, to be saved: each chunk once, however many sequences share it, and for

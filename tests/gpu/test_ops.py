@@ -50,6 +50,30 @@ def test_low_rank_score(ops, dtype, shape, queries):
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=2e-3)
 
 
+def beginning_anywhere(tensor):
+    """The same numbers, one element after a place where 16 bytes may be moved at once."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
+    return room[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_slice_may_begin_anywhere(ops, dtype):
+    keys = torch.randn(2, 2, 40, 64).to(dtype)
+    pages, table = ops.pack_records(keys, keys, 4)[0], torch.arange(10).int().view(1, 1, 10)
+    summary, _ = make_summary(2, 9, 16, dtype)
+    sums, quantized = torch.randn(2, 2, 40), ops.fp8_quantize(keys)
+    for call in (
+        lambda put: ops.unpack_records(put(pages[None]), 40),
+        lambda put: ops.paged_gather(put(pages), table.cuda()),
+        lambda put: ops.low_rank_score(put(summary), torch.ones(2, 1, 16).cuda()),
+        lambda put: ops.fp8_quantize(put(keys)),
+        lambda put: ops.fp8_dequantize(put(quantized[0]), quantized[1].cuda(), dtype),
+        lambda put: ops.merge_attention(put(keys), sums.cuda(), put(keys), sums.cuda()),
+    ):
+        expected, told = call(torch.Tensor.cuda), call(beginning_anywhere)
+        torch.testing.assert_close(told, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("group_tokens", [1, 3, 4, 8, 16, 63, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 1000, 70001])
 def test_group_max(ops, group_tokens, tokens):

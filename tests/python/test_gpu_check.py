@@ -38,6 +38,19 @@ def test_a_step_without_time_is_left_out() -> None:
     assert outcomes(steps) == ["left out: no time was left"]
 
 
+def test_what_came_of_each_step_is_written() -> None:
+    written: list[list[str]] = []
+    steps = check.Steps(300, lambda: written.append(outcomes(steps)))
+    steps.run("fine", sleeping(0), 100)
+    steps.leave_out("other", "not installed")
+    assert written == [["ok"], ["ok", "left out: not installed"]]
+
+
+def test_half_a_file_is_none(tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"rows": [')
+    assert check.read(tmp_path / "half.json") == check.read(tmp_path / "none.json") == {}
+
+
 def test_all_steps_end_within_eight_minutes() -> None:
     # Interpreter, torch and the device are opened before the first step.
     assert check.SECONDS <= 8 * 60 - 10

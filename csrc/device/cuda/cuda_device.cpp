@@ -5,10 +5,14 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvswap {
 namespace {
+
+// Freed memory that is kept for the next allocation: summaries grow by small moves.
+constexpr uint64_t kKeptBytes = uint64_t{32} << 20;
 
 /// Makes a device the calling thread's, and gives the caller its own back.
 class Current {
@@ -82,7 +86,8 @@ Status run(const AttentionMassArgs& args, void* stream) {
 
 class CudaDevice final : public Device {
  public:
-  explicit CudaDevice(int index) : index_(index) {}
+  CudaDevice(int index, const std::function<void()>& make_room)
+      : index_(index), make_room_(make_room) {}
   ~CudaDevice() override;
   Status open();
 
@@ -135,11 +140,14 @@ class CudaDevice final : public Device {
   }
   /// The first failure is the one that says why.
   int index_;
+  std::function<void()> make_room_;
   std::array<cudaStream_t, kStreams> streams_{};  // compute is the caller's
   cudaStream_t memory_stream_ = nullptr;          // allocations alone
   cudaMemPool_t pool_ = nullptr;
   std::vector<cudaEvent_t> events_;
   cudaEvent_t changed_ = nullptr;  // of set_compute_stream()
+  cudaEvent_t zeroed_ = nullptr;   // of allocate()
+  cudaEvent_t unused_ = nullptr;   // of free()
   FirstError error_;
 };
 
@@ -155,6 +163,17 @@ Status CudaDevice::open() {
     return Status::invalid("session: device must be one of " + std::to_string(count) +
                            " CUDA devices, got " + name());
   }
+  for (const auto& [what, needed] :
+       {std::pair{"memory pools", cudaDevAttrMemoryPoolsSupported},
+        std::pair{"locking of host memory", cudaDevAttrHostRegisterSupported}}) {
+    int is_there = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&is_there, needed, index_);
+    if (error != cudaSuccess || is_there == 0) {
+      (void)cudaGetLastError();
+      return Status::invalid("session: device must have " + std::string(what) + ", and " + name() +
+                             " has none; use the CPU");
+    }
+  }
   const Current current(index_);
   int low = 0;
   int high = 0;
@@ -167,11 +186,17 @@ Status CudaDevice::open() {
   }
   error_.keep("cudaStreamCreate",
               cudaStreamCreateWithFlags(&memory_stream_, cudaStreamNonBlocking));
-  error_.keep("cudaEventCreate", cudaEventCreateWithFlags(&changed_, cudaEventDisableTiming));
+  for (cudaEvent_t* event : {&changed_, &zeroed_, &unused_}) {
+    error_.keep("cudaEventCreate", cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  }
   cudaMemPoolProps properties = {};
   properties.allocType = cudaMemAllocationTypePinned;
   properties.location = {cudaMemLocationTypeDevice, index_};
   error_.keep("cudaMemPoolCreate", cudaMemPoolCreate(&pool_, &properties));
+  if (!error_.status().is_ok()) return error_.status();
+  uint64_t kept = kKeptBytes;
+  error_.keep("cudaMemPoolSetAttribute",
+              cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &kept));
   return error_.status();
 }
 
@@ -180,7 +205,9 @@ CudaDevice::~CudaDevice() {
   // Earlier calls of the session have returned its errors.
   (void)drain().is_ok();
   for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
-  if (changed_ != nullptr) (void)cudaEventDestroy(changed_);
+  for (const cudaEvent_t event : {changed_, zeroed_, unused_}) {
+    if (event != nullptr) (void)cudaEventDestroy(event);
+  }
   if (memory_stream_ != nullptr) {
     (void)cudaStreamSynchronize(memory_stream_);
     (void)cudaStreamDestroy(memory_stream_);
@@ -197,8 +224,17 @@ Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
   void* memory = nullptr;
   const std::string what = name() + ": allocating " + std::to_string(bytes) + " bytes";
   cudaError_t error = cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_);
+  if (error == cudaErrorMemoryAllocation && make_room_) {
+    (void)cudaGetLastError();
+    make_room_();
+    error = cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_);
+  }
   if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, bytes, memory_stream_);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(memory_stream_);
+  // All streams go on behind it, and the host does not wait.
+  if (error == cudaSuccess) error = cudaEventRecord(zeroed_, memory_stream_);
+  for (const cudaStream_t stream : streams_) {
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(stream, zeroed_, 0);
+  }
   if (error != cudaSuccess) {
     (void)cudaGetLastError();  // told here; torch need not find it
     return failed(what, error);
@@ -209,7 +245,10 @@ Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
 
 void CudaDevice::free(std::byte* memory, int64_t bytes) {
   const Current current(index_);
-  (void)drain().is_ok();  // kept, and returned by the next call
+  for (const cudaStream_t stream : streams_) {
+    error_.keep("cudaEventRecord", cudaEventRecord(unused_, stream));
+    error_.keep("cudaStreamWaitEvent", cudaStreamWaitEvent(memory_stream_, unused_, 0));
+  }
   error_.keep("cudaFreeAsync", cudaFreeAsync(memory, memory_stream_));
   allocated_bytes_ -= bytes;
 }
@@ -262,6 +301,15 @@ void CudaDevice::set_compute_stream(void* stream) {
   cudaStream_t& compute = streams_[static_cast<int>(Stream::kCompute)];
   if (stream == compute) return;
   const Current current(index_);
+  cudaStreamCaptureStatus captures = cudaStreamCaptureStatusNone;
+  error_.keep("cudaStreamIsCapturing",
+              cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &captures));
+  if (captures != cudaStreamCaptureStatusNone) {
+    error_.keep(Status::invalid(
+        "session: must be used outside of the capture of a CUDA graph, since each step waits for "
+        "what was chosen and read, got a stream that captures; open another session"));
+    return;
+  }
   // What the session did on the old stream comes before what it does on the new one.
   error_.keep("cudaEventRecord", cudaEventRecord(changed_, compute));
   compute = static_cast<cudaStream_t>(stream);
@@ -270,10 +318,10 @@ void CudaDevice::set_compute_stream(void* stream) {
 
 }  // namespace
 
-DeviceKind cuda_device(int index) {
+DeviceKind cuda_device(int index, std::function<void()> make_room) {
   DeviceKind kind;
-  kind.make = [index]() -> Result<std::unique_ptr<Device>> {
-    auto device = std::make_unique<CudaDevice>(index);
+  kind.make = [index, make_room = std::move(make_room)]() -> Result<std::unique_ptr<Device>> {
+    auto device = std::make_unique<CudaDevice>(index, make_room);
     KVSWAP_RETURN_IF_ERROR(device->open());
     return std::unique_ptr<Device>(std::move(device));
   };

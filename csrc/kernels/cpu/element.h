@@ -27,6 +27,13 @@ inline int8_t low_half(Int4Pair pair) {
 }
 inline int8_t high_half(Int4Pair pair) { return pair.bits >> 4; }
 
+/// Of a row in levels, by its largest magnitude: 0, or a number that has an inverse.
+inline float level_scale(float largest, float levels) {
+  const float scale = largest / levels;
+  const float least = std::numeric_limits<float>::min();
+  return scale > 0.0f && scale < least ? least : scale;
+}
+
 inline float to_float(float value) { return value; }
 inline float to_float(int8_t value) { return value; }
 inline float to_float(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }

@@ -98,7 +98,7 @@ float store_levels(const Box& box, int8_t* lane) {
     limit = std::max({limit, std::fabs(box.lows[channel]), std::fabs(box.highs[channel])});
   }
   // A half width is at most the limit and half a level: 126 levels leave room to round it up.
-  const float scale = limit / 126.0f;
+  const float scale = level_scale(limit, 126.0f);
   for (int64_t channel = 0; channel < channels; ++channel) {
     const float low = box.lows[channel];
     const float high = box.highs[channel];
@@ -141,7 +141,7 @@ float store_levels(const Means& means, int8_t* lane) {
     limit = std::max(limit, std::fabs(mean));
     is_finite = is_finite && std::isfinite(mean);
   }
-  const float scale = is_finite ? limit / 127.0f : NAN;
+  const float scale = is_finite ? level_scale(limit, 127.0f) : NAN;
   for (size_t channel = 0; channel < means.size(); ++channel) {
     const float level = scale > 0.0f ? std::nearbyint(means[channel] / scale) : 0.0f;
     lane[channel * kSummaryBlock] = static_cast<int8_t>(level);

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/cpu/element.h"
+
 namespace kvswap {
 
 /// As products of floats, which hold sums of such numbers exactly.
@@ -36,7 +38,7 @@ void quantize_queries(const QuantizeQueriesArgs& args) {
       limit = std::max(limit, std::fabs(source[r]));
       is_number = is_number && std::isfinite(source[r]);
     }
-    args.scales[q] = is_number ? limit / 127.0f : NAN;
+    args.scales[q] = is_number ? level_scale(limit, 127.0f) : NAN;
     const float inverse = is_number && args.scales[q] > 0.0f ? 1.0f / args.scales[q] : 0.0f;
     for (int64_t r = 0; r < stride; ++r) {
       const float level = is_number && r < args.rank ? std::nearbyint(source[r] * inverse) : 0.0f;

@@ -110,7 +110,7 @@ float set_scale(const ProjectKeysArgs& args, const float* sums, int64_t row, flo
     limit = std::max(limit, std::fabs(sums[r]));
     is_finite &= std::isfinite(sums[r]);
   }
-  const float scale = is_finite ? limit / most : NAN;
+  const float scale = is_finite ? level_scale(limit, most) : NAN;
   args.token_scale[row] = scale;
   return scale > 0.0f ? 1.0f / scale : 0.0f;
 }

@@ -22,6 +22,13 @@ inline constexpr int kVectorBytes = 16;
 template <typename T>
 inline constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
 
+/// Of a row in levels, by its largest magnitude: 0, or a number that has an inverse.
+__device__ inline float level_scale(float largest, float levels) {
+  constexpr float kLeast = 1.17549435e-38f;  // the smallest normal number
+  const float scale = largest / levels;
+  return scale > 0.0f && scale < kLeast ? kLeast : scale;
+}
+
 __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(BFloat16 value) {
   return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) summarize(BatchSummarizeArgs args) {
   float limit = kIsInt8 || kIsBox ? group.template limit<kRow>(channels) : 0.0f;
   const bool is_bounded = limit < always();
   if (kIsBox && !is_bounded) limit = largest_number<S>();
-  const float scale = finite_or_nan(limit / (kIsBox ? 126.0f : 127.0f));
+  const float scale = finite_or_nan(level_scale(limit, kIsBox ? 126.0f : 127.0f));
   const int64_t row = piece.first_row + blockIdx.x;
   const int64_t width = numbers_of(kRow) * channels;
   S* lane =

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32) prepare_queries(MassJob job) {
   }
   limit = largest_of_warp(limit);
   is_number = __any_sync(kWholeWarp, !is_number) == 0;
-  const float scale = limit / 127.0f;
+  const float scale = level_scale(limit, 127.0f);
   const float inverse = is_number && scale > 0.0f ? 1.0f / scale : 0.0f;
   for (int r = static_cast<int>(threadIdx.x); r < rank; r += 32) {
     const float level = fminf(fmaxf(rintf(source[r] * inverse), -127.0f), 127.0f);

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) project_pieces(BatchProjectKeysArgs 
       const int64_t token = first_token + tile.y * kOwn + t;
       if (token >= piece.tokens) break;
       const int64_t row = piece.first_row + token;
-      const float scale = finite_or_nan(largest[t] / 127.0f);
+      const float scale = finite_or_nan(level_scale(largest[t], 127.0f));
       const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
       if (kIsInt8 && column == 0 && tile.x == 0) piece.token_scale[row] = scale;
       S* target = static_cast<S*>(piece.summary) + row / kBlock * args.rank * kBlock + row % kBlock;

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstdint>
 #include <initializer_list>
 #include <utility>
 
@@ -35,6 +36,14 @@ class DeviceCall {
 inline void check_status(const Status& status) {
   TORCH_CHECK_VALUE(status.code() != StatusCode::kInvalid, status.message());
   TORCH_CHECK(status.is_ok(), status.message());
+}
+
+/// Contiguous, and where kernels may move 16 bytes at once: a slice may begin elsewhere.
+inline at::Tensor aligned(const at::Tensor& tensor) {
+  constexpr uintptr_t kMoveBytes = 16;
+  at::Tensor whole = tensor.contiguous();
+  const auto begin = reinterpret_cast<uintptr_t>(whole.const_data_ptr());
+  return begin % kMoveBytes == 0 ? whole : whole.clone();
 }
 
 inline at::Tensor counted(int64_t count, const at::Tensor& like) {

@@ -15,7 +15,7 @@ using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 /// out of range is a device-side assertion, as an index out of range is in torch.
 struct PageTable {
   PageTable(const char* where, const at::Tensor& page_tensor, const at::Tensor& table)
-      : shape(check_pages(where, page_tensor, table)), pages(page_tensor.contiguous()) {
+      : shape(check_pages(where, page_tensor, table)), pages(aligned(page_tensor)) {
     at::_assert_async(table.ge(-1).logical_and(table.lt(pages.size(0))).all(),
                       "kvswap_torch: slots in a page table must be -1 or a page");
     const auto base = reinterpret_cast<int64_t>(pages.const_data_ptr());
@@ -177,7 +177,7 @@ TensorPair merge_attention_cuda(const at::Tensor& output, const at::Tensor& log_
   check_merge(output, log_sum_exp, other_output, other_log_sum_exp);
   at::Tensor merged = output.clone(at::MemoryFormat::Contiguous);
   at::Tensor merged_log_sum_exp = log_sum_exp.clone(at::MemoryFormat::Contiguous);
-  const at::Tensor other = other_output.contiguous();
+  const at::Tensor other = aligned(other_output);
   const at::Tensor other_sums = other_log_sum_exp.contiguous();
   check_status(cuda::merge_attention({.output = merged.data_ptr(),
                                       .log_sum_exp = merged_log_sum_exp.data_ptr<float>(),

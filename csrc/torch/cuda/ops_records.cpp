@@ -62,14 +62,14 @@ TensorPair unpack_records_cuda(const at::Tensor& records, int64_t tokens, c10::s
   const auto [keys, values] = check_unpack(records, tokens, layout);
   if (tokens == 0) return {keys, values};
   const int64_t groups = (tokens + records.size(4) - 1) / records.size(4);
-  transfer(Direction::kUnpack, call, keys, values, records.slice(1, 0, groups).contiguous());
+  transfer(Direction::kUnpack, call, keys, values, aligned(records.slice(1, 0, groups)));
   return {keys, values};
 }
 
 TensorPair fp8_quantize_cuda(const at::Tensor& source) {
   const DeviceCall call("fp8_quantize", source, {});
   check_fp8_quantize(source);
-  const at::Tensor rows = source.contiguous();
+  const at::Tensor rows = aligned(source);
   at::Tensor quantized = at::empty(source.sizes(), source.options().dtype(at::kFloat8_e4m3fn));
   at::Tensor scales =
       at::empty(source.sizes().slice(0, source.dim() - 1), source.options().dtype(at::kFloat));
@@ -88,7 +88,7 @@ at::Tensor fp8_dequantize_cuda(const at::Tensor& quantized, const at::Tensor& sc
   const DeviceCall call("fp8_dequantize", quantized, {{"scales", &scales}});
   check_fp8_dequantize(quantized, scales, dtype);
   at::Tensor target = at::empty(quantized.sizes(), quantized.options().dtype(dtype));
-  const at::Tensor rows = quantized.contiguous();
+  const at::Tensor rows = aligned(quantized);
   at::Tensor row_scales = scales.contiguous();
   check_status(cuda::fp8_dequantize({.source = rows.const_data_ptr(),
                                      .target = target.data_ptr(),

@@ -15,7 +15,7 @@ using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 /// A summary and, for int8, its scales: contiguous and checked, a chunk for each sequence.
 struct Summary {
   Summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
-      : rows(summary.contiguous()) {
+      : rows(aligned(summary)) {
     check_summary(where, summary, token_scale);
     chunks = addresses(rows, tokens() * rank() * rows.element_size(), batch());
     if (!token_scale) return;

@@ -1,5 +1,6 @@
 #include "torch/torch_device.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "device/cuda/cuda_device.h"
@@ -10,7 +11,9 @@ namespace {
 
 Result<std::optional<DeviceKind>> find_cuda_device(const std::string& name) {
   try {
-    return std::optional<DeviceKind>(cuda_device(tensor_device(name).index()));
+    // After a long prompt torch may keep most of the memory for tensors to come.
+    const auto make_room = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
+    return std::optional<DeviceKind>(cuda_device(tensor_device(name).index(), make_room));
   } catch (const c10::Error& error) {
     return Status::invalid("session: device must be a CUDA device, got '" + name + "'");
   }

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "device/host_device.h"
@@ -104,6 +106,68 @@ TEST(TableRing, KeepsATableUntilItsKernelHasRun) {
   }
   ASSERT_TRUE(device->drain().is_ok());
   for (int32_t i = 0; i < kRounds * 8; ++i) ASSERT_EQ(seen[i], i);
+}
+
+/// Does nothing but remember which stream's event the host waits for.
+class WaitsOnly final : public Device {
+ public:
+  std::string name() const override { return "none"; }
+  Result<std::byte*> allocate(int64_t bytes) override {
+    memory_.resize(bytes);
+    return memory_.data();
+  }
+  void free(std::byte*, int64_t) override {}
+  Status pin(std::byte*, int64_t) override { return Status::ok(); }
+  void unpin(std::byte*, int64_t) override {}
+  Result<Event> make_event() override {
+    recorded_.emplace_back();
+    return static_cast<Event>(recorded_.size() - 1);
+  }
+  void record(Event event) override { recorded_[event] = stream(); }
+  void wait(Event) override {}
+  Status synchronize(Event event) override {
+    EXPECT_TRUE(recorded_[event].has_value()) << "never recorded";
+    waited_for.push_back(*recorded_[event]);
+    return Status::ok();
+  }
+  double seconds_between(Event, Event) override { return 0; }
+  Status drain() override { return Status::ok(); }
+  Status hand_back() override { return Status::ok(); }
+  void set_compute_stream(void*) override {}
+  void copy_in(void*, const void*, int64_t) override {}
+  void copy_out(void*, const void*, int64_t) override {}
+  void copy(void*, const void*, int64_t) override {}
+  void launch(const KernelLaunch&) override {}
+
+  std::vector<Stream> waited_for;
+
+ private:
+  std::vector<std::byte> memory_;
+  std::vector<std::optional<Stream>> recorded_;
+};
+
+TEST(TableRing, WaitsForNoStreamButThoseOfItsTables) {
+  WaitsOnly device;
+  std::vector<std::byte> host(TableRing::kSegments * TableRing::kAlignment);
+  const auto ring =
+      std::move(TableRing::create(device, host.data(), TableRing::kAlignment).value());
+  const std::vector<int32_t> table(8);
+  const auto send = [&](Stream stream, int times) {
+    const Device::On on(device, stream);
+    for (int i = 0; i < times; ++i) {
+      auto tables = ring->open(TableRing::kAlignment);  // a segment
+      tables.add(table);
+      tables.send();
+    }
+  };
+  send(Stream::kCompute, 1);
+  send(Stream::kWrite, TableRing::kSegments - 1);
+  EXPECT_TRUE(device.waited_for.empty());
+  send(Stream::kWrite, 1);
+  EXPECT_EQ(device.waited_for, std::vector<Stream>{Stream::kCompute}) << "where its table was";
+  device.waited_for.clear();
+  send(Stream::kWrite, 3 * TableRing::kSegments);
+  EXPECT_EQ(device.waited_for, std::vector<Stream>(3 * TableRing::kSegments, Stream::kWrite));
 }
 
 TEST(TableRingDeathTest, ATableLargerThanASegmentIsOurMistake) {

@@ -67,9 +67,10 @@ TEST_P(Int8Score, TheLargestNumbersDoNotOverflow) {
 KVSWAP_EVERY_LEVEL(Int8Score);
 
 TEST(QuantizeQueries, AreWithinHalfALevel) {
-  const int64_t rank = 7, queries = 5;
+  const int64_t rank = 7, queries = 6;
   auto query = random_elements<float>(queries * rank, 4);
   for (int64_t r = 0; r < rank; ++r) query[r] = 0;
+  for (int64_t r = 0; r < rank; ++r) query[5 * rank + r] *= 1e-39f;
   query[2 * rank + 3] = NAN;
   query[3 * rank + 1] = INFINITY;
   std::vector<int8_t> quantized(queries * int8_stride(rank), 99);

@@ -146,6 +146,33 @@ TEST_P(ProjectKeys, ZeroKeysGiveZeroRowsInInt8) {
   EXPECT_EQ(token_scale[0], 0.0f);
 }
 
+TEST_P(ProjectKeys, TinyKeysAreWithinHalfALevel) {
+  constexpr int64_t kRank = 8;
+  const std::vector<float> keys(1, 1e-39f);
+  const auto projection = random_elements<float>(kRank, 1);
+  for (const DType dtype : {DType::kInt8, DType::kInt4}) {
+    std::vector<int8_t> summary(kRank * kSummaryBlock, 5);
+    std::vector<float> token_scale(kSummaryBlock, 5.0f);
+    project_keys({.keys = keys.data(),
+                  .head_stride = 1,
+                  .token_stride = 1,
+                  .projection = projection.data(),
+                  .summary = summary.data(),
+                  .token_scale = token_scale.data(),
+                  .tokens = 1,
+                  .kv_heads = 1,
+                  .head_dim = 1,
+                  .rank = kRank,
+                  .summary_dtype = dtype});
+    for (int64_t r = 0; r < kRank; ++r) {
+      const Int4Pair pair{summary[r / 2 * kSummaryBlock]};
+      const int8_t of_pair = r % 2 == 0 ? low_half(pair) : high_half(pair);
+      const int8_t level = dtype == DType::kInt8 ? summary[r * kSummaryBlock] : of_pair;
+      EXPECT_NEAR(level * token_scale[0], 1e-39f * projection[r], 0.501f * token_scale[0]);
+    }
+  }
+}
+
 template <typename T>
 void expect_query_matches_reference(int64_t kv_heads, int64_t ratio, int64_t head_dim,
                                     int64_t rank) {

@@ -28,7 +28,7 @@ class OnDevice {
     const RowsKind& rows = *RowsKind::find(options.rows);
     const RowLayout layout(rows, options);
     const int64_t sealing =
-        rows.on_device == nullptr ? 0 : rows.on_device->table_bytes(layout, room.groups);
+        rows.on_device == nullptr ? 0 : rows.on_device->table_bytes(layout, 1, room.groups);
     const int64_t segment = std::max(DeviceSelector::table_bytes(layout, room), sealing);
     tables_.resize(TableRing::kSegments * segment);
     answer_.resize(DeviceSelector::answer_bytes(room));

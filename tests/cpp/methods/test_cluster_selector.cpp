@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <set>
@@ -140,6 +141,15 @@ TEST_P(ClusterChoice, OneThatIsLargerThanItAllGetsWhatFits) {
   const std::vector<double> value = worth(0);
   const int64_t best = std::max_element(value.begin(), value.end()) - value.begin();
   EXPECT_EQ(slot_of_page(one[0]) / pages_a_cluster(options_of(GetParam())), best);
+}
+
+TEST_P(ClusterChoice, ProductsThatAreNoNumbersHaveAnOrder) {
+  // Infinite for some centroids, of either sign, and none for the others.
+  queries_[0] = queries_[1] = std::numeric_limits<float>::infinity();
+  const std::vector<int32_t> one = chosen(1, 20);
+  EXPECT_LE(one.size(), 20u);
+  EXPECT_FALSE(one.empty());
+  EXPECT_EQ(chosen(1, 20), one);
 }
 
 std::string name_of(const testing::TestParamInfo<Score>& info) {
