@@ -131,6 +131,7 @@ Status Account::reserve(int64_t batch, int64_t groups) {
     if (!is_back) parts_.broken = reserved;
     return reserved;
   }
+  parts_.broken = Status::ok();  // there was room at the second try
   reserved_batch_ = batch;
   reserved_groups_ = groups;
   KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kDevice, device, what));

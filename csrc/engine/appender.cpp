@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 namespace kvswap {
 
@@ -19,14 +20,18 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
     return Status::invalid("append: tokens must be at least 1, got " + std::to_string(tokens));
   }
   KVSWAP_RETURN_IF_ERROR(check_length("append", tokens));
-  if (batch_.size() == 0) KVSWAP_RETURN_IF_ERROR(batch_.begin(batch, tokens));
+  KVSWAP_RETURN_IF_ERROR(check_positions(batch_.layer(layer).positions + tokens));
+  if (batch_.size() == 0) return batch_.begin(batch, tokens);
   if (batch != batch_.size()) {
     const int64_t apart = parts_.options.heads_apart;
     return Status::invalid("append: batch must stay " + std::to_string(batch_.size() / apart) +
                            " for the life of the cache's contents, got " +
                            std::to_string(batch / apart) + "; reset() the cache first");
   }
-  const int64_t positions = batch_.layer(layer).positions + tokens;
+  return Status::ok();
+}
+
+Status Appender::check_positions(int64_t positions) const {
   const int64_t context_max = parts_.options.max_context;
   // One that is promised was checked when it was.
   if (context_max <= 0) return check_context(parts_.options, positions);
@@ -39,7 +44,7 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
 }
 
 Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
-  prepared_ = -1;
+  forget();
   KVSWAP_RETURN_IF_ERROR(check(layer, batch, tokens));
   if (is_exact(layer)) {
     KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
@@ -60,6 +65,10 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
   prepared_ = layer;
   prepared_tokens_ = tokens;
   return Status::ok();
+}
+
+void Appender::forget() {
+  if (std::exchange(prepared_, -1) >= 0) account_.settle(batch_);
 }
 
 Status Appender::append(int64_t layer, const KeyValueView& tokens) {

@@ -14,7 +14,7 @@ namespace kvswap {
 
 /// New tokens of a layer: those of a decoding step go to the tail, a prefill's past it to the disk.
 ///
-/// append() is all or nothing. A failed background write is permanent: every later call returns
+/// append() is all or nothing. A failed background write is tried again by the next call that needs
 /// it. prepare() checks and charges ahead of an exact append(), and holds until forget() or the
 /// next pass. Not thread-safe.
 class Appender {
@@ -31,7 +31,8 @@ class Appender {
 
   Status prepare(int64_t layer, int64_t batch, int64_t tokens);
   Status append(int64_t layer, const KeyValueView& tokens);
-  void forget() { prepared_ = -1; }
+  /// What is prepared is not appended: its memory is free again.
+  void forget();
   /// What the next calls belong to.
   void begin(Pass pass) {
     pass_ = pass;
@@ -47,6 +48,7 @@ class Appender {
 
  private:
   Status check(int64_t layer, int64_t batch, int64_t tokens);
+  Status check_positions(int64_t positions) const;
   Status append_chunk(int64_t layer, const KeyValueView& tokens);
 
   EngineParts& parts_;

@@ -70,9 +70,12 @@ Status DeviceSpace::reserve(int64_t batch, int64_t groups) {
   if (batch == batch_ && groups == groups_) return Status::ok();
   KVSWAP_RETURN_IF_ERROR(device_->drain());
   const DeviceRoom room = device_room(options_, record_bytes_, batch, groups);
-  const bool is_other_batch = batch != batch_;
   batch_ = groups_ = 0;  // until all of it is there, nothing is
-  if (is_other_batch) KVSWAP_RETURN_IF_ERROR(landing_.reserve(room.lane_records));
+  if (batch != landing_batch_) {
+    landing_batch_ = 0;
+    KVSWAP_RETURN_IF_ERROR(landing_.reserve(room.lane_records));
+    landing_batch_ = batch;
+  }
   KVSWAP_RETURN_IF_ERROR(reserve_tables(room));
   batch_ = batch;
   groups_ = groups;

@@ -82,8 +82,9 @@ class DeviceSpace final : public PageSpace {
   DeviceLanding landing_;
   DeviceOutbox outbox_;
   SelectionPlace selection_place_;
-  int64_t batch_ = 0;   // reserve()'s last
-  int64_t groups_ = 0;  // the same
+  int64_t batch_ = 0;          // reserve()'s last
+  int64_t groups_ = 0;         // the same
+  int64_t landing_batch_ = 0;  // what there are lanes for; reads land there while tables grow
 };
 
 }  // namespace kvswap

@@ -24,6 +24,7 @@ Status Editor::crop(int64_t positions) {
   }
   for (const Returning& returning : all) KVSWAP_RETURN_IF_ERROR(crop_layer(returning, positions));
   batch_.crop_validity(positions);
+  parts_.selector->forget_scores();
   account_.settle(batch_);
   return Status::ok();
 }
@@ -123,6 +124,7 @@ Status Editor::select_sequences(std::span<const int64_t> indices) {
   KVSWAP_RETURN_IF_ERROR(account_.charge_batch(batch_, count));
   batch_.select(indices);
   steps_.forget_choices();
+  parts_.selector->forget_scores();
   account_.settle(batch_);
   return Status::ok();
 }

@@ -244,6 +244,7 @@ Status Engine::reset() {
   appender_.begin(Pass::kPrefill);
   batch_->clear();
   steps_.forget_choices();
+  parts_->selector->forget_scores();
   account_.release_scores();
   account_.settle(*batch_);
   return Status::ok();

@@ -41,8 +41,9 @@ class Cache::Impl {
       }
     }
     ~Use() {
+      const bool is_close_due = impl_.caller_.is_close_due();
       call_.reset();
-      if (impl_.caller_.is_close_due()) impl_.close();
+      if (is_close_due) impl_.close();
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <thread>
 
@@ -11,7 +14,8 @@ namespace kvswap {
 ///
 /// States: idle <-> busy; idle -> closing -> closed. A second call while one runs is refused, from
 /// another thread or from a signal's handler, and never waits. close() waits for the running call;
-/// called from within one, it takes effect when that call returns.
+/// called from within one, it takes effect when that call returns. When it has returned in another
+/// thread the session may be destroyed: a call that has ended touches it no more.
 class OneCaller {
  public:
   /// A call under way; its end lets the next one in. Throws SessionError: kBusy while another call
@@ -40,8 +44,12 @@ class OneCaller {
       }
       if (state == kClosed) return false;
       if (state == kBusy) {
+        if (::getpid() != pid_) return false;  // a forked child, where nobody will end the call
         stop_call(stop);
-        if (caller_.load() == std::this_thread::get_id()) return false;
+        if (caller_.load() == std::this_thread::get_id()) {
+          is_close_due_ = true;
+          return false;
+        }
       }
       state_.wait(state);
     }
@@ -50,8 +58,8 @@ class OneCaller {
     state_ = kClosed;
     state_.notify_all();
   }
-  /// close() was called from within a call that has ended since.
-  bool is_close_due() const { return wants_close_ && state_ == kIdle; }
+  /// Was close() called from within the call that runs? To be asked before it ends.
+  bool is_close_due() const { return is_close_due_; }
 
  private:
   enum State : int { kIdle, kBusy, kClosing, kClosed };
@@ -89,8 +97,10 @@ class OneCaller {
 
   std::atomic<int> state_ = kIdle;
   std::atomic<bool> wants_close_ = false;
+  std::atomic<bool> is_close_due_ = false;
   std::atomic<int> stoppers_ = 0;
   std::atomic<std::thread::id> caller_;
+  const pid_t pid_ = ::getpid();
 };
 
 }  // namespace kvswap

@@ -33,7 +33,9 @@ struct NewTokens {
 struct NewPositions {
   int64_t batch = 0;
   int64_t tokens = 0;
-  const bool* valid = nullptr;  // [batch, tokens], true where the token counts; null: all do
+  // [batch, tokens], true where the token counts; null: all do, but those that an earlier call said
+  // of the same positions do not
+  const bool* valid = nullptr;
 };
 
 /// Queries of a layer, [batch, heads, tokens, head_dim] of the cache's dtype, after RoPE.

@@ -8,6 +8,7 @@
 #include "python/errors.h"
 #include "python/probe.h"
 #include "python/projection.h"
+#include "python/released.h"
 #include "python/replay.h"
 #include "python/saved.h"
 #include "torch/element_type.h"
@@ -18,6 +19,7 @@ using kvswap::Budget;
 using kvswap::Cache;
 using kvswap::CacheOptions;
 using kvswap::EstimateFrom;
+using kvswap::FreeInterpreter;
 using kvswap::GroupChoice;
 using kvswap::LayerState;
 using kvswap::ModelShape;
@@ -129,7 +131,7 @@ Pass pass_named(const std::string& name) {
 
 void bind_tensor_calls(py::class_<TensorCache>& cache) {
   // Reads, packing and attention need no interpreter.
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<FreeInterpreter>;
   cache
       .def(
           "begin_pass",
@@ -173,7 +175,7 @@ void bind_tensor_calls(py::class_<TensorCache>& cache) {
 }
 
 void bind_plain_calls(py::class_<TensorCache>& cache) {
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<FreeInterpreter>;
   cache
       .def(
           "wants_look_ahead",

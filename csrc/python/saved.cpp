@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "python/released.h"
+
 namespace py = pybind11;
 
 namespace kvswap {
@@ -68,7 +70,7 @@ Tensors tensors_of(const SavedCache& saved) {
 }  // namespace
 
 void bind_saved(py::module_& module, py::class_<TensorCache>& cache) {
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<FreeInterpreter>;
   py::class_<SavedCache, std::shared_ptr<SavedCache>>(module, "SavedCache")
       .def(py::init([](const std::string& path) {
              const py::gil_scoped_release released;

@@ -66,6 +66,7 @@ class SessionDriver:
     ):
         self.parts = parts
         self.plug_ins = plug_ins or PlugIns()
+        self.plug_ins.check_free()
         self.padding = Padding()
         self.timeline_spans = timeline_spans
         self.path = None if path is None else os.path.abspath(path)  # also after a chdir()
@@ -83,6 +84,7 @@ class SessionDriver:
         self._owner_pid, self.is_open = os.getpid(), True
         self.session: Any = None
         self._open(None)
+        self.plug_ins.belong_to(self)
 
     def _options(self, config: SwapConfig, beside: int) -> dict[str, Any]:
         """`beside`: bytes of the budget that others than the session take."""
@@ -137,6 +139,9 @@ class SessionDriver:
         if self.session is not None:
             self.session.close()
         self._hold(session, config, options["ranks"])
+        if not self.is_open:  # another thread has closed what was there before
+            session.close()
+            self.check_open()
         logger.info("settings: %s; on disk: %s", config, self.path)
         if fallbacks := session.facts()["fallbacks"]:
             logger.info("fell back: %s", fallbacks)

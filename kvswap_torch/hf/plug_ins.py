@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,28 @@ class PlugIns:
         """What they keep, by their own word; what tokens are worth, the session keeps."""
         return 0 if self.group_scores is None else told_bytes(self.group_scores, batch, tokens)
 
+    def check_free(self) -> None:
+        """`group_scores` are one cache's, whose text they know.
+
+        Raises
+        ------
+        ConfigError
+            Another open cache has it.
+        """
+        owner = _OWNERS.get(id(self.group_scores), lambda: None)()
+        if owner is not None and owner.is_open:
+            raise ConfigError(
+                "group_scores: must be of one open cache, and another one has them; give each an "
+                "object of its own, or close the other first"
+            )
+
+    def belong_to(self, owner: Any) -> None:
+        """`owner` has `group_scores` while its `is_open` holds; it keeps them alive."""
+        for key in [key for key, known in _OWNERS.items() if known() is None]:
+            del _OWNERS[key]
+        if self.group_scores is not None:
+            _OWNERS[id(self.group_scores)] = weakref.ref(owner)
+
     def open(self, config: SwapConfig, parts: ModelParts) -> None:
         """Tells them what they are used for."""
         layers = parts.shape.layers
@@ -80,6 +103,10 @@ class PlugIns:
         if self.group_scores is not None:
             session = ScoredSession(session, self.group_scores, config, room, padding)
         return session
+
+
+# By an id, which is nobody else's while its owner lives: who has the object.
+_OWNERS: dict[int, weakref.ref[Any]] = {}
 
 
 def _check(name: str, plug_in: Any, setting: str, word: str) -> None:

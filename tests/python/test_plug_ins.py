@@ -337,6 +337,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
             cache.fork()
 
 
+def test_one_open_cache_has_it(tmp_path: Path) -> None:
+    model, scores = tiny_model("llama"), MostSimilarKey()
+    one = KVSwapCache(model, tmp_path, settings(), group_scores=scores)
+    with pytest.raises(ConfigError, match="group_scores: must be of one open cache"):
+        KVSwapCache(model, tmp_path, settings(), group_scores=scores)
+    one.close()
+    KVSwapCache(model, tmp_path, settings(), group_scores=scores).close()
+
+
 def test_what_it_keeps_is_of_the_budget(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=4096)
     limits = {"kv_memory_bytes": "3MiB", "max_context": 2000, "max_batch": 1}

@@ -56,6 +56,23 @@ TEST(DeviceRoom, WithoutRoomToGrowKeepsWhatItHasAndGoesOnWhenThereIsSome) {
   run.compare_contents();
 }
 
+TEST(DeviceRoom, WithoutRoomToGrowKeepsTheLanesThatReadsAreLandingIn) {
+  FullTables full;
+  EngineRun& run = full.run;
+  const std::vector<float> query = run.draw_query(2, 1);
+  ASSERT_TRUE(run.engine().begin_pass(Pass::kDecode).is_ok());
+  ASSERT_TRUE(run.ask(1, query, 1).is_ok());
+  full.bytes_max = full.device_bytes();
+  Status refused;
+  for (int64_t token = 0; token < 2 * kChunk && refused.is_ok(); ++token) {
+    refused = run.give(0, run.draw_tokens(2, 1), 2);
+  }
+  ASSERT_EQ(refused.code(), StatusCode::kBudget) << refused.message();
+  full.bytes_max = kMuch;
+  std::vector<std::byte> output;
+  EXPECT_TRUE(run.attend(1, query, 1, output).is_ok());
+}
+
 TEST(DeviceRoom, ThatLosesWhatItHadRefusesEveryCall) {
   FullTables full;
   full.bytes_max = 0;

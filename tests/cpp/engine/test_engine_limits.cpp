@@ -16,6 +16,38 @@ int64_t need(EngineOptions options, int64_t batch, int64_t context) {
   return memory_need(options, probe.engine().parts().record_bytes(), batch, context).total();
 }
 
+TEST(Budget, AChunkThatIsPreparedAnewIsCountedOnce) {
+  const TestDirectory directory;
+  EngineRun run(small_options(directory.path()), 3);
+  for (const int64_t layer : {0, 1}) ASSERT_TRUE(run.set_projection(layer).is_ok());
+  Engine& engine = run.engine();
+  const int64_t before = engine.parts().ledger.total();
+  ASSERT_TRUE(engine.begin_pass(Pass::kPrefill).is_ok());
+  ASSERT_TRUE(engine.exact_chunks().prepare(0, 1, 400).is_ok());
+  const int64_t once = engine.parts().ledger.total();
+  EXPECT_GT(once, before);
+  for (int again = 0; again < 3; ++again) {
+    ASSERT_TRUE(engine.exact_chunks().prepare(0, 1, 400).is_ok());
+    EXPECT_EQ(engine.parts().ledger.total(), once);
+    ASSERT_TRUE(engine.begin_pass(Pass::kPrefill).is_ok());
+    EXPECT_LT(engine.parts().ledger.total(), once) << "it was given up";
+    ASSERT_TRUE(engine.exact_chunks().prepare(0, 1, 400).is_ok());
+    EXPECT_EQ(engine.parts().ledger.total(), once);
+  }
+}
+
+TEST(Budget, APromptThatIsTooLongLeavesTheBatchOpen) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.max_context = 50;
+  options.max_batch = 4;
+  EngineRun run(options, 3);
+  const Tokens drawn = run.draw_tokens(4, 51);
+  EXPECT_EQ(run.give(0, drawn, 4).code(), StatusCode::kBudget);
+  const Status taken = run.give(0, run.draw_tokens(2, 50), 2);
+  EXPECT_TRUE(taken.is_ok()) << taken.message();
+}
+
 struct Appends {
   const char* heads;
   int64_t tokens;

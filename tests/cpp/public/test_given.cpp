@@ -71,6 +71,25 @@ class Given : public testing::Test {
   std::mt19937 generator_{1};
 };
 
+TEST_F(Given, ScoresOfATextThatIsGoneChooseNothing) {
+  using Change = void (*)(Cache&);
+  const Change changes[] = {
+      [](Cache& session) { session.reset(); }, [](Cache& session) { session.crop(40); },
+      [](Cache& session) { session.select_sequences(std::vector<int64_t>{0}); }};
+  for (const Change change : changes) {
+    Cache session(options("given", "none"));
+    prompt(session);
+    session.give(0, GroupScores{std::vector<float>(23, 0.0f)});
+    change(session);
+    const int64_t gone = 100 - session.held().positions;
+    if (gone > 0) append(session, gone);
+    if (gone > 0) attend(session, gone);
+    append(session, 1);
+    EXPECT_TRUE(session.layer(0, 1).needs_scores);
+    EXPECT_THROW(attend(session, 1), std::exception);
+  }
+}
+
 TEST_F(Given, TheBestGroupsAreChosenAndSinksAreNot) {
   Cache session(options("given", "none"));
   prompt(session);

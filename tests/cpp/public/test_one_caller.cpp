@@ -1,6 +1,8 @@
 // One caller at a time: threads that meet in a session, and one that closes it under another.
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -106,16 +108,40 @@ TEST(OneCaller, ACloseFromWithinACallTakesEffectWhenItReturns) {
   bool is_stopped = false;
   {
     const OneCaller::Call call(caller);
+    EXPECT_FALSE(caller.is_close_due());
     EXPECT_FALSE(caller.close([&] { is_stopped = true; }));
     EXPECT_TRUE(is_stopped);
-    EXPECT_FALSE(caller.is_close_due());
+    EXPECT_TRUE(caller.is_close_due());
     EXPECT_THROW(OneCaller::Call again(caller), SessionError);
   }
-  EXPECT_TRUE(caller.is_close_due());
   EXPECT_TRUE(caller.close([] {}));
   caller.closed();
   EXPECT_FALSE(caller.close([] {}));
   EXPECT_THROW(OneCaller::Call again(caller), SessionError);
+}
+
+TEST(OneCaller, AForkedChildWaitsForNoCall) {
+  OneCaller caller;
+  std::atomic<bool> is_inside = false;
+  std::atomic<bool> shall_end = false;
+  std::thread other([&] {
+    const OneCaller::Call call(caller);
+    is_inside = true;
+    is_inside.notify_all();
+    shall_end.wait(false);
+  });
+  is_inside.wait(false);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    ::_exit(caller.close([] {}) ? 1 : 0);
+  }
+  int ended = -1;
+  EXPECT_EQ(::waitpid(child, &ended, 0), child);
+  EXPECT_EQ(ended, 0) << "closed, or still waiting";
+  shall_end = true;
+  shall_end.notify_all();
+  other.join();
 }
 
 }  // namespace
