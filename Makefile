@@ -15,6 +15,8 @@ STAMP := $(VENV)/.kvswap-setup
 EDITABLE := $(VENV)/.kvswap-editable
 NINJA := ninja -j$(JOBS)
 SUB := $(MAKE) --no-print-directory
+# As in the builds of cmake alone: one compiler cache serves all.
+export KVSWAP_WERROR := ON
 # One builder at a time in each build folder.
 LOCK = mkdir -p build && flock build/.lock-$(1)
 CPP_FILES := find csrc tests/cpp bench examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 2>/dev/null
@@ -29,7 +31,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
   sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
 
 help:  ## list the targets
-	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 setup: $(STAMP)  ## Debian packages (root) and the pinned environment in .venv
 $(STAMP): constraints.txt .ci/setup

@@ -51,6 +51,7 @@ class CMakeBuild(build_ext):
             *("cmake", "-S", str(ROOT), "-B", str(BUILD_DIR), "-GNinja"),
             "-DKVSWAP_BUILD_TESTS=OFF",
             f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DKVSWAP_WERROR={os.environ.get('KVSWAP_WERROR', 'OFF')}",
             *os.environ.get("KVSWAP_CMAKE_ARGS", "").split(),
         ]
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))

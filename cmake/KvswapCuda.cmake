@@ -12,8 +12,10 @@ get_filename_component(cuda_root ${cuda_root} DIRECTORY)
 get_filename_component(KVSWAP_CUDA_ROOT ${cuda_root} DIRECTORY)
 
 set(nvcc_flags -std=c++20 -O3 -I${PROJECT_SOURCE_DIR}/csrc --expt-relaxed-constexpr
-  -Xcompiler=-fPIC,-Wall,-Wextra,-Werror -Werror=all-warnings
-  -Xptxas=-v,-warn-spills --threads=2)
+  -Xcompiler=-fPIC,-Wall,-Wextra -Xptxas=-v,-warn-spills --threads=2)
+if(KVSWAP_WERROR)
+  list(APPEND nvcc_flags -Xcompiler=-Werror -Werror=all-warnings)
+endif()
 foreach(architecture IN LISTS KVSWAP_CUDA_ARCHITECTURES)
   list(APPEND nvcc_flags -gencode=arch=compute_${architecture},code=sm_${architecture})
 endforeach()

@@ -13,7 +13,17 @@ if(torch_cuda STREQUAL "none")
 else()
   set(has_cuda ON)
 endif()
-option(KVSWAP_CUDA "Link the CUDA kernels; needs nvcc and a torch with CUDA" ${has_cuda})
+# The torch that an index gives has CUDA on many machines that have none.
+set(builds_cuda ${has_cuda})
+if(has_cuda AND NOT KVSWAP_NVCC)
+  set(builds_cuda OFF)
+endif()
+option(KVSWAP_CUDA "Link the CUDA kernels; needs nvcc and a torch with CUDA" ${builds_cuda})
+if(has_cuda AND NOT KVSWAP_CUDA)
+  message(STATUS "kvswap: builds for the CPU alone, though torch ${KVSWAP_TORCH_VERSION} has CUDA "
+    "${torch_cuda}: there is no nvcc, or KVSWAP_CUDA is off. Models on a CUDA device will be refused; "
+    "for them install the toolkit or set CUDA_HOME, and build with -DKVSWAP_CUDA=ON")
+endif()
 if(KVSWAP_CUDA)
   if(NOT has_cuda)
     message(FATAL_ERROR "kvswap: KVSWAP_CUDA needs a torch with CUDA, got ${KVSWAP_TORCH_VERSION}")
@@ -36,6 +46,9 @@ target_link_libraries(kvswap_libtorch INTERFACE
   ${torch_lib_dir}/libtorch.so ${torch_lib_dir}/libtorch_cpu.so ${torch_lib_dir}/libc10.so)
 if(KVSWAP_CUDA)
   target_link_libraries(kvswap_libtorch INTERFACE ${torch_lib_dir}/libc10_cuda.so)
+elseif(has_cuda)
+  # Its libraries find CUDA's by paths of their own, which the linker does not follow.
+  target_link_options(kvswap_libtorch INTERFACE -Wl,--allow-shlib-undefined)
 endif()
 
 file(GLOB torch_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/torch/*.cpp)

@@ -2,7 +2,7 @@
 
 // Stands in for libxxhash-dev's header where that is not installed: the two calls we make, under
 // their names, by a simpler and slower hash (a 64 x 64 -> 128 bit product, folded, per word).
-// Checksums never leave the process that made them, so the two need not agree.
+// A saved cache says by which its sums were made, so the two need not agree.
 
 #include <cstddef>
 #include <cstdint>
