@@ -69,7 +69,8 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         A directory on the disk to use; nothing is left behind in it. None, where the settings drop
         tokens (``rows="none"`` and a keeper): what they drop is gone, and no file is opened.
     config
-        A `SwapConfig`, the path of a config file, or None for the defaults.
+        A `SwapConfig`, the path of a config file, or None: a cache chooses for itself, and scores
+        by mass where `SwapConfig()` has the paper's ``score="sum"``.
     kv_memory_bytes
         Hard limit for everything the cache keeps in memory, of the host and of the model's device
         together, as an int or like ``"256MiB"``. Rank, groups and pages are derived from it:

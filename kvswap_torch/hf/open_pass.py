@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvswap_torch.errors import KVSwapError
 
@@ -84,7 +84,7 @@ class OpenPass:
             if fields is not None:
                 vars(layer).update(fields)
                 continue
-            if length is None:
+            if length is None or isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._refuse(layer)
             surplus = layer.get_seq_length() - length
             if surplus <= 0:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from kvswap_torch import KVSwapCache
+from kvswap_torch import KVSwapCache, KVSwapError
+from kvswap_torch.hf.open_pass import OpenPass
 from tests.python.tiny_models import COVERING, greedy, has_native, prompt, tiny_model
 
 pytestmark = [
@@ -94,6 +96,16 @@ def test_windows_that_moved_on_come_back(tmp_path: Path, how: str) -> None:
                 forward(model, STEP, cache)
         ours, theirs = go_on(model, torch.cat([told, STEP], 1), cache, plain)
         assert torch.equal(ours, theirs)
+
+
+def test_a_recurrent_state_beside_attention_may_have_changed() -> None:
+    layer = LinearAttentionAndFullAttentionLayer()
+    layer.update(*torch.ones(2, 1, 1, 4, 2))
+    layer.update_recurrent_state(torch.ones(1, 2))
+    under_way = OpenPass(torch.nn.Identity(), 4, [layer])
+    layer.update_recurrent_state(torch.zeros(1, 2))  # its attention has not run
+    with pytest.raises(KVSwapError, match="has moved on and cannot be taken back"):
+        under_way.take_back_others()
 
 
 def test_a_copy_in_memory_is_of_what_was_whole(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvswap_torch.hf.serving.line import Turn
 from kvswap_torch.hf.serving.stops import EndedQueue, end_before, end_reply
 from tests.python.serving_process import Served, make_model
 from tests.python.test_serving import send
@@ -23,6 +24,12 @@ class Reasoning(str):
 END = object()
 
 
+def turn_with(stops: list[str]) -> Turn:
+    turn = Turn()
+    turn.stops = tuple(stops)
+    return turn
+
+
 def through(pieces: list[Any], stops: list[str]) -> list[Any]:
     """What a stream gives until `END`, half of it asked for without waiting."""
 
@@ -30,7 +37,7 @@ def through(pieces: list[Any], stops: list[str]) -> list[Any]:
         queue: asyncio.Queue = asyncio.Queue()
         for piece in (*pieces, END):
             queue.put_nowait(piece)
-        ended, given = EndedQueue(queue, stops), []
+        ended, given = EndedQueue(queue, turn_with(stops)), []
         while not given or given[-1] is not END:
             given.append(ended.get_nowait() if len(given) % 2 else await ended.get())
         with pytest.raises(asyncio.QueueEmpty):
@@ -64,7 +71,7 @@ def test_each_kind_of_text_is_one_of_its_own() -> None:
 def test_the_first_of_them_ends_a_reply() -> None:
     assert end_before("one two three", ["three", "two"]) == "one "
     reply = {"choices": [{"text": "a.b"}, {"message": {"content": None}}]}
-    end_reply(reply, ["."])
+    end_reply(reply, turn_with(["."]))
     assert reply == {"choices": [{"text": "a"}, {"message": {"content": None}}]}
 
 
@@ -107,6 +114,18 @@ def test_an_answer_ends_before_its_stop_text(
     told = answer(tiny, stop=stop, stream=is_streamed, **asked)
     assert told == (whole[: whole.find(stop)], "stop")
     assert answer(tiny, stop=[], stream=is_streamed, **asked) == (whole, "length")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_text_at_the_last_allowed_token_is_why_it_ends(
+    tiny: Served, is_streamed: bool
+) -> None:
+    whole, why = answer(tiny)
+    last = whole[-1]
+    told = answer(
+        tiny, stop=last, stream=is_streamed, max_tokens=len(whole[: whole.find(last)]) + 1
+    )
+    assert (why, told) == ("length", (whole[: whole.find(last)], "stop"))
 
 
 def test_a_temperature_samples(tiny: Served) -> None:

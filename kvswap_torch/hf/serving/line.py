@@ -19,12 +19,16 @@ class LineClosedError(KVSwapError):
 
 
 class Turn:
-    """One request's: what its parts know of one another. `gone` is set when its client hangs up."""
+    """One request's: what its parts know of one another.
+
+    `gone` is set when its client hangs up; `has_stopped`, when one of `stops` has ended its answer.
+    """
 
     def __init__(self) -> None:
         self.gone = threading.Event()
         self.cached_tokens = 0
         self.stops: tuple[str, ...] = ()
+        self.has_stopped = False
 
 
 # Of the request that runs in this context.

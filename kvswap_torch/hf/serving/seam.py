@@ -18,7 +18,7 @@ from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.front import error_reply
 from kvswap_torch.hf.serving.line import CURRENT, Turn
 from kvswap_torch.hf.serving.reuse import GoneError, PrefixReuse
-from kvswap_torch.hf.serving.stops import EndedQueue, end_reply
+from kvswap_torch.hf.serving.stops import EndedQueue, end_reply, tell_why
 
 # Module of transformers.cli.serving -> what it must have.
 NAMES = {
@@ -119,8 +119,8 @@ def _manager(found: dict[str, Any], reuse: PrefixReuse, max_context: int, counts
                 answering, processor, inputs, gen_config, **rest
             )
             self.submit(reuse.settle)
-            stops = CURRENT.get().stops
-            return EndedQueue(pieces, stops) if stops else pieces, streamer
+            turn = CURRENT.get()
+            return EndedQueue(pieces, turn) if turn.stops else pieces, streamer
 
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
@@ -253,7 +253,7 @@ def _as_openais(response: Any, turn: Turn, last_event: str) -> Any:
         response.body_iterator = _told(response.body_iterator, turn, last_event)
         return response
     content = json.loads(response.body)
-    end_reply(content, turn.stops)
+    end_reply(content, turn)
     _tell(content, turn)
     return JSONResponse(content, response.status_code)
 
@@ -281,6 +281,7 @@ def _tell_lines(text: str, turn: Turn) -> str:
 
 
 def _tell(content: dict[str, Any], turn: Turn) -> None:
+    tell_why(content, turn)
     usage = content.get("usage") or (content.get("response") or {}).get("usage")
     if usage:
         name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"

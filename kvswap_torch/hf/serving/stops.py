@@ -6,19 +6,30 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from kvswap_torch.hf.serving.line import Turn
+
 
 def end_before(text: str, stops: Sequence[str]) -> str:
     """What a text is before the first of the stop texts; all of it where it has none."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
-def end_reply(content: dict[str, Any], stops: Sequence[str]) -> None:
+def end_reply(content: dict[str, Any], turn: Turn) -> None:
     """The choices of a reply that is no stream, each in place."""
     for choice in content.get("choices", ()):
         for said in (choice, choice.get("message", {})):
             for field in ("text", "content", "reasoning_content"):
                 if said.get(field):
-                    said[field] = end_before(said[field], stops)
+                    told = end_before(said[field], turn.stops)
+                    turn.has_stopped |= len(told) < len(said[field])
+                    said[field] = told
+
+
+def tell_why(content: dict[str, Any], turn: Turn) -> None:
+    """Where its last allowed token has ended a stop text, that is why an answer ends."""
+    for choice in content.get("choices", ()):
+        if turn.has_stopped and choice.get("finish_reason") == "length":
+            choice["finish_reason"] = "stop"
 
 
 class EndedQueue:
@@ -32,13 +43,14 @@ class EndedQueue:
     pieces
         Text, each kind of which (answer, reasoning) is a type of its own, and what is no text: that
         and the next kind end a text.
+    turn
+        The request's: which texts stop it, and whether one has.
     """
 
-    def __init__(self, pieces: Any, stops: Sequence[str]) -> None:
-        self._pieces, self._stops = pieces, stops
+    def __init__(self, pieces: Any, turn: Turn) -> None:
+        self._pieces, self._turn = pieces, turn
         self._ready: deque[Any] = deque()
         self._held: Any = ""
-        self._has_ended = False
 
     async def get(self) -> Any:
         """The next piece."""
@@ -59,11 +71,11 @@ class EndedQueue:
             self._held = kind() if isinstance(piece, str) else ""
         if not isinstance(piece, str):
             self._ready.append(piece)
-        elif not self._has_ended:
+        elif not self._turn.has_stopped:
             text = self._held + piece
-            told = end_before(text, self._stops)
-            self._has_ended = len(told) < len(text)
-            kept = 0 if self._has_ended else self._begun(told)
+            told = end_before(text, self._turn.stops)
+            self._turn.has_stopped = len(told) < len(text)
+            kept = 0 if self._turn.has_stopped else self._begun(told)
             self._give(kind(told[: len(told) - kept]))
             self._held = kind(told[len(told) - kept :])
 
@@ -73,12 +85,12 @@ class EndedQueue:
 
     def _begun(self, text: str) -> int:
         """How many of the last characters may begin a stop text."""
-        longest = max(map(len, self._stops)) - 1
+        longest = max(map(len, self._turn.stops)) - 1
         return next(
             (
                 count
                 for count in range(min(longest, len(text)), 0, -1)
-                if any(stop.startswith(text[-count:]) for stop in self._stops)
+                if any(stop.startswith(text[-count:]) for stop in self._turn.stops)
             ),
             0,
         )
