@@ -56,8 +56,8 @@ def check_torch() -> None:
     installed = torch_version()
     remedy = (
         "install that torch, or build kvswap_torch again for this one (pip install "
-        "--no-build-isolation --force-reinstall --no-deps kvswap_torch; in a checkout: make "
-        "clean build)"
+        "--no-build-isolation --force-reinstall --no-deps . in the source folder; with its own "
+        "environment: make clean build)"
     )
     if installed.split("+")[0] != str(info["torch"]).split("+")[0]:
         raise ImportError(

@@ -269,7 +269,7 @@ PRESETS = (
 _MERGED = "tokens that are merged or quantised, not dropped"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _QUANTISED = "rows of quantised keys"
-_LOCAL = "clusters that are made anew for what is decoded; dynakv's grow and split"
+_LOCAL = 'a preset of its own (dynakv with cluster_update="local" updates its clusters as it does)'
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
     **dict.fromkeys(("lazyeviction", "defensivekv"), _RULE),

@@ -103,7 +103,10 @@ def main(
         str, typer.Option(help="exhaustive, or greedy (the paper's).")
     ] = "exhaustive",
     min_recall: Annotated[
-        float, typer.Option(min=0, max=1, help="Attention mass that choices must hold.")
+        float,
+        typer.Option(
+            min=0, max=1, help="What choices must find: a fifth attention mass, the rest look-ups."
+        ),
     ] = 0.0,
     exposed_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of loading that may stay visible (greedy).")

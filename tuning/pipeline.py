@@ -86,11 +86,12 @@ class TuneOptions:
     Parameters
     ----------
     device
-        A modelled device (``nvme``, ``emmc``, ``ufs``) to tune for instead of the disk.
+        A modelled device (``nvme``, ``emmc``, ``ufs``, ``ufs3``) to tune for instead of the disk.
     solver
         ``exhaustive`` or ``greedy`` (the paper's).
     min_recall
-        Attention mass that the chosen groups must hold, 0 to 1; 0: close to what the budget allows.
+        What the chosen groups must find, 0 to 1: a fifth is attention mass held, four fifths are
+        look-ups found. 0: close to what the budget allows.
     exposed_share
         alpha, for the greedy solver: the share of loading that need not be hidden.
     uniform_rank

@@ -63,7 +63,7 @@ class Costs(Protocol):
         """All that a session needs; never less for more rank or capacity."""
 
     def recall(self, setting: Setting) -> float:
-        """Attention mass that the chosen groups hold, 0 to 1."""
+        """What the chosen groups find, 0 to 1: attention mass held and look-ups found, weighed."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Solution:
     hides
         Whether all but the allowed share of loading is hidden.
     recall
-        Attention mass that the chosen groups hold.
+        What the chosen groups find, as `recall` of what was measured.
     """
 
     setting: Setting

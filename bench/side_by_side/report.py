@@ -18,7 +18,6 @@ from kvswap_torch import format_bytes
 FOLDER = RESULTS / "side_by_side"
 OF_PRESETS = RESULTS / "side_by_side_presets"
 OF_LLAMA = RESULTS / "side_by_side_llama"
-OF_OUR_LINEAR = RESULTS / "side_by_side_linear"
 IN_FULL = "1b_32k_b8_local"  # the cell that the results page shows with everything
 ABOUT = ("llama_cpp_python", "weights", "kv_type", "system", "ollm", "page_cache")  # of a peer
 COLUMNS = (

@@ -245,7 +245,7 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("cake", {"keep_interval": 8}, "preset cake: keep_interval: must be left out"),
         ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
-        ("clusterkv", {}, "clusterkv needs clusters that are made anew"),
+        ("clusterkv", {}, "clusterkv needs a preset of its own"),
         ("shadowkv", {"keep_window": 8}, "preset shadowkv: keep_window: must be left out"),
         ("quest", {"group_token": 8}, "overrides must be settings, got group_token; did you mean"),
         ("quest", {"version": 1}, "overrides must be settings, got version"),
