@@ -90,8 +90,7 @@ class TuneOptions:
     solver
         ``exhaustive`` or ``greedy`` (the paper's).
     min_recall
-        What the chosen groups must find, 0 to 1: a fifth is attention mass held, four fifths are
-        look-ups found. 0: close to what the budget allows.
+        What groups must find, 0 to 1: a fifth mass, the rest look-ups. 0: what the budget allows.
     exposed_share
         alpha, for the greedy solver: the share of loading that need not be hidden.
     uniform_rank

@@ -27,22 +27,8 @@ Status ExactChunks::begin(int64_t layer) {
 
 void ExactChunks::end(int64_t layer, int64_t tokens) {
   keeping_.note_chunk(layer, tokens);
-  unweighed_.erase(layer);
   if (!parts_.options.drops() || batch_.layer(layer).positions != tokens) return;
-  if (parts_.keep.kind.is_given) {
-    unweighed_.insert(layer);
-  } else {
-    end_first(layer);
-  }
-}
-
-void ExactChunks::end_given(int64_t layer) {
-  if (unweighed_.erase(layer) > 0) end_first(layer);
-}
-
-void ExactChunks::end_first(int64_t layer) {
-  const Status turned = keeping_.turn(layer, batch_.layer(layer).positions);
-  if (turned.is_ok()) keeping_.dropping().drop_past(layer);
+  if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }
 
 void ExactChunks::count(int64_t layer) {

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 
 #include "engine/appender.h"
 #include "engine/batch.h"
@@ -56,14 +55,11 @@ class ExactChunks {
   /// and is dropped a layer at a time; a later one, that a crop may take back whole, by the next
   /// step. A turn that fails here is made again there, too.
   void end(int64_t layer, int64_t tokens);
-  /// The same, where the caller says what tokens are worth: a first chunk has its turn when it has.
-  void end_given(int64_t layer);
 
   /// Sealed groups in blocks, as walk() visits them; with_room: for who unpacks them.
   Result<std::unique_ptr<PastStream>> stream(const PastReader::Groups& groups, bool with_room);
 
  private:
-  void end_first(int64_t layer);
   Result<PastBlocks> blocks(const PastReader::Groups& groups, bool with_room);
   Status visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor);
   Status visit_newest(const PastReader::Positions& positions, PastVisitor& visitor);
@@ -75,7 +71,6 @@ class ExactChunks {
   LayerSteps& steps_;
   Appender& appender_;
   Keeping& keeping_;
-  std::set<int64_t> unweighed_;  // layers whose first chunk waits for what its tokens are worth
 };
 
 }  // namespace kvswap

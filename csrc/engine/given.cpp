@@ -36,9 +36,7 @@ Status Given::take_scores(int64_t layer, const GivenScores& scores) {
 
 Status Given::take_worth(int64_t layer, const GivenWorth& worth) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  KVSWAP_RETURN_IF_ERROR(worths_.give(layer, worth));
-  exact_chunks_.end_given(layer);
-  return Status::ok();
+  return worths_.give(layer, worth);
 }
 
 Status Given::take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups) {

@@ -16,7 +16,7 @@ namespace kvswap {
 class Given {
  public:
   Given(Calls& calls, EngineParts& parts, const Batch& batch, LayerSteps& steps,
-        ExactChunks& exact_chunks, GivenWorths& worths)
+        const ExactChunks& exact_chunks, GivenWorths& worths)
       : calls_(calls),
         parts_(parts),
         batch_(batch),
@@ -40,7 +40,7 @@ class Given {
   EngineParts& parts_;
   const Batch& batch_;
   LayerSteps& steps_;
-  ExactChunks& exact_chunks_;
+  const ExactChunks& exact_chunks_;
   GivenWorths& worths_;
 };
 

@@ -106,30 +106,6 @@ TEST(Dropping, OneLayersPromptMustFitTheBudget) {
   read_prompt(run, 1, 4000);
 }
 
-TEST(Dropping, WithGivenWorthALayersPromptIsLetGoOfBeforeTheNextComes) {
-  EngineOptions options = dropping_options("given");
-  options.keep_tokens = 16;
-  options.max_batch = 1;
-  options.max_context = 4000;
-  const int64_t prompt_bytes =
-      4000 / options.group_tokens * EngineRun(options, 1).engine().parts().record_bytes();
-  options.kv_memory_bytes = prompt_bytes + (2 << 20);
-  EXPECT_LT(options.kv_memory_bytes, 2 * prompt_bytes) << "of two layers";
-  EngineRun run(options, 3);
-  const std::vector<float> worth(4000, 1.0f);
-  for (const int64_t layer : {0, 1}) {
-    const Status given = run.give(layer, run.draw_tokens(1, 4000), 1);
-    ASSERT_TRUE(given.is_ok()) << layer << ": " << given.message();
-    run.engine().exact_chunks().end(layer, 4000);
-    for (int again = 0; again < 2; ++again) {
-      const Status told = run.engine().given().take_worth(
-          layer, {.worth = worth.data(), .sequences = 1, .tokens = 4000});
-      ASSERT_TRUE(told.is_ok()) << told.message();
-    }
-    EXPECT_LT(run.engine().parts().store->bytes_held(), prompt_bytes / 8);
-  }
-}
-
 TEST(Dropping, WhatIsGoneIsSaidAndNothingChanges) {
   EngineRun run(dropping_options(), 3);
   read_prompt(run, 1, 200);
