@@ -43,8 +43,9 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
   std::vector<int64_t> sequences(count);
   std::iota(sequences.begin(), sequences.end(), first_sequence);
   const bool is_encoded = parts_.options.has_float8_records();
+  const bool is_summarised = parts_.selector->is_ready(layer);
   std::vector<const void*> pages;
-  std::vector<SealedKeys> summarised;
+  std::vector<SealedKeys> keys;
   for (int64_t i = 0; i < count; ++i) {
     const std::byte* page = tail_.page(layer, sequences[i], group);
     pages.push_back(page);
@@ -53,17 +54,17 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
                                    parts_.options.payload_bytes());
     }
     pin_if_sink(layer, sequences[i], group, page);
-    summarised.push_back({.layer = layer,
-                          .sequence = sequences[i],
-                          .keys = keys_of(page),
-                          .tokens = parts_.options.group_tokens,
-                          .valid = &batch_.validity(sequences[i])});
+    if (!is_summarised) continue;
+    keys.push_back({.layer = layer,
+                    .sequence = sequences[i],
+                    .keys = keys_of(page),
+                    .tokens = parts_.options.group_tokens,
+                    .valid = &batch_.validity(sequences[i])});
   }
   if (is_encoded) encode(staged.value(), 0, pages);
-  const bool is_ready = parts_.selector->is_ready(layer);
-  const Status appended = is_ready ? parts_.selector->append(summarised) : Status::ok();
+  const Status summarised = is_summarised ? parts_.selector->append(keys) : Status::ok();
   KVSWAP_RETURN_IF_ERROR(commit(std::move(staged.value()), sequences));
-  return appended;
+  return summarised;
 }
 
 Status Sealer::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t first_token,

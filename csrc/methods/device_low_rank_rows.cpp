@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <iterator>
 #include <vector>
 
 #include "methods/device_rows.h"
@@ -24,12 +23,8 @@ class DeviceLowRankRows final : public DeviceRows {
 
   void write(int64_t layer, std::span<const RowPiece> pieces, TableRing& tables) override {
     // Of heads apart each has its own projection: a launch each.
-    const int64_t apart = options_.heads_apart;
-    for (int64_t head = 0; head < apart; ++head) {
-      std::vector<RowPiece> of_head;
-      std::copy_if(pieces.begin(), pieces.end(), std::back_inserter(of_head),
-                   [&](const RowPiece& piece) { return piece.sequence % apart == head; });
-      if (!of_head.empty()) project(layer, of_head, tables);
+    for (int64_t head = 0; head < options_.heads_apart; ++head) {
+      project(layer, head, pieces, tables);
     }
   }
   void ask(const ChooseArgs& args, int64_t batch, float* asked) override {
@@ -58,20 +53,22 @@ class DeviceLowRankRows final : public DeviceRows {
     return TableRing::padded(pieces * int64_t{sizeof(cuda::ProjectPiece)});
   }
 
-  /// With the projection of the first piece's head.
-  void project(int64_t layer, std::span<const RowPiece> pieces, TableRing& tables) {
+  /// The pieces of one head.
+  void project(int64_t layer, int64_t head, std::span<const RowPiece> pieces, TableRing& tables) {
     cuda::BatchProjectKeysArgs args;
     std::vector<cuda::ProjectPiece> table;
     for (const RowPiece& piece : pieces) {
+      if (piece.sequence % options_.heads_apart != head) continue;
       table.push_back(
           {piece.keys.data, piece.rows, piece.row_scale, piece.first_row, piece.tokens});
       args.tokens_max = std::max(args.tokens_max, piece.tokens);
     }
+    if (table.empty()) return;
     const KeyView& keys = pieces.front().keys;
-    args.count = static_cast<int64_t>(pieces.size());
+    args.count = static_cast<int64_t>(table.size());
     args.head_stride = keys.head_stride;
     args.token_stride = keys.token_stride;
-    args.projection = rows_.key_projection(layer, pieces.front().sequence);
+    args.projection = rows_.key_projection(layer, head);
     args.kv_heads = options_.kv_heads;
     args.head_dim = options_.head_dim;
     args.rank = rows_.shape(layer).width;

@@ -40,6 +40,10 @@ PYTEST = [
     *("-o", "faulthandler_timeout=40"),  # a kernel that never ends says where it was waited for
 ]
 TEST_SECONDS = {"ops": 90, "engine": 110}
+BENCHMARKS = (
+    ("ops", "op benchmarks", "bench.gpu", 45),
+    ("decode", "decode benchmarks", "bench.gpu_decode", 90),
+)
 # compute-sanitizer slows a kernel by far: one small case of each op.
 SANITIZED = (
     "test_paged_gather and 3-1 or test_attention_head_dims and 8-96 or test_opcheck or "
@@ -200,6 +204,8 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
         "command": "make gpu-check",
+        "ops": {},
+        "decode": {},
     }
 
     def write() -> None:
@@ -210,11 +216,11 @@ def main() -> int:
     steps = Steps(SECONDS, write)
     if build(steps, f"{properties.major}{properties.minor}"):
         run_tests(steps)
-        result["ops"] = bench(steps, "op benchmarks", "bench.gpu", 45)
-        result["decode"] = bench(steps, "decode benchmarks", "bench.gpu_decode", 90)
+        for key, name, module, seconds in BENCHMARKS:
+            result[key] = bench(steps, name, module, seconds)
+            write()  # its step was written before
         sanitize(steps)
         demo(steps)
-        write()
     print(f"gpu-check: {path.relative_to(ROOT)}")
     return 0 if all(step["outcome"].startswith(("ok", "left out")) for step in steps.done) else 1
 

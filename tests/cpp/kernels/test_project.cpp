@@ -126,49 +126,46 @@ TEST_P(ProjectKeys, ColumnsThatStandApartAreTheSame) {
   EXPECT_EQ(joined, together);
 }
 
-TEST_P(ProjectKeys, ZeroKeysGiveZeroRowsInInt8) {
-  const std::vector<float> keys(64, 0.0f);
-  const auto projection = random_elements<float>(64 * 8, 1);
-  std::vector<int8_t> summary(8 * kSummaryBlock, 5);
-  std::vector<float> token_scale(kSummaryBlock, 5.0f);
-  project_keys({.keys = keys.data(),
-                .head_stride = 64,
-                .token_stride = 64,
-                .projection = projection.data(),
-                .summary = summary.data(),
-                .token_scale = token_scale.data(),
-                .tokens = 1,
-                .kv_heads = 1,
-                .head_dim = 64,
-                .rank = 8,
-                .summary_dtype = DType::kInt8});
-  EXPECT_EQ(summary[0], 0);
-  EXPECT_EQ(token_scale[0], 0.0f);
-}
-
-TEST_P(ProjectKeys, TinyKeysAreWithinHalfALevel) {
-  constexpr int64_t kRank = 8;
-  const std::vector<float> keys(1, 1e-39f);
-  const auto projection = random_elements<float>(kRank, 1);
-  for (const DType dtype : {DType::kInt8, DType::kInt4}) {
-    std::vector<int8_t> summary(kRank * kSummaryBlock, 5);
-    std::vector<float> token_scale(kSummaryBlock, 5.0f);
+/// The row of one token of one head.
+struct TokenRow {
+  TokenRow(const std::vector<float>& keys, const std::vector<float>& projection, DType dtype) {
+    const auto head_dim = static_cast<int64_t>(keys.size());
+    const int64_t rank = static_cast<int64_t>(projection.size()) / head_dim;
+    summary.assign(rank * kSummaryBlock, 5);
+    token_scale.assign(kSummaryBlock, 5.0f);
     project_keys({.keys = keys.data(),
-                  .head_stride = 1,
-                  .token_stride = 1,
+                  .head_stride = head_dim,
+                  .token_stride = head_dim,
                   .projection = projection.data(),
                   .summary = summary.data(),
                   .token_scale = token_scale.data(),
                   .tokens = 1,
                   .kv_heads = 1,
-                  .head_dim = 1,
-                  .rank = kRank,
+                  .head_dim = head_dim,
+                  .rank = rank,
                   .summary_dtype = dtype});
+  }
+
+  std::vector<int8_t> summary;
+  std::vector<float> token_scale;
+};
+
+TEST_P(ProjectKeys, ZeroKeysGiveZeroRowsInInt8) {
+  const TokenRow row(std::vector<float>(64, 0.0f), random_elements<float>(64 * 8, 1), DType::kInt8);
+  EXPECT_EQ(row.summary[0], 0);
+  EXPECT_EQ(row.token_scale[0], 0.0f);
+}
+
+TEST_P(ProjectKeys, TinyKeysAreWithinHalfALevel) {
+  constexpr int64_t kRank = 8;
+  const auto projection = random_elements<float>(kRank, 1);
+  for (const DType dtype : {DType::kInt8, DType::kInt4}) {
+    const TokenRow row({1e-39f}, projection, dtype);
     for (int64_t r = 0; r < kRank; ++r) {
-      const Int4Pair pair{summary[r / 2 * kSummaryBlock]};
+      const Int4Pair pair{row.summary[r / 2 * kSummaryBlock]};
       const int8_t of_pair = r % 2 == 0 ? low_half(pair) : high_half(pair);
-      const int8_t level = dtype == DType::kInt8 ? summary[r * kSummaryBlock] : of_pair;
-      EXPECT_NEAR(level * token_scale[0], 1e-39f * projection[r], 0.501f * token_scale[0]);
+      const int8_t level = dtype == DType::kInt8 ? row.summary[r * kSummaryBlock] : of_pair;
+      EXPECT_NEAR(level * row.token_scale[0], 1e-39f * projection[r], 0.501f * row.token_scale[0]);
     }
   }
 }
