@@ -62,15 +62,15 @@ __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
     const int64_t at = first + item;
     const int32_t id =
         kInput == Input::kScores ? static_cast<int32_t>(at) : job.from.ids[row * job.count + at];
-    if (job.indices != nullptr) {
+    if (job.chosen != nullptr) {
       job.indices[row * job.result_stride + place] = id;
     } else {
       job.to.keys[list * job.to.capacity + place] = keys[item];
       job.to.ids[list * job.to.capacity + place] = id;
     }
   });
-  if (threadIdx.x == 0) (job.indices != nullptr ? job.chosen[row] : job.to.counts[list]) = chosen;
-  if (job.indices == nullptr) return;
+  if (threadIdx.x == 0) (job.chosen != nullptr ? job.chosen[row] : job.to.counts[list]) = chosen;
+  if (job.chosen == nullptr) return;
   for (int64_t i = chosen + threadIdx.x; i < job.result_stride; i += kThreads) {
     job.indices[row * job.result_stride + i] = -1;
   }
