@@ -26,7 +26,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality docs docs-run lint format \
   wheel wheel-check golden clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
-  cuda-compile cuda-report gpu-check locked-cuda \
+  cuda-compile cuda-report gpu-check gpu-prebuilt locked-cuda \
   sanitize-address sanitize-thread \
   sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
 
@@ -224,8 +224,11 @@ locked-cuda:
 cuda-report: cuda-compile  ## registers, shared memory and spills of every CUDA kernel
 	@$(PY) -m tests.gpu.report
 
-gpu-check:  ## on a machine with a GPU: build, tests/gpu, compute-sanitizer, op benchmarks
+gpu-check:  ## on a machine with a GPU: build, tests/gpu, benchmarks, the demo (ARGS="--help")
 	@python3 -m tests.gpu.check $(ARGS)
+
+gpu-prebuilt: $(STAMP)  ## libraries for a machine with a GPU, made here into .gpu (ARGS="--help")
+	@$(call LOCK,gpu-prebuilt) $(PY) -m tests.gpu.prebuilt $(ARGS)
 
 torch-test: build  ## GoogleTest of the C++ session over tensors
 	@$(call LOCK,dev) $(SUB) locked-torch-test

@@ -3,7 +3,8 @@
 The ratio is bytes that the op must move, per second, by what a plain copy of as many moves: 1 is as
 fast as a copy. An op is timed with CUDA events around one call through torch.ops, with the second
 cache emptied before, so the small launches of the torch layer are in it; kernel_ratio is of the
-time that a profile gives our own kernels alone. What `--seconds` leaves no time for is named.
+time that a profile gives our own kernels alone. `predicted` is what a reading of the machine code
+expected before anything had run. What `--seconds` leaves no time for is named.
 Decoding is measured by bench/gpu_decode.py.
 """
 
@@ -23,6 +24,16 @@ from torch.profiler import ProfilerActivity, profile
 from kvswap_torch import ops
 
 MIB = 2**20
+# The ratio to copy speed that was expected, from registers, occupancy and loads in flight on sm_90.
+PREDICTED = {
+    "paged_attention": {"float32": "0.5-0.7", "d256": "0.7", "": "0.75-0.9"},
+    "attention_mass": {"": "0.1"},
+    "low_rank_score": {"int8": "0.3", "": "0.6-0.8"},
+    "select_groups": {"int8": "0.3", "": "0.6-0.8"},
+    "top_k_groups": {"": "0.3-0.6"},
+    "project_keys": {"": "0.15"},
+}
+PREDICTED_OTHERWISE = "0.8-0.95"
 Call = Callable[[], object]
 
 
@@ -61,23 +72,23 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def select_cases(size: int) -> dict[str, tuple[Call, int]]:
-    """Score, ReduceMax, TopK and their fusion: rank 64, groups of 4."""
+    """Score, ReduceMax, TopK and their fusion: groups of 4."""
     cases: dict[str, tuple[Call, int]] = {}
-    for name, width in (("bf16", 2), ("int8", 1)):
-        blocks = size // (64 * 16 * width)
+    for name, width, rank in (("bf16", 2, 64), ("bf16", 2, 32), ("int8", 1, 64)):
+        blocks = size // (rank * 16 * width)
         scale = None
         if name == "int8":
-            summary = torch.randint(-127, 128, (1, blocks, 64, 16), device="cuda").char()
+            summary = torch.randint(-127, 128, (1, blocks, rank, 16), device="cuda").char()
             scale = torch.rand(1, blocks, 16, device="cuda")
         else:
-            summary = random(1, blocks, 64, 16)
-        query = random(1, 1, 64, dtype=torch.float32)
+            summary = random(1, blocks, rank, 16)
+        query = random(1, 1, rank, dtype=torch.float32)
         moved = bytes_of(summary)
-        cases[f"low_rank_score {name}"] = (
+        cases[f"low_rank_score {name} r{rank}"] = (
             lambda s=summary, q=query, c=scale: ops.low_rank_score(s, q, c),
             moved + blocks * 64,
         )
-        cases[f"select_groups {name}, k 400"] = (
+        cases[f"select_groups {name} r{rank}, k 400"] = (
             lambda s=summary, q=query, c=scale: ops.select_groups(s, q[:, 0], 4, 400, c),
             moved,
         )
@@ -159,6 +170,12 @@ def copy_bandwidth(size: int, flush: torch.Tensor, repeats: int) -> float:
     return size / seconds_of(lambda: target.copy_(source), flush, repeats)
 
 
+def predicted(name: str) -> str:
+    """What was expected of the op of this row; the first key that the name contains counts."""
+    expected = PREDICTED.get(name.replace(",", "").split()[0], {"": PREDICTED_OTHERWISE})
+    return next(value for key, value in expected.items() if key in name)
+
+
 def row_of(
     name: str, size: int, moved: int, seconds: float, in_kernels: float, copy: float
 ) -> dict[str, Any]:
@@ -169,15 +186,40 @@ def row_of(
         "gb_per_s": round(moved / seconds / 1e9, 1),
         "copy_gb_per_s": round(copy / 1e9, 1),
         "ratio": round(moved / seconds / copy, 3),
+        "predicted": predicted(name),
         "kernel_ratio": round(moved / in_kernels / copy, 3) if in_kernels else None,
     }
+
+
+def ceilings(flush: torch.Tensor, repeats: int) -> dict[str, float]:
+    """The machine's best: copies in GB/s, the host's microseconds a launch."""
+    here = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
+    to_device = seconds_of(lambda: here.copy_(pinned, non_blocking=True), flush, repeats)
+    to_host = seconds_of(lambda: pinned.copy_(here, non_blocking=True), flush, repeats)
+    one = torch.zeros(1, device="cuda")
+    launches = 1000
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(launches):
+        one.add_(1)
+    torch.cuda.synchronize()
+    launch = (time.perf_counter() - began) / launches
+    found = {
+        "device_copy_gb_per_s": copy_bandwidth(512 * MIB, flush, repeats) / 1e9,
+        "host_to_device_gb_per_s": len(pinned) / to_device / 1e9,
+        "device_to_host_gb_per_s": len(pinned) / to_host / 1e9,
+        "torch_launch_us": launch * 1e6,
+    }
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def measure(sizes: list[int], repeats: int, seconds: float, path: Path | None) -> None:
     """Prints a line a row; `path` holds what there is after each, so that a kill loses little."""
     began = time.perf_counter()
     flush = torch.empty(512 * MIB, device="cuda", dtype=torch.uint8)
-    results: dict[str, list[Any]] = {"rows": [], "left_out": []}
+    results: dict[str, Any] = {"ceilings": ceilings(flush, repeats), "rows": [], "left_out": []}
+    print(*results["ceilings"].items(), flush=True)
     for size in sizes:
         for make in (attention_cases, select_cases, record_cases):
             if time.perf_counter() - began > seconds:

@@ -3,9 +3,11 @@
     python -m bench.gpu_decode --out gpu_decode
 
 Fills caches with random keys and values and decodes with a randomly initialised model, over
-contexts and batches of one shape and a few of an 8B model's; a step ends when the device is done,
-and medians are reported. What does not fit in memory or in `--seconds` is named under "skipped".
-`--device cpu --tiny` shows in seconds that the script works.
+contexts and batches of an 8B model's layers and of one smaller shape. A step ends when the device
+is done, and medians are reported. `inplace` is the strongest peer: a cache of fixed size in the
+device's memory, written in place and attended by a flash kernel without a mask. What does not fit
+in memory or in `--seconds` is named under "skipped". `--device cpu --tiny` shows in seconds that
+the script works.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from bench import machine
 from bench.full_restore import FullRestoreCache
@@ -49,7 +52,37 @@ class Case:
         return self.shape.kv_bytes(self.batch, self.context)
 
 
-CONTENDERS = ("kvswap", "dynamic", "static", "restore")
+# Settings of ours by name: tokens attended per step, and how records are stored.
+OURS = {
+    "kvswap": {},
+    "kvswap-k400": {"groups_max": 400, "pages_max": 600},
+    "kvswap-fp8": {"records": "fp8"},
+}
+CONTENDERS = (*OURS, "inplace", "dynamic", "static", "restore")
+
+
+class InPlaceLayer(DynamicLayer):
+    """Keys and values of a layer in tensors of a fixed size, written in place."""
+
+    def __init__(self, tokens_max: int):
+        super().__init__()
+        self.tokens_max = tokens_max
+        self.length = 0
+        self.buffers: tuple[torch.Tensor, ...] = ()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Both of [batch, kv_heads, tokens, head_dim]; returns views of all so far."""
+        if not self.buffers:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            batch, kv_heads, _, head_dim = key_states.shape
+            size = (batch, kv_heads, self.tokens_max, head_dim)
+            self.buffers = tuple(key_states.new_empty(size) for _ in range(2))
+        end = self.length + key_states.shape[2]
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.length : end] = new
+        self.length = end
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
 
 
 def cases(tiny: bool) -> list[Case]:
@@ -57,7 +90,9 @@ def cases(tiny: bool) -> list[Case]:
         shape = Shape(2, 64, 4, 2, 64, 128)
         return [Case("tiny", shape, context, batch) for context in (512, 1024) for batch in (1, 2)]
     small, large = replace(SHAPES["1b"], layers=4), SHAPES["8b-layers"]
-    grid = [Case("8b-layers", large, 32768, batch) for batch in (1, 8)]
+    grid = [Case("8b-layers", large, 32768, batch) for batch in (8, 1)]
+    grid += [Case("8b-layers", large, 131072, 1)]
+    grid += [Case("8b-layers", large, 32768, batch) for batch in (4, 16)]
     for context in (32768, 16384, 8192):
         grid += [Case("1b", small, context, batch) for batch in (1, 4, 8, 16)]
     return grid
@@ -105,22 +140,23 @@ class OnDevice(FullRestoreCache):
         return keys.to(self.device), values.to(self.device)
 
 
-def config_of(case: Case) -> SwapConfig:
-    return SwapConfig(
-        group_tokens=4,
-        rank=16,  # doubled by a cache that has no projection file
-        groups_max=SELECTED_TOKENS // 4,
-        pages_max=150,
-        select_queries_max=1,
-        look_ahead=True,
-    )
+def config_of(name: str) -> SwapConfig:
+    settings = {
+        "group_tokens": 4,
+        "rank": 16,  # doubled by a cache that has no projection file
+        "groups_max": SELECTED_TOKENS // 4,
+        "pages_max": 150,
+        "select_queries_max": 1,
+        "look_ahead": True,
+    }
+    return SwapConfig(**(settings | OURS[name]))
 
 
-def open_kvswap(model: Any, case: Case, path: Path, device: torch.device) -> KVSwapCache:
+def open_kvswap(name: str, model: Any, case: Case, path: Path, device: torch.device) -> KVSwapCache:
     cache = KVSwapCache(
         model,
         path=path,
-        config=config_of(case),
+        config=config_of(name),
         max_context=case.context + ROOM_TOKENS,
         max_batch=case.batch,
     )
@@ -135,8 +171,8 @@ def open_kvswap(model: Any, case: Case, path: Path, device: torch.device) -> KVS
 
 
 def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.device) -> Any:
-    if name == "kvswap":
-        return open_kvswap(model, case, path, device)
+    if name in OURS:
+        return open_kvswap(name, model, case, path, device)
     if name == "restore":
         size = (case.batch, case.shape.kv_heads, case.context, case.shape.head_dim)
         file = KvFile(path, case.shape.layers, size, DTYPE)
@@ -147,7 +183,10 @@ def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.devi
                 begin += keys.shape[2]
         file.flush()
         return OnDevice(device, file)
-    if name == "static":
+    if name == "inplace":
+        rows = case.context + ROOM_TOKENS
+        cache = Cache(layers=[InPlaceLayer(rows) for _ in range(case.shape.layers)])
+    elif name == "static":
         cache = StaticCache(config=model.config, max_cache_len=case.context + ROOM_TOKENS)
     else:
         cache = DynamicCache(config=model.config)
@@ -163,12 +202,15 @@ def finish(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def decode(model: Any, cache: Any, case: Case, device: torch.device, steps: int) -> list[float]:
-    """Seconds of each step, until the device is done."""
+def decode(
+    model: Any, cache: Any, case: Case, device: torch.device, steps: int, begin: int | None = None
+) -> list[float]:
+    """Seconds of each step, until the device is done; the first token's position is `begin`."""
     ids = torch.full((case.batch, 1), 7, device=device)
+    begin = case.context if begin is None else begin
     seconds = []
     for step in range(steps):
-        positions = torch.full_like(ids, case.context + step)
+        positions = torch.full_like(ids, begin + step)
         finish(device)
         began = time.perf_counter()
         output = model(input_ids=ids, past_key_values=cache, position_ids=positions, use_cache=True)
@@ -188,7 +230,9 @@ def measure(
     filled = time.perf_counter()
     # Each of its steps reads the whole cache: few are enough, and more than few are minutes.
     steps, warm_up = (4, 1) if name == "restore" else (steps, steps // 4)
-    seconds = decode(model, cache, case, device, steps)[warm_up:]
+    decode(model, cache, case, device, warm_up)
+    before = cache.stats() if name in OURS else None
+    seconds = decode(model, cache, case, device, steps - warm_up, case.context + warm_up)
     row: dict[str, Any] = {
         "shape": case.shape_name,
         "layers": case.shape.layers,
@@ -202,24 +246,27 @@ def measure(
         "fill_seconds": round(filled - began, 2),
         "kv_bytes_full": case.kv_bytes,
     }
-    if name == "kvswap":
-        row["stats"] = _account(cache, steps)
+    if before is not None:
+        row["stats"] = _account(before, cache.stats(), len(seconds))
     if hasattr(cache, "close"):
         cache.close()
     return row
 
 
-def _account(cache: KVSwapCache, steps: int) -> dict[str, Any]:
-    stats = cache.stats()
-    counters = stats.counters
-    clocks = ("select", "plan", "wait", "attend", "append", "device_wait", "choice_wait")
+def _account(before: Any, stats: Any, steps: int) -> dict[str, Any]:
+    """What the measured steps did: the difference of two stats()."""
+    counters = {name: value - before.counters[name] for name, value in stats.counters.items()}
+    clocks = ("select", "plan", "wait", "hidden", "attend", "append", "write_blocked",
+              "device_wait", "choice_wait")  # fmt: skip
     return {
         "resident_bytes": stats.resident_bytes,
         "device_bytes": stats.device_bytes,
         "pinned_bytes": stats.pinned_bytes,
-        "hit_rate": None if stats.hit_rate is None else round(stats.hit_rate, 3),
+        "hit_rate": round(1 - counters["groups_loaded"] / max(1, counters["groups_attended"]), 3),
         "copy_bytes_per_second": round(stats.copy_bytes_per_second),
-        "copied_bytes_per_step": round(stats.copied_bytes / steps),
+        "copied_bytes_per_step": round(counters["copied_bytes"] / steps),
+        "read_bytes_per_step": round(counters["bytes_read"] / steps),
+        "read_calls_per_step": round(counters["read_calls"] / steps),
         "ms_per_step": {name: round(1e3 * counters[f"{name}_seconds"] / steps, 3)
                         for name in clocks},
     }  # fmt: skip
@@ -227,10 +274,10 @@ def _account(cache: KVSwapCache, steps: int) -> dict[str, Any]:
 
 def fits(name: str, case: Case, device: torch.device) -> bool:
     """Whether a cache that is whole in memory, twice while it grows, leaves room for the model."""
-    if device.type == "cpu" or name == "kvswap":
+    if device.type == "cpu" or name in OURS:
         return True
     free, _ = torch.cuda.mem_get_info(device)
-    return 2.5 * case.kv_bytes < free
+    return (1.3 if name == "inplace" else 2.5) * case.kv_bytes < free
 
 
 def parse() -> argparse.Namespace:
@@ -254,6 +301,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args, began = parse(), time.perf_counter()
     device = torch.device(args.device)
+    # cuDNN makes a plan for every length, 10 ms a layer: the peers attend by torch's flash kernel.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     results = {
@@ -276,7 +325,7 @@ def main() -> None:
                 if case.shape_name not in models:
                     models.clear()
                     with device:  # random weights take it a moment, and the host a minute
-                        models[case.shape_name] = make_model(case.shape, 32768)
+                        models[case.shape_name] = make_model(case.shape, 131072)
                 model = models[case.shape_name]
                 try:
                     rows.append(measure(name, model, case, args.path, device, args.steps))

@@ -1,11 +1,15 @@
 """Everything to check on a machine with a GPU, in under 8 minutes: ``make gpu-check``.
 
-Builds for the torch that is installed, runs tests/gpu (the ops, then the engine, a process each:
-an error of a device ends all that its process does there), bench/gpu.py (each op),
-bench/gpu_decode.py, compute-sanitizer over a part of the tests and the demo, in that order, and
-writes tests/gpu/results/<device>.json after each. A step that finds no time left is left out and
-named; the benchmarks stop by themselves and name the rows they had no time for. What each test said
-is in build/gpu/*.xml.
+Builds for the torch that is installed, or takes libraries that ``make gpu-prebuilt`` made elsewhere
+(``--prebuilt DIR``). Then it runs tests/gpu (a few with every launch waited for, all ops, the
+engine; a process each, since a device's error ends all that its process does there), bench/gpu.py
+(each op), bench/gpu_decode.py, a profile of decoding, compute-sanitizer over a part of the tests,
+and the demo. ``--only`` runs some of these.
+
+tests/gpu/results/<device>.json is written after each step. If the environment names a folder OUT,
+that file and the steps' own are copied there each time. A step that finds no time left is omitted
+and named; the benchmarks stop by themselves and name the rows they had no time for. What each test
+said is in build/gpu/*.xml.
 
 Needs torch with CUDA, transformers, nvcc, g++ and cmake, and no network. What else is missing has a
 fallback or is left out, and the file says so: liburing (reads through threads), Highway (scalar CPU
@@ -15,6 +19,7 @@ pytest (no tests), compute-sanitizer, typer or rich (no demo). GoogleTest is not
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import json
@@ -33,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build/gpu")  # below ROOT, where every step runs
 RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS = 465  # for all steps
+OUT_FILES_MAX, OUT_BYTES_MAX = 8, 16 << 20  # what a lent machine gives back
 STEP_SECONDS_MIN = 10  # a step with less is not begun
 ROW_SECONDS = 35  # a benchmark may be that far into a row when its time is over
 PYTEST = [
@@ -40,10 +46,18 @@ PYTEST = [
     *("-o", "faulthandler_timeout=40"),  # a kernel that never ends says where it was waited for
 ]
 TEST_SECONDS = {"ops": 90, "engine": 110}
-BENCHMARKS = (
-    ("ops", "op benchmarks", "bench.gpu", 45),
-    ("decode", "decode benchmarks", "bench.gpu_decode", 90),
-)
+TEST_WORKERS = {"ops": 4, "engine": 1}
+BENCHMARKS = {
+    "bench": ("ops", "op benchmarks", "bench.gpu", 45, ["--sizes", "512", "8"]),
+    "decode": ("decode", "decode benchmarks", "bench.gpu_decode", 90, ["--steps", "16"]),
+}
+PARTS = ("smoke", "ops", "engine", "bench", "decode", "profile", "sanitize", "demo")
+# One small case of each kind of kernel: with launches waited for, the first that fails is named.
+SMOKE = {
+    "ops": "test_paged_gather and 3-1 or test_attention_head_dims and 128 or test_project_keys or "
+    "test_group_mass or test_select_groups",
+    "engine": "equal_a_cache_in_memory and llama",
+}
 # compute-sanitizer slows a kernel by far: one small case of each op.
 SANITIZED = (
     "test_paged_gather and 3-1 or test_attention_head_dims and 8-96 or test_opcheck or "
@@ -112,7 +126,7 @@ def is_installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
-def build(steps: Steps, architecture: str) -> bool:
+def build(steps: Steps, architecture: str, dependencies: Path | None) -> bool:
     """The libraries in the source tree, for this device alone."""
     configure = [
         *("cmake", "-S", ".", "-B", str(BUILD), "-DKVSWAP_INPLACE=ON", "-DKVSWAP_BUILD_TESTS=OFF"),
@@ -122,11 +136,24 @@ def build(steps: Steps, architecture: str) -> bool:
         *(["-GNinja"] if shutil.which("ninja") else []),
     ]
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not steps.run("configure", configure, 60, CUDACXX=nvcc):
+    prefix = {} if dependencies is None else {"CMAKE_PREFIX_PATH": str(dependencies.resolve())}
+    if not steps.run("configure", configure, 60, CUDACXX=nvcc, **prefix):
         return False
     jobs = str(os.cpu_count() or 1)
     compile_all = ["cmake", "--build", str(BUILD), "--target", "libraries", "-j", jobs]
     return steps.run("build", compile_all, 300)
+
+
+def take_prebuilt(steps: Steps, folder: Path) -> bool:
+    """Puts the libraries of `folder` into the source tree, if this machine can load them."""
+    for name in ("lib/libkvswap_torch.so", "lib/build_info.json"):
+        (ROOT / "kvswap_torch" / name).parent.mkdir(exist_ok=True)
+        shutil.copy2(folder / name, ROOT / "kvswap_torch" / name)
+    for module in folder.glob("_C.*.so"):
+        shutil.copy2(module, ROOT / "kvswap_torch" / module.name)
+    one_op = "import torch; from kvswap_torch import _C, ops; x = torch.randn(2, 64, device='cuda')"
+    one_op += "; assert torch.equal(ops.group_max(x, 4).cpu(), ops.group_max(x.cpu(), 4))"
+    return steps.run("prebuilt libraries", [sys.executable, "-c", one_op], 60)
 
 
 def tests(part: str) -> list[str]:
@@ -134,20 +161,35 @@ def tests(part: str) -> list[str]:
     return [*PYTEST, "--confcutdir", "tests/gpu", f"tests/gpu/test_{part}.py"]
 
 
-def run_tests(steps: Steps) -> None:
-    for part, seconds in TEST_SECONDS.items():
+def run_tests(steps: Steps, part: str) -> None:
+    if not is_installed("pytest"):
+        steps.leave_out(part, "pytest is not installed")
+        return
+    command = [*tests(part), "--junitxml", str(BUILD / f"{part}.xml")]
+    if TEST_WORKERS[part] > 1 and is_installed("xdist"):
+        command += ["-n", str(TEST_WORKERS[part])]
+    steps.run(part, command, TEST_SECONDS[part])
+
+
+def smoke(steps: Steps) -> None:
+    for part, names in SMOKE.items():
         if is_installed("pytest"):
-            steps.run(part, [*tests(part), "--junitxml", str(BUILD / f"{part}.xml")], seconds)
-        else:
-            steps.leave_out(part, "pytest is not installed")
+            command = [*tests(part), "-x", "-k", names]
+            steps.run(f"{part}, each launch waited for", command, 60, CUDA_LAUNCH_BLOCKING="1")
 
 
-def bench(steps: Steps, name: str, module: str, seconds: float) -> dict[str, Any]:
+def profile(steps: Steps) -> None:
+    command = [sys.executable, "-m", "tests.gpu.profile_step", "--out", str(BUILD / "profile.txt")]
+    steps.run("profile of three steps", command, 60)
+
+
+def bench(steps: Steps, name: str, module: str, seconds: float, extra: list[str]) -> dict[str, Any]:
     """What the benchmark wrote, as far as it came."""
     path = BUILD / f"{module.rsplit('.', 1)[-1]}.json"
     (ROOT / path).unlink(missing_ok=True)
     seconds = min(seconds, max(0.0, steps.left() - ROW_SECONDS))
     command = [sys.executable, "-m", module, "--seconds", f"{seconds:.0f}", "--json", str(path)]
+    command += extra
     steps.run(name, command, seconds + ROW_SECONDS)
     return read(ROOT / path)
 
@@ -186,7 +228,42 @@ def demo(steps: Steps) -> None:
     steps.run("demo", [sys.executable, "-m", "examples.demo", *arguments], 90)
 
 
-def main() -> int:
+def bring_back(results: Path) -> None:
+    """Copies what a visit is for into $OUT, the results first; small files before large ones."""
+    if not (out := os.environ.get("OUT")):
+        return
+    Path(out).mkdir(parents=True, exist_ok=True)
+    made = sorted(
+        (path for kind in ("*.xml", "*.json", "*.txt") for path in (ROOT / BUILD).glob(kind)),
+        key=lambda path: path.stat().st_size,
+    )
+    fitting = [path for path in (results, *made) if path.stat().st_size <= OUT_BYTES_MAX]
+    for path in fitting[:OUT_FILES_MAX]:
+        shutil.copy2(path, Path(out) / path.name)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default=",".join(PARTS), help=f"parts, with commas between: {', '.join(PARTS)}"
+    )
+    parser.add_argument("--prebuilt", type=Path, help="folder of `make gpu-prebuilt`: no build")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
+    parser.add_argument("--path", type=Path, default=Path("."), help="folder of decode's caches")
+    parser.add_argument("--contenders", help="of decode's caches, with commas between; all of them")
+    args = parser.parse_args(arguments)
+    args.only = args.only.split(",")
+    if unknown := sorted(set(args.only) - set(PARTS)):
+        parser.error(f"--only: must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    if args.prebuilt and not (args.prebuilt / "lib" / "libkvswap_torch.so").is_file():
+        parser.error(f"--prebuilt: must hold lib/libkvswap_torch.so, got {args.prebuilt}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
     if not is_installed("torch"):
         print("gpu-check: torch must be installed and is not found")
         return 1
@@ -212,15 +289,34 @@ def main() -> int:
         RESULTS.mkdir(exist_ok=True)
         result.update(libraries=built_with(), steps=steps.done)
         path.write_text(json.dumps(result, indent=2) + "\n")
+        bring_back(path)
 
-    steps = Steps(SECONDS, write)
-    if build(steps, f"{properties.major}{properties.minor}"):
-        run_tests(steps)
-        for key, name, module, seconds in BENCHMARKS:
-            result[key] = bench(steps, name, module, seconds)
+    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
+    steps = Steps(args.seconds, write)
+    architecture = f"{properties.major}{properties.minor}"
+    is_built = args.prebuilt is not None and take_prebuilt(steps, args.prebuilt)
+    if not is_built:
+        is_built = build(steps, architecture, args.prebuilt and args.prebuilt / "dep")
+    run_part = {
+        "smoke": lambda: smoke(steps),
+        "ops": lambda: run_tests(steps, "ops"),
+        "engine": lambda: run_tests(steps, "engine"),
+        "profile": lambda: profile(steps),
+        "sanitize": lambda: sanitize(steps),
+        "demo": lambda: demo(steps),
+    }
+    for part in PARTS if is_built else ():
+        if part not in args.only:
+            continue
+        if part in BENCHMARKS:
+            key, name, module, seconds, extra = BENCHMARKS[part]
+            if part == "decode":
+                extra = [*extra, "--path", str(args.path)]
+                extra += ["--only", *args.contenders.split(",")] if args.contenders else []
+            result[key] = bench(steps, name, module, seconds, extra)
             write()  # its step was written before
-        sanitize(steps)
-        demo(steps)
+        else:
+            run_part[part]()
     print(f"gpu-check: {path.relative_to(ROOT)}")
     return 0 if all(step["outcome"].startswith(("ok", "left out")) for step in steps.done) else 1
 

@@ -156,23 +156,29 @@ def test_records_in_e4m3_are_a_cache_that_is_rounded(open_cache):
     assert greedy(half, inputs, open_cache(half, ROUNDED), 20).shape == (2, length + 20)
 
 
+RETAINING = [
+    {"keeper": "observed", "keep_interval": 8},
+    {"keeper": "observed", "keep_interval": 8, "keep_scores": "disk"},
+    {"keeper": "heavy", "keep_interval": 8},
+    {"keeper": "arkv", "keep_ratio": 0.5},
+]
+
+
+def retaining(records: str, keeper: dict[str, Any]) -> SwapConfig:
+    """Small enough that tokens have to be retained."""
+    return SwapConfig(
+        rows="none", records=records, group_tokens=8, groups_max=2, pages_max=8, tail_tokens=16,
+        sink_tokens=0, keep_tokens=32, keep_window=8, **keeper,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("records", ["model", "fp8"])
 @pytest.mark.parametrize(
-    "keeper",
-    [
-        {"keeper": "observed", "keep_interval": 8},
-        {"keeper": "observed", "keep_interval": 8, "keep_scores": "disk"},
-        {"keeper": "heavy", "keep_interval": 8},
-        {"keeper": "arkv", "keep_ratio": 0.5},
-    ],
-    ids=lambda keeper: "-".join(map(str, keeper.values())),
+    "keeper", RETAINING, ids=lambda keeper: "-".join(map(str, keeper.values()))
 )
 def test_kept_tokens_are_those_the_cpu_keeps(open_cache, keeper, records):
     """Of what is given alike: the tokens alone decide, and rounding seldom does."""
-    config = SwapConfig(
-        rows="none", records=records, group_tokens=8, tail_tokens=16, sink_tokens=0, keep_tokens=32,
-        keep_window=8, **keeper,
-    )  # fmt: skip
+    config = retaining(records, keeper)
     inputs, facts = prompt(2, 150), []
     for device in ("cpu", "cuda"):
         model = tiny_model("llama", head_dim=64).to(device)
@@ -211,21 +217,23 @@ def test_two_caches_on_two_streams(open_cache):
 
 def test_a_cache_may_change_its_stream(open_cache):
     model = tiny_model("qwen2").cuda()
-    inputs = on_gpu(prompt(2, 80))
-    wanted = expected(model, inputs, tokens=20)
-    cache, side = open_cache(model), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    ids = inputs["input_ids"]
-    with torch.no_grad():
-        for step in range(20):
-            stream = side if step % 2 else torch.cuda.default_stream()
-            stream.wait_stream(torch.cuda.default_stream() if step % 2 else side)
-            with torch.cuda.stream(stream):
-                new = ids if step == 0 else ids[:, -1:]
-                logits = model(input_ids=new, past_key_values=cache).logits
-                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-    torch.cuda.synchronize()
-    torch.testing.assert_close(ids, wanted)
+    start = prompt(2, 80)["input_ids"].cuda()
+    default, side = torch.cuda.default_stream(), torch.cuda.Stream()
+    texts = []
+    for cache, other in ((DynamicCache(config=model.config), default), (open_cache(model), side)):
+        other.wait_stream(default)
+        ids = start
+        with torch.no_grad():
+            for step in range(20):
+                stream, before = (other, default) if step % 2 else (default, other)
+                stream.wait_stream(before)
+                with torch.cuda.stream(stream):
+                    new = ids if step == 0 else ids[:, -1:]
+                    logits = model(input_ids=new, past_key_values=cache).logits
+                    ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        torch.cuda.synchronize()
+        texts.append(ids)
+    torch.testing.assert_close(texts[1], texts[0])
 
 
 def test_a_closed_cache_gives_its_memory_back(open_cache):

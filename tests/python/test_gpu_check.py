@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from tests.gpu import check
+from bench import gpu, gpu_decode
+from kvswap_torch import KVSwapCache
+from tests.gpu import check, prebuilt, test_engine
+from tests.python.tiny_models import forward, greedy, prompt, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +64,7 @@ def test_all_steps_end_within_eight_minutes() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_device_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main() == 1
+    assert check.main([]) == 1
     assert "sees no CUDA device" in capsys.readouterr().out
 
 
@@ -73,3 +79,87 @@ def test_neither_typer_nor_rich_is_needed() -> None:
         "kvswap_torch.KVSwapCache\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
+
+
+def test_what_was_asked_for_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, why in (
+        (["--only", "ops,everything"], "must be of smoke, ops"),
+        (["--prebuilt", str(tmp_path)], "must hold lib/libkvswap_torch.so"),
+    ):
+        with pytest.raises(SystemExit):
+            check.parse(arguments)
+        assert why in capsys.readouterr().err
+
+
+def test_a_visit_brings_back_the_results_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, out, results = tmp_path / "build", tmp_path / "out", tmp_path / "card.json"
+    build.mkdir()
+    results.write_text("{}")
+    for i in range(12):
+        (build / f"{i:02}.xml").write_text("x" * i)
+    (build / "huge.json").write_bytes(b"0" * (check.OUT_BYTES_MAX + 1))
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "BUILD", Path("build"))
+    check.bring_back(results)
+    assert not out.exists(), "without OUT nothing is copied"
+    monkeypatch.setenv("OUT", str(out))
+    check.bring_back(results)
+    names = sorted(path.name for path in out.iterdir())
+    assert names == [*(f"{i:02}.xml" for i in range(7)), "card.json"]
+
+
+def test_prebuilt_libraries_need_a_torch_with_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prebuilt, "DOWNLOADS", tmp_path)
+    for cuda, is_fit in (("'13.0'", True), ("None", False)):
+        wheel = tmp_path / f"torch-{is_fit}.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            packed.writestr("torch/version.py", f"__version__ = '2.11.0'\ncuda = {cuda}\n")
+            packed.writestr("torch/include/torch/library.h", "")
+            packed.writestr("torch/lib/libtorch_cuda.so", "")
+            packed.writestr("torch/lib/libtorch_cuda_linalg.so", "")
+        if not is_fit:
+            with pytest.raises(SystemExit, match="must be built with CUDA"):
+                prebuilt.unpack(wheel)
+            continue
+        site = prebuilt.unpack(wheel)
+        made = sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file())
+        assert made == [
+            "torch/__init__.py", "torch/include/torch/library.h", "torch/lib/libtorch_cuda.so",
+            "torch/version.py",
+        ]  # fmt: skip
+        asked = "import torch; print(torch.__version__, torch.version.cuda)"
+        told = subprocess.run(
+            [sys.executable, "-c", asked], cwd=site, check=True, capture_output=True, text=True
+        )
+        assert told.stdout == "2.11.0 13.0\n"
+
+
+@torch.inference_mode()
+def test_the_peer_that_writes_in_place_is_a_cache_in_memory() -> None:
+    model = tiny_model("llama")
+    inputs = prompt(2, 40)
+    cache = Cache(layers=[gpu_decode.InPlaceLayer(60) for _ in model.model.layers])
+    wanted = greedy(model, inputs, DynamicCache(config=model.config), 12)
+    assert torch.equal(greedy(model, inputs, cache, 12), wanted)
+
+
+def test_every_row_of_ops_has_a_prediction() -> None:
+    assert gpu.predicted("paged_attention b1 gqa4 d256 bfloat16") == "0.7"
+    assert gpu.predicted("top_k_groups, 16 rows, k 400") == "0.3-0.6"
+    assert gpu.predicted("paged_gather") == gpu.PREDICTED_OTHERWISE
+
+
+@pytest.mark.parametrize("keeper", test_engine.RETAINING, ids=lambda keeper: keeper["keeper"])
+def test_what_a_device_is_to_retain_is_retained_here(tmp_path: Path, keeper: dict) -> None:
+    """Its test compares with the CPU, which must have something to compare."""
+    model, ids = tiny_model("llama", head_dim=64), prompt(2, 150)["input_ids"]
+    with KVSwapCache(model, path=tmp_path, config=test_engine.retaining("model", keeper)) as cache:
+        forward(model, ids[:, :140], cache)
+        forward(model, ids[:, 140:141], cache)
+        assert cache.stats().tokens_kept > 0
