@@ -27,34 +27,40 @@ struct TokenRange {
   const uint64_t* words;
 };
 
+/// Blocks of candidates from `first_token` on, and where their scores go.
+template <typename T, int kQueries>
+struct CandidateTile {
+  __device__ bool counts(int block, int token) const {
+    return range.has(first_token + block * kBlockRows + token);
+  }
+  __device__ BlockSource<T> find(int block) const {
+    return find_block<T>(summary, sequence, first_token / kBlockRows + block);
+  }
+  __device__ void write(int block, int token, bool counts, const float (&scores)[kQueries]) const {
+#pragma unroll
+    for (int q = 0; q < kQueries; ++q) {
+      staged[q * kGappedTokensMax + gapped(block * kBlockRows + token)] =
+          counts ? scores[q] : never();
+    }
+  }
+
+  const SummaryTable& summary;
+  const TokenRange& range;
+  int64_t sequence;
+  int64_t first_token;
+  float* staged;
+};
+
 /// Scores of the tile's tokens into `staged` [kQueries, kGappedTokensMax]; -inf where one does not
 /// count. Blocks in which none does are not read.
 template <typename T, int kQueries>
 __device__ inline void score_tile(const BatchSelectArgs& args, int tile_tokens,
                                   const TokenRange& range, int64_t sequence, int64_t first_token,
                                   const float* query, float* staged) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int rank = static_cast<int>(args.summary.rank);
-  const int blocks = tile_tokens / kBlockRows;
-  for (int i = static_cast<int>(threadIdx.x) / 32; i < blocks; i += kScoreWarps) {
-    const int64_t block_token = first_token + i * kBlockRows;
-    const int in_block = BlockLanes<T>::token_of(lane % kBlockRows);
-    const bool counts = range.has(block_token + in_block);
-    float scores[kQueries] = {};
-    float scale = 1.0f;
-    if (__any_sync(kWholeWarp, counts)) {
-      const BlockAddress<T> source =
-          find_block<T>(args.summary, sequence, block_token / kBlockRows);
-      score_block<T>(source.rows, query, rank, rank, lane, scores);
-      if (source.scales) scale = source.scales[in_block];
-    }
-    if (lane >= kBlockRows) continue;
-    const int at = gapped(i * kBlockRows + in_block);
-#pragma unroll
-    for (int q = 0; q < kQueries; ++q) {
-      staged[q * kGappedTokensMax + at] = counts ? scores[q] * scale : never();
-    }
-  }
+  const CandidateTile<T, kQueries> tile = {args.summary, range, sequence, first_token, staged};
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  score_blocks<T, kQueries>(warp, tile_tokens / kBlockRows, kScoreWarps,
+                            {query, static_cast<int>(args.summary.rank)}, tile);
 }
 
 __device__ inline bool is_excluded(const BatchSelectArgs& args, int64_t sequence, int64_t group) {

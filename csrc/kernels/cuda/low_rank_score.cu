@@ -8,6 +8,36 @@ namespace {
 
 inline constexpr int64_t kTileBlocks = 32;
 
+/// Up to 32 blocks, whose tokens all count.
+template <typename T, int kQueries>
+struct ScoredTile {
+  __device__ ScoredTile(const BatchScoreArgs& args, int64_t sequence, int64_t first_query,
+                        int64_t first_block)
+      : args(args), sequence(sequence), first_query(first_query), first_block(first_block) {
+    const int64_t left = args.tokens / kBlockRows - first_block;
+    blocks = static_cast<int>(left < kTileBlocks ? left : kTileBlocks);
+  }
+
+  __device__ bool counts(int, int) const { return true; }
+  __device__ BlockSource<T> find(int block) const {
+    return find_block<T>(args.summary, sequence, first_block + block);
+  }
+  __device__ void write(int block, int token, bool, const float (&scores)[kQueries]) const {
+#pragma unroll
+    for (int q = 0; q < kQueries; ++q) {
+      if (first_query + q >= args.queries) break;
+      const int64_t row = sequence * args.queries + first_query + q;
+      args.scores[row * args.tokens + (first_block + block) * kBlockRows + token] = scores[q];
+    }
+  }
+
+  const BatchScoreArgs& args;
+  int64_t sequence;
+  int64_t first_query;
+  int64_t first_block;
+  int blocks;
+};
+
 /// Grid: (tiles of 32 blocks, query tiles, batch).
 template <typename T, int kQueries>
 __global__ void __launch_bounds__(kScoreThreads) score_tokens(BatchScoreArgs args) {
@@ -18,23 +48,9 @@ __global__ void __launch_bounds__(kScoreThreads) score_tokens(BatchScoreArgs arg
   const int64_t row = sequence * args.queries + first_query;
   stage_queries<kQueries>(args.query + row * rank, args.queries - first_query, rank, staged);
   __syncthreads();
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t blocks = args.tokens / kBlockRows;
-  for (int64_t i = threadIdx.x / 32; i < kTileBlocks; i += kScoreWarps) {
-    const int64_t block = blockIdx.x * kTileBlocks + i;
-    if (block >= blocks) break;
-    const BlockAddress<T> source = find_block<T>(args.summary, sequence, block);
-    float scores[kQueries];
-    score_block<T>(source.rows, staged, rank, rank, lane, scores);
-    if (lane >= kBlockRows) continue;
-    const int token = BlockLanes<T>::token_of(lane);
-    const float scale = source.scales ? source.scales[token] : 1.0f;
-#pragma unroll
-    for (int q = 0; q < kQueries; ++q) {
-      if (first_query + q >= args.queries) break;
-      args.scores[(row + q) * args.tokens + block * kBlockRows + token] = scores[q] * scale;
-    }
-  }
+  const ScoredTile<T, kQueries> tile(args, sequence, first_query, blockIdx.x * kTileBlocks);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  score_blocks<T, kQueries>(warp, tile.blocks, kScoreWarps, {staged, rank}, tile);
 }
 
 }  // namespace

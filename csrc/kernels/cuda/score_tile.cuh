@@ -25,19 +25,13 @@ __device__ inline void stage_queries(const float* query, int64_t count, int rank
 
 /// Block `block` of a sequence's summary.
 template <typename T>
-struct BlockAddress {
-  const T* rows;
-  const float* scales;  // [16]; null unless int8
-};
-
-template <typename T>
-__device__ inline BlockAddress<T> find_block(const SummaryTable& table, int64_t sequence,
-                                             int64_t block) {
+__device__ inline BlockSource<T> find_block(const SummaryTable& table, int64_t sequence,
+                                            int64_t block) {
   const auto blocks = static_cast<uint32_t>(table.chunk_tokens / kBlockRows);
   const int64_t chunk = sequence * table.chunks_max + static_cast<uint32_t>(block) / blocks;
-  const int64_t in_chunk = static_cast<uint32_t>(block) % blocks;
-  return {static_cast<const T*>(table.chunks[chunk]) + in_chunk * table.rank * kBlockRows,
-          table.scales ? table.scales[chunk] + in_chunk * kBlockRows : nullptr};
+  return {.chunk = static_cast<const T*>(table.chunks[chunk]),
+          .chunk_scales = table.scales ? table.scales[chunk] : nullptr,
+          .in_chunk = static_cast<int>(static_cast<uint32_t>(block) % blocks)};
 }
 
 /// Calls visit(TypeName<T>) for a summary's element type.

@@ -17,7 +17,7 @@ struct SelectJob {
 
 /// Grid: (tiles, query tiles, batch).
 template <typename T, int kQueries>
-__global__ void __launch_bounds__(kScoreThreads) score_groups(SelectJob job) {
+__global__ void __launch_bounds__(kScoreThreads, 2) score_groups(SelectJob job) {
   __shared__ float query[kQueries * kRankMax];
   __shared__ float staged[kQueries * kGappedTokensMax];
   const BatchSelectArgs& args = job.args;

@@ -149,9 +149,11 @@ void expect_scores_as_on_cpu(const SelectShape& shape) {
 }
 
 TEST(CudaLowRankScore, AsOnCpu) {
-  for (const SelectShape& shape : {SelectShape{1, 16, 1, 1, 16}, SelectShape{2, 1040, 48, 1, 512},
-                                   SelectShape{2, 96, 7, 5, 48}, SelectShape{1, 64, 200, 16, 64},
-                                   SelectShape{3, 0, 8, 2, 16}, SelectShape{1, 32, 65, 2, 1024}}) {
+  for (const SelectShape& shape :
+       {SelectShape{1, 16, 1, 1, 16}, SelectShape{2, 1040, 48, 1, 512},
+        SelectShape{2, 96, 7, 5, 48}, SelectShape{1, 64, 200, 16, 64}, SelectShape{3, 0, 8, 2, 16},
+        SelectShape{1, 32, 65, 2, 1024}, SelectShape{2, 608, 32, 4, 80},
+        SelectShape{1, 48, 300, 5, 48}}) {
     expect_scores_as_on_cpu<float>(shape);
     expect_scores_as_on_cpu<BFloat16>(shape);
     expect_scores_as_on_cpu<Float16>(shape);
