@@ -6,6 +6,8 @@
 
 #include "kernels/cuda/attention_plan.h"
 #include "kernels/cuda/element.cuh"
+#include "kernels/cuda/float8.cuh"
+#include "kernels/cuda/read_only.cuh"
 
 namespace kvswap::cuda {
 
@@ -99,44 +101,120 @@ struct SlotStage {
   int32_t positions[kStageSlots];
   /// Of K and V; kNotFloat8: the slot's page is of the model's dtype.
   int8_t exponents[2][kFormat == PageFormat::kMixed ? kStageSlots : 1];
+
+  /// 16 bytes of a slot's row from element `at` on, or the bytes that stand for them in e4m3. To be
+  /// decoded when all that is wanted has been asked for, so that a load waits for none before it.
+  template <typename T>
+  __device__ uint4 load(int slot, int side, int64_t at, bool is_there) const {
+    uint4 held = make_uint4(0, 0, 0, 0);
+    if constexpr (kFormat == PageFormat::kModel) {
+      if (is_there) {
+        held = load_read_only<uint4>(rows[slot] + at * static_cast<int64_t>(sizeof(T)));
+      }
+      return held;
+    }
+    const bool is_float8 = exponents[side][slot] != kNotFloat8;
+    const bool is_whole = is_there && !is_float8;
+    const char* source = rows[slot] + (is_float8 ? at : at * static_cast<int64_t>(sizeof(T)));
+    // No register is the target of two loads: the second would wait for the first, though it be not
+    // executed.
+    if constexpr (sizeof(T) == 2) {
+      if (is_there) {
+        const auto low = load_read_only<uint2>(source);
+        held.x = low.x;
+        held.y = low.y;
+      }
+    } else {
+      if (is_there) held.x = load_read_only<uint32_t>(source);
+      if (is_whole) held.y = load_read_only<uint32_t>(source + 4);
+    }
+    if (is_whole) {
+      const auto high = load_read_only<uint2>(source + 8);
+      held.z = high.x;
+      held.w = high.y;
+    }
+    return held;
+  }
+
+  /// What load() has brought, as elements of T.
+  template <typename T>
+  __device__ void decode(int slot, int side, uint4& held) const {
+    if constexpr (kFormat == PageFormat::kMixed) {
+      const int exponent = exponents[side][slot];
+      if (exponent == kNotFloat8) return;
+      if constexpr (sizeof(T) == 2) {
+        held = decode_eight<T>(make_uint2(held.x, held.y), power_of_two(exponent));
+      } else {
+        const float4 values = decode_four(held.x, power_of_two(exponent));
+        held = make_uint4(__float_as_uint(values.x), __float_as_uint(values.y),
+                          __float_as_uint(values.z), __float_as_uint(values.w));
+      }
+    }
+  }
 };
 
-/// Looks up slots [first, first + kStageSlots) of a page table, all threads of the block.
-template <int kRows, PageFormat kFormat>
-__device__ inline void stage_slots(const AttentionJob& job, const AttentionPlace<kRows>& place,
-                                   int64_t first, int64_t last, int element_bytes,
-                                   SlotStage<kFormat>& stage) {
-  const int64_t table =
-      place.sequence * job.table_heads + (job.table_heads == 1 ? 0 : place.kv_head);
-  const int32_t last_position = job.query_positions[place.sequence] + job.queries - 1;
-  const int64_t head_offset = place.kv_head * job.page_head_elements;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kStageSlots; i += kAttentionThreads) {
-    const int64_t slot = first + i;
-    stage.positions[i] = kUnseen;
-    stage.rows[i] = nullptr;
-    if (slot >= last) continue;
+/// Looks up slots [first, first + kStageSlots) of a page table for a SlotStage, all threads of a
+/// block. What the table says of a slot is asked for together: find() waits for its page count
+/// alone, and store() for the rest.
+template <PageFormat kFormat>
+struct SlotLookup {
+  static constexpr int kOwn = kStageSlots / kAttentionThreads;  // slots of a thread
+
+  template <int kRows>
+  __device__ void find(const AttentionJob& job, const AttentionPlace<kRows>& place, int64_t first,
+                       int64_t last) {
+    const int64_t table =
+        place.sequence * job.table_heads + (job.table_heads == 1 ? 0 : place.kv_head);
+    const int32_t pages_here = job.page_counts[table];
+    last_position = job.query_positions[place.sequence] + job.queries - 1;
     const auto group_tokens = static_cast<uint32_t>(job.group_tokens);
-    const int64_t page = static_cast<uint32_t>(slot) / group_tokens;
-    const int token = static_cast<int>(static_cast<uint32_t>(slot) % group_tokens);
-    if (page >= job.page_counts[table]) continue;
-    const int64_t entry = table * job.pages_max + page;
-    if ((job.masks[entry] >> token & 1) == 0) continue;
-    const int32_t position = job.positions[entry] + token;
-    const char* base = static_cast<const char*>(job.pages[entry]);
-    if (base == nullptr || position > last_position) continue;
-    int bytes = element_bytes;
-    if constexpr (kFormat == PageFormat::kMixed) {
-      const int8_t* of_page =
-          job.exponents + (entry * job.page_heads + (job.page_heads == 1 ? 0 : place.kv_head)) * 2;
-      stage.exponents[0][i] = of_page[0];
-      stage.exponents[1][i] = of_page[1];
-      if (of_page[0] != kNotFloat8) bytes = 1;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int64_t slot = first + own * kAttentionThreads + static_cast<int>(threadIdx.x);
+      const int64_t page = static_cast<uint32_t>(slot) / group_tokens;
+      token[own] = static_cast<int>(static_cast<uint32_t>(slot) % group_tokens);
+      const bool is_listed = slot < last && page < pages_here;
+      const int64_t entry = is_listed ? table * job.pages_max + page : 0;
+      mask[own] = is_listed ? job.masks[entry] : 0;
+      position[own] = is_listed ? job.positions[entry] : 0;
+      base[own] = is_listed ? static_cast<const char*>(job.pages[entry]) : nullptr;
+      if constexpr (kFormat == PageFormat::kMixed) {
+        const int64_t head = entry * job.page_heads + (job.page_heads == 1 ? 0 : place.kv_head);
+        exponents[own][0] = is_listed ? job.exponents[head * 2] : kNotFloat8;
+        exponents[own][1] = is_listed ? job.exponents[head * 2 + 1] : kNotFloat8;
+      }
     }
-    stage.rows[i] = base + (head_offset + static_cast<int64_t>(token) * job.head_dim) * bytes;
-    stage.positions[i] = position;
   }
-}
+
+  template <int kRows>
+  __device__ void store(const AttentionJob& job, const AttentionPlace<kRows>& place,
+                        int element_bytes, SlotStage<kFormat>& stage) const {
+    const int64_t head_offset = place.kv_head * job.page_head_elements;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int i = own * kAttentionThreads + static_cast<int>(threadIdx.x);
+      const int32_t at = position[own] + token[own];
+      const bool is_seen =
+          (mask[own] >> token[own] & 1) != 0 && base[own] != nullptr && at <= last_position;
+      int bytes = element_bytes;
+      if constexpr (kFormat == PageFormat::kMixed) {
+        stage.exponents[0][i] = exponents[own][0];
+        stage.exponents[1][i] = exponents[own][1];
+        if (exponents[own][0] != kNotFloat8) bytes = 1;
+      }
+      stage.rows[i] =
+          base[own] + (head_offset + static_cast<int64_t>(token[own]) * job.head_dim) * bytes;
+      stage.positions[i] = is_seen ? at : kUnseen;
+    }
+  }
+
+  int32_t last_position;
+  int token[kOwn];
+  uint64_t mask[kOwn];
+  int32_t position[kOwn];
+  const char* base[kOwn];
+  int8_t exponents[kOwn][2];
+};
 
 /// What the warps of a block leave behind for one row: maximum and sum, in powers of 2.
 template <int kRows>

@@ -5,8 +5,6 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
-#include "kernels/cuda/float8.cuh"
-#include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/score.cuh"
 
 namespace kvswap::cuda {
@@ -64,29 +62,29 @@ struct ScalarAttention {
     }
   }
 
-  /// Four values of a token's K (side 0) or V (side 1).
-  __device__ float4 load(int slot, int side, int first) const {
-    if (shared.stage.positions[slot] == kUnseen || first >= job.head_dim) {
-      return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    const int64_t at = side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first;
-    if constexpr (kFormat == PageFormat::kMixed) {
-      const int exponent = shared.stage.exponents[side][slot];
-      if (exponent != kNotFloat8) {
-        const auto bytes = load_read_only<uint32_t>(shared.stage.rows[slot] + at);
-        return decode_four(bytes, power_of_two(exponent));
-      }
-    }
-    return load_read_only<float4>(shared.stage.rows[slot] + at * 4);
+  /// Four values of a token's K (side 0) or V (side 1), as they stand in its page; zeros where the
+  /// slot is not seen or the row has ended.
+  __device__ uint4 load(int slot, int side, int first) const {
+    const bool is_there = shared.stage.positions[slot] != kUnseen && first < job.head_dim;
+    return shared.stage.template load<float>(
+        slot, side, side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first, is_there);
+  }
+  __device__ float4 decoded(int slot, int side, uint4 held) const {
+    shared.stage.template decode<float>(slot, side, held);
+    return make_float4(__uint_as_float(held.x), __uint_as_float(held.y), __uint_as_float(held.z),
+                       __uint_as_float(held.w));
   }
 
   __device__ float score(int slot) const {
     float sums[32] = {};
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      uint4 held[kTokens];
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) held[t] = load(slot + t, 0, chunk * 128 + lane * 4);
       float4 keys[kTokens];
 #pragma unroll
-      for (int t = 0; t < kTokens; ++t) keys[t] = load(slot + t, 0, chunk * 128 + lane * 4);
+      for (int t = 0; t < kTokens; ++t) keys[t] = decoded(slot + t, 0, held[t]);
 #pragma unroll
       for (int row = 0; row < kScalarRows; ++row) {
         const float (&q)[4] = query[row][chunk];
@@ -135,24 +133,38 @@ struct ScalarAttention {
   }
 
   __device__ void add_values(int slot, float weight) {
+    constexpr int kTokensHeld = kTokens / kChunks;
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      float weights[kScalarRows];
+    for (int first = 0; first < kTokens; first += kTokensHeld) {
+      uint4 held[kTokensHeld][kChunks];
 #pragma unroll
-      for (int row = 0; row < kScalarRows; ++row) {
-        weights[row] = __shfl_sync(kWholeWarp, weight, lane_of(row * kTokens + t));
+      for (int t = 0; t < kTokensHeld; ++t) {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          held[t][chunk] = load(slot + first + t, 1, chunk * 128 + lane * 4);
+        }
       }
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const float4 value = load(slot + t, 1, chunk * 128 + lane * 4);
+      for (int t = 0; t < kTokensHeld; ++t) add_token(slot, first + t, weight, held[t]);
+    }
+  }
+
+  __device__ void add_token(int slot, int token, float weight, const uint4 (&held)[kChunks]) {
+    float weights[kScalarRows];
 #pragma unroll
-        for (int row = 0; row < kScalarRows; ++row) {
-          float* into = output[row] + chunk * 4;
-          into[0] = fmaf(weights[row], value.x, into[0]);
-          into[1] = fmaf(weights[row], value.y, into[1]);
-          into[2] = fmaf(weights[row], value.z, into[2]);
-          into[3] = fmaf(weights[row], value.w, into[3]);
-        }
+    for (int row = 0; row < kScalarRows; ++row) {
+      weights[row] = __shfl_sync(kWholeWarp, weight, lane_of(row * kTokens + token));
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const float4 value = decoded(slot + token, 1, held[chunk]);
+#pragma unroll
+      for (int row = 0; row < kScalarRows; ++row) {
+        float* into = output[row] + chunk * 4;
+        into[0] = fmaf(weights[row], value.x, into[0]);
+        into[1] = fmaf(weights[row], value.y, into[1]);
+        into[2] = fmaf(weights[row], value.z, into[2]);
+        into[3] = fmaf(weights[row], value.w, into[3]);
       }
     }
   }

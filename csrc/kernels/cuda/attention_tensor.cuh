@@ -5,8 +5,6 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention_job.cuh"
-#include "kernels/cuda/float8.cuh"
-#include "kernels/cuda/read_only.cuh"
 #include "kernels/cuda/tensor_core.cuh"
 
 namespace kvswap::cuda {
@@ -80,27 +78,26 @@ struct TensorAttention {
     }
   }
 
-  /// Eight values of a token's K (side 0) or V (side 1), or zeros where the slot is not seen or the
-  /// row has ended.
+  /// Eight values of a token's K (side 0) or V (side 1), as they stand in its page; zeros where the
+  /// slot is not seen or the row has ended.
   __device__ uint4 load(int slot, int side, int first) const {
-    if (shared.stage.positions[slot] == kUnseen || first >= job.head_dim) {
-      return make_uint4(0, 0, 0, 0);
-    }
-    const int64_t at = side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first;
-    if constexpr (kFormat == PageFormat::kMixed) {
-      const int exponent = shared.stage.exponents[side][slot];
-      if (exponent != kNotFloat8) {
-        const auto bytes = load_read_only<uint2>(shared.stage.rows[slot] + at);
-        return decode_eight<T>(bytes, power_of_two(exponent));
-      }
-    }
-    return load_read_only<uint4>(shared.stage.rows[slot] + at * static_cast<int64_t>(sizeof(T)));
+    const bool is_there = shared.stage.positions[slot] != kUnseen && first < job.head_dim;
+    return shared.stage.template load<T>(
+        slot, side, side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first, is_there);
   }
+
+  __device__ static int value_slot(int i) { return i % 2 + i / 2 * 8; }
 
   __device__ void load_values(int slot, int chunk, uint4 (&values)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      values[i] = load(slot + 2 * c + i % 2 + i / 2 * 8, 1, chunk * 64 + g * 8);
+      values[i] = load(slot + 2 * c + value_slot(i), 1, chunk * 64 + g * 8);
+    }
+  }
+  __device__ void decode_values(int slot, uint4 (&values)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      shared.stage.template decode<T>(slot + 2 * c + value_slot(i), 1, values[i]);
     }
   }
 
@@ -109,6 +106,13 @@ struct TensorAttention {
     for (int i = 0; i < kKeysHeld; ++i) {
       keys[0][i] = load(slot + g, 0, (first_chunk + i) * 32 + c * 8);
       keys[1][i] = load(slot + g + 8, 0, (first_chunk + i) * 32 + c * 8);
+    }
+  }
+  __device__ void decode_keys(int slot, uint4 (&keys)[2][kKeysHeld]) const {
+#pragma unroll
+    for (int i = 0; i < kKeysHeld; ++i) {
+      shared.stage.template decode<T>(slot + g, 0, keys[0][i]);
+      shared.stage.template decode<T>(slot + g + 8, 0, keys[1][i]);
     }
   }
 
@@ -183,20 +187,25 @@ struct TensorAttention {
     if (!__any_sync(kWholeWarp, is_seen)) return;
     uint4 keys[2][kKeysHeld];
     load_keys(slot, 0, keys);
-    uint4 values[kOwnChunks][4];  // asked for before K is used
+    uint4 values[kOwnChunks][4];  // asked for before K is used, decoded after
 #pragma unroll
     for (int i = 0; i < kOwnChunks; ++i) load_values(slot, part * kOwnChunks + i, values[i]);
     float scores[2][4] = {};
+    decode_keys(slot, keys);
     score(0, keys, scores);
 #pragma unroll 1
     for (int chunk = kKeysHeld; chunk < kKeyChunks; chunk += kKeysHeld) {
       load_keys(slot, chunk, keys);
+      decode_keys(slot, keys);
       score(chunk, keys, scores);
     }
     uint32_t weights[4];
     weigh(slot, scores, weights);
 #pragma unroll
-    for (int i = 0; i < kOwnChunks; ++i) add_values(i, weights, values[i]);
+    for (int i = 0; i < kOwnChunks; ++i) {
+      decode_values(slot, values[i]);
+      add_values(i, weights, values[i]);
+    }
   }
 
   /// Joins the warps, one after the other: the order of the sums is fixed.

@@ -9,19 +9,20 @@ namespace kvswap::cuda {
 namespace {
 
 /// One split of one page table for one tile of query rows; warps take turns at its tokens.
-template <typename Attention, int kRows>
+template <typename Attention, int kRows, PageFormat kFormat>
 __device__ void attend_split(const AttentionJob& job, int element_bytes) {
   __shared__ typename Attention::Shared shared;
   const AttentionPlace<kRows> place(job);
   Attention attention(job, place, shared);
-  attention.stage_query();
   const int64_t first = place.split * job.split_slots;
   const int64_t slots = job.pages_max * job.group_tokens;
   const int64_t last = first + job.split_slots < slots ? first + job.split_slots : slots;
   constexpr int kTokens = Attention::kTokens;
+  SlotLookup<kFormat> lookup;
+  lookup.find(job, place, first, last);
+  attention.stage_query();
   for (int64_t stage = first; stage < last; stage += kStageSlots) {
-    __syncthreads();  // nobody looks at the stage before
-    stage_slots(job, place, stage, last, element_bytes, shared.stage);
+    lookup.store(job, place, element_bytes, shared.stage);
     __syncthreads();
     const int64_t left = last - stage;
     const int here = left < kStageSlots ? static_cast<int>(left) : kStageSlots;
@@ -29,6 +30,9 @@ __device__ void attend_split(const AttentionJob& job, int element_bytes) {
          slot += Attention::kTokenWarps * kTokens) {
       attention.attend(slot);
     }
+    if (stage + kStageSlots >= last) break;
+    lookup.find(job, place, stage + kStageSlots, last);
+    __syncthreads();  // nobody looks at this stage any more
   }
   attention.finish();
 }
@@ -39,13 +43,13 @@ constexpr int tensor_blocks(int chunks) { return chunks == 1 ? 4 : 2; }
 template <typename T, int kChunks, PageFormat kFormat>
 __global__ void __launch_bounds__(kAttentionThreads, tensor_blocks(kChunks))
     attend_tensor(AttentionJob job) {
-  attend_split<TensorAttention<T, kChunks, kFormat>, kTensorRows>(job, 2);
+  attend_split<TensorAttention<T, kChunks, kFormat>, kTensorRows, kFormat>(job, 2);
 }
 
 /// Without the 2 the compiler aims at three blocks on sm_90, and spills a register to get there.
 template <int kChunks, PageFormat kFormat>
 __global__ void __launch_bounds__(kAttentionThreads, 2) attend_scalar(AttentionJob job) {
-  attend_split<ScalarAttention<kChunks, kFormat>, kScalarRows>(job, 4);
+  attend_split<ScalarAttention<kChunks, kFormat>, kScalarRows, kFormat>(job, 4);
 }
 
 /// Joins the splits of one tile of rows, in rising order. Grid: (parts of head_dim, kv_heads *
