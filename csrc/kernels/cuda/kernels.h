@@ -85,6 +85,7 @@ struct BatchTopKArgs {
 
 /// top_k() of each row.
 Status top_k(const BatchTopKArgs& args, void* stream);
+/// Also enough for a smaller count and a smaller k.
 int64_t top_k_scratch_bytes(int64_t rows, int64_t count, int64_t k);
 
 struct BatchSelectArgs {

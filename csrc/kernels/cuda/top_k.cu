@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/top_k_block.cuh"
@@ -39,6 +41,31 @@ __device__ uint32_t load_key(const LevelJob& job, int64_t row, int64_t count, in
   }
 }
 
+/// The keys from place `first` on, of one thread.
+template <Input kInput>
+__device__ void load_keys(const LevelJob& job, int64_t row, int64_t count, int64_t first,
+                          uint32_t (&keys)[kItems]) {
+  if constexpr (kInput == Input::kScores) {
+    const float* source = job.scores + row * job.row_stride + first;
+    const bool is_aligned = (reinterpret_cast<uintptr_t>(source) & (kVectorBytes - 1)) == 0;
+    if (is_aligned && first + kItems <= count) {
+      uint4 vectors[kItems / 4];
+#pragma unroll
+      for (int i = 0; i < kItems / 4; ++i) vectors[i] = load_vector(source + 4 * i);
+#pragma unroll
+      for (int i = 0; i < kItems / 4; ++i) {
+        keys[4 * i] = ordered_score(vectors[i].x);
+        keys[4 * i + 1] = ordered_score(vectors[i].y);
+        keys[4 * i + 2] = ordered_score(vectors[i].z);
+        keys[4 * i + 3] = ordered_score(vectors[i].w);
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) keys[i] = load_key<kInput>(job, row, count, first + i);
+}
+
 /// Grid: (rows * chunks).
 template <Input kInput, int kThreads>
 __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
@@ -51,8 +78,7 @@ __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
     count = job.row_counts[row];
   }
   uint32_t keys[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) keys[i] = load_key<kInput>(job, row, count, first + i);
+  load_keys<kInput>(job, row, count, first, keys);
 
   const bool wants_fewer = job.wanted != nullptr && job.wanted[row] < job.k;
   const int k = wants_fewer ? job.wanted[row] : job.k;
@@ -77,30 +103,39 @@ __global__ void __launch_bounds__(kThreads) choose_level(LevelJob job) {
 }
 
 template <Input kInput>
-Status run_level(const LevelJob& job, int64_t rows, void* stream) {
-  const bool is_small = TopKLevels::chunk_scores(job.count) < kChunkScoresMax;
+Status run_level(const LevelJob& job, int64_t chunk, int64_t rows, void* stream) {
+  const bool is_small = chunk == kSmallChunk;
   return launch(
       "top_k", stream, {.x = rows * job.chunks}, is_small ? kSmallTopKThreads : kLargeTopKThreads,
       is_small ? choose_level<kInput, kSmallTopKThreads> : choose_level<kInput, kLargeTopKThreads>,
       job);
 }
 
-int64_t lists_bytes(int64_t rows, int64_t count, int64_t k) {
-  const int64_t lists = rows * TopKLevels::chunks(count);
-  const int64_t words = lists * (2 * TopKLevels::list_capacity(count, k) + 1);
+int64_t lists_bytes(const TopKLevels& levels, int64_t rows, int64_t count) {
+  const int64_t lists = rows * levels.chunks(count);
+  const int64_t words = lists * (2 * levels.list_capacity(count) + 1);
   return round_up(words * int64_t{sizeof(int32_t)}, 16);
 }
 
 /// Lists in a piece of scratch, which moves on behind them.
-TopKLists take_lists(char*& scratch, int64_t rows, int64_t count, int64_t k) {
+TopKLists take_lists(const TopKLevels& levels, char*& scratch, int64_t rows, int64_t count) {
   TopKLists lists;
-  lists.lists = TopKLevels::chunks(count);
-  lists.capacity = TopKLevels::list_capacity(count, k);
+  lists.lists = levels.chunks(count);
+  lists.capacity = levels.list_capacity(count);
   lists.keys = reinterpret_cast<uint32_t*>(scratch);
   lists.ids = reinterpret_cast<int32_t*>(lists.keys + rows * lists.lists * lists.capacity);
   lists.counts = lists.ids + rows * lists.lists * lists.capacity;
-  scratch += lists_bytes(rows, count, k);
+  scratch += lists_bytes(levels, rows, count);
   return lists;
+}
+
+int64_t all_lists_bytes(int64_t rows, int64_t count, int64_t k) {
+  const TopKLevels levels(k);
+  int64_t bytes = 0;
+  for (; levels.chunks(count) > 1; count = levels.next_count(count)) {
+    bytes += lists_bytes(levels, rows, count);
+  }
+  return bytes;
 }
 
 int64_t kept_of(int64_t count, int64_t k) { return k < count ? k : count; }
@@ -109,20 +144,17 @@ int64_t kept_of(int64_t count, int64_t k) { return k < count ? k : count; }
 
 int64_t top_k_scratch_bytes(int64_t rows, int64_t count, int64_t k) {
   const int64_t kept = kept_of(count, k);
-  if (kept > kTopKMax) return 0;  // one level, or refused
-  int64_t bytes = 0;
-  while (TopKLevels::chunks(count) > 1) {
-    bytes += lists_bytes(rows, count, kept);
-    count = TopKLevels::chunks(count) * TopKLevels::list_capacity(count, kept);
-  }
-  return bytes;
+  // Enough for any smaller k too, of which small chunks take more.
+  const int64_t small = all_lists_bytes(rows, count, std::min(kept, TopKLevels::kSmallKMax));
+  // Of more than kTopKMax: one level, or refused.
+  return kept > kTopKMax ? small : std::max(small, all_lists_bytes(rows, count, kept));
 }
 
 Status top_k(const BatchTopKArgs& args, void* stream) {
   const int64_t kept = kept_of(args.count, args.k);
   KVSWAP_RETURN_IF_ERROR(check_range("top_k", "count", args.count, 0, 2147483647));
   KVSWAP_RETURN_IF_ERROR(check_range("top_k", "k", args.k, 0, 2147483647));
-  if (args.count > kChunkScoresMax) {
+  if (args.count > kLargeChunk) {
     KVSWAP_RETURN_IF_ERROR(
         check_range("top_k", "k (of more than 16384 scores)", kept, 0, kTopKMax));
   }
@@ -134,21 +166,23 @@ Status top_k(const BatchTopKArgs& args, void* stream) {
   job.count = args.count;
   job.k = static_cast<int>(kept);
   job.result_stride = args.k;
+  const TopKLevels levels(kept);
   char* scratch = static_cast<char*>(args.scratch);
   for (bool is_first = true;; is_first = false) {
-    job.chunks = TopKLevels::chunks(job.count);
+    job.chunks = levels.chunks(job.count);
+    const int64_t chunk = levels.chunk_scores(job.count);
     const bool is_last = job.chunks == 1;
     if (is_last) {
       job.indices = args.indices;
       job.chosen = args.chosen;
     } else {
-      job.to = take_lists(scratch, args.rows, job.count, kept);
+      job.to = take_lists(levels, scratch, args.rows, job.count);
     }
-    KVSWAP_RETURN_IF_ERROR(is_first ? run_level<Input::kScores>(job, args.rows, stream)
-                                    : run_level<Input::kLists>(job, args.rows, stream));
+    KVSWAP_RETURN_IF_ERROR(is_first ? run_level<Input::kScores>(job, chunk, args.rows, stream)
+                                    : run_level<Input::kLists>(job, chunk, args.rows, stream));
     if (is_last) return Status::ok();
     job.from = job.to;
-    job.count = job.from.lists * job.from.capacity;
+    job.count = levels.next_count(job.count);
   }
 }
 

@@ -1,4 +1,5 @@
 #include <limits>
+#include <random>
 
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/top_k_levels.cuh"
@@ -39,10 +40,11 @@ struct TopKShape {
   int64_t rows, count, k;
   float spread = 30.0f;
   bool differs = false;  // rows in how many they want
+  bool aligned = false;  // rows to 16 bytes
 };
 
 void expect_top_k_as_on_cpu(const TopKShape& s) {
-  const int64_t stride = s.count + 3;
+  const int64_t stride = s.aligned ? (s.count + 7) / 4 * 4 : s.count + 3;
   GuardedBuffer<float> scores(scores_with_ties(s.rows, stride, s.spread));
   GuardedBuffer<int32_t> counts(s.rows), wanted(s.rows);
   std::vector<int32_t> expected(s.rows * s.k, -1), expected_counts(s.rows);
@@ -94,6 +96,27 @@ TEST(CudaTopK, SeveralLevels) {
   expect_top_k_as_on_cpu({.rows = 2, .count = 20000, .k = 300});
   expect_top_k_as_on_cpu({.rows = 1, .count = 70000, .k = 4096, .spread = 4000.0f});
   expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 0});
+  // Chunks are small up to a k of 1024, and large above.
+  expect_top_k_as_on_cpu({.rows = 2, .count = 9000, .k = 1024});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 1024, .spread = 4000.0f});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 9000, .k = 1025});
+}
+
+TEST(CudaTopK, RowsThatAreReadInVectors) {
+  for (const int64_t count : {16, 31, 4096, 9005}) {
+    expect_top_k_as_on_cpu({.rows = 3, .count = count, .k = 300, .aligned = true});
+  }
+}
+
+TEST(CudaTopK, ScratchSufficesForSmallerCounts) {
+  std::mt19937 generator(3);
+  const auto up_to = [&](int64_t limit) { return static_cast<int64_t>(generator()) % (limit + 1); };
+  for (int i = 0; i < 3000; ++i) {
+    const int64_t rows = 1 + up_to(16), count = up_to(i % 2 ? 300000 : 20000);
+    const int64_t k = up_to(cuda::kTopKMax);
+    ASSERT_GE(cuda::top_k_scratch_bytes(rows, count, k),
+              cuda::top_k_scratch_bytes(rows, up_to(count), up_to(k)));
+  }
 }
 
 TEST(CudaTopK, RowsThatWantFewer) {
