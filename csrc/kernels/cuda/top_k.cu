@@ -111,10 +111,12 @@ Status run_level(const LevelJob& job, int64_t chunk, int64_t rows, void* stream)
       job);
 }
 
+/// Of keys, ids and counts; whole sixteens of bytes.
+int64_t words_bytes(int64_t words) { return round_up(words * int64_t{sizeof(int32_t)}, 16); }
+
 int64_t lists_bytes(const TopKLevels& levels, int64_t rows, int64_t count) {
   const int64_t lists = rows * levels.chunks(count);
-  const int64_t words = lists * (2 * levels.list_capacity(count) + 1);
-  return round_up(words * int64_t{sizeof(int32_t)}, 16);
+  return words_bytes(lists * (2 * levels.list_capacity(count) + 1));
 }
 
 /// Lists in a piece of scratch, which moves on behind them.
@@ -129,25 +131,23 @@ TopKLists take_lists(const TopKLevels& levels, char*& scratch, int64_t rows, int
   return lists;
 }
 
-int64_t all_lists_bytes(int64_t rows, int64_t count, int64_t k) {
-  const TopKLevels levels(k);
-  int64_t bytes = 0;
-  for (; levels.chunks(count) > 1; count = levels.next_count(count)) {
-    bytes += lists_bytes(levels, rows, count);
-  }
-  return bytes;
-}
-
 int64_t kept_of(int64_t count, int64_t k) { return k < count ? k : count; }
 
 }  // namespace
 
 int64_t top_k_scratch_bytes(int64_t rows, int64_t count, int64_t k) {
-  const int64_t kept = kept_of(count, k);
-  // Enough for any smaller k too, of which small chunks take more.
-  const int64_t small = all_lists_bytes(rows, count, std::min(kept, TopKLevels::kSmallKMax));
-  // Of more than kTopKMax: one level, or refused.
-  return kept > kTopKMax ? small : std::max(small, all_lists_bytes(rows, count, kept));
+  if (count <= kLargeChunk) return 0;
+  // Levels of large chunks, and one of small ones after any of them: no less than smaller counts
+  // and smaller k take.
+  k = std::min(kept_of(count, k), kTopKMax);
+  const int64_t small = ceil_div(count, kSmallChunk);
+  int64_t bytes = words_bytes(rows * (2 * std::min(small * k, kLargeChunk) + small));
+  while (count > kLargeChunk) {
+    const int64_t large = ceil_div(count, kLargeChunk);
+    bytes += words_bytes(rows * large * (2 * k + 1));
+    count = large * k;
+  }
+  return bytes;
 }
 
 Status top_k(const BatchTopKArgs& args, void* stream) {

@@ -35,15 +35,17 @@ __host__ __device__ constexpr uint32_t digit_mask(int digit) { return digit == 2
 /// is, in the same order, the next level's input. The last has one chunk. An exact choice of the k
 /// best: what is among the k best of a row is among the k best of its chunk.
 ///
-/// Chunks are small, so that a row is many blocks' work, while four of them still hand on no more
-/// than one holds.
+/// What one large block holds is one level: a second launch costs more than the block takes. Of
+/// more scores chunks are small, so that a row is many blocks' work, where all that they hand on is
+/// one block's input again; else large. (Measured on an H100: 16 rows of 131,072 scores, k = 400,
+/// took 34 us in two levels of large chunks and 46 us in three of small ones.)
 struct TopKLevels {
-  static constexpr int64_t kSmallKMax = kSmallChunk / 4;
-
   explicit TopKLevels(int64_t k) : k(k) {}
 
   int64_t chunk_scores(int64_t count) const {
-    return count <= kSmallChunk || k <= kSmallKMax ? kSmallChunk : kLargeChunk;
+    if (count <= kSmallChunk) return kSmallChunk;
+    if (count <= kLargeChunk) return kLargeChunk;
+    return ceil_div(count, kSmallChunk) * k <= kLargeChunk ? kSmallChunk : kLargeChunk;
   }
   /// What one chunk hands on at most.
   int64_t list_capacity(int64_t count) const {

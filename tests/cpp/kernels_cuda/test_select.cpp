@@ -96,10 +96,12 @@ TEST(CudaTopK, SeveralLevels) {
   expect_top_k_as_on_cpu({.rows = 2, .count = 20000, .k = 300});
   expect_top_k_as_on_cpu({.rows = 1, .count = 70000, .k = 4096, .spread = 4000.0f});
   expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 0});
-  // Chunks are small up to a k of 1024, and large above.
+  // Small chunks hand on what one large block holds, or chunks are large.
   expect_top_k_as_on_cpu({.rows = 2, .count = 9000, .k = 1024});
-  expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 1024, .spread = 4000.0f});
-  expect_top_k_as_on_cpu({.rows = 1, .count = 9000, .k = 1025});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 3276, .spread = 4000.0f});
+  expect_top_k_as_on_cpu({.rows = 1, .count = 20000, .k = 3277, .spread = 4000.0f});
+  expect_top_k_as_on_cpu({.rows = 2, .count = 70000, .k = 900});
+  expect_top_k_as_on_cpu({.rows = 2, .count = 70000, .k = 1000});
 }
 
 TEST(CudaTopK, RowsThatAreReadInVectors) {

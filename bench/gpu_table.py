@@ -1,0 +1,110 @@
+"""Writes the tables of docs/gpu.md from tests/gpu/results: ``python -m bench.gpu_table``.
+
+Each stands between `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`; what is between them is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "tests" / "gpu" / "results"
+PAGE = ROOT / "docs" / "gpu.md"
+OURS = {"kvswap": "100 groups", "kvswap-k400": "400 groups", "kvswap-fp8": "100 groups, e4m3"}
+PEERS = ("inplace", "dynamic", "static")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def steps(result: dict[str, Any]) -> str:
+    rows = [[row["step"], row["outcome"], f"{row['seconds']:.0f} s"] for row in result["steps"]]
+    return table(["step", "outcome", "took"], rows)
+
+
+def ops(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            row["op"],
+            f"{row['input_mib']}",
+            f"{row['microseconds']:.0f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['kernel_ratio']:.2f}" if row["kernel_ratio"] else "",
+            row["predicted"],
+        ]
+        for row in result["ops"]["rows"]
+    ]
+    head = ["op", "MiB", "µs", "GB/s", "to a copy", "its kernels alone", "expected"]
+    return table(head, rows)
+
+
+def milliseconds(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['ms_median']:.1f}"
+
+
+def decode(result: dict[str, Any]) -> str:
+    found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+    for place, part in result["decode"].items():
+        for row in part.get("rows", []):
+            found[place, row["cache"], row["context"], row["batch"]] = row
+    rows = []
+    for (place, name, context, batch), row in sorted(found.items(), key=lambda item: item[0][2:]):
+        if name not in OURS:
+            continue
+        peers = [
+            next((found[p, peer, context, batch] for p in result["decode"]
+                  if (p, peer, context, batch) in found), None)
+            for peer in PEERS
+        ]  # fmt: skip
+        clock = row["stats"]["ms_per_step"]
+        rows.append([
+            f"{context:,}", str(batch), OURS[name], place,
+            milliseconds(row), *map(milliseconds, peers),
+            f"{row['stats']['read_bytes_per_step'] / 2**20:.1f}", f"{clock['wait']:.1f}",
+            f"{row['stats']['device_bytes'] / 2**20:.0f} of {row['kv_bytes_full'] / 2**20:.0f}",
+        ])  # fmt: skip
+    head = ["tokens", "batch", "ours", "disk", "ours, ms", *(f"{peer}, ms" for peer in PEERS),
+            "read, MiB a step", "waited for it, ms", "device memory, MiB"]  # fmt: skip
+    return table(head, rows)
+
+
+def facts(result: dict[str, Any]) -> str:
+    ceilings = result["ops"].get("ceilings", {})
+    rows = [
+        ["card", result["device"]],
+        ["torch", f"{result['torch']}, CUDA {result['cuda']}"],
+        ["date", result["date"]],
+        ["command", f"`{result['command']}`"],
+        *([name.replace("_", " "), f"{value:g}"] for name, value in ceilings.items()),
+    ]
+    return table(["what", "value"], rows)
+
+
+def written(text: str, result: dict[str, Any]) -> str:
+    """The page with its tables made anew."""
+    for name, make in (("facts", facts), ("steps", steps), ("ops", ops), ("decode", decode)):
+        marked = re.compile(f"(<!-- gpu:{name} -->\n).*?(<!-- /gpu:{name} -->)", re.DOTALL)
+        made = make(result)
+        text, count = marked.subn(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
+        if count != 1:
+            raise SystemExit(f"gpu_table: {PAGE.name} must have one pair of markers gpu:{name}")
+    return text
+
+
+def latest() -> dict[str, Any]:
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")]
+    return max(results, key=lambda result: result["date"])
+
+
+def main() -> None:
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), latest()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
