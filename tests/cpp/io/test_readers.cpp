@@ -2,7 +2,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <numeric>
 #include <random>
 
@@ -355,6 +357,18 @@ TEST(OpenReader, AutoIsUringOrSaysWhyNot) {
     EXPECT_EQ(opened.reader->name(), "threads");
     EXPECT_TRUE(contains(opened.reason, "io_uring")) << opened.reason;
   }
+}
+
+/// A ring would copy on its one thread.
+TEST(OpenReader, AutoIsThreadsInMemory) {
+  if (!std::filesystem::is_directory("/dev/shm")) GTEST_SKIP() << "there is no /dev/shm";
+  ::unsetenv("KVSWAP_IO");
+  const TempDirectory directory("/dev/shm");
+  const AlignedBytes content(8192);
+  const auto file = file_with(directory.path(), IoMode::kAuto, content.span());
+  const OpenedReader opened = must(open_reader(*file, {}));
+  EXPECT_EQ(opened.reader->name(), "threads");
+  EXPECT_EQ(opened.reason, "");
 }
 
 TEST(OpenReader, TwoReadersShareAFile) {
