@@ -53,7 +53,7 @@ ProjectionPair skewed(const at::Tensor& queries, int64_t kv_heads, int64_t rank)
   std::vector<at::Tensor> blocks;
   for (const at::Tensor& asked : queries.to(at::kFloat).chunk(kv_heads, 1)) {
     const at::Tensor skew = directions_of(asked.flatten(0, 1));
-    const at::Tensor sizes = asked.matmul(skew).abs().sum({0, 1});
+    const at::Tensor sizes = asked.matmul(skew).abs().sum(at::IntArrayRef({0, 1}));
     blocks.push_back(skew.index_select(1, sizes.argsort(0, true)));
   }
   return interleaved(blocks, rank);
