@@ -2,7 +2,7 @@
 
 >>> from kvswap_torch import KVSwapCache
 >>> with KVSwapCache(model, path="/fast/disk") as cache:  # doctest: +SKIP
-...     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+...     out = model.generate(**inputs, **cache.as_argument(), max_new_tokens=200)
 ...     print(cache.stats())
 
 Importing this package starts nothing, patches nothing and imports neither torch nor transformers:
@@ -58,7 +58,7 @@ _LAZY = {"KVSwapCache": "kvswap_torch.hf.cache"}
 # Silent unless the program says otherwise; what is logged is in docs/troubleshooting.md.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-# A library built for another torch fails later with an undefined symbol, which explains nothing.
+# A library that this torch lacks something for fails later with a bare undefined symbol.
 check_torch()
 
 

@@ -17,6 +17,7 @@ from setuptools import find_namespace_packages
 
 import kvswap_torch
 from kvswap_torch import native
+from kvswap_torch.elf_symbols import SharedLibrary
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -55,7 +56,7 @@ def test_names_are_lazy_listed_and_wrong_ones_refused() -> None:
         _ = kvswap_torch.KVSwapCash
 
 
-def test_another_torch_is_refused_and_another_build_of_the_same_is_not(
+def test_an_older_torch_is_refused_and_another_build_of_the_same_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def built_for(torch: str) -> None:
@@ -65,8 +66,78 @@ def test_another_torch_is_refused_and_another_build_of_the_same_is_not(
     monkeypatch.setattr(native, "torch_version", lambda: "2.13.0+cpu")
     built_for("2.13.0+cpu")
     built_for("2.13.0+cu130")
-    with pytest.raises(ImportError, match=r"was built for torch 2\.12\.1, but torch 2\.13\.0\+cpu"):
-        built_for("2.12.1")
+    for other in ("2.14.0", "1.13.0", "3.0.0", "unknown"):
+        with pytest.raises(ImportError, match=rf"built for torch {other}, but torch 2\.13\.0\+cpu"):
+            built_for(other)
+
+
+def shared_library(path: Path, code: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = path.with_suffix(".c")
+    source.write_text(code)
+    command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-Wl,--hash-style=gnu"]
+    subprocess.run([*command, "-o", str(path), str(source)], check=True)
+    return path
+
+
+@pytest.fixture
+def newer_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Libraries of ours that need three symbols, and the folder of a newer torch, empty yet."""
+    needs = "void torch_a(); void torch_b(); void torch_c(); void Py_Own(); int ours();\n"
+    calls = "int f() { torch_a(); torch_b(); torch_c(); Py_Own(); return ours(); }"
+    for module, name in (("LIBRARY", "lib/libkvswap_torch.so"), ("EXTENSION", "_C.so")):
+        code = needs + (calls if module == "EXTENSION" else "int ours() { torch_b(); return 1; }")
+        shared_library(tmp_path / "package" / name, code)
+    monkeypatch.setattr(native, "PACKAGE_DIR", tmp_path / "package")
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "package/lib/libkvswap_torch.so")
+    monkeypatch.setattr(native, "build_info", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(native, "torch_version", lambda: "2.15.0+cu130")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "torch" / "lib"
+
+
+def test_a_newer_torch_with_all_symbols_is_taken(newer_torch: Path) -> None:
+    shared_library(newer_torch / "libtorch_cpu.so", "void torch_a() {} void torch_b() {}")
+    shared_library(newer_torch / "libc10.so", "void torch_c() {}")
+    native.check_torch()
+
+
+def test_a_newer_torch_that_lacks_a_symbol_is_refused_by_name(newer_torch: Path) -> None:
+    # Elsewhere it does not count, nor where torch itself asks another library for it.
+    shared_library(newer_torch / "libtorch_cpu.so", "void torch_b(); void torch_a() { torch_b(); }")
+    shared_library(newer_torch / "libother.so", "void torch_b() {}")
+    shared_library(newer_torch / "libc10.so", "void torch_c() {}")
+    with pytest.raises(ImportError) as refused:
+        native.check_torch()
+    assert re.search(
+        r"built for torch 2\.13\.0, but torch 2\.15\.0\+cu130 is installed, which lacks 1 of the 3 "
+        r"symbols that the libraries need, the first of them torch_b; install that torch, or build",
+        str(refused.value),
+    )
+
+
+def test_a_newer_torch_whose_libraries_cannot_be_read_is_refused(newer_torch: Path) -> None:
+    newer_torch.mkdir()
+    for content in (b"", b"no library", b"\x7fELF\x02\x01" + bytes(100)):
+        (newer_torch / "libtorch_cpu.so").write_bytes(content)
+        with pytest.raises(
+            ImportError, match=r"symbols cannot be read \(.*/libtorch_cpu\.so: must be"
+        ):
+            native.check_torch()
+
+
+def test_what_our_libraries_need_of_torch_is_what_the_installed_one_has() -> None:
+    needed, lacking = native._torch_symbols()
+    assert needed > 100 and lacking == []
+    told = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(native.LIBRARY)], check=True, capture_output=True
+    ).stdout.decode()
+    unversioned = {line.split()[1] for line in told.splitlines() if line.split()[0] == "U"}
+    with SharedLibrary(native.LIBRARY) as library:
+        assert set(library.needed()) == {name for name in unversioned if "@" not in name}
 
 
 def test_libraries_with_cuda_need_a_torch_with_cuda(
