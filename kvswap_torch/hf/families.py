@@ -101,7 +101,7 @@ def model_parts(model: Any) -> ModelParts:
         raise unsupported(name, "is an encoder-decoder model; decoder-only models are supported")
     decoder = _decoder(model)
     config = decoder.config
-    kinds, layer_kwargs = get_layer_types_and_kwargs(config)
+    kinds, layer_kwargs = _layer_types_and_kwargs(config)
     mixers = tuple(_mixer(layer) for layer in decoder.layers)
     _check_kinds(name, kinds, mixers)
     windows = _full_windows(config, kinds, layer_kwargs)
@@ -161,6 +161,14 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
         raise unsupported(name, "keeps no list of layers (decoder.layers)")
     longest = max(lists, key=lambda each: len(lists[each]))
     raise unsupported(name, f"keeps its layers in {longest}; they are looked for in decoder.layers")
+
+
+def _layer_types_and_kwargs(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """As transformers has it since 5.19; before, one dict held what any kind of layer needs."""
+    kinds, layer_kwargs = get_layer_types_and_kwargs(config)
+    if isinstance(layer_kwargs, dict):
+        layer_kwargs = [dict(layer_kwargs) for _ in kinds]
+    return kinds, layer_kwargs
 
 
 def config_hash(config: Any) -> str:
@@ -261,12 +269,27 @@ def _tensors(
             f"has heads of {head_dim} (keys) and {value_dim} (values) elements; they must be equal "
             f"and a multiple of 8, at most {HEAD_DIM_MAX}",
         )
-    # Quantised weights are integers, or no parameters at all: keys then have the type of the rest.
-    parameters = _parameters(decoder, attentions)
-    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    dtype = _dtype(decoder, attentions)
     if dtype not in DTYPES:
         raise unsupported(name, f"is of type {dtype}; float32, bfloat16 and float16 are supported")
     return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
+
+
+def _dtype(decoder: PreTrainedModel, attentions: list[nn.Module]) -> torch.dtype:
+    """Of keys and values: that of attention's weights.
+
+    Quantised ones are integers, numbers of one byte, or no parameters at all, and adapters beside
+    them may have a type of their own. Keys then have the type of what comes into attention, which
+    the decoder's other weights have, its embedding first.
+    """
+    own = [p for a in attentions for p in a.parameters()]
+    if not own or not all(_is_plain(p) for p in own):
+        own = [p for p in decoder.parameters() if _is_plain(p)]
+    return next((p.dtype for p in own), torch.float32)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.dtype.itemsize > 1
 
 
 def _parameters(decoder: PreTrainedModel, attentions: list[nn.Module]) -> list[nn.Parameter]:

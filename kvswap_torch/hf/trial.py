@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.attention import Switch
@@ -74,7 +75,7 @@ def _run(parts: ModelParts, trial: TrialCache) -> None:
         parts.decoder(
             **inputs,
             attention_mask=torch.ones_like(ids),
-            past_key_values=trial,
+            **cache_argument(parts.decoder, trial),
             use_cache=True,
         )
 
@@ -90,7 +91,9 @@ class TrialCache(Cache):
 
     def __init__(self, parts: ModelParts):
         self.parts = parts
-        self._kinds_left = {_kind(parts.mixers[index]) for index in parts.disk}
+        # Before the pass: quantised weights may be packed anew in it.
+        self._kinds = {index: _kind(parts.mixers[index]) for index in parts.disk}
+        self._kinds_left = set(self._kinds.values())
         self._current: TrialLayer | None = None
         super().__init__(layers=[self._layer(index) for index in range(len(parts.kinds))])
 
@@ -165,7 +168,7 @@ class TrialCache(Cache):
                 "computes attention itself, not through the attention interface "
                 f"({type(mixer).__name__})"
             )
-        self._kinds_left.discard(_kind(mixer))
+        self._kinds_left.discard(self._kinds[layer.index])
         if not self._kinds_left:
             raise _Enough
 
