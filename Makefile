@@ -255,6 +255,10 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 demo: build  ## a long document answered from a KV cache on disk, next to the full cache
 	$(PY) -m examples.demo $(ARGS)
 
+.PHONY: texts
+texts:  ## manuals that the reference model is trained on and bench/ reads: Debian packages (root)
+	@.ci/texts
+
 # The packages that the conversion needs are not in `make setup`.
 .PHONY: real-model locked-real-model
 REAL_MODEL ?= build/models/smollm2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,8 @@ from tools.reference_model.checkpoint import (
     CheckpointError,
     CheckpointWriter,
     load_checkpoint,
+    pack_checkpoint,
+    read_checkpoint,
     write_atomic,
 )
 from tools.reference_model.dilution import PIECE, ROWS, STEPS, Dilution, attend_with_text, show
@@ -268,10 +272,41 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path):
     assert path.read_bytes() == b"earlier"
 
 
-def test_missing_texts_are_said_plainly(monkeypatch):
+def test_a_checkpoint_runs_nothing_when_it_is_read(tmp_path):
+    """Whose bytes and checksum are whole, and which holds more than numbers."""
+    ran = tmp_path / "ran"
+    (tmp_path / NAME).write_bytes(pack_checkpoint({"step": Touches(ran)}))
+    with pytest.raises(CheckpointError, match=r"must hold tensors, numbers.*alone"):
+        read_checkpoint(tmp_path / NAME)
+    assert not ran.exists()
+
+
+class Touches:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return self.path.touch, ()
+
+
+def test_a_training_run_goes_on_from_its_checkpoint(run, tmp_path):
+    """All that a run saves is of the kinds that a checkpoint may hold."""
+    run.step(TINY)
+    run.save()
+    run.writer.wait()
+    place, drawn = run.place.step, run.rng.bit_generator.state
+    run.rng.random(7)
+    run.place.step += 5
+    assert run.resume() == []
+    assert (run.place.step, run.rng.bit_generator.state) == (place, drawn)
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_missing_texts_are_said_plainly_and_nothing_is_installed(monkeypatch, user):
     monkeypatch.setattr(texts_module, "list_files", lambda *_: [])
-    monkeypatch.setattr(texts_module.os, "geteuid", lambda: 1000)
-    with pytest.raises(MissingTexts, match="apt-get install -y"):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(subprocess, "Popen", None)  # no program can be started
+    with pytest.raises(MissingTexts, match=r"python3\.11-doc and perl-doc .*; run: make texts"):
         load_texts()
 
 

@@ -7,6 +7,7 @@ import io
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        When the file is cut short or changed.
+        When the file is cut short or changed, or holds objects that loading would have to run.
     """
     data = path.read_bytes()
     begin = len(_MAGIC) + _DIGEST_BYTES
@@ -99,7 +100,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"read: {path} must begin with {_MAGIC!r}, got {data[:8]!r}")
     if hashlib.sha256(data[begin:]).digest() != data[len(_MAGIC) : begin]:
         raise CheckpointError(f"read: {path} is damaged: its checksum does not match its content")
-    return torch.load(io.BytesIO(data[begin:]), map_location="cpu", weights_only=False)
+    try:
+        return torch.load(io.BytesIO(data[begin:]), map_location="cpu", weights_only=True)
+    except (RuntimeError, UnpicklingError) as error:  # a whole file, but not of ours
+        raise CheckpointError(
+            f"read: {path} must hold tensors, numbers, text, lists and dicts alone, got more: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Any], list[str]]:

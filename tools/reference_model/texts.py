@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ SKIPPED = {"perltoc.pod", "perluniprops.pod", "perlapi.pod", "perlintern.pod"}
 
 
 class MissingTexts(RuntimeError):
-    """The texts to train on are not on this machine and could not be installed."""
+    """The texts to train on are not on this machine; the message says how to install them."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,6 @@ def list_files(package: str, ending: str) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def install(packages: list[str]) -> None:
-    """Install Debian packages when we are root, else say how.
-
-    Raises
-    ------
-    MissingTexts
-        When not root, or when apt-get fails.
-    """
-    line = "apt-get install -y " + " ".join(packages)
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        raise MissingTexts(f"texts: {packages} must be installed; run: sudo {line}")
-    environment = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
-    try:
-        subprocess.run(["apt-get", "update", "-q"], env=environment, check=False)
-        subprocess.run(line.split(), env=environment, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise MissingTexts(f"texts: could not install {packages}: {error}; run: {line}") from error
-
-
 def load_texts(packages: dict[str, str] | None = None) -> list[Text]:
     """Read every text, in an order that does not depend on the machine.
 
@@ -79,12 +59,15 @@ def load_texts(packages: dict[str, str] | None = None) -> list[Text]:
     Raises
     ------
     MissingTexts
-        When the texts are missing and cannot be installed, or are too short to train on.
+        When the texts are missing, or are too short to train on. Nothing is installed here.
     """
     packages = PACKAGES if packages is None else packages
     missing = [name for name, ending in packages.items() if not list_files(name, ending)]
     if missing:
-        install(missing)
+        raise MissingTexts(
+            f"texts: {' and '.join(packages)} must be installed (Debian packages), missing "
+            f"{' and '.join(missing)}; run: make texts"
+        )
     texts = []
     for package, ending in packages.items():
         for path in list_files(package, ending):
@@ -97,6 +80,6 @@ def load_texts(packages: dict[str, str] | None = None) -> list[Text]:
     if megabytes < MEGABYTES_MIN:
         raise MissingTexts(
             f"texts: {MEGABYTES_MIN} MB must be found in {list(packages)}, got {megabytes:.1f} MB;"
-            f" run: apt-get install --reinstall {' '.join(packages)}"
+            f" their files were removed; run: apt-get install --reinstall {' '.join(packages)}"
         )
     return texts
