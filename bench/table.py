@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench import float8_scales, kept_recall
+from bench import float8_scales, headline, kept_recall
 from bench.clusters_table import cluster_rows, clustering_rows, drift_rows
 from bench.float8_records import COLUMNS, lines
 from bench.machine import RESULTS
@@ -44,36 +44,6 @@ SHOWN = 2  # lengths of documents
 
 def load(pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
-
-
-def headline_table() -> Iterator[str]:
-    """Memory, speed and quality against the full cache, a line each."""
-    cell = json.loads((side_by_side.FOLDER / f"{side_by_side.IN_FULL}.json").read_text())
-    ours, full = cell["contenders"]["kvswap"], cell["contenders"]["static"]
-    setting = f"{side_by_side.title(cell)}".replace(", ", ", context ", 1)
-    setting = ", batch ".join(setting.rsplit(", ", 1))
-    (quality,) = load("quality/reference_model.json")
-    length = max(quality["lengths"], key=int)
-    methods = quality["lengths"][length]["methods"]
-    small, whole = methods["kvswap:memory=1/13"]["tasks"], methods["full"]["tasks"]
-    yield "| | KV on disk | full cache in memory |"
-    yield "|---|---|---|"
-    yield (
-        f"| KV memory: {setting} | {format_bytes(ours['kv_memory_bytes'])} "
-        f"(1/{cell['kv_bytes_full'] / ours['kv_memory_bytes']:.1f}) "
-        f"| {format_bytes(cell['kv_bytes_full'])} |"
-    )
-    yield (
-        f"| time per step: the same | {ours['ms']:.1f} ms "
-        f"| {full['ms']:.1f} ms ({full['against_kvswap']:.2f}x, StaticCache) |"
-    )
-    alone = cell["contenders"]["default"]
-    ratio = f"{alone['against_kvswap']:.2f}x"
-    yield f"| the same, settings by default | {alone['ms']:.1f} ms ({ratio}) | |"
-    yield (
-        f"| needles found: reference model, {int(length):,} tokens, 1/13 of the memory "
-        f"| {interval(small['needles']['exact'])} | {interval(whole['needles']['exact'])} |"
-    )
 
 
 def decode_table() -> Iterator[str]:
@@ -289,7 +259,7 @@ def linear_table() -> Iterator[str]:
             )
 
 
-TABLES = {"headline": headline_table, "decode": decode_table, "demo": demo_table}
+TABLES = {"headline": headline.rows, "decode": decode_table, "demo": demo_table}
 TABLES |= {"tuner": tuner_table, "million": million_table}
 TABLES |= {"quality": quality_table, "quality-tasks": quality_tasks_table}
 TABLES |= {"side-by-side-context": side_by_side.context_rows}

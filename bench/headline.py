@@ -1,0 +1,173 @@
+"""README's table: a line for each configuration, its time and its answers, and what was faster.
+
+Time and answers stand in one line only if they were measured with the same settings. What was
+measured with others, or not at all, is ``not measured``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.machine import RESULTS
+from bench.quality.report import interval
+from bench.side_by_side.plan import LABELS, ON_SESSION
+from kvswap_torch import format_bytes
+
+Result = dict[str, Any]
+NOT_MEASURED = "not measured"
+NOTHING = "nothing"
+COLUMNS = (
+    "settings", "model, tokens, batch", "KV memory", "ms per step", "full cache, ms per step",
+    "answers kept", "faster there",
+)  # fmt: skip
+DEFAULTS, PUBLISHED = "defaults", "published (KVSwap's paper)"
+CELLS = ("1b_8k_b8_local", "1b_32k_b1_local", "1b_32k_b8_local")
+#: A time of decoding, and the quality of what may be the same settings.
+REAL = (
+    ("real_speed", "quality/smollm2_defaults", "4096"),
+    ("real_speed_8k", "quality/smollm2_8k_defaults", "7936"),
+)
+NAMES = {"smollm2": "SmolLM2-135M", "reference_model": "reference model"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One configuration; None: not measured with these settings.
+
+    Parameters
+    ----------
+    ms, full_ms
+        Of a step; `full_ms` of the fastest full cache in memory beside it, with its name.
+    kept
+        Of the answers that the full cache has right, with the interval.
+    others
+        Milliseconds by name of all that does the same work, full caches included.
+    """
+
+    settings: str
+    place: str
+    memory: str
+    ms: float | None
+    full_ms: tuple[float, str] | None
+    kept: tuple[float, float, float] | None
+    others: dict[str, float]
+
+    @property
+    def faster(self) -> str:
+        """What was faster in the same run."""
+        if self.ms is None:
+            return NOT_MEASURED
+        found = sorted((ms, name) for name, ms in self.others.items() if ms < self.ms)
+        return ", ".join(f"{name} ({ms:.1f})" for ms, name in found) or NOTHING
+
+    def cells(self) -> list[str]:
+        full = NOT_MEASURED if self.full_ms is None else "{:.1f} ({})".format(*self.full_ms)
+        return [
+            self.settings,
+            self.place,
+            self.memory,
+            NOT_MEASURED if self.ms is None else f"{self.ms:.1f}",
+            full,
+            NOT_MEASURED if self.kept is None else interval(self.kept),
+            self.faster,
+        ]
+
+
+def rows(results: Path = RESULTS) -> Iterator[str]:
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for line in lines(results):
+        yield f"| {' | '.join(line.cells())} |"
+
+
+def lines(results: Path = RESULTS) -> Iterator[Line]:
+    for speed, quality, length in REAL:
+        yield from real_lines(
+            _read(results / f"{speed}.json"), _read_quality(results, quality, length)
+        )
+    yield from reference_lines(results)
+    for name in CELLS:
+        yield from random_lines(_read(results / "side_by_side" / f"{name}.json"))
+
+
+def real_lines(speed: Result, quality: Result) -> Iterator[Line]:
+    """Of a real model by the defaults, at each share of the full cache's memory."""
+    full = speed["methods"]["full"]["ms"], LABELS["dynamic"]
+    for name, told in speed["methods"].items():
+        if not _is_default(name):
+            continue
+        method = quality.get(name)
+        is_same = method is not None and made_of(told) == made_of(method)
+        yield Line(
+            DEFAULTS,
+            f"{NAMES[speed['model']]}, {speed['tokens']:,}, 1",
+            f"1/{1 / told['memory_share']:.1f}",
+            told["ms"],
+            full,
+            kept(method) if is_same else None,
+            {full[1]: full[0]},
+        )
+
+
+def made_of(told: Result) -> tuple[Any, ...]:
+    """What two runs must share to be of one configuration."""
+    groups = told["groups_max"] if "groups_max" in told else told["groups_per_step"]
+    tokens = groups * told["group_tokens"] if "group_tokens" in told else told["selected_tokens"]
+    return tuple(told["ranks"]), told["summary_dtype"], groups, tokens
+
+
+def kept(method: Result) -> tuple[float, float, float] | None:
+    """Of the answers that the full cache has right; older results say only how many are right."""
+    tasks = method["tasks"]
+    if "asked" in tasks:
+        return tuple(tasks["asked"]["kept"])
+    is_nothing_right = tasks["all"]["exact"][0] == 0
+    return (0.0, 0.0, 0.0) if is_nothing_right else None
+
+
+def reference_lines(results: Path) -> Iterator[Line]:
+    """The reference model, whose time is not measured with either's settings."""
+    length, share = "32768", "product:memory=1/13"
+    found = {
+        DEFAULTS: _read_quality(results, "quality/reference_model_defaults", length)[share],
+        PUBLISHED: _read_quality(results, "quality/reference_model", length)["paper"],
+    }
+    for settings, method in found.items():
+        memory = f"1/{1 / method['memory_share']:.1f}"
+        place = f"{NAMES['reference_model']}, {int(length):,}, 1"
+        yield Line(settings, place, memory, None, None, kept(method), {})
+
+
+def random_lines(cell: Result) -> Iterator[Line]:
+    """A shape with random weights, which has no right answers."""
+    times = {key: row["ms"] for key, row in cell["contenders"].items()}
+    full = min((times[key], LABELS[key]) for key in ("static", "dynamic") if key in times)
+    others = {LABELS[key]: ms for key, ms in times.items() if key not in (*ON_SESSION, "floor")}
+    for settings, key in ((DEFAULTS, "default"), (PUBLISHED, "kvswap")):
+        ours = cell["contenders"][key]["kv_memory_bytes"]
+        yield Line(
+            settings,
+            f"`{cell['shape']}` ({cell['layers']} layers), {cell['context']:,}, {cell['batch']}",
+            f"{format_bytes(ours)} (1/{cell['kv_bytes_full'] / ours:.1f})",
+            times[key],
+            full,
+            None,
+            others,
+        )
+
+
+def _is_default(name: str) -> bool:
+    return name.startswith("product:memory=") and "," not in name
+
+
+def _read(path: Path) -> Result:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _read_quality(results: Path, name: str, length: str) -> dict[str, Result]:
+    """Methods by name, of documents of this length."""
+    return _read(results / f"{name}.json")["lengths"][length]["methods"]
