@@ -324,6 +324,10 @@ wheel: $(STAMP)  ## build a wheel into dist/
 wheel-check: $(STAMP)  ## build the wheel, install it, import it, link a C++ program to it
 	@$(call LOCK,wheel) $(PY) -m tests.packaging.check_wheel
 
+.PHONY: release
+release: $(STAMP)  ## check tree, changelog, tags, tests and docs, then set the tag; VERSION=0.2.0
+	@$(PY) -m tools.release $(VERSION)
+
 clean:  ## remove what was built, not .venv
 	rm -rf build dist kvswap_torch/lib kvswap_torch/include kvswap_torch/share \
 	  kvswap_torch/_C*.so *.egg-info

@@ -28,6 +28,7 @@ NEVER = {
     "make cuda-compile": "runs in CI beside this",
     "make golden": "minutes; test_golden.py compares in CI",
     "make gpu-check": "needs a GPU",
+    "make release": "sets a tag; test_public_files.py tries it on a repository of its own",
     "make sanitize": "runs in CI beside this",
     "make faults": "minutes each, and the soak an hour",
     "kvswap generate --model DIR": "needs a model of the reader's own",
