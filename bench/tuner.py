@@ -96,7 +96,7 @@ def compare(
     best = min(final, key=final.get)
     rows = [_row(costs, found, measured[found.setting]) for found in chosen]
     errors = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows]
-    greedy = None if solved.greedy is None else solved.greedy.setting
+    greedy = solved.greedy.setting
     return {
         "settings_measured": len(rows),
         "as_good_as_tuned": len(good),
@@ -106,7 +106,7 @@ def compare(
         "tuned": _told(tuned, final[tuned]),
         "best": _told(best, final[best]),
         "tuned_speed_of_best": round(final[best] / final[tuned], 4),
-        "greedy": None if greedy is None else _told(greedy, final.get(greedy)),
+        "greedy": _told(greedy, final.get(greedy)),
         "settings": rows,
     }
 

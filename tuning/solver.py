@@ -138,10 +138,12 @@ class Solution:
 def solve_greedy(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
     """The paper's search: the largest rank, then the smallest G that hides the loading.
 
-    Each layer has pages of its own, as in the paper.
-
     Where not even the largest G does, the next larger reuse buffer is tried, at the largest rank
     that then fits. When rank or buffer come to their end, the fastest setting met is returned.
+
+    The paper limits rank and G instead of asking for a recall. Where one is asked for, a setting
+    below it is passed over for the next smaller rank, and only where no setting with pages for each
+    layer reaches it do layers share pages.
 
     Raises
     ------
@@ -149,15 +151,16 @@ def solve_greedy(grid: Grid, costs: Costs, budget_bytes: int) -> Solution:
         When the smallest rank, buffer and group do not fit, naming the minimum; or when nothing
         that fits reaches the recall asked for, naming the best that does.
     """
-    met = []
-    for capacity in grid.capacities:
-        for found in _at_capacity(grid, costs, budget_bytes, capacity):
-            met.append(found)
-            if found.hides:
-                return found
-    if not met:
-        raise _too_small(grid, costs, budget_bytes)
-    return min(met, key=_preference)
+    for shares_pages in (False, True):
+        met = []
+        for capacity in grid.shared if shares_pages else grid.capacities:
+            for found in _at_capacity(grid, costs, budget_bytes, (capacity, shares_pages)):
+                met.append(found)
+                if found.hides:
+                    return found
+        if met:
+            return min(met, key=_preference)
+    raise _too_small(grid, costs, budget_bytes)
 
 
 SPEED_LOSS_MAX = 0.02  # of the fastest step: settings within it are as fast
@@ -195,17 +198,20 @@ def solutions(grid: Grid, costs: Costs, budget_bytes: int) -> list[Solution]:
     return [_judge(grid, costs, setting) for setting in fitting]
 
 
-def _at_capacity(grid: Grid, costs: Costs, budget_bytes: int, capacity: int) -> Iterator[Solution]:
-    """For each G, smallest first, the solution with the largest rank that fits."""
+def _at_capacity(
+    grid: Grid, costs: Costs, budget_bytes: int, kept: tuple[int, bool]
+) -> Iterator[Solution]:
+    """For each G, smallest first, the largest rank that fits and finds enough; see `Grid.kept`."""
+    capacity, shares_pages = kept
     for records, group in grid.stored():
         for rank in reversed(grid.ranks):
-            setting = Setting(group, rank, capacity, records)
+            setting = Setting(group, rank, capacity, records, shares_pages)
             if costs.memory_bytes(setting) > budget_bytes:
                 continue
             found = _judge(grid, costs, setting)
             if found.recall >= grid.recall_min:
                 yield found
-            break
+                break
 
 
 def _judge(grid: Grid, costs: Costs, setting: Setting) -> Solution:
@@ -275,14 +281,13 @@ class Solved:
         Of values that were tried.
     chosen
         The one that goes into the config.
-    greedy
-        None where the paper's solver meets no setting that recalls enough: for each G and capacity
-        it looks at the largest rank alone.
+    greedy, exhaustive
+        What each solver finds: where one finds a setting, both do.
     """
 
     costs: SettingCosts
     grid: Grid
-    greedy: Solution | None
+    greedy: Solution
     exhaustive: Solution
     chosen: Solution
 
@@ -295,10 +300,8 @@ class Solved:
         return self.costs.context
 
     @property
-    def greedy_loss(self) -> float | None:
-        """By how much the paper's solver is slower, 0 for as fast; None where it finds nothing."""
-        if self.greedy is None:
-            return None
+    def greedy_loss(self) -> float:
+        """By how much the paper's solver is slower: 0 for as fast, below 0 where it is faster."""
         return self.greedy.step_seconds / self.exhaustive.step_seconds - 1
 
 
@@ -336,16 +339,8 @@ def solve(
             fitting = solutions(grid, at, budget_bytes)
             best = max((each.recall for each in fitting), default=0.0)
             limited = dataclasses.replace(grid, recall_min=max(0.0, best - RECALL_LOSS_MAX))
-        chosen = best = SOLVERS["exhaustive"](limited, at, budget_bytes)
-        greedy: Solution | None = None
-        try:
-            greedy = SOLVERS["greedy"](limited, at, budget_bytes)
-        except BudgetError:
-            if solver == "greedy":
-                raise
-        if solver == "greedy":
-            chosen = greedy
-        found.append(Solved(at, limited, greedy, best, chosen))
+        each = {name: run(limited, at, budget_bytes) for name, run in SOLVERS.items()}
+        found.append(Solved(at, limited, each["greedy"], each["exhaustive"], each[solver]))
     return found
 
 
