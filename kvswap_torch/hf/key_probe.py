@@ -1,11 +1,17 @@
-"""Whether a saved cache is this model's: the keys of its first tokens, computed again."""
+"""Whether a saved cache is this model's: keys and values of its first tokens, computed again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import changes_with_length
@@ -15,13 +21,19 @@ if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
 
 TOKENS = 16
-# Of the norm of the difference to that of the keys. Equal weights differ by rounding: sums are made
-# in another order in a short pass. Another projection or rotation differs in the third digit.
+# In memory, and of keys and values by token.
+KINDS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
+# Of the norm of the difference to that of keys, or values. Equal weights differ by rounding: sums
+# are made in another order in a short pass. Another projection or rotation differs in the third
+# digit.
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | None) -> str:
-    """Compares; "passed" and how far apart keys were, or why nothing could be compared.
+    """Compares; "passed" and how far apart they were, or why nothing could be compared.
+
+    Layers on disk, and of those in memory what they still have of the first tokens: a window that
+    has moved on has none of them.
 
     Parameters
     ----------
@@ -33,7 +45,7 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     Raises
     ------
     ConfigError
-        The keys are another model's.
+        Keys or values are another model's.
     """
     if ids is None:
         return "skipped: the cache was made from embeddings or another cache, and has no token ids"
@@ -46,31 +58,55 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     count = _before_an_image(cache, ids[sequence, :count])
     if count == 0:
         return "skipped: the text begins with an image, or the like"
-    computed = _keys(cache, ids[sequence : sequence + 1, :count])
     most = 0.0
-    for number, index in enumerate(cache.parts.disk):
-        saved = cache.driver.session.read_back(number, 0, count)[0][sequence].float()
-        fresh = computed.layers[index].keys[0].float()
-        apart = (fresh - saved).abs()
-        if cache.driver.config.records == "fp8":
+    for index, what, saved, fresh in _pairs(cache, sequence, ids[sequence : sequence + 1, :count]):
+        apart = (fresh.float() - saved.float()).abs()
+        if index in cache.parts.disk_index and cache.driver.config.records == "fp8":
             # Half a step of e4m3, three bits after the first, is what rounding explains.
-            apart = (apart - saved.abs() / 15).relu()
-        difference = float(apart.norm() / saved.norm().clamp_min(1e-12))
+            apart = (apart - saved.float().abs() / 15).relu()
+        difference = float(apart.norm() / saved.float().norm().clamp_min(1e-12))
         # Not "above": also what is no number is no match.
         if not difference <= TOLERANCES[cache.parts.dtype]:
             raise ConfigError(
-                "open: the cache must be of this model, but the keys of its first tokens differ by "
-                f"{difference:.1e} in layer {index}: other weights, an adapter, another precision "
-                "or other positions; open it with the model that it was made by (probe=False "
-                "skips this)"
+                f"open: the cache must be of this model, but the {what} of its first tokens differ "
+                f"by {difference:.1e} in layer {index}: other weights, an adapter, another "
+                "precision or other positions; open it with the model that it was made by "
+                "(probe=False skips this)"
             )
         most = max(most, difference)
-    return f"passed: keys of {count} tokens differ by at most {most:.0e} of their norm"
+    return f"passed: keys and values of {count} tokens differ by at most {most:.0e} of their norm"
 
 
-def _keys(cache: KVSwapCache, ids: torch.Tensor) -> DynamicCache:
+def _pairs(
+    cache: KVSwapCache, sequence: int, ids: torch.Tensor
+) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor]]:
+    """Layer, "keys" or "values", what was saved and what is computed, ``[kv_heads, n, dim]``."""
+    count, computed = ids.shape[1], _computed(cache, ids)
+    for index, layer in enumerate(cache.layers):
+        fresh = computed.layers[index]
+        if index in cache.parts.disk_index:
+            number = cache.parts.disk_index[index]
+            saved = cache.driver.session.read_back(number, 0, count)
+            for what, before, now in zip(
+                ("keys", "values"), saved, (fresh.keys, fresh.values), strict=True
+            ):
+                yield index, what, before[sequence], now[0]
+        elif type(layer) in KINDS and layer.get_seq_length() > 0:
+            first = layer.get_seq_length() - layer.keys.shape[-2]
+            for what in ("keys", "values"):
+                before = getattr(layer, what)[sequence, :, : max(0, count - first)]
+                if before.shape[-2] > 0:
+                    now = getattr(fresh, what)[0, :, first : first + before.shape[-2]]
+                    yield index, what, before, now
+
+
+def _computed(cache: KVSwapCache, ids: torch.Tensor) -> DynamicCache:
+    """Of these tokens, all of them in every layer that has keys."""
     parts = cache.parts
     fresh = DynamicCache(config=parts.config)
+    for layer in fresh.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.activate_past_recording()
     ids = ids.to(parts.device)
     with torch.no_grad(), torch.autocast(parts.device.type, enabled=False):
         parts.decoder(input_ids=ids, past_key_values=fresh, use_cache=True)

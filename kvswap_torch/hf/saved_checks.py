@@ -14,6 +14,9 @@ import torch
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import ConfigError, CorruptionError
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.weights_digest import WeightsDigest, is_comparable, weights_of
+
+NAMED_MAX = 3  # of tensors that differ
 
 
 def known_of(identity: ModelIdentity) -> dict[str, Any]:
@@ -46,6 +49,45 @@ def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
             f"open: {path} must be of a model with the same rotary parameters, but was made with "
             f"{facts.get('rotary')} (this model: {rotary})"
         )
+
+
+def check_weights(facts: dict[str, Any], weights: WeightsDigest, path: str) -> bool:
+    """Whether a saved cache says which weights it was made by; if so, they are these.
+
+    Raises
+    ------
+    ConfigError
+        They are others; names the first tensors that differ.
+    """
+    saved = facts.get("weights")
+    if not is_comparable(saved):
+        return False
+    names = weights.differences(saved)
+    if names:
+        told = ", ".join(names[:NAMED_MAX]) + ("" if len(names) <= NAMED_MAX else ", ...")
+        raise ConfigError(
+            f"open: {path} must be of this model, but {len(names)} of its weights "
+            f"{'is' if len(names) == 1 else 'are'} not what the cache was made by ({told}): "
+            "training, an adapter, quantisation or another checkpoint; open it with the model "
+            "that it was made by, or read the text anew (probe=False skips this)"
+        )
+    return True
+
+
+def check_made_by(facts: dict[str, Any], parts: ModelParts, path: str, probe: bool) -> None:
+    """`check_model` and, where that is asked for, `check_weights`.
+
+    A warning where an earlier kvswap_torch saved the cache.
+    """
+    check_model(facts, parts, path)
+    if not probe or check_weights(facts, weights_of(parts), path):
+        return
+    warnings.warn(
+        f"KVSwapCache: {path} does not say which weights it was made by, so only the keys and "
+        "values of its first tokens were compared; save it again, and it will",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) -> None:

@@ -24,7 +24,7 @@ from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.opening import check_spans
 from kvswap_torch.hf.saved_checks import (
-    check_model,
+    check_made_by,
     check_tokens,
     known_of,
     rotary_of,
@@ -32,6 +32,7 @@ from kvswap_torch.hf.saved_checks import (
 )
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
+from kvswap_torch.hf.weights_digest import weights_of
 from kvswap_torch.saved_path import named, text_of
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Saving:
             "calibrated": self.driver.projection_source == "file",
             "estimated": self.driver.estimates.kinds,
             "layers": others,
+            "weights": weights_of(self.parts).facts(),
         }
         self.driver.session.save(named(path), overwrite, json.dumps(facts), tensors)
 
@@ -175,7 +177,8 @@ class Saving:
             As for `KVSwapCache`. With little memory fewer pages are kept for reuse, which changes
             no answer.
         probe
-            Compute the keys of the first 16 tokens and compare them with the saved ones.
+            Compare the model's weights with what is kept of those that the cache was made by,
+            and keys and values of the first 16 tokens with saved ones.
         input_ids
             ``[batch, tokens]`` or ``[tokens]``: what the cache must begin with.
 
@@ -202,7 +205,7 @@ class Saving:
         folder = _C.SavedCache(named(saved))
         warn_of_readers(folder.path)
         facts = json.loads(folder.facts)
-        check_model(facts, parts, folder.path)
+        check_made_by(facts, parts, folder.path, probe)
         try_attention(parts)
         tensors = folder.tensors()
         if input_ids is not None:

@@ -50,4 +50,4 @@ def test_tokens_are_those_that_the_saved_cache_gives(
     fresh = build(name)  # as another process has it
     with KVSwapCache.open(fresh, tmp_path / "book.kvswap", path=tmp_path) as opened:
         assert torch.equal(greedy(fresh, {"input_ids": ids}, opened, tokens=8), expected)
-        assert opened.stats().probe.startswith("passed: keys of ")
+        assert opened.stats().probe.startswith("passed: keys and values of ")
