@@ -1,12 +1,15 @@
 #include "methods/hosted_selector.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstdlib>
 
 namespace kvswap {
 namespace {
 
 constexpr int64_t kTokensAtOnce = 256;
+constexpr int64_t kPage = 4096;  // no page is pinned twice
 
 /// Whole groups, so that a row is never made of two copies.
 int64_t tokens_at_once(int64_t group_tokens) {
@@ -46,24 +49,19 @@ Status HostedSelector::append(std::span<const SealedKeys> sealed) {
 
 /// Of what the host is sent, some tokens at a time.
 Status HostedSelector::append_copy(const SealedKeys& sealed) {
-  const int64_t bytes = options().head_dim * dtype_bytes(sealed.keys.dtype);
+  const KeyView& keys = sealed.keys;
   for (int64_t first = 0; first < sealed.tokens;) {
     const int64_t count = std::min(tokens_at_once(options().group_tokens), sealed.tokens - first);
-    copy_.resize(options().kv_heads * count * bytes);
-    const auto* keys = static_cast<const std::byte*>(sealed.keys.data);
-    const bool is_whole = sealed.keys.token_stride == options().head_dim;
-    const int64_t tokens_a_copy = is_whole ? count : 1;
-    for (int64_t head = 0; head < options().kv_heads; ++head) {
-      for (int64_t token = 0; token < count; token += tokens_a_copy) {
-        const int64_t from =
-            head * sealed.keys.head_stride + (first + token) * sealed.keys.token_stride;
-        device_.copy_out(copy_.data() + (head * count + token) * bytes,
-                         keys + from * dtype_bytes(sealed.keys.dtype), tokens_a_copy * bytes);
-      }
-    }
+    Dimension heads = {options().kv_heads, keys.head_stride};
+    Dimension tokens = {count, keys.token_stride};
+    const int64_t bytes = dtype_bytes(keys.dtype);
+    KVSWAP_RETURN_IF_ERROR(make_room(heads.count * count * options().head_dim * bytes));
+    std::array dimensions = {heads, tokens};
+    copy_out(static_cast<const std::byte*>(keys.data) + first * keys.token_stride * bytes,
+             keys.dtype, dimensions);
     KVSWAP_RETURN_IF_ERROR(wait());
     SealedKeys part = sealed;
-    part.keys = {copy_.data(), count * options().head_dim, options().head_dim, sealed.keys.dtype};
+    part.keys = {copy_.get(), dimensions[0].stride, dimensions[1].stride, keys.dtype};
     part.tokens = count;
     KVSWAP_RETURN_IF_ERROR(RowSelector::append(std::span(&part, 1)));
     first += count;
@@ -73,27 +71,83 @@ Status HostedSelector::append_copy(const SealedKeys& sealed) {
 
 Status HostedSelector::start_choice(const ChooseArgs& args) {
   const QueryView& query = args.query;
-  const auto batch = static_cast<int64_t>(args.candidates.size());
-  const int64_t bytes = options().head_dim * dtype_bytes(query.dtype);
-  copy_.resize(batch * query.heads * query.queries * bytes);
-  ChooseArgs on_host = args;
-  on_host.query.data = copy_.data();
-  on_host.query.query_stride = options().head_dim;
-  on_host.query.head_stride = query.queries * options().head_dim;
-  on_host.query.heads_apart = 1;
-  on_host.query.batch_stride = query.heads * on_host.query.head_stride;
+  const auto sequences = static_cast<int64_t>(args.candidates.size());
+  std::array dimensions = {Dimension{sequences / query.heads_apart, query.batch_stride},
+                           Dimension{query.heads_apart * query.heads, query.head_stride},
+                           Dimension{query.queries, query.query_stride}};
+  KVSWAP_RETURN_IF_ERROR(make_room(sequences * query.heads * query.queries * options().head_dim *
+                                   dtype_bytes(query.dtype)));
   {
     // The caller's stream: the query is its tensor.
     const Device::On compute(device_, Stream::kCompute);
-    for (int64_t row = 0; row < batch * query.heads * query.queries; ++row) {
-      const int64_t head = row / query.queries;
-      device_.copy_out(copy_.data() + row * bytes,
-                       query.at(head / query.heads, head % query.heads, row % query.queries),
-                       bytes);
-    }
+    copy_out(static_cast<const std::byte*>(query.data), query.dtype, dimensions);
     KVSWAP_RETURN_IF_ERROR(wait());
   }
+  ChooseArgs on_host = args;
+  on_host.query.data = copy_.get();
+  on_host.query.batch_stride = dimensions[0].stride;
+  on_host.query.head_stride = dimensions[1].stride;
+  on_host.query.query_stride = dimensions[2].stride;
   return RowSelector::start_choice(on_host);
 }
+
+/// Copies the numbers of a head for each index of `dimensions`, whose strides become the copy's.
+void HostedSelector::copy_out(const std::byte* from, DType dtype, std::span<Dimension> dimensions) {
+  int64_t run = options().head_dim;  // of numbers without a gap: one copy
+  std::vector<Dimension> outside;    // of it, as they stand on the device
+  std::vector<Dimension*> left;
+  for (Dimension& each : dimensions) left.push_back(&each);
+  int64_t taken = run;
+  const auto take = [&](std::vector<Dimension*>::iterator next) {
+    (*next)->stride = std::exchange(taken, taken * (*next)->count);
+    left.erase(next);
+  };
+  const auto goes_on = [&](const Dimension* each) {
+    return each->stride == run || each->count == 1;
+  };
+  auto next = std::find_if(left.begin(), left.end(), goes_on);
+  while (next != left.end()) {
+    run *= (*next)->count;
+    take(next);
+    next = std::find_if(left.begin(), left.end(), goes_on);
+  }
+  while (!left.empty()) {
+    outside.push_back(*left.front());
+    take(left.begin());
+  }
+  int64_t copies = 1;
+  for (const Dimension& each : outside) copies *= each.count;
+  const int64_t bytes = dtype_bytes(dtype);
+  for (int64_t i = 0; i < copies; ++i) {
+    int64_t offset = 0;
+    int64_t index = i;
+    for (const Dimension& each : outside) {
+      offset += std::exchange(index, index / each.count) % each.count * each.stride;
+    }
+    device_.copy_out(copy_.get() + i * run * bytes, from + offset * bytes, run * bytes);
+  }
+}
+
+/// What stood there is gone; nothing that is queued uses it.
+Status HostedSelector::make_room(int64_t bytes) {
+  if (bytes <= copy_bytes_) return Status::ok();
+  if (copy_bytes_ > 0) device_.unpin(copy_.get(), copy_bytes_);
+  copy_bytes_ = 0;
+  const int64_t room = (bytes + kPage - 1) / kPage * kPage;
+  copy_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, room)));
+  if (copy_ == nullptr) {
+    return Status::budget("choice: the host must lend " + std::to_string(bytes) +
+                          " bytes for keys and queries of the device, and refused");
+  }
+  KVSWAP_RETURN_IF_ERROR(device_.pin(copy_.get(), bytes));
+  copy_bytes_ = bytes;
+  return Status::ok();
+}
+
+HostedSelector::~HostedSelector() {
+  if (copy_bytes_ > 0) device_.unpin(copy_.get(), copy_bytes_);
+}
+
+void HostedSelector::Free::operator()(std::byte* memory) const { std::free(memory); }
 
 }  // namespace kvswap

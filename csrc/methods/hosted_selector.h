@@ -1,8 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <span>
 
 #include "device/device.h"
 #include "methods/row_selector.h"
@@ -10,12 +11,17 @@
 namespace kvswap {
 
 /// Rows on the host of keys on a device: for rows that have no device kernels yet. Sealed keys and
-/// queries are copied to the host, and the caller waits for both copies: slower, on any device.
+/// queries are copied to the host, into memory that the device has pinned, and the caller waits for
+/// both copies: slower, on any device.
+///
+/// What stands without gaps, in whatever order of heads and tokens, is one copy; what does not, one
+/// for each part that does.
 class HostedSelector final : public RowSelector {
  public:
   HostedSelector(Device& device, const MethodOptions& options, std::unique_ptr<Rows> rows,
                  std::shared_ptr<SummaryMemory> memory)
       : RowSelector(options, std::move(rows), std::move(memory)), device_(device) {}
+  ~HostedSelector() override;
 
   Status reserve(const SelectionPlace& place) override;
   using RowSelector::append;
@@ -28,11 +34,21 @@ class HostedSelector final : public RowSelector {
   static int64_t query_bytes(const MethodOptions& options, int64_t queries);
 
  private:
+  struct Dimension {
+    int64_t count = 1;
+    int64_t stride = 0;  // elements
+  };
   Status append_copy(const SealedKeys& sealed);
+  Status make_room(int64_t bytes);
+  void copy_out(const std::byte* from, DType dtype, std::span<Dimension> dimensions);
   Status wait();
 
   Device& device_;
-  std::vector<std::byte> copy_;
+  struct Free {
+    void operator()(std::byte* memory) const;
+  };
+  std::unique_ptr<std::byte, Free> copy_;
+  int64_t copy_bytes_ = 0;
   Event copied_ = -1;
   double wait_seconds_ = 0;
 };
