@@ -54,13 +54,19 @@ class Padding:
                 f"{tokens} new ones, {[batch, positions + tokens]}, got {list(mask.shape)}"
             )
         past, new = mask[:, :positions].bool(), mask[:, positions:].bool()
-        same = past.all() if self._valid is None else torch.equal(past, self._valid[:, :positions])
+        before = None if self._valid is None else self._valid[:, :positions]
+        if before is not None and before.shape != past.shape:
+            same, is_whole = False, False
+        else:
+            # One transfer from a device, which is waited for once.
+            is_same = past.all() if before is None else (past == before).all()
+            same, is_whole = torch.stack([is_same, new.all()]).tolist()
         if not same:
             raise ValueError(
                 "attention_mask: must say of earlier positions what it said when they came, but "
                 "some have changed between valid and padding; crop() them away first, or reset()"
             )
-        if new.all():
+        if is_whole:
             self._declared = (positions, tokens, None)
             return None
         self._declared = (positions, tokens, new.clone())
