@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import stat
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,13 +28,15 @@ a document there beforehand; kvswap show, verify and rm work on what is there.
 
   kvswap serve --model DIR --store /disk/kv --store-limit 50GiB --kv-memory 512MiB
 
-[bold]One store is one circle of trust.[/bold] Who may ask can find out, by the time an answer \
-takes, what others have asked; who can read the folder has their texts. Give each circle a server \
-and a store of its own.
+Each API key has caches of its own. With --shared-store, and without keys, \
+[bold]one store is one circle of trust[/bold]: who may ask can find out, by what was in a cache, \
+what others have asked. Who can read the folder has all texts.
 
 SIGTERM, or Ctrl-C, finishes the running answer, saves it and ends.
 """
 
+KEY_FILE_BYTES_MAX = 1 << 20
+_KEY = re.compile(r"[!-~]+")  # what a header's value can carry
 FOLDER = "a model's folder"
 
 
@@ -70,8 +74,14 @@ def serve(
     ] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="API keys, one a line.", metavar="FILE")
+        Path | None, typer.Option(help="API keys, one a line; # begins a comment.", metavar="FILE")
     ] = None,
+    shared_store: Annotated[
+        bool, typer.Option("--shared-store", help="All keys use one another's caches.")
+    ] = False,
+    answer_seconds: Annotated[
+        float, typer.Option(min=1, help="Longest time for an answer, its prompt read.", metavar="S")
+    ] = 3600.0,
     device: Annotated[str, typer.Option(help="Where the model is: cpu, cuda, cuda:1.")] = "cpu",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and KV.")
@@ -89,14 +99,14 @@ def serve(
             "--continuous-batching: must be left out: it keeps a paged cache of its own in memory, "
             "and has no place for another"
         )
+    _say_warnings()
     settings = SwapConfig() if config is None else SwapConfig.load(config)
     check_settings("--config", settings, "a server saves its caches")
     limit = parse_bytes(store_limit, "--store-limit")
     if kv_memory is not None:
         parse_bytes(kv_memory, "--kv-memory")
-    keys = read_keys(api_key_file)
+    keys = _keys(api_key_file, shared_store)
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
-    _say_warnings()
 
     from transformers.utils import logging as hf_logging
 
@@ -116,7 +126,9 @@ def serve(
             host=host,
             port=port,
             keys=keys,
+            shares_store=shared_store,
             queue=queue,
+            answer_seconds=answer_seconds,
         ),
         CacheOptions(
             path=path or store,
@@ -130,7 +142,7 @@ def serve(
     shown = {
         "address": server.address,
         "model": server.app.name,
-        "saved_caches": len(server.store.entries),
+        "saved_caches": server.store.usable,
     }
 
     def started() -> None:
@@ -142,24 +154,52 @@ def serve(
     server.run(started)
 
 
+def _keys(path: Path | None, is_shared: bool) -> tuple[str, ...]:
+    keys = read_keys(path)
+    if is_shared and not keys:
+        raise ConfigError("--shared-store: must have keys (--api-key-file) that share it")
+    if path is not None and (told := readers_of(path)):
+        logging.getLogger(__name__).warning(told)
+    return keys
+
+
 def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The lines of a file of API keys.
+    """The keys of a file: one a line; what follows a # is a comment.
 
     Raises
     ------
     ConfigError
-        It cannot be read, or has none.
+        It cannot be read, has none, or one that no header can carry.
     """
     if path is None:
         return ()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            text = file.read(KEY_FILE_BYTES_MAX + 1).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file: must be a text file: {error}") from error
-    keys = tuple(line.strip() for line in lines if line.strip())
+    if len(text) > KEY_FILE_BYTES_MAX:
+        raise ConfigError(f"--api-key-file: must have at most {KEY_FILE_BYTES_MAX} bytes: {path}")
+    keys = []
+    for number, line in enumerate(text.split("\n"), 1):
+        key = re.sub(r"(^|\s)#.*", "", line).strip()
+        if key and not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"--api-key-file: line {number} of {path} must be one key of printable ASCII "
+                "without blanks"
+            )
+        keys += [key] if key else []
     if not keys:
         raise ConfigError(f"--api-key-file: must have a key, and {path} has none")
-    return keys
+    return tuple(dict.fromkeys(keys))
+
+
+def readers_of(path: Path) -> str:
+    """Who else can read a file of keys, in words; empty: nobody."""
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        return f"--api-key-file: {path} can be read by others than its owner: chmod go= it"
+    return ""
 
 
 def _say_warnings() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -67,9 +68,13 @@ class Served:
         self._pid = 0
         return self._read()["status"]
 
-    def close(self) -> None:
+    def kill(self) -> None:
+        """Where a test has left it running."""
         if self._pid:
             self.end(signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
         self._parent.communicate()
 
     def get(self, path: str) -> str:
@@ -87,12 +92,16 @@ class Served:
 
 
 def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: Any) -> None:
-    from kvswap_torch.hf.serving import front
+    from kvswap_torch.hf.serving import limits
     from kvswap_torch.hf.serving.reuse import CacheOptions
     from kvswap_torch.hf.serving.server import Server, ServerOptions
     from tests.python.tiny_models import COVERING
 
-    front.PATIENCE_SECONDS = options.pop("patience", front.PATIENCE_SECONDS)
+    for name, value in options.pop("limits", {}).items():
+        setattr(limits, name, value)
+    files = options.pop("files", None)
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     caches = {
         name: options.pop(name) for name in ("max_context", "prefill_chunk") if name in options
     }
@@ -101,7 +110,7 @@ def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: 
         ServerOptions(name="tiny", store=Path(store), store_limit_bytes=limit, port=0, **options),
         CacheOptions(path=Path(store), config=COVERING, save_from=32, **caches),
     )
-    said = {"address": server.address, "pid": os.getpid(), "saved": len(server.store.entries)}
+    said = {"address": server.address, "pid": os.getpid(), "saved": server.store.usable}
     server.run(lambda: print(json.dumps(said), flush=True))
 
 

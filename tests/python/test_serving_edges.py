@@ -6,6 +6,7 @@ import errno
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -56,12 +57,12 @@ def test_a_cache_in_anothers_place_is_not_taken_for_it(tmp_path, is_looked_at, m
         for seed in range(3):
             saved(model, tmp_path, seed, overwrite=seed > 0)
             desk.store.refresh()
-            before = desk.store.entries
+            before = desk.store.entries()
             saved(model, tmp_path, seed + 10, overwrite=True)
             saved(model, tmp_path, seed + 20, overwrite=True)  # often in the first one's inode
             if is_looked_at:  # it was put there between a look and the opening
                 monkeypatch.setattr(desk.store, "refresh", lambda: None)
-                assert desk.store.entries == before
+                assert desk.store.entries() == before
             ids = asked(text(60, seed), 1)
             assert desk.ask(ids) == in_memory(model, ids)
             assert desk.cached == 0
@@ -156,11 +157,11 @@ def test_a_cache_that_is_locked_for_a_moment_is_looked_at_again(tmp_path):
     with (tmp_path / "book.kvswap" / "records.bin").open("rb") as records:
         fcntl.flock(records, fcntl.LOCK_EX)
         store = CacheStore(tmp_path, 1 << 30, model_parts(model), Counts())
-        assert store.entries == []
+        assert store.entries() == []
         with pytest.raises(ConfigError, match="must be open nowhere to be replaced"):
             check_folder("--output", tmp_path / "book.kvswap", overwrite=True)
     store.refresh()
-    assert [entry.path.name for entry in store.entries] == ["book.kvswap"]
+    assert [entry.path.name for entry in store.entries()] == ["book.kvswap"]
     check_folder("--output", tmp_path / "book.kvswap", overwrite=True)
 
 
@@ -183,7 +184,7 @@ def test_records_without_checksums_are_not_called_whole(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("model")
     make_model(folder)
     served = Served(folder)
@@ -191,30 +192,40 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.close()
 
 
+@pytest.fixture
+def tiny(parent: Served) -> Iterator[Served]:
+    yield parent
+    parent.kill()
+
+
 def post(served: Served, path: str, **body: Any) -> tuple[int, str]:
     return send(served, "POST", path, {"temperature": 0} | body)
 
 
 def test_streams_end_and_fail_as_openais_do(tiny: Served, tmp_path: Path) -> None:
-    tiny.start(store=str(tmp_path))
+    tiny.start(store=str(tmp_path / "store"))
     for path, given in (
         ("/v1/completions", {"prompt": "x" * 20}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
     ):
         status, told = post(tiny, path, max_tokens=2, stream=True, **given)
         assert status == 200 and told.endswith("}\n\ndata: [DONE]\n\n")
-        # No token of this tokenizer makes that text.
-        status, told = post(tiny, path, max_tokens=2, stream=True, stop=["\u4e2d"], **given)
-        events = [line for line in told.splitlines() if line.startswith('data: {"error"')]
-        (error,) = (json.loads(line.removeprefix("data: "))["error"] for line in events)
-        assert error["message"] and error["type"] == "error"
     status, told = post(tiny, "/v1/responses", input="hello", max_output_tokens=2, stream=True)
     assert status == 200 and "[DONE]" not in told
+    shutil.rmtree(tmp_path / "store")  # where records are, too: none can be made
+    for path, given in (
+        ("/v1/completions", {"prompt": "y" * 20}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "why"}]}),
+    ):
+        status, told = post(tiny, path, max_tokens=2, stream=True, **given)
+        events = [line for line in told.splitlines() if line.startswith('data: {"error"')]
+        (error,) = (json.loads(line.removeprefix("data: "))["error"] for line in events)
+        assert "directory must exist" in error["message"] and error["type"] == "error"
     assert tiny.end() == 0
 
 
 def test_a_client_that_takes_nothing_lets_others_go_on(tiny: Served, tmp_path: Path) -> None:
-    tiny.start(store=str(tmp_path), patience=2.0)
+    tiny.start(store=str(tmp_path), limits={"PATIENCE_SECONDS": 2.0})
     host, port = tiny.address.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "x" * 20, "temperature": 0, "max_tokens": 1500, "stream": True})
     head = (

@@ -77,7 +77,7 @@ def test_each_prompt_goes_on_from_the_longest_prefix(tmp_path: Path) -> None:
             prompt = asked(book, 1)
             assert desk.ask(prompt) == in_memory(model, prompt)
             assert desk.cached == cached
-        assert len(desk.store.entries) == 3
+        assert len(desk.store.entries()) == 3
         for book in books:
             prompt = asked(book, 2)
             assert desk.ask(prompt) == in_memory(model, prompt)
@@ -85,7 +85,7 @@ def test_each_prompt_goes_on_from_the_longest_prefix(tmp_path: Path) -> None:
             prompt = asked(book, 2)
             assert desk.ask(prompt) == in_memory(model, prompt)
             assert desk.cached == prompt.shape[1] - 1, "the same one: all but its last token"
-        assert len(desk.store.entries) == 3, "a short question is not worth another one"
+        assert len(desk.store.entries()) == 3, "a short question is not worth another one"
     with Desk(model, tmp_path) as desk:  # the same server again
         prompt = asked(books[1], 3)
         assert desk.ask(prompt) == in_memory(model, prompt)
@@ -126,7 +126,7 @@ def test_the_limit_is_held_and_the_oldest_leave(tmp_path: Path) -> None:
         limit = 8 * desk.store.bytes
     with (
         Desk(model, tmp_path, limit) as desk,
-        KVSwapCache.open(model, desk.store.entries[0].path, path=tmp_path),
+        KVSwapCache.open(model, desk.store.entries()[0].path, path=tmp_path),
     ):  # in use: it stays, though it is the oldest
         for seed in range(1, 10):
             desk.ask(text(60, seed))
@@ -146,7 +146,7 @@ def test_damaged_and_foreign_caches_are_left_out_and_stay(tmp_path: Path, caplog
         for seed in (1, 2, 3):
             desk.ask(text(60, seed))
         foreign.ask(text(60, 4))
-        ours = {bytes(e.tokens[:60].tolist()): e.path for e in desk.store.entries}
+        ours = {bytes(e.tokens[:60].tolist()): e.path for e in desk.store.entries()}
     by_seed = {seed: ours[bytes(text(60, seed)[0].tolist())] for seed in (1, 2, 3)}
     state, records = by_seed[1] / "state.safetensors", by_seed[2] / "records.bin"
     os.truncate(state, state.stat().st_size - 1)

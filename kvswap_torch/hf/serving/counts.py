@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 COUNTERS = {
     "requests": "requests to a model, by HTTP status",
+    "refusals": "requests that were refused, by reason",
     "wait_seconds": "time that requests waited in line",
     "prompt_tokens": "tokens of prompts",
     "cached_tokens": "tokens of prompts that were in a cache",
@@ -23,11 +25,19 @@ COUNTERS = {
 GAUGES = {
     "waiting": "requests in line",
     "running": "requests being answered",
+    "connections": "clients that are connected",
+    "resident_bytes": "memory of the process",
+    "open_files": "descriptors of the process",
+    "open_files_max": "descriptors that it may have",
     "store_caches": "saved caches in the store",
     "store_unusable": "of them, those that are damaged or another model's",
+    "store_left_out": "folders of the store that could not be looked at, by reason",
     "store_bytes": "disk space that the store takes",
     "store_limit_bytes": "disk space that it may take",
 }
+
+
+_LABELLED = ("requests", "refusals", "store_left_out")
 
 
 class Counts:
@@ -36,7 +46,7 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str], float] = {
-            (name, ""): 0 for name in (*COUNTERS, *GAUGES) if name != "requests"
+            (name, ""): 0 for name in (*COUNTERS, *GAUGES) if name not in _LABELLED
         }
 
     def add(self, name: str, amount: float = 1, label: str = "") -> None:
@@ -46,6 +56,14 @@ class Counts:
     def set(self, name: str, value: float) -> None:
         with self._lock:
             self._values[name, ""] = value
+
+    def set_each(self, name: str, label: str, values: Mapping[str, float]) -> None:
+        """A gauge with a label: these values, and no other one."""
+        with self._lock:
+            for key in [each for each in self._values if each[0] == name]:
+                del self._values[key]
+            for value, amount in values.items():
+                self._values[name, f'{{{label}="{value}"}}'] = amount
 
     def __getitem__(self, name: str) -> float:
         with self._lock:
@@ -66,3 +84,8 @@ class Counts:
                     if each == name
                 ]
         return "\n".join(lines) + "\n"
+
+
+def status_label(status: int) -> str:
+    """Of `requests`."""
+    return f'{{status="{status}"}}'

@@ -3,143 +3,116 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 from typing import Any
 
-from kvswap_torch.errors import KVSwapError
-from kvswap_torch.hf.serving.counts import Counts
-from kvswap_torch.hf.serving.line import CURRENT, Line, LineClosedError, LineFullError, Turn
+from kvswap_torch.hf.serving import limits
+from kvswap_torch.hf.serving.access import Access
+from kvswap_torch.hf.serving.asked import Asked, read_request
+from kvswap_torch.hf.serving.bodies import Bodies
+from kvswap_torch.hf.serving.counts import Counts, status_label
+from kvswap_torch.hf.serving.fields import PATHS
+from kvswap_torch.hf.serving.health import Health
+from kvswap_torch.hf.serving.limits import Limits
+from kvswap_torch.hf.serving.line import Line, LineClosedError, LineFullError, Turn
+from kvswap_torch.hf.serving.refusal import RefusedError, error_reply, shown
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-BODY_BYTES_MAX = 64 << 20
-NESTING_MAX = 100  # levels of a request's JSON
-PATIENCE_SECONDS = 60.0  # for a client that sends or takes nothing, while others wait
-_TEXTS = ("text", "input_text", "output_text", "refusal")
-# Of transformers' generation_config: each has a cache, or sequences, of its own, or begins again
-# with the whole prompt.
-ALONE: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "use_cache": True,
-    "cache_implementation": None,
-    "prompt_lookup_num_tokens": None,
-    "assistant_early_exit": None,
-    "use_mtp": None,
-}
-# Of a request: what transformers' server would take, and answer as if it were not there.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-}
-# Of chat_template_kwargs: these are no template's own.
-_NO_TEMPLATES = (
-    *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "tokenizer_kwargs", "processor_kwargs"),
-)
-
-
-class RefusedError(KVSwapError):
-    """A request that is not answered, and its HTTP status."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+_CLOSE = (b"connection", b"close")
 
 
 class Front:
-    """An ASGI application around the one that generates.
+    """An ASGI application around what generates.
 
     Parameters
     ----------
-    app
-        What answers a request of `PATHS`, `CURRENT` being set.
+    answers
+        `check(asked)`, and `answer(asked, turn, request_id)`, which gives an ASGI response.
     name
         The model's.
-    keys
-        Who has one of them may ask; none: anybody who reaches the server.
-    hosts
-        What requests may call the server; none: anything. A page of another site that a browser on
-        this machine shows could otherwise ask a server that listens on localhost.
+    access
+        Who may ask.
+    health
+        Whether the server can answer.
+    bounds
+        What one client may take.
     """
 
     def __init__(
         self,
-        app: Callable,
+        answers: Any,
         name: str,
         line: Line,
         counts: Counts,
-        keys: Sequence[str] = (),
-        hosts: Sequence[str] = (),
+        access: Access,
+        health: Health,
+        bounds: Limits,
     ) -> None:
-        self._app = app
+        self._answers = answers
         self.name = name
         self._line = line
         self._counts = counts
-        self._keys = [key.encode() for key in keys]
-        self._hosts = hosts
+        self._access = access
+        self._health = health
+        self._bounds = bounds
+        self._bodies = Bodies(bounds)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            raise RuntimeError(f"serve: there is nothing but HTTP here, got {scope['type']}")
         try:
             await self._serve(scope, receive, send)
         except RefusedError as error:
+            self._counts.add("refusals", label=f'{{reason="{error.reason}"}}')
             if scope["path"] in PATHS:
-                self._counts.add("requests", label=_status(error.status))
-            await _reply(send, error.status, json.dumps(error_reply(str(error), error.code)))
+                self._counts.add("requests", label=status_label(error.status))
+            await _refuse(receive, send, error)
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
         method, path = scope["method"], scope["path"]
         headers = {name.lower(): value for name, value in scope["headers"]}
-        self._check_host(headers)
-        if (method, path) == ("GET", "/health"):
-            return await _reply(send, 200, json.dumps({"status": "ok", "model": self.name}))
-        self._check_key(headers)
-        if (method, path) == ("GET", "/metrics"):
-            self._counts.set("waiting", self._line.waiting)
-            self._counts.set("running", self._line.running)
+        self._access.check_host(headers)
+        if method == "GET" and path == "/health":
+            return await _reply(send, 200, {"status": "ok", "model": self.name})
+        if method == "GET" and path == "/ready":
+            reasons = await self._health.reasons()
+            status = "not ready" if reasons else "ready"
+            said = {"status": status, "model": self.name, "reasons": reasons}
+            return await _reply(send, 503 if reasons else 200, said)
+        owner = self._access.owner(headers)
+        if method == "GET" and path == "/metrics":
+            self._health.measure()
             return await _reply(send, 200, self._counts.text(), b"text/plain; version=0.0.4")
-        if (method, path) == ("GET", "/v1/models"):
-            model = {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
-            return await _reply(send, 200, json.dumps({"object": "list", "data": [model]}))
+        if method == "GET" and path.startswith("/v1/models"):
+            return await _reply(send, 200, self._models(path))
         if path not in PATHS:
-            raise RefusedError(404, f"there is no {path} here; there are {', '.join(PATHS)}")
+            said = f"there is no {shown(path)[1:-1]} here; there are {', '.join(PATHS)}"
+            raise RefusedError(404, said)
         if method != "POST":
-            raise RefusedError(405, f"{path} must be asked with POST, got {method}")
+            raise RefusedError(405, f"{path} must be asked with POST, got {shown(method)}")
         if not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
             raise RefusedError(415, "the content type must be application/json")
-        body = await _body(receive)
-        check_request(body, self.name)
-        await self._in_turn(scope, receive, send, body)
+        with _as_refusals(), self._bodies.read(headers) as read:
+            self._line.check()  # nothing is read for those who would be sent away
+            asked = read_request(path, await read(receive), self.name, self._bounds)
+            self._answers.check(asked)
+            await self._in_turn(scope, receive, send, asked, Turn(owner))
 
-    def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        host = headers.get(b"host", b"").decode("latin-1")
-        host = host[: host.rfind("]") + 1] if host.startswith("[") else host.split(":")[0]
-        if self._hosts and host not in self._hosts:
-            raise RefusedError(403, f"the server is {' or '.join(self._hosts)}, got {host!r}")
+    def _models(self, path: str) -> dict[str, Any]:
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
+        if path == "/v1/models":
+            return {"object": "list", "data": [model]}
+        if path != f"/v1/models/{self.name}":
+            said = shown(path.removeprefix("/v1/models/"))
+            raise RefusedError(404, f"the model is {self.name!r}, got {said}", "model_not_found")
+        return model
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if matches and not any(matches):
-            raise RefusedError(401, "the API key must be one of the server's", "invalid_api_key")
-
-    async def _in_turn(self, scope: dict, receive: Callable, send: Callable, body: bytes) -> None:
-        turn, began = Turn(), time.monotonic()
+    async def _in_turn(
+        self, scope: dict, receive: Callable, send: Callable, asked: Asked, turn: Turn
+    ) -> None:
+        began = time.monotonic()
         entering = asyncio.ensure_future(self._line.enter())
         hanging_up = asyncio.ensure_future(_hang_up(receive, turn))
         try:
@@ -149,9 +122,7 @@ class Front:
                 return
             entering.result()
             self._counts.add("wait_seconds", time.monotonic() - began)
-            await self._answer(scope, hanging_up, send, body, turn)
-        except (LineFullError, LineClosedError) as error:
-            raise RefusedError(503, str(error)) from error
+            await self._answer(scope, hanging_up, send, asked, turn)
         finally:
             turn.gone.set()  # where the server ends at once, nobody else says it
             hanging_up.cancel()
@@ -159,149 +130,61 @@ class Front:
                 self._line.leave()
 
     async def _answer(
-        self, scope: dict, hanging_up: asyncio.Future, send: Callable, body: bytes, turn: Turn
+        self, scope: dict, hanging_up: asyncio.Future, send: Callable, asked: Asked, turn: Turn
     ) -> None:
-        bodies = [{"type": "http.request", "body": body, "more_body": False}]
         is_whole = is_stalled = False
+        request_id = _request_id(scope)
 
         async def receive() -> dict:
-            if bodies:
-                return bodies.pop()
             await asyncio.wait({hanging_up})
             return {"type": "http.disconnect"}
 
         async def count_and_send(message: dict) -> None:
             nonlocal is_whole, is_stalled
             if message["type"] == "http.response.start":
-                self._counts.add("requests", label=_status(message["status"]))
+                self._counts.add("requests", label=status_label(message["status"]))
+                message["headers"] = [*message["headers"], *_more(asked, request_id)]
             elif not message.get("more_body"):
                 is_whole = True
             try:
-                await asyncio.wait_for(send(message), PATIENCE_SECONDS)
+                await asyncio.wait_for(send(message), limits.PATIENCE_SECONDS)
             except TimeoutError:
                 is_stalled = True  # others wait
                 turn.gone.set()
                 raise ConnectionError("the client takes nothing") from None
 
-        token = CURRENT.set(turn)
         try:
-            await self._app(scope, receive, count_and_send)
-        except Exception:
-            if not is_stalled:
+            response = await self._answers.answer(asked, turn, request_id)
+            await response(scope, receive, count_and_send)
+        except Exception as error:
+            if isinstance(error, RefusedError) or not is_stalled:
                 raise
         finally:
-            CURRENT.reset(token)
             if turn.gone.is_set() and not is_whole:
                 self._counts.add("gone")
 
 
-def error_reply(message: str, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": "error", "code": code}}
+class _as_refusals:
+    """What the line says becomes a reply."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, LineFullError):
+            raise RefusedError(503, str(error), reason="line_full") from error
+        if isinstance(error, LineClosedError):
+            raise RefusedError(503, str(error), reason="ending") from error
 
 
-def check_request(body: bytes, name: str) -> None:
-    """What every request must be, before it waits.
-
-    Raises
-    ------
-    RefusedError
-        It is not.
-    """
-    request = _parsed(body, "the body must be JSON")
-    if not isinstance(request, dict):
-        raise RefusedError(400, f"the body must be a JSON object, got {type(request).__name__}")
-    asked = request.get("model", name)
-    if asked != name:
-        raise RefusedError(404, f"the model must be {name!r}, got {asked!r}", "model_not_found")
-    for field, only in _ONLY.items():
-        if request.get(field) is not None and request[field] not in only:
-            must = f"be {' or '.join(map(json.dumps, only))}" if only else "be left out"
-            raise RefusedError(400, f"{field} must {must}: this server has nothing else")
-    _check_stop(request.get("stop"))
-    _check_template(request.get("chat_template_kwargs"))
-    if request.get("generation_config") is not None:
-        _check_generation(request["generation_config"])
-    for field in ("messages", "input"):
-        if field in request and not isinstance(request[field], str):
-            _check_messages(request[field], field)
-    if "messages" in request and isinstance(request["messages"], str):
-        raise RefusedError(400, "messages must be a list of messages, got a text")
+def _request_id(scope: dict) -> str:
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    is_one = given.isascii() and given.isprintable() and len(given) <= limits.REQUEST_ID_MAX
+    return given if given and is_one else str(uuid.uuid4())
 
 
-def _parsed(text: Any, must: str) -> Any:
-    """What JSON stands for, as deep as those who handle it by recursion can take."""
-    try:
-        value = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise RefusedError(400, f"{must}: {error}") from error
-    except RecursionError as error:
-        raise RefusedError(400, f"{must} of at most {NESTING_MAX} levels") from error
-    level, depth = [value], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        if depth > NESTING_MAX:
-            raise RefusedError(400, f"{must} of at most {NESTING_MAX} levels")
-        level = [
-            part for each in level for part in (each.values() if isinstance(each, dict) else each)
-        ]
-    return value
-
-
-def _check_messages(messages: Any, field: str) -> None:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise RefusedError(400, f"{field} must be a list of messages, each a JSON object")
-    if not messages:
-        raise RefusedError(400, f"{field} must hold a message, and is empty")
-    for message in messages:
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _TEXTS:
-                raise RefusedError(400, f"{field} must be text: no images, no sound; got {kind!r}")
-
-
-def _check_stop(given: Any) -> None:
-    texts = given if isinstance(given, list) else [given]
-    if given is not None and not all(isinstance(text, str) and text for text in texts):
-        raise RefusedError(400, f"stop must be a text or texts, none empty, got {given!r}")
-
-
-def _check_template(given: Any) -> None:
-    if given is None:
-        return
-    if not isinstance(given, dict):
-        raise RefusedError(400, "chat_template_kwargs must be a JSON object")
-    wrong = [name for name in _NO_TEMPLATES if name in given]
-    if wrong:
-        raise RefusedError(400, f"chat_template_kwargs must be without {', '.join(wrong)}")
-
-
-def _check_generation(config: Any) -> None:
-    must = "generation_config must be a JSON object as text"
-    settings = _parsed(config, must)
-    if not isinstance(settings, dict):
-        raise RefusedError(400, f"{must}, got {type(settings).__name__}")
-    wrong = [name for name, only in ALONE.items() if settings.get(name, only) != only]
-    if wrong:
-        raise RefusedError(400, f"generation_config must be without {', '.join(wrong)}")
-
-
-async def _body(receive: Callable) -> bytes:
-    pieces, size, more = [], 0, True
-    while more:
-        try:
-            message = await asyncio.wait_for(receive(), PATIENCE_SECONDS)
-        except TimeoutError:
-            raise RefusedError(408, "the body must come without long pauses") from None
-        if message["type"] == "http.disconnect":
-            raise RefusedError(400, "the client hung up")
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > BODY_BYTES_MAX:
-            raise RefusedError(413, f"the body must have at most {BODY_BYTES_MAX} bytes")
-        more = message.get("more_body", False)
-    return b"".join(pieces)
+def _more(asked: Asked, request_id: str) -> list[tuple[bytes, bytes]]:
+    ignored = [(b"x-kvswap-ignored", ", ".join(asked.ignored).encode())] if asked.ignored else []
+    return [(b"x-request-id", request_id.encode()), *ignored]
 
 
 async def _hang_up(receive: Callable, turn: Turn) -> None:
@@ -311,14 +194,31 @@ async def _hang_up(receive: Callable, turn: Turn) -> None:
     turn.gone.set()
 
 
-def _status(status: int) -> str:
-    return f'{{status="{status}"}}'
+async def _refuse(receive: Callable, send: Callable, error: RefusedError) -> None:
+    """Replies; what a client still sends is read for a moment, or the reply would be lost to it."""
+    more = [(b"retry-after", b"1")] if error.status == 503 else []
+    said = error_reply(str(error), error.code)
+    if error.status not in (408, 413) and error.reason != "bodies":
+        return await _reply(send, error.status, said, more=more)
+    await _reply(send, error.status, said, more=[*more, _CLOSE], is_whole=False)
+    try:
+        async with asyncio.timeout(limits.LINGER_SECONDS):
+            while (message := await receive()).get("more_body"):
+                del message
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b""})
 
 
-async def _reply(send: Callable, status: int, text: str, kind: bytes = b"application/json") -> None:
-    body = text.encode()
-    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
+async def _reply(
+    send: Callable,
+    status: int,
+    said: Any,
+    kind: bytes = b"application/json",
+    more: Any = (),
+    is_whole: bool = True,
+) -> None:
+    body = (said if isinstance(said, str) else json.dumps(said)).encode()
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": not is_whole})

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from contextvars import ContextVar
+from typing import Any
 
 from kvswap_torch.errors import KVSwapError
 
@@ -21,18 +22,24 @@ class LineClosedError(KVSwapError):
 class Turn:
     """One request's: what its parts know of one another.
 
-    `gone` is set when its client hangs up; `has_stopped`, when one of `stops` has ended its answer.
+    `gone` is set when its client hangs up; `has_stopped`, when one of `stops` has ended its answer;
+    `is_cut`, when its longest length or time has (`ends`, by the monotonic clock). Caches are those
+    of `owner` alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "") -> None:
+        self.owner = owner
         self.gone = threading.Event()
         self.cached_tokens = 0
         self.stops: tuple[str, ...] = ()
         self.has_stopped = False
+        self.ends = float("inf")
+        self.is_cut = False
+        self.tells_usage = False
 
 
-# Of the request that runs in this context.
-CURRENT: ContextVar[Turn] = ContextVar("kvswap_turn")
+# Of the request that runs in this context, and what it asks.
+CURRENT: ContextVar[tuple[Turn, Any]] = ContextVar("kvswap_turn")
 
 
 class Line:
@@ -55,8 +62,32 @@ class Line:
         return len(self._waiting)
 
     @property
+    def is_full(self) -> bool:
+        return self._is_taken and len(self._waiting) >= self._waiting_max
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
     def running(self) -> int:
         return int(self._is_taken)
+
+    def check(self) -> None:
+        """Whether one more may wait.
+
+        Raises
+        ------
+        LineFullError, LineClosedError
+            It may not.
+        """
+        if self._is_closed:
+            raise LineClosedError("serve: the server ends")
+        if self.is_full:
+            raise LineFullError(
+                f"serve: at most {self._waiting_max} requests may wait (--queue), and as many do; "
+                "try again later"
+            )
 
     async def enter(self) -> None:
         """Returns when it is the caller's turn, which `leave` ends.
@@ -66,16 +97,10 @@ class Line:
         LineFullError, LineClosedError
             It will not be.
         """
-        if self._is_closed:
-            raise LineClosedError("serve: the server ends")
+        self.check()
         if not self._is_taken:
             self._is_taken = True
             return
-        if len(self._waiting) >= self._waiting_max:
-            raise LineFullError(
-                f"serve: at most {self._waiting_max} requests may wait (--queue), and as many do; "
-                "try again later"
-            )
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         try:

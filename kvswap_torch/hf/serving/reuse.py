@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ _COUNTED = {"read_bytes": "bytes_read", "written_bytes": "bytes_written",
 
 class GoneError(KVSwapError):
     """The client has hung up: nobody waits for the rest."""
+
+
+class LateError(GoneError):
+    """The longest time for an answer is over before there is a token of it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class PrefixReuse:
         self._cache: KVSwapCache | None = None
         self._entry: Entry | None = None  # what the cache was opened from
         self._prompt: torch.Tensor | None = None  # the first one that the cache has read
+        self._owner = ""  # whose prompts the cache has read
         self._counted: dict[str, float] = {}
         self._can_crop = True
         self._reuses = not changes_with_length(model_parts(model))
@@ -85,8 +90,7 @@ class PrefixReuse:
         GoneError
             The client hung up; what was read until then stays in the cache.
         """
-        with contextlib.suppress(OSError):  # a store that is away for a while
-            self._store.refresh()
+        self._store.refresh()
         prompt = arguments["input_ids"][0].to("cpu", torch.int32)
         stream = _Stream(streamer)
         try:
@@ -137,6 +141,9 @@ class PrefixReuse:
 
     def _go_on(self, prompt: torch.Tensor, turn: Turn) -> None:
         """Makes the cache begin with as much of the prompt as any."""
+        if turn.owner != self._owner:
+            self._leave_cache()
+            self._owner = turn.owner
         for length, entry in self._candidates(prompt):
             if self._take(entry, length):
                 turn.cached_tokens = length
@@ -148,7 +155,10 @@ class PrefixReuse:
         """The longest first, the open cache (None) before saved ones."""
         if not self._reuses:
             return []
-        caches = [(self._tokens(), None), *((e.tokens, e) for e in self._store.entries)]
+        caches = [
+            (self._tokens(), None),
+            *((e.tokens, e) for e in self._store.entries(self._owner)),
+        ]
         found = []
         for tokens, entry in caches:
             length = min(common_tokens(tokens, prompt), len(prompt) - 1)  # one is computed
@@ -171,7 +181,7 @@ class PrefixReuse:
                     max_batch=1,
                     probe=not entry.is_probed,
                 )
-            except KVSwapError as error:
+            except Exception as error:  # of this cache: another one, or none, answers
                 if not is_passing(error):
                     self._store.set_aside(entry, error)
                 return False
@@ -246,12 +256,10 @@ class PrefixReuse:
         begun = self._cache.get_seq_length()
         most = self._options.prefill_chunk if self._reuses else ids.shape[1]
         for begin, end in even_chunks(ids.shape[1] - begun, most)[:-1]:
-            if turn.gone.is_set():
-                raise GoneError("serve: the client hung up")
+            _check(turn)
             chunk = ids[:, begun + begin : begun + end]
             self._cache.parts.decoder(input_ids=chunk, past_key_values=self._cache, use_cache=True)
-        if turn.gone.is_set():
-            raise GoneError("serve: the client hung up")
+        _check(turn)
 
     # Afterwards.
 
@@ -265,9 +273,9 @@ class PrefixReuse:
             return
         if not self._reuses:
             return
-        if len(tokens) - self._store.covered(tokens) < self._options.save_from:
+        if len(tokens) - self._store.covered(tokens, self._owner) < self._options.save_from:
             return
-        self._store.save(self._cache, self._prompt)
+        self._store.save(self._cache, self._prompt, self._owner)
         if not self._store.is_within_limit:
             # A file with holes, larger than it was thought to be; in use, it could not leave.
             self._leave_cache()
@@ -279,6 +287,16 @@ class PrefixReuse:
             value = getattr(stats, field)
             self._counts.add(name, value - self._counted.get(name, 0))
             self._counted[name] = value
+
+
+def _check(turn: Turn) -> None:
+    if turn.gone.is_set():
+        raise GoneError("serve: the client hung up")
+    if time.monotonic() >= turn.ends:
+        raise LateError(
+            "serve: the prompt could not be read in the longest time for an answer "
+            "(--answer-seconds); what was read is kept: ask again"
+        )
 
 
 class _Hung(StoppingCriteria):

@@ -1,6 +1,7 @@
 """Where transformers' server and ours meet: nothing else imports ``transformers.cli.serving``.
 
-Its handlers read requests, apply chat templates, make replies and events. Ours is what generates.
+Its handlers make replies and events, and find calls of tools. What a request may say, what the chat
+template gets and what generates is ours.
 """
 
 from __future__ import annotations
@@ -9,21 +10,35 @@ import asyncio
 import errno
 import importlib
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kvswap_torch.errors import BudgetError, StorageError
+from kvswap_torch.hf.serving.asked import Asked
 from kvswap_torch.hf.serving.counts import Counts
-from kvswap_torch.hf.serving.front import error_reply
+from kvswap_torch.hf.serving.fields import COMPLETIONS, PATHS, RESPONSES
+from kvswap_torch.hf.serving.limits import Limits
 from kvswap_torch.hf.serving.line import CURRENT, Turn
-from kvswap_torch.hf.serving.reuse import GoneError, PrefixReuse
-from kvswap_torch.hf.serving.stops import EndedQueue, end_reply, tell_why
+from kvswap_torch.hf.serving.prompts import Prompts
+from kvswap_torch.hf.serving.refusal import RefusedError
+from kvswap_torch.hf.serving.replies import told, whole
+from kvswap_torch.hf.serving.reuse import GoneError, LateError, PrefixReuse
+from kvswap_torch.hf.serving.sampling import (
+    Ending,
+    Penalties,
+    StopTexts,
+    drawn_from,
+    generation_config,
+)
+from kvswap_torch.hf.serving.stops import EndedQueue
+from kvswap_torch.hf.serving.store import reason_of
 
 # Module of transformers.cli.serving -> what it must have.
 NAMES = {
-    "server": ("build_server",),
-    "utils": ("GenerateManager", "GenerationState", "Modality", "_GenerationCancelled"),
+    "utils": ("GenerateManager", "_GenerationCancelled", "get_response_template"),
     "chat_completion": ("ChatCompletionHandler",),
     "completion": ("CompletionHandler",),
     "response": ("ResponseHandler",),
@@ -58,40 +73,20 @@ def names() -> dict[str, Any]:
     return found
 
 
-class _Pinned:
-    """The one model, in the place of transformers' manager of many."""
-
-    def __init__(self, name: str, model: Any, tokenizer: Any, modality: Any) -> None:
-        self.force_model = name
-        self._loaded = model, tokenizer
-        self._modality = modality
-
-    def process_model_name(self, name: str) -> str:
-        return name
-
-    def load_model_and_processor(self, name: str, **rest: Any) -> tuple[Any, Any]:
-        return self._loaded
-
-    def get_model_modality(self, model: Any, processor: Any = None) -> Any:
-        return self._modality
-
-    def shutdown(self) -> None:
-        """The model stays until the process ends."""
-
-
 class _Answering:
     """What a generate manager treats as the model: `PrefixReuse` for one request."""
 
     def __init__(
-        self, reuse: PrefixReuse, turn: Turn, counts: Counts, cancelled: type[Exception]
+        self, answers: Answers, turn: Turn, asked: Asked, counts: Counts, cancelled: type[Exception]
     ) -> None:
-        self._reuse, self._turn, self._counts = reuse, turn, counts
+        self._answers, self._turn, self._asked, self._counts = answers, turn, asked, counts
         self._cancelled = cancelled
 
     def generate(self, **arguments: Any) -> Any:
         prompt = arguments["input_ids"].shape[1]
+        del arguments["tokenizer"]  # for stop texts in its vocabulary, which are ours
         try:
-            ids = self._reuse.generate(self._turn, **arguments)
+            ids = self._answers.generate(self._turn, self._asked, arguments)
         except Exception as error:
             if "streamer" not in arguments or isinstance(error, self._cancelled):
                 raise
@@ -103,7 +98,7 @@ class _Answering:
         return ids
 
 
-def _manager(found: dict[str, Any], reuse: PrefixReuse, max_context: int, counts: Counts) -> Any:
+def _manager(found: dict[str, Any], answers: Answers, counts: Counts) -> Any:
     class Manager(found["GenerateManager"]):
         """Generates with `PrefixReuse`, and saves afterwards, on the one thread."""
 
@@ -114,175 +109,153 @@ def _manager(found: dict[str, Any], reuse: PrefixReuse, max_context: int, counts
         def generate_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
         ) -> Any:
-            answering = self._admit(inputs, gen_config)
+            turn, asked = CURRENT.get()
+            answering = _Answering(answers, turn, asked, counts, found["_GenerationCancelled"])
             pieces, streamer = super().generate_streaming(
                 answering, processor, inputs, gen_config, **rest
             )
-            self.submit(reuse.settle)
-            turn = CURRENT.get()
+            self.submit(answers.reuse.settle)
             return EndedQueue(pieces, turn) if turn.stops else pieces, streamer
 
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
         ) -> Any:
-            answering = self._admit(inputs, gen_config)
+            turn, asked = CURRENT.get()
+            answering = _Answering(answers, turn, asked, counts, found["_GenerationCancelled"])
             try:
                 return await super().generate_non_streaming(
                     answering, processor, inputs, gen_config, **rest
                 )
             finally:
-                self.submit(reuse.settle)
-
-        def _admit(self, inputs: Any, gen_config: Any) -> _Answering:
-            from fastapi import HTTPException
-
-            tokens = inputs["input_ids"].shape[-1]
-            if tokens == 0:
-                raise HTTPException(400, "the prompt must have tokens, and has none")
-            if tokens >= max_context:
-                raise HTTPException(
-                    400,
-                    f"the prompt must be shorter than {max_context} tokens, which is the longest "
-                    f"context here, got {tokens}",
-                )
-            room, asked = max_context - tokens, gen_config.max_new_tokens
-            if asked is not None and asked < 1:
-                raise HTTPException(
-                    400,
-                    "the longest answer must be at least 1 token (max_tokens, max_output_tokens; "
-                    f"max_new_tokens of a generation_config), got {asked}",
-                )
-            gen_config.max_new_tokens = room if asked is None else min(asked, room)
-            gen_config.return_dict_in_generate = False
-            return _Answering(reuse, CURRENT.get(), counts, found["_GenerationCancelled"])
+                self.submit(answers.reuse.settle)
 
     return Manager()
 
 
-def _handler(base: type, last_event: str = "") -> type:
-    class Handler(base):
-        """Says what is wrong with a request, and how many tokens were in a cache.
+class Answers:
+    """Answers requests with transformers' handlers, one at a time.
 
-        Samples at a temperature above 0, and ends before a `stop` text, as OpenAI's does.
-        """
-
-        def _build_generation_config(self, body: dict, *args: Any, **kwargs: Any) -> Any:
-            stop = body.get("stop") or None  # no text in a list is none
-            config = super()._build_generation_config(body | {"stop": stop}, *args, **kwargs)
-            if body.get("temperature"):
-                config.do_sample = True
-            CURRENT.get().stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-            return config
-
-        async def handle_request(self, body: dict, request_id: str) -> Any:
-            from fastapi import HTTPException
-            from jinja2 import TemplateError
-
-            body.setdefault("stream", False)  # transformers streams responses unless it is there
-            try:
-                response = await super().handle_request(body, request_id)
-            except GoneError as error:
-                raise HTTPException(499, str(error)) from error
-            except BudgetError as error:
-                raise HTTPException(400, str(error)) from error
-            except StorageError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                raise HTTPException(507 if is_full else 500, str(error)) from error
-            except TemplateError as error:
-                raise HTTPException(
-                    400, f"the messages must be what the model's chat template takes: {error}"
-                ) from error
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                said = f"{type(error).__name__}: {error}"
-                raise HTTPException(400, f"the request must be one of OpenAI's: {said}") from error
-            except (RuntimeError, OSError) as error:
-                raise HTTPException(500, f"{type(error).__name__}: {error}") from error
-            return _as_openais(response, CURRENT.get(), last_event)
-
-    return Handler
-
-
-def build_app(
-    model: Any, tokenizer: Any, name: str, max_context: int, reuse: PrefixReuse, counts: Counts
-) -> tuple[Any, Callable[[], None]]:
-    """An ASGI application that answers POST requests, and what ends it: all is saved then.
-
-    `CURRENT` must be set where it is called, and one request runs at a time.
+    Parameters
+    ----------
+    model, tokenizer
+        What is served, as `name`.
+    reuse
+        What generates.
+    bounds
+        The longest context, and the longest time for an answer.
     """
-    found = names()
-    manager = _manager(found, reuse, max_context, counts)
 
-    class State(found["GenerationState"]):
-        def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-            return manager
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        reuse: PrefixReuse,
+        bounds: Limits,
+        counts: Counts,
+    ) -> None:
+        found = names()
+        self._model, self._tokenizer, self._name = model, tokenizer, name
+        self.reuse = reuse
+        self._bounds = bounds
+        self._manager = _manager(found, self, counts)
+        handlers = ("ChatCompletionHandler", "CompletionHandler", "ResponseHandler")
+        self._handlers = {
+            path: found[handler](model_manager=None, generation_state=None)
+            for path, handler in zip(PATHS, handlers, strict=True)
+        }
+        template = found["get_response_template"](tokenizer, model) or {}
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._prompts = Prompts(
+            tokenizer, bounds.max_context, vocabulary, "tool_calls" in template.get("fields", {})
+        )
 
-    pinned = _Pinned(name, model, tokenizer, found["Modality"].LLM)
-    state = State()
-    kinds = {"ChatCompletionHandler": _DONE, "CompletionHandler": _DONE, "ResponseHandler": ""}
-    chat, completion, response = (
-        _handler(found[kind], last)(model_manager=pinned, generation_state=state)
-        for kind, last in kinds.items()
-    )
-    app = found["build_server"](pinned, chat, completion, response, None, None, state)
-    _word_errors(app)
+    def check(self, asked: Asked) -> None:
+        """Before it waits.
 
-    def finish() -> None:
-        manager.submit(reuse.close).result()
+        Raises
+        ------
+        RefusedError
+            The model has not what is asked for.
+        """
+        self._prompts.check(asked)
 
-    return app, finish
+    async def answer(self, asked: Asked, turn: Turn, request_id: str) -> Any:
+        """A response, itself an ASGI application.
+
+        Raises
+        ------
+        RefusedError
+            There is none, and why.
+        """
+        turn.stops, turn.tells_usage = asked.stops, asked.tells_usage
+        turn.ends = time.monotonic() + self._bounds.answer_seconds
+        token = CURRENT.set((turn, asked))
+        try:
+            return await self._answer(asked, turn, request_id)
+        except Exception as error:
+            raise _refusal(error) from error
+        finally:
+            CURRENT.reset(token)
+
+    async def _answer(self, asked: Asked, turn: Turn, request_id: str) -> Any:
+        ids = await asyncio.to_thread(self._prompts.read, asked)
+        inputs = {"input_ids": ids.to(self._model.device)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        room = self._bounds.max_context - ids.shape[1]
+        config = generation_config(self._model, asked, room)
+        handler = self._handlers[asked.path]
+        # In the order of transformers' 5.23.
+        given = [request_id, self._model, self._tokenizer, self._name]
+        given += [{}] if asked.path == RESPONSES else []
+        given += [inputs, config, self._manager]
+        given += [None if asked.path == COMPLETIONS else asked.tools]  # no suffix
+        if asked.is_streamed:
+            response = handler._streaming(*given)
+            last = "" if asked.path == RESPONSES else _DONE
+            response.body_iterator = told(response.body_iterator, turn, last)
+            return response
+        return whole(await handler._non_streaming(*given), turn)
+
+    def generate(self, turn: Turn, asked: Asked, arguments: dict[str, Any]) -> Any:
+        """On the manager's thread."""
+        prompt = arguments["input_ids"].shape[1]
+        criteria = [Ending(turn, prompt, arguments["generation_config"])]
+        if turn.stops:
+            criteria.append(StopTexts(self._tokenizer, turn, prompt))
+        penalties = Penalties(asked, prompt)
+        processors = [penalties] if penalties.is_needed else []
+        with drawn_from(asked.seed, self._model.device):
+            return self.reuse.generate(
+                turn, **arguments, stopping_criteria=criteria, logits_processor=processors
+            )
+
+    def finish(self) -> None:
+        """Waits for what is being saved, and frees the cache."""
+        self._manager.submit(self.reuse.close).result()
 
 
-def _word_errors(app: Any) -> None:
-    """In OpenAI's form, as `Front` words its own."""
-    from fastapi import HTTPException, Request
-    from fastapi.responses import JSONResponse
+def _refusal(error: Exception) -> RefusedError:
+    from fastapi import HTTPException
+    from jinja2 import TemplateError
 
-    @app.exception_handler(HTTPException)
-    async def word(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_reply(error.detail), error.status_code)
-
-
-# What a reply says.
-
-
-def _as_openais(response: Any, turn: Turn, last_event: str) -> Any:
-    """The reply with the number of cached tokens in its usage, and the end that OpenAI's has."""
-    from fastapi.responses import JSONResponse
-
-    if hasattr(response, "body_iterator"):
-        response.body_iterator = _told(response.body_iterator, turn, last_event)
-        return response
-    content = json.loads(response.body)
-    end_reply(content, turn)
-    _tell(content, turn)
-    return JSONResponse(content, response.status_code)
-
-
-async def _told(events: Any, turn: Turn, last_event: str) -> AsyncIterator[str]:
-    async with aclosing(events):
-        async for text in events:
-            is_told = '"usage"' in text or '{"error": "' in text
-            yield _tell_lines(text, turn) if is_told else text
-    if last_event:
-        yield last_event
-
-
-def _tell_lines(text: str, turn: Turn) -> str:
-    lines = []
-    for line in text.split("\n"):
-        if line.startswith("data: {"):
-            content = json.loads(line.removeprefix("data: "))
-            if isinstance(content.get("error"), str):
-                content |= error_reply(content["error"])
-            _tell(content, turn)
-            line = f"data: {json.dumps(content)}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _tell(content: dict[str, Any], turn: Turn) -> None:
-    tell_why(content, turn)
-    usage = content.get("usage") or (content.get("response") or {}).get("usage")
-    if usage:
-        name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-        usage.setdefault(name, {})["cached_tokens"] = turn.cached_tokens
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, GoneError):
+        return RefusedError(499, str(error))
+    if isinstance(error, LateError):
+        return RefusedError(503, str(error), reason="late")
+    if isinstance(error, BudgetError):
+        return RefusedError(400, str(error), reason="budget")
+    if isinstance(error, StorageError):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return RefusedError(507 if is_full else 500, str(error), reason=reason_of(error))
+    if isinstance(error, TemplateError):
+        told = f"the messages must be what the model's chat template takes: {error}"
+        return RefusedError(400, told, reason="template")
+    if isinstance(error, HTTPException):
+        return RefusedError(error.status_code, str(error.detail))
+    if isinstance(error, LookupError | TypeError | ValueError | AttributeError | ArithmeticError):
+        return RefusedError(400, f"the request must be one that the model takes: {said}")
+    return RefusedError(500, said)

@@ -17,13 +17,35 @@ from typing import Any
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.serving import seam
+from kvswap_torch.hf.serving.access import Access
+from kvswap_torch.hf.serving.connections import Connections, protocol
 from kvswap_torch.hf.serving.counts import Counts
-from kvswap_torch.hf.serving.front import ALONE, Front
+from kvswap_torch.hf.serving.front import Front
+from kvswap_torch.hf.serving.health import Health
+from kvswap_torch.hf.serving.limits import (
+    BACKLOG,
+    HEAD_SECONDS,
+    Limits,
+    connections_of_process,
+)
 from kvswap_torch.hf.serving.line import Line
 from kvswap_torch.hf.serving.reuse import CacheOptions, PrefixReuse
 from kvswap_torch.hf.serving.store import CacheStore
+from kvswap_torch.hf.serving.troubles import OnceAMinute
 
 logger = logging.getLogger(__name__)
+# Of a model's own generation settings: each has a cache, or sequences, of its own, or begins again
+# with the whole prompt.
+ALONE: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": None,
+}
+_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 5  # for clients that take nothing, once nothing is answered any more
 
 
@@ -41,8 +63,12 @@ class ServerOptions:
         0: a free port.
     keys
         API keys; without one, only this machine is listened to.
+    shares_store
+        Whether all keys go on from one another's caches; else each has its own.
     queue
         Requests that may wait beside the one that runs.
+    answer_seconds
+        Longest time from a request's turn to the end of its answer.
     """
 
     name: str
@@ -51,7 +77,9 @@ class ServerOptions:
     host: str = "localhost"
     port: int = 8000
     keys: Sequence[str] = ()
+    shares_store: bool = False
     queue: int = 64
+    answer_seconds: float = 3600.0
 
 
 def is_local(host: str) -> bool:
@@ -82,28 +110,31 @@ class Server:
                 "can reach"
             )
         seam.names()
+        self._connections = Connections(connections_of_process())
         self.counts = Counts()
         parts = model_parts(model)
         self.store = CacheStore(options.store, options.store_limit_bytes, parts, self.counts)
         context = caches.max_context or getattr(parts.config, "max_position_embeddings", None)
         if caches.kv_memory_bytes is not None:  # what is promised must have a place
             caches = dataclasses.replace(caches, max_context=context)
-        context = context or 1 << 30
+        bounds = Limits(context or 1 << 30, options.answer_seconds)
         reuse = PrefixReuse(model, self.store, caches, self.counts)
         reuse.try_opening()
         _generate_alone(model)
-        app, self._finish = seam.build_app(
-            model, tokenizer, options.name, context, reuse, self.counts
-        )
+        answers = seam.Answers(model, tokenizer, options.name, reuse, bounds, self.counts)
+        self._finish = answers.finish
         self._line = Line(options.queue)
-        hosts = ("localhost", "127.0.0.1", "[::1]", options.host) if not options.keys else ()
-        self.app = Front(app, options.name, self._line, self.counts, options.keys, hosts)
+        hosts = () if options.keys else (*_HOSTS, _bracketed(options.host))
+        access = Access(options.keys, hosts, options.shares_store)
+        folders = {"the store": options.store, "the folder for records": caches.path}
+        health = Health(self._line, self.counts, folders, lambda: len(self._connections))
+        self.app = Front(answers, options.name, self._line, self.counts, access, health, bounds)
         self._socket = _listen(options.host, options.port)
 
     @property
     def address(self) -> str:
         host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"http://{_bracketed(host)}:{port}"
 
     def close(self) -> None:
         """Waits for what is being saved, frees cache and port. `run` does it."""
@@ -129,18 +160,31 @@ class Server:
 
         config = uvicorn.Config(
             self.app,
+            http=protocol(self._connections),
+            ws="none",
+            loop="asyncio",
+            backlog=BACKLOG,
             log_level=logging.WARNING,
             lifespan="off",
+            proxy_headers=False,
+            server_header=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=int(HEAD_SECONDS),
         )
         # uvicorn raises its signals once more at the end, for whom it finds here.
         before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        filtered = OnceAMinute()
+        loggers = [logging.getLogger(name) for name in ("asyncio", "uvicorn.error")]
         try:
+            for each in loggers:
+                each.addFilter(filtered)
             for each in before:
                 signal.signal(each, _ignore)
             Loop(config).run(sockets=[self._socket])
         finally:
             self.close()
+            for each in loggers:
+                each.removeFilter(filtered)
             for each, handler in before.items():
                 signal.signal(each, handler)
 
@@ -159,6 +203,11 @@ def _generate_alone(model: Any) -> None:
     for name, only in changed.items():
         setattr(config, name, only)
     model.generation_config = config
+
+
+def _bracketed(host: str) -> str:
+    """As it stands in an address."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _ignore(number: int, frame: Any) -> None:

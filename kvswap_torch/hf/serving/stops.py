@@ -26,10 +26,11 @@ def end_reply(content: dict[str, Any], turn: Turn) -> None:
 
 
 def tell_why(content: dict[str, Any], turn: Turn) -> None:
-    """Where its last allowed token has ended a stop text, that is why an answer ends."""
+    """An answer that might have gone on has ended by its length; all others have stopped."""
     for choice in content.get("choices", ()):
-        if turn.has_stopped and choice.get("finish_reason") == "length":
-            choice["finish_reason"] = "stop"
+        if choice.get("finish_reason") in ("length", "stop"):
+            is_cut = turn.is_cut and not turn.has_stopped
+            choice["finish_reason"] = "length" if is_cut else "stop"
 
 
 class EndedQueue:

@@ -10,7 +10,10 @@ import json
 import logging
 import os
 import re
+import stat
 import time
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +24,9 @@ from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError, Stora
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.saved_checks import check_model
 from kvswap_torch.hf.serving.counts import Counts
+from kvswap_torch.hf.serving.troubles import printable
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.saved_path import is_in_use
+from kvswap_torch.saved_path import is_in_use, text_of
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -32,8 +36,10 @@ logger = logging.getLogger(__name__)
 
 # What a killed save, or a killed removal, has left; see StagedFolder in C++.
 _LEFT = re.compile(r"\..+\.[a-z0-9]{16}")
+_OWNED = re.compile(r"key-[0-9a-f]{16}")
 _PASSING = (errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM,
-            errno.EAGAIN, errno.EINTR)  # fmt: skip
+            errno.EAGAIN, errno.EINTR, errno.ENOLCK)  # fmt: skip
+_GONE = (errno.ENOENT, errno.ENOTDIR)
 _FILES = ("manifest.json", "state.safetensors", "records.bin")
 
 
@@ -43,6 +49,8 @@ class Entry:
 
     Parameters
     ----------
+    owner
+        Whose requests may use it; empty: all that are nobody's own.
     identity
         Tells it from one that others put in its place; empty: look again.
     tokens
@@ -56,6 +64,7 @@ class Entry:
     """
 
     path: Path
+    owner: str
     identity: tuple[int, ...]
     bytes: int
     used_ns: int
@@ -84,8 +93,11 @@ class CacheStore:
     """
 
     def __init__(self, folder: Path, limit_bytes: int, parts: ModelParts, counts: Counts) -> None:
+        text_of(folder, "serve: --store")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for place in (folder, *_owned_folders(folder)):
+                _remove_left(place)
         except OSError as error:
             raise StorageError(
                 f"serve: --store must be a folder, got {folder}: {error.strerror}"
@@ -94,16 +106,24 @@ class CacheStore:
         self._limit_bytes = limit_bytes
         self._parts = parts
         self._counts = counts
-        self._entries: dict[str, Entry] = {}
-        self._said: set[str] = set()
+        self._entries: dict[Path, Entry] = {}
+        self._said: set[Hashable] = set()
+        self._left_out: Counter[str] = Counter()
         counts.set("store_limit_bytes", limit_bytes)
-        self._remove_left()
         self.refresh()
 
+    def entries(self, owner: str = "") -> list[Entry]:
+        """Those that can be used here for an owner's requests."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.tokens is not None and entry.owner == owner
+        ]
+
     @property
-    def entries(self) -> list[Entry]:
-        """Those that can be used here."""
-        return [entry for entry in self._entries.values() if entry.tokens is not None]
+    def usable(self) -> int:
+        """How many can be used here, by whomever."""
+        return sum(entry.tokens is not None for entry in self._entries.values())
 
     @property
     def bytes(self) -> int:
@@ -114,21 +134,50 @@ class CacheStore:
         return self.bytes <= self._limit_bytes
 
     def refresh(self) -> None:
-        """Takes in what others have added, and forgets what is gone."""
-        found = {}
-        for place in os.scandir(self._folder):
-            if place.name.startswith(".") or not place.is_dir(follow_symlinks=False):
-                continue
-            known = self._entries.get(place.name)
-            with contextlib.suppress(OSError):  # none of ours, or gone meanwhile
-                is_same = known is not None and known.identity == _identity(Path(place))
-                found[place.name] = known if is_same else self._load(Path(place))
+        """Takes in what others have added, and forgets what is gone. Raises nothing.
+
+        A folder that cannot be looked at is left out and reported once; lack of descriptors or
+        memory, or a busy disk, passes: such a folder is looked at again with every refresh.
+        """
+        found: dict[Path, Entry] = {}
+        self._left_out = Counter()
+        place = self._folder
+        try:
+            for place in (self._folder, *_owned_folders(self._folder)):
+                for name in sorted(os.listdir(place)):
+                    if not name.startswith(".") and not _is_owned(place, name):
+                        self._look_at(place / name, found)
+        except OSError as error:  # a store that is away for a while: what is known stays
+            self._leave_out(place, error)
+            found = self._entries | found
         self._entries = found
         self._count()
 
-    def covered(self, tokens: torch.Tensor) -> int:
-        """How many of a prompt's tokens, at most, a saved cache has read."""
-        return max((common_tokens(entry.tokens, tokens) for entry in self.entries), default=0)
+    def _look_at(self, path: Path, found: dict[Path, Entry]) -> None:
+        known = self._entries.get(path)
+        try:
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                return
+            text_of(path, "saved cache's path")
+            is_same = known is not None and known.identity == _identity(path)
+            found[path] = known if is_same else self._load(path)
+        except Exception as error:  # one folder is never every request's
+            if getattr(error, "errno", None) in _GONE:
+                return  # none of ours, or gone meanwhile
+            if known is not None and is_passing(error):
+                found[path] = known  # opening it says whether it is still the same
+            self._leave_out(path, error)
+
+    def _leave_out(self, path: Path, error: Exception) -> None:
+        self._left_out[reason_of(error)] += 1
+        if getattr(error, "errno", None) == errno.EBUSY:
+            return  # somebody has it for a moment
+        self._say(f"{path} is left out: {error}", about=(str(path), reason_of(error)))
+
+    def covered(self, tokens: torch.Tensor, owner: str = "") -> int:
+        """How many of a prompt's tokens, at most, a saved cache of that owner has read."""
+        found = (common_tokens(entry.tokens, tokens) for entry in self.entries(owner))
+        return max(found, default=0)
 
     def use(self, entry: Entry) -> None:
         """Makes it the newest."""
@@ -144,12 +193,14 @@ class CacheStore:
             return False
 
     def set_aside(self, entry: Entry, error: Exception) -> None:
-        """It is not used again; said once."""
-        entry.tokens, entry.is_kept = None, isinstance(error, CorruptionError)
-        self._say(f"{entry.path} is left out: {error}")
+        """It is not used again, or after another look where it is no damage; reported once."""
+        entry.tokens, entry.is_kept = None, not isinstance(error, ConfigError)
+        if not is_damage(error):
+            entry.identity = ()
+        self._leave_out(entry.path, error)
         self._count()
 
-    def save(self, cache: KVSwapCache, prompt: torch.Tensor) -> None:
+    def save(self, cache: KVSwapCache, prompt: torch.Tensor, owner: str = "") -> None:
         """Saves a cache by the first prompt that it has read; what cannot be is said once."""
         stats = cache.stats()
         needed = _saved_bytes(stats)
@@ -160,17 +211,19 @@ class CacheStore:
                 f"{format_bytes(self._limit_bytes)} has no room that is not in use"
             )
             return
-        path = self._name(prompt)
         try:
+            if owner:
+                (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
+            path = _named(self._folder / owner, prompt)
             cache.save(path)
-        except KVSwapError as error:
+            self._counts.add("saves")
+            entry = self._load(path)
+        except (KVSwapError, OSError) as error:
             self._counts.add("save_failures")
             self._say(f"not saved: {error}")
             return
-        self._counts.add("saves")
-        entry = self._load(path)
         entry.is_probed = True
-        self._entries[path.name] = entry
+        self._entries[path] = entry
         self.make_room(0)
         self._count()
 
@@ -197,7 +250,7 @@ class CacheStore:
                 return  # in use, or the store is read-only
         except KVSwapError:
             return
-        del self._entries[entry.path.name]
+        del self._entries[entry.path]
         self._counts.add("evictions")
 
     def _load(self, path: Path) -> Entry:
@@ -207,64 +260,77 @@ class CacheStore:
         files = (file.stat() for file in path.iterdir())
         entry = Entry(
             path=path,
+            owner="" if path.parent == self._folder else path.parent.name,
             identity=identity,
             bytes=sum(512 * file.st_blocks for file in files),
             used_ns=facts.st_mtime_ns,
         )
         try:
             saved = _C.SavedCache(str(path))
-        except KVSwapError as error:
-            if is_passing(error):  # somebody is looking at it, or there is no descriptor left
-                entry.identity = ()
-                return entry
-            entry.is_kept = True  # damaged, or newer
-            self._say(f"{path} is left out: {error}")
+        except Exception as error:
+            if is_damage(error):
+                entry.is_kept = True  # damaged, or newer
+                self._say(f"{path} is left out: {error}")
+            else:
+                entry.identity = ()  # looked at again
+                self._leave_out(path, error)
             return entry
         try:
             check_model(json.loads(saved.facts), self._parts, str(path))
             entry.tokens = _tokens_of(saved.tensors())
-        except CorruptionError as error:
-            entry.is_kept = True
-            self._say(f"{path} is left out: {error}")
-        except ConfigError as error:
+        except Exception as error:
+            entry.is_kept = not isinstance(error, ConfigError)  # another model's may leave
             self._say(f"{path} is left out: {error}")
         return entry
 
-    def _name(self, prompt: torch.Tensor) -> Path:
-        digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).hexdigest()
-        path, number = self._folder / f"{digest}.kvswap", 1
-        while os.path.lexists(path):
-            number += 1
-            path = self._folder / f"{digest}-{number}.kvswap"
-        return path
-
-    def _remove_left(self) -> None:
-        """Folders of saves that were killed; one that somebody fills is locked."""
-        for place in os.scandir(self._folder):
-            if not _LEFT.fullmatch(place.name) or not place.is_dir(follow_symlinks=False):
-                continue
-            with contextlib.suppress(OSError):
-                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    found = os.listdir(place)
-                    if not set(found) <= set(_FILES):
-                        continue  # no save's
-                    for name in found:
-                        Path(place, name).unlink()
-                    os.rmdir(place)
-                finally:
-                    os.close(descriptor)
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning("serve: %s", text)
+    def _say(self, text: str, about: Hashable = None) -> None:
+        """Once for each text, or for what it is about."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            logger.warning("serve: %s", printable(text))
 
     def _count(self) -> None:
         self._counts.set("store_caches", len(self._entries))
-        self._counts.set("store_unusable", len(self._entries) - len(self.entries))
+        self._counts.set("store_unusable", len(self._entries) - self.usable)
         self._counts.set("store_bytes", self.bytes)
+        self._counts.set_each("store_left_out", "reason", self._left_out)
+
+
+def _named(folder: Path, prompt: torch.Tensor) -> Path:
+    digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).hexdigest()
+    path, number = folder / f"{digest}.kvswap", 1
+    while os.path.lexists(path):
+        number += 1
+        path = folder / f"{digest}-{number}.kvswap"
+    return path
+
+
+def _is_owned(folder: Path, name: str) -> bool:
+    """Whether it is the folder of a key's caches, as `access.owner_of` names them."""
+    return _OWNED.fullmatch(name) is not None and (folder / name).is_dir()
+
+
+def _owned_folders(folder: Path) -> list[Path]:
+    return [folder / name for name in sorted(os.listdir(folder)) if _is_owned(folder, name)]
+
+
+def _remove_left(folder: Path) -> None:
+    """Folders of saves that were killed; one that somebody fills is locked."""
+    for place in os.scandir(folder):
+        if not _LEFT.fullmatch(place.name) or not place.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(OSError):
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.listdir(place)
+                if not set(found) <= set(_FILES):
+                    continue  # no save's
+                for name in found:
+                    Path(place, name).unlink()
+                os.rmdir(place)
+            finally:
+                os.close(descriptor)
 
 
 def _saved_bytes(stats: CacheStats) -> int:
@@ -281,8 +347,23 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def is_passing(error: Exception) -> bool:
-    """A failure that says nothing about the cache."""
-    return isinstance(error, StorageError) and error.errno in _PASSING
+    """A failure that says nothing about the cache: lack, or somebody who looks at it."""
+    number = error.errno if isinstance(error, OSError) else None
+    return isinstance(error, MemoryError) or number in _PASSING
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether the cache itself is at fault, and not the way to it."""
+    is_way = isinstance(error, OSError) and error.errno is not None
+    return isinstance(error, CorruptionError) or not (is_way or is_passing(error))
+
+
+def reason_of(error: Exception) -> str:
+    """For a metric's label: the name of its errno, or what kind of failure it is."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is not None:
+        return errno.errorcode.get(number, str(number))
+    return "damaged" if isinstance(error, CorruptionError) else type(error).__name__
 
 
 def _tokens_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
