@@ -198,8 +198,12 @@ class Answers:
         finally:
             CURRENT.reset(token)
 
+    async def read(self, asked: Asked) -> torch.Tensor:
+        """The prompt's tokens; others are answered meanwhile."""
+        return await asyncio.to_thread(self._prompts.read, asked)
+
     async def _answer(self, asked: Asked, turn: Turn, request_id: str) -> Any:
-        ids = await asyncio.to_thread(self._prompts.read, asked)
+        ids = await self.read(asked)
         inputs = {"input_ids": ids.to(self._model.device)}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         room = self._bounds.max_context - ids.shape[1]
@@ -242,10 +246,10 @@ def _refusal(error: Exception) -> RefusedError:
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, RefusedError):
         return error
-    if isinstance(error, GoneError):
-        return RefusedError(499, str(error))
     if isinstance(error, LateError):
         return RefusedError(503, str(error), reason="late")
+    if isinstance(error, GoneError):
+        return RefusedError(499, str(error))
     if isinstance(error, BudgetError):
         return RefusedError(400, str(error), reason="budget")
     if isinstance(error, StorageError):

@@ -148,6 +148,11 @@ class Server:
         line = self._line
 
         class Loop(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: Any) -> None:
+                is_again = self.should_exit
+                super().handle_exit(sig, frame)
+                self.force_exit |= is_again
+
             async def startup(self, sockets: Any = None) -> None:
                 await super().startup(sockets)
                 started()
