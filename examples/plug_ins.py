@@ -143,7 +143,7 @@ def answers(tokens: int = 4000) -> dict[str, list[bool]]:
             prompt = ids(f"{document}\nQuestion: {question.text}\nAnswer:")
             with KVSwapCache(model, ".", config, **plug_in) as cache:
                 out = model.generate(
-                    prompt, past_key_values=cache, max_new_tokens=16, do_sample=False
+                    prompt, **cache.as_argument(), max_new_tokens=16, do_sample=False
                 )
             told = extract_answer(tokenizer.decode(out[0, prompt.shape[1] :]))
             right[name].append(told == question.answer)

@@ -20,6 +20,7 @@ import typer
 from transformers import DynamicCache, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from kvswap_torch import KVSwapCache, format_bytes
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.hf.stats import CacheStats
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93  # tokens; those below are text
@@ -111,7 +112,8 @@ def answer(model: Any, inputs: dict[str, torch.Tensor], path: Path, kv_memory: s
     prompt = inputs["input_ids"].shape[1]
 
     def tokens(cache: Any) -> list[int]:
-        out = model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=16)
+        named = cache_argument(model, cache)
+        out = model.generate(**inputs, **named, do_sample=False, max_new_tokens=16)
         return out[0, prompt:].tolist()
 
     with KVSwapCache(model, path, kv_memory_bytes=kv_memory) as cache:

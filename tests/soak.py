@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import ClosedError, StorageError
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.tiny_models import SMALL, tiny_model
@@ -75,7 +76,9 @@ def generate(model, folder: Path, config: SwapConfig, chooser: random.Random, ke
         batch = chooser.choice((1, 1, 2, 4))
         for _ in range(chooser.randint(1, 12)):
             new = torch.randint(3, 97, (batch, chooser.choice((1, 1, 1, 2, 7, 30, 90))))
-            logits = persist(lambda new=new: model(new, past_key_values=cache).logits[:, -1])
+            logits = persist(
+                lambda new=new: model(new, **cache_argument(model, cache)).logits[:, -1]
+            )
             told.append(logits.argmax(-1))
             if chooser.random() < 0.1 and cache.get_seq_length() > 8:
                 fewer = -chooser.randint(1, 8)
@@ -120,7 +123,9 @@ def close_under_another_thread(model, folder: Path, seed: int) -> None:
         def work() -> None:
             ids = torch.randint(3, 97, (1, 40))
             with contextlib.suppress(ClosedError):
-                model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
+                model.generate(
+                    ids, **cache_argument(model, cache), max_new_tokens=30, do_sample=False
+                )
 
         thread = threading.Thread(target=work)
         thread.start()

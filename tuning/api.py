@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.memory_size import parse_bytes
@@ -82,10 +83,11 @@ def evaluate_config(
 @torch.inference_mode()
 def _decode(model: Any, ids: torch.Tensor, focus: int, cache: Any) -> torch.Tensor:
     """Logits of the tokens from `focus` on, ``[tokens, vocabulary]`` fp32."""
-    read = model(input_ids=ids[None, :focus], past_key_values=cache, logits_to_keep=1)
+    named = cache_argument(model, cache)
+    read = model(input_ids=ids[None, :focus], **named, logits_to_keep=1)
     logits = [read.logits[0, -1]]
     for token in ids[focus:-1]:
-        step = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
+        step = model(input_ids=token.view(1, 1), **named, use_cache=True)
         logits.append(step.logits[0, -1])
     return torch.stack(logits).float()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.config import SwapConfig
 
 FILL_TOKENS = 2048
@@ -128,9 +129,8 @@ class SyntheticDecode:
     def _forward(self) -> None:
         ids = torch.full((self.batch, 1), 7)
         positions = torch.full_like(ids, self.context)
-        self.model(
-            input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True
-        )
+        named = cache_argument(self.model, self.cache)
+        self.model(input_ids=ids, **named, position_ids=positions, use_cache=True)
 
 
 def median_step(times: Sequence[StepTime]) -> StepTime:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.chunks import even_chunks
 from kvswap_torch.errors import KVSwapError
 
@@ -83,7 +84,7 @@ class Conversation:
     model, tokenizer
         From transformers; one sequence, greedy.
     cache
-        Anything that ``generate(past_key_values=...)`` takes.
+        Any that the model's ``generate()`` takes.
     prompt
         How document and questions are put.
     """
@@ -128,7 +129,7 @@ class Conversation:
         output = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=self.cache,
+            **cache_argument(self.model, self.cache),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
@@ -219,7 +220,8 @@ class Conversation:
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             keep_last["logits_to_keep"] = 1
         inputs = torch.tensor([list(ids)], device=self.model.device)
-        return self.model(input_ids=inputs, past_key_values=self.cache, use_cache=True, **keep_last)
+        keep_last |= cache_argument(self.model, self.cache)
+        return self.model(input_ids=inputs, use_cache=True, **keep_last)
 
     def _end_ids(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

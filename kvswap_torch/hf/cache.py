@@ -45,7 +45,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
     ::
 
         with KVSwapCache(model, path="/fast/disk") as cache:
-            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+            out = model.generate(**inputs, **cache.as_argument(), max_new_tokens=200)
             print(cache.stats())
 
     States: open -> closed, by `close`, at the end of a ``with`` block, when it is collected, or at

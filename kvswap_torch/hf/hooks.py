@@ -124,6 +124,4 @@ def _nothing(*call: Any) -> None:
 
 
 def _uses(cache: KVSwapCache, args: tuple, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("past_key_values") is cache:
-        return True
     return any(value is cache for value in (*args, *kwargs.values()))

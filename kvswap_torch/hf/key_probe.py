@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import changes_with_length
 from kvswap_torch.hf.vision_positions import placeholders
@@ -109,7 +110,7 @@ def _computed(cache: KVSwapCache, ids: torch.Tensor) -> DynamicCache:
             layer.activate_past_recording()
     ids = ids.to(parts.device)
     with torch.no_grad(), torch.autocast(parts.device.type, enabled=False):
-        parts.decoder(input_ids=ids, past_key_values=fresh, use_cache=True)
+        parts.decoder(input_ids=ids, **cache_argument(parts.decoder, fresh), use_cache=True)
     return fresh
 
 

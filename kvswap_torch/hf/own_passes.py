@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.hf.layer import from_elsewhere
 
 if TYPE_CHECKING:
@@ -15,6 +16,14 @@ class OwnPasses:
 
     Layers in memory would take another model's tensors, and nobody could take them back.
     """
+
+    def as_argument(self: KVSwapCache) -> dict[str, Any]:
+        """The cache by the name that the installed transformers gives it, for a call of the model.
+
+        ``model.generate(**inputs, **cache.as_argument())`` passes it as ``past_key_values``, and
+        as ``cache`` since transformers 5.24, which warns of the older name.
+        """
+        return cache_argument(self.parts.outermost, self)
 
     @property
     def is_in_pass(self: KVSwapCache) -> bool:

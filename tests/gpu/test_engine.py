@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.native import build_info
 from tests.python.test_float8_records import ROUNDED, RoundedCache
 from tests.python.tiny_models import COVERING, SMALL, TIGHT, forward, greedy, prompt, tiny_model
@@ -104,13 +105,13 @@ def test_turns_crops_and_chunks_equal_a_cache_in_memory(open_cache):
     with torch.no_grad():
         for begin, end in itertools.pairwise(cuts):
             new = ids[:, begin:end]
-            ours = model(input_ids=new, past_key_values=cache).logits
-            theirs = model(input_ids=new, past_key_values=memory).logits
+            ours = model(input_ids=new, **cache_argument(model, cache)).logits
+            theirs = model(input_ids=new, **cache_argument(model, memory)).logits
             torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
         for each in (cache, memory):
             each.crop(-70)
-        ours = model(input_ids=ids[:, 130:], past_key_values=cache).logits
-        theirs = model(input_ids=ids[:, 130:], past_key_values=memory).logits
+        ours = model(input_ids=ids[:, 130:], **cache_argument(model, cache)).logits
+        theirs = model(input_ids=ids[:, 130:], **cache_argument(model, memory)).logits
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
@@ -122,9 +123,9 @@ def test_half_precision_errs_at_most_twice_as_much_as_sdpa(open_cache, dtype):
 
     def logits(model: Any, cache: Any) -> torch.Tensor:
         with torch.no_grad():
-            parts = [model(input_ids=inputs[:, :100], past_key_values=cache).logits]
+            parts = [model(input_ids=inputs[:, :100], **cache_argument(model, cache)).logits]
             for i in range(100, 160):
-                step = model(input_ids=inputs[:, i : i + 1], past_key_values=cache)
+                step = model(input_ids=inputs[:, i : i + 1], **cache_argument(model, cache))
                 parts.append(step.logits)
         return torch.cat(parts, 1).float()
 
@@ -208,7 +209,7 @@ def test_two_caches_on_two_streams(open_cache):
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
                     new = ids[i] if step == 0 else ids[i][:, -1:]
-                    logits = model(input_ids=new, past_key_values=caches[i]).logits
+                    logits = model(input_ids=new, **cache_argument(model, caches[i])).logits
                     ids[i] = torch.cat([ids[i], logits[:, -1:].argmax(-1)], 1)
     torch.cuda.synchronize()
     for got, want in zip(ids, wanted, strict=True):
@@ -229,7 +230,7 @@ def test_a_cache_may_change_its_stream(open_cache):
                 stream.wait_stream(before)
                 with torch.cuda.stream(stream):
                     new = ids if step == 0 else ids[:, -1:]
-                    logits = model(input_ids=new, past_key_values=cache).logits
+                    logits = model(input_ids=new, **cache_argument(model, cache)).logits
                     ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
         torch.cuda.synchronize()
         texts.append(ids)

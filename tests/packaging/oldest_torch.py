@@ -3,9 +3,9 @@
     python -m tests.packaging.oldest_torch [--may-skip]
 
 is what ``make oldest-torch`` runs. The headers come once, into build/oldest-torch, from the
-smallest wheel of that release (80 MB: the one for macOS, which has the headers of CUDA's part too);
-nothing of it is linked or run. The files are compiled as two, which takes a tenth of the time; where
-they cannot be, since two use one name, or where one is wrong, each is compiled by itself.
+smallest wheel of that release (80 MB: the one for macOS, with the headers of CUDA's part too);
+nothing of it is linked or run. The files are compiled as two, which takes a tenth of the time;
+where they cannot be, since two use one name, or where one is wrong, each is compiled by itself.
 
 With --may-skip, as in ``make test`` outside of CI, headers that cannot be had are said in one line.
 """

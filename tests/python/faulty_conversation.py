@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvswap_torch import KVSwapCache
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import StorageError
 from tests.python.faulty_kernel import FaultyKernel
 
@@ -38,7 +39,7 @@ def converse(model: Any, cache: KVSwapCache, batch: int, run: Callable[[Callable
 
     @torch.no_grad()
     def forward(new: torch.Tensor) -> torch.Tensor:
-        logits = model(new, past_key_values=cache).logits[:, -1]
+        logits = model(new, **cache_argument(model, cache)).logits[:, -1]
         return logits.argmax(-1, keepdim=True)
 
     chunk = tokens_of(batch, 37)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import CorruptionError, StorageError
 from tests.python.tiny_models import SMALL, tiny_model
 
@@ -50,13 +51,13 @@ class Text:
         for turn in range(8):
             ballast = fill(self.filled) if turn in full_at else None
             try:
-                logits = self.model(new, past_key_values=cache).logits[:, -1:]
+                logits = self.model(new, **cache_argument(self.model, cache)).logits[:, -1:]
             except StorageError as error:
                 self.refused += 1
                 assert error.errno and error.filename, error
                 assert ballast is not None, error
                 ballast.unlink()
-                logits = self.model(new, past_key_values=cache).logits[:, -1:]
+                logits = self.model(new, **cache_argument(self.model, cache)).logits[:, -1:]
             if ballast is not None:
                 ballast.unlink(missing_ok=True)
             told.append(logits)
@@ -67,7 +68,7 @@ class Text:
         """A text that fails and is not gone on with."""
         ballast = fill(self.filled)
         try:
-            self.model(torch.full((2, 400), 7), past_key_values=cache)
+            self.model(torch.full((2, 400), 7), **cache_argument(self.model, cache))
         except StorageError:
             self.refused += 1
         ballast.unlink()

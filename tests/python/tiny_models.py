@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from kvswap_torch import SwapConfig
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.hf import session as session_module
 from tests.python.reference_heads import reference
 from tests.python.reference_options import Options
@@ -140,7 +141,7 @@ SESSIONS = {
 def greedy(model: Any, inputs: dict, cache: Any = None, tokens: int = 12, **arguments: Any):
     """Generated ids; never stops early."""
     arguments = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens} | arguments
-    return model.generate(**inputs, past_key_values=cache, **arguments)
+    return model.generate(**inputs, **cache_argument(model, cache), **arguments)
 
 
 def least_named(error: Exception) -> int:
@@ -151,4 +152,4 @@ def least_named(error: Exception) -> int:
 def forward(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> torch.Tensor:
     """Logits of one pass, ``[batch, tokens, vocabulary]``."""
     with torch.no_grad():
-        return model(ids, past_key_values=cache, **arguments).logits
+        return model(ids, **cache_argument(model, cache), **arguments).logits

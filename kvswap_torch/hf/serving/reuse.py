@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.chunks import even_chunks
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import CorruptionError, KVSwapError
@@ -242,10 +243,13 @@ class PrefixReuse:
         self._read(ids, turn)
         stream.begin()
         given = arguments.get("stopping_criteria") or []
-        whole = arguments | {
-            "past_key_values": self._cache,
-            "stopping_criteria": StoppingCriteriaList([*given, _Hung(turn.gone)]),
-        }
+        whole = (
+            arguments
+            | self._cache.as_argument()
+            | {
+                "stopping_criteria": StoppingCriteriaList([*given, _Hung(turn.gone)]),
+            }
+        )
         if stream.target is not None:
             whole["streamer"] = stream
         return self._model.generate(**whole)
@@ -258,7 +262,8 @@ class PrefixReuse:
         for begin, end in even_chunks(ids.shape[1] - begun, most)[:-1]:
             _check(turn)
             chunk = ids[:, begun + begin : begun + end]
-            self._cache.parts.decoder(input_ids=chunk, past_key_values=self._cache, use_cache=True)
+            decoder = self._cache.parts.decoder
+            decoder(input_ids=chunk, **cache_argument(decoder, self._cache), use_cache=True)
         _check(turn)
 
     # Afterwards.
