@@ -201,6 +201,30 @@ def test_one_top_level_package_is_installed() -> None:
     assert {name.split(".")[0] for name in packages} == {"kvswap_torch"}
 
 
+@pytest.mark.parametrize(("stand_in", "told"), [
+    ("setuptools = types.ModuleType('setuptools'); setuptools.__version__ = '65.5'", "got 65.5"),
+    ("setuptools = None", "and none is"),
+], ids=["an old one", "none"])  # fmt: skip
+def test_a_build_without_a_fitting_setuptools_says_so_in_one_sentence(
+    stand_in: str, told: str
+) -> None:
+    system = PYPROJECT["build-system"]
+    code = (
+        f"import sys, types; {stand_in}; sys.modules['setuptools'] = setuptools\n"
+        f"sys.path[:0] = {system['backend-path']}; import {system['build-backend']}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    (wanted,) = system["requires"]
+    oldest = wanted.removeprefix("setuptools>=")
+    assert done.stderr == (
+        f"kvswap_torch: setuptools {oldest} or newer must be installed to build, {told}; run: pip "
+        f"install '{wanted}', then: pip install --no-build-isolation .\n"
+    )
+
+
 def test_data_files_travel_with_the_package() -> None:
     for name in PYPROJECT["tool"]["setuptools"]["package-data"]["kvswap_torch"]:
         assert resources.files("kvswap_torch").joinpath(name).is_file()
