@@ -251,7 +251,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prebuilt", type=Path, help="folder of `make gpu-prebuilt`: no build")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
-    parser.add_argument("--path", type=Path, default=Path("."), help="folder of decode's caches")
+    parser.add_argument(
+        "--path", type=Path, nargs="+", default=[Path(".")], help="folders of decode's caches"
+    )
     parser.add_argument("--contenders", help="of decode's caches, with commas between; all of them")
     args = parser.parse_args(arguments)
     args.only = args.only.split(",")
@@ -291,6 +293,17 @@ def main(arguments: list[str] | None = None) -> int:
         path.write_text(json.dumps(result, indent=2) + "\n")
         bring_back(path)
 
+    def benchmark(part: str) -> None:
+        key, name, module, seconds, extra = BENCHMARKS[part]
+        if part == "bench":
+            result[key] = bench(steps, name, module, seconds, extra)
+        for folder in args.path if part == "decode" else ():
+            there = [*extra, "--path", str(folder)]
+            there += ["--only", *args.contenders.split(",")] if args.contenders else []
+            part_of = bench(steps, f"{name} on {folder}", module, seconds, there)
+            result[key][str(folder)] = part_of
+        write()  # its step was written before
+
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     steps = Steps(args.seconds, write)
     architecture = f"{properties.major}{properties.minor}"
@@ -309,12 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
         if part not in args.only:
             continue
         if part in BENCHMARKS:
-            key, name, module, seconds, extra = BENCHMARKS[part]
-            if part == "decode":
-                extra = [*extra, "--path", str(args.path)]
-                extra += ["--only", *args.contenders.split(",")] if args.contenders else []
-            result[key] = bench(steps, name, module, seconds, extra)
-            write()  # its step was written before
+            benchmark(part)
         else:
             run_part[part]()
     print(f"gpu-check: {path.relative_to(ROOT)}")

@@ -172,7 +172,6 @@ struct SlotLookup {
     for (int own = 0; own < kOwn; ++own) {
       const int64_t slot = first + own * kAttentionThreads + static_cast<int>(threadIdx.x);
       const int64_t page = static_cast<uint32_t>(slot) / group_tokens;
-      token[own] = static_cast<int>(static_cast<uint32_t>(slot) % group_tokens);
       const bool is_listed = slot < last && page < pages_here;
       const int64_t entry = is_listed ? table * job.pages_max + page : 0;
       mask[own] = is_listed ? job.masks[entry] : 0;
@@ -186,16 +185,19 @@ struct SlotLookup {
     }
   }
 
+  /// Of the slots from `first` on that find() was called for.
   template <int kRows>
-  __device__ void store(const AttentionJob& job, const AttentionPlace<kRows>& place,
+  __device__ void store(const AttentionJob& job, const AttentionPlace<kRows>& place, int64_t first,
                         int element_bytes, SlotStage<kFormat>& stage) const {
     const int64_t head_offset = place.kv_head * job.page_head_elements;
+    const auto group_tokens = static_cast<uint32_t>(job.group_tokens);
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
       const int i = own * kAttentionThreads + static_cast<int>(threadIdx.x);
-      const int32_t at = position[own] + token[own];
+      const auto token = static_cast<int>(static_cast<uint32_t>(first + i) % group_tokens);
+      const int32_t at = position[own] + token;
       const bool is_seen =
-          (mask[own] >> token[own] & 1) != 0 && base[own] != nullptr && at <= last_position;
+          (mask[own] >> token & 1) != 0 && base[own] != nullptr && at <= last_position;
       int bytes = element_bytes;
       if constexpr (kFormat == PageFormat::kMixed) {
         stage.exponents[0][i] = exponents[own][0];
@@ -203,13 +205,12 @@ struct SlotLookup {
         if (exponents[own][0] != kNotFloat8) bytes = 1;
       }
       stage.rows[i] =
-          base[own] + (head_offset + static_cast<int64_t>(token[own]) * job.head_dim) * bytes;
+          base[own] + (head_offset + static_cast<int64_t>(token) * job.head_dim) * bytes;
       stage.positions[i] = is_seen ? at : kUnseen;
     }
   }
 
   int32_t last_position;
-  int token[kOwn];
   uint64_t mask[kOwn];
   int32_t position[kOwn];
   const char* base[kOwn];

@@ -22,17 +22,18 @@ __device__ void attend_split(const AttentionJob& job, int element_bytes) {
   lookup.find(job, place, first, last);
   attention.stage_query();
   for (int64_t stage = first; stage < last; stage += kStageSlots) {
-    lookup.store(job, place, element_bytes, shared.stage);
+    lookup.store(job, place, stage, element_bytes, shared.stage);
     __syncthreads();
+    const bool is_last = stage + kStageSlots >= last;
+    // On its way while this stage is attended.
+    if (!is_last) lookup.find(job, place, stage + kStageSlots, last);
     const int64_t left = last - stage;
     const int here = left < kStageSlots ? static_cast<int>(left) : kStageSlots;
     for (int slot = attention.token_warp * kTokens; slot < here;
          slot += Attention::kTokenWarps * kTokens) {
       attention.attend(slot);
     }
-    if (stage + kStageSlots >= last) break;
-    lookup.find(job, place, stage + kStageSlots, last);
-    __syncthreads();  // nobody looks at this stage any more
+    if (!is_last) __syncthreads();  // nobody looks at this stage any more
   }
   attention.finish();
 }
@@ -52,12 +53,18 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attend_scalar(AttentionJ
   attend_split<ScalarAttention<kChunks, kFormat>, kScalarRows, kFormat>(job, 4);
 }
 
-/// Joins the splits of one tile of rows, in rising order. Grid: (parts of head_dim, kv_heads *
-/// row_tiles, batch); a thread has four values of one row.
+constexpr int kJoinParts = 4;  // threads that share the splits of the same values
+constexpr int kJoinAhead = 8;  // splits that one thread has on their way
+constexpr int kJoinColumns = kAttentionThreads / kJoinParts;
+
+/// Joins the splits of one tile of rows. Grid: (parts of head_dim, kv_heads * row_tiles, batch);
+/// four values of one row are the work of kJoinParts threads, each with every kJoinParts-th split,
+/// whose sums are added in order: the same bits every time.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob job) {
   __shared__ float weights[kSplitsMax][kRows];
   __shared__ float totals[kRows];
+  __shared__ float4 sums_of_parts[kJoinParts][kJoinColumns];
   const AttentionPlace<kRows> place(job);
   const int64_t unit = place.unit(job);
   const float* sums = job.partial_log_sum_exp + unit * job.splits * kRows;
@@ -90,24 +97,44 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
   }
 
   const int vectors = job.head_dim / 4;
-  const int i = static_cast<int>(blockIdx.x) * kAttentionThreads + static_cast<int>(threadIdx.x);
-  if (i >= place.rows * vectors) return;
-  const int own_row = i / vectors;
+  const int column = static_cast<int>(threadIdx.x) % kJoinColumns;
+  const int own_part = static_cast<int>(threadIdx.x) / kJoinColumns;
+  const int own = static_cast<int>(blockIdx.x) * kJoinColumns + column;
+  const bool is_there = own < place.rows * vectors;
+  const int own_row = is_there ? own / vectors : 0;
   const float4* source = reinterpret_cast<const float4*>(job.partial_output) +
-                         (unit * job.splits * kRows + own_row) * vectors + i % vectors;
+                         (unit * job.splits * kRows + own_row) * vectors + own % vectors;
   float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-  for (int s = 0; s < job.splits; ++s) {
-    const float weight = weights[s][own_row];
-    // A split that saw nothing has a weight of 0; what stands there is not a number of ours.
-    if (weight == 0.0f) continue;
-    const float4 part = source[static_cast<int64_t>(s) * kRows * vectors];
-    value = make_float4(fmaf(weight, part.x, value.x), fmaf(weight, part.y, value.y),
-                        fmaf(weight, part.z, value.z), fmaf(weight, part.w, value.w));
+  const int splits = is_there ? job.splits : 0;
+#pragma unroll 1
+  for (int first = own_part; first < splits; first += kJoinParts * kJoinAhead) {
+    float weight[kJoinAhead];
+    float4 part[kJoinAhead];  // all on their way before the first is added
+#pragma unroll
+    for (int i = 0; i < kJoinAhead; ++i) {
+      const int split = first + i * kJoinParts;
+      weight[i] = split < splits ? weights[split][own_row] : 0.0f;
+      // A split that saw nothing has a weight of 0; what stands there is not a number of ours.
+      part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (weight[i] != 0.0f) part[i] = source[static_cast<int64_t>(split) * kRows * vectors];
+    }
+#pragma unroll
+    for (int i = 0; i < kJoinAhead; ++i) {
+      value = make_float4(fmaf(weight[i], part[i].x, value.x), fmaf(weight[i], part[i].y, value.y),
+                          fmaf(weight[i], part[i].z, value.z), fmaf(weight[i], part[i].w, value.w));
+    }
+  }
+  sums_of_parts[own_part][column] = value;
+  __syncthreads();
+  if (own_part != 0 || !is_there) return;
+#pragma unroll
+  for (int other = 1; other < kJoinParts; ++other) {
+    const float4 more = sums_of_parts[other][column];
+    value = make_float4(value.x + more.x, value.y + more.y, value.z + more.z, value.w + more.w);
   }
   const float factor = totals[own_row] != 0.0f ? 1.0f / totals[own_row] : 0.0f;
   value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
-  write_output<T>(job, place, own_row, i % vectors, value);
+  write_output<T>(job, place, own_row, own % vectors, value);
 }
 
 AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan, void* scratch) {
@@ -196,7 +223,7 @@ Status paged_attention(const PagedAttentionArgs& args, void* scratch, void* stre
     if (plan.splits == 1) return Status::ok();
     const int64_t rows = std::min<int64_t>(kRows, plan.ratio * args.queries);
     const Grid parts = {
-        .x = ceil_div(rows * args.shape.head_dim / 4, kAttentionThreads), .y = grid.y, .z = grid.z};
+        .x = ceil_div(rows * args.shape.head_dim / 4, kJoinColumns), .y = grid.y, .z = grid.z};
     return launch(kWhere, stream, parts, kAttentionThreads, join_splits<T, kRows>, job);
   });
 }
