@@ -31,6 +31,7 @@ from bench.full_restore import FullRestoreCache
 from bench.kv_file import KvFile
 from bench.shapes import SHAPES, Shape, make_model
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.cache_argument import cache_argument
 
 FILL_BYTES = 64 << 20  # of keys, at once
 SELECTED_TOKENS = 400
@@ -213,7 +214,9 @@ def decode(
         positions = torch.full_like(ids, begin + step)
         finish(device)
         began = time.perf_counter()
-        output = model(input_ids=ids, past_key_values=cache, position_ids=positions, use_cache=True)
+        output = model(
+            input_ids=ids, **cache_argument(model, cache), position_ids=positions, use_cache=True
+        )
         ids = output.logits[:, -1:].argmax(-1)
         finish(device)
         seconds.append(time.perf_counter() - began)

@@ -264,6 +264,62 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+class Visit:
+    """What one run finds on a device, written as it comes."""
+
+    def __init__(self, args: argparse.Namespace, properties: Any):
+        import torch
+
+        self.args = args
+        name = re.sub(r"[^a-z0-9]+", "_", properties.name.lower()).strip("_")
+        self.path = RESULTS / f"{name}.json"
+        self.architecture = f"{properties.major}{properties.minor}"
+        self.result: dict[str, Any] = {
+            "device": properties.name,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "date": datetime.date.today().isoformat(),
+            "command": "make gpu-check",
+            "ops": {},
+            "decode": {},
+        }
+        self.steps = Steps(args.seconds, self.write)
+
+    def write(self) -> None:
+        RESULTS.mkdir(exist_ok=True)
+        self.result.update(libraries=built_with(), steps=self.steps.done)
+        self.path.write_text(json.dumps(self.result, indent=2) + "\n")
+        bring_back(self.path)
+
+    def build(self) -> bool:
+        prebuilt = self.args.prebuilt
+        if prebuilt is not None and take_prebuilt(self.steps, prebuilt):
+            return True
+        return build(self.steps, self.architecture, prebuilt and prebuilt / "dep")
+
+    def benchmark(self, part: str) -> None:
+        key, name, module, seconds, extra = BENCHMARKS[part]
+        if part == "bench":
+            self.result[key] = bench(self.steps, name, module, seconds, extra)
+        for folder in self.args.path if part == "decode" else ():
+            there = [*extra, "--path", str(folder)]
+            if self.args.contenders:
+                there += ["--only", *self.args.contenders.split(",")]
+            found = bench(self.steps, f"{name} on {folder}", module, seconds, there)
+            self.result[key][str(folder)] = found
+        self.write()  # its step was written before
+
+    def run(self, part: str) -> None:
+        if part in BENCHMARKS:
+            self.benchmark(part)
+        elif part in TEST_SECONDS:
+            run_tests(self.steps, part)
+        else:
+            {"smoke": smoke, "profile": profile, "sanitize": sanitize, "demo": demo}[part](
+                self.steps
+            )
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if not is_installed("torch"):
@@ -274,59 +330,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(f"gpu-check: torch {torch.__version__} sees no CUDA device; nothing to check here")
         return 1
-    properties = torch.cuda.get_device_properties(0)
-    name = re.sub(r"[^a-z0-9]+", "_", properties.name.lower()).strip("_")
-    path = RESULTS / f"{name}.json"
-    result: dict[str, Any] = {
-        "device": properties.name,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(),
-        "command": "make gpu-check",
-        "ops": {},
-        "decode": {},
-    }
-
-    def write() -> None:
-        RESULTS.mkdir(exist_ok=True)
-        result.update(libraries=built_with(), steps=steps.done)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        bring_back(path)
-
-    def benchmark(part: str) -> None:
-        key, name, module, seconds, extra = BENCHMARKS[part]
-        if part == "bench":
-            result[key] = bench(steps, name, module, seconds, extra)
-        for folder in args.path if part == "decode" else ():
-            there = [*extra, "--path", str(folder)]
-            there += ["--only", *args.contenders.split(",")] if args.contenders else []
-            part_of = bench(steps, f"{name} on {folder}", module, seconds, there)
-            result[key][str(folder)] = part_of
-        write()  # its step was written before
-
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
-    steps = Steps(args.seconds, write)
-    architecture = f"{properties.major}{properties.minor}"
-    is_built = args.prebuilt is not None and take_prebuilt(steps, args.prebuilt)
-    if not is_built:
-        is_built = build(steps, architecture, args.prebuilt and args.prebuilt / "dep")
-    run_part = {
-        "smoke": lambda: smoke(steps),
-        "ops": lambda: run_tests(steps, "ops"),
-        "engine": lambda: run_tests(steps, "engine"),
-        "profile": lambda: profile(steps),
-        "sanitize": lambda: sanitize(steps),
-        "demo": lambda: demo(steps),
-    }
-    for part in PARTS if is_built else ():
-        if part not in args.only:
-            continue
-        if part in BENCHMARKS:
-            benchmark(part)
-        else:
-            run_part[part]()
-    print(f"gpu-check: {path.relative_to(ROOT)}")
-    return 0 if all(step["outcome"].startswith(("ok", "left out")) for step in steps.done) else 1
+    visit = Visit(args, torch.cuda.get_device_properties(0))
+    for part in PARTS if visit.build() else ():
+        if part in args.only:
+            visit.run(part)
+    print(f"gpu-check: {visit.path.relative_to(ROOT)}")
+    done = visit.steps.done
+    return 0 if all(step["outcome"].startswith(("ok", "left out")) for step in done) else 1
 
 
 def built_with() -> dict[str, Any]:

@@ -268,9 +268,7 @@ def a_4(grid: Grid, model: Model, budget: int) -> tuple[Setting, bool]:
     reached = None
     for capacity in grid.capacities:
         ranks = [
-            rank
-            for rank in grid.ranks
-            if model.memory_bytes(Setting(1, rank, capacity)) <= budget
+            rank for rank in grid.ranks if model.memory_bytes(Setting(1, rank, capacity)) <= budget
         ]
         if not ranks:
             break  # sigma_max
