@@ -227,7 +227,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
             For a positive number, which once meant the length to keep.
         """
         self._make_usable()
-        check_removed(tokens_to_remove)
+        tokens_to_remove = check_removed(tokens_to_remove)
         with all_or_none(self._other_layers(), "crop", tokens_to_remove):
             if tokens_to_remove < 0:
                 self.driver.crop(max(0, self.driver.positions() + tokens_to_remove))
@@ -244,7 +244,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
         self._make_usable()
-        check_repeats(repeats)
+        repeats = check_repeats(repeats)
         with all_or_none(self._other_layers(), "batch_repeat_interleave", repeats):
             self._go_on_with([i for i in range(self.batch_size) for _ in range(repeats)])
 

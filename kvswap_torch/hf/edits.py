@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def chosen_sequences(where: str, indices: Any, batch: int, *, takes_mask: bool) 
     return [number + batch if number < 0 else number for number in numbers]
 
 
-def check_repeats(repeats: Any) -> None:
+def check_repeats(repeats: Any) -> int:
     """How often each sequence goes on.
 
     Raises
@@ -57,22 +58,36 @@ def check_repeats(repeats: Any) -> None:
     ValueError
         For less than once.
     """
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+    times = _integer(repeats)
+    if times is None or times < 1:
         raise ValueError(
             f"batch_repeat_interleave: repeats must be an integer of at least 1, got {repeats!r}"
         )
+    return times
 
 
-def check_removed(tokens: Any) -> None:
-    """Tokens to remove from the end.
+def check_removed(tokens: Any) -> int:
+    """Tokens to remove from the end, as a negative number or 0.
 
     Raises
     ------
     ValueError
         For anything but an integer of at most 0: a positive one once meant the length to keep.
     """
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens > 0:
+    removed = _integer(tokens)
+    if removed is None or removed > 0:
         raise ValueError(
             "crop: must be given a negative integer, of tokens to remove, got "
             f"{tokens!r}; to keep n tokens pass n - cache.get_seq_length()"
         )
+    return removed
+
+
+def _integer(value: Any) -> int | None:
+    """An integer of any kind: assisted decoding of transformers 5.17 has it in a tensor."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):
+        return None

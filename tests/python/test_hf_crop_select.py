@@ -23,7 +23,7 @@ def test_crop_takes_what_transformers_takes(llama, open_cache):
         expected = forward(llama, ids[:, : left + 2], None)[:, -2:]
         actual = forward(llama, ids[:, left : left + 2], cache)
         torch.testing.assert_close(actual, expected)
-        cache.crop(-2)
+        cache.crop(torch.tensor(-2))  # as assisted decoding of transformers 5.17 does
     cache.crop(-100)
     assert cache.get_seq_length() == 0
     torch.testing.assert_close(forward(llama, ids, cache), forward(llama, ids, None))
@@ -82,6 +82,9 @@ NOT_THERE = {
     "negative integer, .* got nan": lambda cache: cache.crop(float("nan")),
     "got -1.5": lambda cache: cache.crop(-1.5),
     "got None": lambda cache: cache.crop(None),
+    r"got tensor\(-1\.5": lambda cache: cache.crop(torch.tensor(-1.5)),
+    r"got tensor\(\[-1, -2": lambda cache: cache.crop(torch.tensor([-1, -2])),
+    "got tensor\\(False": lambda cache: cache.crop(torch.tensor(False)),
 }
 
 
