@@ -26,7 +26,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality docs docs-run lint format \
   wheel wheel-check golden clean locked-build locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
-  cuda-compile cuda-report gpu-check gpu-prebuilt locked-cuda \
+  cuda-compile cuda-report gpu-check gpu-prebuilt locked-cuda oldest-torch other-transformers \
   sanitize-address sanitize-thread \
   sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
 
@@ -221,6 +221,15 @@ locked-cuda:
 	    -isystem $$(dirname $$(dirname $$(readlink -f $$nvcc)))/include $$glue || exit 1; \
 	done
 
+# CI must have what is fetched; elsewhere a lane that cannot have it says so, and the others run.
+MAY_SKIP = $(if $(CI),,--may-skip)
+
+oldest-torch: $(STAMP)  ## syntax against the oldest promised torch's headers: 80 MB fetched once
+	@$(call LOCK,oldest-torch) $(PY) -m tests.packaging.oldest_torch $(ARGS)
+
+other-transformers: build  ## one test file on the oldest and the newest transformers: 25 MB fetched once
+	@$(call LOCK,other-transformers) $(PY) -m tests.packaging.other_transformers $(ARGS)
+
 cuda-report: cuda-compile  ## registers, shared memory and spills of every CUDA kernel
 	@$(PY) -m tests.gpu.report
 
@@ -246,9 +255,11 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(PY) -m tests.known_skips build/core/Testing/Temporary/LastTest.log
 	@$(SUB) sanitize-short
 	@$(SUB) cuda-compile
+	@$(SUB) oldest-torch ARGS=$(MAY_SKIP)
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example
 	KVSWAP_KNOWN_SKIPS=1 $(BESIDE) $(ARGS)
+	@$(SUB) other-transformers ARGS=$(MAY_SKIP)
 	@$(SUB) wheel-check
 	@$(SUB) docs
 

@@ -18,6 +18,7 @@ from setuptools import find_namespace_packages
 import kvswap_torch
 from kvswap_torch import native
 from kvswap_torch.elf_symbols import SharedLibrary
+from tests.packaging import oldest_torch, other_transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -154,6 +155,42 @@ def test_libraries_with_cuda_need_a_torch_with_cuda(
         native.check_torch()
     (torch / "lib" / "libc10_cuda.so").touch()
     native.check_torch()
+
+
+def test_files_of_the_oldest_torch_are_compiled_at_once_or_one_by_one(tmp_path: Path) -> None:
+    def source(name: str, code: str) -> Path:
+        (tmp_path / name).write_text(f"namespace {{ {code} }}\n")
+        return tmp_path / name
+
+    one, same = source("one.cpp", "int f() { return 1; }"), source("same.cpp", "int f(); int g();")
+    wrong = source("wrong.cpp", "int f() { return nothing_of_that_name; }")
+    compile_all = oldest_torch.compile_all
+    assert compile_all([[one], [same]], [], tmp_path) == []
+    twice = source("twice.cpp", "int f() { return 2; }")
+    assert compile_all([[one, twice], [same]], [], tmp_path) == []
+    (told,) = compile_all([[one, same], [wrong, twice]], [], tmp_path)
+    assert "wrong.cpp:1" in told and "nothing_of_that_name" in told
+
+
+def test_the_page_of_versions_has_the_ranges_that_are_installed() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    project: dict[str, Any] = PYPROJECT["project"]
+    ranges = [f"Python {project['requires-python']}"]
+    for line in project["dependencies"][:2]:
+        name, wanted = re.fullmatch(r"(\w+)(.*)", line).groups()
+        ranges.append(f"{name} {wanted}")
+    for each in ranges:
+        assert f"`{each}`" in page
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for name in ("torch", "transformers"):
+        assert f"{name} {pinned[name]}" in page
+    for release in (other_transformers.oldest(), other_transformers.NEWEST):
+        assert f"transformers {release}" in page
+    assert f"torch {oldest_torch.oldest()}" in page
 
 
 def test_an_unbuilt_tree_says_so_when_the_library_is_needed(
