@@ -10,7 +10,7 @@ BESIDE := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfi
 ROOM ?=
 ARGS ?=
 
-ROOMS := io kernels kernels_cuda store memory device methods engine public
+ROOMS := io kernels kernels_cuda fake_cuda store memory device methods engine public
 STAMP := $(VENV)/.kvswap-setup
 EDITABLE := $(VENV)/.kvswap-editable
 NINJA := ninja -j$(JOBS)
@@ -262,6 +262,13 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) other-transformers ARGS=$(MAY_SKIP)
 	@$(SUB) wheel-check
 	@$(SUB) docs
+
+# One process for each processor: the time limit of a single test is not meant for these.
+.PHONY: test-long
+test-long: $(STAMP)  ## the engine on the real CUDA device path, over a fake CUDA runtime, in full; minutes
+	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ROOM=fake_cuda ARGS="-E ."
+	seq 0 $$(( $(JOBS) - 1 )) | KVSWAP_TEST_LONG=1 GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -I{} \
+	  env GTEST_SHARD_INDEX={} build/core/tests/cpp/test_fake_cuda --gtest_brief=1
 
 demo: build  ## a long document answered from a KV cache on disk, next to the full cache
 	$(PY) -m examples.demo $(ARGS)

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "caller_memory.h"
 #include "engine/engine.h"
 #include "plain_memory.h"
 #include "small_options.h"
@@ -22,8 +23,10 @@ namespace kvswap {
 /// time, choices are the best ones, and attention is that over what was chosen.
 class EngineRun {
  public:
-  EngineRun(const EngineOptions& options, uint64_t seed, ParallelFor parallel = nullptr)
-      : options_(options), memory_(options), random_(seed) {
+  /// caller: where the engine's tensors are; outlives this.
+  EngineRun(const EngineOptions& options, uint64_t seed, ParallelFor parallel = nullptr,
+            CallerMemory& caller = CallerMemory::of_host())
+      : options_(options), caller_(caller), memory_(options), random_(seed) {
     auto engine = Engine::create(options, std::move(parallel));
     EXPECT_TRUE(engine.is_ok()) << engine.status().message();
     if (engine.is_ok()) engine_ = std::move(engine.value());
@@ -65,9 +68,14 @@ class EngineRun {
     }
     return halves.data();
   }
+  /// The same where the engine expects it.
+  const void* given(const std::vector<float>& values, int slot) {
+    const auto bytes = static_cast<int64_t>(values.size()) * dtype_bytes(options_.dtype);
+    return caller_.give(slot, raw(values, slot), bytes);
+  }
   QueryView view(const std::vector<float>& query, int64_t queries) {
     const int64_t dim = options_.head_dim;
-    return {.data = raw(query, 2),
+    return {.data = given(query, 2),
             .batch_stride = options_.query_heads * queries * dim,
             .head_stride = queries * dim,
             .query_stride = dim,
@@ -78,8 +86,8 @@ class EngineRun {
   KeyValueView view(const Tokens& tokens, int64_t batch) {
     const int64_t head = tokens.tokens * options_.head_dim;
     const int64_t sequence = options_.kv_heads * head;
-    return {.keys = raw(tokens.keys, 0),
-            .values = raw(tokens.values, 1),
+    return {.keys = given(tokens.keys, 0),
+            .values = given(tokens.values, 1),
             .key_batch_stride = sequence,
             .key_head_stride = head,
             .key_token_stride = options_.head_dim,
@@ -120,8 +128,12 @@ class EngineRun {
     KVSWAP_RETURN_IF_ERROR(begin(queries));
     sealed_before_ = engine_->sequences().layer(layer).sealed_groups;
     output.assign(query.size() * dtype_bytes(options_.dtype), std::byte{0xab});
-    return engine_->attend(
-        {.layer = layer, .query = view(query, queries), .output = output.data(), .scale = 0.125f});
+    const Status attended = engine_->attend({.layer = layer,
+                                             .query = view(query, queries),
+                                             .output = caller_.room(output),
+                                             .scale = 0.125f});
+    caller_.take(output);
+    return attended;
   }
 
   /// A prefill, however short.
@@ -385,6 +397,7 @@ class EngineRun {
   }
 
   EngineOptions options_;
+  CallerMemory& caller_;
   PlainMemory memory_;
   std::unique_ptr<Engine> engine_;
   std::mt19937_64 random_;

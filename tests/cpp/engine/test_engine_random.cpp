@@ -2,22 +2,10 @@
 
 #include "device/host_device.h"
 #include "engine_run.h"
+#include "random_life.h"
 
 namespace kvswap {
 namespace {
-
-struct Shape {
-  const char* name;
-  int64_t group_tokens, tail_tokens, sink_tokens, groups_max, pages_max, queries_max, batch_max;
-  const char* replacement = "fifo";
-  DType dtype = DType::kFloat32;
-  const char* heads = "all";
-  const char* records = "model";
-  int64_t layers = 2;
-  int64_t resident_layers = 0;  // 0: all
-};
-
-void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
 
 enum class Place { kHost, kDevice };
 
@@ -26,22 +14,7 @@ class RandomLife : public testing::TestWithParam<std::tuple<Shape, Place>> {};
 TEST_P(RandomLife, LosesNothingAndAttendsOverTheBest) {
   const auto& [shape, place] = GetParam();
   const TestDirectory directory;
-  EngineOptions options = small_options(directory.path(), shape.group_tokens);
-  options.tail_tokens = shape.tail_tokens;
-  options.sink_tokens = shape.sink_tokens;
-  options.groups_max = shape.groups_max;
-  options.pages_max = shape.pages_max;
-  options.select_queries_max = shape.queries_max;
-  options.replacement = shape.replacement;
-  options.dtype = shape.dtype;
-  options.heads = shape.heads;
-  if (shape.dtype == DType::kBFloat16) options.head_dim *= 2;
-  if (options.heads == "each") options.head_dim *= 2;
-  options.records = shape.records;
-  if (options.has_float8_records()) options.head_dim *= 4;
-  options.layers = shape.layers;
-  while (ssize(options.ranks) < shape.layers) options.ranks.push_back(6);
-  if (shape.resident_layers > 0) options.resident_layers = shape.resident_layers;
+  EngineOptions options = options_of(shape, directory.path());
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(seed);
     if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100, .seed = seed});
@@ -71,66 +44,29 @@ std::string place_name(Place place) { return place == Place::kHost ? "host" : "d
 INSTANTIATE_TEST_SUITE_P(Places, LongLife, testing::Values(Place::kHost, Place::kDevice),
                          [](const auto& info) { return place_name(info.param); });
 
-INSTANTIATE_TEST_SUITE_P(
-    Shapes, RandomLife,
-    testing::Combine(
-        testing::Values(
-            Shape{"usual", 4, 8, 4, 4, 8, 4, 3}, Shape{"no_tail", 4, 0, 4, 4, 8, 4, 2},
-            Shape{"tail_below_a_group", 8, 5, 3, 2, 3, 3, 2},
-            Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3}, Shape{"one_page", 4, 4, 2, 1, 1, 1, 3},
-            Shape{"no_reuse", 3, 7, 5, 6, 6, 4, 2, "lru"},
-            Shape{"groups_of_one", 1, 3, 2, 7, 9, 3, 2, "unused"},
-            Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru"},
-            Shape{"groups_of_64", 64, 32, 4, 1, 2, 2, 2},
-            Shape{"one_query", 4, 6, 1, 3, 4, 1, 2, "unused"},
-            Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2},
-            Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2},
-            Shape{"bfloat16", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kBFloat16},
-            Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each"},
-            Shape{"each_head_no_tail", 7, 0, 9, 2, 5, 4, 3, "fifo", DType::kBFloat16, "each"}),
-        testing::Values(Place::kHost, Place::kDevice)),
-    [](const auto& info) {
-      return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Shapes, RandomLife,
+                         testing::Combine(testing::ValuesIn(kShapes),
+                                          testing::Values(Place::kHost, Place::kDevice)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  place_name(std::get<1>(info.param));
+                         });
 
-INSTANTIATE_TEST_SUITE_P(
-    SharedPages, RandomLife,
-    testing::Combine(testing::Values(Shape{"five_layers_in_two", 4, 8, 4, 4, 8, 4, 3, "fifo",
-                                           DType::kFloat32, "all", "model", 5, 2},
-                                     Shape{"six_layers_in_three", 8, 5, 3, 2, 3, 3, 2, "lru",
-                                           DType::kFloat32, "all", "model", 6, 3},
-                                     Shape{"pages_for_every_crop", 2, 0, 0, 9, 20, 2, 3, "unused",
-                                           DType::kFloat32, "all", "model", 4, 3},
-                                     Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "none",
-                                           DType::kFloat32, "all", "model", 3, 2},
-                                     Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32,
-                                           "each", "model", 4, 2},
-                                     Shape{"as_many_as_layers", 4, 8, 4, 4, 8, 4, 3, "fifo",
-                                           DType::kFloat32, "all", "model", 3, 4}),
-                     testing::Values(Place::kHost, Place::kDevice)),
-    [](const auto& info) {
-      return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
-    });
+INSTANTIATE_TEST_SUITE_P(SharedPages, RandomLife,
+                         testing::Combine(testing::ValuesIn(kSharedPages),
+                                          testing::Values(Place::kHost, Place::kDevice)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  place_name(std::get<1>(info.param));
+                         });
 
-INSTANTIATE_TEST_SUITE_P(
-    Float8, RandomLife,
-    testing::Combine(
-        testing::Values(
-            Shape{"usual", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8"},
-            // Groups of 16 are wide enough on disk with rows whose products bfloat16 holds exactly.
-            Shape{"bfloat16", 16, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "all", "fp8"},
-            Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3, "fifo", DType::kFloat32, "all", "fp8"},
-            Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kFloat32, "all", "fp8"},
-            Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", "fp8"},
-            Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all",
-                  "fp8"},
-            Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "fp8"},
-            Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8", 5,
-                  2}),
-        testing::Values(Place::kHost, Place::kDevice)),
-    [](const auto& info) {
-      return std::string(std::get<0>(info.param).name) + "_" + place_name(std::get<1>(info.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Float8, RandomLife,
+                         testing::Combine(testing::ValuesIn(kFloat8),
+                                          testing::Values(Place::kHost, Place::kDevice)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  place_name(std::get<1>(info.param));
+                         });
 
 }  // namespace
 }  // namespace kvswap

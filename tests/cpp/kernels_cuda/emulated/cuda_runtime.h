@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <tuple>
+#include <utility>
+
+#include "cuda_runtime_api.h"
 
 /// A stand-in for the toolkit's header: the kernels of csrc/kernels/cuda/ run on the host, one
 /// block after the other, each thread of a block a fiber. Barriers and shuffles are where fibers
@@ -15,7 +19,8 @@
 /// barrier that not all threads reach, and races, as a result that depends on the order of threads.
 /// What it cannot: anything about speed, or about the memory model between barriers.
 ///
-/// One host thread; shared memory is static and keeps what the block before left in it.
+/// One block at a time on each host thread; its shared memory is static and keeps what the block
+/// before left in it.
 
 #define __global__
 #define __device__
@@ -23,7 +28,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static
+#define __shared__ static thread_local
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -46,12 +51,16 @@ namespace emulated {
 enum class Order { kRising, kFalling, kShuffled };
 /// In which order the threads of a block run between two barriers. All must give the same bits.
 inline Order order = Order::kRising;
-inline int64_t launches = 0;
 
 struct Place {
   dim3 thread, block, block_size, grid_size;
 };
-inline Place here;
+inline constinit thread_local Place here;
+
+/// Queues a kernel on a stream, where a runtime does; null: it runs at once.
+inline cudaError_t (*queue)(cudaStream_t stream, std::function<void()> kernel) = nullptr;
+/// Judges what kernels load through the read-only path; null: any address will do.
+inline void (*check_load)(const void* address) = nullptr;
 
 /// Runs body for every thread of every block.
 void run(dim3 grid, dim3 block, const std::function<void()>& body);
@@ -60,11 +69,6 @@ void wait_for_block();
 const uint64_t* exchange(uint64_t value);
 
 }  // namespace emulated
-
-using cudaStream_t = struct CUstream_st*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
-inline const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -78,9 +82,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const dim3 grid = config->gridDim;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
       config->dynamicSmemBytes != 0) {
-    return cudaErrorInvalidConfiguration;
+    return emulated::fail(cudaErrorInvalidConfiguration);
   }
-  emulated::run(grid, config->blockDim, [&] { kernel(arguments...); });
+  const auto kernel_run = [grid, block = config->blockDim, kernel,
+                           given = std::tuple<Parameters...>(arguments...)] {
+    emulated::run(grid, block, [&] { std::apply(kernel, given); });
+  };
+  if (emulated::queue != nullptr) return emulated::queue(config->stream, kernel_run);
+  kernel_run();
   return cudaSuccess;
 }
 
@@ -130,6 +139,7 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 
 template <typename T>
 T __ldg(const T* address) {
+  if (emulated::check_load != nullptr) emulated::check_load(address);
   return *address;
 }
 

@@ -42,7 +42,7 @@ struct Block {
   int64_t events = 0;  // to notice when nobody moves any more
 };
 
-Block state;
+thread_local Block state;
 
 [[noreturn]] void stop(const char* what) {
   std::fprintf(stderr, "emulated device: %s, thread %u of block (%u, %u, %u)\n", what,
@@ -70,7 +70,7 @@ void enter() {
 }
 
 void start(Fiber& fiber) {
-  if (!fiber.stack) fiber.stack = std::make_unique<char[]>(kStackBytes);
+  if (!fiber.stack) fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   fiber.is_done = fiber.is_waiting = false;
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -80,7 +80,7 @@ void start(Fiber& fiber) {
 }
 
 std::vector<int> thread_order(int count) {
-  static std::mt19937 generator(1);
+  static thread_local std::mt19937 generator(1);
   std::vector<int> threads(count);
   std::iota(threads.begin(), threads.end(), 0);
   if (order == Order::kFalling) std::reverse(threads.begin(), threads.end());
@@ -130,7 +130,6 @@ const uint64_t* exchange(uint64_t value) {
 }
 
 void run(dim3 grid, dim3 block, const std::function<void()>& body) {
-  ++launches;
   if (block.x % kWarp != 0 || block.y != 1 || block.z != 1 || block.x > 1024) {
     stop("a block must be whole warps in one dimension, at most 1024 threads");
   }
