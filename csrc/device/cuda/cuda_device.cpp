@@ -42,6 +42,13 @@ Status failed(const std::string& what, cudaError_t error) {
   return Status::storage(text, 0);
 }
 
+/// An error that is told here: torch, which asks for the thread's newest after its own launches,
+/// need not find it. After a kernel's fault every call goes on to fail.
+cudaError_t told(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
 /// Errors are sticky: the first is kept.
 class FirstError {
  public:
@@ -49,7 +56,7 @@ class FirstError {
     if (status_.is_ok()) status_ = std::move(status);
   }
   void keep(const char* what, cudaError_t error) {
-    if (error != cudaSuccess) keep(failed(what, error));
+    if (told(error) != cudaSuccess) keep(failed(what, error));
   }
   const Status& status() const { return status_; }
 
@@ -84,6 +91,8 @@ Status run(const AttentionMassArgs& args, void* stream) {
   return cuda::attention_mass(args, stream);
 }
 
+std::string name_of(int index) { return "cuda:" + std::to_string(index); }
+
 class CudaDevice final : public Device {
  public:
   CudaDevice(int index, const std::function<void()>& make_room)
@@ -91,7 +100,7 @@ class CudaDevice final : public Device {
   ~CudaDevice() override;
   Status open();
 
-  std::string name() const override { return "cuda:" + std::to_string(index_); }
+  std::string name() const override { return name_of(index_); }
 
   Result<std::byte*> allocate(int64_t bytes) override;
   void free(std::byte* memory, int64_t bytes) override;
@@ -151,29 +160,33 @@ class CudaDevice final : public Device {
   FirstError error_;
 };
 
-Status CudaDevice::open() {
+/// Before anything is made there.
+Status check_device(int index) {
+  const std::string name = name_of(index);
   int count = 0;
-  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
-    (void)cudaGetLastError();
-    return Status::invalid("session: device must be a CUDA device of this machine, got " + name() +
+  if (const cudaError_t error = told(cudaGetDeviceCount(&count)); error != cudaSuccess) {
+    return Status::invalid("session: device must be a CUDA device of this machine, got " + name +
                            " where CUDA finds none (" + cudaGetErrorString(error) +
                            "); see what nvidia-smi says, or use the CPU");
   }
-  if (index_ < 0 || index_ >= count) {
+  if (index < 0 || index >= count) {
     return Status::invalid("session: device must be one of " + std::to_string(count) +
-                           " CUDA devices, got " + name());
+                           " CUDA devices, got " + name);
   }
   for (const auto& [what, needed] :
        {std::pair{"memory pools", cudaDevAttrMemoryPoolsSupported},
         std::pair{"locking of host memory", cudaDevAttrHostRegisterSupported}}) {
     int is_there = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&is_there, needed, index_);
+    const cudaError_t error = told(cudaDeviceGetAttribute(&is_there, needed, index));
     if (error != cudaSuccess || is_there == 0) {
-      (void)cudaGetLastError();
-      return Status::invalid("session: device must have " + std::string(what) + ", and " + name() +
+      return Status::invalid("session: device must have " + std::string(what) + ", and " + name +
                              " has none; use the CPU");
     }
   }
+  return Status::ok();
+}
+
+Status CudaDevice::open() {
   const Current current(index_);
   int low = 0;
   int high = 0;
@@ -202,20 +215,20 @@ Status CudaDevice::open() {
 
 CudaDevice::~CudaDevice() {
   const Current current(index_);
-  // Earlier calls of the session have returned its errors.
+  // Earlier calls of the session have returned its errors, and nobody is left to tell new ones.
   (void)drain().is_ok();
-  for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+  for (const cudaEvent_t event : events_) (void)told(cudaEventDestroy(event));
   for (const cudaEvent_t event : {changed_, zeroed_, unused_}) {
-    if (event != nullptr) (void)cudaEventDestroy(event);
+    if (event != nullptr) (void)told(cudaEventDestroy(event));
   }
   if (memory_stream_ != nullptr) {
-    (void)cudaStreamSynchronize(memory_stream_);
-    (void)cudaStreamDestroy(memory_stream_);
+    (void)told(cudaStreamSynchronize(memory_stream_));
+    (void)told(cudaStreamDestroy(memory_stream_));
   }
-  if (pool_ != nullptr) (void)cudaMemPoolDestroy(pool_);
+  if (pool_ != nullptr) (void)told(cudaMemPoolDestroy(pool_));
   for (const Stream each : {Stream::kScore, Stream::kLoad, Stream::kWrite}) {
     const cudaStream_t stream = streams_[static_cast<int>(each)];
-    if (stream != nullptr) (void)cudaStreamDestroy(stream);
+    if (stream != nullptr) (void)told(cudaStreamDestroy(stream));
   }
 }
 
@@ -223,20 +236,20 @@ Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
   const Current current(index_);
   void* memory = nullptr;
   const std::string what = name() + ": allocating " + std::to_string(bytes) + " bytes";
-  cudaError_t error = cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_);
+  cudaError_t error = told(cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_));
   if (error == cudaErrorMemoryAllocation && make_room_) {
-    (void)cudaGetLastError();
     make_room_();
-    error = cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_);
+    error = told(cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_));
   }
-  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, bytes, memory_stream_);
+  if (error != cudaSuccess) return failed(what, error);
+  error = told(cudaMemsetAsync(memory, 0, bytes, memory_stream_));
   // All streams go on behind it, and the host does not wait.
-  if (error == cudaSuccess) error = cudaEventRecord(zeroed_, memory_stream_);
+  if (error == cudaSuccess) error = told(cudaEventRecord(zeroed_, memory_stream_));
   for (const cudaStream_t stream : streams_) {
-    if (error == cudaSuccess) error = cudaStreamWaitEvent(stream, zeroed_, 0);
+    if (error == cudaSuccess) error = told(cudaStreamWaitEvent(stream, zeroed_, 0));
   }
   if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // told here; torch need not find it
+    (void)told(cudaFreeAsync(memory, memory_stream_));  // no other stream has it
     return failed(what, error);
   }
   allocated_bytes_ += bytes;
@@ -255,9 +268,8 @@ void CudaDevice::free(std::byte* memory, int64_t bytes) {
 
 Status CudaDevice::pin(std::byte* host, int64_t bytes) {
   const Current current(index_);
-  const cudaError_t error = cudaHostRegister(host, bytes, cudaHostRegisterPortable);
+  const cudaError_t error = told(cudaHostRegister(host, bytes, cudaHostRegisterPortable));
   if (error != cudaSuccess) {
-    (void)cudaGetLastError();
     return failed(name() + ": locking " + std::to_string(bytes) + " bytes of host memory", error);
   }
   pinned_bytes_ += bytes;
@@ -274,7 +286,7 @@ void CudaDevice::unpin(std::byte* host, int64_t bytes) {
 Result<Event> CudaDevice::make_event() {
   const Current current(index_);
   cudaEvent_t event = nullptr;
-  const cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDefault);
+  const cudaError_t error = told(cudaEventCreateWithFlags(&event, cudaEventDefault));
   if (error != cudaSuccess) return failed(name() + ": an event", error);
   events_.push_back(event);
   return static_cast<Event>(events_.size() - 1);
@@ -282,10 +294,9 @@ Result<Event> CudaDevice::make_event() {
 
 double CudaDevice::seconds_between(Event begin, Event end) {
   float milliseconds = 0;
-  if (cudaEventElapsedTime(&milliseconds, events_[begin], events_[end]) != cudaSuccess) {
-    (void)cudaGetLastError();  // one of them is not done: nothing is known
-    return 0;
-  }
+  // One of them is not done: nothing is known.
+  const cudaError_t error = told(cudaEventElapsedTime(&milliseconds, events_[begin], events_[end]));
+  if (error != cudaSuccess) return 0;
   return milliseconds * 1e-3;
 }
 
@@ -321,6 +332,7 @@ void CudaDevice::set_compute_stream(void* stream) {
 DeviceKind cuda_device(int index, std::function<void()> make_room) {
   DeviceKind kind;
   kind.make = [index, make_room = std::move(make_room)]() -> Result<std::unique_ptr<Device>> {
+    KVSWAP_RETURN_IF_ERROR(check_device(index));
     auto device = std::make_unique<CudaDevice>(index, make_room);
     KVSWAP_RETURN_IF_ERROR(device->open());
     return std::unique_ptr<Device>(std::move(device));
