@@ -24,7 +24,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="A KV cache that lives on disk, for Hugging Face models.",
+    help="A KV cache that lives on disk, for Hugging Face models.\n\n"
+    "Ctrl-C ends a command, and an answer of chat. If SIGINT is ignored when a command begins "
+    "(nohup, & in a script), Ctrl-C has no effect; SIGTERM ends it. serve answers both signals in "
+    "any case.",
 )
 
 _GENERATE_HELP = """\

@@ -23,7 +23,11 @@ Ask about the document; each question sees those before it.
 /ask QUESTION  ask the document alone, all turns forgotten
 /back          forget the last turn
 /stats         what the cache has read and what it takes
-/quit          end, as Ctrl-D does; Ctrl-C ends an answer"""
+/quit          end, as Ctrl-D does; {ctrl_c}"""
+CTRL_C = {
+    False: "Ctrl-C ends an answer",
+    True: "Ctrl-C has no effect: SIGINT was ignored when this command began",
+}
 
 
 class Chat:
@@ -39,7 +43,7 @@ class Chat:
         """Answers lines until there are no more."""
         if sys.stdin is None:
             raise ConfigError("chat: stdin must be open, since questions are read from it")
-        self._console.print(HELP, markup=False, highlight=False)
+        self._help()
         # What is no UTF-8 arrives as text that the question's own check refuses.
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="surrogateescape")
@@ -65,7 +69,7 @@ class Chat:
             case ["/stats"]:
                 self._console.print(str(self._conversation.cache.stats()), markup=False)
             case [word, *_] if word.startswith("/"):
-                self._console.print(HELP, markup=False, highlight=False)
+                self._help()
             case _:
                 self._ask(line)
 
@@ -93,6 +97,10 @@ class Chat:
         del self._begins[turns + 1 :]
         return True
 
+    def _help(self) -> None:
+        text = HELP.format(ctrl_c=CTRL_C[_is_ignored()])
+        self._console.print(text, markup=False, highlight=False)
+
     def _complain(self, error: KVSwapError) -> None:
         self._console.print(error_line(error), soft_wrap=True, highlight=False)
 
@@ -108,8 +116,11 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
     """Tells whether Ctrl-C was pressed; a second one raises KeyboardInterrupt at once.
 
     Between two passes all layers have read the same; within one, those that cannot go back may be
-    ahead of the others for good.
+    ahead of the others for good. If SIGINT is ignored (`nohup`, `&` in a script), it stays so.
     """
+    if _is_ignored():
+        yield lambda: False
+        return
     heard = False
 
     def hear(number: int, frame: Any) -> None:
@@ -123,3 +134,7 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
         yield lambda: heard
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _is_ignored() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN

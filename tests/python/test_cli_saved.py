@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,21 @@ def test_a_saved_cache_and_its_model_are_found_from_anywhere(
     assert _found_anywhere("org/model") == "org/model" and _found_anywhere("") == ""
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[Any], None]]:
+    """What SIGINT does, as in a terminal whoever began the tests; a test may set another."""
+
+    def does(handler: Any) -> None:
+        signal.signal(signal.SIGINT, handler)
+
+    before = signal.getsignal(signal.SIGINT)
+    does(signal.default_int_handler)
+    yield does
+    does(before)
+
+
 def test_layers_that_cannot_go_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, ctrl_c: Any
 ) -> None:
     """A window of six tokens: `ask` opens the document anew, a chat says so and goes on."""
     model, document, book = (tmp_path / name for name in ("gemma", "a.txt", "book.kvswap"))
@@ -165,6 +179,33 @@ def test_layers_that_cannot_go_back(
         assert [turn.question for turn in conversation.turns] == ["one", "two", "three", "four"]
         assert conversation.turns[3].answer_tokens == 4
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_where_sigint_is_ignored_ctrl_c_has_no_effect_and_chat_says_so(
+    tiny_model_dir: Path, document: Path, tmp_path: Path, ctrl_c: Any
+) -> None:
+    """As after `nohup`; a chat does not listen to what its parent had it ignore."""
+    book, disk = tmp_path / "book.kvswap", ["--path", tmp_path]
+    kvswap("ingest", document, "--model", tiny_model_dir, "-o", book, *disk)
+    shown = Console(file=io.StringIO(), width=200)
+    options = GenerateOptions("", book, (), path=tmp_path)
+    with opened(book, None, options, shown) as conversation:
+        chat = Chat(conversation, 4, shown)
+        layer = conversation.model.model.layers[1]
+        hook = layer.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        ctrl_c(signal.SIG_IGN)
+        chat.answer(QUESTIONS[0])
+        assert conversation.turns[0].answer_tokens == 4
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        chat.answer("/help")
+        assert "Ctrl-C has no effect" in shown.file.getvalue()
+        ctrl_c(signal.default_int_handler)
+        chat.answer(QUESTIONS[1])
+        hook.remove()
+        assert len(conversation.turns) == 1, "heard at once, the second time at the latest"
+        chat.answer("/help")
+        assert "Ctrl-C ends an answer" in shown.file.getvalue()
+    assert "nohup" in kvswap("--help")
 
 
 def test_generate_saves_and_goes_on(tiny_model_dir: Path, document: Path, tmp_path: Path) -> None:
