@@ -249,6 +249,10 @@ locked-torch-test:
 py-test: build  ## build, then pytest; ARGS="tests/python/test_config.py -k save"
 	$(PY) -m pytest -q $(ARGS)
 
+.PHONY: other-sums
+other-sums: build  ## choices compared with the sums of other processors; ARGS="--threads 4 FILES"
+	@$(PY) -m tests.other_processors $(ARGS)
+
 test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) lint
 	@$(SUB) cpp-test
@@ -260,6 +264,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) libtorch-example
 	KVSWAP_KNOWN_SKIPS=1 $(BESIDE) $(ARGS)
 	@$(SUB) other-transformers ARGS=$(MAY_SKIP)
+	@$(SUB) other-sums ARGS=
 	@$(SUB) wheel-check
 	@$(SUB) docs
 

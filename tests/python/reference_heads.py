@@ -9,6 +9,7 @@ import torch
 
 from tests.python.reference_options import Options
 from tests.python.reference_session import ReferenceSession
+from tests.selections import Judged
 
 
 class ReferenceHeads:
@@ -81,8 +82,24 @@ class ReferenceHeads:
         return keys, values
 
     def last_selection(self, layer: int) -> list[list[int]]:
-        of_heads = [one.last_selection(layer) for one in self._of_heads]
-        return [groups for sequence in zip(*of_heads, strict=True) for groups in sequence]
+        return self._of_sequences("last_selection", layer)
+
+    def last_judged(self, layer: int) -> list[Judged]:
+        return self._of_sequences("last_judged", layer)
+
+    def _of_sequences(self, name: str, layer: int) -> list[Any]:
+        of_heads = [getattr(one, name)(layer) for one in self._of_heads]
+        return [each for sequence in zip(*of_heads, strict=True) for each in sequence]
+
+    def follow(self, choices: list[list[list[int]]] | None) -> None:
+        count = len(self._of_heads)
+        for head, session in enumerate(self._of_heads):
+            session.follow(choices and [layer[head::count] for layer in choices])
+
+    @property
+    def choices(self) -> dict[str, int]:
+        of_heads = [one.choices for one in self._of_heads]
+        return {name: sum(each[name] for each in of_heads) for name in of_heads[0]}
 
 
 def reference(options: Options) -> Any:

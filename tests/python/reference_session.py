@@ -24,6 +24,7 @@ from tests.python.reference_kept import Kept
 from tests.python.reference_options import COUNTERS, Options
 from tests.python.reference_scores import Scores
 from tests.reference import float8_rounded
+from tests.selections import Judged, assert_same_choices
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Layer:
     prefilled: int = 0  # positions, the newest prefill's with all before it
     given: torch.Tensor | None = None  # [batch, queries, groups]
     gone: list[int] = field(default_factory=list)  # [batch]: positions before have no records
+    judged: list[Judged] = field(default_factory=list)  # what the selection was made by
 
     @property
     def positions(self) -> int:
@@ -58,6 +60,8 @@ class ReferenceSession(Dropping, Scores, Decisions):
         self._closed = False
         self._keeper = ReferenceKeeper(options, self._fits)
         self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._follows: list[list[list[int]]] | None = None
+        self.choices = {"same": 0, "rounded": 0}
         self.reset()
 
     # What comes in.
@@ -141,7 +145,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
             self._seal(state)
             if state.positions == tokens and not self._keeper._is_given:  # its worth comes later
                 self._have_turn(state)
-            state.selection = []  # nothing was chosen
+            state.selection, state.judged = [], []  # nothing was chosen
             return output
         chosen = state.predicted
         if chosen is None:
@@ -189,6 +193,10 @@ class ReferenceSession(Dropping, Scores, Decisions):
 
     def last_selection(self, layer: int) -> list[list[int]]:
         return self._layers[layer].selection if layer in self._layers else []
+
+    def last_judged(self, layer: int) -> list[Judged]:
+        """What each sequence's selection was made by."""
+        return self._layers[layer].judged if layer in self._layers else []
 
     # The whole cache.
 
@@ -305,7 +313,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         """Per sequence: union over the queries of each one's best groups, in rising order."""
         state, queries = self._layers[layer], query.shape[2]
         at_most = min(self._options.groups_max, max(1, self._options.pages_max // queries))
-        chosen = []
+        chosen, state.judged = [], [None] * len(state.keys)
         for sequence in range(len(state.keys)):
             _, others = self._groups(state, sequence)
             if self._fits(state, sequence):
@@ -330,7 +338,23 @@ class ReferenceSession(Dropping, Scores, Decisions):
             best = scores[:, candidates]
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
             chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
-        return chosen
+            by = torch.full_like(scores, -torch.inf)
+            by[:, candidates] = best
+            state.judged[sequence] = by, count
+        return self._followed(layer, chosen)
+
+    def follow(self, choices: list[list[list[int]]] | None) -> None:
+        """Choices of another implementation, by layer and sequence, for the pass that comes: what
+        is chosen here must be the same within rounding, and theirs are attended."""
+        self._follows = choices
+
+    def _followed(self, layer: int, chosen: list[list[int]]) -> list[list[int]]:
+        if self._follows is None:
+            return chosen
+        theirs = [list(groups) for groups in self._follows[layer]]
+        same = assert_same_choices(chosen, theirs, self._layers[layer].judged)
+        self.choices["same" if same else "rounded"] += 1
+        return theirs
 
     def _is_selectable(self, state: Layer, sequence: int, g: int) -> bool:
         group = self._options.group_tokens

@@ -13,8 +13,10 @@ from kvswap_torch.errors import BudgetError, ClosedError, StorageError
 from kvswap_torch.methods import METHODS
 from tests.python.reference_heads import reference
 from tests.python.reference_options import Options
+from tests.selections import assert_same_choices
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+ROUNDED_MAX = 1  # of a test's choices
 BACK_ENDS = [
     {"reader": "sync", "io_mode": "buffered"},
     {"reader": "sync", "io_mode": "direct"},
@@ -69,6 +71,7 @@ class Twins:
         self.sessions = (native(made), reference(made))
         self.options = made
         self.extends = seed % 2 == 1
+        self.rounded = 0  # choices that differ by rounding
         self.generator = torch.Generator().manual_seed(seed)
         # Products of a size that attention has: a softmax that knows one token only has many ties.
         size = 1.0 if made.score == "sum" else 0.3
@@ -106,10 +109,17 @@ class Twins:
             self.give_worth(layer, batch, tokens)
             if valid is not None:
                 outputs = [torch.where(valid[..., None, None], out, 0.0) for out in outputs]
-            torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-5, atol=2e-5)
-            mine, theirs = (session.last_selection(layer) for session in self.sessions)
-            if kind == "decode":
-                assert [list(groups) for groups in mine] == theirs
+            if kind == "prefill" or self.chose_the_same(layer):
+                torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-5, atol=2e-5)
+
+    def chose_the_same(self, layer: int) -> bool:
+        """False where the two differ by rounding: seldom, since scores are random."""
+        mine, theirs = (session.last_selection(layer) for session in self.sessions)
+        by = self.sessions[1].last_judged(layer) or [None] * len(theirs)
+        same = assert_same_choices(mine, theirs, by)
+        self.rounded += not same
+        assert self.rounded <= ROUNDED_MAX
+        return same
 
     def give_scores(self, layer: int, batch: int, tokens: int) -> None:
         """With rows=given, before each choice; many are alike."""
