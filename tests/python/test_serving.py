@@ -125,6 +125,26 @@ def test_all_ways_to_ask_and_the_second_question(
     assert told["kvswap_written_bytes_total"] > 0 < told["kvswap_store_bytes"]
 
 
+@pytest.mark.parametrize(("frequency", "presence"), [(0.1, 0), (1.5, 0), (0, 2), (-1, -2)])
+def test_penalties_are_openais(
+    tiny: tuple[Any, Any, Served], served: Served, tmp_path: Path, frequency: float, presence: float
+) -> None:
+    served.start(store=str(tmp_path))
+    model, tokenizer, _ = tiny
+    prompt, answer = "aabbcc" * 8, []
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    for _ in range(16):
+        with torch.no_grad():
+            scores = model(torch.cat([ids, torch.tensor([answer], dtype=torch.int64)], 1)).logits
+        scores = scores[0, -1]
+        for token in set(answer):
+            scores[token] -= frequency * answer.count(token) + presence
+        answer.append(int(scores.argmax()))
+    asked = {"frequency_penalty": frequency, "presence_penalty": presence, "max_tokens": 16}
+    told = complete(client(served), prompt, **asked).choices[0].text
+    assert told == tokenizer.decode(answer, skip_special_tokens=True)
+
+
 def test_killed_and_started_again(served: Served, tmp_path: Path, expected: Callable) -> None:
     served.start(store=str(tmp_path))
     book = document(2)

@@ -180,6 +180,15 @@ def test_any_head_has_one_reply(
     assert status in (200, 400, 403, 404, 405, 413, 415)
 
 
+def test_a_failure_of_ours_is_one_reply_too(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(asked: Asked) -> None:
+        raise AssertionError("of ours")
+
+    monkeypatch.setattr(desk.answers, "check", fail)
+    status, told = desk.ask("POST", COMPLETIONS, b'{"prompt": "abc"}')
+    assert status == 500 and "its log" in json.loads(told)["error"]["message"]
+
+
 def test_the_loop_goes_on_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the event loop it would wait for what only the loop can do."""
     loop_runs = threading.Event()

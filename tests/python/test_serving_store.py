@@ -155,6 +155,28 @@ def test_a_store_that_is_away_keeps_what_is_known(
         check_all_is_well(model, desk, 1)
 
 
+@pytest.mark.parametrize(("number", "is_saved"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_a_full_disk_makes_the_oldest_leave(
+    filled: tuple[Any, Path], number: int, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = filled
+    (oldest,) = folder.iterdir()
+    real = KVSwapCache.save
+
+    def failing(cache: KVSwapCache, path: Path) -> Any:
+        if oldest.exists():
+            raise StorageError(number, os.strerror(number), str(path))
+        return real(cache, path)
+
+    with Desk(model, folder) as desk:
+        monkeypatch.setattr(KVSwapCache, "save", failing)
+        desk.ask(text(60, 2))
+        assert desk.counts["saves"] == desk.counts["evictions"] == is_saved
+        assert desk.counts["save_failures"] == (not is_saved)
+        assert oldest.exists() == (not is_saved)
+        assert len(desk.store.entries()) == 1
+
+
 # Each key has caches of its own.
 
 

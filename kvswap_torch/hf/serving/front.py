@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from kvswap_torch.hf.serving.limits import Limits
 from kvswap_torch.hf.serving.line import Line, LineClosedError, LineFullError, Turn
 from kvswap_torch.hf.serving.refusal import RefusedError, error_reply, shown
 
+logger = logging.getLogger(__name__)
 _CLOSE = (b"connection", b"close")
 
 
@@ -62,13 +64,31 @@ class Front:
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"serve: there is nothing but HTTP here, got {scope['type']}")
+        has_begun = False
+
+        async def begin_and_send(message: dict) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self._serve(scope, receive, send)
+            await self._serve(scope, receive, begin_and_send)
         except RefusedError as error:
-            self._counts.add("refusals", label=f'{{reason="{error.reason}"}}')
-            if scope["path"] in PATHS:
-                self._counts.add("requests", label=status_label(error.status))
-            await _refuse(receive, send, error)
+            await self._refuse(scope, receive, send, error)
+        except Exception:
+            if has_begun:
+                raise  # nothing is left to say but the connection's end
+            logger.exception("serve: a request failed")
+            said = RefusedError(500, "the server failed with this request; its log has the reason")
+            await self._refuse(scope, receive, send, said)
+
+    async def _refuse(
+        self, scope: dict, receive: Callable, send: Callable, error: RefusedError
+    ) -> None:
+        self._counts.add("refusals", label=f'{{reason="{error.reason}"}}')
+        if scope["path"] in PATHS:
+            self._counts.add("requests", label=status_label(error.status))
+        await _refuse(receive, send, error)
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
         method, path = scope["method"], scope["path"]

@@ -16,7 +16,8 @@ from typing import Any
 
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.hf.serving import seam
+from kvswap_torch.hf.serving import front, seam
+from kvswap_torch.hf.serving import reuse as reuse_module
 from kvswap_torch.hf.serving.access import Access
 from kvswap_torch.hf.serving.connections import Connections, protocol
 from kvswap_torch.hf.serving.counts import Counts
@@ -46,6 +47,8 @@ ALONE: dict[str, Any] = {
     "use_mtp": None,
 }
 _HOSTS = ("localhost", "127.0.0.1", "[::1]")
+# What clients can make happen as often as they want.
+_LOGGERS = ("asyncio", "uvicorn.error", front.__name__, reuse_module.__name__)
 GRACE_SECONDS = 5  # for clients that take nothing, once nothing is answered any more
 
 
@@ -179,7 +182,7 @@ class Server:
         # uvicorn raises its signals once more at the end, for whom it finds here.
         before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
         filtered = OnceAMinute()
-        loggers = [logging.getLogger(name) for name in ("asyncio", "uvicorn.error")]
+        loggers = [logging.getLogger(name) for name in _LOGGERS]
         try:
             for each in loggers:
                 each.addFilter(filtered)

@@ -24,7 +24,7 @@ from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError, Stora
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.saved_checks import check_model
 from kvswap_torch.hf.serving.counts import Counts
-from kvswap_torch.hf.serving.troubles import printable
+from kvswap_torch.hf.serving.troubles import AGAIN_SECONDS, printable
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.saved_path import is_in_use, text_of
 
@@ -107,7 +107,7 @@ class CacheStore:
         self._parts = parts
         self._counts = counts
         self._entries: dict[Path, Entry] = {}
-        self._said: set[Hashable] = set()
+        self._said: dict[Hashable, float] = {}
         self._left_out: Counter[str] = Counter()
         counts.set("store_limit_bytes", limit_bytes)
         self.refresh()
@@ -201,29 +201,35 @@ class CacheStore:
         self._count()
 
     def save(self, cache: KVSwapCache, prompt: torch.Tensor, owner: str = "") -> None:
-        """Saves a cache by the first prompt that it has read; what cannot be is said once."""
+        """Saves a cache by the first prompt that it has read; what cannot be is reported.
+
+        Where the disk is full before the limit is, the oldest leave, and it is tried once more.
+        """
         stats = cache.stats()
         needed = _saved_bytes(stats)
         if not self.make_room(needed):
-            self._counts.add("save_failures")
-            self._say(
-                f"not saved: {stats.tokens} tokens need {format_bytes(needed)}, and --store-limit "
-                f"{format_bytes(self._limit_bytes)} has no room that is not in use"
+            self._not_saved(
+                f"{stats.tokens} tokens need {format_bytes(needed)}, and --store-limit "
+                f"{format_bytes(self._limit_bytes)} has no room that is not in use",
+                "limit",
             )
             return
         try:
-            if owner:
-                (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
-            path = _named(self._folder / owner, prompt)
-            cache.save(path)
-            self._counts.add("saves")
-            entry = self._load(path)
+            path = self._save(cache, prompt, owner)
         except (KVSwapError, OSError) as error:
-            self._counts.add("save_failures")
-            self._say(f"not saved: {error}")
-            return
-        entry.is_probed = True
-        self._entries[path] = entry
+            is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full or not self._evict(needed):
+                self._not_saved(str(error), reason_of(error))
+                return
+            try:
+                path = self._save(cache, prompt, owner)
+            except (KVSwapError, OSError) as again:
+                self._not_saved(str(again), reason_of(again))
+                return
+        self._counts.add("saves")
+        self._look_at(path, self._entries)
+        if path in self._entries:
+            self._entries[path].is_probed = True
         self.make_room(0)
         self._count()
 
@@ -231,14 +237,30 @@ class CacheStore:
         """Removes the oldest that nobody uses until there is; False: there is none."""
         if needed > self._limit_bytes:
             return False
-        oldest = sorted(self._entries.values(), key=lambda entry: entry.used_ns)
-        for entry in oldest:
-            if self.bytes + needed <= self._limit_bytes:
+        self._evict(self.bytes + needed - self._limit_bytes)
+        return self.bytes + needed <= self._limit_bytes
+
+    def _evict(self, wanted: int) -> bool:
+        """Removes the oldest that nobody uses, so many bytes in all; whether any has left."""
+        before = self.bytes
+        for entry in sorted(self._entries.values(), key=lambda entry: entry.used_ns):
+            if before - self.bytes >= wanted:
                 break
             if not entry.is_kept and not is_in_use(entry.path):
                 self._remove(entry)
         self._count()
-        return self.bytes + needed <= self._limit_bytes
+        return self.bytes < before
+
+    def _save(self, cache: KVSwapCache, prompt: torch.Tensor, owner: str) -> Path:
+        if owner:
+            (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
+        path = _named(self._folder / owner, prompt)
+        cache.save(path)
+        return path
+
+    def _not_saved(self, text: str, reason: str) -> None:
+        self._counts.add("save_failures")
+        self._say(f"not saved: {text}", about=("not saved", reason), again=AGAIN_SECONDS)
 
     def _remove(self, entry: Entry) -> None:
         from kvswap_torch import _C
@@ -283,10 +305,11 @@ class CacheStore:
             self._say(f"{path} is left out: {error}")
         return entry
 
-    def _say(self, text: str, about: Hashable = None) -> None:
-        """Once for each text, or for what it is about."""
-        if (about or text) not in self._said:
-            self._said.add(about or text)
+    def _say(self, text: str, about: Hashable = None, again: float = float("inf")) -> None:
+        """Once for each text, or for what it is about, or `again` after so many seconds."""
+        now = time.monotonic()
+        if now - self._said.get(about or text, float("-inf")) >= again:
+            self._said[about or text] = now
             logger.warning("serve: %s", printable(text))
 
     def _count(self) -> None:
