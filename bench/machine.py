@@ -25,7 +25,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     disk = dict(_C.system_info(str(path)))
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "bench", _name(), *sys.argv[1:]]),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
@@ -58,10 +58,10 @@ def write(name: str, results: dict[str, Any]) -> Path:
     return path
 
 
-def _module() -> str:
+def _name() -> str:
     main = Path(sys.argv[0]).resolve()
     # A package is run by its __main__.py.
-    return f"bench.{main.parent.name if main.stem == '__main__' else main.stem}"
+    return main.parent.name if main.stem == "__main__" else main.stem
 
 
 def _cpu() -> str:

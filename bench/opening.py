@@ -1,6 +1,6 @@
 """A long document saved once, then opened by new processes: seconds of each step.
 
-    python -m bench.opening --tokens 32768
+    python -m bench opening --tokens 32768
 
 Opening is timed without and with the probe, in a process of its own each round, the model loaded
 and the library imported before; the files may be in the page cache (`--cold` drops them from it).

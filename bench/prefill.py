@@ -1,6 +1,6 @@
 """Prefill in chunks: what memory that is tight costs while a document is read.
 
-    python -m bench.prefill --tokens 8192 --chunks 512,4096 --budgets 1/13,none --out prefill
+    python -m bench prefill --tokens 8192 --chunks 512,4096 --budgets 1/13,none --out prefill
 
 Each round reads the document once with each cache, in turn: `DynamicCache`, `StaticCache`, and
 kvswap with each budget (a share of the KV cache, or none). Printed are medians of the rounds that

@@ -1,17 +1,14 @@
 """Our reader against fio: the same file, block size and depth, both with O_DIRECT and io_uring.
 
-    python -m bench.reader --path /fast/disk
+    python -m bench reader --path /fast/disk
 
 Runs are paired and alternate who goes first, so that a slower minute of the machine hits both;
 the figure is the ratio of the medians. Many short pairs beat few long ones where the disk has a
 rate limit with bursts, as virtual disks do. Needs fio, g++ and liburing's headers.
 """
 
-import datetime
 import json
-import os
 import pathlib
-import platform
 import shutil
 import statistics
 import subprocess
@@ -22,6 +19,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from bench import machine
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results/reader.json"
@@ -73,23 +72,6 @@ def run_fio(path: str, block: int, depth: int, seconds: float, file_bytes: int) 
     }
 
 
-def describe_machine(path: pathlib.Path) -> dict:
-    """What the figures depend on."""
-    file_system = subprocess.run(
-        ["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True
-    )
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "file_system": file_system.stdout.strip(),
-        "fio": subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip(),
-        "load_before": os.getloadavg()[0],
-    }
-
-
 def measure_pairs(bench: ReaderBench, path: str, block: int, options: dict) -> dict:
     """Alternating runs of both on one block size."""
     depth, seconds = options["depth"], options["seconds"]
@@ -124,38 +106,16 @@ def measure_pairs(bench: ReaderBench, path: str, block: int, options: dict) -> d
     }
 
 
-def measure_batches(bench: ReaderBench, block: int, depth: int) -> list[dict]:
-    """What one batch costs its caller: alone, and hidden behind 3 ms of computation."""
-    rows = []
-    for kind in ("uring", "threads", "sync"):
-        for reads in (1, 20, 100):
-            for pause_us in (0, 3000):
-                times = bench.ask("batch", kind, block, depth, reads, pause_us, 200)
-                rows.append({"reader": kind, "reads": reads, "pause_us": pause_us, **times})
-    return rows
-
-
-def print_tables(console: Console, streams: list[dict], batches: list[dict]) -> None:
-    table = Table(
-        "block", "ours MB/s", "fio MB/s", "ratio", "of pairs", "ours CPU s/GB", "fio CPU s/GB"
-    )
+def print_table(console: Console, streams: list[dict]) -> None:
+    table = Table("bytes", "ours MB/s", "fio MB/s", "of pairs", "ours CPU s/GB", "fio CPU s/GB")
     for row in streams:
         table.add_row(
-            f"{row['block_bytes'] // 1024}K",
+            str(row["block_bytes"]),
             f"{row['ours_mb_per_second']:.0f}",
             f"{row['fio_mb_per_second']:.0f}",
-            f"{row['ratio']:.3f}",
             f"{row['ratio_of_pairs']:.3f}",
             f"{row['ours_cpu_seconds_per_gb']:.3f}",
             f"{row['fio_cpu_seconds_per_gb']:.3f}",
-        )
-    console.print(table)
-    table = Table("reader", "reads", "pause us", "submit us", "wait us", "total us", "CPU us")
-    for row in batches:
-        table.add_row(
-            row["reader"],
-            *(str(row[key]) for key in ("reads", "pause_us", "submit_us", "wait_us", "total_us")),
-            str(row["cpu_us"]),
         )
     console.print(table)
 
@@ -173,7 +133,8 @@ def main(
         if shutil.which(program) is None:
             raise SystemExit(f"reader: {program} must be installed, it is not in PATH")
     console = Console()
-    machine = describe_machine(path)
+    version = subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
+    described = machine.describe(path) | {"fio": version}
     options = {
         "depth": depth, "seconds": seconds, "repeats": repeats, "file_bytes": file_mib << 20,
     }  # fmt: skip
@@ -183,18 +144,9 @@ def main(
         if not file["direct"]:
             raise SystemExit(f"reader: '{path}' must take O_DIRECT, it does not; choose another")
         streams = [measure_pairs(bench, file["path"], block, options) for block in BLOCKS]
-        batches = measure_batches(bench, BLOCKS[0], depth)
         bench.close()
-    print_tables(console, streams, batches)
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "command": f"python -m bench.reader --path DIRECTORY --file-mib {file_mib} "
-        f"--depth {depth} --seconds {seconds} --repeats {repeats}",
-        "machine": machine,
-        "target_ratio": TARGET_RATIO,
-        "streams": streams,
-        "batches": batches,
-    }
+    print_table(console, streams)
+    report = {"machine": described, "target_ratio": TARGET_RATIO, "streams": streams}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     missed = [row["block_bytes"] for row in streams if row["ratio"] < TARGET_RATIO]

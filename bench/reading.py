@@ -1,4 +1,4 @@
-"""A model to watch or to time, and documents with facts and questions for it to read."""
+"""A model to time, and a document with facts and questions for it to read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,9 @@ import torch
 
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.tuning.documents import default_samples
-from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.samples import Sample
 
-REFERENCE = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
 CHUNK = 2048  # tokens of a prompt that are read at once
-
-
-def open_reading(model: Path, length: int, documents: int) -> tuple[Calibrator, list[Sample]]:
-    """The model in a folder, and so many documents of `length` tokens, held-out ones first."""
-    calibrator = Calibrator(load_model(str(model)))
-    fitted, held_out = default_samples(load_tokenizer(str(model)), (length,), documents)
-    return calibrator, [*held_out, *fitted][:documents]
 
 
 def open_held_out(model: Path, length: int) -> tuple[Any, Sample]:

@@ -1,10 +1,10 @@
 """Milliseconds per token of several settings side by side, on a model that reads a document.
 
-    python -m bench.real_speed --model build/models/smollm2 --out real_speed \\
+    python -m bench real_speed --model build/models/smollm2 --out real_speed \\
         --methods "product:memory=1/8 product:config=tuned.json,memory=1/8"
 
 Every cache reads the same document; then each decodes a token of its questions in turn, so that
-what else the machine does strikes all alike. Methods are written as for `python -m bench.quality`;
+what else the machine does strikes all alike. Methods are written as for `python -m bench quality`;
 the first is what the others are compared with, and the full cache (`DynamicCache`) runs beside
 them.
 """

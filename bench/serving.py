@@ -1,6 +1,6 @@
 """A server asked several questions about one long document: seconds to the first token of each.
 
-    python -m bench.serving --tokens 16000
+    python -m bench serving --tokens 16000
 
 The server is ``kvswap serve`` itself, in a process of its own, asked over HTTP; the questions are
 streamed. After two questions it is killed (SIGKILL) and started again, and asked once more.

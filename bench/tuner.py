@@ -1,6 +1,6 @@
 """The tuner against measurement: is its cost model right, and is its choice the best one?
 
-    python -m bench.tuner --path build --context 16384 --batch 4
+    python -m bench tuner --path build --context 16384 --batch 4
 
 Tunes, then measures many settings of the same budget by replaying the choices that calibration
 recorded. Prints predicted against measured time, and the tuned setting's speed against the best

@@ -1,6 +1,6 @@
 """A document, then a question about it: prefill, and time to the first token of the second turn.
 
-    python -m bench.turns --shape 1b --tokens 8192 --out turns_1b_8k
+    python -m bench turns --shape 1b --tokens 8192 --out turns_1b_8k
 
 The question comes as one pass, as generate() feeds it; a chunk that long attends exactly, so kvswap
 reads the whole document back for it. Against it: `DynamicCache` that has held the document in

@@ -95,7 +95,7 @@ class LayerMoments:
     Queries of tokens that are merely read keep a small share, so that no direction is lost that
     another text may need. Where each head counts for itself, those count most that look something
     up (`kvswap_torch.tuning.look_ups`), by the mass they look up with: few heads of few layers
-    retrieve, and columns are theirs (`bench/projections.py` has what it brings).
+    retrieve, and columns are theirs (docs/choosing.md has what it brings).
     """
 
     def __init__(self, width: int, score: str = "sum"):

@@ -201,7 +201,7 @@ def worth(
 
     A fifth of it is the attention mass held; the rest, what is found of all that the layers seek,
     so that layers that look nothing up have little use for columns. On a real model settings rank
-    by it as by their answers' divergence from the full cache (`bench/rank_settings.py`).
+    by it as by their answers' divergence from the full cache (docs/choosing.md).
 
     Parameters
     ----------

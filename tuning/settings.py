@@ -154,7 +154,7 @@ def true_query_layers(calibration: Calibration) -> tuple[int, ...]:
     """Layers that lose more to prediction than reading ahead is worth.
 
     Those that lose much of their own recall; and, of the others, those that lose most look-ups,
-    until what all predicted layers lose together is little: on a real model (docs/results.md) three
+    until what all predicted layers lose together is little: on a real model (docs/tuning.md) three
     of 30 layers with their own queries, of those that retrieve, bring back what prediction costs.
     """
     predicted, true = (calibration.tables[calibration.kind, "model", q] for q in QUERIES)

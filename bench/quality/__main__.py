@@ -1,4 +1,4 @@
-"""Which method finds what the full cache finds, at an equal number of bytes?"""
+"""Right answers of caches on disk beside the full cache's, at equal bytes."""
 
 from __future__ import annotations
 
@@ -15,45 +15,36 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import machine
 from bench.quality.harness import REFERENCE, Harness, Setting
-from bench.quality.methods import FAMILIES, OF_CLUSTERS, SETTINGS
 from bench.quality.plan import make_plan
 from bench.quality.report import RESULTS, print_summary, summarise, write
-from bench.quality.tasks import LANGUAGE, OF_TEXT, TASKS
-from bench.quality.text import CODE, HELD_OUT
+from bench.quality.tasks import LANGUAGE, TASKS
+from bench.quality.text import HELD_OUT
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.half_linear import TOLD
 
-_TEXT = f"""Which method finds what the full cache finds, at an equal number of bytes?
+_TEXT = """Which settings find what the full cache finds, at an equal number of bytes?
 
-A document is read once with the full cache; then every question about it is answered under each
-method, teacher-forced, in plain torch. Results are appended to a journal in build/quality, one line
-for each document and method, so that the same command goes on where it stopped, and several
-commands may fill one journal; a change of the weights, the config or what is asked begins a new
-one. At the end the summary and the figures of all that the journal has are written to
-bench/results/quality, and `python -m bench.table` puts them into docs/results.md.
+A document is read once with the full cache; then every question about it is answered,
+teacher-forced, by the full cache and by a cache on disk for each method. Results are appended to a
+journal in build/quality, one line for each document and method. The same command resumes where it
+stopped, and several commands may fill one journal; a change of the weights or of what is asked
+begins a new one. At the end a summary of all that the journal has is written to
+bench/results/quality, and `python -m bench table` puts it into docs/benchmarks.
 
-Methods are written FAMILY:SETTING=VALUE,SETTING=VALUE and separated by spaces. Families:
-{", ".join(FAMILIES)}, and paper (KVSwap as published). What is not said is as the model's
-kvswap.json has it. Settings of kvswap:
+Methods are written FAMILY:SETTING=VALUE,SETTING=VALUE and separated by spaces. The family product
+is the cache by its defaults; every preset is a family of its own. Settings: memory (share of the
+full cache given as kv_memory_bytes), config (a file), preset, question (after: read as one chunk;
+inside: token by token, under selection) and every field of SwapConfig.
 
-{chr(10).join(f"{name}: {text}" + chr(10) for name, text in SETTINGS.items())}
-
-Settings of clusters (DynaKV; emulated: the engine's own are product:preset=dynakv):
-
-{chr(10).join(f"{name}: {text}" + chr(10) for name, text in OF_CLUSTERS.items())}
-
-Sets: core (what is compared), grid (one setting varied at a time), layers (one layer at a time on
-the full cache: shows which layer a gap comes from), presets (each at three shares of the memory).
+Sets: defaults (an eighth and a thirteenth of the memory), presets (each at three shares).
 
 Examples:
 
-  python -m bench.quality --lengths 16384,32768 --documents 3 --methods core
+  python -m bench quality --lengths 16384,32768 --documents 3
 
-  python -m bench.quality --lengths 4096 --documents 4 --methods "kvswap recent:memory=1/13"
+  python -m bench quality --methods presets --lengths 16384 --documents 2 --out presets
 
-  python -m bench.quality --methods presets --lengths 16384 --documents 2 --out presets
-
-  python -m bench.quality --model DIR --text book.txt --lengths 8192 --documents 4
+  python -m bench quality --model DIR --text book.txt --methods "product:memory=1/8,score=sum"
 """
 # A paragraph a line: the terminal's width decides where it is broken.
 HELP = "\n\n".join(" ".join(part.split()) for part in _TEXT.split("\n\n"))
@@ -65,12 +56,9 @@ def main(
     model: Annotated[Path, typer.Option(help="folder of a Hugging Face model")] = REFERENCE,
     lengths: Annotated[str, typer.Option(help="tokens of documents")] = "2048,8192,16384,32768",
     documents: Annotated[str, typer.Option(help="of each length, or one for all")] = "3,4,3,3",
-    methods: Annotated[str, typer.Option(help="names and sets")] = "core grid layers",
-    grid_to: Annotated[int, typer.Option(help="longest for the sets grid and layers")] = 8192,
-    tasks: Annotated[str, typer.Option(help=f"of {', '.join((*TASKS, *OF_TEXT))}")] = ",".join(
-        (*TASKS, LANGUAGE)
-    ),
-    text: Annotated[str, typer.Option(help=f"{HELD_OUT}, {CODE}, or a text file")] = HELD_OUT,
+    methods: Annotated[str, typer.Option(help="names and sets")] = "defaults",
+    tasks: Annotated[str, typer.Option(help=f"of {ASKED}")] = ASKED,
+    text: Annotated[str, typer.Option(help=f"{HELD_OUT}, or a text file")] = HELD_OUT,
     wording: Annotated[str, typer.Option(help="auto, reference, plain or chat")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; empty: the model's")] = "",
     threads: Annotated[int, typer.Option(help="of torch; 0: one for each core")] = 0,
@@ -85,7 +73,7 @@ def main(
         setting = Setting(model, _words(tasks), text, seed, wording, precision)
         harness = Harness(setting, folder)
         numbers = (_numbers("lengths", lengths), _numbers("documents", documents))
-        plan = make_plan(*numbers, methods.split(), grid_to, harness.parts.shape.layers)
+        plan = make_plan(*numbers, methods.split())
         console.print(f"journal: {harness.journal.path}")
         _run(harness, plan, console)
         summary = summarise(harness)
@@ -95,11 +83,11 @@ def main(
     print_summary(summary, console)
     if out != NO_RESULTS:
         facts = machine.describe(Path("."))
-        facts["command"] = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
+        facts["command"] = shlex.join(["python", "-m", "bench", "quality", *sys.argv[1:]])
         if harness.has_wide_products:
             facts["products"] = TOLD
         path = write(out or summary["model"], {"machine": facts} | summary)
-        console.print(f"wrote {path.relative_to(RESULTS.parent)} and its figures")
+        console.print(f"wrote {path.relative_to(RESULTS.parent)}")
 
 
 def _run(harness: Harness, plan: list, console: Console) -> None:

@@ -1,9 +1,8 @@
-"""Bytes: what a method keeps in memory, counted the same way for each, and what it reads."""
+"""Bytes of a document's full cache, and the settings of a preset that fit into a share of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 
 class Bytes:
-    """What settings need for one sequence of so many tokens, as the engine itself counts it.
+    """Settings within a budget for one sequence of so many tokens, as the engine itself counts it.
 
     Parameters
     ----------
@@ -29,19 +28,6 @@ class Bytes:
         self.shape, self.context = shape, context
         self.full = shape.kv_bytes(context)
         self._model = model
-
-    def need(self, config: SwapConfig) -> Mapping[str, int]:
-        """Bytes by use and their "total": pages, summary, tables, staging and all.
-
-        With the smallest budget that these settings run under: buffers for writing are a share of
-        the budget, so a larger one needs more.
-        """
-        return self._under(self._under(self.full)(config)["least"])(config)
-
-    def group_bytes(self, config: SwapConfig) -> int:
-        """Read for a group that is not in memory, of every KV head where each has its own."""
-        heads = self.shape.kv_heads // config.row_heads(self.shape.kv_heads)
-        return heads * self.need(config)["record_bytes"]
 
     def _under(self, budget_bytes: int) -> Need:
         return engine_need(self._model, Demand(self.context, 1, budget_bytes))
@@ -110,20 +96,6 @@ class Bytes:
             if need(at(step))["total"] <= budget_bytes:
                 return at(step)
         raise BudgetError(too_small(Request(budget_bytes, self.context, 1), need(at(1)), at(1)))
-
-    def widest(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
-        """The config with the largest rank, one for all layers, that fits; at least 1."""
-        ranks = range(1, self.shape.row_width(config) + 1)
-        fitting = [
-            rank
-            for rank in ranks
-            if self.need(dataclasses.replace(config, rank=rank))["total"] <= budget_bytes
-        ]
-        return dataclasses.replace(config, rank=fitting[-1] if fitting else 1)
-
-    def kept_tokens(self, budget_bytes: int) -> int:
-        """Tokens whose K and V in all layers take so many bytes."""
-        return max(1, budget_bytes // self.shape.kv_bytes(1))
 
     def share(self, text: str) -> int:
         """``1/13`` or ``0.1`` of the full cache, in bytes."""

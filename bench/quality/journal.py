@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2  # raised when older lines must not be mixed with newer ones
+FORMAT = 3  # raised when older lines must not be mixed with newer ones
 
 
 class Journal:

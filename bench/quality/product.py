@@ -1,6 +1,6 @@
 """The product itself on the harness's documents: `KVSwapCache`, its disk and its own defaults.
 
-The emulation shows what a choice is worth; this shows what a user gets. A method is written
+A method is written
 ``product:memory=1/8,score=mass``: `memory` is the share of the full cache given as
 ``kv_memory_bytes``, `config` a file, `preset` a published system, and any other setting one of
 `SwapConfig`. Every preset but the default is a family of its own: ``quest:memory=1/8``. A preset
@@ -118,7 +118,7 @@ class Product:
 
     @torch.inference_mode()
     def run(self, model: Any, document: Document, told: Told) -> dict[str, Any]:
-        """Lets every sample follow the document; as `measure.run`, without what only it can see."""
+        """Lets every sample follow the document; scored beside what the full cache tells."""
         context = len(document.ids) + max(len(sample.ids) for sample in document.samples)
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -133,12 +133,10 @@ class Product:
             stats, config = cache.stats(), cache.driver.config
             return {
                 "samples": samples,
-                "layers": {},
                 "hit_rate": stats.hit_rate,
                 "bytes_read_per_token": stats.bytes_read_per_token,
                 "groups_per_step": float(config.groups_max),
                 "memory_bytes": stats.resident_bytes_peak,
-                "summary_bytes": 0,
                 "groups_max": config.groups_max,
                 "group_tokens": config.group_tokens,
                 "ranks": list(cache.driver.ranks),

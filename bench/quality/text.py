@@ -1,17 +1,14 @@
-"""Where the documents' text comes from, and which part of it projections may be fitted to."""
+"""Where the documents' text comes from."""
 
 from __future__ import annotations
 
-import sysconfig
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 HELD_OUT = "held-out"
-CODE = "code"
-CODE_CHARACTERS_MIN = 20_000  # of a module
-FITTED_PART = 1 / 3  # of a file, where that is all there is
+LEFT_OUT = 1 / 3  # of a file, its first part: free for a calibration
 
 
 class Texts:
@@ -20,15 +17,14 @@ class Texts:
     Parameters
     ----------
     source
-        ``held-out``: the manuals that the reference model was not trained on (fitting takes those
-        that it was). ``code``: modules of this Python's own library. Otherwise a text
-        file, whose first third is for fitting.
+        ``held-out``: the manuals that the reference model was not trained on. Otherwise a text
+        file, whose first third is left out, so that a calibration may use it.
     """
 
     def __init__(self, source: str = HELD_OUT):
         self.source = source
 
-    def draw(self, rng: np.random.Generator, characters: int, fitted: bool = False) -> str:
+    def draw(self, rng: np.random.Generator, characters: int) -> str:
         """A run of so many characters.
 
         Raises
@@ -36,11 +32,10 @@ class Texts:
         ValueError
             When the source is shorter than that.
         """
-        if self.source in (HELD_OUT, CODE):
-            bodies = _manuals(fitted) if self.source == HELD_OUT else _modules(fitted)
-            joined = "\n".join(_some(rng, bodies, 2 * characters))
+        if self.source == HELD_OUT:
+            joined = "\n".join(_some(rng, _manuals(), 2 * characters))
         else:
-            joined = _file_part(self.source, fitted)
+            joined = _file_part(self.source)
         room = len(joined) - characters
         if room < 0:
             raise ValueError(
@@ -63,26 +58,13 @@ def _some(rng: np.random.Generator, bodies: tuple[str, ...], characters: int) ->
 
 
 @cache
-def _manuals(fitted: bool) -> tuple[str, ...]:
+def _manuals() -> tuple[str, ...]:
     from tools.reference_model.texts import load_texts
 
-    return tuple(text.body for text in load_texts() if text.held_out != fitted)
+    return tuple(text.body for text in load_texts() if text.held_out)
 
 
 @cache
-def _modules(fitted: bool) -> tuple[str, ...]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    bodies = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))]
-    # Every third is for fitting, as of a file.
-    return tuple(
-        body
-        for number, body in enumerate(body for body in bodies if len(body) >= CODE_CHARACTERS_MIN)
-        if (number % 3 == 0) == fitted
-    )
-
-
-@cache
-def _file_part(source: str, fitted: bool) -> str:
+def _file_part(source: str) -> str:
     text = Path(source).read_text(encoding="utf-8")
-    cut = text.find("\n", int(FITTED_PART * len(text))) + 1
-    return text[:cut] if fitted else text[cut:]
+    return text[text.find("\n", int(LEFT_OUT * len(text))) + 1 :]

@@ -1,4 +1,4 @@
-"""A sample's answers beside the full cache: right or not, and how far distributions are apart."""
+"""What the full cache answers, and a method's answers beside it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import DynamicCache
 
-from bench.quality.document import Sample
+from bench.quality.document import Document, Sample
+from kvswap_torch.errors import UnsupportedModelError
+
+CHUNK = 4096  # tokens of a document per forward pass
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,42 @@ class Told:
     """
 
     rows: dict[int, torch.Tensor]
+
+    def scored(self, document: Document) -> list[dict[str, Any]]:
+        """The full cache's own samples, see `score_sample`."""
+        return [
+            score_sample(sample, self.rows[number], self.rows[number])
+            for number, sample in enumerate(document.samples)
+        ]
+
+
+@torch.inference_mode()
+def tell(model: Any, document: Document) -> Told:
+    """Reads the document once with `DynamicCache`, then every sample after it, teacher-forced.
+
+    Raises
+    ------
+    UnsupportedModelError
+        For a model with sliding windows, whose cache cannot be cut back to the document.
+    """
+    cache = DynamicCache(config=model.config)
+    if any(cache.is_sliding):
+        raise UnsupportedModelError(
+            f"quality: {type(model).__name__} must have full attention in every layer, has it in "
+            f"{cache.is_sliding.count(False)} of {len(cache.is_sliding)}"
+        )
+    for ids in document.ids.split(CHUNK):
+        model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
+    rows = {}
+    for number, sample in enumerate(document.samples):
+        first = sample.answers[0][0] - 1
+        asked = sample.ids[None, :-1]
+        output = model(
+            input_ids=asked, past_key_values=cache, logits_to_keep=asked.shape[1] - first
+        )
+        rows[number] = answer_rows(sample, output.logits[0].float(), first).log_softmax(-1)
+        cache.crop(len(document.ids) - cache.get_seq_length())
+    return Told(rows)
 
 
 def answer_rows(sample: Sample, logits: torch.Tensor, first: int) -> torch.Tensor:

@@ -57,10 +57,6 @@ class ReferenceWording:
     def turn(self, task: Task) -> Turn:
         return Turn(question_prompt(task.question), answer_turn(task.question))
 
-    def quote(self, text: str, begun: str, answer: str) -> Turn:
-        """A question about the text itself, in plain words."""
-        return Turn(f"Question: {text}\nAnswer:", answer, begun)
-
     def records(self, tasks: list[Task]) -> Turn:
         """All of these records at once: it was taught one at a time, so the first is asked."""
         return self.turn(tasks[0])
@@ -123,9 +119,6 @@ class ChatWording(PlainWording):
 
     def ask(self, text: str) -> str:
         return text
-
-    def quote(self, text: str, begun: str, answer: str) -> Turn:
-        return Turn(text, answer, begun)
 
     def put(self, turn: Turn, number: int) -> str:
         text = self._prompt.first if number == 0 else self._prompt.following

@@ -41,12 +41,12 @@ _TEXT = f"""Decodes with each contender in turn, each in a process of its own: o
 sequence at a time, so that what else the machine does falls on all alike. Caches are filled with
 random K and V, so no prefill is needed, and choices have no locality (the worst case for reuse).
 Each cell is one JSON file under bench/results/side_by_side; a cell that has one is left
-alone, so that a plan can be run in parts. Tables and the figure: python -m bench.table
+alone, so that a plan can be run in parts. Tables and plots: python -m bench table
 
 Contenders: {", ".join(LABELS)}, and {PRESET}NAME: a preset with its own settings and memory.
 Those of llama.cpp and ollm need `make peers`.
 
-Example: python -m bench.side_by_side --shapes small --contexts 8192 --batches 1
+Example: python -m bench side_by_side --shapes small --contexts 8192 --batches 1
 """
 HELP = "\n\n".join(" ".join(part.split()) for part in _TEXT.split("\n\n"))
 

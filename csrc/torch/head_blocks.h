@@ -20,7 +20,7 @@ ProjectionPair pca_per_head(const at::Tensor& keys, int64_t kv_heads, int64_t ra
 
 /// InfiniGen's skew (4.2, 4.3): a head's keys and queries are rotated by the right singular vectors
 /// of its queries, which changes no product; kept are the columns that weigh most by their summed
-/// size in the rotated queries, as the published code that fetches tokens has it (bench/oracles).
+/// size in the rotated queries, as the published code that fetches tokens has it (tests/oracles).
 /// What it measures accuracy with adds those that are largest in the rotated keys, so that columns
 /// are more than the ratio says.
 ProjectionPair skewed(const at::Tensor& queries, int64_t kv_heads, int64_t rank);

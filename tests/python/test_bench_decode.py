@@ -1,40 +1,29 @@
-"""Recorded choices are replayed by a cache of the same groups, and by no other."""
+"""The settings that `python -m bench decode` measures, and a short run."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import typer
 
-from bench.decode import Setting, read_trace
-from bench.record_trace import overlap, with_groups
-from kvswap_torch import SwapConfig
-
-
-def test_choices_of_other_groups_are_refused(tmp_path):
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"group_tokens": 4, "steps": [[[1, 2]]]}))
-    assert read_trace(path, 4)["steps"] == [[[1, 2]]]
-    with pytest.raises(typer.BadParameter, match="groups of 4 tokens, --group-tokens is 8: give 4"):
-        read_trace(path, 8)
-
-
-@pytest.mark.parametrize("group_tokens", [0, 4, 8, 16])
-def test_groups_of_another_size_select_as_many_tokens(group_tokens):
-    config = SwapConfig(group_tokens=4, groups_max=96, pages_max=160)
-    changed = with_groups(config, group_tokens)
-    assert changed.group_tokens == (group_tokens or 4)
-    assert changed.group_tokens * changed.groups_max == 4 * 96
-    assert changed.group_tokens * changed.pages_max == 4 * 160
+from bench import decode
+from tests.python.tiny_models import has_native
 
 
 def test_a_share_of_the_memory_gives_what_it_leaves_to_pages():
-    setting = Setting("tiny", 2, 1024, 2, 8, 32, 50, None, memory="1/4", replacement="lru")
+    setting = decode.Setting("tiny", 2, 1024, 2, group_tokens=8, memory="1/4")
     assert setting.budget_bytes == 2 * setting.shape.kv_bytes(2, 1024) // 8
     assert setting.config.pages_max == 1024 // 8
-    assert setting.config.replacement == "lru"
+    assert setting.config.groups_max * setting.config.group_tokens == 400
+    plain = decode.Setting("tiny", 2, 1024, 2)
+    assert plain.budget_bytes is None and plain.config.pages_max == 150
 
 
-def test_overlap_is_of_a_step_and_the_one_before():
-    assert overlap([[[1, 2]], [[2, 3]], [[2, 3]]]) == 0.75
+@pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+def test_every_contender_decodes_in_turn(tmp_path, capsys):
+    size = {"shape": "tiny", "layers": 2, "context": 1024, "batch": 1, "steps": 8, "warm_up": 2}
+    decode.main(**size, group_tokens=4, rank=32, rows="model", score="sum", memory="",
+                path=tmp_path, device="", only=decode.NAMES, out="")  # fmt: skip
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in decode.NAMES.split(",")) and "hit_rate" in shown
+    with pytest.raises(typer.BadParameter, match="only: must be among kvswap,.*got mmap"):
+        decode.main(**size, only="kvswap,mmap")

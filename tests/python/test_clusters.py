@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.quality.engine_clusters import EngineClusters
 from kvswap_torch.methods.cluster_choice import SCORES, best_within, cluster_scores
 from kvswap_torch.methods.clusters import (
     PENDING,
@@ -27,6 +26,7 @@ from kvswap_torch.methods.k_means import (
     split_in_two,
     squares,
 )
+from tests.python.engine_clusters import EngineClusters
 
 STEPS = 40  # after the prompt
 OPTIONS = st.builds(

@@ -8,8 +8,8 @@ what threads and instruction sets must not change in `tests/cpp/methods/test_clu
 import pytest
 import torch
 
-from bench.quality.engine_clusters import EngineClusters
 from kvswap_torch.methods.clusters import ClusterOptions, Clusters
+from tests.python.engine_clusters import EngineClusters
 from tests.python.test_clusters import drawn
 
 STEPS = 120

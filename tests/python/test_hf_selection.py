@@ -95,6 +95,30 @@ def test_rows_without_a_projection_choose_as_the_reference(look_ahead, tmp_path,
 @pytest.mark.parametrize(
     "settings",
     [
+        {"score": "mass"},
+        {"score": "max_mass"},
+        {"score": "mass", "look_ahead": False},
+        {"projection_kind": "pca_per_head"},
+        {"projection_kind": "skewed"},
+        {"projection_kind": "channels"},
+        {"projection_kind": "rope_pairs"},
+    ],
+    ids=str,
+)
+def test_scores_and_kinds_of_projections_choose_as_the_reference(settings, tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    config = dataclasses.replace(TIGHT, **settings)
+    logits, chosen, stats = conversation(model, tmp_path, config, "native", monkeypatch)
+    expected, expected_chosen, _ = conversation(model, tmp_path, config, "reference", monkeypatch)
+    assert chosen == expected_chosen
+    torch.testing.assert_close(logits, expected)
+    assert stats.bytes_read > 0
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"reader": "sync"},
         {"reader": "threads"},
         {"io_mode": "buffered"},

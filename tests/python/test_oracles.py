@@ -1,6 +1,6 @@
 """What our presets keep of a prompt, against what the published systems' own code keeps.
 
-The numbers stand in `bench/oracles`, whose programs made them; no code of others runs here.
+The numbers stand in `tests/oracles`, whose programs made them; no code of others runs here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from bench.oracles import models
 from kvswap_torch import SwapConfig
 from kvswap_torch.config import SETTINGS, ModelIdentity
 from kvswap_torch.methods import arkv, cake, compresskv
 from kvswap_torch.projection import from_chunk
+from tests.oracles import models
 from tests.python.reference_options import Options
 from tests.python.test_session import native
 

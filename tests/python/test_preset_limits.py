@@ -10,12 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 import kvswap_torch
-from bench.oracles import models
 from kvswap_torch import _C, KVSwapCache, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.preset_parts import Preset
 from kvswap_torch.sizing import native_options
+from tests.oracles import models
 from tests.python.test_dropping import NAMES as DROPPING
 from tests.python.test_dropping import few
 from tests.python.test_oracles import FAR, Layer, attended, chosen, layers_of, preset

@@ -26,7 +26,7 @@ BANNED = {
     r"\btaken for\b": "treated as",
     r"\bgoes on beside\b": "is asynchronous, overlaps with",
 }
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 PRODUCT = [path for path in PYTHON if inside(path, "kvswap_torch/", "tuning/")]
 
 

@@ -18,11 +18,6 @@ TASKS = {
     "turns": turns.draw,
 }
 NEEDLES = ("needle", "multi-key")
-# Of the text itself, see of_text.py and questions.py; the first three have no right answer, only a
-# loss.
-LANGUAGE, LONG, SUMMARY, QUOTE, QUESTIONS = "language", "long", "summary", "quote", "questions"
-LOSSES = (LANGUAGE, LONG, SUMMARY)
-OF_TEXT = (*LOSSES, QUOTE, QUESTIONS)
+LANGUAGE = "language"  # the text's own continuation: no right answer, only a loss
 
-__all__ = ["LANGUAGE", "LONG", "LOSSES", "NEEDLES", "OF_TEXT", "QUESTIONS", "QUOTE", "SUMMARY"]
-__all__ += ["TASKS", "Drawn"]
+__all__ = ["LANGUAGE", "NEEDLES", "TASKS", "Drawn"]

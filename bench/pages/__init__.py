@@ -1,0 +1,1 @@
+"""What stands between the marks of docs/benchmarks: one module a kind of table, and the plots."""
