@@ -294,8 +294,8 @@ locked-real-model:
 	@$(PY) -m tools.real_model.make $(REAL_MODEL)
 
 bench: build  ## speed: KV on disk beside its peers (ARGS="--help" tells all), then the reader
-	$(PY) -m bench.side_by_side $(ARGS)
-	$(PY) -m bench.reader
+	$(PY) -m bench side_by_side $(ARGS)
+	$(PY) -m bench reader
 
 # With gcc, ggml's sums over AVX512-FP16 are not in vectors; without it they are.
 ifeq ($(shell uname -m),x86_64)
@@ -312,7 +312,7 @@ peers: $(STAMP)  ## llama.cpp and oLLM for `make bench`, built for this processo
 QUALITY_MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648
 
 quality: build  ## which method finds what the full cache finds; ARGS="--help" tells all
-	$(QUALITY_MALLOC) $(PY) -m bench.quality $(ARGS)
+	$(QUALITY_MALLOC) $(PY) -m bench quality $(ARGS)
 
 golden: build  ## tokens, choices, bytes, counters of 59 runs; ARGS="--against FILE" compares
 	$(PY) -m tests.golden build/golden.json $(ARGS)
