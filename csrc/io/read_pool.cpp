@@ -47,7 +47,9 @@ void ReadPool::post(Work* work, int times) {
     const std::lock_guard lock(mutex_);
     waiting_.insert(waiting_.end(), static_cast<size_t>(times), work);
   }
-  for (int i = 0; i < times; ++i) changed_.notify_one();
+  // One is woken here, and each that finds more wakes the next: the caller pays for one alone, and
+  // threads that are awake already take their share before others have to be.
+  if (times > 0) changed_.notify_one();
 }
 
 void ReadPool::run() {
@@ -57,8 +59,10 @@ void ReadPool::run() {
     if (waiting_.empty()) return;
     Work* const work = waiting_.front();
     waiting_.erase(waiting_.begin());
+    const bool is_enough = waiting_.empty();
     lock.unlock();
-    const bool has_more = work->read_one();
+    if (!is_enough) changed_.notify_one();
+    const bool has_more = work->read_some();
     lock.lock();
     if (has_more) waiting_.push_back(work);
   }

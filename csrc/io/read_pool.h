@@ -16,8 +16,8 @@ namespace kvswap {
 /// The threads that read one disk, for all thread readers of the process: a hundred caches take no
 /// more threads than one, and a disk that hangs holds up its own readers alone.
 ///
-/// A reader with reads to make posts itself, once for each thread it wants; a thread makes one read
-/// of the work that waits longest, and puts it behind the others while there is more.
+/// A reader with reads to make posts itself, once for each thread it wants; a thread makes a few
+/// reads of the work that waits longest, and puts it behind the others while there is more.
 ///
 /// Thread rules: all from any thread. The last owner's destructor joins the threads; nothing may be
 /// posted then. Not valid in a forked child.
@@ -26,8 +26,8 @@ class ReadPool {
   class Work {
    public:
     virtual ~Work() = default;
-    /// Makes one read; false when there was none, and then the pool does not touch it again.
-    virtual bool read_one() = 0;
+    /// Makes a few reads; false when there was none, and then the pool does not touch it again.
+    virtual bool read_some() = 0;
   };
 
   /// The pool of the disk that `fd` lies on.
