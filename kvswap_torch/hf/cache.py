@@ -18,7 +18,7 @@ from kvswap_torch.errors import KVSwapError
 from kvswap_torch.hf import convert, passes
 from kvswap_torch.hf.attention import Switch, check_switched, refuse_weights
 from kvswap_torch.hf.driver import Ahead, SessionDriver
-from kvswap_torch.hf.edits import check_removed, check_repeats, chosen_sequences
+from kvswap_torch.hf.edits import check_removed, check_repeats, chosen_sequences, forget
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
@@ -263,7 +263,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         """Forgets all tokens, so that the cache can be used for another text."""
         self.driver.reset()  # first: a plug-in may raise, and nothing is forgotten then
         for layer in self._other_layers():
-            layer.reset()
+            forget(layer)
         self.tokens.reset()
         self._others_changed, self._pass = False, None
 

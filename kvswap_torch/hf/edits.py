@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
 
 
 def chosen_sequences(where: str, indices: Any, batch: int, *, takes_mask: bool) -> list[int]:
@@ -81,6 +82,21 @@ def check_removed(tokens: Any) -> int:
             f"{tokens!r}; to keep n tokens pass n - cache.get_seq_length()"
         )
     return removed
+
+
+def forget(layer: Any) -> None:
+    """Empties a layer of transformers' own.
+
+    Its ``reset()`` alone does that since 5.18. Before, it wrote zeros to the keys and values, and
+    the next update was appended to them.
+    """
+    layer.reset()
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    if getattr(layer, "is_indexer_initialized", False):
+        layer.indexer_keys = None
+        layer.is_indexer_initialized = False
 
 
 def _integer(value: Any) -> int | None:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvswap_torch.errors import KVSwapError
+from kvswap_torch.hf.edits import forget
 
 
 class OpenPass:
@@ -79,7 +80,7 @@ class OpenPass:
         """
         for layer, length, fields in zip(self._others, self._lengths, self._fields, strict=True):
             if self.positions == 0:
-                layer.reset()
+                forget(layer)
                 continue
             if fields is not None:
                 vars(layer).update(fields)

@@ -18,12 +18,14 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.cli.conversation import Conversation
 from kvswap_torch.cli.prompt import Prompt
+from kvswap_torch.hf.edits import forget
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.tuning.api import _decode
 from tests.packaging.other_transformers import NEWEST, oldest
@@ -111,6 +113,31 @@ def test_a_second_turn_and_a_crop(tmp_path) -> None:
         assert torch.equal(told, expected)
         cache.crop(-9)
         assert cache.get_seq_length() == 40 + 12 - 1 - 9
+
+
+def test_a_reset_cache_is_as_new(tmp_path) -> None:
+    """Layers in memory too, whose reset() once left zeros behind."""
+    model, inputs = tiny_model("gemma3"), prompt(2, 24)
+    with KVSwapCache(model, tmp_path, COVERING) as cache:
+        greedy(model, prompt(2, 30, seed=2), cache)
+        cache.reset()
+        assert torch.equal(greedy(model, inputs, cache), greedy(model, inputs))
+
+
+def test_a_layer_whose_reset_leaves_zeros_is_emptied() -> None:
+    """Whichever release is installed."""
+
+    class LeavesZeros(DynamicSlidingWindowLayer):
+        def reset(self) -> None:
+            self.keys.zero_()
+            self.values.zero_()
+            self.cumulative_length = 0
+
+    layer, tokens = LeavesZeros(sliding_window=6), torch.ones(1, 2, 8, 4)
+    layer.update(tokens, tokens)
+    forget(layer)
+    keys, values = layer.update(tokens[:, :, :3], tokens[:, :, :3])
+    assert keys.shape[2] == values.shape[2] == layer.get_seq_length() == 3
 
 
 def test_a_selection_is_attended(tmp_path) -> None:
