@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -353,3 +355,15 @@ def test_brackets_in_a_text_are_text() -> None:
     text = "[" * 5000 + ', "\\' + "{" * 5000
     assert parsed(json.dumps({"prompt": text}).encode(), "it must be JSON", 1000)["prompt"] == text
     assert math.isclose(parsed(b"1.5e3", "it must be JSON", 10), 1500)
+
+
+def test_a_template_gets_its_own_variables_alone() -> None:
+    """What `apply_chat_template` itself takes is not a client's to say."""
+    names = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for name, each in names.items():
+        if each.kind in kinds or name == "documents":  # templates' own
+            continue
+        with pytest.raises(RefusedError, match=f"without {name}"):
+            asked(CHAT, chat_template_kwargs={name: 1})
+    assert asked(CHAT, chat_template_kwargs={"enable_thinking": False}).template

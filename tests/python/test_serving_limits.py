@@ -228,6 +228,24 @@ def test_a_head_and_a_body_must_come_in_time(served: Served, tmp_path: Path) -> 
     dripping.close()
 
 
+def test_requests_that_come_at_once_on_one_connection_are_all_answered(
+    served: Served, tmp_path: Path
+) -> None:
+    """The time for a head is not that of an answer."""
+    served.start(store=str(tmp_path), limits={"HEAD_SECONDS": 0.2})
+    given = {"prompt": "xyz" * 9, "max_tokens": 150, "temperature": 0}
+    body = json.dumps(given | {"logit_bias": {str(EOS): -100}})
+    client = connect(served)
+    client.sendall(f"{KIND}Content-Length: {len(body)}\r\n\r\n{body}".encode() * 2)
+    told = b""
+    while told.count(b'"finish_reason":"length"') < 2:
+        more = client.recv(65536)
+        assert more, told
+        told += more
+    assert client.recv(65536) == b"", "closed when it says nothing more"
+    client.close()
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_an_answer_has_a_longest_time(served: Served, tmp_path: Path, is_streamed: bool) -> None:
     served.start(store=str(tmp_path), answer_seconds=1.5)
@@ -326,6 +344,14 @@ def test_what_clients_use(served: Served, tmp_path: Path) -> None:
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
     assert events[-2]["choices"][0]["finish_reason"] == "length"
     assert all(each.get("usage") is None for each in events[:-1])
+
+    body = {"input": "hello", "max_output_tokens": 2, "temperature": 0}
+    _, told = send(served, "POST", "/v1/responses", body)
+    assert json.loads(told)["status"] == "incomplete"
+    assert json.loads(told)["incomplete_details"] == {"reason": "max_output_tokens"}
+    _, told = send(served, "POST", "/v1/responses", body | {"stream": True})
+    last = json.loads(told.strip().splitlines()[-1].removeprefix("data: "))
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
 
     status, told = send(served, "GET", "/v1/models/tiny", None)
     assert status == 200 and json.loads(told)["id"] == "tiny"

@@ -21,7 +21,7 @@ from kvswap_torch.hf.serving.refusal import RefusedError, shown
 # Of chat_template_kwargs: these are no template's own.
 _NO_TEMPLATES = (
     *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "tokenizer_kwargs", "processor_kwargs", "tools", "documents"),
+    *("return_dict", "tokenizer_kwargs", "processor_kwargs", "tools", "sanitize_control_tokens"),
     *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
     *("conversation", "messages", "self"),
 )

@@ -67,22 +67,21 @@ class _Body:
         self.taken = size
 
     async def read(self, receive: Callable) -> bytes:
-        pieces, size, more = [], 0, True
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(limits.BODY_SECONDS):
                 while more:
                     message = await asyncio.wait_for(receive(), limits.PATIENCE_SECONDS)
                     if message["type"] == "http.disconnect":
                         raise RefusedError(400, "the client hung up", reason="gone")
-                    pieces.append(message.get("body", b""))
-                    size += len(pieces[-1])
-                    self.take(size)
+                    body += message.get("body", b"")
+                    self.take(len(body))
                     more = message.get("more_body", False)
         except TimeoutError:
             raise RefusedError(
                 408, f"the body must come within {limits.BODY_SECONDS:g} s, without long pauses"
             ) from None
-        return b"".join(pieces)
+        return bytes(body)
 
 
 def declared_bytes(headers: dict[bytes, bytes]) -> int:

@@ -84,9 +84,9 @@ def protocol(connections: Connections) -> type:
                 connections.speaks(self)
 
         def on_response_complete(self) -> None:
-            super().on_response_complete()
             if not self.transport.is_closing():
                 connections.silent(self)
+            super().on_response_complete()  # which may find the next request
 
         def connection_lost(self, exc: Exception | None) -> None:
             connections.closed(self)
