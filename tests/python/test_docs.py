@@ -63,11 +63,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_on_the_site_and_reached_from_the_readme() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text()
-    linked = (ROOT / "README.md").read_text() + (ROOT / "docs/index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"- {page.name}" in nav
+    nav, docs = (ROOT / "mkdocs.yml").read_text(), ROOT / "docs"
+    linked = (ROOT / "README.md").read_text() + (docs / "index.md").read_text()
+    linked += (docs / "benchmarks" / "index.md").read_text()
+    for page in docs.rglob("*.md"):
+        assert f"- {page.relative_to(docs).as_posix()}" in nav
         assert page.name == "index.md" or f"{page.name})" in linked
+    assert "(docs/benchmarks/index.md)" in linked
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
