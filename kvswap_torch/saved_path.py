@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from kvswap_torch.errors import ConfigError
@@ -40,11 +41,19 @@ def named(path: str | Path) -> str:
 
 def is_in_use(path: Path) -> bool:
     """Whether somebody has the saved cache open, asked without the patience of removing it."""
+    # Not to wait for the writer of a pipe of that name.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
-        with (path / "records.bin").open("rb") as records:
+        records = os.open(path / "records.bin", flags)
+    except OSError:
+        return False
+    try:
+        if stat.S_ISREG(os.fstat(records).st_mode):
             fcntl.flock(records, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
+    finally:
+        os.close(records)
     return False

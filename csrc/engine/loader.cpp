@@ -15,7 +15,7 @@
 namespace kvswap {
 namespace {
 
-/// A copy, since what is mapped may not be aligned.
+/// A copy, since what is in a file may not be aligned.
 template <typename T>
 std::vector<T> copied(std::span<const std::byte> bytes) {
   std::vector<T> values(bytes.size() / sizeof(T));
@@ -84,7 +84,11 @@ Status Loader::load_projections(const SavedTensors& saved) {
   const EngineOptions& options = parts_.options;
   for (size_t layer = 0; layer < options.ranks.size(); ++layer) {
     const auto index = static_cast<int64_t>(layer);
-    if (!saved.has(projection_name(index, true))) continue;
+    // Both, or none where there is no summary either: a layer that lacked one would choose nothing.
+    if (!saved.has(projection_name(index, true)) && !saved.has(projection_name(index, false)) &&
+        !saved.has(saved_name(index, "summary"))) {
+      continue;
+    }
     const int64_t sizes[] = {options.heads_apart * options.kv_heads * options.head_dim,
                              options.ranks[layer]};
     std::vector<float> both[2];

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -95,6 +94,12 @@ int Kernel::make_folder(int parent, const char* name, mode_t mode) {
 
 int Kernel::open_at(int folder, const char* name, int flags, mode_t mode) {
   return or_errno(::openat(folder, name, flags, mode));
+}
+
+int Kernel::facts(int fd, struct stat* facts) { return or_errno(::fstat(fd, facts)); }
+
+int Kernel::facts_at(int folder, const char* name, struct stat* facts, int flags) {
+  return or_errno(::fstatat(folder, name, facts, flags));
 }
 
 int64_t Kernel::pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) {

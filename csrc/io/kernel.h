@@ -1,5 +1,6 @@
 #pragma once
 
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 
@@ -36,6 +37,9 @@ class Kernel {
   virtual int rename(int folder, const char* from, const char* to, unsigned flags);
   virtual int make_folder(int parent, const char* name, mode_t mode);
   virtual int open_at(int folder, const char* name, int flags, mode_t mode);
+  virtual int facts(int fd, struct stat* facts);
+  /// Of a name in the folder `folder`, or of a path from AT_FDCWD; flags: AT_SYMLINK_NOFOLLOW.
+  virtual int facts_at(int folder, const char* name, struct stat* facts, int flags);
   virtual int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes);
   virtual int64_t preadv(int fd, const iovec* targets, int count, int64_t offset_bytes);
   virtual int ring_setup(unsigned entries, io_uring* ring, unsigned flags);

@@ -36,6 +36,8 @@ class ReadProgress {
   Next apply(int64_t result, int64_t alignment_bytes);
 
   int64_t missing_bytes() const { return missing_bytes_; }
+  /// Of the first byte that is missing.
+  int64_t offset_bytes() const { return offset_bytes_; }
 
   /// After kCallAgain: errors come in a row, and some time should pass before the next call.
   bool needs_pause() const;
@@ -43,6 +45,8 @@ class ReadProgress {
 
   /// Why it failed, for a person; only after kFailed.
   Status failure(const std::string& directory) const;
+  /// Only after kFailed; 0: the file ended before all of it.
+  int error_number() const { return error_number_; }
 
  private:
   void advance(int64_t bytes);

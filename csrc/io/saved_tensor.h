@@ -3,8 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/status.h"
@@ -24,14 +26,34 @@ struct SavedTensor {
   int64_t bytes() const { return shape.empty() ? 0 : shape[0] * row_bytes; }
 };
 
-/// The tensors of a saved session, as long as it lives.
+/// The bytes of a tensor, row-major and perhaps not aligned, as long as this or a copy of it lives.
+class SavedBytes {
+ public:
+  SavedBytes() = default;
+  SavedBytes(std::span<const std::byte> bytes, std::shared_ptr<const void> owner)
+      : owner_(std::move(owner)), bytes_(bytes) {}
+  operator std::span<const std::byte>() const& { return bytes_; }
+  operator std::span<const std::byte>() && = delete;
+
+  const std::byte* data() const { return bytes_.data(); }
+  size_t size() const { return bytes_.size(); }
+  std::span<const std::byte> subspan(size_t offset, size_t count) const {
+    return bytes_.subspan(offset, count);
+  }
+
+ private:
+  std::shared_ptr<const void> owner_;
+  std::span<const std::byte> bytes_;
+};
+
+/// The tensors of a saved session.
 class SavedTensors {
  public:
   virtual ~SavedTensors() = default;
   virtual bool has(const std::string& name) const = 0;
-  /// Row-major bytes, perhaps not aligned; kCorrupt unless it is there with this dtype and shape.
-  virtual Result<std::span<const std::byte>> get(const std::string& name, const std::string& dtype,
-                                                 std::span<const int64_t> shape) const = 0;
+  /// kCorrupt unless it is there with this dtype and shape.
+  virtual Result<SavedBytes> get(const std::string& name, const std::string& dtype,
+                                 std::span<const int64_t> shape) const = 0;
   /// kCorrupt naming a tensor and what it must be.
   virtual Status refuse(const std::string& name, const std::string& must) const = 0;
 };

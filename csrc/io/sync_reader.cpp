@@ -1,4 +1,5 @@
 #include "io/batch_reader.h"
+#include "io/read_failure.h"
 #include "io/reader_backends.h"
 #include "io/stopwatch.h"
 
@@ -34,7 +35,7 @@ class SyncReader final : public BatchReader {
   void read_one(ReadBatch& batch, ReadProgress& read) {
     const Stopwatch watch(timeline_, span_of_read(batch.ticket, read));
     const ReadProgress::Next next = read_whole(read, counters_);
-    if (next == ReadProgress::Next::kFailed) batch.fail(read.failure(file_.directory()));
+    if (next == ReadProgress::Next::kFailed) batch.fail(read_failure(read, file_));
   }
 };
 

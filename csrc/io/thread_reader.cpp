@@ -4,6 +4,7 @@
 #include <span>
 
 #include "io/batch_reader.h"
+#include "io/read_failure.h"
 #include "io/read_pool.h"
 #include "io/reader_backends.h"
 #include "io/stopwatch.h"
@@ -82,7 +83,7 @@ class ThreadReader final : public BatchReader, private ReadPool::Work {
     lock.lock();
     add(counted, counters_);
     for (size_t i = 0; i < count; ++i) batch->ended();
-    if (failed != nullptr) batch->fail(failed->failure(file_.directory()));
+    if (failed != nullptr) batch->fail(read_failure(*failed, file_));
     if (batch->is_finished()) {
       batch->is_done = true;
       done_.notify_all();

@@ -13,6 +13,7 @@
 
 #include "io/batch_reader.h"
 #include "io/io_thread.h"
+#include "io/read_failure.h"
 #include "io/uring_ring.h"
 
 namespace kvswap {
@@ -221,7 +222,7 @@ class UringReader final : public BatchReader {
       span.end_ns = Timeline::now_ns();
       timeline_->record(span);
     }
-    if (next == ReadProgress::Next::kFailed) batch->fail(read->failure(file_.directory()));
+    if (next == ReadProgress::Next::kFailed) batch->fail(read_failure(*read, file_));
     batch->ended();
     free_slots_.push_back(slot);
   }

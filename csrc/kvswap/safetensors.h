@@ -10,16 +10,18 @@
 
 namespace kvswap {
 
+class FileBytes;
+
 /// A tensor in a safetensors file.
 struct StoredTensor {
   std::string dtype;  // as the format writes it: F32, BF16, F16, I64, ...
   std::vector<int64_t> shape;
-  std::span<const std::byte> bytes;  // row-major, in the file's mapping; perhaps not aligned
+  std::span<const std::byte> bytes;  // row-major, the file's; perhaps not aligned
 
   int64_t elements() const;
 };
 
-/// A safetensors file, mapped into memory: 8 bytes of header length, a header in JSON, then the
+/// A safetensors file, read into memory: 8 bytes of header length, a header in JSON, then the
 /// tensors' bytes. Everything the header says is checked against the file before it is believed.
 ///
 /// Thread rules: const after construction, any thread.
@@ -37,8 +39,9 @@ class SafetensorsFile {
   const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
 
  private:
-  class Mapping;
-  std::unique_ptr<Mapping> mapping_;
+  explicit SafetensorsFile(FileBytes&& file);
+
+  std::unique_ptr<const FileBytes> file_;
   std::map<std::string, std::string> metadata_;
   std::map<std::string, StoredTensor> tensors_;
 };

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -11,10 +10,11 @@
 #include <utility>
 
 #include "io/error_text.h"
+#include "io/file_bytes.h"
+#include "io/kernel.h"
 #include "kvswap/budget.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/saved_folder.h"
-#include "store/checksum.h"
 
 namespace kvswap {
 namespace {
@@ -33,24 +33,31 @@ OwnedFd taken(Result<OwnedFd> opened) {
   return std::move(opened.value());
 }
 
-int64_t size_of(int fd) {
+int64_t size_of(int fd, const std::string& path, const char* file) {
   struct stat facts{};
-  return ::fstat(fd, &facts) == 0 ? static_cast<int64_t>(facts.st_size) : -1;
+  const int known = kernel().facts(fd, &facts);
+  if (known == 0) return facts.st_size;
+  throw SessionError(SessionError::Kind::kStorage,
+                     "open: " + path + "/" + file + " must be readable, got " + errno_text(-known) +
+                         storage_hint(-known),
+                     -known, path);
+}
+
+void check_size(int fd, const std::string& path, const char* file, int64_t saved_bytes) {
+  const int64_t bytes = size_of(fd, path, file);
+  if (bytes == saved_bytes) return;
+  damaged(path, file,
+          "have " + std::to_string(saved_bytes) + " bytes, and has " + std::to_string(bytes));
 }
 
 std::string text_of(int fd, const std::string& path) {
-  const int64_t size = size_of(fd);
+  const int64_t size = size_of(fd, path, kManifestFile);
   if (size < 2 || size > kManifestBytesMax) {
     damaged(path, kManifestFile, "be of 2 to " + std::to_string(kManifestBytesMax) + " bytes");
   }
   std::string text(size, '\0');
-  size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t count = ::pread(fd, text.data() + done, text.size() - done, done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) damaged(path, kManifestFile, "be readable");
-    done += static_cast<size_t>(count);
-  }
+  const std::string name = path + "/" + kManifestFile;
+  throw_status(read_exactly(fd, 0, std::as_writable_bytes(std::span(text)), name));
   return text;
 }
 
@@ -58,8 +65,9 @@ std::string text_of(int fd, const std::string& path) {
 void check_is_there(int folder, const std::string& path) {
   struct stat held{};
   struct stat named{};
-  if (::fstat(folder, &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
-      held.st_ino == named.st_ino && held.st_dev == named.st_dev) {
+  if (kernel().facts(folder, &held) == 0 &&
+      kernel().facts_at(AT_FDCWD, path.c_str(), &named, 0) == 0 && held.st_ino == named.st_ino &&
+      held.st_dev == named.st_dev) {
     return;
   }
   throw SessionError(SessionError::Kind::kStorage,
@@ -69,11 +77,11 @@ void check_is_there(int folder, const std::string& path) {
 
 }  // namespace
 
-std::string descriptor_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
-
 SavedCache::Impl::Impl(const std::string& path) : path(path) {
   folder = taken(open_saved_folder(path));
-  records = taken(open_saved_file(folder.get(), path, kRecordsFile));
+  auto opened = open_saved_file(folder.get(), path, kRecordsFile);
+  if (!opened.is_ok()) check_is_there(folder.get(), path);  // its files go one after the other
+  records = taken(std::move(opened));
   if (::flock(records.get(), LOCK_SH | LOCK_NB) != 0) {
     throw SessionError(SessionError::Kind::kStorage,
                        "open: " + path + " is being replaced or removed; open it again", EBUSY,
@@ -83,23 +91,26 @@ SavedCache::Impl::Impl(const std::string& path) : path(path) {
   const OwnedFd manifest_file = taken(open_saved_file(folder.get(), path, kManifestFile));
   text = text_of(manifest_file.get(), path);
   manifest = read_manifest(text, path);
-  if (size_of(records.get()) != manifest.records_bytes) {
-    damaged(path, kRecordsFile,
-            "have " + std::to_string(manifest.records_bytes) + " bytes, and has " +
-                std::to_string(size_of(records.get())));
-  }
-  const OwnedFd state_file = taken(open_saved_file(folder.get(), path, kStateFile));
-  if (size_of(state_file.get()) != manifest.state_bytes) {
-    damaged(path, kStateFile,
-            "have " + std::to_string(manifest.state_bytes) + " bytes, and has " +
-                std::to_string(size_of(state_file.get())));
-  }
-  state = std::make_unique<SavedState>(descriptor_path(state_file.get()), path + "/" + kStateFile);
-  if (checksum_of(state->file().bytes()) != manifest.state_checksum) {
+  check_size(records.get(), path, kRecordsFile, manifest.records_bytes);
+  state_file = taken(open_saved_file(folder.get(), path, kStateFile));
+  check_size(state_file.get(), path, kStateFile, manifest.state_bytes);
+  const std::string state_path = path + "/" + kStateFile;
+  state = std::make_unique<SavedState>(state_file.get(), manifest.state_bytes, state_path);
+  const auto checksum = state->checksum();
+  throw_status(checksum.status());
+  if (checksum.value() != manifest.state_checksum) {
     damaged(path, kStateFile, "have the checksum that was saved");
   }
-  for (const auto& [name, tensor] : state->file().tensors()) {
-    if (name.starts_with(kKeptPrefix)) kept[name.substr(std::strlen(kKeptPrefix))] = tensor;
+  read_kept();
+}
+
+void SavedCache::Impl::read_kept() {
+  for (const auto& [name, tensor] : state->header().tensors) {
+    if (!name.starts_with(kKeptPrefix)) continue;
+    auto bytes = state->read(tensor);
+    throw_status(bytes.status());
+    kept[name.substr(std::strlen(kKeptPrefix))] = {tensor.dtype, tensor.shape, bytes.value()};
+    kept_bytes_.push_back(std::move(bytes.value()));
   }
 }
 

@@ -47,7 +47,7 @@ class SavedCache {
   const std::string& path() const;
   const std::string& manifest() const;  // JSON
   const std::string& facts() const;     // the program's own, JSON
-  /// The program's own tensors, in the file's mapping.
+  /// The program's own tensors; their bytes stand as long as this does.
   const std::map<std::string, StoredTensor>& tensors() const;
   int64_t tokens() const;  // of each sequence, padding included
   int64_t sequences() const;

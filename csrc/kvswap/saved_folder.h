@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "io/unnamed_file.h"
 #include "kvswap/saved_cache.h"
@@ -22,11 +23,14 @@ class SavedCache::Impl {
   OwnedFd records;  // holds the shared lock
   std::string text;
   SavedManifest manifest;
+  OwnedFd state_file;
   std::unique_ptr<SavedState> state;
   std::map<std::string, StoredTensor> kept;
-};
 
-/// A name for an open file, for as long as it is open in this process.
-std::string descriptor_path(int fd);
+ private:
+  void read_kept();
+
+  std::vector<SavedBytes> kept_bytes_;
+};
 
 }  // namespace kvswap

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <utility>
+#include <vector>
 
 #include "engine/saved_names.h"
 #include "io/error_text.h"
@@ -18,7 +19,6 @@
 #include "kvswap/engine_calls.h"
 #include "kvswap/safetensors_writer.h"
 #include "kvswap/saved_folder.h"
-#include "store/checksum.h"
 
 namespace kvswap {
 namespace {
@@ -104,8 +104,10 @@ class FolderTarget final : public SaveTarget {
     if (!written.is_ok()) return written.status();
     manifest_.state_bytes = written.value();
     KVSWAP_RETURN_IF_ERROR(folder_->finish_file(file.value().get(), kStateFile));
-    const SavedState state(descriptor_path(file.value().get()), folder_->target());
-    manifest_.state_checksum = checksum_of(state.file().bytes());
+    const SavedState state(file.value().get(), manifest_.state_bytes, folder_->target());
+    auto checksum = state.checksum();
+    if (!checksum.is_ok()) return checksum.status();
+    manifest_.state_checksum = checksum.value();
     return Status::ok();
   }
 
@@ -150,8 +152,11 @@ void save_engine(Engine& engine, const CacheOptions& options, const SaveArgs& ar
   manifest.ranks = engine.options().ranks;
   manifest.facts = args.facts;
   (void)manifest_text(manifest);  // facts that are none are refused before anything is made
-  auto folder = StagedFolder::create(args.path, args.overwrite ? StagedFolder::Existing::kReplace
-                                                               : StagedFolder::Existing::kRefuse);
+  std::vector<int> own;
+  for (const FileStack::Part& part : engine.parts().file->parts()) own.push_back(part.file->fd());
+  auto folder = StagedFolder::create(
+      args.path,
+      args.overwrite ? StagedFolder::Existing::kReplace : StagedFolder::Existing::kRefuse, own);
   throw_status(folder.status());
   FolderTarget target(std::move(folder.value()), std::move(manifest), args);
   throw_status(engine.saver().save(target));
@@ -162,12 +167,16 @@ std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions&
   const SavedCache::Impl& impl = saved.impl();
   const SavedCounts& counts = impl.manifest.counts;
   // A descriptor of its own: O_DIRECT is one's own, and so is the lock.
-  OwnedFd records(::open(descriptor_path(impl.records.get()).c_str(), O_RDONLY | O_CLOEXEC));
-  if (records.get() < 0 || ::flock(records.get(), LOCK_SH | LOCK_NB) != 0) {
-    throw SessionError(
-        SessionError::Kind::kStorage,
-        "open: the records of " + impl.path + " must be readable, got " + errno_text(errno), errno,
-        impl.path);
+  const std::string own = "/proc/self/fd/" + std::to_string(impl.records.get());
+  OwnedFd records(kernel().open(own.c_str(), O_RDONLY | O_CLOEXEC, 0));
+  const int error = records.get() < 0                                ? -records.get()
+                    : ::flock(records.get(), LOCK_SH | LOCK_NB) != 0 ? errno
+                                                                     : 0;
+  if (error != 0) {
+    throw SessionError(SessionError::Kind::kStorage,
+                       "open: the records of " + impl.path + " must be readable, got " +
+                           errno_text(error) + storage_hint(error),
+                       error, impl.path);
   }
   EngineOptions engine = engine_options(options);
   auto base = std::make_shared<BaseFiles>();
@@ -214,8 +223,9 @@ std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
   throw_status(file.status());
   const int fd = file.value().get();
   const WipedAtEnd wiped(options.wipe_on_close ? fd : -1, options.directory);
-  throw_status(write_safetensors(fd, options.directory, shared.value().tensors, {}).status());
-  const SavedState state(descriptor_path(fd), "the fork's state in " + options.directory);
+  const auto written = write_safetensors(fd, options.directory, shared.value().tensors, {});
+  throw_status(written.status());
+  const SavedState state(fd, written.value(), "the fork's state in " + options.directory);
   options.base = shared.value().base;
   return loaded(options, std::move(parallel), shared.value().counts, state,
                 shared.value().summaries);

@@ -9,10 +9,13 @@
 
 #include <cerrno>
 #include <random>
+#include <span>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "io/error_text.h"
+#include "io/failure.h"
 #include "io/kernel.h"
 
 namespace kvswap {
@@ -22,12 +25,14 @@ constexpr size_t kRandomLength = 16;  // nobody else has such a name
 constexpr size_t kNameBytesMax = 230;
 constexpr int kLockAttempts = 50;
 constexpr int kLockPauseMicroseconds = 10000;
+constexpr int kRacesMax = 50;
 constexpr const char* kFiles[] = {kManifestFile, kStateFile, kRecordsFile};
 
 Status failed(const std::string& path, const std::string& must, int error) {
-  return Status::storage(
-      "saved cache " + path + ": " + must + ", got " + errno_text(error) + storage_hint(error),
-      error, path);
+  const std::string hint =
+      error == ENOSPC ? "; free space on its disk, or save to another" : storage_hint(error);
+  return Status::storage("saved cache " + path + ": " + must + ", got " + errno_text(error) + hint,
+                         error, path);
 }
 
 Status in_use(const std::string& path) {
@@ -105,43 +110,134 @@ Result<OwnedFd> open_parent(const std::string& path) {
       .with_path(path);
 }
 
-/// Holds the lock of one that is there and is no more than a saved cache.
-Result<OwnedFd> lock_alone(int parent, const std::string& name, const std::string& path) {
-  const OwnedFd folder(
-      ::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  if (folder.get() < 0) return failed(path, "must be a folder", errno);
-  if (::faccessat(folder.get(), kManifestFile, F_OK, AT_SYMLINK_NOFOLLOW) != 0) {
-    return Status(StatusCode::kInvalid,
-                  "saved cache " + path +
-                      ": must be a saved cache to be replaced or removed, and "
-                      "has no manifest.json; choose another path",
-                  EEXIST)
-        .with_path(path);
+bool is_same(const struct stat& one, const struct stat& other) {
+  return one.st_ino == other.st_ino && one.st_dev == other.st_dev;
+}
+
+/// The saver's own locks on a file that it stands on: put off while this lives, since the saver is
+/// not somebody else.
+class OwnLocks {
+ public:
+  OwnLocks() = default;
+  OwnLocks(std::span<const int> own, const struct stat& file) {
+    for (const int fd : own) {
+      struct stat facts{};
+      if (fd >= 0 && kernel().facts(fd, &facts) == 0 && is_same(facts, file)) fds_.push_back(fd);
+    }
+    for (const int fd : fds_) (void)::flock(fd, LOCK_UN);
   }
-  OwnedFd records(::openat(folder.get(), kRecordsFile, O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
-  // Without records nobody can have it open. The kernel takes a moment to close what a process has
-  // left that used io_uring.
-  for (int attempt = 0; records.get() >= 0; ++attempt) {
-    if (::flock(records.get(), LOCK_EX | LOCK_NB) == 0) break;
-    if (attempt == kLockAttempts) return in_use(path);
+  ~OwnLocks() {
+    for (const int fd : fds_) (void)::flock(fd, LOCK_SH | LOCK_NB);
+  }
+  OwnLocks(OwnLocks&& other) noexcept : fds_(std::exchange(other.fds_, {})) {}
+  OwnLocks& operator=(OwnLocks&& other) noexcept {
+    std::swap(fds_, other.fds_);
+    return *this;
+  }
+
+ private:
+  std::vector<int> fds_;
+};
+
+/// The lock of a saved cache that nobody else uses. What is below the records is given back after
+/// them.
+struct Alone {
+  OwnLocks own;
+  OwnedFd records;  // none: nobody can have it open
+};
+
+/// The file that is locked; none where it is no file that could be opened.
+Result<OwnedFd> open_records(int folder, const std::string& path) {
+  // Not to wait for the writer of a pipe of that name.
+  const int fd =
+      kernel().open_at(folder, kRecordsFile, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0);
+  if (fd == -ENOENT || fd == -ELOOP || fd == -ENXIO) return OwnedFd();
+  if (fd < 0) return failed(path, std::string(kRecordsFile) + " must be readable", -fd);
+  OwnedFd records(fd);
+  struct stat facts{};
+  const int known = kernel().facts(fd, &facts);
+  if (known != 0) return failed(path, std::string(kRecordsFile) + " must be readable", -known);
+  if (!S_ISREG(facts.st_mode)) return OwnedFd();
+  return records;
+}
+
+/// Waits a moment: the kernel takes one to close what a process has left that used io_uring.
+bool lock_records(int fd) {
+  for (int attempt = 0; ::flock(fd, LOCK_EX | LOCK_NB) != 0; ++attempt) {
+    if (attempt == kLockAttempts) return false;
     ::usleep(kLockPauseMicroseconds);
   }
-  return records;
+  return true;
+}
+
+Status is_gone(const std::string& path) {
+  return Status(StatusCode::kInvalid, "saved cache " + path + ": must be there, and is not", ENOENT)
+      .with_path(path);
+}
+
+/// Is that open folder what has the name?
+bool has_name(int parent, const std::string& name, int folder) {
+  struct stat held{};
+  struct stat named{};
+  return kernel().facts(folder, &held) == 0 &&
+         kernel().facts_at(parent, name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0 &&
+         is_same(held, named);
+}
+
+/// Holds the lock of one that is there, under that name, and is no more than a saved cache. ENOENT:
+/// nothing has the name, any more perhaps.
+Result<Alone> lock_alone(int parent, const std::string& name, const std::string& path,
+                         std::span<const int> own) {
+  for (int attempt = 0; attempt < kRacesMax; ++attempt) {
+    const int opened =
+        kernel().open_at(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+    if (opened == -ENOENT) return is_gone(path);
+    if (opened < 0) return failed(path, "must be a folder", -opened);
+    const OwnedFd folder(opened);
+    struct stat facts{};
+    const int known = kernel().facts_at(opened, kManifestFile, &facts, AT_SYMLINK_NOFOLLOW);
+    if (known != 0 && known != -ENOENT) {
+      return failed(path, std::string(kManifestFile) + " must be readable", -known);
+    }
+    if (known == -ENOENT) {
+      if (!has_name(parent, name, opened)) continue;  // somebody removes it
+      return Status(StatusCode::kInvalid,
+                    "saved cache " + path +
+                        ": must be a saved cache to be replaced or removed, and "
+                        "has no manifest.json; choose another path",
+                    EEXIST)
+          .with_path(path);
+    }
+    auto records = open_records(opened, path);
+    if (!records.is_ok()) return records.status();
+    Alone alone;
+    alone.records = std::move(records.value());
+    if (alone.records.get() >= 0) {
+      if (kernel().facts(alone.records.get(), &facts) == 0) alone.own = OwnLocks(own, facts);
+      if (!lock_records(alone.records.get())) return in_use(path);
+    }
+    if (has_name(parent, name, opened)) return alone;
+  }
+  return failed(path, "must stay for a moment, and others replace it again and again", EBUSY);
 }
 
 }  // namespace
 
 Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& target,
-                                                           Existing existing) {
+                                                           Existing existing,
+                                                           std::span<const int> own) {
   auto parts = split(target);
   if (!parts.is_ok()) return parts.status();
-  std::unique_ptr<StagedFolder> staged(new StagedFolder(target, existing));
+  std::unique_ptr<StagedFolder> staged(new StagedFolder(target, existing, own));
   auto parent = open_parent(parts.value().first);
   if (!parent.is_ok()) return parent.status();
   staged->parent_ = std::move(parent.value());
   staged->name_ = parts.value().second;
   const int at = staged->parent_.get();
-  if (::faccessat(at, staged->name_.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0) {
+  struct stat there{};
+  const int known = kernel().facts_at(at, staged->name_.c_str(), &there, AT_SYMLINK_NOFOLLOW);
+  if (known != 0 && known != -ENOENT) return failed(target, "must be readable", -known);
+  if (known == 0) {
     if (existing == Existing::kRefuse) {
       return Status(StatusCode::kInvalid,
                     "save: '" + target +
@@ -150,8 +246,8 @@ Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& ta
                     EEXIST)
           .with_path(target);
     }
-    auto locked = lock_alone(at, staged->name_, target);
-    if (!locked.is_ok()) return locked.status();
+    auto locked = lock_alone(at, staged->name_, target, own);
+    if (!locked.is_ok() && locked.status().error_number() != ENOENT) return locked.status();
   }
   remove_left_folders(at, staged->name_);
   const std::string hidden = hidden_name(staged->name_);
@@ -197,7 +293,12 @@ Status StagedFolder::publish() {
   if (synced != 0) return failed(target_, "the folder must reach the disk", -synced);
   const char* from = staged_name_.c_str();
   int renamed = kernel().rename(parent_.get(), from, name_.c_str(), RENAME_NOREPLACE);
-  if (renamed == -EEXIST && existing_ == Existing::kReplace) return replace();
+  for (int attempt = 0; renamed == -EEXIST && existing_ == Existing::kReplace; ++attempt) {
+    Status replaced = replace();
+    if (replaced.error_number() != ENOENT || attempt == kRacesMax) return replaced;
+    // Somebody has removed it meanwhile.
+    renamed = kernel().rename(parent_.get(), from, name_.c_str(), RENAME_NOREPLACE);
+  }
   if (renamed == -EINVAL || renamed == -ENOSYS) {
     // Without the flag a folder that is not empty is not replaced either.
     renamed = kernel().rename(parent_.get(), from, name_.c_str(), 0);
@@ -211,7 +312,7 @@ Status StagedFolder::publish() {
 }
 
 Status StagedFolder::replace() {
-  auto lock = lock_alone(parent_.get(), name_, target_);
+  auto lock = lock_alone(parent_.get(), name_, target_, own_);
   if (!lock.is_ok()) return lock.status();
   const int exchanged =
       kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
@@ -263,12 +364,7 @@ Status remove_saved(const std::string& target) {
   if (!parent.is_ok()) return parent.status();
   const std::string& name = parts.value().second;
   const int at = parent.value().get();
-  if (::faccessat(at, name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) != 0) {
-    return Status(StatusCode::kInvalid, "saved cache " + target + ": must be there, and is not",
-                  ENOENT)
-        .with_path(target);
-  }
-  auto lock = lock_alone(at, name, target);
+  auto lock = lock_alone(at, name, target, {});
   if (!lock.is_ok()) return lock.status();
   const std::string hidden = hidden_name(name);
   const int renamed = kernel().rename(at, name.c_str(), hidden.c_str(), RENAME_NOREPLACE);
@@ -291,6 +387,11 @@ Result<OwnedFd> open_saved_folder(const std::string& target) {
   const int fd = kernel().open_at(parent.value().get(), parts.value().second.c_str(),
                                   O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (fd >= 0) return OwnedFd(fd);
+  if (failure_of(-fd) == Failure::kPassing) {
+    return Status::storage(
+        "open: '" + target + "' must be readable, got " + errno_text(-fd) + storage_hint(-fd), -fd,
+        target);
+  }
   return Status(StatusCode::kInvalid,
                 "open: '" + target + "' must be the folder of a saved cache, got " +
                     errno_text(-fd) + "; KVSwapCache.save() makes one",
@@ -299,22 +400,33 @@ Result<OwnedFd> open_saved_folder(const std::string& target) {
 }
 
 Result<OwnedFd> open_saved_file(int folder, const std::string& target, const char* name) {
+  const std::string file = "open: " + target + "/" + name;
   // Not to wait for the writer of a pipe of that name.
   const int fd = kernel().open_at(folder, name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0);
-  if (fd < 0) {
-    const std::string what = fd == -ELOOP ? "must be a file, and is a link"
-                                          : "must be there and readable, got " + errno_text(-fd);
-    return Status::corrupt(
-        "open: " + target + "/" + name + " " + what + "; it is no whole saved cache: save it again",
-        target);
-  }
-  OwnedFd file(fd);
-  struct stat facts{};
-  if (::fstat(fd, &facts) != 0 || !S_ISREG(facts.st_mode)) {
-    return Status::corrupt("open: " + target + "/" + name + " must be a regular file, and is none",
+  if (fd == -ENOENT || fd == -ELOOP || fd == -ENXIO) {
+    const std::string what = fd == -ENOENT  ? "must be there, and is not"
+                             : fd == -ELOOP ? "must be a file, and is a link"
+                                            : "must be a regular file, and is none";
+    return Status::corrupt(file + " " + what + "; it is no whole saved cache: save it again",
                            target);
   }
-  return file;
+  if (fd < 0) {
+    return Status::storage(file + " must be readable, got " + errno_text(-fd) + storage_hint(-fd),
+                           -fd, target);
+  }
+  OwnedFd opened(fd);
+  struct stat facts{};
+  const int known = kernel().facts(fd, &facts);
+  if (known != 0) {
+    return Status::storage(
+        file + " must be readable, got " + errno_text(-known) + storage_hint(-known), -known,
+        target);
+  }
+  if (!S_ISREG(facts.st_mode)) {
+    return Status::corrupt(file + " must be a regular file, and is none; save the cache again",
+                           target);
+  }
+  return opened;
 }
 
 }  // namespace kvswap

@@ -1,7 +1,10 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "io/status.h"
 #include "io/unnamed_file.h"
@@ -24,7 +27,9 @@ class StagedFolder {
   enum class Existing { kRefuse, kReplace };
 
   /// kInvalid (EEXIST) where the target is there and is not to be replaced.
-  static Result<std::unique_ptr<StagedFolder>> create(const std::string& target, Existing existing);
+  /// own: files that the saver itself holds a shared lock on, open as long as this lives.
+  static Result<std::unique_ptr<StagedFolder>> create(const std::string& target, Existing existing,
+                                                      std::span<const int> own = {});
   ~StagedFolder();
 
   int fd() const { return folder_.get(); }
@@ -35,12 +40,13 @@ class StagedFolder {
   Status publish();
 
  private:
-  StagedFolder(std::string target, Existing existing)
-      : target_(std::move(target)), existing_(existing) {}
+  StagedFolder(std::string target, Existing existing, std::span<const int> own)
+      : target_(std::move(target)), existing_(existing), own_(own.begin(), own.end()) {}
   Status replace();
 
   const std::string target_;
   const Existing existing_;
+  const std::vector<int> own_;
   OwnedFd parent_;
   OwnedFd folder_;
   std::string name_;         // in the parent

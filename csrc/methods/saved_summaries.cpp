@@ -153,7 +153,7 @@ Status Summaries::load(int64_t layer, int64_t tokens, const SavedTensors& saved)
     const int64_t sizes[] = {blocks_of(chunk.rows), stored_columns(shape), kSummaryBlock};
     auto of_rows = saved.get(name + ".rows", stored_dtype(shape.dtype), sizes);
     if (!of_rows.is_ok()) return of_rows.status();
-    std::span<const std::byte> of_scales;
+    SavedBytes of_scales;
     if (has_row_scales(shape.dtype)) {
       const int64_t scale_sizes[] = {blocks_of(chunk.rows), kSummaryBlock};
       auto scales = saved.get(name + ".scales", "F32", scale_sizes);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/failure.h"
 #include "python/released.h"
 
 namespace py = pybind11;
@@ -51,7 +52,7 @@ void save(TensorCache& cache, const std::string& path, bool overwrite, const std
   cache.cache().save(args);
 }
 
-/// Copies: the mapping goes with the saved cache.
+/// Copies: what was read goes with the saved cache.
 Tensors tensors_of(const SavedCache& saved) {
   Tensors tensors;
   for (const auto& [name, stored] : saved.tensors()) {
@@ -71,6 +72,9 @@ Tensors tensors_of(const SavedCache& saved) {
 
 void bind_saved(py::module_& module, py::class_<TensorCache>& cache) {
   using Released = py::call_guard<FreeInterpreter>;
+  module.def(
+      "failure_name", [](int error_number) { return failure_name(failure_of(error_number)); },
+      py::arg("error_number"));
   py::class_<SavedCache, std::shared_ptr<SavedCache>>(module, "SavedCache")
       .def(py::init([](const std::string& path) {
              const py::gil_scoped_release released;

@@ -11,6 +11,35 @@ uint64_t checksum_of(std::span<const std::byte> bytes) {
   return XXH3_64bits(bytes.data(), bytes.size());
 }
 
+struct RunningChecksum::State {
+#ifdef XXH_VERSION_NUMBER
+  explicit State(uint64_t) { XXH3_64bits_reset(&state); }
+  void add(const void* data, size_t bytes) { XXH3_64bits_update(&state, data, bytes); }
+  uint64_t value() const { return XXH3_64bits_digest(&state); }
+
+  XXH3_state_t state;
+#else
+  explicit State(uint64_t total_bytes) { state.begin(total_bytes, 0); }
+  void add(const void* data, size_t bytes) {
+    state.add(static_cast<const unsigned char*>(data), bytes);
+  }
+  uint64_t value() const { return state.value(); }
+
+  kvswap_fallback::Running state;
+#endif
+};
+
+RunningChecksum::RunningChecksum(uint64_t total_bytes)
+    : state_(std::make_unique<State>(total_bytes)) {}
+
+void RunningChecksum::add(std::span<const std::byte> bytes) {
+  state_->add(bytes.data(), bytes.size());
+}
+
+uint64_t RunningChecksum::value() const { return state_->value(); }
+
+RunningChecksum::~RunningChecksum() = default;
+
 uint32_t record_checksum(std::span<const std::byte> bytes, const RecordOf& of) {
   const std::array<uint64_t, 4> identity = {of.seed, static_cast<uint64_t>(of.layer),
                                             static_cast<uint64_t>(of.group), of.serial};

@@ -2,12 +2,29 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 namespace kvswap {
 
 /// XXH3 of some bytes, or what stands in for it where xxHash was not there to build with.
 uint64_t checksum_of(std::span<const std::byte> bytes);
+
+/// checksum_of() of bytes that come in pieces, of which `total_bytes` will come.
+class RunningChecksum {
+ public:
+  explicit RunningChecksum(uint64_t total_bytes);
+  ~RunningChecksum();
+  RunningChecksum(const RunningChecksum&) = delete;
+  RunningChecksum& operator=(const RunningChecksum&) = delete;
+
+  void add(std::span<const std::byte> bytes);
+  uint64_t value() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
 
 /// Whose a record is: its bytes sum up otherwise as any other's.
 struct RecordOf {

@@ -8,7 +8,7 @@ import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-CALLS = ("open", "allocate", "write", "read", "ring_setup", "ring_submit")
+CALLS = ("open", "allocate", "write", "read", "ring_setup", "ring_submit", "facts")
 _LIBRARY = Path(__file__).parents[2] / "build/dev/tests/cpp/libfaulty_kernel.so"
 
 
@@ -16,6 +16,13 @@ def _library() -> ctypes.CDLL:
     import kvswap_torch._C  # noqa: F401  (the library that this one reaches into)
 
     return ctypes.CDLL(str(_LIBRARY))
+
+
+def checksum_of(data: bytes) -> int:
+    """What a saved cache's manifest is signed by."""
+    library = _library()
+    library.checksum_of_bytes.restype = ctypes.c_ulong
+    return library.checksum_of_bytes(data, ctypes.c_ulong(len(data)))
 
 
 @contextlib.contextmanager
@@ -50,6 +57,7 @@ class FaultyKernel:
         is_short: bool = False,
         delay_us: int = 0,
         reorders: bool = False,
+        name: str = "",
     ) -> None:
         """From the `nth` call of its kind on, once or for ever; see `KernelFault` in C++."""
         self._library.faulty_arm(
@@ -60,6 +68,7 @@ class FaultyKernel:
             int(is_short),
             delay_us,
             int(reorders),
+            name.encode(),
         )
 
     def heal(self) -> None:

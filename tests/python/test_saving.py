@@ -193,8 +193,7 @@ def test_bad_input_has_its_sentence(tmp_path: Path) -> None:
         cache.save(tmp_path / "a")
         with pytest.raises(StorageError, match="must not exist"):
             cache.save(tmp_path / "a")
-        with pytest.raises(StorageError, match="is open"):
-            cache.save(tmp_path / "a", overwrite=True)
+        cache.save(tmp_path / "a", overwrite=True)
     with KVSwapCache.open(model, tmp_path / "a", path=tmp_path) as opened:
         assert "embeddings" in opened.stats().probe
     with pytest.raises(StorageError, match="folder of a saved cache"):

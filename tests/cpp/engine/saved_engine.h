@@ -60,15 +60,15 @@ class SavedInMemory final : public SaveTarget, public SavedTensors {
   }
 
   bool has(const std::string& name) const override { return tensors_.contains(name); }
-  Result<std::span<const std::byte>> get(const std::string& name, const std::string& dtype,
-                                         std::span<const int64_t> shape) const override {
+  Result<SavedBytes> get(const std::string& name, const std::string& dtype,
+                         std::span<const int64_t> shape) const override {
     const auto found = tensors_.find(name);
     if (found == tensors_.end()) return refuse(name, "be there");
     const auto& [known_dtype, known_shape] = facts_.at(name);
     if (known_dtype != dtype || !std::ranges::equal(known_shape, shape)) {
       return refuse(name, "have another shape");
     }
-    return std::span<const std::byte>(found->second);
+    return SavedBytes(found->second, nullptr);
   }
   Status refuse(const std::string& name, const std::string& must) const override {
     return Status::corrupt("state: " + name + " must " + must, directory_);

@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <memory>
 
+#include "store/checksum.h"
+
 namespace {
 
 std::unique_ptr<kvswap::FaultyKernel> kernel;
@@ -73,7 +75,7 @@ extern "C" {
 /// Between the first call and disarm() the process has a disk that fails as it is told to.
 /// call: as in kvswap::KernelCall.
 void faulty_arm(int call, unsigned long nth, int is_lasting, int error_number, int is_short,
-                int delay_us, int reorders) {
+                int delay_us, int reorders, const char* name) {
   if (kernel == nullptr) kernel = std::make_unique<kvswap::FaultyKernel>();
   kernel->arm({.call = static_cast<kvswap::KernelCall>(call),
                .nth = nth,
@@ -81,7 +83,13 @@ void faulty_arm(int call, unsigned long nth, int is_lasting, int error_number, i
                .error_number = error_number,
                .is_short = is_short != 0,
                .delay_us = delay_us,
-               .reorders = reorders != 0});
+               .reorders = reorders != 0,
+               .name = name});
+}
+
+/// What a saved cache's manifest is signed by.
+unsigned long checksum_of_bytes(const void* data, unsigned long size) {
+  return kvswap::checksum_of({static_cast<const std::byte*>(data), size});
 }
 
 /// The disk is well; what it did stays known.

@@ -1,6 +1,9 @@
 // Saved caches: the manifest, whose sizes may lie, and the state's tensors.
 
+#include <fcntl.h>
+
 #include "fuzz_target.h"
+#include "io/unnamed_file.h"
 #include "kvswap/errors.h"
 #include "kvswap/saved_manifest.h"
 #include "kvswap/saved_state.h"
@@ -15,7 +18,8 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   const FuzzFile file(data, size);
   try {
-    const kvswap::SavedState state(file.path(), "fuzz");
+    const kvswap::OwnedFd fd(::open(file.path().c_str(), O_RDONLY | O_CLOEXEC));
+    const kvswap::SavedState state(fd.get(), static_cast<int64_t>(size), "fuzz");
     const int64_t shape[] = {2, 3};
     const auto found = state.get("records", "U32", shape);
     CHECK(!found.is_ok() || found.value().size() == 24);

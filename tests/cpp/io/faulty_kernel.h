@@ -17,12 +17,13 @@
 
 namespace kvswap {
 
-/// What a fault strikes. kRead: a preadv() and a completed read of a ring alike.
-enum class KernelCall { kOpen, kAllocate, kWrite, kRead, kRingSetup, kRingSubmit };
-inline constexpr int kKernelCalls = 6;
+/// What a fault strikes. kRead: a preadv() and a completed read of a ring alike; kOpen: by a path,
+/// or within a folder; kFacts: who asks what a file is.
+enum class KernelCall { kOpen, kAllocate, kWrite, kRead, kRingSetup, kRingSubmit, kFacts };
+inline constexpr int kKernelCalls = 7;
 inline const char* call_name(KernelCall call) {
-  constexpr const char* names[] = {"open", "allocate",    "write",
-                                   "read", "ring set-up", "ring submit"};
+  constexpr const char* names[] = {"open",        "allocate",    "write", "read",
+                                   "ring set-up", "ring submit", "facts"};
   return names[static_cast<int>(call)];
 }
 
@@ -35,6 +36,7 @@ struct KernelFault {
   bool is_short = false;  // half of the bytes, in whole blocks
   int delay_us = 0;       // before the call, or before its completion is seen
   bool reorders = false;  // completions of a ring come newest first
+  std::string name = "";  // only calls on files with this in their names; a ring's reads have none
 };
 
 /// Linux with faults: stands below the readers and files, which know nothing of it.
@@ -73,23 +75,37 @@ class FaultyKernel final : public Kernel {
   }
 
   int open(const char* path, int flags, mode_t mode) override {
-    const KernelFault fault = next(KernelCall::kOpen, 0);
+    const KernelFault fault = next(KernelCall::kOpen, 0, path);
     return fault.error_number != 0 ? -fault.error_number : Kernel::open(path, flags, mode);
   }
+  int open_at(int folder, const char* name, int flags, mode_t mode) override {
+    const KernelFault fault = next(KernelCall::kOpen, 0, name);
+    return fault.error_number != 0 ? -fault.error_number
+                                   : Kernel::open_at(folder, name, flags, mode);
+  }
+  int facts(int fd, struct stat* facts) override {
+    const KernelFault fault = next(KernelCall::kFacts, 0, name_of(fd));
+    return fault.error_number != 0 ? -fault.error_number : Kernel::facts(fd, facts);
+  }
+  int facts_at(int folder, const char* name, struct stat* facts, int flags) override {
+    const KernelFault fault = next(KernelCall::kFacts, 0, name);
+    return fault.error_number != 0 ? -fault.error_number
+                                   : Kernel::facts_at(folder, name, facts, flags);
+  }
   int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes) override {
-    const KernelFault fault = next(KernelCall::kAllocate, offset_bytes);
+    const KernelFault fault = next(KernelCall::kAllocate, offset_bytes, name_of(fd));
     if (fault.error_number != 0) return -fault.error_number;
     return Kernel::fallocate(fd, mode, offset_bytes, length_bytes);
   }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
-    const KernelFault fault = next(KernelCall::kWrite, offset_bytes);
+    const KernelFault fault = next(KernelCall::kWrite, offset_bytes, name_of(fd));
     if (fault.error_number != 0) return -fault.error_number;
     const auto all = static_cast<int64_t>(bytes);
     return Kernel::pwrite(fd, data, static_cast<size_t>(fault.is_short ? half(all) : all),
                           offset_bytes);
   }
   int64_t preadv(int fd, const iovec* targets, int count, int64_t offset_bytes) override {
-    const KernelFault fault = next(KernelCall::kRead, offset_bytes);
+    const KernelFault fault = next(KernelCall::kRead, offset_bytes, name_of(fd));
     if (fault.error_number != 0) return -fault.error_number;
     const int64_t result = Kernel::preadv(fd, targets, count, offset_bytes);
     return fault.is_short && result > 0 ? half(result) : result;
@@ -113,7 +129,7 @@ class FaultyKernel final : public Kernel {
     for (int i = 0; i < count; ++i) {
       RingCompletion completion = fresh[i];
       KernelFault fault;
-      if (completion.tag != kWake) fault = next(KernelCall::kRead, 0, false);
+      if (completion.tag != kWake) fault = next(KernelCall::kRead, 0, "", false);
       if (fault.error_number != 0) completion.result = -fault.error_number;
       if (fault.is_short && completion.result > 0) {
         completion.result = static_cast<int>(half(completion.result));
@@ -143,11 +159,24 @@ class FaultyKernel final : public Kernel {
     return bytes < 2 * kBlock ? bytes : bytes / 2 / kBlock * kBlock;
   }
 
+  /// Of an open file, where a fault asks for one.
+  std::string name_of(int fd) const {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!is_armed_ || fault_.name.empty()) return "";
+    }
+    std::array<char, 4096> name{};
+    const std::string link = "/proc/self/fd/" + std::to_string(fd);
+    const ssize_t length = ::readlink(link.c_str(), name.data(), name.size());
+    return length < 0 ? "" : std::string(name.data(), static_cast<size_t>(length));
+  }
+
   /// What happens to this call; nothing, as a rule.
-  KernelFault next(KernelCall call, int64_t at, bool delays = true) {
+  KernelFault next(KernelCall call, int64_t at, const std::string& name = "", bool delays = true) {
     KernelFault fault;
     {
       const std::lock_guard lock(mutex_);
+      if (is_armed_ && name.find(fault_.name) == std::string::npos) return fault;
       const uint64_t number = ++seen_[static_cast<int>(call)];
       const bool strikes = is_armed_ && fault_.call == call &&
                            (fault_.is_lasting ? number >= fault_.nth : number == fault_.nth);
