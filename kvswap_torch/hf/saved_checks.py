@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import ModelIdentity
-from kvswap_torch.errors import ConfigError, CorruptionError
+from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.saved_facts import check_layers
 from kvswap_torch.hf.weights_digest import WeightsDigest, is_comparable, weights_of
 
 NAMED_MAX = 3  # of tensors that differ
@@ -31,11 +32,8 @@ def rotary_of(parts: ModelParts) -> Any:
 
 def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
     """Raises a `ConfigError` unless the saved cache is of a model that looks like this one."""
-    try:
-        saved = ModelIdentity(**facts["model"])
-        differences = saved.differences(parts.identity)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptionError(f"open: {path} must say which model it is of: {error}") from error
+    saved = ModelIdentity(**facts["model"])
+    differences = saved.differences(parts.identity)
     if saved.dtype != parts.identity.dtype:
         differences["dtype"] = saved.dtype, parts.identity.dtype
     if differences:
@@ -49,6 +47,7 @@ def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
             f"open: {path} must be of a model with the same rotary parameters, but was made with "
             f"{facts.get('rotary')} (this model: {rotary})"
         )
+    check_layers(facts, parts, path)
 
 
 def check_weights(facts: dict[str, Any], weights: WeightsDigest, path: str) -> bool:
@@ -115,7 +114,12 @@ def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) ->
 
 def warn_of_readers(path: str) -> None:
     """Of a cache that others can read, or made."""
-    facts = [os.stat(path), *(os.stat(Path(path) / name) for name in os.listdir(path))]
+    try:
+        facts = [os.stat(path), *(os.stat(Path(path) / name) for name in os.listdir(path))]
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"open: {path} must be readable, got {error.strerror}", error.filename
+        ) from error
     if any(each.st_mode & (stat.S_IRWXG | stat.S_IRWXO) for each in facts):
         warnings.warn(
             f"KVSwapCache: {path} can be reached by others than its owner: who has it has the "

@@ -30,6 +30,7 @@ from kvswap_torch.hf.saved_checks import (
     rotary_of,
     warn_of_readers,
 )
+from kvswap_torch.hf.saved_facts import facts_of, tensors_of
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
 from kvswap_torch.hf.weights_digest import weights_of
@@ -204,10 +205,10 @@ class Saving:
         budget = budget_of(kv_memory_bytes, max_context, max_batch)
         folder = _C.SavedCache(named(saved))
         warn_of_readers(folder.path)
-        facts = json.loads(folder.facts)
+        facts = facts_of(folder)
         check_made_by(facts, parts, folder.path, probe)
         try_attention(parts)
-        tensors = folder.tensors()
+        tensors = tensors_of(folder)
         if input_ids is not None:
             check_tokens(tensors.get("token_ids"), input_ids, folder.path)
         config = SwapConfig(**_settings_of(folder))
@@ -218,7 +219,7 @@ class Saving:
             promised = (left, max_context, max_batch, timeline_spans)
             options = folder.options(text_of(path), *promised)
             options.device = str(parts.device)
-            options.is_calibrated = bool(facts["calibrated"])
+            options.is_calibrated = facts["calibrated"]
             return options, _C.TensorCache(options, folder)
 
         beside = _predictor_bytes(parts, config, budget)
@@ -330,11 +331,13 @@ def _found_anywhere(model: str) -> str:
 
 
 def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -> None:
+    session = cache.driver.session
     try:
         for packed, layer in zip(facts["layers"], cache.layers, strict=True):
             if not isinstance(layer, DiskLayer):
                 saved_layers.unpack_layer(packed, layer, tensors, cache.parts.device)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                saved_layers.check_layer(layer, session.batch(), session.common_positions())
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptionError(f"open: {path} must hold this model's layers: {error}") from error
 
 
