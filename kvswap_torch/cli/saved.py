@@ -26,9 +26,10 @@ from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.cli.targets import check_folder, check_settings
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import ConfigError
+from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.saved_path import named
+from kvswap_torch.saved_scrub import check_all, read_whole
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.conversation import Conversation
@@ -168,16 +169,41 @@ def show(saved: Path, as_json: bool, console: Console) -> None:
 
 def verify(saved: Path, console: Console) -> None:
     """Reads every byte of a saved cache and checks it."""
-    from kvswap_torch import _C
+    tokens = read_whole(saved)
+    console.print(f"{escaped(str(saved))}: whole, {tokens:,} tokens")
 
-    folder = _C.SavedCache(named(saved))
-    folder.verify()
-    if not json.loads(folder.manifest)["settings"]["checksum"]:
-        raise ConfigError(
-            f"verify: {saved} must have checksums of its records to be checked, and was made with "
-            "checksum=false; its manifest and its state are whole"
+
+def verify_store(store: Path, move: bool, console: Console) -> list[dict[str, Any]]:
+    """Reads every saved cache in a folder; says which are damaged, and where they stand now."""
+    found = []
+    for each in check_all(store, move):
+        name = escaped(str(each.path))
+        if each.failure is None:
+            console.print(f"{name}: whole, {each.tokens:,} tokens")
+        else:
+            moved = f"; moved to {escaped(str(each.moved_to))}" if each.moved_to else ""
+            console.print(f"{name}: {each.failure}: {escaped(each.error)}{moved}")
+        found.append(
+            {
+                "path": str(each.path),
+                "tokens": each.tokens,
+                "failure": each.failure,
+                "error": each.error,
+                "moved_to": None if each.moved_to is None else str(each.moved_to),
+            }
         )
-    console.print(f"{escaped(str(saved))}: whole, {folder.tokens:,} tokens")
+    return found
+
+
+def raise_for(found: list[dict[str, Any]], store: Path) -> None:
+    """An error where one of them is not whole."""
+    wrong = [each for each in found if each["failure"] is not None]
+    if not wrong:
+        return
+    told = f"verify: {len(wrong)} of {len(found)} saved caches in {store} are not whole, or could "
+    told += "not be read: " + ", ".join(Path(each["path"]).name for each in wrong)
+    is_damage = any(each["failure"] == "damage" for each in wrong)
+    raise CorruptionError(told) if is_damage else KVSwapError(told)
 
 
 def remove(saved: Path) -> None:

@@ -126,11 +126,34 @@ def show(book: Saved, as_json: Json = False) -> None:
     saved.show(book, as_json, Console())
 
 
-def verify(book: Saved, as_json: Json = False) -> None:
-    """Read a saved cache whole and check every record."""
+def verify(
+    book: Annotated[
+        Path | None, typer.Argument(help="Folder of a saved cache.", metavar="[BOOK.kvswap]")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Every saved cache in this folder.", metavar="DIR")
+    ] = None,
+    move_damaged: Annotated[
+        bool, typer.Option("--move-damaged", help="Of a store: rename damaged ones to *.damaged.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read a saved cache, or all of a folder, whole and check every record."""
+    import json
+
     from kvswap_torch.cli import saved
 
-    saved.verify(book, Console(stderr=as_json))
+    if (book is None) == (store is None) or (move_damaged and store is None):
+        raise typer.BadParameter(
+            "name one saved cache, or --store DIR (and --move-damaged with it alone)"
+        )
+    console = Console(stderr=as_json)
+    if store is not None:
+        found = saved.verify_store(store, move_damaged, console)
+        if as_json:
+            Console().print_json(json.dumps(found))
+        return saved.raise_for(found, store)
+    saved.verify(book, console)
     if as_json:
         saved.show(book, True, Console())
 
