@@ -29,6 +29,7 @@ from kvswap_torch.errors import (
 from kvswap_torch.memory_size import format_bytes, parse_bytes
 from kvswap_torch.native import check_torch
 from kvswap_torch.preset import presets
+from kvswap_torch.process_memory import ProcessMemory, give_back_memory
 from kvswap_torch.version import __version__
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "KVSwapCache",
     "KVSwapError",
     "ModelIdentity",
+    "ProcessMemory",
     "RankError",
     "Solution",
     "StorageError",
@@ -49,6 +51,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "format_bytes",
+    "give_back_memory",
     "parse_bytes",
     "presets",
 ]

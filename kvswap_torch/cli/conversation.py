@@ -16,6 +16,7 @@ import torch
 
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.chunks import even_chunks
+from kvswap_torch.cli.reading import Advance, counted_by_layers
 from kvswap_torch.errors import KVSwapError
 
 if TYPE_CHECKING:
@@ -98,14 +99,12 @@ class Conversation:
         self.turns: list[Turn] = []
 
     @torch.no_grad()  # what is made in inference mode, generate() could not write to
-    def read(
-        self, document_ids: Sequence[int], chunk: int, progress: Callable[[int], None]
-    ) -> float:
-        """Prefills the document, telling `progress` each pass's tokens; returns the seconds."""
+    def read(self, document_ids: Sequence[int], chunk: int, progress: Advance) -> float:
+        """Prefills the document, with `progress` after each layer; returns the seconds."""
         started = time.perf_counter()
-        for begin, end in even_chunks(len(document_ids), chunk):
-            self._pass(document_ids[begin:end])
-            progress(end - begin)
+        with counted_by_layers(self.model, progress):
+            for begin, end in even_chunks(len(document_ids), chunk):
+                self._pass(document_ids[begin:end])
         self.ids.extend(document_ids)
         return time.perf_counter() - started
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from kvswap_torch.cli import report
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
-from kvswap_torch.cli.targets import check_file, check_folder, check_settings
+from kvswap_torch.cli.reading import reading
+from kvswap_torch.cli.targets import check_directory, check_file, check_folder, check_settings
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import REMEDY, most_positions
@@ -79,6 +79,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     config = _load_config(options)
     keep = _keep(options.keep)
     check_questions(options)
+    check_directory("--path", options.path)
     _check_outputs(options)
     _check_saved(options)
     _check_save(options, config)
@@ -192,16 +193,8 @@ def save(cache: Any, folder: Path, console: Console, overwrite: bool = False) ->
 
 
 def _read(conversation: Conversation, ids: list[int], chunk: int, console: Console) -> float:
-    columns = (
-        TextColumn("reading the document"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("prefill", total=len(ids))
-        return conversation.read(ids, chunk, lambda done: progress.update(task, advance=done))
+    with reading(len(ids), console) as advance:
+        return conversation.read(ids, chunk, advance)
 
 
 def _context(options: GenerateOptions, material: Material) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
@@ -39,6 +40,22 @@ def _wrong_device(name: Any) -> ConfigError:
     return ConfigError(f"--device: must be cpu or cuda, or cuda:1, got {str(name)!r}")
 
 
+def check_name(name: str, wanted: str) -> None:
+    """That a model's name that can only be a path is one of a folder that is there.
+
+    transformers asks its hub for any other name, and reports that the path is no such name.
+
+    Raises
+    ------
+    ConfigError
+        There is no such folder.
+    """
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name == ""
+    if is_path and not Path(name).is_dir():
+        what = "not a folder" if name and Path(name).exists() else "not there"
+        raise ConfigError(f"--model: must be {wanted}, got {name!r}, which is {what}")
+
+
 def load_config(name: str) -> Any:
     """A transformers model's config.
 
@@ -49,10 +66,11 @@ def load_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
+    wanted = "the folder or name of a Hugging Face model"
+    check_name(str(name), wanted)
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        wanted = "the folder or name of a Hugging Face model"
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
 
 
@@ -94,6 +112,7 @@ def load_model(
 
     from kvswap_torch.half_linear import TOLD, replace_linear
 
+    check_name(str(name), wanted)
     device = device_of(device)
     logging.disable_progress_bar()  # it would stand above ours
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -119,6 +138,7 @@ def load_tokenizer(name: str, *, wanted: str = MODEL) -> Any:
     """
     from transformers import AutoTokenizer
 
+    check_name(str(name), wanted)
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -24,10 +24,10 @@ from kvswap_torch.cli.generate import (
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
-from kvswap_torch.cli.targets import check_folder, check_settings
+from kvswap_torch.cli.targets import check_directory, check_folder, check_settings
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError
-from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.memory_size import format_bytes, parse_bytes
 from kvswap_torch.saved_path import named
 from kvswap_torch.saved_scrub import check_all, read_whole
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Console) -> None:
     """Reads a document once and saves its cache."""
     config = _load_config(options)
+    check_directory("--path", options.path)
+    if options.kv_memory is not None:
+        parse_bytes(options.kv_memory, "--kv-memory")
     check_folder("--output", output, overwrite)
     check_settings("--config", config or SwapConfig(), "ingest saves its cache")
     material = _load(options, None, console)

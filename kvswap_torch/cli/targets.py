@@ -40,6 +40,29 @@ def check_file(option: str, path: Path) -> None:
         ) from error
 
 
+def check_directory(option: str, directory: Path | None) -> None:
+    """That a session's file can be made there: before a model is loaded for it.
+
+    Raises
+    ------
+    ConfigError
+        It is missing, no directory, or not writable.
+    """
+    if directory is None:
+        return
+    what = None
+    if not os.path.lexists(directory):
+        what = "is not there; create it, or choose another path"
+    elif not directory.is_dir():
+        what = "is not one; choose another path"
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        what = "cannot be written; choose another path"
+    if what is not None:
+        raise ConfigError(
+            f"{option}: must be a directory on the disk to use, got {directory}, which {what}"
+        )
+
+
 def check_folder(option: str, folder: Path, overwrite: bool | None = None) -> None:
     """That a saved cache can be put there.
 

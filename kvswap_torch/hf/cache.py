@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.layer import DiskLayer, disarm
 from kvswap_torch.hf.lookahead import LookAhead, attention_scale
+from kvswap_torch.hf.not_copied import NotCopied
 from kvswap_torch.hf.open_pass import OpenPass, all_or_none
 from kvswap_torch.hf.opening import Wish, layers_of, open_on_all_ranks
 from kvswap_torch.hf.own_passes import OwnPasses
@@ -37,9 +38,10 @@ from kvswap_torch.hf.trial import try_attention
 from kvswap_torch.hf.vision_positions import VisionPositions
 from kvswap_torch.plug_ins import GroupScores, TokenScores
 from kvswap_torch.positions import Reach
+from kvswap_torch.process_memory import MemoryReturns
 
 
-class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
+class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
     """A KV cache on disk, for stock ``generate()``.
 
     ::
@@ -152,6 +154,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         self._others_changed = False  # a pass has begun to change layers that are not on disk
         self._pass: OpenPass | None = None  # under way, or ended by an exception
         self._entering = threading.Lock()
+        self._memory = MemoryReturns()
         self.tokens = TokenLog()
         self._reach, self._vision = Reach(self.parts.config), VisionPositions(self.parts)
         # Only sums of products can do with summed queries.
@@ -228,7 +231,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         """
         self._make_usable()
         tokens_to_remove = check_removed(tokens_to_remove)
-        with all_or_none(self._other_layers(), "crop", tokens_to_remove):
+        with all_or_none(self.layers_elsewhere(), "crop", tokens_to_remove):
             if tokens_to_remove < 0:
                 self.driver.crop(max(0, self.driver.positions() + tokens_to_remove))
                 self.tokens.crop(self.driver.positions())
@@ -245,14 +248,14 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         """Each sequence `repeats` times, one after the other."""
         self._make_usable()
         repeats = check_repeats(repeats)
-        with all_or_none(self._other_layers(), "batch_repeat_interleave", repeats):
+        with all_or_none(self.layers_elsewhere(), "batch_repeat_interleave", repeats):
             self._go_on_with([i for i in range(self.batch_size) for _ in range(repeats)])
 
     def _select(self, call: str, indices: Any) -> None:
         self._make_usable()
         batch, takes_mask = max(0, self.batch_size), call == "batch_select_indices"
         chosen = chosen_sequences(call, indices, batch, takes_mask=takes_mask)
-        with all_or_none(self._other_layers(), call, torch.tensor(chosen)):
+        with all_or_none(self.layers_elsewhere(), call, torch.tensor(chosen)):
             self._go_on_with(chosen)
 
     def _go_on_with(self, indices: list[int]) -> None:
@@ -262,7 +265,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
     def reset(self) -> None:
         """Forgets all tokens, so that the cache can be used for another text."""
         self.driver.reset()  # first: a plug-in may raise, and nothing is forgotten then
-        for layer in self._other_layers():
+        for layer in self.layers_elsewhere():
             forget(layer)
         self.tokens.reset()
         self._others_changed, self._pass = False, None
@@ -281,7 +284,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
             For a timeline of a cache that was opened without `timeline_spans`.
         """
         self.driver.check_open()
-        return collect(self.driver, timeline)
+        return collect(self.driver, self._memory.memory(), timeline)
 
     # Its life.
 
@@ -306,29 +309,18 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         state = "closed" if self.closed else f"{self.get_seq_length()} tokens"
         return f"KVSwapCache({self.parts.name}, {len(self.parts.disk)} layers on disk, {state})"
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(
-            "KVSwapCache: cannot be copied, since its tokens are in a file on disk; fork() shares "
-            "them, crop() goes back to an earlier length, batch_repeat_interleave() repeats"
-        )
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        self.__copy__()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "KVSwapCache: cannot be pickled, since its tokens are in an unnamed file that only "
-            "this process can reach; save() and open() take it to another process"
-        )
-
     # What its hooks call.
 
-    def begin_pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """`module`, the decoder or one around it, was called with this cache."""
+    def begin_pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """`module`, the decoder or one around it, was called with this cache.
+
+        Returns whether a pass begins with it, and is not under way.
+        """
         self.driver.check_open()
         with self._entering:
             if self.is_in_pass:
-                return self._pass.check_thread()
+                self._pass.check_thread()
+                return False
             try:
                 check_switched(self.parts.config)
             except KVSwapError:
@@ -338,18 +330,21 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
             self._make_usable()
             self.tokens.crop(self.driver.positions())
             self.tokens.begin(args, kwargs)
-            self._pass = OpenPass(module, self.driver.begin_pass(), self._other_layers())
+            self._pass = OpenPass(module, self.driver.begin_pass(), self.layers_elsewhere())
+            return True
 
     def end_pass(self, module: nn.Module, is_whole: bool) -> None:
         """`module` has run, to its end or not."""
-        if self._bar is not None and module is self.parts.decoder:
-            self._bar.end()
         if self._pass is not None and self._pass.is_of(module):
+            if self._bar is not None:
+                self._bar.end()
             if is_whole:
-                self._pass, self._others_changed = None, False
+                done, self._pass, self._others_changed = self._pass, None, False
                 self.tokens.commit(positions := self.driver.positions())
                 self._reach.note(positions)
                 self._vision.note()
+                if positions - done.positions > self.driver.config.select_queries_max:
+                    self._memory.after(time.perf_counter() - done.began)
             else:
                 self._pass.fail()
                 disarm(self.layers)
@@ -373,7 +368,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
         """Layer `index` is about to run: declares padding, arms it, looks ahead to the next."""
         batch, tokens = hidden.shape[:2]
         if self._bar is not None:
-            self._bar.layer(index, tokens)
+            self._bar.layer(index, tokens, self.driver.expected)
         if index == self.parts.disk[0]:
             self.driver.begin_forward(batch, tokens, kwargs.get("attention_mask"))
         layer = self.layers[index]
@@ -395,6 +390,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, Cache):
             scale = attention_scale(self.parts.mixers[index + 1], query.shape[-1])
             self.driver.look_ahead(target, query, scale, began_ns)
 
-    def _other_layers(self) -> list[CacheLayerMixin]:
+    def layers_elsewhere(self) -> list[CacheLayerMixin]:
+        """Those that are not on disk."""
         self.driver.check_open()
         return [layer for layer in self.layers if not isinstance(layer, DiskLayer)]

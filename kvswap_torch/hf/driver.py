@@ -20,6 +20,7 @@ from kvswap_torch.errors import BudgetError, ClosedError, KVSwapError
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.estimates import Estimates
 from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
+from kvswap_torch.hf.growth import ExplainedGrowth
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
@@ -50,6 +51,7 @@ class SessionDriver:
     Thread rules: as the session's, one thread at a time.
     """
 
+    first_pass: FirstPass | None = None  # that the settings were chosen for
     probe = ""  # of an opened saved cache: whether it was compared with the model
     preset = ""  # that it was opened with
 
@@ -76,6 +78,7 @@ class SessionDriver:
         self._projections = projections
         self.estimates = Estimates(rotary_channels(parts))
         self._declared = False  # the session holds a validity that not all layers have taken
+        self.expected = 0  # tokens of the pass, where they come in pieces
         self._settles_at_once = budget.is_known or not budget.matters(config)
         self._settled = self._settles_at_once
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
@@ -219,8 +222,9 @@ class SessionDriver:
         refuse_rope_crossing(self.parts, positions, tokens, longest)
         self._longest = max(longest, positions + tokens)
         if not self._settled:
-            self._open(FirstPass(batch, tokens))
-            self._settled = True
+            first = FirstPass(batch, max(tokens, self.expected))
+            self._open(first)
+            self.first_pass, self._settled = first, True
         self._held = held
         valid = self.padding.declare(positions, batch, tokens, mask)
         if valid is None and self._declared:
@@ -233,6 +237,7 @@ class SessionDriver:
         """Positions before a pass that is about to begin; `take_back` comes back to this."""
         positions = self.positions()
         self.estimates.begin_pass()
+        self.expected = 0
         if self.parts.disk[0] > 0:  # the layer before it looks ahead before begin_forward()
             self._held = self.session.batch()
         return positions
@@ -270,14 +275,15 @@ class SessionDriver:
         """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``."""
         type_before = query.dtype
         query_, keys, values = _own_types(self.parts, query, keys, values)
-        with torch.no_grad():
+        with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
             output = self.session.extend(layer, query_, keys, values, *terms).to(type_before)
         self._stored(layer)
         return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores K and V ``[batch, kv_heads, tokens, head_dim]`` that nobody attends over now."""
-        self.session.append(layer, _plain(keys), _plain(values))
+        with ExplainedGrowth(self, layer, keys.shape[2]):
+            self.session.append(layer, _plain(keys), _plain(values))
         self._stored(layer)
 
     def _stored(self, layer: int) -> None:
@@ -340,6 +346,7 @@ class SessionDriver:
         self._cuts.clear()
         self.estimates.kinds.clear()  # the next text's first long chunk tells more about it
         self._settled = self._settles_at_once
+        self.first_pass = None
 
     def refuse(self) -> None:
         """From here on every use raises `ClosedError`: of a cache that is about to be closed."""

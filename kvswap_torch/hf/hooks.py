@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.attention import NAME, Switch
+from kvswap_torch.hf.pieces import read_first_pieces
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -53,7 +54,7 @@ class _Hook:
         self._cache = weakref.ref(cache)
         self._switch = switch
 
-    def __call__(self, module: nn.Module, *call: Any) -> None:
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
         """`call`: args, kwargs and, after the pass, its output.
 
         While another thread puts hooks on or takes them off, torch may call one without kwargs. A
@@ -61,7 +62,8 @@ class _Hook:
         """
         cache = self._cache()
         if cache is not None and len(call) >= self.arguments:
-            self.run(cache, module, *call)
+            return self.run(cache, module, *call)
+        return None
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -79,16 +81,24 @@ class _Hook:
 
 
 class _Enter(_Hook):
-    """Masks made from here on are for this cache, or for another one."""
+    """Masks made from here on are for this cache, or for another one.
+
+    Of a long prompt the first pieces are read before; the pass itself has the last one.
+    """
 
     arguments = 2
 
-    def run(self, cache: KVSwapCache, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def run(self, cache: KVSwapCache, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if not _uses(cache, args, kwargs):
             passes.end(cache)
-            return
-        cache.begin_pass(module, args, kwargs)
+            return None
+        is_outer = cache.begin_pass(module, args, kwargs)
         passes.begin(cache)
+        last = read_first_pieces(cache, module, args, kwargs) if is_outer else None
+        if last is None:
+            return None
+        passes.begin(cache)  # the decoder's own passes have ended
+        return args, last
 
 
 class _Leave(_Hook):

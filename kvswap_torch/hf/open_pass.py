@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ class OpenPass:
     def __init__(self, module: nn.Module, positions: int, others: Sequence[Any]):
         self.module = module
         self.positions = positions
+        self.began = time.perf_counter()
         self.thread = threading.current_thread()
         self._others = others
         self._lengths = [_length(layer) for layer in others]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvswap_torch.memory_size import format_bytes
+from kvswap_torch.process_memory import ProcessMemory
 from kvswap_torch.timeline import SPANS, Timeline
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class CacheStats:
     shared_bytes
         Summaries in use here that another cache counts: one that this is a fork of, or a fork of
         it. When that one is closed, the next that shares them counts them.
+    process
+        Memory of the whole process, model included: `kvswap_torch.ProcessMemory`.
     device, device_bytes, pinned_bytes
         Where pages and summaries are; what is allocated there, and host memory locked for copies
         to and from it. Both are 0 on the CPU, and part of `resident_bytes`.
@@ -119,6 +122,7 @@ class CacheStats:
     resident_bytes_peak: int
     shared_bytes: int
     ledger: Mapping[str, int]
+    process: ProcessMemory
     device: str
     device_bytes: int
     pinned_bytes: int
@@ -177,7 +181,7 @@ def _html(rows: list[tuple[str, str]]) -> str:
     return f"<table><caption>KVSwapCache</caption>{''.join(cells)}</table>"
 
 
-def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
+def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = False) -> CacheStats:
     """Reads the session's counters, and its timeline where that is asked for."""
     if timeline and not driver.timeline_spans:
         raise ValueError(
@@ -221,6 +225,7 @@ def collect(driver: SessionDriver, timeline: bool = False) -> CacheStats:
         resident_bytes_peak=peak,
         shared_bytes=shared,
         ledger=ledger,
+        process=process,
         device=facts["device"],
         **_device_numbers(counters),
         kv_bytes_full=shape.kv_bytes(tokens) * batch,
@@ -249,18 +254,10 @@ def _device_numbers(counters: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _rows(stats: CacheStats) -> list[tuple[str, str]]:
-    share = stats.resident_bytes / stats.kv_bytes_full if stats.kv_bytes_full else 0.0
     hit_rate = "-" if stats.hit_rate is None else f"{stats.hit_rate:.1%}"
     rows = [
         ("tokens", f"{stats.tokens} x {stats.batch}, {stats.decoded} decoding steps"),
-        ("KV in a full cache", format_bytes(stats.kv_bytes_full)),
-        ("KV on disk", format_bytes(stats.kv_bytes_on_disk)),
-        ("KV memory", f"{format_bytes(stats.resident_bytes)} ({share:.1%} of full)"),
-    ]
-    rows += [(f"  {name}", format_bytes(size)) for name, size in stats.ledger.items() if size]
-    if stats.shared_bytes:
-        rows.append(("  shared", format_bytes(stats.shared_bytes)))
-    rows += [
+        *_memory_rows(stats),
         (
             "read",
             f"{format_bytes(stats.bytes_read)}, "
@@ -324,6 +321,24 @@ def _least_most(stats: CacheStats) -> str:
     """Where layers differ in how many tokens they keep."""
     kept = [n for name, n in stats.counters.items() if re.fullmatch(r"tokens_kept_\d+", name)]
     return f" ({min(kept):,.0f} to {max(kept):,.0f})" if kept else ""
+
+
+def _memory_rows(stats: CacheStats) -> list[tuple[str, str]]:
+    share = stats.resident_bytes / stats.kv_bytes_full if stats.kv_bytes_full else 0.0
+    process = stats.process
+    rows = [
+        ("KV in a full cache", format_bytes(stats.kv_bytes_full)),
+        ("KV on disk", format_bytes(stats.kv_bytes_on_disk)),
+        ("KV memory", f"{format_bytes(stats.resident_bytes)} ({share:.1%} of full)"),
+        *((f"  {name}", format_bytes(size)) for name, size in stats.ledger.items() if size),
+    ]
+    if stats.shared_bytes:
+        rows.append(("  shared", format_bytes(stats.shared_bytes)))
+    whole = (
+        f"{format_bytes(process.rss)}, {format_bytes(process.anonymous)} of it anonymous, "
+        f"{format_bytes(process.peak)} at most"
+    )
+    return [*rows, ("whole process", whole)]
 
 
 def _device_rows(stats: CacheStats) -> list[tuple[str, str]]:

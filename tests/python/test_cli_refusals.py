@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvswap_torch import ConfigError
 from kvswap_torch.cli import app as app_module
 from kvswap_torch.cli.agreement import agreements
-from kvswap_torch.cli.load import device_of, load_model
+from kvswap_torch.cli.load import device_of, load_config, load_model, load_tokenizer
 from kvswap_torch.errors import CorruptionError, StorageError
 from tests.python.test_cli import document, generate
 
@@ -29,6 +29,11 @@ __all__ = ["document"]  # a fixture
         (["--json", "/proc/x.json"], "--json: must be a file that can be written, got /proc/x"),
         (["--timeline", "/proc/x"], "--timeline: must be a file that can be written, got /proc/x"),
         (["--question", "a\udcff"], r"--question: must be UTF-8 text, got 'a\udcff'"),
+        (
+            ["--path", "/nope"],
+            "--path: must be a directory on the disk to use, got /nope, which is",
+        ),
+        (["--path", "/dev/null"], "got /dev/null, which is not one; choose another path"),
         (["--save", "no/book"], "--save: its parent must be a folder that takes a new one, got no"),
         (["--save", "/tmp"], "--save: /tmp must not exist, and does"),
         (
@@ -44,6 +49,15 @@ def test_what_is_refused_before_a_model_is_looked_for(
     with pytest.raises(ConfigError) as caught:
         generate(Path("nowhere"), document, *more)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_config, load_model, load_tokenizer])
+@pytest.mark.parametrize("name", ["/nope", "./nope", "~/nope", "a/b/c", "", "/dev/null"])
+def test_a_path_that_is_no_folder_is_no_hub_name(load: Any, name: str) -> None:
+    """Not "Repo id must use alphanumeric chars", which speaks of a hub that nobody asked for."""
+    what = "not a folder" if name == "/dev/null" else "not there"
+    with pytest.raises(ConfigError, match=f"^--model: must be .*, got {name!r}, which is {what}$"):
+        load(name)
 
 
 def test_only_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

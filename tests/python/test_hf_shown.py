@@ -6,8 +6,12 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from rich.progress import Progress
 
+from kvswap_torch.cli.reading import ReadingLines, counted_by_layers
+from kvswap_torch.hf import pieces, prefill_bar
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from tests.python.tiny_models import TIGHT, greedy, prompt, tiny_model
 
@@ -32,6 +36,52 @@ def test_a_bar_ends_with_a_pass_that_fails() -> None:
     bar.end()
     bar.end()
     assert bar._bar is None and "layer 1 of 4" in shown.getvalue()
+
+
+def test_a_bar_counts_the_layers_of_all_pieces(monkeypatch, llama: Any, open_cache: Any) -> None:
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 10)
+    cache, shown = open_cache(llama, progress=True), io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80)
+    bar = cache._bar = PrefillBar(3, 4, console)
+    counted = []
+    update = Progress.update
+    monkeypatch.setattr(
+        Progress,
+        "update",
+        lambda self, task, **told: (counted.append(told["completed"]), update(self, task, **told)),
+    )
+    greedy(llama, prompt(1, 30), cache, tokens=2)
+    assert counted == list(range(9))
+    assert bar._bar is None and "layer 8 of 9" in shown.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds(monkeypatch) -> None:
+    now, shown = [0.0], io.StringIO()
+    monkeypatch.setattr(prefill_bar.time, "monotonic", lambda: now[0])
+    bar = PrefillBar(4, 8, Console(file=shown, force_terminal=False, width=80))
+    for layer in range(4):
+        bar.layer(layer, 9)
+        now[0] += 6
+    bar.end()
+    assert shown.getvalue() == "prefill, 9 tokens: layer 2 of 4, 12 s so far\n"
+    lines, shown = io.StringIO(), [0.0]
+    read = ReadingLines(900, Console(file=lines, width=80), lambda: shown[0])
+    for _ in range(9):
+        shown[0] += 4
+        read.advance(50.0)
+    said = lines.getvalue().splitlines()
+    assert said[0] == "reading the document: 150 of 900 tokens, about 60 s left"
+    assert len(said) == 3
+
+
+def test_reading_advances_layer_by_layer_with_any_cache(llama: Any) -> None:
+    advanced: list[float] = []
+    with torch.no_grad(), counted_by_layers(llama, advanced.append):
+        llama(prompt(1, 30)["input_ids"])
+    assert advanced == [10.0] * 3
+    with torch.no_grad():
+        llama(prompt(1, 30)["input_ids"])
+    assert len(advanced) == 3  # the hooks are gone
 
 
 def test_the_log_says_what_was_chosen_and_estimated(

@@ -1,0 +1,84 @@
+"""How far a document is read: a bar, or a line every ten seconds where there is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINE_SECONDS = 10.0
+
+Advance = Callable[[float], None]  # so many tokens more, parts of them too
+
+
+@contextlib.contextmanager
+def reading(tokens: int, console: Console) -> Iterator[Advance]:
+    """Shows how many of `tokens` are read while its body advances."""
+    if console.is_terminal or console.is_jupyter:
+        with _bar(console) as bar:
+            task = bar.add_task("prefill", total=tokens)
+            yield lambda done: bar.update(task, advance=done)
+    else:
+        yield ReadingLines(tokens, console).advance
+
+
+class ReadingLines:
+    """One line at most every ten seconds, none for what takes less."""
+
+    def __init__(self, tokens: int, console: Console, clock: Callable[[], float] = time.monotonic):
+        self._tokens, self._console, self._clock = tokens, console, clock
+        self._began = self._said = clock()
+        self._done = 0.0
+
+    def advance(self, tokens: float) -> None:
+        self._done += tokens
+        now = self._clock()
+        if now - self._said < LINE_SECONDS or self._done <= 0:
+            return
+        self._said = now
+        left = (now - self._began) * (self._tokens / self._done - 1)
+        self._console.print(
+            f"reading the document: {self._done:,.0f} of {self._tokens:,} tokens, "
+            f"about {max(0.0, left):,.0f} s left",
+            highlight=False,
+        )
+
+
+@contextlib.contextmanager
+def counted_by_layers(model: Any, advance: Advance) -> Iterator[None]:
+    """Each layer of a forward pass of the body advances by its share of the pass's tokens."""
+    from kvswap_torch.hf.families import model_parts
+
+    layers = model_parts(model).decoder.layers
+
+    def count(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        advance(hidden.shape[1] / len(layers))
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(count, with_kwargs=True).remove)
+        yield
+
+
+def _bar(console: Console) -> Any:
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("reading the document"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TimeRemainingColumn(),
+        console=console,
+    )
