@@ -5,7 +5,7 @@
 namespace kvswap {
 
 /// What a failure says of what was asked for. One table for all: a Status, Python's exceptions and
-/// what a server does with a saved cache are told by it.
+/// what a server does with a saved cache follow it.
 enum class Failure {
   kPassing,    ///< a lack, a limit or a disk that may answer again: the same call may succeed later
   kPermanent,  ///< it stays until a person changes something: rights, a path, a setting

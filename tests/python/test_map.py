@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "kvswap_torch"
 
-LINES_MAX = 400
+LINES_MAX = 600
 BODY_LINES_MAX = 60
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core"}
 

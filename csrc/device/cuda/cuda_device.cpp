@@ -42,9 +42,9 @@ Status failed(const std::string& what, cudaError_t error) {
   return Status::storage(text, 0);
 }
 
-/// An error that is told here: torch, which asks for the thread's newest after its own launches,
-/// need not find it. After a kernel's fault every call goes on to fail.
-cudaError_t told(cudaError_t error) {
+/// An error that is reported here: torch, which asks for the thread's newest after its own
+/// launches, need not find it. After a kernel's fault every call goes on to fail.
+cudaError_t reported(cudaError_t error) {
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
 }
@@ -56,7 +56,7 @@ class FirstError {
     if (status_.is_ok()) status_ = std::move(status);
   }
   void keep(const char* what, cudaError_t error) {
-    if (told(error) != cudaSuccess) keep(failed(what, error));
+    if (reported(error) != cudaSuccess) keep(failed(what, error));
   }
   const Status& status() const { return status_; }
 
@@ -164,7 +164,7 @@ class CudaDevice final : public Device {
 Status check_device(int index) {
   const std::string name = name_of(index);
   int count = 0;
-  if (const cudaError_t error = told(cudaGetDeviceCount(&count)); error != cudaSuccess) {
+  if (const cudaError_t error = reported(cudaGetDeviceCount(&count)); error != cudaSuccess) {
     return Status::invalid("session: device must be a CUDA device of this machine, got " + name +
                            " where CUDA finds none (" + cudaGetErrorString(error) +
                            "); see what nvidia-smi says, or use the CPU");
@@ -177,7 +177,7 @@ Status check_device(int index) {
        {std::pair{"memory pools", cudaDevAttrMemoryPoolsSupported},
         std::pair{"locking of host memory", cudaDevAttrHostRegisterSupported}}) {
     int is_there = 0;
-    const cudaError_t error = told(cudaDeviceGetAttribute(&is_there, needed, index));
+    const cudaError_t error = reported(cudaDeviceGetAttribute(&is_there, needed, index));
     if (error != cudaSuccess || is_there == 0) {
       return Status::invalid("session: device must have " + std::string(what) + ", and " + name +
                              " has none; use the CPU");
@@ -217,18 +217,18 @@ CudaDevice::~CudaDevice() {
   const Current current(index_);
   // Earlier calls of the session have returned its errors, and nobody is left to tell new ones.
   (void)drain().is_ok();
-  for (const cudaEvent_t event : events_) (void)told(cudaEventDestroy(event));
+  for (const cudaEvent_t event : events_) (void)reported(cudaEventDestroy(event));
   for (const cudaEvent_t event : {changed_, zeroed_, unused_}) {
-    if (event != nullptr) (void)told(cudaEventDestroy(event));
+    if (event != nullptr) (void)reported(cudaEventDestroy(event));
   }
   if (memory_stream_ != nullptr) {
-    (void)told(cudaStreamSynchronize(memory_stream_));
-    (void)told(cudaStreamDestroy(memory_stream_));
+    (void)reported(cudaStreamSynchronize(memory_stream_));
+    (void)reported(cudaStreamDestroy(memory_stream_));
   }
-  if (pool_ != nullptr) (void)told(cudaMemPoolDestroy(pool_));
+  if (pool_ != nullptr) (void)reported(cudaMemPoolDestroy(pool_));
   for (const Stream each : {Stream::kScore, Stream::kLoad, Stream::kWrite}) {
     const cudaStream_t stream = streams_[static_cast<int>(each)];
-    if (stream != nullptr) (void)told(cudaStreamDestroy(stream));
+    if (stream != nullptr) (void)reported(cudaStreamDestroy(stream));
   }
 }
 
@@ -236,20 +236,20 @@ Result<std::byte*> CudaDevice::allocate(int64_t bytes) {
   const Current current(index_);
   void* memory = nullptr;
   const std::string what = name() + ": allocating " + std::to_string(bytes) + " bytes";
-  cudaError_t error = told(cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_));
+  cudaError_t error = reported(cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_));
   if (error == cudaErrorMemoryAllocation && make_room_) {
     make_room_();
-    error = told(cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_));
+    error = reported(cudaMallocFromPoolAsync(&memory, bytes, pool_, memory_stream_));
   }
   if (error != cudaSuccess) return failed(what, error);
-  error = told(cudaMemsetAsync(memory, 0, bytes, memory_stream_));
+  error = reported(cudaMemsetAsync(memory, 0, bytes, memory_stream_));
   // All streams go on behind it, and the host does not wait.
-  if (error == cudaSuccess) error = told(cudaEventRecord(zeroed_, memory_stream_));
+  if (error == cudaSuccess) error = reported(cudaEventRecord(zeroed_, memory_stream_));
   for (const cudaStream_t stream : streams_) {
-    if (error == cudaSuccess) error = told(cudaStreamWaitEvent(stream, zeroed_, 0));
+    if (error == cudaSuccess) error = reported(cudaStreamWaitEvent(stream, zeroed_, 0));
   }
   if (error != cudaSuccess) {
-    (void)told(cudaFreeAsync(memory, memory_stream_));  // no other stream has it
+    (void)reported(cudaFreeAsync(memory, memory_stream_));  // no other stream has it
     return failed(what, error);
   }
   allocated_bytes_ += bytes;
@@ -268,7 +268,7 @@ void CudaDevice::free(std::byte* memory, int64_t bytes) {
 
 Status CudaDevice::pin(std::byte* host, int64_t bytes) {
   const Current current(index_);
-  const cudaError_t error = told(cudaHostRegister(host, bytes, cudaHostRegisterPortable));
+  const cudaError_t error = reported(cudaHostRegister(host, bytes, cudaHostRegisterPortable));
   if (error != cudaSuccess) {
     return failed(name() + ": locking " + std::to_string(bytes) + " bytes of host memory", error);
   }
@@ -286,7 +286,7 @@ void CudaDevice::unpin(std::byte* host, int64_t bytes) {
 Result<Event> CudaDevice::make_event() {
   const Current current(index_);
   cudaEvent_t event = nullptr;
-  const cudaError_t error = told(cudaEventCreateWithFlags(&event, cudaEventDefault));
+  const cudaError_t error = reported(cudaEventCreateWithFlags(&event, cudaEventDefault));
   if (error != cudaSuccess) return failed(name() + ": an event", error);
   events_.push_back(event);
   return static_cast<Event>(events_.size() - 1);
@@ -295,7 +295,8 @@ Result<Event> CudaDevice::make_event() {
 double CudaDevice::seconds_between(Event begin, Event end) {
   float milliseconds = 0;
   // One of them is not done: nothing is known.
-  const cudaError_t error = told(cudaEventElapsedTime(&milliseconds, events_[begin], events_[end]));
+  const cudaError_t error =
+      reported(cudaEventElapsedTime(&milliseconds, events_[begin], events_[end]));
   if (error != cudaSuccess) return 0;
   return milliseconds * 1e-3;
 }
