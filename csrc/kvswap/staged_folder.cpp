@@ -17,32 +17,15 @@
 #include "io/error_text.h"
 #include "io/failure.h"
 #include "io/kernel.h"
+#include "kvswap/saved_lock.h"
 
 namespace kvswap {
 namespace {
 
 constexpr size_t kRandomLength = 16;  // nobody else has such a name
 constexpr size_t kNameBytesMax = 230;
-constexpr int kLockAttempts = 50;
-constexpr int kLockPauseMicroseconds = 10000;
 constexpr int kRacesMax = 50;
 constexpr const char* kFiles[] = {kManifestFile, kStateFile, kRecordsFile};
-
-Status failed(const std::string& path, const std::string& must, int error) {
-  const std::string hint =
-      error == ENOSPC ? "; free space on its disk, or save to another" : storage_hint(error);
-  return Status::storage("saved cache " + path + ": " + must + ", got " + errno_text(error) + hint,
-                         error, path);
-}
-
-Status in_use(const std::string& path) {
-  return Status(StatusCode::kInvalid,
-                "saved cache " + path +
-                    ": must be used by nobody to be replaced or removed, and is open in this or "
-                    "another process; close it there first",
-                EBUSY)
-      .with_path(path);
-}
 
 /// "a/b.kvswap/" -> "a", "b.kvswap".
 Result<std::pair<std::string, std::string>> split(std::string path) {
@@ -110,117 +93,6 @@ Result<OwnedFd> open_parent(const std::string& path) {
       .with_path(path);
 }
 
-bool is_same(const struct stat& one, const struct stat& other) {
-  return one.st_ino == other.st_ino && one.st_dev == other.st_dev;
-}
-
-/// The saver's own locks on a file that it stands on: put off while this lives, since the saver is
-/// not somebody else.
-class OwnLocks {
- public:
-  OwnLocks() = default;
-  OwnLocks(std::span<const int> own, const struct stat& file) {
-    for (const int fd : own) {
-      struct stat facts{};
-      if (fd >= 0 && kernel().facts(fd, &facts) == 0 && is_same(facts, file)) fds_.push_back(fd);
-    }
-    for (const int fd : fds_) (void)::flock(fd, LOCK_UN);
-  }
-  ~OwnLocks() {
-    for (const int fd : fds_) (void)::flock(fd, LOCK_SH | LOCK_NB);
-  }
-  OwnLocks(OwnLocks&& other) noexcept : fds_(std::exchange(other.fds_, {})) {}
-  OwnLocks& operator=(OwnLocks&& other) noexcept {
-    std::swap(fds_, other.fds_);
-    return *this;
-  }
-
- private:
-  std::vector<int> fds_;
-};
-
-/// The lock of a saved cache that nobody else uses. What is below the records is given back after
-/// them.
-struct Alone {
-  OwnLocks own;
-  OwnedFd records;  // none: nobody can have it open
-};
-
-/// The file that is locked; none where it is no file that could be opened.
-Result<OwnedFd> open_records(int folder, const std::string& path) {
-  // Not to wait for the writer of a pipe of that name.
-  const int fd =
-      kernel().open_at(folder, kRecordsFile, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0);
-  if (fd == -ENOENT || fd == -ELOOP || fd == -ENXIO) return OwnedFd();
-  if (fd < 0) return failed(path, std::string(kRecordsFile) + " must be readable", -fd);
-  OwnedFd records(fd);
-  struct stat facts{};
-  const int known = kernel().facts(fd, &facts);
-  if (known != 0) return failed(path, std::string(kRecordsFile) + " must be readable", -known);
-  if (!S_ISREG(facts.st_mode)) return OwnedFd();
-  return records;
-}
-
-/// Waits a moment: the kernel takes one to close what a process has left that used io_uring.
-bool lock_records(int fd) {
-  for (int attempt = 0; ::flock(fd, LOCK_EX | LOCK_NB) != 0; ++attempt) {
-    if (attempt == kLockAttempts) return false;
-    ::usleep(kLockPauseMicroseconds);
-  }
-  return true;
-}
-
-Status is_gone(const std::string& path) {
-  return Status(StatusCode::kInvalid, "saved cache " + path + ": must be there, and is not", ENOENT)
-      .with_path(path);
-}
-
-/// Is that open folder what has the name?
-bool has_name(int parent, const std::string& name, int folder) {
-  struct stat held{};
-  struct stat named{};
-  return kernel().facts(folder, &held) == 0 &&
-         kernel().facts_at(parent, name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0 &&
-         is_same(held, named);
-}
-
-/// Holds the lock of one that is there, under that name, and is no more than a saved cache. ENOENT:
-/// nothing has the name, any more perhaps.
-Result<Alone> lock_alone(int parent, const std::string& name, const std::string& path,
-                         std::span<const int> own) {
-  for (int attempt = 0; attempt < kRacesMax; ++attempt) {
-    const int opened =
-        kernel().open_at(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
-    if (opened == -ENOENT) return is_gone(path);
-    if (opened < 0) return failed(path, "must be a folder", -opened);
-    const OwnedFd folder(opened);
-    struct stat facts{};
-    const int known = kernel().facts_at(opened, kManifestFile, &facts, AT_SYMLINK_NOFOLLOW);
-    if (known != 0 && known != -ENOENT) {
-      return failed(path, std::string(kManifestFile) + " must be readable", -known);
-    }
-    if (known == -ENOENT) {
-      if (!has_name(parent, name, opened)) continue;  // somebody removes it
-      return Status(StatusCode::kInvalid,
-                    "saved cache " + path +
-                        ": must be a saved cache to be replaced or removed, and "
-                        "has no manifest.json; choose another path",
-                    EEXIST)
-          .with_path(path);
-    }
-    auto records = open_records(opened, path);
-    if (!records.is_ok()) return records.status();
-    Alone alone;
-    alone.records = std::move(records.value());
-    if (alone.records.get() >= 0) {
-      if (kernel().facts(alone.records.get(), &facts) == 0) alone.own = OwnLocks(own, facts);
-      if (!lock_records(alone.records.get())) return in_use(path);
-    }
-    if (has_name(parent, name, opened)) return alone;
-  }
-  return failed(path, "must stay for a moment, and others replace it again and again", EBUSY);
-}
-
 }  // namespace
 
 Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& target,
@@ -236,7 +108,7 @@ Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& ta
   const int at = staged->parent_.get();
   struct stat there{};
   const int known = kernel().facts_at(at, staged->name_.c_str(), &there, AT_SYMLINK_NOFOLLOW);
-  if (known != 0 && known != -ENOENT) return failed(target, "must be readable", -known);
+  if (known != 0 && known != -ENOENT) return saved_failure(target, "must be readable", -known);
   if (known == 0) {
     if (existing == Existing::kRefuse) {
       return Status(StatusCode::kInvalid,
@@ -252,7 +124,7 @@ Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& ta
   remove_left_folders(at, staged->name_);
   const std::string hidden = hidden_name(staged->name_);
   const int made = kernel().make_folder(at, hidden.c_str(), 0700);
-  if (made < 0) return failed(target, "its parent folder must take a new one", -made);
+  if (made < 0) return saved_failure(target, "its parent folder must take a new one", -made);
   staged->staged_name_ = hidden;
   staged->folder_ =
       OwnedFd(::openat(at, hidden.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
@@ -263,7 +135,7 @@ Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& ta
         OwnedFd(::openat(at, hidden.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   }
   if (staged->fd() < 0 || ::fchmod(staged->fd(), 0700) != 0) {
-    return failed(target, "a new folder must be usable", errno);
+    return saved_failure(target, "a new folder must be usable", errno);
   }
   (void)::flock(staged->fd(), LOCK_EX | LOCK_NB);
   return staged;
@@ -276,21 +148,22 @@ StagedFolder::~StagedFolder() {
 Result<OwnedFd> StagedFolder::create_file(const char* name) {
   const int fd =
       kernel().open_at(this->fd(), name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-  if (fd < 0) return failed(target_, std::string(name) + " must be made", -fd);
+  if (fd < 0) return saved_failure(target_, std::string(name) + " must be made", -fd);
   OwnedFd file(fd);
-  if (::fchmod(fd, 0600) != 0) return failed(target_, std::string(name) + " must be ours", errno);
+  if (::fchmod(fd, 0600) != 0)
+    return saved_failure(target_, std::string(name) + " must be ours", errno);
   return file;
 }
 
 Status StagedFolder::finish_file(int fd, const char* name) {
   const int synced = kernel().fsync(fd);
   if (synced == 0) return Status::ok();
-  return failed(target_, std::string(name) + " must reach the disk", -synced);
+  return saved_failure(target_, std::string(name) + " must reach the disk", -synced);
 }
 
 Status StagedFolder::publish() {
   const int synced = kernel().fsync(fd());
-  if (synced != 0) return failed(target_, "the folder must reach the disk", -synced);
+  if (synced != 0) return saved_failure(target_, "the folder must reach the disk", -synced);
   const char* from = staged_name_.c_str();
   int renamed = kernel().rename(parent_.get(), from, name_.c_str(), RENAME_NOREPLACE);
   for (int attempt = 0; renamed == -EEXIST && existing_ == Existing::kReplace; ++attempt) {
@@ -303,10 +176,12 @@ Status StagedFolder::publish() {
     // Without the flag a folder that is not empty is not replaced either.
     renamed = kernel().rename(parent_.get(), from, name_.c_str(), 0);
   }
-  if (renamed != 0) return failed(target_, "must take its name, which nothing has", -renamed);
+  if (renamed != 0)
+    return saved_failure(target_, "must take its name, which nothing has", -renamed);
   staged_name_ = name_;  // what is not durable is taken back
   const int durable = kernel().fsync(parent_.get());
-  if (durable != 0) return failed(target_, "its parent folder must reach the disk", -durable);
+  if (durable != 0)
+    return saved_failure(target_, "its parent folder must reach the disk", -durable);
   staged_name_.clear();
   return Status::ok();
 }
@@ -317,8 +192,8 @@ Status StagedFolder::replace() {
   const int exchanged =
       kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
   if (exchanged != 0) {
-    return failed(target_, "its file system must exchange two folders; save to another path",
-                  -exchanged);
+    return saved_failure(target_, "its file system must exchange two folders; save to another path",
+                         -exchanged);
   }
   const int durable = kernel().fsync(parent_.get());
   if (durable != 0) {
@@ -326,7 +201,7 @@ Status StagedFolder::replace() {
     const int back =
         kernel().rename(parent_.get(), staged_name_.c_str(), name_.c_str(), RENAME_EXCHANGE);
     if (back != 0) staged_name_.clear();  // it stays where it is
-    return failed(target_, "its parent folder must reach the disk", -durable);
+    return saved_failure(target_, "its parent folder must reach the disk", -durable);
   }
   // What stands under the hidden name is the old one.
   (void)remove_folder(parent_.get(), staged_name_);
@@ -352,7 +227,7 @@ Status write_all(int fd, const std::string& path, const void* data, size_t bytes
       ::usleep(1000);
       continue;
     }
-    return failed(path, "must be written whole", error);
+    return saved_failure(path, "must be written whole", error);
   }
   return Status::ok();
 }
@@ -368,13 +243,13 @@ Status remove_saved(const std::string& target) {
   if (!lock.is_ok()) return lock.status();
   const std::string hidden = hidden_name(name);
   const int renamed = kernel().rename(at, name.c_str(), hidden.c_str(), RENAME_NOREPLACE);
-  if (renamed != 0) return failed(target, "must be removable", -renamed);
+  if (renamed != 0) return saved_failure(target, "must be removable", -renamed);
   const int removed = remove_folder(at, hidden);
   if (removed == -ENOTEMPTY || removed == -EEXIST) {
-    return failed(target, "must hold nothing but a saved cache; the rest stands in " + hidden,
-                  -removed);
+    return saved_failure(
+        target, "must hold nothing but a saved cache; the rest stands in " + hidden, -removed);
   }
-  if (removed != 0) return failed(target, "must be removable", -removed);
+  if (removed != 0) return saved_failure(target, "must be removable", -removed);
   (void)kernel().fsync(at);
   return Status::ok();
 }

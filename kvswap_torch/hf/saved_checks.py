@@ -14,7 +14,7 @@ import torch
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.hf.families import ModelParts
-from kvswap_torch.hf.saved_facts import check_layers
+from kvswap_torch.hf.saved_facts import check_facts, check_layers
 from kvswap_torch.hf.weights_digest import WeightsDigest, is_comparable, weights_of
 
 NAMED_MAX = 3  # of tensors that differ
@@ -31,7 +31,11 @@ def rotary_of(parts: ModelParts) -> Any:
 
 
 def check_model(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
-    """Raises a `ConfigError` unless the saved cache is of a model that looks like this one."""
+    """Raises a `ConfigError` unless the saved cache is of a model that looks like this one.
+
+    `facts` are checked whole first: a `CorruptionError` names what is damaged.
+    """
+    check_facts(facts, path)
     saved = ModelIdentity(**facts["model"])
     differences = saved.differences(parts.identity)
     if saved.dtype != parts.identity.dtype:

@@ -6,7 +6,6 @@ another program, or a disk that was mended by hand. One place asks for every fie
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -20,15 +19,14 @@ _DIGITS = re.compile(r"[0-9a-f]{16}")
 _TEXTS = ("model_type", "dtype", "config_hash")
 
 
-def facts_of(folder: Any) -> dict[str, Any]:
-    """Of an open ``_C.SavedCache``: what does not depend on the model it is opened with.
+def check_facts(facts: dict[str, Any], path: str) -> None:
+    """What does not depend on the model that the saved cache is opened with.
 
     Raises
     ------
     CorruptionError
         A field is missing or of another kind; names it.
     """
-    facts, path = json.loads(folder.facts), folder.path
     _check_model(facts.get("model"), path)
     _must(isinstance(facts.get("name", ""), str), path, "name", "be a string")
     _must(isinstance(facts.get("calibrated"), bool), path, "calibrated", "be true or false")
@@ -44,7 +42,6 @@ def facts_of(folder: Any) -> dict[str, Any]:
     _must(isinstance(layers, list) and all(map(_is_layer, layers)), path, "layers",
           "have null or kind and parts for each layer of the model")  # fmt: skip
     _check_weights(facts.get("weights"), path)
-    return facts
 
 
 def check_layers(facts: dict[str, Any], parts: ModelParts, path: str) -> None:

@@ -30,7 +30,7 @@ from kvswap_torch.hf.saved_checks import (
     rotary_of,
     warn_of_readers,
 )
-from kvswap_torch.hf.saved_facts import facts_of, tensors_of
+from kvswap_torch.hf.saved_facts import tensors_of
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
 from kvswap_torch.hf.weights_digest import weights_of
@@ -205,7 +205,7 @@ class Saving:
         budget = budget_of(kv_memory_bytes, max_context, max_batch)
         folder = _C.SavedCache(named(saved))
         warn_of_readers(folder.path)
-        facts = facts_of(folder)
+        facts = json.loads(folder.facts)
         check_made_by(facts, parts, folder.path, probe)
         try_attention(parts)
         tensors = tensors_of(folder)

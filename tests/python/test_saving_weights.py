@@ -23,6 +23,7 @@ from tests.python.saved_child import ROOT
 from tests.python.saved_conversation import filled, goes_on
 from tests.python.saved_manifest import resigned
 from tests.python.test_saved_files import copied
+from tests.python.test_serving_reuse import Desk, in_memory, text
 from tests.python.tiny_models import FAMILIES, has_native, tiny_model
 
 pytestmark = [
@@ -312,3 +313,20 @@ def test_a_saved_cache_says_it_again_after_a_fork_and_a_turn(tmp_path: Path) -> 
         assert goes_on(model, opened, out) == expected
         opened.save(tmp_path / "b")
     KVSwapCache.open(model, tmp_path / "b", path=tmp_path).close()
+
+
+def test_a_served_store_of_the_model_before_its_tune_is_not_used(tmp_path: Path) -> None:
+    """The model was replaced in its place: the first answer is the new one's."""
+    model = tiny_model("llama")
+    with Desk(model, tmp_path / "store") as desk:
+        desk.ask(text(60, 1))
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = layer_of(tuned, -1).self_attn.v_proj.weight
+        weight.add_(torch.randn(weight.shape[0], 4) @ torch.randn(4, weight.shape[1]) * 0.15)
+    with Desk(tuned, tmp_path / "store") as desk:
+        assert desk.ask(text(60, 1)) == in_memory(tuned, text(60, 1))
+        assert desk.cached == 0
+    with Desk(model, tmp_path / "store") as desk:
+        assert desk.ask(text(60, 1)) == in_memory(model, text(60, 1))
+        assert desk.cached == 59
