@@ -257,6 +257,9 @@ def test_tokens_are_those_that_the_template_gives() -> None:
     history = [*HELLO, {"role": "assistant", "content": SAID.replace(" ", "_")}]
     whole = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_tensors="pt")
     assert torch.equal(prompts.read(asked(CHAT, messages=history)), whole["input_ids"])
+    for more in ({"tool_calls": None}, {"tool_calls": []}, {"tool_calls": [CALL]}):
+        again = [history[0], history[1] | more]
+        assert torch.equal(prompts.read(asked(CHAT, messages=again)), whole["input_ids"])
     assert prompts.read(asked(COMPLETIONS, prompt=[5, 6])).tolist() == [[5, 6]]
     for wrong, told in (
         (asked(COMPLETIONS, prompt=[VOCABULARY]), "tokens from 0 to 96"),

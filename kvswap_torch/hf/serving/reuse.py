@@ -260,11 +260,14 @@ class PrefixReuse:
         begun = self._cache.get_seq_length()
         most = self._options.prefill_chunk if self._reuses else ids.shape[1]
         for begin, end in even_chunks(ids.shape[1] - begun, most)[:-1]:
-            _check(turn)
+            _check_time(turn)
+            if turn.gone.is_set():
+                raise GoneError("serve: the client hung up")
             chunk = ids[:, begun + begin : begun + end]
             decoder = self._cache.parts.decoder
             decoder(input_ids=chunk, **cache_argument(decoder, self._cache), use_cache=True)
-        _check(turn)
+        if turn.gone.is_set():
+            raise GoneError("serve: the client hung up")
 
     # Afterwards.
 
@@ -294,9 +297,7 @@ class PrefixReuse:
             self._counted[name] = value
 
 
-def _check(turn: Turn) -> None:
-    if turn.gone.is_set():
-        raise GoneError("serve: the client hung up")
+def _check_time(turn: Turn) -> None:
     if time.monotonic() >= turn.ends:
         raise LateError(
             "serve: the prompt could not be read in the longest time for an answer "

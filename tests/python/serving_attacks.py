@@ -1,6 +1,6 @@
 """A server attacked by one client: what each attack costs, and how long `/health` takes meanwhile.
 
-    python -m bench.server_limits --model examples/reference_model
+    python -m tests.python.serving_attacks --model examples/reference_model
 
 The server is ``kvswap serve`` itself with a context of 2,048 tokens, in a process of its own, asked
 over HTTP on this machine.
