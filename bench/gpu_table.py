@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "gpu" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
 OURS = {"kvswap": "100 groups", "kvswap-k400": "400 groups", "kvswap-fp8": "100 groups, e4m3"}
-PEERS = ("inplace", "dynamic", "static")
+CEILINGS = {
+    "device_copy_gb_per_s": "copy on the device, read and written, GB/s",
+    "host_to_device_gb_per_s": "copy to the device, GB/s",
+    "device_to_host_gb_per_s": "copy from the device, GB/s",
+    "torch_launch_us": "one launch through torch, µs of the host",
+}
+PEERS = ("inplace", "dynamic")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -81,7 +87,7 @@ def facts(result: dict[str, Any]) -> str:
         ["torch", f"{result['torch']}, CUDA {result['cuda']}"],
         ["date", result["date"]],
         ["command", f"`{result['command']}`"],
-        *([name.replace("_", " "), f"{value:g}"] for name, value in ceilings.items()),
+        *([CEILINGS[name], f"{value:g}"] for name, value in ceilings.items()),
     ]
     return table(["what", "value"], rows)
 
