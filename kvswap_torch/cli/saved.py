@@ -148,8 +148,12 @@ def writer(console: Console) -> Callable[[str], None]:
 def facts_of(saved: Path) -> dict[str, Any]:
     """What a saved cache's manifest says, checked."""
     from kvswap_torch import _C
+    from kvswap_torch.hf.saved_facts import check_facts
 
-    return json.loads(_C.SavedCache(named(saved)).manifest)
+    manifest = json.loads(_C.SavedCache(named(saved)).manifest)
+    if manifest["facts"]:  # none of a C++ program's
+        check_facts(manifest["facts"], str(saved))
+    return manifest
 
 
 def show(saved: Path, as_json: bool, console: Console) -> None:

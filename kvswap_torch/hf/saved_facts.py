@@ -7,13 +7,15 @@ another program, or a disk that was mended by hand. One place asks for every fie
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvswap_torch.config_parts import identity_from
 from kvswap_torch.errors import CorruptionError
-from kvswap_torch.hf.families import ModelParts
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.families import ModelParts
 
 _DIGITS = re.compile(r"[0-9a-f]{16}")
 _TEXTS = ("model_type", "dtype", "config_hash")

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
+from kvswap_torch.cli.app import app
 from kvswap_torch.config import SETTINGS
 from tests.python.faulty_kernel import checksum_of
 from tests.python.saved_conversation import filled, goes_on
@@ -184,6 +186,17 @@ def test_a_layer_without_its_projections_is_refused(
     without(target, *(f"layers.1.projection.{each}" for each in lost))
     with pytest.raises(CorruptionError, match=f"layers.1.projection.{lost[0]} must be there"):
         KVSwapCache.open(model, target, path=tmp_path)
+
+
+def test_the_command_line_says_what_is_damaged(whole: dict, tmp_path: Path) -> None:
+    _, saved, _, _ = whole["llama"]
+    for name, value in (("model", []), ("name", 3), ("layers", None)):
+        target = copied(saved, tmp_path / "a")
+        with resigned(target) as manifest:
+            manifest["facts"][name] = value
+        for words in (["show", str(target)], ["ask", str(target), "--question", "Who?"]):
+            raised = CliRunner().invoke(app, words).exception
+            assert isinstance(raised, CorruptionError) and f"facts.{name}" in str(raised)
 
 
 def test_settings_are_those_that_python_knows(whole: dict, tmp_path: Path) -> None:
