@@ -53,8 +53,7 @@ class FakeCuda : public testing::Test {
     EXPECT_EQ(cudaMemsetAsync(memory, 0, bytes, stream), cudaSuccess);
     return static_cast<int32_t*>(memory);
   }
-  /// Kernels that take a while.
-  void be_late(int32_t* numbers, cudaStream_t stream) {
+  void add_forty(int32_t* numbers, cudaStream_t stream) {
     for (int i = 0; i < 40; ++i) EXPECT_EQ(add(numbers, 1, stream), cudaSuccess);
   }
   Numbers contents(const int32_t* numbers, cudaStream_t stream) {
@@ -76,18 +75,21 @@ using FakeCudaDeathTest = FakeCuda;
 
 TEST_F(FakeCuda, AStreamKeepsItsOrder) {
   int32_t* numbers = allocate(slow_);
-  be_late(numbers, slow_);
+  add_forty(numbers, slow_);
   EXPECT_EQ(contents(numbers, slow_), all(40));
   EXPECT_EQ(cudaFreeAsync(numbers, slow_), cudaSuccess);
 }
 
 TEST_F(FakeCuda, AWaitIsForTheRecordThatWasThere) {
   int32_t* numbers = allocate(slow_);
-  be_late(numbers, slow_);
+  fake_cuda::Held slow(slow_);
+  add_forty(numbers, slow_);
   ASSERT_EQ(cudaEventRecord(event_, slow_), cudaSuccess);
   ASSERT_EQ(cudaStreamWaitEvent(fast_, event_, 0), cudaSuccess);
   // Reached at once, and no answer to the wait above.
   ASSERT_EQ(cudaEventRecord(event_, nullptr), cudaSuccess);
+  ASSERT_EQ(cudaEventSynchronize(event_), cudaSuccess);
+  slow.let_go();
   EXPECT_EQ(contents(numbers, fast_), all(40));
   EXPECT_EQ(cudaFreeAsync(numbers, fast_), cudaSuccess);
 }
@@ -99,8 +101,11 @@ TEST_F(FakeCuda, WithoutAWaitAStreamRunsAhead) {
 #endif
   int32_t* numbers = allocate(slow_);
   ASSERT_EQ(cudaStreamSynchronize(slow_), cudaSuccess);
-  be_late(numbers, slow_);
-  EXPECT_NE(contents(numbers, fast_), all(40));
+  fake_cuda::Held slow(slow_);
+  add_forty(numbers, slow_);
+  EXPECT_EQ(contents(numbers, fast_), all(0));
+  slow.let_go();
+  EXPECT_EQ(contents(numbers, slow_), all(40));
   EXPECT_EQ(cudaFreeAsync(numbers, slow_), cudaSuccess);
 }
 
@@ -112,9 +117,10 @@ TEST_F(FakeCuda, EventsKnowHowLongItTook) {
   EXPECT_EQ(cudaEventElapsedTime(&took, event_, end), cudaErrorInvalidResourceHandle);
   int32_t* numbers = allocate(slow_);
   ASSERT_EQ(cudaEventRecord(event_, slow_), cudaSuccess);
-  be_late(numbers, slow_);
+  fake_cuda::Held slow(slow_);
   for (cudaEvent_t each : {end, untimed}) ASSERT_EQ(cudaEventRecord(each, slow_), cudaSuccess);
   EXPECT_EQ(cudaEventElapsedTime(&took, event_, end), cudaErrorNotReady);
+  slow.let_go();
   ASSERT_EQ(cudaEventSynchronize(end), cudaSuccess);
   EXPECT_EQ(cudaEventElapsedTime(&took, event_, end), cudaSuccess);
   EXPECT_GT(took, 0);
@@ -125,11 +131,12 @@ TEST_F(FakeCuda, EventsKnowHowLongItTook) {
 
 TEST_F(FakeCuda, APageableSourceIsTakenAtOnce) {
   int32_t* numbers = allocate(slow_);
-  be_late(numbers, slow_);
+  fake_cuda::Held slow(slow_);
   Numbers source = all(7);
   ASSERT_EQ(cudaMemcpyAsync(numbers, source.data(), kBytes, cudaMemcpyHostToDevice, slow_),
             cudaSuccess);
   source = all(8);
+  slow.let_go();
   EXPECT_EQ(contents(numbers, slow_), all(7));
   EXPECT_EQ(fake_cuda::calls()["pageable copies"], 2);
   EXPECT_EQ(cudaFreeAsync(numbers, slow_), cudaSuccess);
@@ -142,11 +149,13 @@ TEST_F(FakeCuda, APinnedTargetIsNothingUntilItsCopyIsOver) {
   int32_t* numbers = allocate(slow_);
   Numbers target = all(0);
   ASSERT_EQ(cudaHostRegister(target.data(), kBytes, cudaHostRegisterPortable), cudaSuccess);
-  be_late(numbers, slow_);
+  fake_cuda::Held slow(slow_);
+  add_forty(numbers, slow_);
   ASSERT_EQ(cudaMemcpyAsync(target.data(), numbers, kBytes, cudaMemcpyDeviceToHost, slow_),
             cudaSuccess);
   EXPECT_NE(target, all(0));
   EXPECT_NE(target, all(40));
+  slow.let_go();
   ASSERT_EQ(cudaStreamSynchronize(slow_), cudaSuccess);
   EXPECT_EQ(target, all(40));
   EXPECT_EQ(fake_cuda::calls()["pageable copies"], 0);
@@ -239,7 +248,7 @@ TEST_F(FakeCudaDeathTest, AKernelTouchesOnlyWhatIsThere) {
       "a kernel touches device memory: byte [0-9]+ of an allocation of 4096 that is freed");
   EXPECT_DEATH(
       {
-        be_late(numbers, slow_);
+        const fake_cuda::Held slow(slow_);
         (void)add(allocate(slow_), 1, fast_);
         (void)cudaStreamSynchronize(fast_);
       },
@@ -267,20 +276,23 @@ TEST_F(FakeCudaDeathTest, PinnedMemoryStaysAsItIsUntilItsCopyIsOver) {
   Numbers host = all(1);
   ASSERT_EQ(cudaHostRegister(host.data(), kBytes, cudaHostRegisterPortable), cudaSuccess);
   const auto copy = [&] {
-    be_late(numbers, slow_);
     (void)cudaMemcpyAsync(numbers, host.data(), kBytes, cudaMemcpyHostToDevice, slow_);
   };
   EXPECT_DEATH(
       {
+        fake_cuda::Held slow(slow_);
         copy();
         host[5] = 2;
+        slow.let_go();
         (void)cudaStreamSynchronize(slow_);
       },
       "a pinned source has changed before its copy was over");
   EXPECT_DEATH(
       {
+        fake_cuda::Held slow(slow_);
         copy();
         (void)cudaHostUnregister(host.data());
+        slow.let_go();
         (void)cudaStreamSynchronize(slow_);
       },
       "host memory was unpinned before a copy of it was over");

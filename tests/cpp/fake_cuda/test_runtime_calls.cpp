@@ -15,7 +15,7 @@ namespace kvswap {
 namespace {
 
 constexpr int64_t kLayers = 4;
-constexpr int64_t kSteps = 4;
+constexpr int64_t kSteps = 3;
 
 /// As a model drives it: each layer's records are chosen while the layer before computes.
 void decode(EngineRun& run) {
@@ -39,21 +39,21 @@ std::map<std::string, double> calls_per_layer_step(int64_t batch) {
   EngineOptions options = small_options(directory.path());
   options.layers = kLayers;
   options.ranks.assign(kLayers, 8);
-  options.groups_max = 8;
-  options.pages_max = 16;
+  options.groups_max = 4;
+  options.pages_max = 8;
   options.select_queries_max = 1;
   options.device = cuda_device(0);
   const fake_cuda::Machine machine({.delay_us_max = 0});
   DeviceTensors tensors;
   EngineRun run(options, 1, nullptr, tensors);
-  run.read(batch, 160);
+  run.read(batch, 72);
   for (int64_t layer = 0; layer < kLayers; ++layer) {
     EXPECT_TRUE(run.set_projection(layer).is_ok());
   }
   decode(run);  // room for what a step takes is made
   fake_cuda::count_calls();
   decode(run);
-  EXPECT_GT(run.engine().parts().counters.groups_loaded, 20u);
+  EXPECT_GT(run.engine().parts().counters.groups_loaded, 10u);
   std::map<std::string, double> calls;
   for (const auto& [name, count] : fake_cuda::calls()) {
     calls[name] = static_cast<double>(count) / static_cast<double>(kSteps * kLayers);
@@ -74,12 +74,12 @@ void expect_at_most(int64_t batch, double calls_max, double launches_max, double
   EXPECT_LE(all, calls_max);
   EXPECT_LE(calls["cudaLaunchKernel"], launches_max);
   EXPECT_LE(calls["cudaEventSynchronize"], waits_max);
-  EXPECT_EQ(calls["pageable copies"], 0) << "the host waits for each";
+  EXPECT_EQ(calls["pageable copies"], 0) << "CUDA stages each, or the host waits for it";
   EXPECT_EQ(calls["cudaMallocFromPoolAsync"], 0);
 }
 
-TEST(RuntimeCalls, OfALayersStepAreBounded) { expect_at_most(1, 34, 7.5, 4.5); }
-TEST(RuntimeCalls, OfABatchAreLittleMore) { expect_at_most(8, 39, 7.5, 6.5); }
+TEST(RuntimeCalls, OfALayersStepAreBounded) { expect_at_most(1, 32, 6.5, 4.5); }
+TEST(RuntimeCalls, OfABatchAreLittleMore) { expect_at_most(4, 36, 6.5, 5.5); }
 
 }  // namespace
 }  // namespace kvswap

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "kernels_cuda/emulated/cuda_runtime_api.h"
@@ -64,6 +65,20 @@ class Uncounted {
 /// The next call of this name does nothing but return the error; "a kernel" fails on the device,
 /// when its turn comes, and leaves the device broken.
 void fail_next(const std::string& call, cudaError_t error);
+class Point;
+/// A stream stands still from here until let_go().
+class Held {
+ public:
+  explicit Held(cudaStream_t stream);
+  ~Held() { let_go(); }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  void let_go();
+
+ private:
+  std::shared_ptr<Point> point_;
+};
+
 /// What cudaStreamIsCapturing() says of a stream; null: the current device's own.
 void set_capturing(cudaStream_t stream, bool is_capturing);
 

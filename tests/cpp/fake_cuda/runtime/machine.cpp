@@ -169,6 +169,11 @@ void fail_next(const std::string& call, cudaError_t error) {
   state().failures[call] = error;
 }
 
+Held::Held(cudaStream_t stream) : point_(std::make_shared<Point>()) {
+  stream_of(stream).push([point = point_] { point->wait(); });
+}
+void Held::let_go() { point_->reach(); }
+
 void set_capturing(cudaStream_t stream, bool is_capturing) {
   stream_of(stream).is_capturing = is_capturing;
 }
