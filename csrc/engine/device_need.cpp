@@ -10,6 +10,9 @@
 namespace kvswap {
 namespace {
 
+constexpr int64_t kSegmentLayers = 8;  // whose tables a segment of the ring holds
+constexpr int64_t kSegmentBytesMax = 2 << 20;
+
 int64_t padded(int64_t count, int64_t size) { return TableRing::padded(count * size); }
 
 int64_t attention_scratch_bytes(const EngineOptions& options, int64_t batch_max) {
@@ -78,8 +81,17 @@ DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64
   const int64_t sealing = rows == nullptr ? 0
                                           : std::max(rows->table_bytes(layout, 1, groups),
                                                      rows->table_bytes(layout, batch, 1));
-  room.segment_bytes = std::max({attention, packing, padded(room.lane_records, sizeof(void*)),
-                                 DeviceSelector::table_bytes(layout, room.choice), sealing});
+  const int64_t landing = padded(room.lane_records, sizeof(void*));
+  const int64_t choice = DeviceSelector::table_bytes(layout, room.choice);
+  const int64_t largest = std::max({attention, packing, landing, choice, sealing});
+  // Each segment that is left is marked on all its streams, and waited for when it is entered
+  // again: once in some layers, not once or twice in each. A small budget must not be eaten by it.
+  const int64_t of_layers =
+      std::min(kSegmentLayers, options.layers) * (attention + packing + landing + choice);
+  const int64_t most = options.kv_memory_bytes < 0
+                           ? kSegmentBytesMax
+                           : std::min(options.kv_memory_bytes / 256, kSegmentBytesMax);
+  room.segment_bytes = std::max(largest, std::min(of_layers, most));
   return room;
 }
 
