@@ -22,9 +22,12 @@ function(kvswap_add_room room)
   target_link_libraries(kvswap_${room}_objects
     PUBLIC kvswap_dependencies PRIVATE kvswap_options)
   # Of a room that is left out ccache has the objects from the build of the tests.
-  if(NOT KVSWAP_SANITIZE_ROOMS OR room MATCHES "^(${KVSWAP_SANITIZE_ROOMS})$")
-    target_link_libraries(kvswap_${room}_objects PRIVATE kvswap_sanitized)
+  set(guard kvswap_hardened)
+  if(KVSWAP_SANITIZE AND
+      (NOT KVSWAP_SANITIZE_ROOMS OR room MATCHES "^(${KVSWAP_SANITIZE_ROOMS})$"))
+    set(guard kvswap_sanitized)
   endif()
+  target_link_libraries(kvswap_${room}_objects PRIVATE ${guard})
 
   add_library(kvswap_${room} STATIC $<TARGET_OBJECTS:kvswap_${room}_objects>)
   set_target_properties(kvswap_${room} PROPERTIES LINKER_LANGUAGE CXX)

@@ -74,14 +74,14 @@ endif()
 target_include_directories(kvswap_torch PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
 target_link_libraries(kvswap_torch
   PUBLIC kvswap_libtorch
-  PRIVATE kvswap_options $<LINK_LIBRARY:WHOLE_ARCHIVE,kvswap_core> kvswap_dependencies)
+  PRIVATE kvswap_options kvswap_hardened $<LINK_LIBRARY:WHOLE_ARCHIVE,kvswap_core> kvswap_dependencies)
 target_link_options(kvswap_torch PRIVATE -Wl,--exclude-libs,liburing.a -Wl,--no-undefined)
 
 set(targets kvswap_torch)
 if(python_sources)
   find_library(KVSWAP_TORCH_PYTHON torch_python PATHS ${torch_lib_dir} NO_DEFAULT_PATH REQUIRED)
   Python_add_library(_C MODULE WITH_SOABI ${python_sources})
-  target_link_libraries(_C PRIVATE kvswap_options kvswap_torch kvswap_dependencies
+  target_link_libraries(_C PRIVATE kvswap_options kvswap_hardened kvswap_torch kvswap_dependencies
     ${KVSWAP_TORCH_PYTHON})
   target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
   set_target_properties(_C PROPERTIES CXX_VISIBILITY_PRESET hidden)
