@@ -83,6 +83,23 @@ void remove_left_folders(int parent, const std::string& name) {
   ::closedir(entries);
 }
 
+OwnedFd open_new_folder(int parent, const char* name) {
+  constexpr int kFlags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  OwnedFd folder(::openat(parent, name, kFlags));
+  if (folder.get() >= 0 || errno != EACCES) return folder;
+  // A umask may have taken what its owner needs.
+  if (::fchmodat(parent, name, 0700, 0) != 0) return OwnedFd();
+  return OwnedFd(::openat(parent, name, kFlags));
+}
+
+/// Locks a new folder that still has its name: another process locks one before it removes it. A
+/// file system without locks has none to lose.
+bool is_locked_under(int parent, const char* name, int folder) {
+  struct stat there{};
+  if (::flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+  return kernel().facts_at(parent, name, &there, AT_SYMLINK_NOFOLLOW) != -ENOENT;
+}
+
 Result<OwnedFd> open_parent(const std::string& path) {
   const int fd = kernel().open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   if (fd >= 0) return OwnedFd(fd);
@@ -122,23 +139,22 @@ Result<std::unique_ptr<StagedFolder>> StagedFolder::create(const std::string& ta
     if (!locked.is_ok() && locked.status().error_number() != ENOENT) return locked.status();
   }
   remove_left_folders(at, staged->name_);
-  const std::string hidden = hidden_name(staged->name_);
-  const int made = kernel().make_folder(at, hidden.c_str(), 0700);
-  if (made < 0) return saved_failure(target, "its parent folder must take a new one", -made);
-  staged->staged_name_ = hidden;
-  staged->folder_ =
-      OwnedFd(::openat(at, hidden.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  if (staged->fd() < 0) {
-    // A umask may have taken what its owner needs.
-    (void)::fchmodat(at, hidden.c_str(), 0700, 0);
-    staged->folder_ =
-        OwnedFd(::openat(at, hidden.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  for (int attempt = 0;; ++attempt) {
+    staged->staged_name_ = hidden_name(staged->name_);
+    const char* hidden = staged->staged_name_.c_str();
+    const int made = kernel().make_folder(at, hidden, 0700);
+    if (made < 0) {
+      staged->staged_name_.clear();
+      return saved_failure(target, "its parent folder must take a new one", -made);
+    }
+    staged->folder_ = open_new_folder(at, hidden);
+    const int failed = staged->fd() < 0 || ::fchmod(staged->fd(), 0700) != 0 ? errno : 0;
+    if (failed == 0 && is_locked_under(at, hidden, staged->fd())) return staged;
+    // Until it is locked, another process that saves here takes it for one that was left.
+    if (attempt == kRacesMax || (failed != 0 && failed != ENOENT)) {
+      return saved_failure(target, "a new folder must be usable", failed != 0 ? failed : EBUSY);
+    }
   }
-  if (staged->fd() < 0 || ::fchmod(staged->fd(), 0700) != 0) {
-    return saved_failure(target, "a new folder must be usable", errno);
-  }
-  (void)::flock(staged->fd(), LOCK_EX | LOCK_NB);
-  return staged;
 }
 
 StagedFolder::~StagedFolder() {
