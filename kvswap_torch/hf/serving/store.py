@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError, StorageError
+from kvswap_torch.failures import failure_of
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.saved_checks import check_model
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.troubles import AGAIN_SECONDS, printable
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.saved_path import is_in_use, text_of
+from kvswap_torch.saved_scrub import DAMAGED
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
@@ -37,8 +39,6 @@ logger = logging.getLogger(__name__)
 # What a killed save, or a killed removal, has left; see StagedFolder in C++.
 _LEFT = re.compile(r"\..+\.[a-z0-9]{16}")
 _OWNED = re.compile(r"key-[0-9a-f]{16}")
-_PASSING = (errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM,
-            errno.EAGAIN, errno.EINTR, errno.ENOLCK)  # fmt: skip
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 _FILES = ("manifest.json", "state.safetensors", "records.bin")
 
@@ -145,7 +145,9 @@ class CacheStore:
         try:
             for place in (self._folder, *_owned_folders(self._folder)):
                 for name in sorted(os.listdir(place)):
-                    if not name.startswith(".") and not _is_owned(place, name):
+                    if name.startswith(".") or DAMAGED in name:
+                        continue  # left over, or moved aside by `kvswap verify`
+                    if not _is_owned(place, name):
                         self._look_at(place / name, found)
         except OSError as error:  # a store that is away for a while: what is known stays
             self._leave_out(place, error)
@@ -370,9 +372,8 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def is_passing(error: Exception) -> bool:
-    """A failure that says nothing about the cache: lack, or somebody who looks at it."""
-    number = error.errno if isinstance(error, OSError) else None
-    return isinstance(error, MemoryError) or number in _PASSING
+    """A failure that says nothing about the cache: lack, or another process that has it."""
+    return failure_of(error) == "passing"
 
 
 def is_damage(error: Exception) -> bool:
