@@ -222,9 +222,10 @@ async def _refuse(receive: Callable, send: Callable, error: RefusedError) -> Non
         return await _reply(send, error.status, said, more=more)
     await _reply(send, error.status, said, more=[*more, _CLOSE], is_whole=False)
     try:
+        left = limits.LINGER_BYTES
         async with asyncio.timeout(limits.LINGER_SECONDS):
-            while (message := await receive()).get("more_body"):
-                del message
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message.get("body", b""))
     except TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b""})

@@ -14,6 +14,7 @@ HEAD_SECONDS = 10.0  # from the connection, or the last answer, to a request's w
 BODY_SECONDS = 120.0  # from a request's head to the end of its body
 PATIENCE_SECONDS = 60.0  # for a client that sends or takes nothing, while others wait
 LINGER_SECONDS = 2.0  # what a refused client still sends is read and dropped that long
+LINGER_BYTES = 4 << 20  # and so much of it at most
 
 STOP_TEXTS_MAX = 4
 STOP_BYTES_MAX = 256
