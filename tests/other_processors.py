@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SENSITIVE = (
-    "tests/python/test_quality.py::test_a_choice_by_mass_is_the_engines",
-    "tests/python/test_quality.py::test_other_families_choose_as_the_engine",
+    "tests/python/test_hf_selection.py::"
+    "test_scores_and_kinds_of_projections_choose_as_the_reference",
     "tests/python/test_hf_selection.py::test_native_chooses_as_the_reference[llama-ahead]",
     "tests/python/test_tuning_recall.py::test_steps_choose_what_a_session_chooses",
 )

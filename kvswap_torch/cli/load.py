@@ -51,7 +51,7 @@ def check_name(name: str, wanted: str) -> None:
         There is no such folder.
     """
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name == ""
-    if is_path and not Path(name).is_dir():
+    if is_path and not (name and Path(name).is_dir()):
         what = "not a folder" if name and Path(name).exists() else "not there"
         raise ConfigError(f"--model: must be {wanted}, got {name!r}, which is {what}")
 

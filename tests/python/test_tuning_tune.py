@@ -25,7 +25,6 @@ from kvswap_torch.tuning.calibration import CalibrationOptions
 from kvswap_torch.tuning.pipeline import TuneOptions
 from kvswap_torch.tuning.progress import Lines
 from kvswap_torch.tuning.recall import Choice
-from kvswap_torch.tuning.result import report_data
 from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.timing import (
     Duration,
@@ -375,15 +374,6 @@ def test_the_report_shows_the_chosen_setting(tuned, tmp_path):
     assert f"batch {BATCH}, context {CONTEXT:,}" in text
     pictures = sorted(path.name for path in page.parent.glob("*.png"))
     assert len(pictures) >= 5 and all(name in text for name in pictures)
-
-
-def test_a_paper_solver_that_finds_nothing_is_not_in_the_report(tuned):
-    """The config was written, and the report then failed."""
-    result, _ = tuned
-    first, *others = result.solved
-    alone = dataclasses.replace(first, greedy=None)
-    points = report_data(dataclasses.replace(result, solved=[alone, *others])).points
-    assert {point.solver for point in points} == {"exhaustive", ""}
 
 
 def test_saved_config_is_the_schemas(tuned, tmp_path):
