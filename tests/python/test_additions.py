@@ -86,7 +86,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[object]) -> str:
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, timeout=600
+        list(map(str, command)), capture_output=True, text=True, check=False, timeout=850
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
