@@ -14,6 +14,7 @@
 #include <mutex>
 
 #include "io/error_text.h"
+#include "io/file_system.h"
 #include "io/io_thread.h"
 #include "io/kernel.h"
 #include "io/read_only_file.h"
@@ -61,7 +62,6 @@ Status check_options(const DataFileOptions& options) {
 
 /// Sentences about a folder whose disk is none, or whose files others can reach.
 std::vector<std::string> doubts_about(const std::string& directory) {
-  constexpr uint32_t kInMemory[] = {0x01021994, 0x858458f6};  // tmpfs, ramfs
   // nfs, smb, cifs, smb2, 9p, ceph, afs, lustre, fuse (sshfs and many more)
   constexpr uint32_t kOnNetwork[] = {0x6969,     0x517b,     0xff534d42, 0xfe534d42, 0x01021997,
                                      0x00c36400, 0x5346414f, 0x0bd00bd0, 0x65735546};
@@ -69,7 +69,7 @@ std::vector<std::string> doubts_about(const std::string& directory) {
   struct statfs system{};
   if (::statfs(directory.c_str(), &system) == 0) {
     const auto type = static_cast<uint32_t>(system.f_type);
-    if (std::ranges::find(kInMemory, type) != std::end(kInMemory)) {
+    if (keeps_in_memory(type)) {
       doubts.push_back("'" + directory + "' lies in memory: nothing is saved by keeping KV there.");
     }
     if (std::ranges::find(kOnNetwork, type) != std::end(kOnNetwork)) {

@@ -1,6 +1,5 @@
 #include "io/probe.h"
 
-#include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "io/error_text.h"
+#include "io/file_system.h"
 #include "io/readers.h"
 
 namespace kvswap {
@@ -23,20 +23,11 @@ constexpr int64_t kMemoryAlignment = 2 << 20;  // of a huge page, and of every O
 constexpr int kDepthMax = 1024;
 constexpr int64_t kRoomMax = 256 << 20;
 constexpr double kBatchShare = 0.7;  // of a cell's time; the rest is for latencies
-constexpr long kTmpfsMagic = 0x01021994;
-constexpr long kRamfsMagic = 0x858458f6;
 
 double now_seconds() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
-bool lies_in_memory(int fd) {
-  struct statfs facts{};
-  if (::fstatfs(fd, &facts) != 0) return false;
-  const auto type = static_cast<long>(facts.f_type);
-  return type == kTmpfsMagic || type == kRamfsMagic;
 }
 
 /// Of sorted values.

@@ -1,7 +1,6 @@
 #include "io/readers.h"
 
 #include <fcntl.h>
-#include <sys/vfs.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "io/file_system.h"
 #include "io/io_thread.h"
 #include "io/reader_backends.h"
 
@@ -98,38 +98,27 @@ constexpr Rung kRungs[] = {
     {"sync", ReaderKind::kSync, 0, "one read after the other"},
 };
 
-/// Where KVSWAP_IO says to begin; the first rung for none, nothing for an unknown name.
-std::optional<size_t> first_rung() {
+constexpr const char* kInMemory = "threads";
+
+/// Where KVSWAP_IO says to begin; nothing for an unknown name. Without a name it is the first rung,
+/// or threads in memory, where a read is a copy: a ring makes it on its one thread, and threads
+/// make it side by side. On 16 processors 52 MB in pieces of 16 KiB took 35 and 17 ms.
+std::optional<size_t> first_rung(const DataFile& file) {
   const char* name = std::getenv("KVSWAP_IO");
-  if (name == nullptr || *name == '\0') return 0;
+  if (name == nullptr || *name == '\0')
+    name = lies_in_memory(file.fd()) ? kInMemory : kRungs[0].name;
   for (size_t i = 0; i < std::size(kRungs); ++i) {
     if (std::string(kRungs[i].name) == name) return i;
   }
   return std::nullopt;
 }
 
-/// Where a read is a copy: a ring makes it on its one thread, and threads make it side by side. On
-/// 16 processors 52 MB in pieces of 16 KiB took 35 and 17 ms.
-bool lies_in_memory(const DataFile& file) {
-  constexpr uint32_t kTmpfs = 0x01021994;
-  constexpr uint32_t kRamfs = 0x858458f6;
-  struct statfs system{};
-  if (::fstatfs(file.fd(), &system) != 0) return false;
-  const auto type = static_cast<uint32_t>(system.f_type);
-  return type == kTmpfs || type == kRamfs;
-}
-
 Result<std::unique_ptr<BlockReader>> open_best_reader(const DataFile& file, ReaderOptions options,
                                                       std::string& reason) {
-  const std::optional<size_t> first = first_rung();
+  const std::optional<size_t> first = first_rung(file);
   if (!first) {
     return Status::invalid(
         "KVSWAP_IO: must be uring, uring64, uring16, threads or sync, got another word");
-  }
-  const bool is_asked_for = std::getenv("KVSWAP_IO") != nullptr;
-  if (!is_asked_for && lies_in_memory(file)) {
-    options.kind = ReaderKind::kThreads;
-    if (auto reader = make_reader(file, options); reader.is_ok()) return reader;
   }
   const int depth = options.depth;
   Status refused;
