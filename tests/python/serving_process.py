@@ -13,8 +13,12 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (
@@ -112,6 +116,15 @@ def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: 
     )
     said = {"address": server.address, "pid": os.getpid(), "saved": server.store.usable}
     server.run(lambda: print(json.dumps(said), flush=True))
+
+
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """For a fixture: servers of one tiny model, ended with the tests that use them."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    served = Served(folder)
+    yield served
+    served.close()
 
 
 def main() -> None:

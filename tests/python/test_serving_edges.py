@@ -26,7 +26,7 @@ from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.serving import server as server_module
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.store import CacheStore
-from tests.python.serving_process import Served, make_model
+from tests.python.serving_process import Served, served_model
 from tests.python.test_serving import send
 from tests.python.test_serving_reuse import Desk, asked, in_memory, text
 from tests.python.tiny_models import COVERING, greedy, prompt, tiny_model
@@ -183,13 +183,7 @@ def test_records_without_checksums_are_not_called_whole(tmp_path):
 # A server in a process.
 
 
-@pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    served = Served(folder)
-    yield served
-    served.close()
+parent = pytest.fixture(served_model, scope="module", name="parent")
 
 
 @pytest.fixture

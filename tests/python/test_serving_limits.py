@@ -19,7 +19,7 @@ import pytest
 
 from kvswap_torch.hf.serving import limits
 from kvswap_torch.hf.serving.limits import Limits
-from tests.python.serving_process import Served, make_model
+from tests.python.serving_process import Served, served_model
 from tests.python.test_serving import send
 from tests.python.tiny_models import EOS, has_native
 
@@ -33,13 +33,7 @@ BODY_MAX = Limits(CONTEXT, 1.0).body_bytes
 KIND = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-@pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    served = Served(folder)
-    yield served
-    served.close()
+parent = pytest.fixture(served_model, scope="module", name="parent")
 
 
 @pytest.fixture
