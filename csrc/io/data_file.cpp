@@ -45,8 +45,8 @@ Status check_options(const DataFileOptions& options) {
   if (::stat(options.directory.c_str(), &facts) != 0) {
     const int error = errno;
     return Status(StatusCode::kInvalid,
-                  "session file: directory must exist, got '" + options.directory + "' where " +
-                      errno_text(error) + "; create it or choose another path",
+                  "session file: directory must exist, got '" + options.directory +
+                      "': " + errno_text(error) + "; create it or choose another path",
                   error)
         .with_path(options.directory);
   }

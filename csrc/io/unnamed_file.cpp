@@ -27,13 +27,13 @@ Status creation_error(const std::string& directory, int error_number) {
   }
   if (error_number == EACCES || error_number == EPERM || error_number == EROFS) {
     return Status(StatusCode::kInvalid,
-                  "session file: directory must be writable, got '" + directory + "' where " +
+                  "session file: directory must be writable, got '" + directory + "': " +
                       errno_text(error_number) + "; change its permissions or choose another path",
                   error_number)
         .with_path(directory);
   }
   return Status::storage("session file: directory must take a new file, got '" + directory +
-                             "' where " + errno_text(error_number) + storage_hint(error_number) +
+                             "': " + errno_text(error_number) + storage_hint(error_number) +
                              "; choose another path",
                          error_number, directory);
 }

@@ -104,8 +104,8 @@ Result<OwnedFd> open_parent(const std::string& path) {
   const int fd = kernel().open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   if (fd >= 0) return OwnedFd(fd);
   return Status(StatusCode::kInvalid,
-                "saved cache: its parent folder must exist, got '" + path + "' where " +
-                    errno_text(-fd) + "; create it or choose another path",
+                "saved cache: its parent folder must exist, got '" + path +
+                    "': " + errno_text(-fd) + "; create it or choose another path",
                 -fd)
       .with_path(path);
 }
