@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "torch/head_blocks.h"
@@ -14,8 +15,9 @@ constexpr double kRidge = 1e-2;  // of the mean variance, added to one sample's 
 constexpr int64_t kKeysMax = 2048;
 constexpr int64_t kQueriesNewest = 512;
 constexpr int64_t kQueriesMin = 8;
-constexpr int64_t kWindow = 32;  // newest queries that choose channels (ThinK 4.1), or pairs
-constexpr int kSvdPasses = 4;    // the spectrum of keys falls fast
+constexpr int64_t kWindow = 32;    // newest queries that choose channels (ThinK 4.1), or pairs
+constexpr double kLargest = 1e15;  // whose squares' sums are finite in fp32
+constexpr int kSvdPasses = 4;      // the spectrum of keys falls fast
 
 /// Lower triangular L with L L^T = moment + a ridge that fades with the samples' count.
 at::Tensor factor(const at::Tensor& moment, int64_t count) {
@@ -81,6 +83,16 @@ at::Tensor tokens_at(const at::Tensor& states, const at::Tensor& tokens,
   if (!valid) return rows;
   const at::Tensor counts = valid->index_select(1, tokens).flatten();
   return rows.index_select(0, counts.nonzero().flatten().to(states.device()));
+}
+
+/// What the states are to be divided by, so that sums of their squares neither overflow nor vanish;
+/// 1 as a rule.
+double scale_of(const char* name, const at::Tensor& states) {
+  const auto largest = states.abs().max().item<double>();
+  TORCH_CHECK_VALUE(std::isfinite(largest), "estimate_projection: ", name, " must be finite, got ",
+                    largest);
+  const bool is_usual = largest == 0 || (largest <= kLargest && largest >= 1 / kLargest);
+  return is_usual ? 1.0 : std::exp2(std::ceil(std::log2(largest)));
 }
 
 at::Tensor newest_of(const EstimateFrom& from, int64_t count) {
@@ -165,6 +177,8 @@ ProjectionPair estimate_projection(const EstimateFrom& from, const EstimateOptio
       at::linspace(0, tokens - 1, std::min(tokens, per_sequence)).to(at::kLong);
   at::Tensor keys = tokens_at(from.keys, evenly, from.valid).flatten(1);
   if (keys.size(0) == 0) keys = tokens_at(from.keys, evenly, {}).flatten(1);
+  const double key_scale = scale_of("keys", keys);
+  if (key_scale != 1) keys = keys.to(at::kFloat) / key_scale;
   if (options.kind == "channels" || options.kind == "rope_pairs") {
     std::optional<at::Tensor> window;
     if (from.query) window = tokens_at(*from.query, newest_of(from, kWindow), from.valid);
@@ -176,10 +190,15 @@ ProjectionPair estimate_projection(const EstimateFrom& from, const EstimateOptio
   const at::Tensor newest = newest_of(from, std::max<int64_t>(1, kQueriesNewest / batch));
   const int64_t step = std::max<int64_t>(1, evenly.size(0) / std::max<int64_t>(1, newest.size(0)));
   const at::Tensor looked_at = at::cat({evenly.slice(0, 0, evenly.size(0), step), newest});
-  const at::Tensor queries = tokens_at(*from.query, looked_at, from.valid).to(at::kFloat);
+  at::Tensor queries = tokens_at(*from.query, looked_at, from.valid).to(at::kFloat);
   if (queries.size(0) < kQueriesMin) return of_keys(alone, keys, kv_heads, from.rank);
+  const double query_scale = scale_of("queries", queries);
+  if (query_scale != 1) queries = queries / query_scale;
   if (options.kind == "skewed") return skewed(queries, kv_heads, from.rank);
-  return query_aware(keys, queries, kv_heads, from, options.score);
+  ProjectionPair pair = query_aware(keys, queries, kv_heads, from, options.score);
+  const double ratio = std::sqrt(query_scale / key_scale);
+  if (ratio != 1) pair = {pair.first * ratio, pair.second / ratio};
+  return pair;
 }
 
 }  // namespace kvswap

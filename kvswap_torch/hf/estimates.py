@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
 logger = logging.getLogger("kvswap_torch")
@@ -64,7 +65,15 @@ class Estimates:
         began, config = time.perf_counter(), self._config
         kind = config.projection_kind
         joined = config.score, config.heads
-        pair = from_chunk(kind, keys, query, rank, valid, *joined, rotary=self._rotary)
+        try:
+            pair = from_chunk(kind, keys, query, rank, valid, *joined, rotary=self._rotary)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            raise UnsupportedModelError(
+                f"KVSwapCache: a projection of layer {layer} must be estimated from this prompt's "
+                f"keys and queries, and cannot be: {error}. Look at the layer's weights and dtype, "
+                "which have made them; rows without a projection, as SwapConfig(rows='mean'), need "
+                "none of it"
+            ) from error
         self.kinds[layer] = kind if query is not None else of_keys_alone(kind)
         seconds = time.perf_counter() - began
         self.seconds += seconds
