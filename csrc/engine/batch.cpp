@@ -77,12 +77,6 @@ void Batch::select(std::span<const int64_t> indices) {
   if (parts_.clusters != nullptr) parts_.clusters->select_sequences(indices);
 }
 
-void Batch::crop_validity(int64_t positions) {
-  for (TokenValidity& validity : validity_) {
-    if (validity.positions() > positions) validity.truncate(positions);
-  }
-}
-
 void Batch::clear() {
   for (auto& pages : pages_) spares_.give(std::move(pages));
   pages_.clear();

@@ -48,7 +48,11 @@ class Batch {
   void declare_valid(int64_t positions);
   /// Sequence i of the new batch continues indices[i] of the old one.
   void select(std::span<const int64_t> indices);
-  void crop_validity(int64_t positions);
+  /// Calls with each sequence's, to be changed.
+  template <typename Change>
+  void change_validity(const Change& change) {
+    for (int64_t sequence = 0; sequence < size(); ++sequence) change(sequence, validity_[sequence]);
+  }
   void clear();
 
   /// Groups that stand in the tail and will leave it, once the layer has `positions`.

@@ -38,6 +38,7 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
   const EngineOptions& options = parts_.options;
   SequencePages& pages = batch_.pages(part);
   const KeptTokens& kept = pages.kept(layer);
+  const TokenValidity& validity = batch_.validity(part);
   const int64_t group_tokens = options.group_tokens;
   const int64_t gone = parts_.store->tables().first_group(layer, part) * group_tokens;
   left_.count = 0;
@@ -54,12 +55,14 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
   }
   const std::vector<int32_t>& in_dtype = kept.positions();
   for (int64_t i = 0; i < std::ssize(in_dtype) && in_dtype[i] < gone; ++i) {
+    if (!validity.is_valid(in_dtype[i])) continue;
     add(pages.kept_page(layer, i / group_tokens), i % group_tokens, in_dtype[i]);
   }
   const std::vector<int32_t>& float8 = kept.float8();
   const std::byte* decoded = nullptr;
   for (int64_t i = 0; i < std::ssize(float8) && float8[i] < gone; ++i) {
     if (i % group_tokens == 0) decoded = kept_pages_.decoded(layer, part, i / group_tokens);
+    if (!validity.is_valid(float8[i])) continue;
     add(decoded, i % group_tokens, float8[i]);
   }
   return left_;

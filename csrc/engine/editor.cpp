@@ -23,7 +23,9 @@ Status Editor::crop(int64_t positions) {
     all.push_back(std::move(returning.value()));
   }
   for (const Returning& returning : all) KVSWAP_RETURN_IF_ERROR(crop_layer(returning, positions));
-  batch_.crop_validity(positions);
+  batch_.change_validity([positions](int64_t, TokenValidity& validity) {
+    if (validity.positions() > positions) validity.truncate(positions);
+  });
   parts_.selector->forget_scores();
   account_.settle(batch_);
   return Status::ok();

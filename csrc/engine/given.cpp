@@ -44,4 +44,36 @@ Status Given::take_choice(int64_t layer, std::vector<std::vector<int32_t>> group
   return steps_.of(layer).override_with(std::move(groups));
 }
 
+Status Given::take_validity(int64_t batch, int64_t positions, const bool* valid) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  const int64_t apart = parts_.options.heads_apart;
+  const int64_t held = batch_.size() == 0 ? 0 : batch_.layer(0).positions;
+  if (batch != batch_.size() / apart || positions != held) {
+    return Status::invalid("declare_held: the mask must be of what is held, " +
+                           std::to_string(batch_.size() / apart) + " x " + std::to_string(held) +
+                           " positions, got " + std::to_string(batch) + " x " +
+                           std::to_string(positions));
+  }
+  std::vector<std::vector<int64_t>> later_padding(batch_.size());
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    const TokenValidity& validity = batch_.validity(sequence);
+    for (int64_t position = 0; position < positions; ++position) {
+      const bool counts = valid[sequence / apart * positions + position];
+      // What was left out of every summary cannot be attended any more.
+      if (counts && !validity.came_valid(position)) {
+        return Status::invalid("declare_held: position " + std::to_string(position) +
+                               " of sequence " + std::to_string(sequence / apart) +
+                               " must stay padding, as it came, got valid; crop() it away first");
+      }
+      if (!counts && validity.came_valid(position)) later_padding[sequence].push_back(position);
+    }
+  }
+  // Chosen for what counted before.
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  batch_.change_validity([&](int64_t sequence, TokenValidity& validity) {
+    validity.set_later_padding(std::move(later_padding[sequence]));
+  });
+  return Status::ok();
+}
+
 }  // namespace kvswap

@@ -15,7 +15,7 @@ namespace kvswap {
 /// What the caller gives in the place of what the settings' method would find out. Not thread-safe.
 class Given {
  public:
-  Given(Calls& calls, EngineParts& parts, const Batch& batch, LayerSteps& steps,
+  Given(Calls& calls, EngineParts& parts, Batch& batch, LayerSteps& steps,
         const ExactChunks& exact_chunks, GivenWorths& worths)
       : calls_(calls),
         parts_(parts),
@@ -34,11 +34,14 @@ class Given {
   /// The layer's next selection, [parts][groups]. The selector still runs, so that its cost is
   /// measured; see GroupChoice.
   Status take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups);
+  /// Which positions count from now on, of all that are held: [batch, positions]; see
+  /// kvswap::declare_held().
+  Status take_validity(int64_t batch, int64_t positions, const bool* valid);
 
  private:
   Calls& calls_;
   EngineParts& parts_;
-  const Batch& batch_;
+  Batch& batch_;
   LayerSteps& steps_;
   const ExactChunks& exact_chunks_;
   GivenWorths& worths_;

@@ -23,6 +23,10 @@ std::vector<T> copied(std::span<const std::byte> bytes) {
   return values;
 }
 
+const bool* as_bools(const SavedBytes& flags) {
+  return reinterpret_cast<const bool*>(flags.data());
+}
+
 }  // namespace
 
 Status Loader::check(const SavedCounts& counts, const SavedTensors& saved) const {
@@ -69,15 +73,44 @@ Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summar
 }
 
 Status Loader::load_validity(const SavedCounts& counts, const SavedTensors& saved) {
-  const int64_t sizes[] = {counts.sequences / parts_.options.heads_apart, counts.positions};
-  auto found = saved.get("validity", "BOOL", sizes);
-  if (!found.is_ok()) return found.status();
-  const std::span<const std::byte> flags = found.value();
-  if (std::ranges::any_of(flags, [](std::byte flag) { return flag > std::byte{1}; })) {
-    return saved.refuse("validity", "hold 0 or 1 for each token");
+  auto valid = flags("validity", counts, saved);
+  if (!valid.is_ok()) return valid.status();
+  if (!saved.has("came_valid")) {
+    batch_.declare(counts.positions, as_bools(valid.value()));
+    return Status::ok();
   }
-  batch_.declare(counts.positions, reinterpret_cast<const bool*>(flags.data()));
+  auto came = flags("came_valid", counts, saved);
+  if (!came.is_ok()) return came.status();
+  const int64_t apart = parts_.options.heads_apart;
+  const bool* const is_valid = as_bools(valid.value());
+  const bool* const came_valid = as_bools(came.value());
+  std::vector<std::vector<int64_t>> later_padding(counts.sequences);
+  for (int64_t i = 0; i < counts.sequences / apart * counts.positions; ++i) {
+    if (is_valid[i] && !came_valid[i]) {
+      return saved.refuse("came_valid", "hold 1 for each token that is valid");
+    }
+    for (int64_t head = 0; came_valid[i] && !is_valid[i] && head < apart; ++head) {
+      later_padding[i / counts.positions * apart + head].push_back(i % counts.positions);
+    }
+  }
+  batch_.declare(counts.positions, came_valid);
+  batch_.change_validity([&](int64_t sequence, TokenValidity& validity) {
+    validity.set_later_padding(std::move(later_padding[sequence]));
+  });
   return Status::ok();
+}
+
+/// One for each token of each caller's sequence.
+Result<SavedBytes> Loader::flags(const char* name, const SavedCounts& counts,
+                                 const SavedTensors& saved) const {
+  const int64_t sizes[] = {counts.sequences / parts_.options.heads_apart, counts.positions};
+  auto found = saved.get(name, "BOOL", sizes);
+  if (!found.is_ok()) return found.status();
+  const std::span<const std::byte> bytes = found.value();
+  if (std::ranges::any_of(bytes, [](std::byte flag) { return flag > std::byte{1}; })) {
+    return saved.refuse(name, "hold 0 or 1 for each token");
+  }
+  return found;
 }
 
 Status Loader::load_projections(const SavedTensors& saved) {

@@ -36,6 +36,8 @@ class Loader {
   Status fill(const SavedCounts& counts, const SavedTensors& saved, Summaries* shared);
   Status check(const SavedCounts& counts, const SavedTensors& saved) const;
   Status load_validity(const SavedCounts& counts, const SavedTensors& saved);
+  Result<SavedBytes> flags(const char* name, const SavedCounts& counts,
+                           const SavedTensors& saved) const;
   Status load_projections(const SavedTensors& saved);
   Status load_summaries(const SavedCounts& counts, const SavedTensors& saved);
   Status share_summaries(int64_t groups, Summaries& shared);

@@ -6,6 +6,40 @@
 
 namespace kvswap {
 
+/// Kept tokens that have become padding since they were chosen.
+void PageTable::hide_later_padding(const Apart& first, const TokenValidity& validity,
+                                   const KeptTokens& kept) {
+  const auto hide = [&](int64_t entry, const std::vector<int32_t>& positions, int64_t token) {
+    const auto found = std::ranges::lower_bound(positions, token);
+    if (found == positions.end() || *found != token) return;
+    const int64_t place = found - positions.begin();
+    masks_[entry + place / group_tokens_] &= ~(uint64_t{1} << (place % group_tokens_));
+  };
+  for (const int64_t token : validity.later_padding()) {
+    hide(first.kept, kept.positions(), token);
+    hide(first.float8, kept.float8(), token);
+  }
+}
+
+/// The same of tokens in clusters, and of those that wait for theirs.
+void PageTable::hide_later_padding(const Apart& first, const TokenValidity& validity,
+                                   const ClusterRow& row, const std::vector<int32_t>& chosen) {
+  for (const int64_t token : validity.later_padding()) {
+    if (token >= row.clusters.left()) break;  // in the tail yet
+    const int64_t waiting = row.pages.waiting_at(token);
+    if (waiting >= 0) {
+      const uint64_t bit = uint64_t{1} << (waiting % group_tokens_);
+      masks_[first.waiting + waiting / group_tokens_] &= ~bit;
+    }
+    const int64_t place = row.pages.place(token);
+    if (place < 0) continue;
+    const int64_t page_tokens = row.pages.page_tokens();
+    const auto page = std::ranges::find(chosen, page_id(place / page_tokens));
+    if (page == chosen.end()) continue;
+    masks_[first.chosen + (page - chosen.begin())] &= ~(uint64_t{1} << (place % page_tokens));
+  }
+}
+
 void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
                       const RecordStore& store) {
   const auto [layer, pages_max, queries, heads_apart, note_bytes, clusters] = of;
@@ -13,6 +47,7 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
   const int64_t group_tokens = tail.group_tokens();
   const int64_t groups = (state.positions + group_tokens - 1) / group_tokens;
   pages_max_ = pages_max;
+  group_tokens_ = group_tokens;
   heads_apart_ = heads_apart;
   pages_.resize(batch.size() * pages_max);
   masks_.resize(batch.size() * pages_max);
@@ -46,10 +81,12 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
     const auto add_kept = [&](const std::byte* page, int64_t tokens) {
       add_apart(page, ~uint64_t{0} >> (64 - std::min(group_tokens, tokens)));
     };
+    Apart first = {.kept = entry};
     const auto in_dtype = static_cast<int64_t>(kept.positions().size());
     for (int64_t done = 0; done < in_dtype; done += group_tokens) {
       add_kept(pages.kept_page(layer, done / group_tokens), in_dtype - done);
     }
+    first.float8 = entry;
     const auto in_float8 = static_cast<int64_t>(kept.float8().size());
     for (int64_t done = 0; done < in_float8; done += group_tokens) {
       const int64_t page = done / group_tokens;
@@ -57,18 +94,23 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
                   exponents_.begin() + entry * note_bytes);
       add_kept(pages.kept_float8_page(layer, page), in_float8 - done);
     }
+    const TokenValidity& validity = batch.validity(sequence);
+    hide_later_padding(first, validity, kept);
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
     const bool chose_clusters = clusters != nullptr && !batch.fits(layer, sequence) &&
                                 (chosen.empty() || is_page_id(chosen.front()));
     if (chose_clusters) {
       const ClusterPages& of_row = clusters->of(layer, sequence).pages;
       const int64_t waiting = std::ssize(of_row.waiting());
+      first.waiting = entry;
       for (int64_t done = 0; done < waiting; done += group_tokens) {
         add_kept(pages.waiting_page(layer, done / group_tokens), waiting - done);
       }
+      first.chosen = entry;
       for (size_t i = 0; i < chosen.size(); ++i) {
         add_apart(pages.page(step.pages()[sequence][i]), of_row.mask(slot_of_page(chosen[i])));
       }
+      hide_later_padding(first, validity, clusters->of(layer, sequence), chosen);
     }
     for (size_t i = 0; i < chosen.size() && !is_page_id(chosen[i]); ++i) {
       store.copy_note(layer, sequence, chosen[i], exponents_.data() + entry * note_bytes);

@@ -32,7 +32,20 @@ class PageTable {
   void describe(PagedAttentionArgs& args) const;
 
  private:
+  /// First entries of a sequence's pages that are no group's.
+  struct Apart {
+    int64_t kept = 0;
+    int64_t float8 = 0;
+    int64_t waiting = 0;
+    int64_t chosen = 0;
+  };
+  void hide_later_padding(const Apart& first, const TokenValidity& validity,
+                          const KeptTokens& kept);
+  void hide_later_padding(const Apart& first, const TokenValidity& validity, const ClusterRow& row,
+                          const std::vector<int32_t>& chosen);
+
   int64_t pages_max_ = 0;
+  int64_t group_tokens_ = 0;
   int64_t heads_apart_ = 1;
   // Of sequences, which are KV heads where those are apart.
   std::vector<const void*> pages_;        // [batch, pages_max]

@@ -249,18 +249,27 @@ std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bo
   std::vector<SavedTensor> tensors;
   const int64_t positions = batch_.layer(0).positions;
   const int64_t apart = parts_.options.heads_apart;
-  tensors.push_back({"validity",
-                     "BOOL",
-                     {batch_.size() / apart, positions},
-                     positions,
-                     [=, this](int64_t first, int64_t count, std::byte* target) {
-                       for (int64_t i = 0; i < count * positions; ++i) {
-                         const int64_t sequence = (first + i / positions) * apart;
-                         const TokenValidity& validity = batch_.validity(sequence);
-                         target[i] = std::byte{validity.is_valid(i % positions)};
-                       }
-                       return Status::ok();
-                     }});
+  const auto list_bits = [&](const char* name, bool (TokenValidity::*bit)(int64_t) const) {
+    tensors.push_back({name,
+                       "BOOL",
+                       {batch_.size() / apart, positions},
+                       positions,
+                       [=, this](int64_t first, int64_t count, std::byte* target) {
+                         for (int64_t i = 0; i < count * positions; ++i) {
+                           const int64_t sequence = (first + i / positions) * apart;
+                           const bool is_set = (batch_.validity(sequence).*bit)(i % positions);
+                           target[i] = std::byte{is_set};
+                         }
+                         return Status::ok();
+                       }});
+  };
+  list_bits("validity", &TokenValidity::is_valid);
+  bool has_later_padding = false;
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    has_later_padding |= !batch_.validity(sequence).later_padding().empty();
+  }
+  // Where it is not the same: sinks are the first tokens that came valid.
+  if (has_later_padding) list_bits("came_valid", &TokenValidity::came_valid);
   list_records(std::move(records), tensors);
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     list_layer(layer, numbers, tensors);

@@ -115,6 +115,14 @@ void Cache::begin_pass(Pass pass, const NewPositions& positions) {
   throw_status(use.engine().declare(positions.batch, positions.tokens, positions.valid));
 }
 
+void declare_held(Cache& cache, const HeldPositions& held) {
+  const Cache::Impl::Use use(*cache.impl_);
+  if (held.valid == nullptr) {
+    throw std::invalid_argument("declare_held: valid must be given, got null");
+  }
+  throw_status(use.engine().given().take_validity(held.batch, held.positions, held.valid));
+}
+
 LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine();

@@ -177,9 +177,17 @@ class Cache {
   std::string timeline() const;
 
  private:
+  friend void declare_held(Cache& cache, const HeldPositions& held);
+
   class Impl;
   explicit Cache(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
+
+/// Which of the positions that a cache holds count from now on, before begin_pass(): an answer that
+/// ended before others of its batch has padding behind it. What came as padding must stay so; what
+/// became it here counts again if a later call says so, as after a pass that is taken back. Such a
+/// position is attended no more. Sinks stay where they are, and summaries as they were.
+void declare_held(Cache& cache, const HeldPositions& held);
 
 }  // namespace kvswap

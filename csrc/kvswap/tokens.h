@@ -38,6 +38,13 @@ struct NewPositions {
   const bool* valid = nullptr;
 };
 
+/// Which of the positions that a cache holds count.
+struct HeldPositions {
+  int64_t batch = 0;
+  int64_t positions = 0;
+  const bool* valid = nullptr;  // [batch, positions]
+};
+
 /// Queries of a layer, [batch, heads, tokens, head_dim] of the cache's dtype, after RoPE.
 struct Queries {
   const void* data = nullptr;

@@ -1,5 +1,8 @@
 #include "methods/token_validity.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "io/status.h"
 
 namespace kvswap {
@@ -21,6 +24,7 @@ void TokenValidity::append(int64_t count, const bool* valid) {
 void TokenValidity::truncate(int64_t positions) {
   KVSWAP_ASSERT(positions >= 0 && positions <= positions_);
   positions_ = positions;
+  std::erase_if(later_padding_, [=](int64_t position) { return position >= positions; });
   words_.resize((positions + 63) / 64);
   if (positions % 64 != 0) words_.back() &= (uint64_t{1} << (positions % 64)) - 1;
   find_bounds();
@@ -29,6 +33,23 @@ void TokenValidity::truncate(int64_t positions) {
 void TokenValidity::find_bounds() {
   if (first_valid_ >= positions_) first_valid_ = -1;
   if (all_valid_from_ <= positions_) return;
+  all_valid_from_ = positions_;
+  while (all_valid_from_ > 0 && is_valid(all_valid_from_ - 1)) --all_valid_from_;
+}
+
+bool TokenValidity::came_valid(int64_t position) const {
+  return is_valid(position) || std::ranges::binary_search(later_padding_, position);
+}
+
+void TokenValidity::set_later_padding(std::vector<int64_t> positions) {
+  for (const int64_t position : later_padding_) {
+    words_[position / 64] |= uint64_t{1} << (position % 64);
+  }
+  later_padding_ = std::move(positions);
+  for (const int64_t position : later_padding_) {
+    KVSWAP_ASSERT(position < positions_ && is_valid(position));
+    words_[position / 64] &= ~(uint64_t{1} << (position % 64));
+  }
   all_valid_from_ = positions_;
   while (all_valid_from_ > 0 && is_valid(all_valid_from_ - 1)) --all_valid_from_;
 }

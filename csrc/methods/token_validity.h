@@ -7,6 +7,9 @@
 namespace kvswap {
 
 /// One bit per position of a sequence: does the token count, or is it padding? Not thread-safe.
+///
+/// A position may become padding after it came. What was made of the tokens before stays where it
+/// is: the first valid position, after which sinks are placed, is the first that came valid.
 class TokenValidity {
  public:
   int64_t positions() const { return positions_; }
@@ -14,18 +17,27 @@ class TokenValidity {
   void append(int64_t count, const bool* valid);
   void truncate(int64_t positions);
   bool is_valid(int64_t position) const { return (words_[position / 64] >> (position % 64)) & 1; }
+  /// Whether it was when it came.
+  bool came_valid(int64_t position) const;
+  /// Positions that came valid and are padding now: exactly these, rising; any others that were
+  /// set so before are valid again.
+  void set_later_padding(std::vector<int64_t> positions);
+  const std::vector<int64_t>& later_padding() const { return later_padding_; }
   /// Bit i: position first + i is valid. Positions past the end are not. count <= 64.
   uint64_t mask(int64_t first, int64_t count) const;
-  /// The first valid position, or positions() where there is none.
+  /// The first position that came valid, or positions() where there is none.
   int64_t first_valid() const { return first_valid_ < 0 ? positions_ : first_valid_; }
   /// From here on every position is valid.
   int64_t all_valid_from() const { return all_valid_from_; }
-  int64_t resident_bytes() const { return static_cast<int64_t>(words_.capacity()) * 8; }
+  int64_t resident_bytes() const {
+    return static_cast<int64_t>(words_.capacity() + later_padding_.capacity()) * 8;
+  }
 
  private:
   void find_bounds();
 
   std::vector<uint64_t> words_;
+  std::vector<int64_t> later_padding_;
   int64_t positions_ = 0;
   int64_t first_valid_ = -1;
   int64_t all_valid_from_ = 0;

@@ -99,6 +99,14 @@ std::vector<float> numbers_of(const at::Tensor& matrix) {
   return {first, first + plain.numel()};
 }
 
+/// On the host.
+at::Tensor packed_flags(const char* where, const at::Tensor& valid) {
+  TORCH_CHECK_VALUE(valid.dim() == 2 && valid.scalar_type() == at::kBool, where,
+                    ": valid must be a [batch, tokens] bool tensor, got ", valid.sizes(), " of ",
+                    valid.scalar_type());
+  return valid.to(at::kCPU).contiguous();
+}
+
 std::span<const float> span_of(const at::Tensor& tensor) {
   return {tensor.data_ptr<float>(), static_cast<size_t>(tensor.numel())};
 }
@@ -157,14 +165,17 @@ at::Tensor TensorCache::output_for(const at::Tensor& query) const {
   return at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
 }
 
+void TensorCache::declare_held(const at::Tensor& valid) {
+  const at::Tensor packed = packed_flags("declare_held", valid);
+  const HeldPositions held = {packed.size(0), packed.size(1), packed.data_ptr<bool>()};
+  with_value_errors([&] { kvswap::declare_held(*cache_, held); });
+}
+
 void TensorCache::begin_pass(Pass pass, const std::optional<at::Tensor>& valid) {
   NewPositions positions;
   at::Tensor packed;
   if (valid) {
-    TORCH_CHECK_VALUE(valid->dim() == 2 && valid->scalar_type() == at::kBool,
-                      "begin_pass: valid must be a [batch, tokens] bool tensor, got ",
-                      valid->sizes(), " of ", valid->scalar_type());
-    packed = valid->to(at::kCPU).contiguous();
+    packed = packed_flags("begin_pass", *valid);
     positions = {packed.size(0), packed.size(1), packed.data_ptr<bool>()};
   }
   with_value_errors([&] { cache_->begin_pass(pass, positions); });

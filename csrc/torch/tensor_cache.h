@@ -63,6 +63,8 @@ class TensorCache {
   /// valid: [batch, tokens] bool of the positions that the next append() of each layer brings;
   /// none: no token is padding.
   void begin_pass(Pass pass, const std::optional<at::Tensor>& valid = {});
+  /// valid: [batch, positions] bool of what is held; see kvswap::declare_held().
+  void declare_held(const at::Tensor& valid);
 
   /// query: [batch, heads or kv_heads, queries, head_dim] after RoPE; with kv_heads heads it is the
   /// sum over each GQA group. scale, predicting_since_ns: as LookAheadTerms.

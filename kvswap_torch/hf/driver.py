@@ -79,6 +79,7 @@ class SessionDriver:
         self.estimates = Estimates(rotary_channels(parts))
         self._declared = False  # the session holds a validity that not all layers have taken
         self.expected = 0  # tokens of the pass, where they come in pieces
+        self._narrowed = False  # the pass made padding of positions that were valid
         self._settles_at_once = budget.is_known or not budget.matters(config)
         self._settled = self._settles_at_once
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
@@ -198,8 +199,8 @@ class SessionDriver:
         Raises
         ------
         ValueError
-            Another batch than before, a mask of another length, or one that contradicts what
-            earlier passes said about the same positions.
+            Another batch than before, a mask of another length, or one by which padding of
+            earlier passes would be valid.
         KVSwapError
             When an earlier pass stopped half-way.
         """
@@ -226,7 +227,10 @@ class SessionDriver:
             self._open(first)
             self.first_pass, self._settled = first, True
         self._held = held
-        valid = self.padding.declare(positions, batch, tokens, mask)
+        past, valid = self.padding.declare(positions, batch, tokens, mask)
+        if past is not None:
+            self._narrowed = True
+            self.session.declare_held(past)
         if valid is None and self._declared:
             # A pass that failed declared what it did not append.
             valid = torch.ones(batch, tokens, dtype=torch.bool)
@@ -237,7 +241,8 @@ class SessionDriver:
         """Positions before a pass that is about to begin; `take_back` comes back to this."""
         positions = self.positions()
         self.estimates.begin_pass()
-        self.expected = 0
+        self.padding.begin()
+        self._narrowed, self.expected = False, 0
         if self.parts.disk[0] > 0:  # the layer before it looks ahead before begin_forward()
             self._held = self.session.batch()
         return positions
@@ -248,7 +253,10 @@ class SessionDriver:
             self.reset()
             return
         self.session.crop(positions)
-        self.padding.crop(positions)
+        self.padding.take_back()
+        if self._narrowed:
+            self.session.declare_held(self.padding.between(self.session.batch(), 0, positions))
+            self._narrowed = False
         self._declared = False
         self.estimates.take_back()
 

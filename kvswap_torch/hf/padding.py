@@ -1,4 +1,4 @@
-"""Which positions are padding: what masks said, and that they do not change their mind."""
+"""Which positions are padding: what masks say, and that padding never becomes valid."""
 
 from __future__ import annotations
 
@@ -10,24 +10,37 @@ import torch
 class Padding:
     """Validity of every position of every sequence; nothing is kept while all are valid.
 
-    A forward pass calls `declare`, and `commit` once its positions are stored, so that a pass that
-    failed leaves no trace.
+    What was valid may become padding in a later pass, as behind an answer that ended before others
+    of its batch. What came as padding was never summarised, and cannot become valid.
+
+    A forward pass calls `begin`, `declare`, and `commit` once its positions are stored; `take_back`
+    after a pass that failed leaves no trace of it.
     """
 
     def __init__(self) -> None:
         self._valid: torch.Tensor | None = None  # [batch, positions] bool; None: all valid
+        self._before: torch.Tensor | None = None  # the same when the pass under way began
         # Of the pass under way: positions before it, new ones, their validity (None: all valid).
         self._declared: tuple[int, int, torch.Tensor | None] = (0, 0, None)
 
+    def begin(self) -> None:
+        """A pass begins."""
+        self._before = self._valid
+
+    def take_back(self) -> None:
+        """It has failed: what it declared was never said."""
+        self._valid = self._before
+
     def declare(
         self, positions: int, batch: int, tokens: int, mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Checks `mask` ``[batch, positions + tokens]`` and returns its new part.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Checks `mask` ``[batch, positions + tokens]`` and parts it.
 
         Returns
         -------
-        Tensor or None
-            ``[batch, tokens]`` bool; None when all new positions are valid.
+        tuple
+            ``[batch, positions]`` bool, where some of these are padding from now on; None: they are
+            what they were. ``[batch, tokens]`` bool; None: all new positions are valid.
 
         Raises
         ------
@@ -41,7 +54,7 @@ class Padding:
                     "as padding, got None; pass the mask of the whole text, padding included"
                 )
             self._declared = (positions, tokens, None)
-            return None
+            return None, None
         if mask.dim() != 2:
             raise ValueError(
                 "attention_mask: layers on disk attend causally with padding at most, got a mask "
@@ -54,23 +67,27 @@ class Padding:
                 f"{tokens} new ones, {[batch, positions + tokens]}, got {list(mask.shape)}"
             )
         past, new = mask[:, :positions].bool(), mask[:, positions:].bool()
-        before = None if self._valid is None else self._valid[:, :positions]
-        if before is not None and before.shape != past.shape:
-            same, is_whole = False, False
-        else:
-            # One transfer from a device, which is waited for once.
-            is_same = past.all() if before is None else (past == before).all()
-            same, is_whole = torch.stack([is_same, new.all()]).tolist()
-        if not same:
+        held = torch.ones_like(past) if self._valid is None else self._valid.to(past.device)
+        held = held[:, :positions]
+        if held.shape != past.shape:
             raise ValueError(
-                "attention_mask: must say of earlier positions what it said when they came, but "
-                "some have changed between valid and padding; crop() them away first, or reset()"
+                f"attention_mask: must have a row for each of the cache's {len(held)} sequences, "
+                f"got {len(past)}"
             )
-        if is_whole:
-            self._declared = (positions, tokens, None)
-            return None
-        self._declared = (positions, tokens, new.clone())
-        return self._declared[2]
+        # One transfer from a device, which is waited for once.
+        facts = torch.stack([(past & ~held).any(), (past != held).any(), new.all()])
+        comes_back, is_narrower, is_whole = facts.tolist()
+        if comes_back:
+            raise ValueError(
+                "attention_mask: what was padding when it came must stay padding, but some of the "
+                f"{positions} positions in the cache are valid now; pass the mask that they came "
+                "with, or crop() them away first"
+            )
+        narrowed = past.clone() if is_narrower else None
+        if narrowed is not None:
+            self._valid = narrowed
+        self._declared = (positions, tokens, None if is_whole else new.clone())
+        return narrowed, self._declared[2]
 
     def commit(self) -> None:
         """The declared positions are stored now."""

@@ -48,7 +48,7 @@ class ReferenceKeeper(Division):
                 kept.seen = state.positions
             return
         for sequence, kept in enumerate([] if self._is_given else state.kept):
-            valid = state.valid[sequence].nonzero().flatten()
+            valid = state.came[sequence].nonzero().flatten()
             first = int(valid[0]) if len(valid) else state.positions
             counted = min(tokens, state.positions - first, self._options.keep_window)
             if counted > 0:

@@ -25,7 +25,10 @@ class Scores:
         projections, columns = self._projections.get(layer), options.score_columns
 
         def scores(by):
-            keys, valid = state.scored[sequence], state.valid[sequence]
+            # A row of a token is left out while it is padding; one of a group stays as it was made.
+            is_of_token = method.takes_projections
+            valid = (state.valid if is_of_token else state.rowed)[sequence]
+            keys = state.scored[sequence]
             seen = keys[:, : state.sealed], valid[: state.sealed]
             return of_score(*seen, query, options.group_tokens, by)
 

@@ -34,6 +34,8 @@ class Layer:
     keys: torch.Tensor  # [batch, kv_heads, positions, head_dim]
     values: torch.Tensor  # as keys
     valid: torch.Tensor  # [batch, positions] bool
+    came: torch.Tensor  # as valid, when they came: of sinks
+    rowed: torch.Tensor  # as valid, when they were sealed: what rows of groups are made of
     scored: torch.Tensor  # as keys: what groups are scored by
     kept: list[Kept]  # [batch]
     sealed: int = 0  # positions in sealed groups, a multiple of G
@@ -72,6 +74,18 @@ class ReferenceSession(Dropping, Scores, Decisions):
         if valid is not None:
             self._declared = dict.fromkeys(range(self._options.layers), valid.bool().clone())
 
+    def declare_held(self, valid: torch.Tensor) -> None:
+        self._open()
+        for state in self._layers.values():
+            if valid.shape != state.came.shape or (valid & ~state.came).any():
+                raise ValueError(f"declare_held: {valid.shape} must narrow what came")
+            state.valid, state.predicted = valid.clone(), None
+            state.rowed[:, state.sealed :] = valid[:, state.sealed :]
+
+    def held_valid(self) -> torch.Tensor:
+        """[batch, positions], to be narrowed."""
+        return next(iter(self._layers.values())).valid.clone()
+
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._store(layer, keys, values)
         if self.kind == "prefill" or self._is_restored(layer):
@@ -92,7 +106,15 @@ class ReferenceSession(Dropping, Scores, Decisions):
         old = self._layers.get(layer)
         if old is None:
             kept = [Kept() for _ in range(batch)]
-            self._layers[layer] = Layer(keys.clone(), values.clone(), valid, keys.clone(), kept)
+            self._layers[layer] = Layer(
+                keys.clone(),
+                values.clone(),
+                valid,
+                valid.clone(),
+                valid.clone(),
+                keys.clone(),
+                kept,
+            )
             self._layers[layer].gone = [0] * batch
         else:
             if self.kind == "prefill":
@@ -100,6 +122,8 @@ class ReferenceSession(Dropping, Scores, Decisions):
             old.keys = torch.cat([old.keys, keys], 2)
             old.values = torch.cat([old.values, values], 2)
             old.valid = torch.cat([old.valid, valid], 1)
+            old.came = torch.cat([old.came, valid], 1)
+            old.rowed = torch.cat([old.rowed, valid], 1)
             old.scored = torch.cat([old.scored, keys], 2)
         if self.kind == "prefill":
             self._layers[layer].prefilled = self._layers[layer].positions
@@ -206,6 +230,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         for state in self._layers.values():
             state.keys, state.values = state.keys[index], state.values[index]
             state.valid, state.predicted = state.valid[index], None
+            state.came, state.rowed = state.came[index], state.rowed[index]
             state.scored = state.scored[index]
             state.kept = [copy.deepcopy(state.kept[i]) for i in indices]
             state.gone = [state.gone[i] for i in indices]
@@ -219,10 +244,13 @@ class ReferenceSession(Dropping, Scores, Decisions):
             is_cut = positions < state.positions
             state.keys, state.values = state.keys[:, :, :positions], state.values[:, :, :positions]
             state.valid, state.predicted = state.valid[:, :positions], None
+            state.came = state.came[:, :positions]
             state.sealed = min(state.sealed, self._sealed_at(state.positions))
             state.prefilled = min(state.prefilled, state.positions)
             came_back = state.keys[:, :, state.sealed :]
             state.scored = torch.cat([state.scored[:, :, : state.sealed], came_back], 2)
+            of_rows = state.rowed[:, : state.sealed], state.valid[:, state.sealed :]
+            state.rowed = torch.cat(of_rows, 1)
             for kept in state.kept if is_cut else []:
                 kept.crop(state.sealed, positions, self._options.select_queries_max)
 
@@ -278,9 +306,9 @@ class ReferenceSession(Dropping, Scores, Decisions):
                     part.copy_(float8_rounded(part))
 
     def _groups(self, state: Layer, sequence: int) -> tuple[list[int], list[int]]:
-        """(sink groups, the others with a valid token) among a sequence's sealed groups."""
+        """(sink groups, the others with a token that came valid) among a sequence's sealed ones."""
         group = self._options.group_tokens
-        valid = state.valid[sequence].nonzero().flatten().tolist()
+        valid = state.came[sequence].nonzero().flatten().tolist()
         sinks = {position // group for position in valid[: self._options.sink_tokens]}
         alive = {position // group for position in valid if position < state.sealed}
         return sorted(sinks & alive), sorted(alive - sinks)
@@ -323,7 +351,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
                 chosen.append([])
                 continue
             whole = state.kept[sequence].whole_groups(self._options.group_tokens)
-            candidates = [g for g in others if g not in whole]
+            candidates = [g for g in others if g not in whole and self._counts(state, sequence, g)]
             is_shared, kept = self._options.keep_share == "auto", state.kept[sequence]
             fewer = len(kept.positions) // self._options.group_tokens if is_shared else 0
             count = max(1, at_most - fewer)
@@ -355,6 +383,10 @@ class ReferenceSession(Dropping, Scores, Decisions):
         same = assert_same_choices(chosen, theirs, self._layers[layer].judged)
         self.choices["same" if same else "rounded"] += 1
         return theirs
+
+    def _counts(self, state: Layer, sequence: int, g: int) -> bool:
+        group = self._options.group_tokens
+        return bool(state.valid[sequence, g * group : (g + 1) * group].any())
 
     def _is_selectable(self, state: Layer, sequence: int, g: int) -> bool:
         group = self._options.group_tokens

@@ -121,6 +121,14 @@ class Twins:
         assert self.rounded <= ROUNDED_MAX
         return same
 
+    def pad_later(self, rng: random.Random) -> None:
+        """Some tokens, alone and in runs, in each sequence's beginning, middle or end."""
+        valid = self.sessions[1].held_valid()
+        for sequence in range(len(valid)):
+            begin = rng.randrange(valid.shape[1])
+            valid[sequence, begin : begin + rng.choice([0, 1, 3, 20])] = False
+        self.all("declare_held", valid)
+
     def give_scores(self, layer: int, batch: int, tokens: int) -> None:
         """With rows=given, before each choice; many are alike."""
         made, specified = self.options, self.sessions[1]
@@ -297,8 +305,8 @@ def test_random_operations_with_the_newest_alone(tmp_path, seed, heads):
     assert twins.sessions[0].counters()["bytes_read"] >= 0
 
 
-def live(made: Options, rng: random.Random, seed: int) -> Twins:
-    """Chunks, crops and other batches, in both sessions."""
+def live(made: Options, rng: random.Random, seed: int, pads_later: bool = False) -> Twins:
+    """Chunks, crops and other batches, in both sessions; tokens become padding before some."""
     made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])
     twins = Twins(made, seed)
     batch = rng.choice([1, 2, 3])
@@ -308,6 +316,8 @@ def live(made: Options, rng: random.Random, seed: int) -> Twins:
     for _ in range(25):
         kind = rng.random()
         positions = twins.sessions[1].positions(0)
+        if pads_later and rng.random() < 0.3:
+            twins.pad_later(rng)
         if kind < 0.6:
             twins.forward(batch, rng.randint(1, 4), look_ahead=rng.random() < 0.8)
         elif kind < 0.7:

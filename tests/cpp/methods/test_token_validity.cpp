@@ -57,5 +57,51 @@ TEST(TokenValidity, EqualsAVectorOfBool) {
   }
 }
 
+/// What became padding counts no more; the first position that came valid stays the first.
+TEST(TokenValidity, PositionsBecomePaddingAndComeBack) {
+  for (uint32_t seed = 0; seed < 30; ++seed) {
+    std::mt19937 random(seed);
+    TokenValidity validity;
+    std::vector<bool> came;
+    std::vector<bool> model;
+    for (int step = 0; step < 40; ++step) {
+      const uint32_t kind = random() % 4;
+      if (kind < 2) {
+        const int64_t count = random() % 90;
+        const auto flags = std::make_unique<bool[]>(count + 1);
+        for (int64_t i = 0; i < count; ++i) flags[i] = random() % 3 > 0;
+        validity.append(count, flags.get());
+        came.insert(came.end(), flags.get(), flags.get() + count);
+        model.insert(model.end(), flags.get(), flags.get() + count);
+      } else if (kind == 2) {
+        const auto positions = static_cast<int64_t>(random() % (model.size() + 1));
+        validity.truncate(positions);
+        came.resize(positions);
+        model.resize(positions);
+      } else {
+        std::vector<int64_t> later;
+        model = came;
+        for (size_t i = 0; i < came.size(); ++i) {
+          if (!came[i] || random() % 4 > 0) continue;
+          later.push_back(static_cast<int64_t>(i));
+          model[i] = false;
+        }
+        validity.set_later_padding(later);
+      }
+      std::vector<int64_t> later;
+      int64_t all_valid_from = 0;
+      for (size_t i = 0; i < model.size(); ++i) {
+        ASSERT_EQ(validity.is_valid(i), model[i]);
+        ASSERT_EQ(validity.came_valid(i), came[i]);
+        if (came[i] && !model[i]) later.push_back(static_cast<int64_t>(i));
+        if (!model[i]) all_valid_from = static_cast<int64_t>(i) + 1;
+      }
+      ASSERT_EQ(validity.later_padding(), later);
+      ASSERT_EQ(validity.all_valid_from(), all_valid_from);
+      ASSERT_EQ(validity.first_valid(), std::find(came.begin(), came.end(), true) - came.begin());
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvswap
