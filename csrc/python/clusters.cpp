@@ -1,6 +1,8 @@
+
 #include "python/clusters.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "methods/clusters.h"
 #include "torch/parallel.h"

@@ -1,5 +1,15 @@
 #include "torch/head_blocks.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/block_diag.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/einsum.h>
+#include <ATen/ops/eye.h>
+#include <ATen/ops/linalg_eigh.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
 #include <vector>
 
 namespace kvswap {

@@ -1,6 +1,9 @@
 #include "torch/op_checks.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>

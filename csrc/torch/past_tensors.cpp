@@ -1,5 +1,9 @@
 #include "torch/past_tensors.h"
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/tensor.h>
+
 #include <vector>
 
 #include "kernels/float8_exponent.h"

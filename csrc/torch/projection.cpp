@@ -1,6 +1,18 @@
 #include "torch/projection.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/block_diag.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/eye.h>
+#include <ATen/ops/linalg_cholesky.h>
+#include <ATen/ops/linalg_qr.h>
+#include <ATen/ops/linalg_svd.h>
+#include <ATen/ops/linspace.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/randn.h>
 
 #include <algorithm>
 #include <cmath>

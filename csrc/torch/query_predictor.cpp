@@ -1,6 +1,11 @@
 #include "torch/query_predictor.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/rsqrt.h>
 #include <torch/library.h>
 
 #include <utility>

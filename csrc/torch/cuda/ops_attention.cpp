@@ -1,3 +1,9 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <algorithm>

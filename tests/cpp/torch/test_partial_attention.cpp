@@ -1,5 +1,6 @@
 // What CUDA runs where no flash attention fits, against torch's flash attention on the CPU.
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <limits>

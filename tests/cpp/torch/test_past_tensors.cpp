@@ -1,5 +1,6 @@
 // A block of the past on another device, unpacked in torch's operations, is what the host decodes.
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

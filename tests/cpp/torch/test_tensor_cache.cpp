@@ -1,5 +1,6 @@
 // The cache over tensors that C++ programs drive, against plain attention over all it was given.
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
