@@ -110,7 +110,7 @@ def test_selecting_and_repeating_sequences_takes_their_padding_along(llama, open
 
 
 def test_with_a_selection_padding_is_chosen_no_more(llama, open_cache):
-    """Pads in every group but sinks and the last ones: what is left is few enough to be attended."""
+    """Pads in every group but sinks and the last: what is left is few enough to be attended."""
     ids = prompt(1, 60)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, 2:56] = 0
