@@ -123,6 +123,13 @@ auto with_floating(DType dtype, const Visit& visit) {
   }
 }
 
+/// The same with the element type of a summary, int8 or floating.
+template <typename Visit>
+auto with_summary_type(DType dtype, const Visit& visit) {
+  if (dtype == DType::kInt8) return visit(TypeName<int8_t>{});
+  return with_floating(dtype, visit);
+}
+
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 
 __device__ inline float never() { return __uint_as_float(0xff800000u); }   // -infinity

@@ -3,6 +3,7 @@
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/project_tensor.cuh"
 #include "kernels/low_rank_score.h"
 
 namespace kvswap::cuda {
@@ -153,14 +154,66 @@ __global__ void __launch_bounds__(kThreads) project_pieces(BatchProjectKeysArgs 
   }
 }
 
+/// The same of keys in bf16 and many tokens. Grid: (tiles of 256 tokens, pieces).
+template <typename S>
+__global__ void __launch_bounds__(ProjectTensor::kThreads, 2)
+    project_tiles(BatchProjectKeysArgs args) {
+  __shared__ ProjectTensor::Shared shared;
+  constexpr bool kIsInt8 = sizeof(S) == 1;
+  constexpr int kColumns = ProjectTensor::kColumns;
+  const ProjectPiece piece = args.pieces[blockIdx.y];
+  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * ProjectTensor::kTokens;
+  if (first_token >= piece.tokens) return;
+  const ProjectTensor tile(args, piece, first_token, shared);
+  ProjectTensor::Sums sums;
+  float largest[2][2] = {};
+  if (kIsInt8 && args.rank > kColumns) {
+    for (int column = 0; column < args.rank; column += kColumns) {
+      tile.project(column, sums);
+      tile.raise(sums, largest);
+    }
+  }
+  for (int column = 0; column < args.rank; column += kColumns) {
+    tile.project(column, sums);
+    if (kIsInt8 && args.rank <= kColumns) tile.raise(sums, largest);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int part = i / 2, half = i % 2;
+      if (!tile.has_token(part, half)) continue;
+      const int64_t row = piece.first_row + tile.token(part, half);
+      const float scale = finite_or_nan(level_scale(largest[part][half], 127.0f));
+      const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+      if (kIsInt8 && column == 0 && tile.c == 0) piece.token_scale[row] = scale;
+      S* target = static_cast<S*>(piece.summary) + row / kBlock * args.rank * kBlock + row % kBlock;
+#pragma unroll
+      for (int r = 0; r < ProjectTensor::kColumnTiles * 2; ++r) {
+        const int at = column + r / 2 * 8 + tile.c * 2 + r % 2;
+        if (at < args.rank) {
+          target[at * kBlock] = to_summary<S>(sums[part][r / 2][half * 2 + r % 2], inverse);
+        }
+      }
+    }
+  }
+}
+
+/// Few tokens are not worth a tile of 256.
+bool fits_tensor_cores(const BatchProjectKeysArgs& args) {
+  return args.key_dtype == DType::kBFloat16 && args.tokens_max > kTileTokens &&
+         args.head_dim % 8 == 0 && args.head_stride % 8 == 0 && args.token_stride % 8 == 0;
+}
+
 template <typename T>
 Status project(const BatchProjectKeysArgs& args, void* stream) {
-  const Grid grid = {.x = ceil_div(args.tokens_max, kTileTokens), .y = args.count};
   constexpr const char* kWhere = "project_keys";
-  if (args.summary_dtype == DType::kInt8) {
-    return launch(kWhere, stream, grid, kThreads, project_pieces<T, int8_t>, args);
+  if (fits_tensor_cores(args)) {
+    const Grid grid = {.x = ceil_div(args.tokens_max, ProjectTensor::kTokens), .y = args.count};
+    return with_summary_type(args.summary_dtype, [&](auto type) {
+      using S = typename decltype(type)::Type;
+      return launch(kWhere, stream, grid, ProjectTensor::kThreads, project_tiles<S>, args);
+    });
   }
-  return with_floating(args.summary_dtype, [&](auto type) {
+  const Grid grid = {.x = ceil_div(args.tokens_max, kTileTokens), .y = args.count};
+  return with_summary_type(args.summary_dtype, [&](auto type) {
     using S = typename decltype(type)::Type;
     return launch(kWhere, stream, grid, kThreads, project_pieces<T, S>, args);
   });

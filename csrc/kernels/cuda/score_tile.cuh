@@ -34,13 +34,6 @@ __device__ inline BlockSource<T> find_block(const SummaryTable& table, int64_t s
           .in_chunk = static_cast<int>(static_cast<uint32_t>(block) % blocks)};
 }
 
-/// Calls visit(TypeName<T>) for a summary's element type.
-template <typename Visit>
-Status with_summary_type(DType dtype, const Visit& visit) {
-  if (dtype == DType::kInt8) return visit(TypeName<int8_t>{});
-  return with_floating(dtype, visit);
-}
-
 inline Status check_summary(const char* where, const SummaryTable& table) {
   KVSWAP_RETURN_IF_ERROR(check_range(where, "rank", table.rank, 0, kRankMax));
   if (table.chunk_tokens % kSummaryBlock != 0 || table.chunk_tokens <= 0) {

@@ -11,13 +11,14 @@ namespace {
 
 struct ProjectShape {
   int64_t tokens, first_row, kv_heads, head_dim, rank;
+  int64_t gap = 3;  // 8: rows are whole vectors, as tensor cores want them
 };
 
 /// Two pieces, the second one token shorter, against two calls on the CPU.
 template <typename Key, typename Row>
 void expect_keys_as_on_cpu(const ProjectShape& s) {
   constexpr bool kIsInt8 = std::is_same_v<Row, int8_t>;
-  const int64_t token_stride = s.kv_heads * s.head_dim + 3;
+  const int64_t token_stride = s.kv_heads * s.head_dim + s.gap;
   const int64_t dims = s.kv_heads * s.head_dim;
   GuardedBuffer<Key> keys(random_elements<Key>(s.tokens * token_stride, 11));
   std::vector<float> factors = random_elements<float>(dims * s.rank, 12);
@@ -78,7 +79,8 @@ TEST(CudaProjectKeys, AsOnCpu) {
   for (const ProjectShape& shape :
        {ProjectShape{1, 0, 1, 64, 4}, ProjectShape{37, 5, 2, 80, 32},
         ProjectShape{130, 16, 2, 64, 65}, ProjectShape{4, 1020, 2, 128, 48},
-        ProjectShape{64, 0, 1, 96, 130}}) {
+        ProjectShape{64, 0, 1, 96, 130}, ProjectShape{300, 5, 2, 40, 65, 8},
+        ProjectShape{70, 0, 1, 128, 32, 8}}) {
     expect_keys_as_on_cpu<float, float>(shape);
     expect_keys_as_on_cpu<BFloat16, BFloat16>(shape);
     expect_keys_as_on_cpu<Float16, Float16>(shape);
