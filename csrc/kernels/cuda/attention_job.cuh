@@ -13,6 +13,34 @@ namespace kvswap::cuda {
 
 /// PagedAttentionArgs and its plan, as the kernels want them.
 struct AttentionJob {
+  /// Without a plan: the work is not split.
+  explicit AttentionJob(const PagedAttentionArgs& args)
+      : query(args.query),
+        query_batch_stride(args.query_batch_stride),
+        query_head_stride(args.query_head_stride),
+        query_token_stride(args.query_token_stride),
+        output(args.output),
+        log_sum_exp(args.log_sum_exp),
+        pages(args.pages),
+        masks(args.masks),
+        positions(args.positions),
+        page_counts(args.page_counts),
+        query_positions(args.query_positions),
+        exponents(args.exponents),
+        pages_max(args.pages_max),
+        page_head_elements(
+            args.shape.kv_heads == 1 ? 0 : 2 * args.shape.group_tokens * args.shape.head_dim),
+        table_heads(static_cast<int>(args.table_heads)),
+        page_heads(static_cast<int>(args.shape.kv_heads)),
+        kv_heads(static_cast<int>(args.kv_heads())),
+        ratio(kv_heads == 0 ? 1 : static_cast<int>(args.heads / kv_heads)),
+        queries(static_cast<int>(args.queries)),
+        group_tokens(static_cast<int>(args.shape.group_tokens)),
+        head_dim(static_cast<int>(args.shape.head_dim)),
+        scale(args.scale),
+        softcap(args.softcap),
+        sinks(args.sinks) {}
+
   const void* query = nullptr;
   int64_t query_batch_stride = 0, query_head_stride = 0, query_token_stride = 0;
   void* output = nullptr;
@@ -41,14 +69,19 @@ struct AttentionJob {
   float softcap = 0.0f;
   const float* sinks = nullptr;
 
-  /// A score as a power of 2, from the sum of products.
-  __device__ float power_of_2(float sum_of_products) const {
-    constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  /// A score from the sum of products.
+  __device__ float score(float sum_of_products) const {
     const float score = sum_of_products * scale;
-    return (softcap > 0.0f ? softcap * tanhf(score / softcap) : score) * kLog2E;
+    return softcap > 0.0f ? softcap * tanhf(score / softcap) : score;
+  }
+  /// The same as a power of 2.
+  __device__ float power_of_2(float sum_of_products) const {
+    return score(sum_of_products) * kLog2E;
   }
   /// The sink of a head, likewise.
-  __device__ float sink_power_of_2(int head) const { return sinks[head] * 1.4426950408889634f; }
+  __device__ float sink_power_of_2(int head) const { return sinks[head] * kLog2E; }
 };
 
 inline constexpr int32_t kUnseen = 0x7fffffff;  // no query stands at this position or after it
@@ -61,6 +94,12 @@ struct AttentionPlace {
         kv_head(static_cast<int>(blockIdx.y) / job.row_tiles),
         tile(static_cast<int>(blockIdx.y) % job.row_tiles),
         sequence(blockIdx.z) {
+    take_tile(job, tile);
+  }
+
+  /// From now on the part of another tile of query rows.
+  __device__ void take_tile(const AttentionJob& job, int which) {
+    tile = which;
     const int left = job.ratio * job.queries - tile * kRows;
     rows = left < kRows ? left : kRows;
   }

@@ -4,50 +4,41 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/attention_job.cuh"
-#include "kernels/cuda/tensor_core.cuh"
+#include "kernels/cuda/tensor_keys.cuh"
 
 namespace kvswap::cuda {
 
 /// Decode attention of 16-bit elements on tensor cores, in the manner of flash decoding: a warp
 /// takes 16 tokens at a time against 16 query rows.
 ///
-/// K and V go from memory straight to the registers of the multiplication, 16 bytes a lane. That
-/// works because a product does not mind in which order the values of head_dim are taken: lane
-/// (g, c) = (lane / 4, lane % 4) reads values 8c .. 8c + 7 of a chunk of 32 of token g's K and
-/// calls them k = 2c, 2c + 1, 2c + 8, 2c + 9 of two multiplications; the query stands in shared
-/// memory in that order. Of V it reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1,
-/// 2c + 8 and 2c + 9; value 8g + i is column g of multiplication i. So the sums of multiplication i
-/// in lane (g, c) belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
+/// V goes from memory straight to the registers of the multiplication, as K does in TensorKeys.
+/// Lane (g, c) reads values 8g .. 8g + 7 of a chunk of 64 for tokens 2c, 2c + 1, 2c + 8 and 2c + 9;
+/// value 8g + i is column g of multiplication i. So the sums of multiplication i in lane (g, c)
+/// belong to rows g and g + 8, values 16c + i and 16c + 8 + i.
 template <typename T, int kChunks, PageFormat kFormat>  // of 64 values of head_dim
-struct TensorAttention {
+struct TensorAttention : TensorKeys<T, kChunks, kFormat> {
+  using Keys = TensorKeys<T, kChunks, kFormat>;
+  using Keys::c;
+  using Keys::g;
+  using Keys::job;
+  using Keys::kTokens;
+  using Keys::lane;
+  using Keys::place;
+  using Keys::warp;
   static constexpr int kHeadDim = kChunks * 64;
-  static constexpr int kKeyChunks = kChunks * 2;  // of 32 values
-  static constexpr int kKeysHeld = kKeyChunks < 4 ? kKeyChunks : 4;
-  static constexpr int kTokens = 16;
   // Beyond 128 values two warps share 16 tokens, each with the sums of one half of V's values.
   static constexpr int kParts = kChunks > 2 ? 2 : 1;
   static constexpr int kOwnChunks = kChunks / kParts;
   static constexpr int kTokenWarps = kAttentionWarps / kParts;
 
-  struct Shared {
-    SlotStage<kFormat> stage;
-    uint4 query[kKeyChunks][2][32];  // [chunk][row half][lane]
+  struct Shared : Keys::Shared {
     RowSums<kTensorRows> sums;
     RowValues<kTensorRows, kHeadDim> values;
   };
 
   __device__ TensorAttention(const AttentionJob& job, const AttentionPlace<kTensorRows>& place,
                              Shared& shared)
-      : job(job),
-        place(place),
-        shared(shared),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        token_warp(warp / kParts),
-        part(warp % kParts),
-        g(lane / 4),
-        c(lane % 4) {
+      : Keys(job, place, shared), shared(shared), token_warp(warp / kParts), part(warp % kParts) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = g + half * 8;
@@ -59,76 +50,18 @@ struct TensorAttention {
     }
   }
 
-  /// The query rows as operand a; rows and values that are not there are zeros.
-  __device__ void stage_query() {
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kKeyChunks * 64; i += kAttentionThreads) {
-      const int row = i % 32 / 4 + i / 32 % 2 * 8;
-      const int first = i / 64 * 32 + i % 4 * 8;
-      uint32_t words[4] = {0, 0, 0, 0};
-      if (row < place.rows && first < job.head_dim) {
-        // The caller's strides may be odd: one element at a time.
-        const T* source = place.template query_row<T>(job, row) + first;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          words[w] = source[2 * w].bits | static_cast<uint32_t>(source[2 * w + 1].bits) << 16;
-        }
-      }
-      shared.query[i / 64][i / 32 % 2][i % 32] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-
-  /// Eight values of a token's K (side 0) or V (side 1), as they stand in its page; zeros where the
-  /// slot is not seen or the row has ended.
-  __device__ uint4 load(int slot, int side, int first) const {
-    const bool is_there = shared.stage.positions[slot] != kUnseen && first < job.head_dim;
-    return shared.stage.template load<T>(
-        slot, side, side * static_cast<int64_t>(job.group_tokens) * job.head_dim + first, is_there);
-  }
-
   __device__ static int value_slot(int i) { return i % 2 + i / 2 * 8; }
 
   __device__ void load_values(int slot, int chunk, uint4 (&values)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      values[i] = load(slot + 2 * c + value_slot(i), 1, chunk * 64 + g * 8);
+      values[i] = this->load(slot + 2 * c + value_slot(i), 1, chunk * 64 + g * 8);
     }
   }
   __device__ void decode_values(int slot, uint4 (&values)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       shared.stage.template decode<T>(slot + 2 * c + value_slot(i), 1, values[i]);
-    }
-  }
-
-  __device__ void load_keys(int slot, int first_chunk, uint4 (&keys)[2][kKeysHeld]) const {
-#pragma unroll
-    for (int i = 0; i < kKeysHeld; ++i) {
-      keys[0][i] = load(slot + g, 0, (first_chunk + i) * 32 + c * 8);
-      keys[1][i] = load(slot + g + 8, 0, (first_chunk + i) * 32 + c * 8);
-    }
-  }
-  __device__ void decode_keys(int slot, uint4 (&keys)[2][kKeysHeld]) const {
-#pragma unroll
-    for (int i = 0; i < kKeysHeld; ++i) {
-      shared.stage.template decode<T>(slot + g, 0, keys[0][i]);
-      shared.stage.template decode<T>(slot + g + 8, 0, keys[1][i]);
-    }
-  }
-
-  /// scores[tile of 8 tokens] += query rows times keys.
-  __device__ void score(int first_chunk, const uint4 (&keys)[2][kKeysHeld],
-                        float (&scores)[2][4]) const {
-#pragma unroll
-    for (int i = 0; i < kKeysHeld; ++i) {
-      const uint4 low = shared.query[first_chunk + i][0][lane];
-      const uint4 high = shared.query[first_chunk + i][1][lane];
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const uint4 key = keys[tile][i];
-        multiply_add<T>(scores[tile], low.x, high.x, low.y, high.y, key.x, key.y);
-        multiply_add<T>(scores[tile], low.z, high.z, low.w, high.w, key.z, key.w);
-      }
     }
   }
 
@@ -183,22 +116,14 @@ struct TensorAttention {
 
   /// Sixteen tokens from stage slot `slot` on.
   __device__ void attend(int slot) {
-    const bool is_seen = shared.stage.positions[slot + lane % kTokens] != kUnseen;
-    if (!__any_sync(kWholeWarp, is_seen)) return;
-    uint4 keys[2][kKeysHeld];
-    load_keys(slot, 0, keys);
+    if (!this->is_any_seen(slot)) return;
+    uint4 keys[2][Keys::kKeysHeld];
+    this->load_keys(slot, 0, keys);
     uint4 values[kOwnChunks][4];  // asked for before K is used, decoded after
 #pragma unroll
     for (int i = 0; i < kOwnChunks; ++i) load_values(slot, part * kOwnChunks + i, values[i]);
     float scores[2][4] = {};
-    decode_keys(slot, keys);
-    score(0, keys, scores);
-#pragma unroll 1
-    for (int chunk = kKeysHeld; chunk < kKeyChunks; chunk += kKeysHeld) {
-      load_keys(slot, chunk, keys);
-      decode_keys(slot, keys);
-      score(chunk, keys, scores);
-    }
+    this->score_all(slot, keys, scores);
     uint32_t weights[4];
     weigh(slot, scores, weights);
 #pragma unroll
@@ -252,10 +177,8 @@ struct TensorAttention {
     }
   }
 
-  const AttentionJob& job;
-  const AttentionPlace<kTensorRows>& place;
   Shared& shared;
-  const int lane, warp, token_warp, part, g, c;
+  const int token_warp, part;
   int32_t last_position[2];
   float largest[2] = {never(), never()};
   float sum[2] = {0.0f, 0.0f};

@@ -138,37 +138,12 @@ __global__ void __launch_bounds__(kAttentionThreads) join_splits(AttentionJob jo
 }
 
 AttentionJob make_job(const PagedAttentionArgs& args, const AttentionPlan& plan, void* scratch) {
-  AttentionJob job;
-  job.query = args.query;
-  job.query_batch_stride = args.query_batch_stride;
-  job.query_head_stride = args.query_head_stride;
-  job.query_token_stride = args.query_token_stride;
-  job.output = args.output;
-  job.log_sum_exp = args.log_sum_exp;
-  job.pages = args.pages;
-  job.masks = args.masks;
-  job.positions = args.positions;
-  job.page_counts = args.page_counts;
-  job.query_positions = args.query_positions;
-  job.exponents = args.exponents;
+  AttentionJob job(args);
   job.partial_output = static_cast<float*>(scratch);
   job.partial_log_sum_exp = job.partial_output + plan.partial_rows(args) * args.shape.head_dim;
-  job.pages_max = args.pages_max;
   job.split_slots = plan.split_slots;
-  const int64_t side_elements = args.shape.group_tokens * args.shape.head_dim;
-  job.page_head_elements = args.shape.kv_heads == 1 ? 0 : 2 * side_elements;
   job.splits = static_cast<int>(plan.splits);
-  job.table_heads = static_cast<int>(args.table_heads);
-  job.page_heads = static_cast<int>(args.shape.kv_heads);
-  job.kv_heads = static_cast<int>(plan.kv_heads);
   job.row_tiles = static_cast<int>(plan.row_tiles);
-  job.ratio = static_cast<int>(plan.ratio);
-  job.queries = static_cast<int>(args.queries);
-  job.group_tokens = static_cast<int>(args.shape.group_tokens);
-  job.head_dim = static_cast<int>(args.shape.head_dim);
-  job.scale = args.scale;
-  job.softcap = args.softcap;
-  job.sinks = args.sinks;
   return job;
 }
 

@@ -34,7 +34,10 @@ TEST(CudaAttentionMass, AsInDouble) {
        {AttentionShape{.kv_heads = 2, .ratio = 3, .pages = 9},
         {.batch = 2, .kv_heads = 2, .queries = 3, .group_tokens = 13, .head_dim = 72, .pages = 5},
         {.batch = 2, .kv_heads = 3, .ratio = 2, .pages = 7, .table_per_head = true},
-        {.kv_heads = 1, .group_tokens = 32, .head_dim = 256, .pages = 3}}) {
+        {.kv_heads = 1, .group_tokens = 32, .head_dim = 256, .pages = 3},
+        // Rows that are no whole vectors; and three tiles of query rows over three stages of slots.
+        {.kv_heads = 2, .ratio = 2, .head_dim = 12, .pages = 5},
+        {.batch = 1, .kv_heads = 1, .ratio = 5, .queries = 7, .group_tokens = 8, .pages = 70}}) {
     expect_mass<float>(shape);
     expect_mass<BFloat16>(shape);
     expect_mass<Float16>(shape);
