@@ -153,28 +153,42 @@ void LayerStep::plan() {
 }
 
 size_t LayerStep::plan_loads() {
-  pages_.resize(batch_.size());
+  constexpr int64_t kKeysAtOnce = 128;  // fewer are not worth a thread
+  const int64_t sequences = batch_.size();
+  std::vector<size_t> first(sequences + 1);  // of all that are chosen
+  for (int64_t i = 0; i < sequences; ++i) first[i + 1] = first[i] + chosen_[i].size();
+  const size_t groups = first.back();
+  std::vector<RecordKey> keys(groups);
+  std::vector<PageMap::Assignment> assignments(groups);
+  const auto of_sequence = [&](auto& all, int64_t sequence) {
+    return std::span(all).subspan(first[sequence], chosen_[sequence].size());
+  };
+  const int64_t grain = kKeysAtOnce * sequences / std::max<int64_t>(1, groups) + 1;
+  // Sequences have pages of their own, and nothing else changes.
+  run_parallel({.parallel = parts_.threads()}, sequences, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t sequence = begin; sequence < end; ++sequence) {
+      const std::span<RecordKey> own = of_sequence(keys, sequence);
+      for (size_t i = 0; i < own.size(); ++i) {
+        own[i] = parts_.store->key(layer_, sequence, chosen_[sequence][i]);
+      }
+      batch_.pages(sequence).map(layer_).plan(own, of_sequence(assignments, sequence));
+    }
+  });
+  pages_.resize(sequences);
   fetch_.layer = layer_;
   fetch_.loads.clear();
-  size_t groups = 0;
-  for (const std::vector<int32_t>& chosen : chosen_) groups += chosen.size();
   fetch_.loads.reserve(groups);
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) plan_sequence(sequence);
+  for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+    take_pages(sequence, of_sequence(assignments, sequence));
+  }
   return groups;
 }
 
-void LayerStep::plan_sequence(int64_t sequence) {
+void LayerStep::take_pages(int64_t sequence, std::span<const PageMap::Assignment> assignments) {
   const std::vector<int32_t>& chosen = chosen_[sequence];
   SequencePages& pages = batch_.pages(sequence);
-  std::vector<RecordKey> keys;
-  keys.reserve(chosen.size());
-  for (const int32_t group : chosen) {
-    keys.push_back(parts_.store->key(layer_, sequence, group));
-  }
-  std::vector<PageMap::Assignment> assignments(keys.size());
-  pages.map(layer_).plan(keys, assignments);
-  pages_[sequence].resize(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) {
+  pages_[sequence].resize(chosen.size());
+  for (size_t i = 0; i < chosen.size(); ++i) {
     const int32_t page = assignments[i].page;
     pages_[sequence][i] = page;
     if (assignments[i].is_load) {

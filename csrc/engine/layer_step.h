@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "engine/batch.h"
@@ -86,7 +87,7 @@ class LayerStep {
   void apply_override();
   void plan();
   size_t plan_loads();
-  void plan_sequence(int64_t sequence);
+  void take_pages(int64_t sequence, std::span<const PageMap::Assignment> assignments);
   Status submit(const Room& make_room);
   void forget_loads();
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <numeric>
 
 #include "io/status.h"
 
@@ -29,7 +30,7 @@ PageMap::PageMap(int32_t first_page, int32_t pages, Replacement replacement)
       states_(pages),
       clusters_(replacement == Replacement::kClusters ? pages : 0),
       buckets_(std::bit_ceil(static_cast<uint32_t>(2 * std::max(pages, 1))), -1) {
-  candidates_.reserve(pages);
+  order_.reserve(pages);
 }
 
 int32_t PageMap::bucket_of(uint64_t key) const {
@@ -82,13 +83,12 @@ void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignm
   }
   if (loads == 0) return;
 
-  candidates_.clear();
+  if (replacement_ == Replacement::kFifo) return replace_oldest(keys, assignments, loads);
+  order_.clear();
   for (int32_t index = 0; index < pages(); ++index) {
-    if (!states_[index].is_filled || states_[index].used_step != step_) {
-      candidates_.push_back(index);
-    }
+    if (!states_[index].is_filled || states_[index].used_step != step_) order_.push_back(index);
   }
-  KVSWAP_ASSERT(candidates_.size() >= loads);
+  KVSWAP_ASSERT(order_.size() >= loads);
   const uint64_t last = clusters_.empty() ? 0 : stays_from();
   const auto rank = [&](int32_t index) {
     return clusters_.empty() ? leaving_rank(replacement_, states_[index])
@@ -99,22 +99,59 @@ void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignm
     const uint64_t rank_b = rank(b);
     return rank_a != rank_b ? rank_a < rank_b : a < b;
   };
-  std::partial_sort(candidates_.begin(), candidates_.begin() + loads, candidates_.end(),
-                    leaves_before);
-  auto leaving = candidates_.begin();
+  std::nth_element(order_.begin(), order_.begin() + loads - 1, order_.end(), leaves_before);
+  std::sort(order_.begin(), order_.begin() + loads, leaves_before);
+  auto leaving = order_.begin();
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (assignments[i].is_load) assignments[i].page = replace(*leaving++, keys[i]);
+  }
+}
+
+/// Its unit leaves; the page has `key` now.
+int32_t PageMap::replace(int32_t index, uint64_t key) {
+  if (states_[index].is_filled) erase(index);
+  insert(key, index);
+  states_[index].loaded_step = states_[index].used_step = step_;
+  return first_page_ + index;
+}
+
+/// The pages stand in the order in which they leave: those of this step go behind all others, in
+/// page order, so that no step looks at more of them than at those who leave and those it passes
+/// over.
+void PageMap::replace_oldest(std::span<const uint64_t> keys, std::span<Assignment> assignments,
+                             size_t loads) {
+  if (!is_ordered_) put_in_order();
+  auto next = order_.begin();
+  auto stays = order_.begin();
   for (size_t i = 0; i < keys.size(); ++i) {
     if (!assignments[i].is_load) continue;
-    const int32_t index = *leaving++;
-    if (states_[index].is_filled) erase(index);
-    insert(keys[i], index);
-    states_[index].loaded_step = states_[index].used_step = step_;
-    assignments[i].page = first_page_ + index;
+    while (states_[*next].is_filled && states_[*next].used_step == step_) *stays++ = *next++;
+    assignments[i].page = replace(*next++, keys[i]);
   }
+  stays = std::copy(next, order_.end(), stays);
+  KVSWAP_ASSERT(static_cast<size_t>(order_.end() - stays) == loads);
+  auto newest = stays;
+  for (const Assignment& assigned : assignments) {
+    if (assigned.is_load) *newest++ = assigned.page - first_page_;
+  }
+  std::sort(stays, order_.end());
+}
+
+/// Empty pages first, then the oldest load; ties in page order.
+void PageMap::put_in_order() {
+  order_.resize(states_.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+    return leaving_rank(replacement_, states_[a]) < leaving_rank(replacement_, states_[b]);
+  });
+  is_ordered_ = true;
 }
 
 void PageMap::forget(uint64_t key) {
   const int32_t index = buckets_[bucket_of(key)];
-  if (index >= 0) erase(index);
+  if (index < 0) return;
+  erase(index);
+  is_ordered_ = false;
 }
 
 int32_t PageMap::rename(uint64_t key, uint64_t new_key) {
@@ -157,6 +194,7 @@ void PageMap::vacate(int64_t count) {
   for (int32_t index = 0; index < count; ++index) {
     if (states_[index].is_filled) erase(index);
   }
+  is_ordered_ = false;
 }
 
 void PageMap::clear() {
@@ -164,6 +202,7 @@ void PageMap::clear() {
   std::fill(clusters_.begin(), clusters_.end(), ClusterState{});
   std::fill(buckets_.begin(), buckets_.end(), -1);
   step_ = 0;
+  is_ordered_ = false;
 }
 
 }  // namespace kvswap

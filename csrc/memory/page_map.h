@@ -42,7 +42,7 @@ class PageMap {
   int32_t find(uint64_t key) const;
 
   int32_t pages() const { return static_cast<int32_t>(states_.size()); }
-  /// At most four buckets and one candidate a page.
+  /// At most four buckets and one place in the order a page.
   static constexpr int64_t bytes_per_page(Replacement replacement) {
     return sizeof(PageState) + 5 * sizeof(int32_t) +
            (replacement == Replacement::kClusters ? sizeof(ClusterState) : 0);
@@ -52,6 +52,10 @@ class PageMap {
   int32_t bucket_of(uint64_t key) const;
   /// Pages updated from this step on leave last: in the last 16 steps, a quarter of them at most.
   uint64_t stays_from() const;
+  int32_t replace(int32_t index, uint64_t key);
+  void replace_oldest(std::span<const uint64_t> keys, std::span<Assignment> assignments,
+                      size_t loads);
+  void put_in_order();
   void insert(uint64_t key, int32_t index);
   void erase(int32_t index);
 
@@ -60,7 +64,10 @@ class PageMap {
   std::vector<PageState> states_;       // [pages]
   std::vector<ClusterState> clusters_;  // [pages], where clusters are replaced as such
   std::vector<int32_t> buckets_;        // open addressing: index into states_ or -1
-  std::vector<int32_t> candidates_;     // scratch of plan()
+  // Of kFifo all pages, in the order in which they leave, while is_ordered_; else scratch of
+  // plan().
+  std::vector<int32_t> order_;
+  bool is_ordered_ = false;
   uint64_t step_ = 0;
 };
 
