@@ -13,8 +13,8 @@ __device__ inline float representable(float value) {
   return value < -kFloat8Max ? -kFloat8Max : value;
 }
 
-/// Correctly rounded quotients by one positive number, as operator/ has them, for less than half of its
-/// cost.
+/// Correctly rounded quotients by one positive number, as operator/ has them, for less than half of
+/// its cost.
 struct Quotient {
   float divisor;
   float inverse;
