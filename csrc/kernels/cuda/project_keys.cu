@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) project_pieces(BatchProjectKeysArgs 
 
 /// The same of keys in bf16 and many tokens. Grid: (tiles of 256 tokens, pieces).
 template <typename S>
-__global__ void __launch_bounds__(ProjectTensor::kThreads, 2)
+__global__ void __launch_bounds__(ProjectTensor::kThreads, sizeof(S) == 2 ? 2 : 1)  // no spills
     project_tiles(BatchProjectKeysArgs args) {
   __shared__ ProjectTensor::Shared shared;
   constexpr bool kIsInt8 = sizeof(S) == 1;
