@@ -129,7 +129,7 @@ struct StageMass {
 
 /// Grid: (stages, kv_heads, batch).
 template <typename T, int kChunks, PageFormat kFormat>
-__global__ void __launch_bounds__(kAttentionThreads) weigh_stages(MassJob job, int row_tiles) {
+__global__ void __launch_bounds__(kAttentionThreads, 4) weigh_stages(MassJob job, int row_tiles) {
   using Stage = StageMass<T, kChunks, kFormat>;
   __shared__ typename Stage::Shared shared;
   AttentionPlace<kTensorRows> place(job.of);

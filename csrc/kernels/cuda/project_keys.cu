@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(ProjectTensor::kThreads, sizeof(S) == 2 ? 2 : 
   __shared__ ProjectTensor::Shared shared;
   constexpr bool kIsInt8 = sizeof(S) == 1;
   constexpr int kColumns = ProjectTensor::kColumns;
-  const ProjectPiece piece = args.pieces[blockIdx.y];
+  const ProjectPiece& piece = args.pieces[blockIdx.y];  // read again at the end, not held
   const int64_t first_token = static_cast<int64_t>(blockIdx.x) * ProjectTensor::kTokens;
   if (first_token >= piece.tokens) return;
   const ProjectTensor tile(args, piece, first_token, shared);

@@ -154,15 +154,15 @@ struct ProjectTensor {
     load_factors(chunk, first_column, factors);
     __syncthreads();  // nobody reads what stood here any more
 #pragma unroll 1
-    for (int step = 0; chunk.head < args.kv_heads; ++step) {
+    for (int step = 0;; ++step) {
       store_factors(step, factors);
       __syncthreads();
       chunk.advance(static_cast<int>(args.head_dim));
       const bool is_last = chunk.head == args.kv_heads;
-      // On their way: factors while this chunk is multiplied, keys while the next is staged.
-      if (!is_last) load_factors(chunk, first_column, factors);
       multiply(step, keys, sums);
-      if (!is_last) load_keys(chunk, keys);
+      if (is_last) return;
+      load_factors(chunk, first_column, factors);
+      load_keys(chunk, keys);  // on their way while factors are staged
     }
   }
 
