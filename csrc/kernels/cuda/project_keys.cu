@@ -154,17 +154,25 @@ __global__ void __launch_bounds__(kThreads) project_pieces(BatchProjectKeysArgs 
   }
 }
 
+/// Blocks that must fit a multiprocessor: as many as registers are enough for.
+constexpr int tile_blocks(size_t summary_bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+  return 1;
+#else
+  return summary_bytes == 2 ? 2 : 1;
+#endif
+}
+
 /// The same of keys in bf16 and many tokens. Grid: (tiles of 256 tokens, pieces).
 template <typename S>
-__global__ void __launch_bounds__(ProjectTensor::kThreads, sizeof(S) == 2 ? 2 : 1)  // no spills
+__global__ void __launch_bounds__(ProjectTensor::kThreads, tile_blocks(sizeof(S)))
     project_tiles(BatchProjectKeysArgs args) {
   __shared__ ProjectTensor::Shared shared;
   constexpr bool kIsInt8 = sizeof(S) == 1;
   constexpr int kColumns = ProjectTensor::kColumns;
   const ProjectPiece& piece = args.pieces[blockIdx.y];  // read again at the end, not held
-  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * ProjectTensor::kTokens;
-  if (first_token >= piece.tokens) return;
-  const ProjectTensor tile(args, piece, first_token, shared);
+  if (static_cast<int64_t>(blockIdx.x) * ProjectTensor::kTokens >= piece.tokens) return;
+  const ProjectTensor tile(args, piece, shared);
   ProjectTensor::Sums sums;
   float largest[2][2] = {};
   if (kIsInt8 && args.rank > kColumns) {

@@ -31,22 +31,23 @@ struct ProjectTensor {
   using Sums = float[2][kColumnTiles][4];  // [16 tokens][tile]: as multiply_add() has them
 
   __device__ ProjectTensor(const BatchProjectKeysArgs& args, const ProjectPiece& piece,
-                           int64_t block_token, Shared& shared)
+                           Shared& shared)
       : args(args),
-        piece(piece),
         shared(shared),
         lane(static_cast<int>(threadIdx.x) % 32),
         g(lane / 4),
         c(lane % 4),
-        first_token(block_token + static_cast<int>(threadIdx.x) / 32 * kWarpTokens + g),
         tokens_left(static_cast<int>(
-            piece.tokens - first_token < kTokens ? piece.tokens - first_token : kTokens)),
-        own_keys(static_cast<const BFloat16*>(piece.keys) + first_token * args.token_stride +
+            piece.tokens - token(0, 0) < kTokens ? piece.tokens - token(0, 0) : kTokens)),
+        own_keys(static_cast<const BFloat16*>(piece.keys) + token(0, 0) * args.token_stride +
                  c * 8),
         is_aligned((reinterpret_cast<uintptr_t>(piece.keys) & (kVectorBytes - 1)) == 0) {}
 
   /// The token of sums[part][..][2 * half ..].
-  __device__ int64_t token(int part, int half) const { return first_token + part * 16 + half * 8; }
+  __device__ int64_t token(int part, int half) const {
+    return static_cast<int64_t>(blockIdx.x) * kTokens +
+           static_cast<int>(threadIdx.x) / 32 * kWarpTokens + part * 16 + half * 8 + g;
+  }
   __device__ bool has_token(int part, int half) const { return part * 16 + half * 8 < tokens_left; }
 
   /// Where a chunk stands: in which KV head, from which of its values on.
@@ -159,10 +160,11 @@ struct ProjectTensor {
       __syncthreads();
       chunk.advance(static_cast<int>(args.head_dim));
       const bool is_last = chunk.head == args.kv_heads;
+      // On their way: factors while this chunk is multiplied, keys while the next is staged.
+      if (!is_last) load_factors(chunk, first_column, factors);
       multiply(step, keys, sums);
       if (is_last) return;
-      load_factors(chunk, first_column, factors);
-      load_keys(chunk, keys);  // on their way while factors are staged
+      load_keys(chunk, keys);
     }
   }
 
@@ -183,11 +185,9 @@ struct ProjectTensor {
   }
 
   const BatchProjectKeysArgs& args;
-  const ProjectPiece& piece;
   Shared& shared;
   const int lane, g, c;
-  const int64_t first_token;  // of this lane
-  const int tokens_left;      // from it on, of a block's
+  const int tokens_left;  // from this lane's first on, at most a block's
   const BFloat16* const own_keys;
   const bool is_aligned;
 };
