@@ -241,7 +241,8 @@ Status LayerStep::take() {
 }
 
 Status LayerStep::drop() {
-  KVSWAP_ASSERT(state_ != State::kAsked && state_ != State::kChosen);
+  // Where memory ran out between a question and its reads, nothing is in flight.
+  if (state_ == State::kAsked || state_ == State::kChosen) state_ = State::kIdle;
   // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
   Status taken = take();
   return state_ == State::kReading || is_recalling_ ? taken : Status::ok();

@@ -6,7 +6,9 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
+#include <cerrno>
 #include <cstdint>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -57,6 +59,8 @@ Result<std::thread> start_io_thread(const std::string& name, std::function<void(
     });
   } catch (const std::system_error& failure) {
     error = failure.code().value();
+  } catch (const std::bad_alloc&) {
+    error = ENOMEM;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error == 0) return thread;

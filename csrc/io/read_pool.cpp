@@ -33,6 +33,7 @@ ReadPool::~ReadPool() {
 
 Status ReadPool::grow(int threads) {
   const std::lock_guard lock(mutex_);
+  threads_.reserve(static_cast<size_t>(threads));  // none may run that has no place here
   while (threads_.size() < static_cast<size_t>(threads)) {
     const std::string name = "kvswap-read-" + std::to_string(threads_.size());
     Result<std::thread> thread = start_io_thread(name, [this] { run(); });
@@ -45,6 +46,8 @@ Status ReadPool::grow(int threads) {
 void ReadPool::post(Work* work, int times) {
   {
     const std::lock_guard lock(mutex_);
+    // Also for what threads put back: they have nobody who would hear of it.
+    waiting_.reserve(waiting_.size() + static_cast<size_t>(times) + threads_.size());
     waiting_.insert(waiting_.end(), static_cast<size_t>(times), work);
   }
   // One is woken here, and each that finds more wakes the next: the caller pays for one alone, and

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -65,6 +66,7 @@ class UringReader final : public BatchReader {
     bool must_wake = false;
     {
       const std::lock_guard lock(mutex_);
+      inbox_.reserve(inbox_.size() + 1);  // a batch that is known has its place
       ReadBatch& batch = batches_.add(reads);
       ticket = batch.ticket;
       ++counters_.batches;
@@ -159,14 +161,25 @@ class UringReader final : public BatchReader {
       batch->is_done = true;
       return any_finished = true;
     });
-    active_.insert(active_.end(), inbox_.begin(), inbox_.end());
-    inbox_.clear();
+    const bool has_room = take_inbox();
     const bool stopping = stopping_;
     lock.unlock();
     if (any_finished) done_.notify_all();
+    if (!has_room) ReadProgress::pause();
     if (!stopping) return true;
     for (ReadBatch* batch : active_) batch->next = batch->reads.size();
     return free_slots_.size() < slots_.size();
+  }
+
+  /// False: there is no memory for it now, and it stays for the next look. Guarded by mutex_.
+  bool take_inbox() {
+    try {
+      active_.insert(active_.end(), inbox_.begin(), inbox_.end());
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    inbox_.clear();
+    return true;
   }
 
   /// Fills the ring up to its depth; batches in their order.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -108,11 +109,13 @@ std::unique_ptr<Cache> Cache::fork() {
   return std::unique_ptr<Cache>(new Cache(impl_->fork()));
 }
 
-void Cache::begin_pass(Pass pass, const NewPositions& positions) {
+void Cache::begin_pass(Pass pass, const NewPositions& positions) try {
   const Impl::Use use(*impl_);
   throw_status(use.engine().begin_pass(pass));
   if (positions.valid == nullptr) return;
   throw_status(use.engine().declare(positions.batch, positions.tokens, positions.valid));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
 void declare_held(Cache& cache, const HeldPositions& held) {
@@ -137,7 +140,7 @@ LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   return engine.sequences().all_fit(layer) ? LookAhead::kAnyQuery : LookAhead::kPredicted;
 }
 
-void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms) {
+void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const EngineOptions& options = engine.options();
@@ -153,9 +156,11 @@ void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms
                       .end_ns = Timeline::now_ns()});
   }
   throw_status(engine.look_ahead(layer, query_view(query, options.dtype), terms.scale));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
-void Cache::give(int64_t layer, const GroupScores& given) {
+void Cache::give(int64_t layer, const GroupScores& given) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const int64_t parts = engine.sequences().size();
@@ -167,9 +172,11 @@ void Cache::give(int64_t layer, const GroupScores& given) {
   }
   throw_status(
       engine.given().take_scores(layer, {given.scores.data(), parts, given.queries, groups}));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
-void Cache::give(int64_t layer, const TokenWorth& given) {
+void Cache::give(int64_t layer, const TokenWorth& given) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const int64_t parts = std::max<int64_t>(1, engine.sequences().size());
@@ -182,9 +189,11 @@ void Cache::give(int64_t layer, const TokenWorth& given) {
   }
   const float* decay = given.decay.empty() ? nullptr : given.decay.data();
   throw_status(engine.given().take_worth(layer, {given.worth.data(), decay, parts, count / parts}));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
-void Cache::give(int64_t layer, const GroupChoice& choice) {
+void Cache::give(int64_t layer, const GroupChoice& choice) try {
   const Impl::Use use(*impl_);
   std::vector<std::vector<int32_t>> narrow;
   // Numbers that no group can have stay such.
@@ -196,25 +205,31 @@ void Cache::give(int64_t layer, const GroupChoice& choice) {
     std::transform(groups.begin(), groups.end(), std::back_inserter(narrow.emplace_back()), number);
   }
   throw_status(use.engine().given().take_choice(layer, std::move(narrow)));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
-void Cache::append(int64_t layer, const NewTokens& tokens) {
+void Cache::append(int64_t layer, const NewTokens& tokens) try {
   const Impl::Use use(*impl_);
   check_tokens("append", tokens);
   throw_status(use.engine().append(layer, key_value_view(tokens)));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
 void Cache::attend(int64_t layer, const Queries& query, float scale, void* output,
-                   const CapAndSinks& terms) {
+                   const CapAndSinks& terms) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   check_heads("attend", query, engine.options());
   check_batch("attend", query, engine.batch());
   impl_->attend(attend_args(layer, query, scale, output, terms, engine.options().dtype));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
 void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query, float scale,
-                   void* output, const CapAndSinks& terms) {
+                   void* output, const CapAndSinks& terms) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   check_tokens("extend", tokens);
@@ -237,6 +252,8 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
       engine, {.attention = args, .past = engine.positions(layer), .own = added}, impl_->exact()));
   throw_status(engine.append(layer, added));
   chunks.end(layer, tokens.tokens);
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
 EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
@@ -257,7 +274,8 @@ EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
                                                              : EstimateWanted::kNo;
 }
 
-void Cache::set_projection(int64_t layer, const Projection& projection, ProjectionSource source) {
+void Cache::set_projection(int64_t layer, const Projection& projection,
+                           ProjectionSource source) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const EngineOptions& options = engine.options();
@@ -274,6 +292,8 @@ void Cache::set_projection(int64_t layer, const Projection& projection, Projecti
   throw_status(engine.set_projection(layer, projection.rank, projection.keys.data(),
                                      projection.queries.data()));
   impl_->projection(layer) = {source, positions};
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
 void Cache::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
@@ -291,21 +311,27 @@ std::vector<std::vector<int64_t>> Cache::last_selection(int64_t layer) const {
   return selection;
 }
 
-void Cache::select_sequences(std::span<const int64_t> indices) {
+void Cache::select_sequences(std::span<const int64_t> indices) try {
   const Impl::Use use(*impl_);
   throw_status(use.engine().select_sequences(indices));
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
-void Cache::crop(int64_t positions) {
+void Cache::crop(int64_t positions) try {
   const Impl::Use use(*impl_);
   throw_status(use.engine().crop(positions));
   impl_->forget_estimates(positions);
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
-void Cache::reset() {
+void Cache::reset() try {
   const Impl::Use use(*impl_);
   throw_status(use.engine().reset());
   impl_->forget_estimates(0);
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
 }
 
 void Cache::close() noexcept { impl_->close(); }
@@ -353,7 +379,7 @@ bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
 const CacheOptions& Cache::options() const { return impl_->options(); }
 
 Report Cache::report() const {
-  const Impl::Use use(*impl_);
+  const Impl::Use use(*impl_, true);
   const Engine& engine = use.engine();
   return {.counters = engine_counters(engine),
           .facts = engine_facts(engine),

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +12,7 @@
 #include "engine/engine.h"
 #include "kvswap/cache.h"
 #include "kvswap/engine_calls.h"
+#include "kvswap/errors.h"
 #include "kvswap/exact_attention.h"
 #include "kvswap/one_caller.h"
 #include "kvswap/saved_session.h"
@@ -35,7 +38,10 @@ class Cache::Impl {
   /// One call: nobody else is in the cache while it lives.
   class Use {
    public:
-    explicit Use(Impl& impl) : impl_(impl), call_(std::in_place, impl.caller_) {
+    /// `reports`: it changes nothing, and may look at a cache that is broken.
+    explicit Use(Impl& impl, bool reports = false)
+        : impl_(impl), call_(std::in_place, impl.caller_) {
+      if (impl.is_broken_ && !reports) throw broken();
       if (impl.options_.stream) {
         engine().parts().space->compute().set_compute_stream(impl.options_.stream());
       }
@@ -63,6 +69,13 @@ class Cache::Impl {
     Impl& impl_;
     std::optional<OneCaller::Call> call_;
   };
+
+  /// An allocation failed in the middle of a call, and what that has left cannot be known: no call
+  /// but close() follows. Throws.
+  [[noreturn]] void ran_out_of_memory() {
+    is_broken_ = true;
+    throw broken();
+  }
 
   const CacheOptions& options() const { return options_; }
   const ExactAttention& exact() const { return *options_.exact; }
@@ -121,10 +134,18 @@ class Cache::Impl {
   }
 
  private:
+  static SessionError broken() {
+    return {SessionError::Kind::kStorage,
+            "session: must be closed, since memory ran out in the middle of an earlier call; close "
+            "it, free memory, and open another one",
+            ENOMEM};
+  }
+
   CacheOptions options_;
   std::unique_ptr<Engine> engine_;
   std::vector<Provenance> projections_;  // [layers]
   OneCaller caller_;
+  std::atomic<bool> is_broken_ = false;
 };
 
 }  // namespace kvswap
