@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import stat
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.serve_log import LogFormat, log_to_stderr
 from kvswap_torch.cli.targets import check_settings
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
+
+if TYPE_CHECKING:
+    from kvswap_torch.hf.serving.server import Server
 
 HELP = """\
 Serve a model over OpenAI's API, on this machine; documents are read once.
@@ -32,7 +36,7 @@ Each API key has caches of its own. With --shared-store, and without keys, \
 [bold]one store is one circle of trust[/bold]: who may ask can find out, by what was in a cache, \
 what others have asked. Who can read the folder has all texts.
 
-SIGTERM, or Ctrl-C, finishes the running answer, saves it and ends.
+SIGTERM, or Ctrl-C, ends the running answer with its step, saves what was read and ends.
 """
 
 KEY_FILE_BYTES_MAX = 1 << 20
@@ -89,6 +93,12 @@ def serve(
     prefill_chunk: Annotated[
         int, typer.Option(min=64, help="Tokens of a prompt per forward pass.", metavar="N")
     ] = 4096,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Of the log on standard error, a line for each request.")
+    ] = "text",
+    no_page: Annotated[
+        bool, typer.Option("--no-page", help="No page at the server's address.")
+    ] = False,
     continuous_batching: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print address and model as JSON when it is ready.")
@@ -99,7 +109,7 @@ def serve(
             "--continuous-batching: must be left out: it keeps a paged cache of its own in memory, "
             "and has no place for another"
         )
-    _say_warnings()
+    log_to_stderr(log_format)
     settings = SwapConfig() if config is None else SwapConfig.load(config)
     check_settings("--config", settings, "a server saves its caches")
     limit = parse_bytes(store_limit, "--store-limit")
@@ -129,6 +139,7 @@ def serve(
             shares_store=shared_store,
             queue=queue,
             answer_seconds=answer_seconds,
+            has_page=not no_page,
         ),
         CacheOptions(
             path=path or store,
@@ -139,6 +150,11 @@ def serve(
             prefill_chunk=prefill_chunk,
         ),
     )
+    _run(server, console, as_json, has_page=not no_page)
+
+
+def _run(server: Server, console: Console, as_json: bool, has_page: bool) -> None:
+    """Says where it is, and answers until it is ended."""
     shown = {
         "address": server.address,
         "model": server.app.name,
@@ -148,10 +164,15 @@ def serve(
     def started() -> None:
         if as_json:
             Console().print_json(data=shown, indent=None)
-        else:
-            console.print("{model} at {address}/v1, {saved_caches} saved caches".format(**shown))
+            return
+        console.print("{model} at {address}/v1, {saved_caches} saved caches".format(**shown))
+        if has_page:
+            console.print(f"a page to ask and look at: {server.address}/")
 
     server.run(started)
+    if server.is_reading:  # the end of the process would wait for it
+        logging.shutdown()
+        os._exit(0)
 
 
 def _keys(path: Path | None, is_shared: bool) -> tuple[str, ...]:
@@ -200,9 +221,3 @@ def readers_of(path: Path) -> str:
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         return f"--api-key-file: {path} can be read by others than its owner: chmod go= it"
     return ""
-
-
-def _say_warnings() -> None:
-    """What the server has to say: saved caches that are left out, a store that is full."""
-    handler = RichHandler(console=Console(stderr=True), show_path=False)
-    logging.getLogger("kvswap_torch").addHandler(handler)

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,7 @@ class Served:
 
 
 def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: Any) -> None:
+    from kvswap_torch.cli.serve_log import log_to_stderr
     from kvswap_torch.hf.serving import limits
     from kvswap_torch.hf.serving.reuse import CacheOptions
     from kvswap_torch.hf.serving.server import Server, ServerOptions
@@ -106,6 +108,11 @@ def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: 
     files = options.pop("files", None)
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if log := options.pop("log", None):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        log_to_stderr("json")
+    if commands := options.pop("faults", None):
+        obey_faults(Path(commands))
     caches = {
         name: options.pop(name) for name in ("max_context", "prefill_chunk") if name in options
     }
@@ -116,6 +123,25 @@ def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: 
     )
     said = {"address": server.address, "pid": os.getpid(), "saved": server.store.usable}
     server.run(lambda: print(json.dumps(said), flush=True))
+
+
+def obey_faults(commands: Path) -> None:
+    """Faults of the disk, as lines of JSON in a pipe say: `FaultyKernel.arm`'s, or null to heal."""
+    from tests.python.faulty_kernel import FaultyKernel
+
+    kernel = FaultyKernel()
+    kernel.arm("read", nth=1 << 62)  # in place from the start
+
+    def obey() -> None:
+        while True:
+            for line in commands.read_text().splitlines():
+                fault = json.loads(line)
+                if fault is None:
+                    kernel.heal()
+                else:
+                    kernel.arm(**fault)
+
+    threading.Thread(target=obey, daemon=True).start()
 
 
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import json
@@ -240,17 +241,36 @@ def test_a_client_that_takes_nothing_lets_others_go_on(tiny: Served, tmp_path: P
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_second_ctrl_c_ends_it_at_once(tiny: Served, tmp_path: Path, streams: bool) -> None:
+def test_a_ctrl_c_ends_it_with_the_step_that_runs(
+    tiny: Served, tmp_path: Path, streams: bool
+) -> None:
     pid = tiny.start(store=str(tmp_path))["pid"]
     host, port = tiny.address.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port))
     body = {"prompt": "x" * 40, "max_tokens": 1900, "temperature": 0, "stream": streams}
     kind = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), kind)
-    while tiny.metrics()["kvswap_running"] == 0:
+    while tiny.metrics()["kvswap_first_token_seconds_count"] == 0:
         time.sleep(0.05)
     os.kill(pid, signal.SIGINT)
-    time.sleep(0.5)
-    os.kill(pid, signal.SIGINT)
-    tiny.wait()  # for ever, where it hangs
+    told = connection.getresponse().read().decode()
+    assert '"finish_reason": "length"' in told.replace('":"', '": "'), "what there is of it"
+    assert tiny.wait() == 0  # for ever, where it hangs
     connection.close()
+
+
+def test_a_second_ctrl_c_waits_for_no_client(tiny: Served, tmp_path: Path) -> None:
+    """Which takes nothing, and would be waited for."""
+    pid = tiny.start(store=str(tmp_path))["pid"]
+    host, port = tiny.address.removeprefix("http://").split(":")
+    half = socket.create_connection((host, int(port)))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    half.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n".encode())
+    while tiny.metrics()["kvswap_connections"] < 2:
+        time.sleep(0.05)
+    for _ in range(2):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+    tiny.wait()
+    half.close()

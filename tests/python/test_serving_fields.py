@@ -18,7 +18,7 @@ from kvswap_torch.hf.serving.asked import Asked, read_request
 from kvswap_torch.hf.serving.bodies import parsed
 from kvswap_torch.hf.serving.fields import CHAT, COMPLETIONS, FIELDS, IGNORED, RESPONSES
 from kvswap_torch.hf.serving.limits import Limits
-from kvswap_torch.hf.serving.prompts import Prompts
+from kvswap_torch.hf.serving.prompts import Prompts, plain_words
 from kvswap_torch.hf.serving.refusal import RefusedError
 from kvswap_torch.hf.serving.sampling import Penalties
 from tests.python.serving_process import TEMPLATE
@@ -43,8 +43,11 @@ REFUSED = {
     CHAT: [
         {"functions": [FUNCTION]}, {"function_call": "auto"}, {"reasoning_effort": "high"},
         {"verbosity": "low"}, {"modalities": ["text", "audio"]}, {"audio": {"voice": "a"}},
-        {"web_search_options": {}}, {"parallel_tool_calls": False}, {"logprobs": True},
-        {"top_logprobs": 2}, {"n": 2}, {"n": True}, {"response_format": {"type": "json_object"}},
+        {"web_search_options": {}}, {"parallel_tool_calls": False}, {"logprobs": 1},
+        {"top_logprobs": 2}, {"n": 0}, {"n": True}, {"response_format": {"type": "regex"}},
+        {"response_format": {"type": "json_object", "schema": {}}}, {"response_format": []},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        {"response_format": {"type": "json_schema", "schema": {}}}, {"top_logprobs": 21},
         {"tool_choice": "required"}, {"prediction": {"type": "content", "content": "x"}},
         {"tools": [{"type": "web_search"}]}, {"suffix": "x"}, {"echo": True}, {"flavour": None},
         {"stream_options": {"include_usage": 1}}, {"stream_options": {"more": True}},
@@ -52,12 +55,12 @@ REFUSED = {
         {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]},
     ],
     COMPLETIONS: [
-        {"logprobs": 0}, {"logprobs": 3}, {"best_of": 2}, {"suffix": "x"}, {"echo": True},
-        {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"prompt": [1.5]}, {"prompt": None},
+        {"logprobs": -1}, {"logprobs": True}, {"best_of": 2}, {"suffix": "x"}, {"echo": 1},
+        {"prompt": ["a", 1]}, {"prompt": [[1], []]}, {"prompt": [1.5]}, {"prompt": None},
         {"prompt": [True]}, {"messages": HELLO}, {"max_completion_tokens": 3}, {"tools": []},
     ],
     RESPONSES: [
-        {"text": {"format": {"type": "json_object"}}}, {"text": {"verbosity": "low"}},
+        {"text": {"format": {"type": "json_schema"}}}, {"text": {"verbosity": "low"}},
         {"truncation": "auto"}, {"include": ["message.output_text.logprobs"]}, {"stop": "x"},
         {"reasoning": {"effort": "high"}}, {"max_tool_calls": 1}, {"prompt": {"id": "p"}},
         {"previous_response_id": "r"}, {"conversation": "c"}, {"background": True},
@@ -112,6 +115,23 @@ def test_harmless_fields_are_taken_and_named(path: str) -> None:
     values = {"store": True, "service_tier": "auto"}
     given = {name: values.get(name, "a") for name in IGNORED}
     assert asked(path, **given).ignored == tuple(IGNORED)
+
+
+def test_answers_logprobs_and_formats_are_taken() -> None:
+    schema = {"type": "object", "properties": {}}
+    chat = asked(CHAT, n=3, logprobs=True, top_logprobs=2, response_format={
+        "type": "json_schema", "json_schema": {"name": "a", "schema": schema}})  # fmt: skip
+    assert (chat.answers, chat.logprobs, chat.schema, chat.is_plain) == (3, 2, schema, False)
+    assert asked(CHAT, logprobs=True).logprobs == 0
+    assert asked(CHAT, logprobs=False, response_format={"type": "text"}).is_plain
+    assert asked(CHAT, response_format={"type": "json_object"}).schema == {"type": "object"}
+    flat = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    assert asked(RESPONSES, text=flat).schema == schema
+    told = asked(COMPLETIONS, prompt=["a", "b"], n=2, logprobs=0, echo=True, max_tokens=0)
+    assert [each.prompt for each in told.each()] == ["a", "b"]
+    assert (told.answers, told.logprobs, told.echo) == (2, 0, True)
+    assert asked(COMPLETIONS, prompt=[[1], [2, 3]]).prompts == ([1], [2, 3])
+    assert asked(COMPLETIONS, logprobs=False).is_plain
 
 
 def test_what_is_had_is_taken() -> None:
@@ -245,7 +265,8 @@ def test_a_responses_items_are_a_history_too() -> None:
     ]  # fmt: skip
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert messages.of_response(parts, None) == [{"role": "user", "content": "ab"}]
-    for wrong in ([{"type": "item_reference", "id": "x"}], [], 5, [{"type": "input_image"}]):
+    for wrong in ([{"type": "item_reference", "id": "x"}], [], 5, [{"type": "input_image"}],
+                  [{"type": []}]):  # fmt: skip
         with pytest.raises(RefusedError, match="input"):
             messages.of_response(wrong, None)
 
@@ -272,9 +293,27 @@ def test_tokens_are_those_that_the_template_gives() -> None:
     for prompt, told in (("\ud800", "Unicode"), ("", "has none"), ("x" * 400, "got 400")):
         with pytest.raises(RefusedError, match=told):
             prompts.read(Asked(COMPLETIONS, prompt=prompt))
-    tokenizer.chat_template = None
-    with pytest.raises(RefusedError, match="no chat template: ask /v1/completions"):
-        prompts.check(asked(CHAT))
+
+
+def test_without_a_chat_template_a_chat_is_plain_words() -> None:
+    """Those of ``kvswap ask``, so that a document that was ingested for it is gone on from."""
+    from kvswap_torch.cli.prompt import make_prompt
+
+    tokenizer = character_tokenizer()
+    prompts = Prompts(tokenizer, 400, VOCABULARY, parses_calls=False)
+    history = [{"role": "system", "content": "abc"}, {"role": "user", "content": "who?"}]
+    plain = make_prompt("auto", tokenizer)
+    right = plain.prefix_ids(tokenizer, "abc") + plain.question_ids(tokenizer, "who?", 0)
+    assert prompts.read(asked(CHAT, messages=history))[0].tolist() == right
+    history += [{"role": "assistant", "content": "me"}, {"role": "user", "content": "why?"}]
+    right += tokenizer("me")["input_ids"] + plain.question_ids(tokenizer, "why?", 1)
+    assert prompts.read(asked(CHAT, messages=history))[0].tolist() == right
+    assert plain_words(HELLO) == "Question: hello\nAnswer:"
+    for wrong in ({"role": "tool", "content": "x"}, {"role": "assistant", "tool_calls": [CALL]}):
+        with pytest.raises(RefusedError, match=r"messages\[1\] must be words of system"):
+            prompts.check(asked(CHAT, messages=[*HELLO, wrong]))
+    with pytest.raises(RefusedError, match="tools must be left out"):
+        prompts.check(asked(CHAT, tools=[{"type": "function", "function": FUNCTION}]))
 
 
 def test_a_prompt_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,3 +259,26 @@ def test_what_a_killed_save_has_left_is_removed_and_documents_may_be_added(
         _C.SavedCache.remove(str(tmp_path / "book.kvswap"))
         desk.ask(asked(text(60, 5), 2))
         assert desk.cached == 0
+
+
+@pytest.mark.parametrize("why", ["gone", "ending"])
+def test_a_pass_that_nobody_waits_for_ends_before_its_next_layer(tmp_path: Path, why: str) -> None:
+    model = tiny_model("llama")
+    book, begun = text(60, 1), []
+    with Desk(model, tmp_path, save_from=10_000) as desk:
+        desk.ask(book)
+        turn = Turn()
+        first, second = model.model.layers[:2]
+        hooks = [
+            first.register_forward_hook(lambda *call: getattr(turn, why).set()),
+            second.register_forward_hook(lambda *call: begun.append(call)),
+        ]
+        given = {"input_ids": asked(book, 2), "do_sample": False, "max_new_tokens": ANSWER}
+        with pytest.raises(GoneError):
+            desk.reuse.generate(turn, **given)
+        for hook in hooks:
+            hook.remove()
+        assert begun == []
+        desk.reuse.settle()
+        assert desk.ask(asked(book, 2)) == in_memory(model, asked(book, 2))
+        assert desk.cached == book.shape[1], "what was read before is still there"

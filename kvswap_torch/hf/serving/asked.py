@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvswap_torch.hf.serving import messages
+from kvswap_torch.hf.serving import limits, messages
 from kvswap_torch.hf.serving.bodies import parsed
 from kvswap_torch.hf.serving.fields import (
     CHAT,
@@ -26,6 +26,7 @@ _NO_TEMPLATES = (
     *("conversation", "messages", "self"),
 )
 _CHOICES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ANY_OBJECT = {"type": "object"}  # a response_format of json_object
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -39,18 +40,29 @@ class Asked:
         One of `fields.PATHS`.
     prompt
         A text or tokens; None where there are messages.
+    prompts
+        All of them, where there are several.
     messages, tools, template
         What the chat template gets, and its other variables.
     settings
         By `GenerationConfig`'s names.
     stops, frequency, presence, biases
         What ends an answer, and what is added to scores.
+    answers
+        To each prompt.
+    logprobs
+        How many of the best are listed beside each token; None: nothing is.
+    echo
+        Whether an answer begins with its prompt.
+    schema
+        What an answer is held to; None: nothing.
     ignored
         Fields that change nothing here.
     """
 
     path: str
     prompt: str | list[int] | None = None
+    prompts: tuple[str | list[int], ...] = ()
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +74,21 @@ class Asked:
     seed: int | None = None
     is_streamed: bool = False
     tells_usage: bool = False
+    answers: int = 1
+    logprobs: int | None = None
+    echo: bool = False
+    schema: dict[str, Any] | None = None
     ignored: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one answer, and nothing is reported of its tokens."""
+        is_one = self.answers == 1 and not self.prompts and not self.echo
+        return is_one and self.logprobs is None and self.settings.get("max_new_tokens") != 0
+
+    def each(self) -> list[Asked]:
+        """The same of each prompt."""
+        return [replace(self, prompt=each, prompts=()) for each in self.prompts] or [self]
 
 
 def read_request(path: str, body: bytes, name: str, bounds: Limits) -> Asked:
@@ -94,8 +120,14 @@ def read_request(path: str, body: bytes, name: str, bounds: Limits) -> Asked:
         tells_usage=bool(given.get("stream_options", {}).get("include_usage")),
         ignored=tuple(each for each in given if each in IGNORED),
     )
+    _read_answers(asked, given)
     if path == COMPLETIONS:
-        asked.prompt = _prompt(given.get("prompt"))
+        asked.prompt, asked.prompts = _prompts(given.get("prompt"))
+        if len(asked.prompts) * asked.answers > limits.PROMPTS_MAX:
+            raise RefusedError(
+                400, f"prompt must be of at most {limits.PROMPTS_MAX} prompts, answers to the same "
+                f"one counted (n); got {len(asked.prompts)} of {asked.answers} answers each"
+            )  # fmt: skip
     elif path == CHAT:
         asked.messages = messages.of_chat(given.get("messages"))
     else:
@@ -123,17 +155,54 @@ def _settings(given: dict[str, Any], bounds: Limits) -> dict[str, Any]:
     return settings
 
 
+def _read_answers(asked: Asked, given: dict[str, Any]) -> None:
+    """How many answers, what is reported of their tokens, and what they are held to."""
+    asked.answers = given.get("n", 1)
+    if asked.path == COMPLETIONS:
+        asked.echo = given.get("echo", False)
+        count = given.get("logprobs", False)
+        asked.logprobs = None if count is False else count
+        if given.get("max_tokens") == 0 and not asked.echo:
+            raise RefusedError(400, "max_tokens must be at least 1 token where nothing is echoed")
+        if asked.answers > 1 and "best_of" in given:
+            raise RefusedError(400, "best_of must be left out where n is more than 1")
+        return
+    if given.get("logprobs"):
+        asked.logprobs = given.get("top_logprobs", 0)
+    elif given.get("top_logprobs"):
+        raise RefusedError(400, "top_logprobs must come with logprobs of true")
+    wanted = given.get("response_format") or given.get("text", {}).get("format") or {}
+    asked.schema = _schema_of(wanted)
+
+
+def _schema_of(given: dict[str, Any]) -> dict[str, Any] | None:
+    """What a ``response_format`` holds an answer to: a schema; None: nothing."""
+    kind = given.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    named = given.get("json_schema", given)  # a response's has the schema beside its name
+    return named["schema"]
+
+
+def _prompts(given: Any) -> tuple[str | list[int], tuple[str | list[int], ...]]:
+    """The prompt, and all of them where they are several: a text or tokens, or a list of such."""
+    is_list = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    if not is_list:
+        return _prompt(given), ()
+    prompts = tuple(_prompt(each) for each in given)
+    return prompts[0], prompts if len(prompts) > 1 else ()
+
+
 def _prompt(given: Any) -> str | list[int]:
-    """A text or a list of tokens; or a list of one of them."""
-    prompt = given
-    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
-        (prompt,) = given
-    if isinstance(prompt, str):
-        return prompt
-    is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
-    if is_tokens and prompt:
-        return prompt
-    raise RefusedError(400, f"prompt must be one text, or one list of tokens; got {shown(given)}")
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list) and given and all(type(each) is int for each in given):
+        return given
+    raise RefusedError(
+        400, f"prompt must be a text, a list of tokens, or a list of such; got {shown(given)}"
+    )
 
 
 def _template(given: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 COUNTERS = {
     "requests": "requests to a model, by HTTP status",
@@ -18,6 +19,7 @@ COUNTERS = {
     "saves": "caches saved to the store",
     "save_failures": "caches that could not be saved",
     "evictions": "saved caches removed to hold the limit",
+    "verified": "saved caches that were read whole while nothing was asked, by what was found",
     "read_bytes": "bytes read from the disk by caches",
     "written_bytes": "bytes written to the disk by caches",
     "disk_wait_seconds": "time that layers waited for the disk",
@@ -35,57 +37,76 @@ GAUGES = {
     "store_bytes": "disk space that the store takes",
     "store_limit_bytes": "disk space that it may take",
 }
-
-
-_LABELLED = ("requests", "refusals", "store_left_out")
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+HISTOGRAMS = {
+    "first_token_seconds": "time from a request to its answer's first token, waiting included",
+    "token_seconds": "time between two tokens of an answer",
+    "request_seconds": "time from a request to the end of its answer",
+}
+LABELS = {
+    "requests": "status",
+    "refusals": "reason",
+    "store_left_out": "reason",
+    "verified": "found",
+}
 
 
 class Counts:
-    """Numbers by name, `COUNTERS` that rise and `GAUGES` that are set. Any thread."""
+    """Numbers by name: `COUNTERS` that rise, `GAUGES` that are set, `HISTOGRAMS` of times.
+
+    Any thread.
+
+    Raises
+    ------
+    ImportError
+        prometheus_client is missing.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: dict[tuple[str, str], float] = {
-            (name, ""): 0 for name in (*COUNTERS, *GAUGES) if name not in _LABELLED
-        }
+        import prometheus_client as prometheus
 
-    def add(self, name: str, amount: float = 1, label: str = "") -> None:
-        with self._lock:
-            self._values[name, label] = self._values.get((name, label), 0) + amount
+        prometheus.disable_created_metrics()  # when each number began: as many lines again
+        self._registry = prometheus.CollectorRegistry()
+        self._lock = threading.Lock()  # a gauge with labels changes as a whole
+        self._metrics: dict[str, Any] = {}
+        kinds = ((COUNTERS, prometheus.Counter), (GAUGES, prometheus.Gauge))
+        for names, kind in kinds:
+            for name, text in names.items():
+                labels = [LABELS[name]] if name in LABELS else []
+                self._metrics[name] = kind(f"kvswap_{name}", text, labels, registry=self._registry)
+        for name, text in HISTOGRAMS.items():
+            self._metrics[name] = prometheus.Histogram(
+                f"kvswap_{name}", text, registry=self._registry, buckets=_SECONDS
+            )
+
+    def add(self, name: str, amount: float = 1, **label: str) -> None:
+        metric = self._metrics[name]
+        (metric.labels(**label) if label else metric).inc(amount)
 
     def set(self, name: str, value: float) -> None:
-        with self._lock:
-            self._values[name, ""] = value
+        self._metrics[name].set(value)
 
-    def set_each(self, name: str, label: str, values: Mapping[str, float]) -> None:
+    def observe(self, name: str, seconds: float) -> None:
+        """A time for a histogram."""
+        self._metrics[name].observe(seconds)
+
+    def set_each(self, name: str, values: Mapping[str, float]) -> None:
         """A gauge with a label: these values, and no other one."""
         with self._lock:
-            for key in [each for each in self._values if each[0] == name]:
-                del self._values[key]
+            metric = self._metrics[name]
+            metric.clear()
             for value, amount in values.items():
-                self._values[name, f'{{{label}="{value}"}}'] = amount
+                metric.labels(value).set(amount)
 
     def __getitem__(self, name: str) -> float:
+        """Of a counter or a gauge, all its labels together."""
         with self._lock:
-            return sum(value for (each, _), value in self._values.items() if each == name)
+            samples = [each for found in self._metrics[name].collect() for each in found.samples]
+        return sum(each.value for each in samples)
 
     def text(self) -> str:
         """Prometheus' text format 0.0.4."""
+        from prometheus_client import generate_latest
+
         with self._lock:
-            values = dict(self._values)
-        lines = []
-        for names, kind, ending in ((COUNTERS, "counter", "_total"), (GAUGES, "gauge", "")):
-            for name, help_text in names.items():
-                full = f"kvswap_{name}{ending}"
-                lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
-                lines += [
-                    f"{full}{label} {value:.10g}"
-                    for (each, label), value in sorted(values.items())
-                    if each == name
-                ]
-        return "\n".join(lines) + "\n"
-
-
-def status_label(status: int) -> str:
-    """Of `requests`."""
-    return f'{{status="{status}"}}'
+            return generate_latest(self._registry).decode()

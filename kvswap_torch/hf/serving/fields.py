@@ -96,6 +96,34 @@ def logit_bias(value: Any) -> str:
     return "" if is_right else said
 
 
+def logprobs(value: Any) -> str:
+    """Of a completion: how many of the best are listed beside each token; false is none."""
+    said = whole(0, limits.LOGPROBS_MAX)(value)
+    return "" if value is False or not said else said
+
+
+def json_format(name: str = "") -> Rule:
+    """What an answer is held to; `name`: of the field that has the schema, else it is beside."""
+
+    def must(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind in ("text", "json_object"):
+            left = [each for each in value if each != "type"]
+            return f"be without {shown(left[0])}" if left else ""
+        if kind != "json_schema":
+            return "be of type text, json_object or json_schema"
+        where = f"{name} of " if name else ""
+        named = value.get(name) if name else value
+        if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+            return f"have {where}a schema, which is an object"
+        known = ("type", "name", "schema", "strict", "description")
+        left = [each for each in named if each not in known]
+        left += [each for each in value if name and each not in ("type", name)]
+        return f"be without {shown(left[0])}" if left else ""
+
+    return must
+
+
 def parts_of(fields: Mapping[str, Rule]) -> Rule:
     """An object of such fields, each of which may be null."""
 
@@ -155,14 +183,13 @@ _OF_ANSWERS: dict[str, Rule] = {
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
     "logit_bias": logit_bias,
-    "n": only(1),
+    "n": whole(1, limits.ANSWERS_MAX),
 }
 _OF_CHATS: dict[str, Rule] = {
     "chat_template_kwargs": _OBJECT,
     "tools": _LIST,
     "tool_choice": only("auto", "none"),
     "parallel_tool_calls": only(True),
-    "top_logprobs": only(0),
 }
 FIELDS: dict[str, dict[str, Rule]] = {
     CHAT: {
@@ -171,8 +198,9 @@ FIELDS: dict[str, dict[str, Rule]] = {
         **_OF_CHATS,
         "messages": _ANY,
         "max_completion_tokens": _TOKENS,
-        "logprobs": only(False),
-        "response_format": only({"type": "text"}),
+        "logprobs": _FLAG,
+        "top_logprobs": whole(0, limits.LOGPROBS_MAX),
+        "response_format": json_format("json_schema"),
         "modalities": only(["text"]),
         **dict.fromkeys(
             ("audio", "functions", "function_call", "prediction", "reasoning_effort"), only()
@@ -183,10 +211,11 @@ FIELDS: dict[str, dict[str, Rule]] = {
         **_EVERY,
         **_OF_ANSWERS,
         "prompt": _ANY,
+        "max_tokens": whole(0, _MANY, " token"),
         "best_of": only(1),
-        "echo": only(False),
+        "echo": _FLAG,
         "suffix": only(""),
-        "logprobs": only(False),
+        "logprobs": logprobs,
     },
     RESPONSES: {
         **_EVERY,
@@ -194,7 +223,8 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "input": _ANY,
         "instructions": _TEXT,
         "max_output_tokens": _TOKENS,
-        "text": parts_of({"format": only({"type": "text"}), "verbosity": only()}),
+        "text": parts_of({"format": json_format(), "verbosity": only()}),
+        "top_logprobs": only(0),
         "reasoning": parts_of(dict.fromkeys(("effort", "summary", "generate_summary"), only())),
         "truncation": only("disabled"),
         "include": only([]),

@@ -10,16 +10,17 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from kvswap_torch.hf.serving import limits
+from kvswap_torch.hf.serving import limits, page
 from kvswap_torch.hf.serving.access import Access
 from kvswap_torch.hf.serving.asked import Asked, read_request
 from kvswap_torch.hf.serving.bodies import Bodies
-from kvswap_torch.hf.serving.counts import Counts, status_label
+from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.fields import PATHS
 from kvswap_torch.hf.serving.health import Health
 from kvswap_torch.hf.serving.limits import Limits
 from kvswap_torch.hf.serving.line import Line, LineClosedError, LineFullError, Turn
 from kvswap_torch.hf.serving.refusal import RefusedError, error_reply, shown
+from kvswap_torch.hf.serving.request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 _CLOSE = (b"connection", b"close")
@@ -40,6 +41,8 @@ class Front:
         Whether the server can answer.
     bounds
         What one client may take.
+    has_page
+        Whether there is a page at ``/``.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Front:
         access: Access,
         health: Health,
         bounds: Limits,
+        has_page: bool = False,
     ) -> None:
         self._answers = answers
         self.name = name
@@ -60,6 +64,9 @@ class Front:
         self._health = health
         self._bounds = bounds
         self._bodies = Bodies(bounds)
+        self._log = RequestLog()
+        self._has_page = has_page
+        self._paths = (*PATHS, page.INGEST) if has_page else PATHS
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -85,9 +92,10 @@ class Front:
     async def _refuse(
         self, scope: dict, receive: Callable, send: Callable, error: RefusedError
     ) -> None:
-        self._counts.add("refusals", label=f'{{reason="{error.reason}"}}')
-        if scope["path"] in PATHS:
-            self._counts.add("requests", label=status_label(error.status))
+        self._counts.add("refusals", reason=error.reason)
+        self._log.refused(scope["path"], error)
+        if scope["path"] in self._paths:
+            self._counts.add("requests", status=str(error.status))
         await _refuse(receive, send, error)
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -101,14 +109,22 @@ class Front:
             status = "not ready" if reasons else "ready"
             said = {"status": status, "model": self.name, "reasons": reasons}
             return await _reply(send, 503 if reasons else 200, said)
+        if method == "GET" and self._has_page and path in page.FILES:
+            text, kind = page.file_of(path)
+            return await _reply(send, 200, text, kind, page.HEADERS)
         owner = self._access.owner(headers)
+        if method == "GET" and self._has_page and path == page.DOCUMENTS:
+            return await _reply(send, 200, self._answers.documents.listed(owner))
+        if method == "GET" and self._has_page and path.startswith(f"{page.DOCUMENTS}/"):
+            said = await asyncio.to_thread(self._answers.documents.text, owner, path)
+            return await _reply(send, 200, said)
         if method == "GET" and path == "/metrics":
             self._health.measure()
             return await _reply(send, 200, self._counts.text(), b"text/plain; version=0.0.4")
         if method == "GET" and path.startswith("/v1/models"):
             return await _reply(send, 200, self._models(path))
-        if path not in PATHS:
-            said = f"there is no {shown(path)[1:-1]} here; there are {', '.join(PATHS)}"
+        if path not in self._paths:
+            said = f"there is no {shown(path)[1:-1]} here; there are {', '.join(self._paths)}"
             raise RefusedError(404, said)
         if method != "POST":
             raise RefusedError(405, f"{path} must be asked with POST, got {shown(method)}")
@@ -116,9 +132,13 @@ class Front:
             raise RefusedError(415, "the content type must be application/json")
         with _as_refusals(), self._bodies.read(headers) as read:
             self._line.check()  # nothing is read for those who would be sent away
-            asked = read_request(path, await read(receive), self.name, self._bounds)
+            body = await read(receive)
+            if path == page.INGEST:
+                asked = page.read_document(body, self._bounds)
+            else:
+                asked = read_request(path, body, self.name, self._bounds)
             self._answers.check(asked)
-            await self._in_turn(scope, receive, send, asked, Turn(owner))
+            await self._in_turn(scope, receive, send, asked, Turn(owner, self._line.ending))
 
     def _models(self, path: str) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
@@ -141,7 +161,8 @@ class Front:
                 self._counts.add("gone")
                 return
             entering.result()
-            self._counts.add("wait_seconds", time.monotonic() - began)
+            turn.waited_seconds = time.monotonic() - began
+            self._counts.add("wait_seconds", turn.waited_seconds)
             await self._answer(scope, hanging_up, send, asked, turn)
         finally:
             turn.gone.set()  # where the server ends at once, nobody else says it
@@ -153,16 +174,18 @@ class Front:
         self, scope: dict, hanging_up: asyncio.Future, send: Callable, asked: Asked, turn: Turn
     ) -> None:
         is_whole = is_stalled = False
-        request_id = _request_id(scope)
+        status, request_id = 0, _request_id(scope)
+        turn.request_id = request_id
 
         async def receive() -> dict:
             await asyncio.wait({hanging_up})
             return {"type": "http.disconnect"}
 
         async def count_and_send(message: dict) -> None:
-            nonlocal is_whole, is_stalled
+            nonlocal is_whole, is_stalled, status
             if message["type"] == "http.response.start":
-                self._counts.add("requests", label=status_label(message["status"]))
+                status = message["status"]
+                self._counts.add("requests", status=str(message["status"]))
                 message["headers"] = [*message["headers"], *_more(asked, request_id)]
             elif not message.get("more_body"):
                 is_whole = True
@@ -182,6 +205,9 @@ class Front:
         finally:
             if turn.gone.is_set() and not is_whole:
                 self._counts.add("gone")
+            if status:  # else it is refused, or nobody heard of it
+                self._log.answered(asked, status, turn, is_whole)
+            self._counts.observe("request_seconds", time.monotonic() - turn.began)
 
 
 class _as_refusals:

@@ -16,9 +16,15 @@ PATIENCE_SECONDS = 60.0  # for a client that sends or takes nothing, while other
 LINGER_SECONDS = 2.0  # what a refused client still sends is read and dropped that long
 LINGER_BYTES = 4 << 20  # and so much of it at most
 
+CHECK_SECONDS = 60.0  # between two saved caches that are read again while nothing is asked
+
 STOP_TEXTS_MAX = 4
 STOP_BYTES_MAX = 256
 BIASES_MAX = 1024
+ANSWERS_MAX = 16  # to one prompt
+PROMPTS_MAX = 128  # of one request; all its answers together are no more
+LOGPROBS_MAX = 20
+LOGPROB_VALUES_MAX = 500_000  # of all tokens of a reply
 NESTING_MAX = 100  # levels of a request's JSON
 SHOWN_MAX = 80  # characters of what came, in an error
 REQUEST_ID_MAX = 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from contextvars import ContextVar
 from typing import Any
@@ -19,23 +20,43 @@ class LineClosedError(KVSwapError):
     """The server ends: nobody who waits is answered."""
 
 
-class Turn:
-    """One request's: what its parts know of one another.
+class Row:
+    """One answer to a request.
 
-    `gone` is set when its client hangs up; `has_stopped`, when one of `stops` has ended its answer;
-    `is_cut`, when its longest length or time has (`ends`, by the monotonic clock). Caches are those
-    of `owner` alone.
+    `has_stopped`, when one of `stops` has ended it; `is_cut`, when the longest length or time has;
+    `is_over`, when it has no further token.
     """
 
-    def __init__(self, owner: str = "") -> None:
+    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+        self.stops = stops
+        self.has_stopped = self.is_cut = self.is_over = False
+
+
+class Turn(Row):
+    """One request's: what its parts know of one another. It is its own first answer.
+
+    `gone` is set when its client hangs up; `ending`, when the server ends. No answer takes longer
+    than until `ends`, by the monotonic clock. Caches are those of `owner` alone.
+    """
+
+    def __init__(self, owner: str = "", ending: threading.Event | None = None) -> None:
+        super().__init__()
         self.owner = owner
         self.gone = threading.Event()
-        self.cached_tokens = 0
-        self.stops: tuple[str, ...] = ()
-        self.has_stopped = False
+        self.ending = ending or threading.Event()
         self.ends = float("inf")
-        self.is_cut = False
+        self.rows: list[Row] = [self]
         self.tells_usage = False
+        self.request_id = ""
+        self.began = self.newest = time.monotonic()
+        self.waited_seconds = 0.0
+        self.first_token_seconds: float | None = None
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its time is over, or the server's."""
+        return self.ending.is_set() or time.monotonic() >= self.ends
 
 
 # Of the request that runs in this context, and what it asks.
@@ -56,6 +77,7 @@ class Line:
         self._waiting: deque[asyncio.Future] = deque()
         self._is_taken = False
         self._is_closed = False
+        self.ending = threading.Event()  # the one that runs ends with its step
 
     @property
     def waiting(self) -> int:
@@ -122,8 +144,9 @@ class Line:
         self._is_taken = False
 
     def close(self) -> None:
-        """Sends away all who wait; the one that runs stays."""
+        """Sends away all who wait; the one that runs ends with its step."""
         self._is_closed = True
+        self.ending.set()
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():

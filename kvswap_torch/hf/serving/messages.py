@@ -43,7 +43,7 @@ def of_response(given: Any, instructions: str | None) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": given}]
     else:
         items = _listed(given, "input")
-        is_flat = all("role" not in each and each.get("type") in _PARTS for each in items)
+        is_flat = all("role" not in each and str(each.get("type")) in _PARTS for each in items)
         messages = (
             [{"role": "user", "content": _text(items, "input")}] if is_flat else _items(items)
         )

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from kvswap_torch.hf.serving.asked import Asked
-from kvswap_torch.hf.serving.fields import COMPLETIONS
 from kvswap_torch.hf.serving.limits import PIECE_BYTES, TEXT_BYTES_TOKEN
-from kvswap_torch.hf.serving.refusal import RefusedError
+from kvswap_torch.hf.serving.refusal import RefusedError, shown
+
+_BETWEEN = "\n\n"
 
 
 class Prompts:
@@ -56,11 +57,8 @@ class Prompts:
             )
         if asked.messages is None:
             return
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise RefusedError(
-                400, f"this model has no chat template: ask {COMPLETIONS}, or give the model's "
-                "folder one (chat_template.jinja)"
-            )  # fmt: skip
+        if not self._has_template():
+            plain_words(asked.messages)
         if asked.tools and not self._has_tools():
             raise RefusedError(
                 400, "tools must be left out: this model's chat template has none, or nothing "
@@ -80,8 +78,14 @@ class Prompts:
         if isinstance(asked.prompt, list):
             ids = asked.prompt
         elif isinstance(asked.prompt, str):
-            self._check_text(asked.prompt)
+            self.check_text(asked.prompt)
             ids = self._tokenizer(asked.prompt)["input_ids"]
+        elif not self._has_template():
+            text = plain_words(asked.messages)
+            self.check_text(text)
+            ids = self._tokenizer(text)["input_ids"]
+            if ids and ids[-1] == self._tokenizer.eos_token_id:
+                ids = ids[:-1]  # it would end the text before the answer
         else:
             text = self._tokenizer.apply_chat_template(
                 asked.messages,
@@ -90,15 +94,19 @@ class Prompts:
                 tokenize=False,
                 **asked.template,
             )
-            self._check_text(text)
+            self.check_text(text)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise RefusedError(400, "the prompt must have tokens, and has none")
-        if len(ids) >= self._max_context:
-            raise self._too_long(f"{len(ids)}")
+        self.check_length(len(ids))
         return torch.tensor([ids], dtype=torch.int64)
 
+    def _has_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def _has_tools(self) -> bool:
+        if not self._has_template():
+            return False
         template = self._tokenizer.chat_template
         texts = template.values() if isinstance(template, dict) else [template]
         return self._parses_calls and any(re.search(r"\btools\b", text) for text in texts)
@@ -109,10 +117,14 @@ class Prompts:
                 400, f"prompt must be of tokens from 0 to {self._vocabulary - 1}, those that the "
                 "model has"
             )  # fmt: skip
-        if len(ids) >= self._max_context:
-            raise self._too_long(f"{len(ids)}")
+        self.check_length(len(ids))
 
-    def _check_text(self, text: str) -> None:
+    def check_length(self, tokens: int) -> None:
+        """Raises a `RefusedError` where a prompt has as many as the longest context."""
+        if tokens >= self._max_context:
+            raise self._too_long(f"{tokens}")
+
+    def check_text(self, text: str) -> None:
         """Counts a text that is very long for its tokens in pieces, and no further than needed.
 
         A cut costs a token or two that the whole has not: a twentieth more than the context is.
@@ -138,3 +150,30 @@ class Prompts:
             "context_length_exceeded",
             reason="prompt_length",
         )
+
+
+def plain_words(messages: list[dict[str, Any]]) -> str:
+    """For a model without a chat template, as ``kvswap ask`` puts a document and its questions.
+
+    What the system says is the document; what was said is what comes after ``Answer:``.
+
+    Raises
+    ------
+    RefusedError
+        A message is of another role, or has calls.
+    """
+    text = ""
+    for i, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        if role not in ("system", "developer", "user", "assistant") or message.get("tool_calls"):
+            raise RefusedError(
+                400, f"messages[{i}] must be words of system, user or assistant: this model has no "
+                f"chat template (chat_template.jinja in its folder); got {shown(role)}"
+            )  # fmt: skip
+        if role == "user":
+            text += f"{_BETWEEN if text else ''}Question: {content}\nAnswer:"
+        elif role == "assistant":
+            text += content
+        else:
+            text += f"{_BETWEEN if text else ''}{content}"
+    return text

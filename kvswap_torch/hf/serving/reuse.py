@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,20 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.chunks import even_chunks
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import CorruptionError, KVSwapError
+from kvswap_torch.errors import BudgetError, CorruptionError, KVSwapError
 from kvswap_torch.hf.cache import KVSwapCache
 from kvswap_torch.hf.families import changes_with_length, model_parts
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.line import Turn
+from kvswap_torch.hf.serving.logprobs import PromptScores
 from kvswap_torch.hf.serving.store import CacheStore, Entry, common_tokens, is_passing
 
 logger = logging.getLogger(__name__)
 
 _COUNTED = {"read_bytes": "bytes_read", "written_bytes": "bytes_written",
             "disk_wait_seconds": "wait_seconds"}  # fmt: skip
+
+LOGITS_BYTES = 64 << 20  # of a pass whose logits are wanted
 
 
 class GoneError(KVSwapError):
@@ -34,6 +39,10 @@ class GoneError(KVSwapError):
 
 class LateError(GoneError):
     """The longest time for an answer is over before there is a token of it."""
+
+
+class EndedError(GoneError):
+    """The server ends before there is a token of the answer."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,8 @@ class PrefixReuse:
 
     def __init__(self, model: Any, store: CacheStore, options: CacheOptions, counts: Counts):
         self._model = model
-        self._store = store
+        self._parts = model_parts(model)
+        self.store = self._store = store
         self._options = options
         self._counts = counts
         self._cache: KVSwapCache | None = None
@@ -78,11 +88,24 @@ class PrefixReuse:
         self._prompt: torch.Tensor | None = None  # the first one that the cache has read
         self._owner = ""  # whose prompts the cache has read
         self._counted: dict[str, float] = {}
+        self._rows = self._rows_open = 1  # answers that the cache is for
+        self._scores: PromptScores | None = None
+        self._range = 0, 0  # of the prompt, that the pass reads
         self._can_crop = True
-        self._reuses = not changes_with_length(model_parts(model))
+        self._reuses = not changes_with_length(self._parts)
 
-    def generate(self, turn: Turn, streamer: Any = None, **arguments: Any) -> torch.Tensor:
+    def generate(
+        self,
+        turn: Turn,
+        streamer: Any = None,
+        answers: int = 1,
+        scores: PromptScores | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor:
         """As the model's own: ``input_ids`` ``[1, tokens]``, and what ``generate()`` takes.
+
+        Several `answers` go on from one prompt, side by side: ``[answers, tokens]``. With `scores`
+        the whole prompt is read, and they get the logits of its tokens.
 
         A cache that fails before there is a token of the answer is left, and the prompt read anew.
 
@@ -91,9 +114,15 @@ class PrefixReuse:
         GoneError
             The client hung up; what was read until then stays in the cache.
         """
-        self._store.refresh()
+        with self._watched(turn):
+            self._store.refresh()
+            if answers > 1 and scores is None:
+                self._keep_prompt(arguments["input_ids"], turn)
+            self._rows, self._scores = answers, scores
+            return self._generate(turn, _Stream(streamer), arguments)
+
+    def _generate(self, turn: Turn, stream: _Stream, arguments: dict[str, Any]) -> torch.Tensor:
         prompt = arguments["input_ids"][0].to("cpu", torch.int32)
-        stream = _Stream(streamer)
         try:
             self._go_on(prompt, turn)
             return self._answer(turn, stream, arguments)
@@ -115,6 +144,45 @@ class PrefixReuse:
             if entry is not None and not is_ours:
                 self._store.set_aside(entry, error)  # the model failed with it, and not without
             return answer
+
+    def read(self, turn: Turn, ids: torch.Tensor, progress: Callable[[int], None]) -> None:
+        """Reads a document, ``[1, tokens]``, and saves it, however short; no answer.
+
+        progress: called before each layer with the tokens that are read by then, about.
+        """
+        with self._watched(turn, progress):
+            self._store.refresh()
+            self._rows, self._scores = 1, None
+            prompt = ids[0].to("cpu", torch.int32)
+            self._go_on(prompt, turn)
+            self._read_all(ids, turn)
+            if self._cache.get_seq_length() < len(prompt):
+                self._pass(ids[:, -1:], turn)
+            self._count()
+            if self._reuses and self._store.covered(prompt, turn.owner) < len(prompt):
+                self._store.save(self._cache, prompt, turn.owner)
+
+    @contextmanager
+    def _watched(
+        self, turn: Turn, progress: Callable[[int], None] = lambda tokens: None
+    ) -> Iterator[None]:
+        """A pass that nobody waits for ends before its next layer; the cache takes it back."""
+        mixers = [each for each in self._parts.mixers if each is not None]
+
+        def watch(index: int) -> Callable[..., None]:
+            def before(module: Any, arguments: Any) -> None:
+                _check_client(turn)
+                begin, end = self._range
+                progress(begin + (end - begin) * index // len(mixers))
+
+            return before
+
+        handles = [each.register_forward_pre_hook(watch(i)) for i, each in enumerate(mixers)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def try_opening(self) -> None:
         """Opens an empty cache and closes it: who could open none is refused at the start.
@@ -142,7 +210,7 @@ class PrefixReuse:
 
     def _go_on(self, prompt: torch.Tensor, turn: Turn) -> None:
         """Makes the cache begin with as much of the prompt as any."""
-        if turn.owner != self._owner:
+        if turn.owner != self._owner or self._rows != self._rows_open:
             self._leave_cache()
             self._owner = turn.owner
         for length, entry in self._candidates(prompt):
@@ -154,7 +222,7 @@ class PrefixReuse:
 
     def _candidates(self, prompt: torch.Tensor) -> list[tuple[int, Entry | None]]:
         """The longest first, the open cache (None) before saved ones."""
-        if not self._reuses:
+        if not self._reuses or self._scores is not None:
             return []
         caches = [
             (self._tokens(), None),
@@ -179,10 +247,13 @@ class PrefixReuse:
                     path=self._options.path,
                     kv_memory_bytes=self._options.kv_memory_bytes,
                     max_context=self._options.max_context,
-                    max_batch=1,
+                    max_batch=self._rows,
                     probe=not entry.is_probed,
                 )
+                self._rows_open = self._rows
             except Exception as error:  # of this cache: another one, or none, answers
+                if self._rows > 1 and isinstance(error, BudgetError):
+                    raise  # no cache has memory for so many answers
                 if not is_passing(error):
                     self._store.set_aside(entry, error)
                 return False
@@ -208,7 +279,7 @@ class PrefixReuse:
     def _begin(self, prompt: torch.Tensor, turn: Turn) -> None:
         """An empty cache."""
         self._leave_cache()
-        self._cache = self._empty()
+        self._cache, self._rows_open = self._empty(), self._rows
         self._prompt = prompt
         turn.cached_tokens = 0
         self._counts.add("misses")
@@ -220,7 +291,7 @@ class PrefixReuse:
             config=self._options.config,
             kv_memory_bytes=self._options.kv_memory_bytes,
             max_context=self._options.max_context,
-            max_batch=1,
+            max_batch=self._rows,
         )
 
     def _leave_cache(self) -> None:
@@ -240,16 +311,23 @@ class PrefixReuse:
 
     def _answer(self, turn: Turn, stream: _Stream, arguments: dict[str, Any]) -> torch.Tensor:
         ids = arguments["input_ids"]
-        self._read(ids, turn)
+        if self._scores is not None:
+            self._read_with_logits(ids, turn, self._scores)
+        elif self._rows > 1:
+            self._read_all(ids, turn)
+        else:
+            self._read(ids, turn)
         stream.begin()
+        config = arguments.get("generation_config")
+        if config is not None and config.max_new_tokens == 0:
+            return ids.repeat_interleave(self._rows, dim=0)
         given = arguments.get("stopping_criteria") or []
-        whole = (
-            arguments
-            | self._cache.as_argument()
-            | {
-                "stopping_criteria": StoppingCriteriaList([*given, _Hung(turn.gone)]),
-            }
-        )
+        whole = arguments | self._cache.as_argument()
+        whole["stopping_criteria"] = StoppingCriteriaList([*given, _Hung(turn.gone)])
+        if self._rows > 1:
+            self._cache.batch_repeat_interleave(self._rows)
+            for name in ("input_ids", "attention_mask"):
+                whole[name] = arguments[name].repeat_interleave(self._rows, dim=0)
         if stream.target is not None:
             whole["streamer"] = stream
         return self._model.generate(**whole)
@@ -260,14 +338,51 @@ class PrefixReuse:
         begun = self._cache.get_seq_length()
         most = self._options.prefill_chunk if self._reuses else ids.shape[1]
         for begin, end in even_chunks(ids.shape[1] - begun, most)[:-1]:
+            self._pass(ids[:, begun + begin : begun + end], turn)
+        _check_client(turn)
+
+    @torch.no_grad()
+    def _read_all(self, ids: torch.Tensor, turn: Turn) -> None:
+        """All but the last token, which is each answer's own."""
+        begun = self._cache.get_seq_length()
+        unread = ids.shape[1] - 1 - begun
+        if unread > 0:
+            most = self._options.prefill_chunk if self._reuses else unread
+            for begin, end in even_chunks(unread, most):
+                self._pass(ids[:, begun + begin : begun + end], turn)
+
+    def _pass(self, chunk: torch.Tensor, turn: Turn) -> None:
+        _check_time(turn)
+        begun = self._cache.get_seq_length()
+        self._range = begun, begun + chunk.shape[1]
+        decoder = self._cache.parts.decoder
+        decoder(input_ids=chunk, **cache_argument(decoder, self._cache), use_cache=True)
+
+    @torch.no_grad()
+    def _read_with_logits(self, ids: torch.Tensor, turn: Turn, scores: PromptScores) -> None:
+        """As `_read_all`, in passes whose logits are no more than `LOGITS_BYTES`."""
+        scores.restart()
+        unread = ids.shape[1] - 1
+        if unread == 0:
+            return
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        most = min(self._options.prefill_chunk, max(32, LOGITS_BYTES // (4 * vocabulary)))
+        for begin, end in even_chunks(unread, most if self._reuses else unread):
             _check_time(turn)
-            if turn.gone.is_set():
-                raise GoneError("serve: the client hung up")
-            chunk = ids[:, begun + begin : begun + end]
-            decoder = self._cache.parts.decoder
-            decoder(input_ids=chunk, **cache_argument(decoder, self._cache), use_cache=True)
-        if turn.gone.is_set():
-            raise GoneError("serve: the client hung up")
+            chunk = ids[:, begin:end]
+            out = self._model(
+                input_ids=chunk, **cache_argument(self._model, self._cache), use_cache=True
+            )
+            scores.take(out.logits[0])
+
+    def _keep_prompt(self, ids: torch.Tensor, turn: Turn) -> None:
+        """Reads and saves what is worth it, as for one answer: a cache for several is not saved."""
+        prompt = ids[0].to("cpu", torch.int32)
+        if len(prompt) - self._store.covered(prompt, turn.owner) >= self._options.save_from:
+            self._rows, self._scores = 1, None
+            self._go_on(prompt, turn)
+            self._read_all(ids, turn)
+            self._settle()
 
     # Afterwards.
 
@@ -278,6 +393,9 @@ class PrefixReuse:
         tokens = self._tokens()
         if len(tokens) == 0:
             self._leave_cache()  # a request has made more sequences of it, or the last one failed
+            return
+        if self._rows_open > 1:
+            self._leave_cache()  # its settings are for so many answers
             return
         if not self._reuses:
             return
@@ -297,7 +415,16 @@ class PrefixReuse:
             self._counted[name] = value
 
 
+def _check_client(turn: Turn) -> None:
+    """Whether somebody waits for the pass; an answer that has begun ends with its step."""
+    if turn.gone.is_set():
+        raise GoneError("serve: the client hung up")
+    if turn.ending.is_set() and turn.generated_tokens == 0:
+        raise EndedError("serve: the server ends")
+
+
 def _check_time(turn: Turn) -> None:
+    _check_client(turn)
     if time.monotonic() >= turn.ends:
         raise LateError(
             "serve: the prompt could not be read in the longest time for an answer "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import importlib
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -20,25 +21,37 @@ from kvswap_torch.errors import BudgetError, StorageError
 from kvswap_torch.hf.serving.asked import Asked
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.fields import COMPLETIONS, PATHS, RESPONSES
-from kvswap_torch.hf.serving.limits import Limits
+from kvswap_torch.hf.serving.grammar import Grammars
+from kvswap_torch.hf.serving.limits import LOGPROB_VALUES_MAX, Limits
 from kvswap_torch.hf.serving.line import CURRENT, Turn
+from kvswap_torch.hf.serving.page import INGEST, Documents, ingested
 from kvswap_torch.hf.serving.prompts import Prompts
 from kvswap_torch.hf.serving.refusal import RefusedError
 from kvswap_torch.hf.serving.replies import told, whole
-from kvswap_torch.hf.serving.reuse import GoneError, LateError, PrefixReuse
+from kvswap_torch.hf.serving.reuse import EndedError, GoneError, LateError, PrefixReuse
 from kvswap_torch.hf.serving.sampling import (
+    ANSWER_TOKENS,
     Ending,
+    Pace,
     Penalties,
     StopTexts,
     drawn_from,
+    ends_of,
     generation_config,
 )
+from kvswap_torch.hf.serving.several import Replies, Sheet
 from kvswap_torch.hf.serving.stops import EndedQueue
 from kvswap_torch.hf.serving.store import reason_of
 
 # Module of transformers.cli.serving -> what it must have.
 NAMES = {
-    "utils": ("GenerateManager", "_GenerationCancelled", "get_response_template"),
+    "utils": (
+        "DirectStreamer",
+        "GenerateManager",
+        "_GenerationCancelled",
+        "_StreamError",
+        "get_response_template",
+    ),
     "chat_completion": ("ChatCompletionHandler",),
     "completion": ("CompletionHandler",),
     "response": ("ResponseHandler",),
@@ -60,6 +73,8 @@ def names() -> dict[str, Any]:
 
     if not is_serve_available():
         raise ImportError(f"serve: fastapi, uvicorn and openai must be there; {_EXTRA}")
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ImportError(f"serve: prometheus_client must be there; {_EXTRA}")
     found = {}
     for module, wanted in NAMES.items():
         try:
@@ -90,12 +105,17 @@ class _Answering:
         except Exception as error:
             if "streamer" not in arguments or isinstance(error, self._cancelled):
                 raise
-            # The server puts it into an event's JSON as it stands.
-            raise RuntimeError(json.dumps(str(error) or repr(error))[1:-1]) from error
-        self._counts.add("prompt_tokens", prompt)
-        self._counts.add("cached_tokens", self._turn.cached_tokens)
-        self._counts.add("generated_tokens", ids.shape[1] - prompt)
+            raise RuntimeError(_in_json(error)) from error
+        count_tokens(self._counts, self._turn, prompt, ids.shape[1] - prompt)
         return ids
+
+
+def count_tokens(counts: Counts, turn: Turn, prompt: int, answers: int) -> None:
+    """Of one prompt that was read, and its answers."""
+    turn.prompt_tokens += prompt
+    counts.add("prompt_tokens", prompt)
+    counts.add("cached_tokens", turn.cached_tokens)
+    counts.add("generated_tokens", answers)
 
 
 def _manager(found: dict[str, Any], answers: Answers, counts: Counts) -> Any:
@@ -154,7 +174,8 @@ class Answers:
         bounds: Limits,
         counts: Counts,
     ) -> None:
-        found = names()
+        self._found = found = names()
+        self._counts = counts
         self._model, self._tokenizer, self._name = model, tokenizer, name
         self.reuse = reuse
         self._bounds = bounds
@@ -164,11 +185,16 @@ class Answers:
             path: found[handler](model_manager=None, generation_state=None)
             for path, handler in zip(PATHS, handlers, strict=True)
         }
+        if not getattr(tokenizer, "chat_template", None):
+            tokenizer.response_template = _plain_answers(tokenizer)
         template = found["get_response_template"](tokenizer, model) or {}
         vocabulary = model.get_input_embeddings().weight.shape[0]
         self._prompts = Prompts(
             tokenizer, bounds.max_context, vocabulary, "tool_calls" in template.get("fields", {})
         )
+        self._grammars = Grammars(tokenizer, vocabulary, ends_of(model.generation_config))
+        self.documents = Documents(reuse.store, tokenizer)
+        self._replies = Replies(self._handle, self._submit, found["DirectStreamer"], tokenizer)
 
     def check(self, asked: Asked) -> None:
         """Before it waits.
@@ -178,7 +204,8 @@ class Answers:
         RefusedError
             The model has not what is asked for.
         """
-        self._prompts.check(asked)
+        for each in asked.each() if asked.path != INGEST else ():
+            self._prompts.check(each)
 
     async def answer(self, asked: Asked, turn: Turn, request_id: str) -> Any:
         """A response, itself an ASGI application.
@@ -190,53 +217,170 @@ class Answers:
         """
         turn.stops, turn.tells_usage = asked.stops, asked.tells_usage
         turn.ends = time.monotonic() + self._bounds.answer_seconds
-        token = CURRENT.set((turn, asked))
+        CURRENT.set((turn, asked))  # of this request's task alone
         try:
-            return await self._answer(asked, turn, request_id)
+            return await self._answer(asked, turn)
         except Exception as error:
             raise _refusal(error) from error
-        finally:
-            CURRENT.reset(token)
 
     async def read(self, asked: Asked) -> torch.Tensor:
         """The prompt's tokens; others are answered meanwhile."""
         return await asyncio.to_thread(self._prompts.read, asked)
 
-    async def _answer(self, asked: Asked, turn: Turn, request_id: str) -> Any:
-        ids = await self.read(asked)
-        inputs = {"input_ids": ids.to(self._model.device)}
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        room = self._bounds.max_context - ids.shape[1]
-        config = generation_config(self._model, asked, room)
+    async def _ingest(self, asked: Asked, turn: Turn) -> Any:
+        from fastapi.responses import StreamingResponse
+
+        self._prompts.check_text(asked.prompt)
+        ids = await asyncio.to_thread(self.documents.ids, asked.prompt)
+        self._prompts.check_length(ids.shape[1])
+
+        def read(progress: Callable[[int], None]) -> asyncio.Future:
+            arguments = (turn, ids.to(self._model.device), progress)
+            return self._manager.async_submit(self._read_document, *arguments)
+
+        events = ingested(self.documents, read, ids, turn)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    def _read_document(self, turn: Turn, ids: torch.Tensor, progress: Callable) -> None:
+        self.reuse.read(turn, ids, progress)
+        count_tokens(self._counts, turn, ids.shape[1], 0)
+
+    async def _answer(self, asked: Asked, turn: Turn) -> Any:
+        if asked.path == INGEST:
+            return await self._ingest(asked, turn)
+        if asked.schema is not None:
+            await asyncio.to_thread(self._grammars.check, asked.schema)
+        if not asked.is_plain:
+            return await self._answer_several(asked, turn)
+        response = await self._handle(
+            asked, await self.read(asked), self._manager, asked.is_streamed
+        )
+        if not asked.is_streamed:
+            return whole(response, turn)
+        last = "" if asked.path == RESPONSES else _DONE
+        response.body_iterator = told(response.body_iterator, turn, last)
+        return response
+
+    async def _answer_several(self, asked: Asked, turn: Turn) -> Any:
+        from fastapi.responses import StreamingResponse
+
+        sheets = [Sheet(each, await self.read(each)) for each in asked.each()]
+        _check_logprobs(sheets)
+        if not asked.is_streamed:
+            return await self._replies.whole(sheets, turn)
+        return StreamingResponse(self._replies.stream(sheets, turn), media_type="text/event-stream")
+
+    async def _handle(self, asked: Asked, ids: torch.Tensor, manager: Any, streams: bool) -> Any:
+        """A reply of transformers' handler to one answer."""
+        turn, _ = CURRENT.get()
+        inputs = self._inputs(ids)
         handler = self._handlers[asked.path]
         # In the order of transformers' 5.23.
-        given = [request_id, self._model, self._tokenizer, self._name]
+        given = [turn.request_id, self._model, self._tokenizer, self._name]
         given += [{}] if asked.path == RESPONSES else []
-        given += [inputs, config, self._manager]
+        given += [inputs, self._config(asked, ids), manager]
         given += [None if asked.path == COMPLETIONS else asked.tools]  # no suffix
-        if asked.is_streamed:
-            response = handler._streaming(*given)
-            last = "" if asked.path == RESPONSES else _DONE
-            response.body_iterator = told(response.body_iterator, turn, last)
-            return response
-        return whole(await handler._non_streaming(*given), turn)
+        return handler._streaming(*given) if streams else await handler._non_streaming(*given)
 
-    def generate(self, turn: Turn, asked: Asked, arguments: dict[str, Any]) -> Any:
+    def _inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        ids = ids.to(self._model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _config(self, asked: Asked, ids: torch.Tensor) -> Any:
+        return generation_config(self._model, asked, self._bounds.max_context - ids.shape[1])
+
+    def _submit(self, sheet: Sheet, turn: Turn) -> asyncio.Future:
+        """Generates a sheet's answers on the manager's thread, and saves afterwards."""
+        running = self._manager.async_submit(self._generate_sheet, sheet, turn)
+        self._manager.submit(self.reuse.settle)
+        return running
+
+    def _generate_sheet(self, sheet: Sheet, turn: Turn) -> None:
+        turn.rows = sheet.rows
+        cached = turn.cached_tokens
+        arguments = self._inputs(sheet.prompt)
+        arguments |= {"generation_config": self._config(sheet.asked, sheet.prompt)}
+        try:
+            self.generate(turn, sheet.asked, arguments | {"streamer": sheet}, sheet)
+        except Exception as error:
+            if not sheet.fail(self._found["_StreamError"](_in_json(error))):
+                raise
+            return
+        sheet.end()
+        answers = sum(map(len, sheet.answers))
+        count_tokens(self._counts, turn, sheet.prompt.shape[1], answers)
+        turn.cached_tokens += cached
+
+    def generate(
+        self, turn: Turn, asked: Asked, arguments: dict[str, Any], sheet: Sheet | None = None
+    ) -> Any:
         """On the manager's thread."""
-        prompt = arguments["input_ids"].shape[1]
-        criteria = [Ending(turn, prompt, arguments["generation_config"])]
-        if turn.stops:
-            criteria.append(StopTexts(self._tokenizer, turn, prompt))
+        prompt, rows = arguments["input_ids"].shape[1], turn.rows
+        criteria: list[Any] = [*([] if sheet is None else [sheet]), Pace(turn, self._counts)]
+        criteria.append(Ending(turn, prompt, arguments["generation_config"]))
+        if asked.stops:
+            criteria.append(StopTexts(self._tokenizer, rows, prompt))
+        processors: list[Any] = [sheet.scores] if sheet and sheet.scores else []
         penalties = Penalties(asked, prompt)
-        processors = [penalties] if penalties.is_needed else []
+        processors += [penalties] if penalties.is_needed else []
+        if asked.schema is not None:
+            processors.append(self._grammars.processor(asked.schema, rows, prompt))
+        if sheet is not None:
+            arguments |= {"answers": len(rows), "scores": sheet.of_prompt}
         with drawn_from(asked.seed, self._model.device):
             return self.reuse.generate(
                 turn, **arguments, stopping_criteria=criteria, logits_processor=processors
             )
 
+    def submit(self, call: Callable, *arguments: Any) -> asyncio.Future:
+        """Calls it on the thread that generates, between two requests; what awaits it may be
+        cancelled, it is not.
+        """
+        return self._manager.async_submit(call, *arguments)
+
     def finish(self) -> None:
         """Waits for what is being saved, and frees the cache."""
         self._manager.submit(self.reuse.close).result()
+
+
+def _plain_answers(tokenizer: Any) -> dict[str, Any]:
+    """How the answers of a model without a chat template are read: as text up to their end.
+
+    transformers would look for what templates of such models write before an answer, and without it
+    take the prompt for a part of the answer.
+    """
+    content: dict[str, Any] = {"content": "text"}
+    if tokenizer.eos_token:
+        content["close"] = tokenizer.eos_token
+    all_of_the_prompt = r"(?s)\A.*\Z"
+    return {
+        "defaults": {"role": "assistant"},
+        "start_anchor_pattern": all_of_the_prompt,
+        "fields": {"content": content},
+    }
+
+
+def _check_logprobs(sheets: list[Sheet]) -> None:
+    values = sum(
+        (1 + (sheet.asked.logprobs or 0))
+        * (
+            len(sheet.rows) * sheet.asked.settings.get("max_new_tokens", ANSWER_TOKENS)
+            + (sheet.prompt.shape[1] if sheet.of_prompt else 0)
+        )
+        for sheet in sheets
+        if sheet.asked.logprobs is not None
+    )
+    if values > LOGPROB_VALUES_MAX:
+        raise RefusedError(
+            400, f"logprobs must come to at most {LOGPROB_VALUES_MAX} numbers for all tokens of a "
+            f"reply, got up to {values}: ask for fewer tokens, answers or prompts at once",
+            reason="logprobs",
+        )  # fmt: skip
+
+
+def _in_json(error: Exception) -> str:
+    """What an event's JSON gets between quotes, as it stands."""
+    return json.dumps(str(error) or repr(error))[1:-1]
 
 
 def _refusal(error: Exception) -> RefusedError:
@@ -248,6 +392,8 @@ def _refusal(error: Exception) -> RefusedError:
         return error
     if isinstance(error, LateError):
         return RefusedError(503, str(error), reason="late")
+    if isinstance(error, EndedError):
+        return RefusedError(503, str(error), reason="ending")
     if isinstance(error, GoneError):
         return RefusedError(499, str(error))
     if isinstance(error, BudgetError):

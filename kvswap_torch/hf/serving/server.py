@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvswap_torch.hf.serving.connections import Connections, protocol
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.front import Front
 from kvswap_torch.hf.serving.health import Health
+from kvswap_torch.hf.serving.idle_check import IdleCheck
 from kvswap_torch.hf.serving.limits import (
     BACKLOG,
     HEAD_SECONDS,
@@ -45,6 +47,12 @@ ALONE: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
     "use_mtp": None,
+}
+_AT_THE_END = {
+    "requests": "requests",
+    "refusals": "refused",
+    "generated_tokens": "tokens of answers",
+    "saves": "caches saved",
 }
 _HOSTS = ("localhost", "127.0.0.1", "[::1]")
 # What clients can make happen as often as they want.
@@ -72,6 +80,8 @@ class ServerOptions:
         Requests that may wait beside the one that runs.
     answer_seconds
         Longest time from a request's turn to the end of its answer.
+    has_page
+        Whether there is a page at ``/``.
     """
 
     name: str
@@ -83,6 +93,7 @@ class ServerOptions:
     shares_store: bool = False
     queue: int = 64
     answer_seconds: float = 3600.0
+    has_page: bool = True
 
 
 def is_local(host: str) -> bool:
@@ -113,6 +124,7 @@ class Server:
                 "can reach"
             )
         seam.names()
+        self._began = time.monotonic()
         self._connections = Connections(connections_of_process())
         self.counts = Counts()
         parts = model_parts(model)
@@ -127,12 +139,20 @@ class Server:
         answers = seam.Answers(model, tokenizer, options.name, reuse, bounds, self.counts)
         self._finish = answers.finish
         self._line = Line(options.queue)
+        self._check = IdleCheck(self._line, self.store, self.counts, answers.submit)
         hosts = () if options.keys else (*_HOSTS, _bracketed(options.host))
         access = Access(options.keys, hosts, options.shares_store)
         folders = {"the store": options.store, "the folder for records": caches.path}
         health = Health(self._line, self.counts, folders, lambda: len(self._connections))
-        self.app = Front(answers, options.name, self._line, self.counts, access, health, bounds)
+        self.app = Front(
+            answers, options.name, self._line, self.counts, access, health, bounds, options.has_page
+        )
         self._socket = _listen(options.host, options.port)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a thread still reads a saved cache; nothing is lost when it ends."""
+        return self._check.is_reading
 
     @property
     def address(self) -> str:
@@ -144,24 +164,33 @@ class Server:
         self._finish()
         self._socket.close()
 
+    def _said_at_the_end(self) -> str:
+        seconds, counts = int(time.monotonic() - self._began), self.counts
+        hours, minutes = divmod(seconds // 60, 60)
+        done = ", ".join(f"{counts[name]:.0f} {what}" for name, what in _AT_THE_END.items())
+        return f"serve: ended after {hours} h {minutes} min {seconds % 60} s: {done}"
+
     def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Answers until SIGTERM or Ctrl-C: then the running answer is finished and saved."""
+        """Answers until SIGTERM or Ctrl-C: the running answer ends with its step, and is saved."""
         import uvicorn
 
-        line = self._line
+        line, idle_check = self._line, self._check
 
         class Loop(uvicorn.Server):
             def handle_exit(self, sig: int, frame: Any) -> None:
                 is_again = self.should_exit
+                line.ending.set()
                 super().handle_exit(sig, frame)
                 self.force_exit |= is_again
 
             async def startup(self, sockets: Any = None) -> None:
                 await super().startup(sockets)
+                self.checking = asyncio.ensure_future(idle_check.run())
                 started()
 
             async def shutdown(self, sockets: Any = None) -> None:
                 line.close()
+                self.checking.cancel()
                 while line.running and not self.force_exit:
                     await asyncio.sleep(0.05)
                 await super().shutdown(sockets)
@@ -172,6 +201,7 @@ class Server:
             ws="none",
             loop="asyncio",
             backlog=BACKLOG,
+            log_config=None,  # as all else is logged
             log_level=logging.WARNING,
             lifespan="off",
             proxy_headers=False,
@@ -191,6 +221,7 @@ class Server:
             Loop(config).run(sockets=[self._socket])
         finally:
             self.close()
+            logger.info("%s", self._said_at_the_end())
             for each in loggers:
                 each.removeFilter(filtered)
             for each, handler in before.items():

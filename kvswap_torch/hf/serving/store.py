@@ -176,6 +176,16 @@ class CacheStore:
             return  # somebody has it for a moment
         self._say(f"{path} is left out: {error}", about=(str(path), reason_of(error)))
 
+    def paths(self) -> list[Path]:
+        """Of those that can be used here, by whomever."""
+        return sorted(path for path, entry in self._entries.items() if entry.tokens is not None)
+
+    def leave_out(self, path: Path, error: Exception) -> None:
+        """As `set_aside`, of what stands at `path`, if it is still known."""
+        self.refresh()  # it may have been moved
+        if path in self._entries:
+            self.set_aside(self._entries[path], error)
+
     def covered(self, tokens: torch.Tensor, owner: str = "") -> int:
         """How many of a prompt's tokens, at most, a saved cache of that owner has read."""
         found = (common_tokens(entry.tokens, tokens) for entry in self.entries(owner))
@@ -318,7 +328,7 @@ class CacheStore:
         self._counts.set("store_caches", len(self._entries))
         self._counts.set("store_unusable", len(self._entries) - self.usable)
         self._counts.set("store_bytes", self.bytes)
-        self._counts.set_each("store_left_out", "reason", self._left_out)
+        self._counts.set_each("store_left_out", self._left_out)
 
 
 def _named(folder: Path, prompt: torch.Tensor) -> Path:

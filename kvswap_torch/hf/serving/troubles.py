@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Hashable
 
 AGAIN_SECONDS = 60.0
 
@@ -30,16 +31,23 @@ class OnceAMinute(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._last: dict[tuple[str, int], tuple[float, int]] = {}
+        self._last: dict[Hashable, tuple[float, int]] = {}
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind, now = (record.pathname, record.lineno), time.monotonic()
+    def held(self, kind: Hashable) -> int | None:
+        """How many of that kind came since one was let through; None: this one is held too."""
+        now = time.monotonic()
         with self._lock:
             said, held = self._last.get(kind, (float("-inf"), 0))
             if now - said < AGAIN_SECONDS:
                 self._last[kind] = said, held + 1
-                return False
+                return None
             self._last[kind] = now, 0
+        return held
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        held = self.held((record.pathname, record.lineno))
+        if held is None:
+            return False
         record.msg, record.args = printable(record.getMessage()), None
         if held:
             record.msg += f" (and {held} more like it)"
