@@ -28,7 +28,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check gpu-prebuilt locked-cuda oldest-torch other-transformers \
   sanitize-address sanitize-thread \
-  sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak
+  sanitize-short sanitize-short-thread sanitize-short-address sanitize-python locked-sanitize-python fuzz fuzz-short locked-fuzz faults soak soak-server
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -185,6 +185,10 @@ presets-matrix: build  ## every preset through generate(), on every kind of mode
 SOAK_SECONDS ?= 3600
 soak: build  ## random caches, lengths and faults in one process, SOAK_SECONDS=3600
 	$(PY) -m tests.soak --seconds $(SOAK_SECONDS)
+
+soak-server: build  ## a server under clients, folders, disks and kills, SOAK_SECONDS=3600
+	$(PY) -m tests.python.test_serving_disks --seconds $$(( $(SOAK_SECONDS) / 4 ))
+	$(PY) -m tests.python.test_serving_soak --seconds $$(( $(SOAK_SECONDS) * 3 / 4 ))
 
 # Not in `make test`: an emulator takes minutes.
 test-aarch64: FLAGS := --toolchain cmake/aarch64.cmake
