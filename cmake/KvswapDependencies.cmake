@@ -1,6 +1,6 @@
 # Every dependency but a compiler is optional; the macro KVSWAP_HAS_X is always 0 or 1. Without
-# liburing: the thread reader; without Highway: the scalar kernels; without xxHash: a slower hash;
-# without nlohmann-json: no config files in C++.
+# liburing: the thread reader; without Highway: the scalar kernels; without nlohmann-json: no config
+# files in C++.
 find_package(Threads REQUIRED)
 add_library(kvswap_dependencies INTERFACE)
 target_link_libraries(kvswap_dependencies INTERFACE Threads::Threads)
@@ -46,11 +46,7 @@ else()
     "kvswap: JSON not found, C++ programs cannot load configs (Debian: nlohmann-json3-dev)")
 endif()
 
-find_path(KVSWAP_XXHASH_INCLUDE xxhash.h)
-if(KVSWAP_XXHASH_INCLUDE)
-  target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${KVSWAP_XXHASH_INCLUDE})
-  kvswap_has(XXHASH TRUE "")
-else()
-  target_include_directories(kvswap_dependencies SYSTEM INTERFACE ${PROJECT_SOURCE_DIR}/cmake/fallback)
-  kvswap_has(XXHASH FALSE "using a slower checksum, cmake/fallback (Debian: libxxhash-dev)")
-endif()
+# A header of the sources' own: every build writes the same sums into saved caches.
+target_include_directories(kvswap_dependencies SYSTEM INTERFACE
+  ${PROJECT_SOURCE_DIR}/third_party/xxhash)
+kvswap_has(XXHASH TRUE "")

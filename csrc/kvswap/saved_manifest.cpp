@@ -175,8 +175,7 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   const std::string hash = fields.text("hash");
   if (hash != checksum_name()) {
     throw ConfigError("open: " + path + " must be checked by " + checksum_name() +
-                      ", which this build has, got " + hash +
-                      "; build with xxHash (Debian: libxxhash-dev) where it is saved and opened");
+                      ", which is the one that is read, got " + hash + "; read the document again");
   }
   json.erase(kChecksumField);
   if (checksum_of_text(json.dump()) != checksum) fields.refuse("its checksum", "hold");

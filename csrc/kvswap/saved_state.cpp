@@ -71,7 +71,7 @@ Status SavedState::refuse(const std::string& name, const std::string& must) cons
 
 Result<uint64_t> SavedState::checksum() const {
   constexpr int64_t kPieceBytes = 1 << 20;
-  RunningChecksum sum(static_cast<uint64_t>(size_bytes_));
+  RunningChecksum sum;
   std::vector<std::byte> piece(std::min(size_bytes_, kPieceBytes));
   for (int64_t done = 0; done < size_bytes_;) {
     const std::span target =

@@ -12,25 +12,14 @@ uint64_t checksum_of(std::span<const std::byte> bytes) {
 }
 
 struct RunningChecksum::State {
-#ifdef XXH_VERSION_NUMBER
-  explicit State(uint64_t) { XXH3_64bits_reset(&state); }
+  State() { XXH3_64bits_reset(&state); }
   void add(const void* data, size_t bytes) { XXH3_64bits_update(&state, data, bytes); }
   uint64_t value() const { return XXH3_64bits_digest(&state); }
 
   XXH3_state_t state;
-#else
-  explicit State(uint64_t total_bytes) { state.begin(total_bytes, 0); }
-  void add(const void* data, size_t bytes) {
-    state.add(static_cast<const unsigned char*>(data), bytes);
-  }
-  uint64_t value() const { return state.value(); }
-
-  kvswap_fallback::Running state;
-#endif
 };
 
-RunningChecksum::RunningChecksum(uint64_t total_bytes)
-    : state_(std::make_unique<State>(total_bytes)) {}
+RunningChecksum::RunningChecksum() : state_(std::make_unique<State>()) {}
 
 void RunningChecksum::add(std::span<const std::byte> bytes) {
   state_->add(bytes.data(), bytes.size());
@@ -47,12 +36,6 @@ uint32_t record_checksum(std::span<const std::byte> bytes, const RecordOf& of) {
   return static_cast<uint32_t>(XXH3_64bits_withSeed(bytes.data(), bytes.size(), mixed));
 }
 
-const char* checksum_name() {
-#ifdef XXH_VERSION_NUMBER
-  return "xxh3";
-#else
-  return "kvswap-fold";
-#endif
-}
+const char* checksum_name() { return "xxh3"; }
 
 }  // namespace kvswap

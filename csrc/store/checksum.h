@@ -7,13 +7,13 @@
 
 namespace kvswap {
 
-/// XXH3 of some bytes, or what stands in for it where xxHash was not there to build with.
+/// XXH3 of some bytes.
 uint64_t checksum_of(std::span<const std::byte> bytes);
 
-/// checksum_of() of bytes that come in pieces, of which `total_bytes` will come.
+/// checksum_of() of bytes that come in pieces.
 class RunningChecksum {
  public:
-  explicit RunningChecksum(uint64_t total_bytes);
+  RunningChecksum();
   ~RunningChecksum();
   RunningChecksum(const RunningChecksum&) = delete;
   RunningChecksum& operator=(const RunningChecksum&) = delete;
@@ -36,7 +36,7 @@ struct RecordOf {
 /// bytes: payload and padding.
 uint32_t record_checksum(std::span<const std::byte> bytes, const RecordOf& of);
 
-/// "xxh3", or another name for what stands in: saved sums are compared by the same one alone.
+/// "xxh3": saved sums are compared by the same one alone.
 const char* checksum_name();
 
 }  // namespace kvswap

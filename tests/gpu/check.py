@@ -13,8 +13,8 @@ said is in build/gpu/*.xml.
 
 Needs torch with CUDA, transformers, nvcc, g++ and cmake, and no network. What else is missing has a
 fallback or is left out, and the file says so: liburing (reads through threads), Highway (scalar CPU
-kernels), xxHash (a slower checksum), a JSON header (no config files in C++), ninja (make builds),
-pytest (no tests), compute-sanitizer, typer or rich (no demo). GoogleTest is not used.
+kernels), a JSON header (no config files in C++), ninja (make builds), pytest (no tests),
+compute-sanitizer, typer or rich (no demo). GoogleTest is not used.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ LINKED = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python
           "libc10.so", "libc10_cuda.so")  # fmt: skip
 # What CMake needs to know of torch, and all that this machine could import of it.
 STAND_IN = '__version__ = "{version}"\n\n\nclass version:\n    cuda = "{cuda}"\n'
-HEADERS = ("xxhash.h", "liburing.h", "liburing", "hwy", "nlohmann")
+HEADERS = ("liburing.h", "liburing", "hwy", "nlohmann")
 
 
 def download(version: str, python_version: str) -> Path:

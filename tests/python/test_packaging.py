@@ -295,3 +295,15 @@ def test_ci_runs_what_the_readme_tells() -> None:
     assert script.rstrip().endswith("exec make test")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_no_build_goes_without_xxhash() -> None:
+    """Its header is in the sources, so that every build writes one format of saved caches."""
+    header = ROOT / "third_party" / "xxhash" / "xxhash.h"
+    assert "#define XXH_VERSION_NUMBER" in header.read_text(encoding="utf-8")
+    assert "BSD 2-Clause License" in header.read_text(encoding="utf-8")
+    assert "graft third_party" in (ROOT / "MANIFEST.in").read_text()
+    told = (ROOT / "cmake" / "KvswapDependencies.cmake").read_text()
+    assert "/third_party/xxhash)" in told and "find_path(KVSWAP_XXHASH" not in told
+    info = native.build_info()
+    assert info is not None and info["xxhash"] == 1
