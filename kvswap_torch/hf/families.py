@@ -79,6 +79,22 @@ class ModelParts:
         return self.decoder.config
 
 
+# Of PEFT: adapters that are keys and values of tokens which nobody typed.
+_OWN_KEYS = {"PREFIX_TUNING", "CARTRIDGE"}
+
+
+def _check_adapter(wrapped: Any) -> None:
+    """Refuses an adapter that begins every text with a cache of its own."""
+    kind = getattr(getattr(wrapped, "active_peft_config", None), "peft_type", None)
+    kind = getattr(kind, "value", kind)
+    if kind in _OWN_KEYS:
+        raise unsupported(
+            type(wrapped.get_base_model()).__name__,
+            f"has an adapter of PEFT's kind {kind}, which begins each text with a cache of its "
+            "own, in the place of the one that is given; LoRA and prompt tuning are supported",
+        )
+
+
 def model_parts(model: Any) -> ModelParts:
     """Takes a model apart, or says by name why its cache cannot live on disk.
 
@@ -91,6 +107,7 @@ def model_parts(model: Any) -> ModelParts:
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile()'s wrapper
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        _check_adapter(model)
         model = model.get_base_model()  # PEFT's wrapper
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
