@@ -270,6 +270,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) other-transformers ARGS=$(MAY_SKIP)
 	@$(SUB) other-sums ARGS=
 	@$(SUB) wheel-check
+	@$(SUB) core-check
 	@$(SUB) docs
 
 # One process for each processor: the time limit of a single test is not meant for these.
@@ -350,6 +351,10 @@ wheel: $(STAMP)  ## build a wheel into dist/
 
 wheel-check: $(STAMP)  ## build the wheel, install it, import it, link a C++ program to it
 	@$(call LOCK,wheel) $(PY) -m tests.packaging.check_wheel
+
+.PHONY: core-check
+core-check: $(STAMP)  ## a program built against the torch-free library, by CMake and pkg-config; ARGS=--conan
+	@$(call LOCK,core) $(PY) -m tests.packaging.check_core $(ARGS)
 
 .PHONY: release
 release: $(STAMP)  ## check tree, changelog, tags, tests and docs, then set the tag; VERSION=0.2.0

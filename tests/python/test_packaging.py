@@ -307,3 +307,14 @@ def test_no_build_goes_without_xxhash() -> None:
     assert "/third_party/xxhash)" in told and "find_path(KVSWAP_XXHASH" not in told
     info = native.build_info()
     assert info is not None and info["xxhash"] == 1
+
+
+def test_the_recipe_takes_the_sources_that_a_build_needs() -> None:
+    """And what CMake reads of them is in what it takes."""
+    recipe = (ROOT / "packaging" / "conan" / "conanfile.py").read_text(encoding="utf-8")
+    taken = set(re.findall(r'"([\w./]+?)(?:/\*)?"', recipe.split("SOURCES = (")[1].split(")")[0]))
+    read = set(re.findall(r"PROJECT_SOURCE_DIR}/(\w+)", "".join(
+        path.read_text() for path in (ROOT / "cmake").glob("*.cmake"))))  # fmt: skip
+    assert read - {"kvswap_torch"} <= taken
+    assert {"CMakeLists.txt", "LICENSE", "cmake", "kvswap_torch/version.py"} <= taken
+    assert all((ROOT / name).exists() for name in taken)

@@ -1,8 +1,9 @@
 #include <kvswap/torch/tensor_cache.h>
 
+#include <exception>
 #include <iostream>
 
-int main(int count, char** arguments) {
+int main(int count, char** arguments) try {
   kvswap::OpenArgs args;
   args.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64};
   args.directory = arguments[1];
@@ -20,4 +21,7 @@ int main(int count, char** arguments) {
     }
   }
   std::cout << kvswap::report_text(cache.cache().report());
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

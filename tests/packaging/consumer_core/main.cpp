@@ -1,9 +1,10 @@
 #include <kvswap/cache.h>
 
+#include <exception>
 #include <iostream>
 #include <vector>
 
-int main(int count, char** arguments) {
+int main(int count, char** arguments) try {
   kvswap::OpenArgs args;
   args.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64};
   args.directory = arguments[1];
@@ -23,4 +24,7 @@ int main(int count, char** arguments) {
   const kvswap::Report report = cache.report();
   std::cout << report.positions << " tokens kept in " << report.ledger.at("total") / 1024
             << " KiB, " << report.facts.at("reader") << " reader\n";
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }
