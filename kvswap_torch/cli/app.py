@@ -14,10 +14,12 @@ import typer
 from rich.console import Console
 
 from kvswap_torch.cli import calibrate, presets, saved_app, serve
+from kvswap_torch.cli.completion import preset_names, saved_caches
 from kvswap_torch.cli.report import print_error
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
+from kvswap_torch.version import __version__
 
 app = typer.Typer(
     name="kvswap",
@@ -29,6 +31,25 @@ app = typer.Typer(
     "(nohup, & in a script), Ctrl-C has no effect; SIGTERM ends it. serve answers both signals in "
     "any case.",
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"kvswap_torch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_tell_version, help="Print the version, and end."
+        ),
+    ] = False,
+) -> None:
+    """What is asked of the program, not of a command."""
+
 
 _GENERATE_HELP = """\
 Answer questions about a long document from a KV cache that lives on disk.
@@ -88,7 +109,12 @@ def generate(
     ] = None,
     saved: Annotated[
         Path | None,
-        typer.Option("--open", help="Go on from a saved KV cache.", metavar="BOOK.kvswap"),
+        typer.Option(
+            "--open",
+            help="Go on from a saved KV cache.",
+            metavar="BOOK.kvswap",
+            autocompletion=saved_caches,
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -96,7 +122,10 @@ def generate(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="A published system, in the config's place: see kvswap presets."),
+        typer.Option(
+            help="A published system, in the config's place: see kvswap presets.",
+            autocompletion=preset_names,
+        ),
     ] = None,
     keep: Annotated[
         str | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvswap_torch.cli import report
+from kvswap_torch.cli.document import document_text
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
@@ -27,9 +27,6 @@ from kvswap_torch.timeline import SPANS
 if TYPE_CHECKING:
     from kvswap_torch.cli.agreement import Agreement
     from kvswap_torch.cli.conversation import Conversation
-
-
-STDIN = Path("-")
 
 
 @dataclass(frozen=True)
@@ -331,22 +328,8 @@ def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> No
     console.print(str(timeline), markup=False, highlight=False)
 
 
-def _text(document: Path) -> str:
-    """The document's text; of `-` what stdin holds."""
-    if document == STDIN:
-        if sys.stdin is None:
-            raise ConfigError("--document: must not be - where stdin is closed")
-        return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
-    return document.read_text(encoding="utf-8")
-
-
 def _load(options: GenerateOptions, distributed: Any, console: Console) -> Material:
-    text = None
-    try:
-        if options.document is not None:
-            text = _text(options.document)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--document: must be readable UTF-8 text: {error}") from error
+    text = None if options.document is None else document_text(options.document)
     saved_ids = None if options.saved is None else _saved_ids(options.saved)
     with console.status("loading the model"):
         tokenizer = load_tokenizer(options.model)

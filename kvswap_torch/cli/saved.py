@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
     if options.kv_memory is not None:
         parse_bytes(options.kv_memory, "--kv-memory")
     check_folder("--output", output, overwrite)
-    check_settings("--config", config or SwapConfig(), "ingest saves its cache")
+    chosen = config if options.preset is None else SwapConfig.preset(options.preset)
+    said = "--config" if options.preset is None else "--preset"
+    check_settings(said, chosen or SwapConfig(), "ingest saves its cache")
     material = _load(options, None, console)
     _check_context(len(material.document_ids), material, "its tokens", "shorten it")
 
@@ -54,11 +57,13 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
         material.model,
         path=options.path,
         config=config,
+        preset=options.preset,
         kv_memory_bytes=options.kv_memory,
         max_context=FirstPass(1, len(material.document_ids)).context,  # questions come too
         max_batch=1,
     ) as cache:
         conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
+        cache.document = "" if options.document is None else str(options.document)
         read = _read(conversation, material.document_ids, options.prefill_chunk, console)
         console.print(f"{len(material.document_ids):,} tokens read in {read:.1f} s")
         save(cache, output, console, overwrite)
@@ -69,6 +74,7 @@ def opened(
     saved: Path, model: str | None, options: GenerateOptions, console: Console
 ) -> Iterator[Conversation]:
     """A conversation over a saved document, at its end."""
+    check_directory("--path", options.path)
     with _at_its_end(saved, _load_for(saved, model, options, console), options, console) as begun:
         yield begun
 
@@ -122,6 +128,7 @@ def ask(
     from kvswap_torch.cli.conversation import CannotGoBackError
 
     check_questions(options)
+    check_directory("--path", options.path)
     material = _load_for(saved, model, options, console)
     answers: list[dict[str, Any]] = []
     while len(answers) < len(options.questions):
@@ -164,14 +171,30 @@ def show(saved: Path, as_json: bool, console: Console) -> None:
         return
     model = manifest["facts"].get("model", {})
     sizes = manifest["records_bytes"] + manifest["state_bytes"]
+    facts = manifest["facts"]
+    when = datetime.datetime.fromtimestamp((Path(named(saved)) / "manifest.json").stat().st_mtime)
     rows = {
+        "document": facts.get("document") or "not said",
+        "saved": f"{when:%Y-%m-%d %H:%M}",
         "tokens": f"{manifest['tokens']:,} x {manifest['sequences']}",
         "model": f"{model.get('model_type', '?')}, {model.get('layers', '?')} layers on disk",
         "on disk": format_bytes(sizes),
         "in memory when opened, at least": format_bytes(manifest["state_bytes"]),
+        "settings": _told_settings(manifest["settings"]),
     }
     for name, value in rows.items():
         console.print(f"{name:32} {value}", highlight=False)
+
+
+def _told_settings(settings: dict[str, Any]) -> str:
+    """Single ones that are not the defaults."""
+    usual = SwapConfig()
+    told = [
+        f"{name}={value}"
+        for name, value in settings.items()
+        if not isinstance(value, list | None) and value != getattr(usual, name, value)
+    ]
+    return ", ".join(told) or "the defaults"
 
 
 def verify(saved: Path, console: Console) -> None:

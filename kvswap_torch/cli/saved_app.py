@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-Saved = Annotated[Path, typer.Argument(help="Folder of a saved cache.", metavar="BOOK.kvswap")]
+from kvswap_torch.cli.completion import preset_names, saved_caches
+
+Saved = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a saved cache.", metavar="BOOK.kvswap", autocompletion=saved_caches
+    ),
+]
 Model = Annotated[
     str | None, typer.Option(help="Its model; else where it was when saved.", metavar="DIR")
 ]
@@ -21,13 +28,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def ingest(
-    document: Annotated[Path, typer.Argument(help="Text file, UTF-8; - reads stdin.")],
+    document: Annotated[Path, typer.Argument(help="Text in UTF-8, or a PDF; - reads stdin.")],
     model: Annotated[str, typer.Option(help="Folder of a Hugging Face model.", metavar="DIR")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder to write.", metavar="BOOK.kvswap")
     ],
     config: Annotated[
         Path | None, typer.Option(help="What the tuner wrote.", metavar="config.json")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="A published system, in the config's place: see kvswap presets.",
+            autocompletion=preset_names,
+        ),
     ] = None,
     kv_memory: Memory = None,
     path: Place = Path("."),
@@ -45,6 +59,7 @@ def ingest(
         document=document,
         questions=(),
         config=config,
+        preset=preset,
         kv_memory=kv_memory,
         path=path,
         prefill_chunk=prefill_chunk,

@@ -288,6 +288,8 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
 
     # Its life.
 
+    document: str = ""  # what it was read from, which a saved cache tells
+
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive

@@ -31,6 +31,7 @@ def check_facts(facts: dict[str, Any], path: str) -> None:
     """
     _check_model(facts.get("model"), path)
     _must(isinstance(facts.get("name", ""), str), path, "name", "be a string")
+    _must(isinstance(facts.get("document", ""), str), path, "document", "be a string")
     _must(isinstance(facts.get("calibrated"), bool), path, "calibrated", "be true or false")
     estimated = facts.get("estimated")
     _must(

@@ -146,6 +146,8 @@ class Saving:
             "layers": others,
             "weights": weights_of(self.parts).facts(),
         }
+        if self.document:
+            facts["document"] = self.document
         self.driver.session.save(named(path), overwrite, json.dumps(facts), tensors)
 
     @classmethod
@@ -242,6 +244,7 @@ class Saving:
             may_sum=memory is None or beside > 0,
         )
         cache = _continued(cls, parts, path, budget, start, timeline_spans)
+        cache.document = facts.get("document", "")
         try:
             _restore_layers(cache, facts, tensors, folder.path)
             cache._vision.restore(tensors.get("rope_deltas"), parts.device)
