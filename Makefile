@@ -339,11 +339,11 @@ format: $(STAMP)  ## rewrite the sources as ruff and clang-format want them
 	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format -i
 
 schema: $(STAMP)  ## write the JSON Schema and the C++ settings from SwapConfig's fields
-	@$(PY) -c 'import json; from kvswap_torch.config_schema import schema; \
+	@$(PY) -c 'import json; from kvswap_torch.config.json_schema import schema; \
 	  print(json.dumps(schema(), indent=2))' > kvswap_torch/config.schema.json
-	@$(PY) -c 'from kvswap_torch import config_cpp; print(config_cpp.settings(), end="")' \
+	@$(PY) -c 'from kvswap_torch.config import cpp_codegen; print(cpp_codegen.settings(), end="")' \
 	  | $(VENV)/bin/clang-format > csrc/kvswap/settings.h
-	@$(PY) -c 'from kvswap_torch import config_cpp; print(config_cpp.rules(), end="")' \
+	@$(PY) -c 'from kvswap_torch.config import cpp_codegen; print(cpp_codegen.rules(), end="")' \
 	  | $(VENV)/bin/clang-format > csrc/kvswap/settings_rules.h
 
 wheel: $(STAMP)  ## build a wheel into dist/

@@ -29,7 +29,7 @@ def read_heads(path: str | Path, heads: int = HEADS) -> dict[str, tuple[Any, ...
     Returns
     -------
     dict
-        `keep_heads` and `keep_layer_shares`, to be given to `SwapConfig.preset`.
+        `retention.scoring_heads` and `retention.layer_weights`, for `SwapConfig.preset`.
 
     Raises
     ------
@@ -60,7 +60,10 @@ def read_heads(path: str | Path, heads: int = HEADS) -> dict[str, tuple[Any, ...
                 f"below {count} (query_heads, or the longest list), got {own}"
             )
     best = sorted(layer * count + head for layer, own in enumerate(order) for head in own[:heads])
-    return {"keep_heads": tuple(best), "keep_layer_shares": tuple(map(float, told["layers"]))}
+    return {
+        "retention.scoring_heads": tuple(best),
+        "retention.layer_weights": tuple(map(float, told["layers"])),
+    }
 
 
 def _json(path: Path) -> Any:

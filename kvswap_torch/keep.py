@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import ConfigError
 
 __all__ = ["drops", "drops_for_good", "with_keep"]
 
+RECENT = "selection.recent_tokens"
 SCALED_FROM = 64  # tokens: fewer belong to what a method is (SnapKV's window, TOVA's last token)
 
 
 def drops(config: SwapConfig | None) -> bool:
     """Whether what is neither sink, kept nor newest is never attended again."""
-    return config is not None and config.rows == "none" and config.keeper != "none"
+    return config is not None and config.summary.kind == "none" and config.retention is not None
 
 
 def drops_for_good(config: SwapConfig | None) -> bool:
     """Whether it also never reads what it has dropped: then no disk is needed."""
-    return drops(config) and not config.exact_layers and config.keep_scores == "attended"
+    if not drops(config) or config.selection.dense_layers:
+        return False
+    return getattr(config.retention, "refresh_scores", "attended") == "attended"
 
 
 def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapConfig:
@@ -31,7 +34,7 @@ def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapC
     Parameters
     ----------
     config
-        Of a method that drops tokens: ``rows="none"`` and a keeper.
+        Of a method that drops tokens: no summary, and a retention policy.
     keep
         An int: tokens. A float above 0 and at most 1: a share of `max_context`.
 
@@ -42,24 +45,27 @@ def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapC
         of an unknown context.
     """
     if not drops(config):
-        kept = "restores all" if config.rows == "none" else f"reads groups by rows={config.rows}"
+        kind = config.summary.kind
+        kept = "restores all" if kind == "none" else f"reads groups by summary.kind={kind}"
         raise ConfigError(
             "keep: must come with a preset that drops tokens (snapkv, cake, arkv, h2o, tova, "
-            f"streaming, window), got one that {kept}; groups_max says how many it attends"
+            f"streaming, window), got one that {kept}; selection.top_k_groups "
+            "says how many it attends"
         )
     tokens = _tokens(keep, max_context)
+    settings = settings_of(config)
     shares = {
-        name: getattr(config, name)
-        for name in ("keep_tokens", "tail_tokens")
-        if getattr(config, name) >= SCALED_FROM
-        and (name == "tail_tokens" or config.keeper != "newest")
+        name: settings[name]
+        for name in ("retention.tokens", RECENT)
+        if settings.get(name, 0) >= SCALED_FROM
     }
-    fixed = config.sink_tokens + (0 if "tail_tokens" in shares else config.tail_tokens)
+    sinks = config.selection.sink_tokens
+    fixed = sinks + (0 if RECENT in shares else config.selection.recent_tokens)
     least = fixed + len(shares)
     if tokens < least:
         raise ConfigError(
-            f"keep: must be at least {least} tokens ({config.sink_tokens} sinks, "
-            f"{fixed - config.sink_tokens} newest and one of what is chosen), got {keep!r}"
+            f"keep: must be at least {least} tokens ({sinks} sinks, "
+            f"{fixed - sinks} newest and one of what is chosen), got {keep!r}"
             + (f", {tokens} of {max_context}" if isinstance(keep, float) else "")
         )
     scaled, left = {}, tokens - fixed
@@ -69,7 +75,7 @@ def with_keep(config: SwapConfig, keep: float, max_context: int | None) -> SwapC
     name = next(iter(scaled))
     scaled[name] += left - sum(scaled.values())
     try:
-        return dataclasses.replace(config, **scaled)
+        return config.with_settings(scaled)
     except ConfigError as error:
         raise ConfigError(f"keep: {keep!r} makes {tokens} tokens, but {error}") from error
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from kvswap_torch.config_parts import ModelIdentity, identity_from
+from kvswap_torch.config.solution import ModelIdentity, identity_from
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.outside_file import check_safetensors, strict_json
 from kvswap_torch.projection import Pair

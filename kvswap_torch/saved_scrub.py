@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvswap_torch.errors import ConfigError, KVSwapError, StorageError
 from kvswap_torch.failures import Failure, failure_of
@@ -59,12 +60,19 @@ def read_whole(path: str | Path) -> int:
 
     folder = _C.SavedCache(named(path))
     folder.verify()
-    if not json.loads(folder.manifest)["settings"]["checksum"]:
+    if not _has_checksums(json.loads(folder.manifest)):
         raise ConfigError(
             f"verify: {path} must have checksums of its records to be checked, and was made with "
-            "checksum=false; its manifest and its state are whole"
+            "storage.verify_checksums=false; its manifest and its state are whole"
         )
     return folder.tokens
+
+
+def _has_checksums(manifest: dict[str, Any]) -> bool:
+    settings = manifest["settings"]
+    if manifest["kvswap_cache"] == 1:  # flat settings
+        return bool(settings["checksum"])
+    return bool(settings["storage"]["verify_checksums"])
 
 
 def check(path: str | Path, move: bool = False) -> Checked:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.engine import flat_settings
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.native import cache_options
 
@@ -69,7 +70,7 @@ def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> 
 def native_options(config: SwapConfig, shape: ModelShape, **others: Any) -> Any:
     """A `kvswap_torch._C.CacheOptions` of these settings and that shape, with `others` beside."""
     return cache_options(
-        **{name: getattr(config, name) for name in SETTINGS},
+        **flat_settings(config),
         layers=shape.layers,
         query_heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -98,7 +99,7 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
     """The settings to use under a budget: `config` with rank, groups and pages that fit.
 
     From the smallest usable settings upwards: first rank and groups together up to the config's
-    own, then pages up to its `pages_max`. A rank for each layer keeps its proportions.
+    own, then pages up to its `pages_per_layer`. A rank for each layer keeps its proportions.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ def spend_budget(
     with the most groups that then fit, up to `config`'s, the pair that misses least. Columns come
     first: 8 of them find a tenth of what is asked for with 100 groups, and 32 find nine tenths with
     8. int4 rows have more of them in the same bytes. Where much is missed all the same, two layers
-    have pages at a time (`SwapConfig.resident_layers`): several times as many groups for the same
+    have pages at a time (`memory.resident_layers`): several times as many groups for the same
     bytes, which every step reads again. What is left over keeps more pages.
 
     Parameters
@@ -157,15 +158,15 @@ def _searched(
         summary_dtype: str,
         resident_layers: int | None,
     ) -> SwapConfig:
-        return dataclasses.replace(
-            config,
-            rank=rank,
-            groups_max=groups_max,
-            pages_max=pages_max,
-            summary_dtype=summary_dtype,
-            resident_layers=resident_layers,
-            table=(),
-        )
+        sizes = {
+            "summary.dtype": {"model": "auto"}.get(summary_dtype, summary_dtype),
+            "selection.top_k_groups": groups_max,
+            "memory.pages_per_layer": pages_max,
+            "memory.resident_layers": resident_layers,
+        }
+        if config.takes_projections:
+            sizes["summary.rank"] = rank
+        return dataclasses.replace(config, solutions=()).with_settings(sizes)
 
     def uses(*sizes: Any) -> dict[str, int]:
         return dict(need(sized(*sizes)))
@@ -178,7 +179,7 @@ def too_small(request: Request, need: Mapping[str, int], smallest: SwapConfig) -
     """That a budget does not cover the smallest settings: what does, and what to lower."""
     from kvswap_torch import _C
 
-    options = cache_options(**{name: getattr(smallest, name) for name in SETTINGS})
+    options = cache_options(**flat_settings(smallest))
     return _C.too_small(options, _C.Request(*_plain(request)), dict(need))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.preset_parts import Shape
+from kvswap_torch.preset.definition import Shape
 from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.tuning.calibration import read_samples

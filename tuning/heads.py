@@ -19,7 +19,7 @@ from torch.nn import functional
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.heads_file import HEADS, read_heads
-from kvswap_torch.preset_parts import Shape
+from kvswap_torch.preset.definition import Shape
 from kvswap_torch.tuning.calibration import read_samples
 from kvswap_torch.tuning.observe import Calibrator, Observed, attention_weights
 from kvswap_torch.tuning.progress import Progress

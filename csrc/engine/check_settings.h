@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "io/status.h"
@@ -7,9 +8,15 @@
 
 namespace kvswap {
 
+/// What messages call a setting, and a word of it; none: as the struct has them.
+struct SettingNames {
+  std::function<std::string(const std::string& name)> name;
+  std::function<std::string(const std::string& name, const std::string& word)> word;
+};
+
 /// The first rule that a setting breaks, by the table of settings: "name: must be ..., got ...";
 /// ok: none.
-Status check_settings(const Settings& settings);
+Status check_settings(const Settings& settings, const SettingNames& names = {});
 
 /// Does a layer attend everything, whatever its queries are?
 bool is_exact(const Settings& settings, int64_t layer);

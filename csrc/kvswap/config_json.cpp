@@ -1,13 +1,14 @@
 #include "kvswap/config_json.h"
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <utility>
 
 #include "engine/check_settings.h"
+#include "kvswap/config_blocks.h"
 #include "kvswap/errors.h"
 #include "kvswap/json.h"
+#include "kvswap/json_fields.h"
 #include "kvswap/settings_rules.h"
 
 namespace kvswap {
@@ -18,80 +19,42 @@ namespace {
 
 using Pair = std::pair<int64_t, int64_t>;
 
-[[noreturn]] void refuse(const std::string& name, const std::string& must, const Json& got) {
-  throw ConfigError(name + ": must be " + must + ", got " + shown(got));
-}
+/// What tells the versions of a file apart.
+struct Version {
+  int64_t number;
+  const char* table;  // the field with the solutions
+};
+constexpr Version kFirst = {1, "table"};
+constexpr Version kSecond = {kConfigVersion, "solutions"};
 
-// take(): a value of the field's own type; false where it is of another.
-
-bool take(const Json& value, int64_t& field) {
-  const auto most = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-  if (!value.is_number_integer()) return false;
-  if (value.is_number_unsigned() && value.get<uint64_t>() > most) return false;
-  field = value.get<int64_t>();
-  return true;
-}
-
-bool take(const Json& value, double& field) {
-  if (value.is_number_float()) field = value.get<double>();
-  return value.is_number_float();
-}
-
-bool take(const Json& value, bool& field) {
-  if (value.is_boolean()) field = value.get<bool>();
-  return value.is_boolean();
-}
-
-bool take(const Json& value, std::string& field) {
-  if (value.is_string()) field = value.get<std::string>();
-  return value.is_string();
-}
-
-template <typename T>
-bool take(const Json& value, std::vector<T>& field) {
-  field.resize(value.is_array() ? value.size() : 0);
-  for (size_t i = 0; i < field.size(); ++i) {
-    if (!take(value[i], field[i])) return false;
+/// The fields of a file, or what a solution may set.
+std::vector<std::string> names_of(const Version& version, bool only_solvable) {
+  std::vector<std::string> names;
+  if (version.number == 1) {
+    for (const ConfigField& field : kConfigFields) {
+      if (field.is_solvable || !only_solvable) names.emplace_back(field.name);
+    }
+    return names;
   }
-  return value.is_array();
-}
-
-bool take(const Json& value, Rank& field) {
-  if (value.is_array()) return take(value, field.emplace<std::vector<int64_t>>());
-  return take(value, field.emplace<int64_t>());
-}
-
-template <typename T>
-bool take(const Json& value, std::optional<T>& field) {
-  field.reset();
-  return value.is_null() || take(value, field.emplace());
-}
-
-std::vector<const char*> names_of(bool only_solvable) {
-  std::vector<const char*> names;
-  for (const ConfigField& field : kConfigFields) {
-    if (field.is_solvable || !only_solvable) names.push_back(field.name);
+  for (const ConfigBlock& block : kConfigBlocks) {
+    if (block.is_optional || !only_solvable) names.emplace_back(block.name);
+  }
+  if (!only_solvable) {
+    for (const char* name : {"model", "provenance", "solutions", "version"}) {
+      names.emplace_back(name);
+    }
+    return names;
+  }
+  names.emplace_back("retention.policy");
+  for (const ConfigPath& path : kConfigPaths) {
+    if (path.is_solvable) names.push_back(std::string(path.block) + "." + path.field);
   }
   return names;
 }
 
-/// Throws unless every field of `object` is among `known`; `must` says what then.
-void check_names(const std::string& must, const Json& object,
-                 const std::vector<const char*>& known) {
-  std::string all;
-  std::set<std::string> names;
-  for (const char* name : known) {
-    names.insert(name);
-    all += (all.empty() ? "" : ", ") + std::string(name);
-  }
-  for (const auto& [name, value] : object.items()) {
-    if (!names.contains(name)) throw ConfigError(must + " " + all + ", got " + name);
-  }
-}
-
 ModelIdentity identity_from(const Json& object) {
-  std::vector<const char*> known;
-  visit_identity([&](const char* name, auto) { known.push_back(name); });
+  std::vector<std::string> known;
+  visit_identity([&](const char* name, auto) { known.emplace_back(name); });
   check_names("model: fields must be among", object, known);
   ModelIdentity identity;
   visit_identity([&](const char* name, auto member) {
@@ -109,9 +72,9 @@ ModelIdentity identity_from(const Json& object) {
   return identity;
 }
 
-/// The settings that a file's fields make, with a row's in the place of its own.
-Settings settings_from(const Json& fields, const Json* row) {
-  Settings settings;
+/// The settings that a file's fields make, with a row's in the place of its own; flat ones.
+Settings settings_of_first(const Json& fields, const Json* row) {
+  Settings settings = settings_of_version_1();
   visit_settings([&](const char* name, auto member, const auto& rule) {
     const Json* value = row ? find_field(*row, name) : nullptr;
     if (!value) value = find_field(fields, name);
@@ -122,34 +85,54 @@ Settings settings_from(const Json& fields, const Json* row) {
   return settings;
 }
 
-Solution solution_from(const Json& row, const Json& fields, std::set<Pair>& seen) {
+Settings settings_from(const Version& version, const Json& fields, const Json* row) {
+  if (version.number == 1) return settings_of_first(fields, row);
+  return settings_from_blocks(row ? with_changes(fields, *row) : fields);
+}
+
+/// What a solution may set: of version 2 settings by their paths.
+void check_solution(const Version& version, const Json& settings) {
+  const std::vector<std::string> known = names_of(version, true);
+  if (version.number == 1) return check_names("table: a solution must set only", settings, known);
+  for (const auto& [name, value] : settings.items()) {
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    throw ConfigError(
+        "solutions: a solution must set only settings by their paths (config.schema.json lists "
+        "them), got " +
+        name);
+  }
+}
+
+Solution solution_from(const Version& version, const Json& row, const Json& fields,
+                       std::set<Pair>& seen) {
+  const std::string table = version.table;
   const Json* settings = find_field(row, "settings");
   Solution solution;
   const auto positive = [&](const char* name, int64_t& field) {
     const Json* value = find_field(row, name);
     if (value && take(*value, field) && field > 0) return;
-    refuse("table: " + std::string(name), "a positive int", value ? *value : Json());
+    refuse(table + ": " + name, "a positive int", value ? *value : Json());
   };
   if (!row.is_object() || row.size() != 3 || !settings || !settings->is_object()) {
-    refuse("table: a row", "an object of batch, context and settings", row);
+    refuse(table + ": a row", "an object of batch, context and settings", row);
   }
   positive("batch", solution.batch);
   positive("context", solution.context);
   const std::string pair =
       "batch " + std::to_string(solution.batch) + ", context " + std::to_string(solution.context);
   if (!seen.insert({solution.batch, solution.context}).second) {
-    throw ConfigError("table: one solution per pair, got two for " + pair);
+    throw ConfigError(table + ": one solution per pair, got two for " + pair);
   }
-  check_names("table: a solution must set only", *settings, names_of(true));
+  check_solution(version, *settings);
   try {
-    solution.settings = settings_from(fields, settings);
+    solution.settings = settings_from(version, fields, settings);
   } catch (const ConfigError& error) {
-    throw ConfigError("table: " + pair + ": " + error.what());
+    throw ConfigError(table + ": " + pair + ": " + error.what());
   }
   return solution;
 }
 
-SwapConfig config_from(const Json& fields) {
+SwapConfig config_from(const Version& version, const Json& fields) {
   static const Json nothing;
   const auto given = [&](const char* name) -> const Json& {
     const Json* value = find_field(fields, name);
@@ -162,12 +145,13 @@ SwapConfig config_from(const Json& fields) {
   if (fields.contains("provenance") && !given("provenance").is_object()) {
     refuse("provenance", "an object", given("provenance"));
   }
-  if (fields.contains("table") && !given("table").is_array()) {
-    refuse("table", "a list of solutions", given("table"));
+  const Json& rows = given(version.table);
+  if (fields.contains(version.table) && !rows.is_array()) {
+    refuse(version.table, "a list of solutions", rows);
   }
-  config.settings = settings_from(fields, nullptr);
+  config.settings = settings_from(version, fields, nullptr);
   std::set<Pair> seen;
-  for (const Json& row : given("table")) config.table.push_back(solution_from(row, fields, seen));
+  for (const Json& row : rows) config.table.push_back(solution_from(version, row, fields, seen));
   return config;
 }
 
@@ -184,16 +168,18 @@ SwapConfig config_from_json(const std::string& text, const std::string& where) {
   const Json* version = find_field(fields, "version");
   if (!fields.is_object()) refuse(where, "a JSON object", fields);
   // Before anything else: a newer file may well have fields that are unknown here.
-  if (!version || !version->is_number_integer() || *version != kConfigVersion) {
-    throw ConfigError(where + ": version must be " + std::to_string(kConfigVersion) +
-                      ", which is what this kvswap_torch reads, got " +
+  const bool is_number = version && version->is_number_integer();
+  if (!is_number || (*version != kFirst.number && *version != kSecond.number)) {
+    throw ConfigError(where + ": version must be 1 or " + std::to_string(kConfigVersion) +
+                      ", which this kvswap_torch reads, got " +
                       (version ? shown(*version) : "none") +
                       "; write it again with the tuner of this kvswap_torch, or use the "
                       "kvswap_torch that wrote it");
   }
-  check_names(where + ": fields must be among", fields, names_of(false));
+  const Version& read = *version == kFirst.number ? kFirst : kSecond;
+  check_names(where + ": fields must be among", fields, names_of(read, false));
   try {
-    return config_from(fields);
+    return config_from(read, fields);
   } catch (const ConfigError& error) {
     throw ConfigError(where + ": " + error.what());
   }
@@ -209,37 +195,20 @@ ModelIdentity identity_from_json(const std::string& text) {
   }
 }
 
-namespace {
-
-template <typename T>
-Json to_json(const T& field) {
-  return field;
-}
-Json to_json(const Rank& field) {
-  return std::visit([](const auto& rank) { return Json(rank); }, field);
-}
-template <typename T>
-Json to_json(const std::optional<T>& field) {
-  return field ? Json(*field) : Json();
-}
-
-}  // namespace
-
 std::string settings_to_json(const Settings& settings) {
-  Json fields = Json::object();
-  visit_settings([&](const char* name, auto member, const auto&) {
-    fields[name] = to_json(settings.*member);
-  });
-  fields["projection_file"] = nullptr;
-  return fields.dump();
+  Json blocks = blocks_of(settings);
+  blocks["summary"]["projection_file"] = nullptr;
+  return blocks.dump();
 }
 
-Settings settings_from_json(const std::string& text) {
+Settings settings_from_json(const std::string& text, int64_t version) {
   try {
     const Json fields = parse_json(text);
     if (!fields.is_object()) throw ConfigError("settings: must be an object");
-    check_names("settings: must be among", fields, names_of(false));
-    return settings_from(fields, nullptr);
+    const Version& read = version == kFirst.number ? kFirst : kSecond;
+    std::vector<std::string> names = names_of(read, false);
+    check_names("settings: must be among", fields, names);
+    return settings_from(read, fields, nullptr);
   } catch (const JsonError& error) {
     throw ConfigError(error.what());
   }
@@ -261,7 +230,7 @@ ModelIdentity identity_from_json(const std::string&) { refuse(); }
 
 std::string settings_to_json(const Settings&) { refuse(); }
 
-Settings settings_from_json(const std::string&) { refuse(); }
+Settings settings_from_json(const std::string&, int64_t) { refuse(); }
 
 #endif
 

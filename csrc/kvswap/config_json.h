@@ -15,8 +15,9 @@ SwapConfig config_from_json(const std::string& text, const std::string& where);
 /// The model that a projection file's metadata names.
 ModelIdentity identity_from_json(const std::string& text);
 
-/// Settings alone, every field. A saved cache's: without a projection file beside it.
+/// Settings alone, every one, in blocks. A saved cache's: without a projection file.
 std::string settings_to_json(const Settings& settings);
-Settings settings_from_json(const std::string& text);
+/// `version`: 1 for flat ones, 2 for blocks.
+Settings settings_from_json(const std::string& text, int64_t version);
 
 }  // namespace kvswap

@@ -7,7 +7,6 @@
 #include <optional>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -122,14 +121,6 @@ struct FileName {
   }
   std::string words() const { return "a file beside the config or in a folder below it"; }
 };
-
-/// Does a rule for these values of a setting concern this one? Without values it is for all.
-template <typename T>
-bool concerns(const OneOf& values, const T& value) {
-  if (values.choices.empty()) return true;
-  if constexpr (std::is_convertible_v<T, std::string>) return values.holds(value);
-  return false;
-}
 
 /// Nothing too may stand where the setting is optional.
 template <typename Rule, typename T>

@@ -168,7 +168,7 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   const int64_t version = fields.number(kVersionField, 1, std::numeric_limits<int32_t>::max());
   if (version > kSavedVersion) {
     throw ConfigError("open: " + path + " must be of version " + std::to_string(kSavedVersion) +
-                      ", which is what this kvswap_torch reads, got " + std::to_string(version) +
+                      " or 1, which this kvswap_torch reads, got " + std::to_string(version) +
                       "; use the kvswap_torch that wrote it, or a newer one");
   }
   const uint64_t checksum = fields.bits(kChecksumField);
@@ -182,7 +182,7 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   SavedManifest manifest;
   manifest.shape = shape_from(fields.object("shape"));
   try {
-    manifest.settings = settings_from_json(fields.json("settings").dump());
+    manifest.settings = settings_from_json(fields.json("settings").dump(), version);
   } catch (const ConfigError& error) {
     // The checksum holds: these are settings of another version, not damage.
     throw ConfigError("open: " + path + " must have settings that this kvswap_torch knows: " +

@@ -22,7 +22,7 @@ struct SavedManifest {
   std::string facts = "{}";  // the program's own, JSON
 };
 
-inline constexpr int64_t kSavedVersion = 1;
+inline constexpr int64_t kSavedVersion = 2;  // its settings are in blocks; 1 is read too
 
 /// Throws ConfigError for facts that are no JSON object.
 std::string manifest_text(const SavedManifest& manifest);

@@ -1,19 +1,19 @@
 #pragma once
 
-// Written by `make schema` from kvswap_torch/config.py; change it there.
+// Written by `make schema` from kvswap_torch/config/; change it there.
 
 #include "kvswap/rules.h"
 #include "kvswap/settings.h"
 
 namespace kvswap {
 
-inline constexpr int64_t kConfigVersion = 1;
+inline constexpr int64_t kConfigVersion = 2;
 
 struct ConfigField {
   const char* name;
   bool is_solvable;  // may a row of the table set it?
 };
-/// Every field that a config file may have, in the order that messages name them.
+/// Every field that a file of version 1 may have, in the order of messages.
 inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"io_mode", true},
                                                 {"read_depth", true},
@@ -79,6 +79,12 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"provenance", false},
                                                 {"table", false},
                                                 {"version", false}};
+
+/// What a file of version 1 means that leaves settings out.
+inline Settings settings_of_version_1() {
+  Settings settings;
+  return settings;
+}
 
 /// visit(name, member, rule) for each setting, in the order they are checked in.
 template <typename Visit>
@@ -152,194 +158,216 @@ void visit_settings(Visit&& visit) {
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels", "rope_pairs"}});
 }
 
-/// visit(name, member, floor's name, floor's member, why, keeper): what holds between
-/// two, with that keeper, or where it is empty with any.
-template <typename Visit>
-void visit_floors(Visit&& visit) {
-  visit("pages_max", &Settings::pages_max, "groups_max", &Settings::groups_max,
-        "since what a step attends must be in memory", "");
-  visit("pages_max", &Settings::pages_max, "select_queries_max", &Settings::select_queries_max,
-        "a page for each query's choice", "");
-  visit("cluster_tokens_max", &Settings::cluster_tokens_max, "cluster_tokens",
-        &Settings::cluster_tokens, "which a cluster has on average", "");
-  visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
-        "since a group joins what is kept at once", "arkv");
-  visit("keep_tokens", &Settings::keep_tokens, "group_tokens", &Settings::group_tokens,
-        "since whole groups are kept", "outliers");
-  visit("keep_tokens", &Settings::keep_tokens, "keep_layer_least", &Settings::keep_layer_least,
-        "since it is what layers have on average", "");
-  visit("merge_bytes_max", &Settings::merge_bytes_max, "merge_gap_bytes",
-        &Settings::merge_gap_bytes, "since a merged read holds its gaps", "");
-}
+/// Where a file of version 2 has a setting, and its words for the struct's: new=old.
+struct ConfigPath {
+  const char* name;
+  const char* block;
+  const char* field;
+  const char* words;
+  bool is_solvable;  // may a solution set it?
+};
+inline constexpr ConfigPath kConfigPaths[] = {
+    {"rows", "summary", "kind",
+     "low_rank=low_rank min_max=box mean=mean centroid=centroid user=given none=none", true},
+    {"rank", "summary", "rank", "", true},
+    {"summary_dtype", "summary", "dtype", "auto=model int8=int8 int4=int4", true},
+    {"projection_kind", "summary", "projection", "", true},
+    {"projection_file", "summary", "projection_file", "", false},
+    {"bound_weight", "summary", "half_width_weight", "", true},
+    {"score_columns", "summary", "coarse_rank", "", true},
+    {"score_share", "summary", "rerank_fraction", "", true},
+    {"group_tokens", "selection", "group_tokens", "", true},
+    {"heads", "selection", "heads", "joint=all per_head=each", false},
+    {"score", "selection", "score", "logit_sum=sum logit_max=max mass_sum=mass mass_max=max_mass",
+     true},
+    {"groups_max", "selection", "top_k_groups", "", true},
+    {"sink_tokens", "selection", "sink_tokens", "", true},
+    {"tail_tokens", "selection", "recent_tokens", "", true},
+    {"exact_layers", "selection", "dense_layers", "", true},
+    {"select_queries_max", "selection", "max_step_tokens", "", true},
+    {"look_ahead", "prefetch", "mode", "off=false trust=true", true},
+    {"true_query_layers", "prefetch", "skip_layers", "", true},
+    {"pages_max", "memory", "pages_per_layer", "", true},
+    {"replacement", "memory", "replacement",
+     "fifo=fifo lru=lru last_step_only=unused no_reuse=none least_attended=score "
+     "largest_cluster=clusters",
+     true},
+    {"resident_layers", "memory", "resident_layers", "", true},
+    {"records", "storage", "kv_dtype", "auto=model fp8_e4m3=fp8", true},
+    {"layout", "storage", "layout", "append=sequence paired_pools=pools", true},
+    {"pool_slack_pages", "storage", "pool_slack_pages", "", true},
+    {"reader", "storage", "io_backend", "auto=auto io_uring=uring threads=threads sync=sync", true},
+    {"io_mode", "storage", "io_mode", "", true},
+    {"read_depth", "storage", "queue_depth", "", true},
+    {"merge_gap_bytes", "storage", "coalesce_gap_bytes", "", true},
+    {"merge_bytes_max", "storage", "max_read_bytes", "", true},
+    {"checksum", "storage", "verify_checksums", "", false},
+    {"io_timeout_seconds", "storage", "io_timeout_seconds", "", false},
+    {"wipe_on_close", "storage", "wipe_on_close", "", false},
+    {"device_model", "storage", "simulated_device", "", true},
+    {"disk_quota_bytes", "storage", "max_disk_bytes", "", false},
+    {"keep_tokens", "retention", "tokens", "", true},
+    {"keep_window", "retention", "window_size", "", true},
+    {"keep_pool", "retention", "kernel_size", "", true},
+    {"keep_interval", "retention", "refresh_interval", "", true},
+    {"keep_scores", "retention", "refresh_scores", "attended=attended all_tokens=disk", true},
+    {"keep_share", "retention", "budget", "fixed=fixed prompt_adaptive=auto", true},
+    {"keep_layer_shares", "retention", "layer_weights", "", true},
+    {"keep_layer_least", "retention", "min_layer_tokens", "", true},
+    {"keep_layer_most", "retention", "max_layer_multiple", "", true},
+    {"keep_heads", "retention", "scoring_heads", "", true},
+    {"keep_variance", "retention", "variance_weight", "", true},
+    {"keep_slack", "retention", "low_watermark", "", true},
+    {"keep_ratio", "retention", "original_ratio", "", true},
+    {"keep_count", "retention", "budget_unit", "", true},
+    {"keep_temperatures", "retention", "oq_temperatures", "", true},
+    {"keep_preference", "retention", "preference_temperatures", "", true},
+    {"cluster_tokens", "clusters", "target_tokens", "", true},
+    {"cluster_tokens_max", "clusters", "max_tokens", "", true},
+    {"split_factor", "clusters", "split_variance_ratio", "", true},
+    {"pending_tokens", "clusters", "max_pending_tokens", "", true},
+    {"cluster_score", "clusters", "score",
+     "logit_sum=sum logit_max=max mass_sum=mass mass_max=max_mass", true},
+    {"cluster_update", "clusters", "update", "", true},
+    {"audit_every", "audit", "interval", "", true},
+    {"audit_groups", "audit", "sample_groups", "", true},
+    {"missed_mass_max", "audit", "max_missed_mass", "", true},
+};
 
-/// visit(name, member, owner's name, its member, word, values): the setting has its
-/// default, or where there are values none of them, unless the owner is that word.
-template <typename Visit>
-void visit_owned(Visit&& visit) {
-  visit("rank", &Settings::rank, "rows", &Settings::rows, "low_rank", OneOf{});
-  visit("projection_file", &Settings::projection_file, "rows", &Settings::rows, "low_rank",
-        OneOf{});
-  visit("projection_kind", &Settings::projection_kind, "rows", &Settings::rows, "low_rank",
-        OneOf{});
-  visit("score_columns", &Settings::score_columns, "rows", &Settings::rows, "low_rank", OneOf{});
-  visit("bound_weight", &Settings::bound_weight, "rows", &Settings::rows, "box", OneOf{});
-  visit("grouping", &Settings::grouping, "rows", &Settings::rows, "centroid", OneOf{});
-  visit("rows", &Settings::rows, "grouping", &Settings::grouping, "clusters", OneOf{{"centroid"}});
-  visit("cluster_tokens", &Settings::cluster_tokens, "grouping", &Settings::grouping, "clusters",
-        OneOf{});
-  visit("cluster_tokens_max", &Settings::cluster_tokens_max, "grouping", &Settings::grouping,
-        "clusters", OneOf{});
-  visit("split_factor", &Settings::split_factor, "grouping", &Settings::grouping, "clusters",
-        OneOf{});
-  visit("pending_tokens", &Settings::pending_tokens, "grouping", &Settings::grouping, "clusters",
-        OneOf{});
-  visit("cluster_score", &Settings::cluster_score, "grouping", &Settings::grouping, "clusters",
-        OneOf{});
-  visit("cluster_update", &Settings::cluster_update, "grouping", &Settings::grouping, "clusters",
-        OneOf{});
-  visit("replacement", &Settings::replacement, "grouping", &Settings::grouping, "clusters",
-        OneOf{{"clusters"}});
-  visit("layout", &Settings::layout, "grouping", &Settings::grouping, "clusters", OneOf{{"pools"}});
-  visit("pool_slack_pages", &Settings::pool_slack_pages, "layout", &Settings::layout, "pools",
-        OneOf{});
-  visit("score", &Settings::score, "rows", &Settings::rows, "low_rank",
-        OneOf{{"mass", "max_mass"}});
-  visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "low_rank",
-        OneOf{{"int4"}});
-  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none", OneOf{{"newest", "cake"}});
-  visit("keep_slack", &Settings::keep_slack, "keeper", &Settings::keeper, "arkv", OneOf{});
-  visit("keep_ratio", &Settings::keep_ratio, "keeper", &Settings::keeper, "arkv", OneOf{});
-  visit("keep_count", &Settings::keep_count, "keeper", &Settings::keeper, "arkv", OneOf{});
-  visit("keep_scores", &Settings::keep_scores, "keeper", &Settings::keeper, "observed", OneOf{});
-  visit("keep_share", &Settings::keep_share, "keeper", &Settings::keeper, "observed", OneOf{});
-  visit("keep_layer_shares", &Settings::keep_layer_shares, "keeper", &Settings::keeper, "observed",
-        OneOf{});
-  visit("keep_heads", &Settings::keep_heads, "keeper", &Settings::keeper, "observed", OneOf{});
-  visit("keep_layer_shares", &Settings::keep_layer_shares, "rows", &Settings::rows, "none",
-        OneOf{});
-  visit("keep_layer_shares", &Settings::keep_layer_shares, "keep_interval",
-        &Settings::keep_interval, "0", OneOf{});
-  visit("keep_heads", &Settings::keep_heads, "rows", &Settings::rows, "none", OneOf{});
-  visit("keep_heads", &Settings::keep_heads, "keep_interval", &Settings::keep_interval, "0",
-        OneOf{});
-  visit("keep_heads", &Settings::keep_heads, "heads", &Settings::heads, "all", OneOf{});
-  visit("keep_preference", &Settings::keep_preference, "keeper", &Settings::keeper, "cake",
-        OneOf{});
-  visit("keep_temperatures", &Settings::keep_temperatures, "keep_ratio", &Settings::keep_ratio,
-        "null", OneOf{});
-}
+/// A retention policy, the keeper that it is, and its fields.
+struct ConfigPolicy {
+  const char* policy;
+  const char* keeper;
+  const char* fields;
+};
+inline constexpr ConfigPolicy kConfigPolicies[] = {
+    {"recent_only", "newest", ""},
+    {"snapkv", "observed", "tokens window_size kernel_size refresh_interval refresh_scores budget"},
+    {"compresskv", "observed",
+     "tokens window_size kernel_size layer_weights min_layer_tokens max_layer_multiple "
+     "scoring_heads"},
+    {"h2o", "heavy", "tokens window_size refresh_interval"},
+    {"arkv", "arkv",
+     "tokens window_size kernel_size variance_weight low_watermark original_ratio budget_unit "
+     "oq_temperatures"},
+    {"cake", "cake",
+     "tokens window_size kernel_size variance_weight preference_temperatures max_layer_multiple"},
+    {"key_outliers", "outliers", "tokens"},
+    {"user", "given", "tokens refresh_interval"},
+};
 
-/// visit(name, member, owner's name, its member, word, why, values): the setting has its
-/// default, or where there are values none of them, where the owner is that word.
-template <typename Visit>
-void visit_idle(Visit&& visit) {
-  visit("audit_every", &Settings::audit_every, "rows", &Settings::rows, "none",
-        "since nothing is selected", OneOf{});
-  visit("missed_mass_max", &Settings::missed_mass_max, "rows", &Settings::rows, "none",
-        "since nothing is selected", OneOf{});
-  visit("score", &Settings::score, "grouping", &Settings::grouping, "clusters",
-        "since cluster_score says it of clusters", OneOf{});
-  visit("summary_dtype", &Settings::summary_dtype, "grouping", &Settings::grouping, "clusters",
-        "since centroids are float32", OneOf{});
-  visit("pending_tokens", &Settings::pending_tokens, "cluster_update", &Settings::cluster_update,
-        "local", "since tokens wait for four clusters' worth", OneOf{});
-  visit("records", &Settings::records, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters", OneOf{});
-  visit("keeper", &Settings::keeper, "grouping", &Settings::grouping, "clusters",
-        "which has not been built for clusters", OneOf{});
-  visit("keep_share", &Settings::keep_share, "rows", &Settings::rows, "none",
-        "since no groups are selected", OneOf{});
-  visit("score", &Settings::score, "rows", &Settings::rows, "given",
-        "since scores come from outside", OneOf{});
-  visit("summary_dtype", &Settings::summary_dtype, "rows", &Settings::rows, "given",
-        "since there is no summary", OneOf{});
-  visit("score_share", &Settings::score_share, "score_columns", &Settings::score_columns, "null",
-        "since all groups are scored by all columns", OneOf{});
-  visit("score_columns", &Settings::score_columns, "summary_dtype", &Settings::summary_dtype,
-        "int4", "which has not been built for two stages", OneOf{});
-  visit("score_columns", &Settings::score_columns, "score", &Settings::score, "mass",
-        "since a head's softmax needs every token's product", OneOf{});
-  visit("score_columns", &Settings::score_columns, "score", &Settings::score, "max_mass",
-        "since a head's softmax needs every token's product", OneOf{});
-  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "pca_per_head", "since its first columns are one head's", OneOf{});
-  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "skewed", "since its first columns are one head's", OneOf{});
-  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "channels", "since its first columns are one head's", OneOf{});
-  visit("score_columns", &Settings::score_columns, "projection_kind", &Settings::projection_kind,
-        "rope_pairs", "since its first columns are one head's", OneOf{});
-  visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_tokens", &Settings::keep_tokens, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "none",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "newest",
-        "since no token is kept for what it was paid", OneOf{});
-  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "given",
-        "since what tokens are worth comes from outside", OneOf{});
-  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "given",
-        "since what tokens are worth comes from outside", OneOf{});
-  visit("keep_window", &Settings::keep_window, "keeper", &Settings::keeper, "outliers",
-        "since no query decides who is kept", OneOf{});
-  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "outliers",
-        "since no query decides who is kept", OneOf{});
-  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "outliers",
-        "since no query decides who is kept", OneOf{});
-  visit("keeper", &Settings::keeper, "rows", &Settings::rows, "none",
-        "since there are no groups to be left out of", OneOf{{"outliers"}});
-  visit("keep_scores", &Settings::keep_scores, "keep_interval", &Settings::keep_interval, "0",
-        "since nothing is decided while decoding", OneOf{});
-  visit("keep_count", &Settings::keep_count, "keep_ratio", &Settings::keep_ratio, "1",
-        "since no token is rounded", OneOf{});
-  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "arkv",
-        "since it is chosen anew where there is no room", OneOf{});
-  visit("keep_interval", &Settings::keep_interval, "keeper", &Settings::keeper, "cake",
-        "since a prompt alone says what layers have", OneOf{});
-  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "none",
-        "since all layers have as many", OneOf{});
-  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "newest",
-        "since all layers have as many", OneOf{});
-  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "heavy",
-        "since all layers have as many", OneOf{});
-  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "arkv",
-        "since all layers have as many", OneOf{});
-  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "outliers",
-        "since all layers have as many", OneOf{});
-  visit("keep_layer_most", &Settings::keep_layer_most, "keeper", &Settings::keeper, "given",
-        "since all layers have as many", OneOf{});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "none",
-        "since no token is worth its variance", OneOf{});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "newest",
-        "since no token is worth its variance", OneOf{});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "observed",
-        "since no token is worth its variance", OneOf{});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "heavy",
-        "since no token is worth its variance", OneOf{});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "outliers",
-        "since no token is worth its variance", OneOf{});
-  visit("keep_variance", &Settings::keep_variance, "keeper", &Settings::keeper, "given",
-        "since no token is worth its variance", OneOf{});
-  visit("keep_pool", &Settings::keep_pool, "keeper", &Settings::keeper, "heavy",
-        "since what each step paid is summed token by token", OneOf{});
-}
+struct ConfigBlock {
+  const char* name;
+  bool is_optional;  // without it there is none of what it says
+};
+inline constexpr ConfigBlock kConfigBlocks[] = {
+    {"summary", false}, {"selection", false}, {"prefetch", false}, {"memory", false},
+    {"storage", false}, {"retention", true},  {"clusters", true},  {"audit", true},
+};
 
-/// visit(name, member, owner's name, its member, word, why): the setting, or each number
-/// of it, is even where the owner is that word.
-template <typename Visit>
-void visit_even(Visit&& visit) {
-  visit("rank", &Settings::rank, "projection_kind", &Settings::projection_kind, "rope_pairs",
-        "since both channels of a pair are taken");
-}
+/// `audit.interval` of a block that leaves it out.
+inline constexpr int64_t kAuditInterval = 32;
+
+/// `name` is at least `floor`; with a keeper where that is the one.
+struct FloorRule {
+  const char* name;
+  const char* floor;
+  const char* why;
+  const char* keeper;
+};
+inline constexpr FloorRule kFloorRules[] = {
+    {"pages_max", "groups_max", "since what a step attends must be in memory", ""},
+    {"pages_max", "select_queries_max", "a page for each query's choice", ""},
+    {"cluster_tokens_max", "cluster_tokens", "which a cluster has on average", ""},
+    {"keep_tokens", "group_tokens", "since a group is admitted at once", "arkv"},
+    {"keep_tokens", "group_tokens", "since whole groups are retained", "outliers"},
+    {"keep_tokens", "keep_layer_least", "since it is what layers have on average", ""},
+    {"merge_bytes_max", "merge_gap_bytes", "since a coalesced read holds its gaps", ""},
+};
+
+/// `name` has its default, or where there are values none of them, unless `owner` is one
+/// of `words`, or none of `but`; each a list of words.
+struct OnlyRule {
+  const char* name;
+  const char* owner;
+  const char* words;
+  const char* but;
+  const char* values;
+  const char* why;
+};
+inline constexpr OnlyRule kOnlyRules[] = {
+    {"cluster_tokens", "grouping", "clusters", "", "", ""},
+    {"cluster_tokens_max", "grouping", "clusters", "", "", ""},
+    {"split_factor", "grouping", "clusters", "", "", ""},
+    {"pending_tokens", "grouping", "clusters", "", "", ""},
+    {"cluster_score", "grouping", "clusters", "", "", ""},
+    {"cluster_update", "grouping", "clusters", "", "", ""},
+    {"keep_tokens", "keeper", "observed heavy arkv cake outliers given", "", "", ""},
+    {"keep_share", "keeper", "observed", "", "", ""},
+    {"keep_window", "keeper", "observed heavy arkv cake", "", "", ""},
+    {"keep_pool", "keeper", "observed arkv cake", "", "", ""},
+    {"keep_interval", "keeper", "observed heavy given", "", "", ""},
+    {"keep_scores", "keeper", "observed", "", "", ""},
+    {"keep_variance", "keeper", "arkv cake", "", "", ""},
+    {"keep_slack", "keeper", "arkv", "", "", ""},
+    {"keep_ratio", "keeper", "arkv", "", "", ""},
+    {"keep_count", "keeper", "arkv", "", "", ""},
+    {"keep_temperatures", "keeper", "arkv", "", "", ""},
+    {"keep_preference", "keeper", "cake", "", "", ""},
+    {"keep_layer_shares", "keeper", "observed", "", "", ""},
+    {"keep_layer_most", "keeper", "observed cake", "", "", ""},
+    {"keep_heads", "keeper", "observed", "", "", ""},
+    {"keep_layer_shares", "rows", "none", "", "", ""},
+    {"keep_layer_shares", "keep_interval", "0", "", "", ""},
+    {"keep_heads", "rows", "none", "", "", ""},
+    {"keep_heads", "keep_interval", "0", "", "", ""},
+    {"audit_every", "rows", "", "none", "", "since nothing is selected"},
+    {"missed_mass_max", "rows", "", "none", "", "since nothing is selected"},
+    {"rank", "rows", "low_rank", "", "", ""},
+    {"projection_file", "rows", "low_rank", "", "", ""},
+    {"projection_kind", "rows", "low_rank", "", "", ""},
+    {"score_columns", "rows", "low_rank", "", "", ""},
+    {"bound_weight", "rows", "box", "", "", ""},
+    {"grouping", "rows", "centroid", "", "", ""},
+    {"rows", "grouping", "clusters", "", "centroid", ""},
+    {"replacement", "grouping", "clusters", "", "clusters", ""},
+    {"layout", "grouping", "clusters", "", "pools", ""},
+    {"pool_slack_pages", "layout", "pools", "", "", ""},
+    {"score", "rows", "low_rank", "", "mass max_mass", ""},
+    {"score", "rows", "", "centroid", "max", "since clusters.score says it of clusters"},
+    {"score", "rows", "", "given", "max", "since scores come from outside"},
+    {"summary_dtype", "rows", "low_rank", "", "int4", ""},
+    {"summary_dtype", "rows", "", "centroid", "", "since centroids are float32"},
+    {"summary_dtype", "rows", "", "given", "", "since there is no summary"},
+    {"pending_tokens", "cluster_update", "", "local", "",
+     "since tokens wait for four clusters' worth"},
+    {"records", "grouping", "runs", "", "", "which has not been built for clusters"},
+    {"keeper", "grouping", "runs", "", "", "which has not been built for clusters"},
+    {"keeper", "rows", "none", "", "newest cake", ""},
+    {"keeper", "rows", "", "none", "outliers", "since there are no groups to be left out of"},
+    {"keep_share", "rows", "", "none", "", "since no groups are selected"},
+    {"keep_heads", "heads", "all", "", "", ""},
+    {"keep_scores", "keep_interval", "", "0", "", "since nothing is decided while decoding"},
+    {"keep_count", "keep_ratio", "", "1", "", "since no token is rounded"},
+    {"keep_temperatures", "keep_ratio", "null", "", "", ""},
+    {"score_share", "score_columns", "", "null", "", "since all groups are ranked once"},
+    {"score_columns", "summary_dtype", "", "int4", "", "which has not been built for two stages"},
+    {"score_columns", "score", "", "mass max_mass", "",
+     "since a head's softmax needs every token's product"},
+    {"score_columns", "projection_kind", "", "pca_per_head skewed channels rope_pairs", "",
+     "since its first dimensions are one head's"},
+};
+
+/// `name`, or each number of it, is even where `owner` is `word`.
+struct EvenRule {
+  const char* name;
+  const char* owner;
+  const char* word;
+  const char* why;
+};
+inline constexpr EvenRule kEvenRules[] = {
+    {"rank", "projection_kind", "rope_pairs", "since both channels of a pair are taken"},
+};
 
 template <typename Visit>
 void visit_identity(Visit&& visit) {

@@ -48,7 +48,7 @@ std::string read_file(const std::string& path, const std::string& where) {
 void check_ranks(const Settings& settings, int64_t width) {
   const RankRange range = {width};
   if (RowsKind::find(settings.rows)->takes_projections && !range.holds(settings.rank)) {
-    throw ConfigError("rank: must be " + range.words() + ", since the keys are no wider");
+    throw ConfigError("summary.rank: must be " + range.words() + ", since the keys are no wider");
   }
 }
 
@@ -102,8 +102,8 @@ void SwapConfig::check_model(const ModelIdentity& identity) const {
   }
   if (identity.layers) {
     ranks_of(settings, *identity.layers);
-    check_layers("true_query_layers", settings.true_query_layers, *identity.layers);
-    check_layers("exact_layers", settings.exact_layers, *identity.layers);
+    check_layers("prefetch.skip_layers", settings.true_query_layers, *identity.layers);
+    check_layers("selection.dense_layers", settings.exact_layers, *identity.layers);
   }
   if (identity.kv_heads && identity.head_dim) {
     const int64_t width = row_width(settings, *identity.kv_heads, *identity.head_dim);
@@ -129,7 +129,7 @@ std::vector<int64_t> ranks_of(const Settings& settings, int64_t layers) {
   }
   const auto& each = std::get<std::vector<int64_t>>(settings.rank);
   if (static_cast<int64_t>(each.size()) != layers) {
-    throw ConfigError("rank: must be one number or " + std::to_string(layers) +
+    throw ConfigError("summary.rank: must be one number or " + std::to_string(layers) +
                       ", one for each layer on disk, got " + std::to_string(each.size()));
   }
   return each;

@@ -50,7 +50,7 @@ def main(
     from kvswap_torch.tuning.heads import heads_path, preset_of_heads
 
     # Before a model is loaded and text is drawn.
-    takes_heads = "keep_heads" in find(preset).needs
+    takes_heads = "retention.scoring_heads" in find(preset).needs
     if not takes_heads:
         preset_of_blocks(preset)
     if not path.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from dataclasses import dataclass
@@ -221,6 +220,7 @@ def _check_context(
 
 def _load_config(options: GenerateOptions) -> Any:
     from kvswap_torch.config import SwapConfig
+    from kvswap_torch.config.flat import renamed
     from kvswap_torch.preset import find
 
     config = None if options.config is None else SwapConfig.load(options.config)
@@ -234,7 +234,8 @@ def _load_config(options: GenerateOptions) -> Any:
                     f"--{name}: must be left out with --preset, which says it, got "
                     f"{getattr(options, name)}; SwapConfig.preset() takes other settings"
                 )
-    return dataclasses.replace(config or SwapConfig(), **said) if said else config
+    changes = dict(renamed(name, word) for name, word in said.items())
+    return (config or SwapConfig()).with_settings(changes) if changes else config
 
 
 def _path(options: GenerateOptions, config: Any) -> Path | None:

@@ -11,11 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvswap_torch.cli.load import load_config
-from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.nested import difference
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.preset import find, presets
-from kvswap_torch.preset_parts import Preset, Shape
+from kvswap_torch.preset.definition import Preset, Shape
 
 HEADS = 32  # of the model that memory is counted for, unless one is named
 BATCH = 1
@@ -48,13 +49,8 @@ def main(
 def about(preset: Preset, model: str | None = None, context: int = CONTEXT) -> dict[str, Any]:
     """What there is to say of a preset, as JSON has it; settings are those not at their default."""
     shape, heads = (Shape(), HEADS) if model is None else _shape_of(model)
-    config = SwapConfig.preset(preset.name, shape, **preset.shown(shape))
-    plain = SwapConfig()
-    settings = {
-        each: getattr(config, each)
-        for each in SETTINGS
-        if getattr(config, each) != getattr(plain, each)
-    }
+    config = SwapConfig.preset(preset.name, preset.shown(shape), shape=shape)
+    settings = difference(SwapConfig(), config)
     return {
         "name": preset.name,
         "paper": preset.paper,
@@ -128,8 +124,8 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     table.add_row("leave it", escape(facts["leave"]))
     table.add_row("settings", escape(", ".join(f"{k}={v}" for k, v in facts["settings"].items())))
     table.add_row("calibrate", escape(facts["calibrate"]))
-    for difference in facts["differences"]:
-        table.add_row("differs", escape(difference))
+    for told in facts["differences"]:
+        table.add_row("differs", escape(told))
     told = f"of {format_bytes(full)} at {facts['context']:,} tokens: {shares}"
     table.add_row("memory", escape(told))
     console.rule(facts["name"])

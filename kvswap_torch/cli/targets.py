@@ -118,13 +118,13 @@ def check_settings(option: str, settings: SwapConfig, why: str) -> None:
     ConfigError
         It cannot: it keeps tokens for what they were paid, or chooses clusters.
     """
-    if settings.keeper not in ("none", "newest"):
+    policy = "recent_only" if settings.retention is None else settings.retention.POLICY
+    if policy != "recent_only":
         raise ConfigError(
-            f"{option}: keeper must be none or newest, got {settings.keeper!r}, whose kept tokens "
-            f"cannot be saved; {why}"
+            f"{option}: retention.policy must be none or recent_only, got {policy!r}, whose "
+            f"retained tokens cannot be saved; {why}"
         )
-    if settings.grouping != "runs":
+    if settings.clusters is not None:
         raise ConfigError(
-            f"{option}: grouping must be runs, got {settings.grouping!r}, which cannot be saved; "
-            f"{why}"
+            f"{option}: clusters must be left out, got some, which cannot be saved; {why}"
         )

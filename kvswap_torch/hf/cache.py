@@ -135,7 +135,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
             self._open(wish)
         shown = progress and self.parts.placement.rank == 0
         self.driver.preset = preset or ""
-        queries_max = self.driver.config.select_queries_max
+        queries_max = self.driver.config.selection.max_step_tokens
         self._bar = PrefillBar(len(self.parts.kinds), queries_max) if shown else None
 
     def _open(self, wish: Wish) -> dict[str, Any]:
@@ -157,9 +157,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
         self._memory = MemoryReturns()
         self.tokens = TokenLog()
         self._reach, self._vision = Reach(self.parts.config), VisionPositions(self.parts)
-        # Only sums of products can do with summed queries.
-        score = settings.score if settings.takes_projections else settings.rows
-        self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, score)
+        self._look_ahead = LookAhead(self.parts, budget.kv_memory_bytes, settings.ranks_by_sum)
         with contextlib.ExitStack() as undo:
             self.driver = make_driver(self._look_ahead)
             undo.callback(self.driver.close)
@@ -345,7 +343,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
                 self.tokens.commit(positions := self.driver.positions())
                 self._reach.note(positions)
                 self._vision.note()
-                if positions - done.positions > self.driver.config.select_queries_max:
+                if positions - done.positions > self.driver.config.selection.max_step_tokens:
                     self._memory.after(time.perf_counter() - done.began)
             else:
                 self._pass.fail()

@@ -103,7 +103,7 @@ class SessionDriver:
 
     def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
         plugged = self.plug_ins.nbytes(batch, context)
-        predictor = self._predictor.nbytes if config.look_ahead else 0
+        predictor = self._predictor.nbytes if config.prefetch.mode != "off" else 0
         return {"predictor": predictor, "plug_in": plugged}
 
     def _open(self, first: FirstPass | None) -> None:
@@ -135,7 +135,7 @@ class SessionDriver:
         self.plug_ins.open(config, self.parts)
         beside = self._beside(config, *ready_for(self.budget, first))
         options = self._options(config, sum(beside.values()))
-        if config.look_ahead:
+        if config.prefetch.mode != "off":
             self._predictor.build()
         session = session_module.open_session(options)
         room = None if self.budget.kv_memory_bytes is None else beside["plug_in"]
@@ -235,7 +235,7 @@ class SessionDriver:
             # A pass that failed declared what it did not append.
             valid = torch.ones(batch, tokens, dtype=torch.bool)
         self._declared = self._declared or valid is not None
-        self.session.begin_pass(pass_of(tokens, self.config.select_queries_max), valid)
+        self.session.begin_pass(pass_of(tokens, self.config.selection.max_step_tokens), valid)
 
     def begin_pass(self) -> int:
         """Positions before a pass that is about to begin; `take_back` comes back to this."""
@@ -262,10 +262,10 @@ class SessionDriver:
 
     def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> Ahead:
         """Whether a look ahead could be of use to `layer`."""
-        if not self.config.look_ahead or self._held != batch:
+        if self.config.prefetch.mode == "off" or self._held != batch:
             return Ahead.NO
         if layer == 0:  # asked by one that is not on disk
-            self.session.begin_pass(pass_of(tokens, self.config.select_queries_max))
+            self.session.begin_pass(pass_of(tokens, self.config.selection.max_step_tokens))
         return Ahead(self.session.wants_look_ahead(layer, tokens))
 
     def look_ahead(self, layer: int, query: torch.Tensor, scale: float, since_ns: int) -> None:
@@ -312,7 +312,7 @@ class SessionDriver:
     def predictor_source(self) -> str:
         """How queries are predicted, or why they are not."""
         calibrated = self._projections is not None
-        if self.config.look_ahead:
+        if self.config.prefetch.mode != "off":
             return self._predictor.description + ("" if calibrated else ", not calibrated")
         return "off" if calibrated else "off (not calibrated)"
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.engine import engine_value
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
@@ -63,16 +64,16 @@ class Estimates:
     ) -> Pair:
         """What it is given is as `from_chunk` takes it."""
         began, config = time.perf_counter(), self._config
-        kind = config.projection_kind
-        joined = config.score, config.heads
+        kind = config.summary.projection
+        joined = engine_value(config, "score"), engine_value(config, "heads")
         try:
             pair = from_chunk(kind, keys, query, rank, valid, *joined, rotary=self._rotary)
         except (ValueError, torch.linalg.LinAlgError) as error:
             raise UnsupportedModelError(
                 f"KVSwapCache: a projection of layer {layer} must be estimated from this prompt's "
                 f"keys and queries, and cannot be: {error}. Look at the layer's weights and dtype, "
-                "which have made them; rows without a projection, as SwapConfig(rows='mean'), need "
-                "none of it"
+                "which have made them; a summary without a projection, such as summary.kind mean, "
+                "needs none of it"
             ) from error
         self.kinds[layer] = kind if query is not None else of_keys_alone(kind)
         seconds = time.perf_counter() - began

@@ -62,7 +62,7 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
     most = 0.0
     for index, what, saved, fresh in _pairs(cache, sequence, ids[sequence : sequence + 1, :count]):
         apart = (fresh.float() - saved.float()).abs()
-        if index in cache.parts.disk_index and cache.driver.config.records == "fp8":
+        if index in cache.parts.disk_index and cache.driver.config.storage.kv_dtype == "fp8_e4m3":
             # Half a step of e4m3, three bits after the first, is what rounding explains.
             apart = (apart - saved.float().abs() / 15).relu()
         difference = float(apart.norm() / saved.float().norm().clamp_min(1e-12))

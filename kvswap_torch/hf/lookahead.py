@@ -40,14 +40,14 @@ class LookAhead:
     kv_memory_bytes
         The budget; summed projections are used only where they are a small part of it, and given
         up (`take_apart`) where the rest would not fit.
-    score
-        Of the config: only a score by sums can do with summed queries.
+    by_sum
+        Groups are ranked by a sum of logits, which can do with summed queries.
     """
 
-    def __init__(self, parts: ModelParts, kv_memory_bytes: int | None = None, score: str = "sum"):
+    def __init__(self, parts: ModelParts, kv_memory_bytes: int | None = None, by_sum: bool = True):
         self._parts = parts
         fast = {i: m for i in parts.disk if _is_fast(m := parts.mixers[i])} if _load() else {}
-        may_sum = bool(fast) and score == "sum"
+        may_sum = bool(fast) and by_sum
         self.summed = may_sum and self._may_sum(fast, kv_memory_bytes)
         self._plan = tuple(fast)  # layers that are predicted the fast way
         self._fast: dict[int, Any] | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.nested import field_of, settings_of
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
@@ -26,7 +27,7 @@ from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.keep import drops, with_keep
 from kvswap_torch.preset import PRESETS, find
-from kvswap_torch.preset_parts import Shape
+from kvswap_torch.preset.definition import Shape
 from kvswap_torch.projection import Pair
 from kvswap_torch.saved_path import text_of
 
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 # What keeps its default without a path: what asks again for what is dropped, or promises something
 # of a disk. How one is read is of no matter then.
 WITHOUT_A_PATH = (
-    ("exact_layers", "empty", "what is dropped is gone"),
-    ("keep_scores", "attended", "what is dropped is gone"),
-    ("device_model", "left out", "there is no disk"),
-    ("disk_quota_bytes", "left out", "there is no disk"),
+    ("selection.dense_layers", "empty", "what is dropped is gone"),
+    ("retention.refresh_scores", "attended", "what is dropped is gone"),
+    ("storage.simulated_device", "left out", "there is no disk"),
+    ("storage.max_disk_bytes", "left out", "there is no disk"),
 )
 
 
@@ -101,7 +102,7 @@ class Wish:
         if find(self.preset) is PRESETS[0]:
             return None
         shape = Shape.of(parts.identity, alignment_bytes(self.path))
-        return SwapConfig.preset(self.preset, shape)
+        return SwapConfig.preset(self.preset, shape=shape)
 
 
 def check_spans(spans: Any) -> None:
@@ -119,15 +120,17 @@ def _check_path(path: str | Path | None, config: SwapConfig | None) -> None:
         return
     if not drops(config):
         config = config or SwapConfig()
+        policy = "none" if config.retention is None else config.retention.POLICY
         raise ConfigError(
-            f"path: must be given where every token is kept (rows={config.rows}, "
-            f"keeper={config.keeper}), got None; name a folder on a disk, or take a preset that "
-            "drops tokens (snapkv, cake, arkv, h2o, tova, streaming, window)"
+            "path: must be given where every token is kept (summary.kind="
+            f"{config.summary.kind}, retention.policy={policy}), got None; name a folder on a "
+            "disk, or take a preset that drops tokens (snapkv, cake, arkv, h2o, tova, streaming, "
+            "window)"
         )
-    usual = SwapConfig()
+    settings = settings_of(config)
     for name, needed, why in WITHOUT_A_PATH:
-        value = getattr(config, name)
-        if value != getattr(usual, name):
+        usual = field_of(name).default
+        if (value := settings.get(name, usual)) != usual:
             raise ConfigError(
                 f"{name}: must be {needed} without a path, since {why}, got {value!r}; name a "
                 "folder on a disk"

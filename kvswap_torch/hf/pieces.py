@@ -56,8 +56,8 @@ def is_divided(cache: KVSwapCache) -> bool:
     config = cache.driver.config
     others = cache.layers_elsewhere()
     return (
-        config.keeper == "none"
-        and config.grouping != "clusters"
+        config.retention is None
+        and config.clusters is None
         and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others)
     )
 

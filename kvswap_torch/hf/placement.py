@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import CAKE, SwapConfig
+from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import ConfigError, UnsupportedModelError
 from kvswap_torch.projection import Pair
 
@@ -171,30 +172,32 @@ def local_config(config: SwapConfig, disk: tuple[int, ...], placement: Placement
     if len(mine) == len(disk):
         return config
 
-    of_layers = ("true_query_layers", "exact_layers")
+    of_layers = ("prefetch.skip_layers", "selection.dense_layers")
 
     def of(settings: dict[str, Any]) -> dict[str, Any]:
-        rank = settings.get("rank")
+        rank = settings.get("summary.rank")
         changed = {}
         if isinstance(rank, list | tuple):
-            changed["rank"] = tuple(rank[number] for number in mine)
+            changed["summary.rank"] = tuple(rank[number] for number in mine)
         for name in of_layers:
             if name in settings:
                 changed[name] = tuple(mine.index(n) for n in settings[name] if n in mine)
         return changed
 
-    table = tuple(
+    solutions = tuple(
         dataclasses.replace(row, settings=dict(row.settings) | of(dict(row.settings)))
-        for row in config.table
+        for row in config.solutions
     )
-    whole = {name: getattr(config, name) for name in ("rank", *of_layers)}
-    return dataclasses.replace(config, **of(whole), table=table)
+    plain = dataclasses.replace(config, solutions=())
+    return dataclasses.replace(plain.with_settings(of(settings_of(config))), solutions=solutions)
 
 
 def _check_division(config: SwapConfig, placement: Placement) -> None:
     """Tokens are divided among all layers by all heads, which one process must have."""
-    named = [name for name in ("keep_layer_shares", "keep_heads") if getattr(config, name)]
-    named += ["keeper=cake"] if config.keeper == "cake" else []
+    settings = settings_of(config)
+    divides = ("retention.layer_weights", "retention.scoring_heads")
+    named = [name for name in divides if settings.get(name)]
+    named += ["retention.policy=cake"] if isinstance(config.retention, CAKE) else []
     if named and (placement.stages > 1 or placement.head_ranks > 1):
         raise ConfigError(
             f"{named[0]}: must be left out where several processes run one model, since tokens are "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import Summary, SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.padding import Padding
@@ -44,10 +44,11 @@ class PlugIns:
                     f"{name}: must be used with a model that one process runs, got one of several"
                 )
         if config is None and self.group_scores is not None:
-            config = SwapConfig(rows="given")
+            config = SwapConfig(summary=Summary(kind="user"))
         has = config or SwapConfig()
-        _check("group_scores", self.group_scores, "rows", has.rows)
-        _check("token_scores", self.token_scores, "keeper", has.keeper)
+        policy = None if has.retention is None else has.retention.POLICY
+        _check("group_scores", self.group_scores, "summary.kind", has.summary.kind)
+        _check("token_scores", self.token_scores, "retention.policy", policy)
         return config
 
     def nbytes(self, batch: int, tokens: int) -> int:
@@ -85,8 +86,8 @@ class PlugIns:
             heads=parts.shape.heads,
             kv_heads=parts.shape.kv_heads,
             head_dim=parts.shape.head_dim,
-            group_tokens=config.group_tokens,
-            heads_apart=config.heads == "each",
+            group_tokens=config.selection.group_tokens,
+            heads_apart=config.selection.heads == "per_head",
             dtype=parts.dtype,
             device=parts.device,
         )
@@ -109,14 +110,15 @@ class PlugIns:
 _OWNERS: dict[int, weakref.ref[Any]] = {}
 
 
-def _check(name: str, plug_in: Any, setting: str, word: str) -> None:
-    if plug_in is None and word == "given":
+def _check(name: str, plug_in: Any, setting: str, word: str | None) -> None:
+    if plug_in is None and word == "user":
         raise ConfigError(
-            f"{name}: must be given where {setting} is given, got None; pass an object made from "
+            f"{name}: must be given where {setting} is user, got None; pass an object made from "
             f"the classes of kvswap_torch.plug_ins, or another {setting}"
         )
-    if plug_in is not None and word != "given":
+    if plug_in is not None and word != "user":
+        block, field = setting.split(".")
         raise ConfigError(
-            f"{name}: must come with {setting}='given' in the config, got {setting}={word!r}; "
-            f"say SwapConfig({setting}='given', ...)"
+            f"{name}: must come with {setting}='user' in the config, got {setting}={word!r}; "
+            f"say SwapConfig({block}={{{field!r}: 'user', ...}})"
         )

@@ -7,7 +7,6 @@ processes that sample different tokens go on as if nothing were wrong.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -19,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import ConfigError, KVSwapError, RankError
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.cache import KVSwapCache
 
 OWN_DISK = (
-    *("reader", "io_mode", "read_depth", "merge_gap_bytes", "merge_bytes_max", "device_model"),
-    *("disk_quota_bytes", "io_timeout_seconds", "provenance", "source"),
+    *("storage.io_backend", "storage.io_mode", "storage.queue_depth"),
+    *("storage.coalesce_gap_bytes", "storage.max_read_bytes", "storage.simulated_device"),
+    *("storage.max_disk_bytes", "storage.io_timeout_seconds"),
 )
 _numbers = itertools.count()  # every rank opens its caches in the same order
 
@@ -197,11 +198,8 @@ def settings_alike(config: SwapConfig | None) -> dict[str, Any]:
     """What of a config must be the same on all ranks, by name: all but each one's own disk."""
     if config is None:
         return {"config": None}
-    return {
-        item.name: getattr(config, item.name)
-        for item in dataclasses.fields(config)
-        if item.name not in OWN_DISK
-    }
+    settings = {n: value for n, value in settings_of(config).items() if n not in OWN_DISK}
+    return settings | {"model": config.model, "solutions": config.solutions}
 
 
 def _fingerprint(tokens: torch.Tensor | None) -> tuple[int, int, int]:

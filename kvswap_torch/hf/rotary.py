@@ -28,10 +28,10 @@ def check_pairs(config: SwapConfig, parts: ModelParts) -> None:
     ConfigError
         Naming the model.
     """
-    kinds = {row.projection_kind for row in (config, *config.solutions)}
-    if "rope_pairs" not in kinds or config.projection_file is not None:
+    kinds = {row.summary.projection for row in (config, *config.solution_configs)}
+    if "rope_pairs" not in kinds or config.summary.projection_file is not None:
         return
-    must = "projection_kind: must be another one than rope_pairs for"
+    must = "summary.projection: must be another one than rope_pairs for"
     if getattr(parts.decoder, "rotary_emb", None) is None:
         raise ConfigError(f"{must} {parts.name}, which turns no channels; take channels")
     modeling = sys.modules[type(parts.mixers[parts.disk[0]]).__module__]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvswap_torch.config_parts import identity_from
+from kvswap_torch.config.solution import identity_from
 from kvswap_torch.errors import CorruptionError
 
 if TYPE_CHECKING:

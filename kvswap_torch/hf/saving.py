@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import warnings
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.config import SwapConfig, v1
 from kvswap_torch.errors import BudgetError, ConfigError, CorruptionError, KVSwapError
 from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
@@ -71,7 +70,7 @@ class ContinuedDriver(SessionDriver):
         start = self._start
         if not start.may_sum:
             self._predictor.take_apart()
-        if start.config.look_ahead:
+        if start.config.prefetch.mode != "off":
             self._predictor.build()
         self._hold(start.session, start.config, start.ranks)
         fallbacks = start.session.facts()["fallbacks"]
@@ -234,7 +233,7 @@ class Saving:
             options, session = opened(beside)
         start = Start(
             session=session,
-            config=dataclasses.replace(config, pages_max=options.pages_max),
+            config=config.with_settings({"memory.pages_per_layer": options.pages_max}),
             ranks=list(options.ranks),
             calibrated=options.is_calibrated,
             estimated={int(layer): kind for layer, kind in facts["estimated"].items()},
@@ -345,12 +344,13 @@ def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -
 
 
 def _settings_of(folder: Any) -> dict[str, Any]:
-    settings = json.loads(folder.manifest)["settings"]
-    return {name: settings[name] for name in SETTINGS if name in settings}
+    """A `SwapConfig`'s arguments; a manifest of version 1 has those of a config of version 1."""
+    manifest = json.loads(folder.manifest)
+    settings = manifest["settings"]
+    return v1.upgrade(settings) if manifest["kvswap_cache"] == 1 else settings
 
 
 def _predictor_bytes(parts: ModelParts, config: SwapConfig, budget: Budget) -> int:
-    if not config.look_ahead or budget.kv_memory_bytes is None:
+    if config.prefetch.mode == "off" or budget.kv_memory_bytes is None:
         return 0
-    score = config.score if config.takes_projections else config.rows
-    return LookAhead(parts, budget.kv_memory_bytes, score).nbytes
+    return LookAhead(parts, budget.kv_memory_bytes, config.ranks_by_sum).nbytes

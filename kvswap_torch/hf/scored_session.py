@@ -142,7 +142,7 @@ class ScoredSession:
         if self._is_known:
             return
         self._reset_plug_in()
-        group = self._config.group_tokens
+        group = self._config.selection.group_tokens
         at_once = max(group, TOLD_ANEW_TOKENS // group * group)
         for layer, told in self._told.items():
             for begin in range(0, told, at_once):
@@ -156,8 +156,8 @@ class ScoredSession:
 
     def _sealed(self, positions: int) -> int:
         """Of so many positions those that are on disk once they have been attended."""
-        group = self._config.group_tokens
-        return max(0, positions - self._config.tail_tokens) // group * group
+        group = self._config.selection.group_tokens
+        return max(0, positions - self._config.selection.recent_tokens) // group * group
 
     def _sealing(self, layer: int, keys: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
         """What of the layer, and of `keys` that are to come, will be sealed: until where, and the
@@ -188,7 +188,7 @@ class ScoredSession:
         with torch.no_grad(), named("group_scores", f"scores of layer {layer}"):
             scores = self._plug_in.scores(layer, query.clone(), scale)  # its own to change
         batch, _, queries, _ = query.shape
-        groups = self._told.get(layer, 0) // self._config.group_tokens
+        groups = self._told.get(layer, 0) // self._config.selection.group_tokens
         what = f"group_scores: scores of layer {layer} by {type(self._plug_in).__name__} must be"
         heads = self._plug_in.shape.told_heads
         self._session.give_scores(

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.engine import engine_value, flat_settings
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.placement import local_projections
 from kvswap_torch.hf.settings import Budget
@@ -36,7 +37,7 @@ def session_options(
     timeline_spans: int = 0,
 ) -> dict[str, Any]:
     """The fields of kvswap::CacheOptions by name, settings beside the others."""
-    options: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
+    options: dict[str, Any] = flat_settings(config)
     return options | {
         "kv_memory_bytes": budget.kv_memory_bytes,
         "max_context": budget.max_context,
@@ -58,14 +59,14 @@ def projections_of(config: SwapConfig | None, parts: ModelParts) -> list[Pair] |
 
     As wide as any of the config's solutions wants.
     """
-    if config is None or config.projection_file is None:
+    if config is None or config.summary.projection_file is None:
         return None
     identity = parts.identity
     layers, width = identity.layers, identity.kv_heads * identity.head_dim
-    rows = (config.for_batch_and_context(row.batch, row.context) for row in config.table)
-    solutions = [each.ranks(layers) for each in (config, *rows)]
+    solutions = [each.ranks(layers) for each in (config, *config.solution_configs)]
     widest = [max(ranks) for ranks in zip(*solutions, strict=True)]
-    pairs = load_projections(config.projection_path, widest, width, identity, config.heads)
+    heads = engine_value(config, "heads")
+    pairs = load_projections(config.projection_path, widest, width, identity, heads)
     return local_projections(pairs, parts.disk_everywhere, parts.placement)
 
 

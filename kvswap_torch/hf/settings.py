@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import Selection, Summary, SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, spend_budget
@@ -30,7 +30,7 @@ class Budget:
 
     def matters(self, config: SwapConfig | None) -> bool:
         """Whether the settings depend on batch and context at all."""
-        is_of_length = config is None or self.divides or bool(config.table)
+        is_of_length = config is None or self.divides or bool(config.solutions)
         return self.kv_memory_bytes is not None or is_of_length
 
 
@@ -94,9 +94,9 @@ def settle(
         base = default_config(shape, context)
     else:
         base = at_length(config, context) if budget.divides else config
-    if base.table and (budget.is_known or first is not None):
+    if base.solutions and (budget.is_known or first is not None):
         base = base.for_batch_and_context(batch, context)
-    base = dataclasses.replace(base, table=())
+    base = dataclasses.replace(base, solutions=())
     if budget.kv_memory_bytes is None:
         return base
     request = Request(budget.kv_memory_bytes, context, batch)
@@ -123,8 +123,9 @@ def default_config(shape: ModelShape, context: int) -> SwapConfig:
     earlier), and only a calibration shows which. Without one, right answers go before hidden reads:
     on the reference model 10 of 10 answers are right this way and 0 of 10 with prediction.
     """
-    config = SwapConfig(score="mass")
-    return at_length(dataclasses.replace(config, rank=min(shape.width, config.rank)), context)
+    rank = min(shape.width, Summary().rank)
+    config = SwapConfig(summary=Summary(rank=rank), selection=Selection(score="mass_sum"))
+    return at_length(config, context)
 
 
 def at_length(config: SwapConfig, context: int) -> SwapConfig:
@@ -132,5 +133,9 @@ def at_length(config: SwapConfig, context: int) -> SwapConfig:
     from kvswap_torch import _C
 
     factor = _C.length_factor(context)
-    groups, pages = config.groups_max * factor, config.pages_max * factor
-    return dataclasses.replace(config, groups_max=groups, pages_max=pages)
+    return config.with_settings(
+        {
+            "selection.top_k_groups": config.selection.top_k_groups * factor,
+            "memory.pages_per_layer": config.memory.pages_per_layer * factor,
+        }
+    )

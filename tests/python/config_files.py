@@ -1,7 +1,8 @@
 """Config files, good and bad, that Python's loader and the C++ one must judge alike.
 
-`BAD` has the text and words of Python's message; `PARSERS_OWN` are refused by both,
-each in the words of its JSON parser. `GOOD` are fields beside the version.
+`GOOD` and `BAD` are of version 1, `GOOD_BLOCKS` and `BAD_BLOCKS` of version 2. The bad have the
+text and words of Python's message; the good are fields in addition to the version. `PARSERS_OWN`
+are refused by both, each in the words of its JSON parser.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ BAD: list[tuple[str, str]] = [
     ("null", "must be a JSON object, got NoneType"),
     ('"text"', "must be a JSON object, got str"),
     ("{}", "version must be 1"),
-    ('{"version": 2, "new_field": 1}', "version must be 1"),
+    ('{"version": 3, "new_field": 1}', "version must be 1"),
     ('{"version": true}', "got True"),
     ('{"version": 1.0}', "got 1.0"),
     ('{"version": "1"}', "got '1'"),
@@ -165,7 +166,7 @@ BAD: list[tuple[str, str]] = [
        f"score_columns: must be left out where score is {score}, since a head's softmax needs")
       for score in ("mass", "max_mass")),
     *((_file(score_columns=8, projection_kind=kind),
-       f"score_columns: must be left out where projection_kind is {kind}, since its first columns")
+       f"score_columns: must be left out where projection_kind is {kind}, since its first dime")
       for kind in ("pca_per_head", "skewed", "channels", "rope_pairs")),
     (_file(projection_kind="rope_pairs", rank=7),
      "rank: must be even where projection_kind is rope_pairs, since both channels of a pair are "
@@ -174,7 +175,7 @@ BAD: list[tuple[str, str]] = [
     (_table({**_ROW, "settings": {"projection_kind": "rope_pairs", "rank": 9}}),
      "context 8192: rank: must be even where projection_kind is rope_pairs"),
     (_file(score_share=0.5),
-     "score_share: must be left out where score_columns is null, since all groups are scored by"),
+     "score_share: must be left out where score_columns is null, since all groups are ranked once"),
     *((_file(rank=rank), "rank: must be") for rank in (None, 8.0, [[8]], {"a": 1}, 10**30)),
     *((_file(group_tokens=value), "group_tokens: must be") for value in (0, 65, 4.0, True, None)),
     (_file(group_tokens=1e22), "got 1e+22"),
@@ -211,7 +212,7 @@ BAD: list[tuple[str, str]] = [
     (_file(rows="none", score="mass"), "score: must be left out where rows is none"),
     (_file(keeper="oldest"), "keeper: must be one of none, newest, observed, heavy,"),
     (_file(keeper="newest"), "keeper: must be left out where rows is low_rank"),
-    (_file(keep_tokens=8), "keep_tokens: must be left out where keeper is none, since no token"),
+    (_file(keep_tokens=8), "keep_tokens: must be left out where keeper is none, since it belongs"),
     (_file(rows="none", keeper="newest", keep_interval=8),
      "keep_interval: must be left out where keeper is newest"),
     (_file(keeper="heavy", keep_pool=3), "keep_pool: must be left out where keeper is heavy"),
@@ -238,7 +239,7 @@ BAD: list[tuple[str, str]] = [
     (_file(keeper="heavy", keep_share="auto"), "keep_share: must be left out where keeper is h"),
     (_file(keeper="observed", keep_share=0.25), "keep_share: must be one of fixed, auto, got 0.25"),
     (_file(keeper="arkv", keep_tokens=3),
-     "keep_tokens: must be at least group_tokens (4), since a group joins what is kept at once"),
+     "keep_tokens: must be at least group_tokens (4), since a group is admitted at once"),
     (_file(keeper="arkv", keep_count="pages", keep_ratio=0.5), "keep_count: must be one of bytes"),
     (_file(keeper="arkv", keep_count="tokens"),
      "keep_count: must be left out where keep_ratio is 1, since no token is rounded"),
@@ -250,10 +251,10 @@ BAD: list[tuple[str, str]] = [
     (_file(keeper="arkv", keep_ratio=0.5, keep_temperatures=[1.0, 2.0, 3.0]),
      "keep_temperatures: must be left out where keep_ratio is 0.5, since it belongs to null"),
     (_file(keep_temperatures=[1.0, 2.0, 3.0]),
-     "keep_temperatures: must be left out where keep_ratio is 1, since it belongs to null"),
+     "keep_temperatures: must be left out where keeper is none, since it belongs to arkv"),
     (_file(keeper="cake"), "keeper: must be left out where rows is low_rank, since it belongs to "),
     (_file(rows="none", keeper="cake", keep_interval=8),
-     "keep_interval: must be left out where keeper is cake, since a prompt alone says what layers"),
+     "keep_interval: must be left out where keeper is cake, since it belongs to observed, heavy"),
     (_file(rows="none", keeper="cake", keep_preference=[1.0]),
      "keep_preference: must be 2 floats from 0.1 to 1000000.0, got [1.0]"),
     (_file(keep_preference=[1.0, 2.0]), "keep_preference: must be left out where keeper is none"),
@@ -273,16 +274,16 @@ BAD: list[tuple[str, str]] = [
     (_file(rows="none", keeper="observed", keep_tokens=3, keep_layer_least=4),
      "keep_tokens: must be at least keep_layer_least (4), since it is what layers have on average"),
     (_file(keeper="arkv", keep_layer_most=2.0),
-     "keep_layer_most: must be left out where keeper is arkv, since all layers have as many"),
+     "keep_layer_most: must be left out where keeper is arkv, since it belongs to observed, cake"),
     (_file(rows="none", keeper="cake", keep_layer_most=0.5), "keep_layer_most: must be a float f"),
     (_file(rows="none", keeper="outliers"),
      "keeper: must be left out where rows is none, since there are no groups to be left out of, "),
     *((_file(keeper="outliers", **{name: 8}), f"{name}: must be left out where keeper is outliers")
       for name in ("keep_window", "keep_pool", "keep_interval")),
     (_file(keeper="outliers", keep_tokens=3),
-     "keep_tokens: must be at least group_tokens (4), since whole groups are kept, got 3"),
+     "keep_tokens: must be at least group_tokens (4), since whole groups are retained, got 3"),
     (_file(keeper="heavy", keep_variance=1.0),
-     "keep_variance: must be left out where keeper is heavy, since no token is worth its va"),
+     "keep_variance: must be left out where keeper is heavy, since it belongs to arkv, cake"),
     (_file(keeper="arkv", keep_interval=4), "keep_interval: must be left out where keeper is arkv"),
     *((_file(keeper="arkv", keep_slack=value), "keep_slack: must be a float from 0.0 to 1.0")
       for value in (1, -0.5, 1.5, "all", None, True)),
@@ -349,3 +350,184 @@ PARSERS_OWN = [
     '{"version": 1, "provenance": {"x": NaN}}',
     '{"version": 1, "provenance": {"x": -Infinity}}',
 ]
+
+
+def _blocks(**fields: Any) -> str:
+    return json.dumps({"version": 2, **fields})
+
+
+def _solutions(settings: Any, **fields: Any) -> str:
+    return _blocks(solutions=[{"batch": 1, "context": 8192, "settings": settings}], **fields)
+
+
+GOOD_BLOCKS: list[dict[str, Any]] = [
+    {},
+    {"summary": {}, "selection": {}, "prefetch": {}, "memory": {}, "storage": {}},
+    {"retention": None, "clusters": None, "audit": None, "model": None},
+    {"audit": {}},
+    {"audit": {"interval": 1, "sample_groups": 2, "max_missed_mass": 0.5}},
+    {"clusters": {}, "summary": {"kind": "centroid"}},
+    {
+        "clusters": {"score": "mass_max", "update": "static", "max_tokens": 16},
+        "summary": {"kind": "centroid"},
+        "memory": {"replacement": "largest_cluster"},
+        "storage": {"layout": "paired_pools", "pool_slack_pages": 0},
+    },
+    {"selection": {"score": None}},
+    {"summary": {"kind": "min_max", "half_width_weight": 0.5}},
+    {"summary": {"kind": "mean"}, "selection": {"score": "logit_max", "heads": "per_head"}},
+    {"summary": {"kind": "user"}, "selection": {"score": "logit_sum"}},
+    {"summary": {"rank": [8, 48, 16], "dtype": "int4"}, "selection": {"score": "mass_max"}},
+    {
+        "summary": {"coarse_rank": 8, "rerank_fraction": 0.5},
+        "selection": {"score": "logit_max"},
+    },
+    {"prefetch": {"mode": "trust", "skip_layers": [0, 2]}, "storage": {"simulated_device": "ufs"}},
+    {"storage": {"io_backend": "io_uring", "kv_dtype": "fp8_e4m3", "max_disk_bytes": 2**63 - 1}},
+    {"retention": {"policy": "recent_only"}, "summary": {"kind": "none"}},
+    {"retention": {"policy": "snapkv", "budget": "prompt_adaptive"}},
+    {
+        "retention": {
+            "policy": "snapkv",
+            "tokens": 1,
+            "window_size": 4096,
+            "kernel_size": 63,
+            "refresh_interval": 128,
+            "refresh_scores": "all_tokens",
+        }
+    },
+    {
+        "summary": {"kind": "none"},
+        "retention": {
+            "policy": "compresskv",
+            "layer_weights": [0.5, 0.0, 1e6],
+            "min_layer_tokens": 24,
+            "max_layer_multiple": 1.0,
+            "scoring_heads": [0, 3, 40],
+        },
+    },
+    {"retention": {"policy": "h2o", "refresh_interval": 1}, "summary": {"kind": "none"}},
+    {
+        "retention": {
+            "policy": "arkv",
+            "variance_weight": 1e6,
+            "low_watermark": 1.0,
+            "original_ratio": None,
+            "budget_unit": "tokens",
+            "oq_temperatures": [0.1, 1e6, 2.5],
+        }
+    },
+    {
+        "summary": {"kind": "none"},
+        "retention": {
+            "policy": "cake",
+            "variance_weight": 200.0,
+            "preference_temperatures": [1.6, 0.4],
+            "max_layer_multiple": 4096.0,
+        },
+    },
+    {"retention": {"policy": "key_outliers"}, "summary": {"kind": "mean"}},
+    {"retention": {"policy": "user", "refresh_interval": 7}, "summary": {"kind": "none"}},
+    {
+        "retention": {"policy": "snapkv", "window_size": 8},
+        "solutions": [
+            {"batch": 1, "context": 8192, "settings": {"retention": None}},
+            {"batch": 2, "context": 8192, "settings": {"retention.policy": "h2o"}},
+            {"batch": 3, "context": 8192, "settings": {"retention.tokens": 9}},
+            {
+                "batch": 4,
+                "context": 8192,
+                "settings": {
+                    "retention": None,
+                    "clusters": {},
+                    "summary.kind": "centroid",
+                    "clusters.max_tokens": 99,
+                },
+            },
+            {"batch": 5, "context": 8192, "settings": {"summary.kind": "min_max"}},
+            {"batch": 6, "context": 8192, "settings": {"audit.interval": 3}},
+            {
+                "batch": 7,
+                "context": 8192,
+                "settings": {"retention": {"policy": "arkv"}, "retention.low_watermark": 0.5},
+            },
+        ],
+    },
+]
+
+BAD_BLOCKS: list[tuple[str, str]] = [
+    (_blocks(rank=8), "fields must be among summary, selection, prefetch"),
+    (_blocks(table=[]), "got table"),
+    (_blocks(summary=3), "summary: must be a block of settings, got 3"),
+    (_blocks(summary=None), "summary: must be a block of settings, got None"),
+    (_blocks(audit=True), "audit: must be a block of settings or null, got True"),
+    (_blocks(summary={"rnak": 8}), "summary: fields must be among kind, rank"),
+    (_blocks(summary={"kind": "box"}), "summary.kind: must be one of low_rank, min_max, mean"),
+    *((_blocks(summary={"rank": rank}), "summary.rank: must be an int from 1 to 65536, or one")
+      for rank in (0, "32", [], [8, 0], None, True)),
+    (_blocks(summary={"dtype": "model"}), "summary.dtype: must be one of auto, int8, int4, got"),
+    (_blocks(summary={"projection_file": "/a"}), "summary.projection_file: must lie"),
+    (_blocks(summary={"kind": "mean", "rank": 8}),
+     "summary.rank: must be left out where summary.kind is mean, since it belongs to low_rank"),
+    (_blocks(summary={"kind": "centroid"}),
+     "summary.kind: must be left out where clusters is absent, since it belongs to present"),
+    (_blocks(clusters={}), "clusters: must be left out where summary.kind is low_rank, since it"),
+    (_blocks(summary={"half_width_weight": 0.5}), "where summary.kind is low_rank, since it belo"),
+    (_blocks(summary={"coarse_rank": 8, "rerank_fraction": 0.5}, selection={"score": "mass_sum"}),
+     "summary.coarse_rank: must be left out where selection.score is mass_sum, since a head's"),
+    (_blocks(summary={"projection": "rope_pairs", "rank": 7}),
+     "summary.rank: must be even where summary.projection is rope_pairs, since both channels"),
+    *((_blocks(selection={"score": score}), "selection.score: must be one of")
+      for score in ("sum", "mass", "", 1)),
+    (_blocks(summary={"kind": "min_max"}, selection={"score": "mass_max"}),
+     "selection.score: must be left out where summary.kind is min_max, since it belongs to low"),
+    (_blocks(selection={"heads": "each"}), "selection.heads: must be one of joint, per_head, got"),
+    (_blocks(selection={"dense_layers": [2, 1]}), "selection.dense_layers: must be numbers of la"),
+    (_blocks(memory={"pages_per_layer": 99}),
+     "memory.pages_per_layer: must be at least selection.top_k_groups (100), since what a step"),
+    (_blocks(memory={"replacement": "largest_cluster"}),
+     "memory.replacement: must be left out where clusters is absent, since it belongs to present, "
+     "got 'largest_cluster'"),
+    *((_blocks(prefetch={"mode": mode}), "prefetch.mode: must be one of off, trust")
+      for mode in (True, False, "on", None)),
+    (_blocks(storage={"coalesce_gap_bytes": 1 << 20}),
+     "storage.max_read_bytes: must be at least storage.coalesce_gap_bytes (1048576)"),
+    (_blocks(storage={"verify_checksums": None}), "storage.verify_checksums: must be true or fa"),
+    (_blocks(retention={}), "retention.policy: must be one of recent_only, snapkv, compresskv"),
+    (_blocks(retention={"policy": "observed"}), "retention.policy: must be one of"),
+    (_blocks(retention={"policy": ["snapkv"]}), "retention.policy: must be one of"),
+    (_blocks(retention={"policy": "none"}), "retention.policy: must be one of"),
+    (_blocks(retention={"policy": "snapkv", "low_watermark": 0.5}),
+     "retention.low_watermark: is not an option of policy 'snapkv' (only of arkv), got 0.5"),
+    (_blocks(retention={"policy": "h2o", "budget": "fixed"}), "(only of snapkv), got 'fixed'"),
+    (_blocks(retention={"policy": "h2o", "size": 8}), "retention: fields must be among policy, "),
+    (_blocks(retention={"policy": "cake"}),
+     "retention.policy: must be left out where summary.kind is low_rank, since it belongs to none"),
+    (_blocks(retention={"policy": "compresskv", "layer_weights": [1.0]}),
+     "must be left out where summary.kind is low_rank"),
+    (_blocks(retention={"policy": "compresskv"}, summary={"kind": "mean"}),
+     "retention.policy: must be left out where summary.kind is mean, since it belongs to none"),
+    (_blocks(retention={"policy": "key_outliers"}, summary={"kind": "none"}),
+     "retention.policy: must be left out where summary.kind is none, since there are no groups"),
+    (_blocks(retention={"policy": "arkv", "tokens": 3}),
+     "retention.tokens: must be at least selection.group_tokens (4), since a group is admitted"),
+    (_blocks(retention={"policy": "snapkv", "refresh_scores": "all_tokens"}),
+     "retention.refresh_scores: must be left out where retention.refresh_interval is 0, since"),
+    (_blocks(retention={"policy": "arkv", "budget_unit": "tokens"}),
+     "retention.budget_unit: must be left out where retention.original_ratio is 1, since no"),
+    (_blocks(retention={"policy": "snapkv"}, clusters={}, summary={"kind": "centroid"}),
+     "retention.policy: must be left out where clusters is present, which has not been built"),
+    (_blocks(audit={"interval": 0}), "audit.interval: must be an int from 1 to 1048576, got 0"),
+    (_blocks(audit={}, summary={"kind": "none"}), "must be left out where summary.kind is none"),
+    (_blocks(solutions={}), "solutions: must be a list of solutions"),
+    (_blocks(solutions=[3]), "solutions: a row must"),
+    (_solutions({"top_k_groups": 8}), "solutions: a solution must set only settings by their path"),
+    (_solutions({"selection.heads": "joint"}), "got selection.heads"),
+    (_solutions({"summary": {}}), "got summary"),
+    (_solutions({"summary.rank": 0}), "solutions: batch 1, context 8192: summary.rank: must be"),
+    (_solutions({"retention.tokens": 8}),
+     "context 8192: retention.tokens: must come with retention.policy (one of recent_only, snap"),
+    (_solutions({"retention.policy": "h2o", "retention.low_watermark": 0.5},
+                retention={"policy": "arkv"}), "is not an option of policy 'h2o'"),
+    (_solutions({"clusters": 3}), "clusters: must be a block of settings or null, got 3"),
+]  # fmt: skip

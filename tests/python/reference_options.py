@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvswap_torch.config import SETTINGS, SwapConfig
+from kvswap_torch.config.engine import NAMES, default_of
 
 Options = make_dataclass(
     "Options",
@@ -24,7 +24,7 @@ Options = make_dataclass(
         ("max_context", int | None, None),
         ("max_batch", int | None, None),
         ("timeline_spans", int, 0),
-        *((name, Any, getattr(SwapConfig(), name)) for name in SETTINGS),
+        *((name, Any, default_of(name)) for name in NAMES),
     ],
     namespace={"__doc__": "The fields of `_C.CacheOptions`: the table's settings and the rest."},
 )

@@ -20,9 +20,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 ADDED = ROOT / "tests" / "packaging" / "additions"
 SHAPE = {"kv_heads": 2, "head_dim": 16}
-CONFIG = {"version": 1, "rows": "first", "score": "sum", "groups_max": 6, "pages_max": 16}
-CONFIG |= {"sink_tokens": 0, "tail_tokens": 8, "group_tokens": 4, "patience": 30}
+SELECTION = {"top_k_groups": 6, "sink_tokens": 0, "recent_tokens": 8, "group_tokens": 4}
+CONFIG = {"version": 2, "summary": {"kind": "first"}, "memory": {"pages_per_layer": 16}}
+CONFIG |= {"selection": SELECTION | {"patience": 30}}
 
+PATIENCE = "assert schema()['properties']['selection']['properties']['patience']"
 FIELD = '    patience: int = number(7, 1, 100, "steps that nobody waits for")\n'
 REGISTERED = """    RowsKind{.name = "first", .source = "", .takes_projections = false,
              .scores_by_mass = false, .needs_all_heads = false, .is_given = false,
@@ -58,9 +60,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ADDED / "main.cpp", tree)
 
     # The setting: one field. The method: its C++ file, its module, and where each is registered.
-    config = tree / "kvswap_torch" / "config.py"
-    insert(config, "    look_ahead: bool = boolean(\n", FIELD)
-    insert(config, '"given", "none"),', '"first", ')
+    config = tree / "kvswap_torch" / "config" / "blocks.py"
+    insert(config, "    max_step_tokens: int = number(\n", FIELD)
+    insert(config, '"user", "none"),', '"first", ')
     shutil.copy(ADDED / "first_rows.h", tree / "csrc" / "methods")
     kinds = tree / "csrc" / "methods" / "rows_kind.cpp"
     insert(kinds, '#include "methods/given_rows.h"', '#include "methods/first_rows.h"\n')
@@ -73,7 +75,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     # What `make schema` does.
     for name, said in (("settings.h", "settings"), ("settings_rules.h", "rules")):
-        code = f"from kvswap_torch import config_cpp; print(config_cpp.{said}(), end='')"
+        code = f"from kvswap_torch.config import cpp_codegen; print(cpp_codegen.{said}(), end='')"
         (tree / "csrc" / "kvswap" / name).write_text(run_python(tree, code), encoding="utf-8")
     with (tree / "CMakeLists.txt").open("a", encoding="utf-8") as file:
         file.write(PROGRAM)
@@ -111,21 +113,21 @@ def test_a_config_file_has_both_in_both_languages(tree: Path, tmp_path: Path) ->
     assert told.returncode == 0, told.stdout
     assert told.stdout.split()[0] == "30"
     for value in (0, 101, "soon"):
-        told = ask(tree, tmp_path, CONFIG | {"patience": value})
+        told = ask(tree, tmp_path, CONFIG | {"selection": SELECTION | {"patience": value}})
         assert told.returncode == 1
         assert "patience" in told.stdout
     code = f"""
 import json
 from kvswap_torch import SwapConfig
-from kvswap_torch.config_schema import schema
+from kvswap_torch.config.json_schema import schema
 assert SwapConfig.load({str(tmp_path / "config.json")!r})
 """
     tmp_path.joinpath("config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    run_python(tree, code + "assert schema()['properties']['patience']['maximum'] == 100")
+    run_python(tree, code + PATIENCE + "['maximum'] == 100")
     refused = """
 from kvswap_torch import ConfigError, SwapConfig
 try:
-    SwapConfig(patience=101)
+    SwapConfig(selection={"patience": 101})
 except ConfigError as error:
     print(error)
 """

@@ -15,7 +15,7 @@ import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.keep import drops, drops_for_good
-from kvswap_torch.preset_parts import Shape
+from kvswap_torch.preset.definition import Shape
 from tests.python.test_cli import generate
 from tests.python.test_presets_generate import (
     BEAMS,
@@ -211,22 +211,22 @@ def _fail(*_):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"path: must be given where every token is kept \(rows=low_rank"),
+        ({}, r"path: must be given where every token is kept \(summary.kind=low_rank"),
         ({"preset": "quest"}, "path: must be given where every token is kept"),
-        ({"preset": "exact"}, "rows=none, keeper=none"),
-        ({"preset": "snapkv+"}, "keep_scores: must be attended without a path"),
+        ({"preset": "exact"}, "summary.kind=none, retention.policy=none"),
+        ({"preset": "snapkv+"}, "retention.refresh_scores: must be attended without a path"),
         ({"preset": "snapkv", "path": ""}, "path: must name a folder"),
         (
             {"config": SwapConfig.preset("snapkv", exact_layers=(0,))},
-            r"exact_layers: must be empty without a path, .* got \(0,\)",
+            r"selection.dense_layers: must be empty without a path, .* got \(0,\)",
         ),
         (
             {"config": SwapConfig.preset("snapkv", device_model="emmc")},
-            "device_model: must be left out without a path, since there is no disk, got 'emmc'",
+            "storage.simulated_device: must be left out without a path, since .*, got 'emmc'",
         ),
         (
             {"config": SwapConfig.preset("h2o", disk_quota_bytes=1 << 30)},
-            "disk_quota_bytes: must be left out without a path",
+            "storage.max_disk_bytes: must be left out without a path",
         ),
     ],
 )

@@ -23,7 +23,10 @@ def written(folder, told) -> str:
 
 def test_the_best_heads_of_each_layer(tmp_path):
     told = read_heads(written(tmp_path, GOOD), heads=2)
-    assert told == {"keep_heads": (0, 3, 5, 6, 10, 11), "keep_layer_shares": (1.0, 0.5, 2.5)}
+    assert told == {
+        "retention.scoring_heads": (0, 3, 5, 6, 10, 11),
+        "retention.layer_weights": (1.0, 0.5, 2.5),
+    }
     named = GOOD | {"heads": {str(i): heads for i, heads in enumerate(GOOD["heads"])}}
     assert read_heads(written(tmp_path, named), heads=2) == told
     few = GOOD | {"heads": [heads[:2] for heads in GOOD["heads"]], "query_heads": 4}
@@ -79,7 +82,7 @@ def test_a_cache_keeps_by_it(tmp_path):
     ("changes", "message"),
     [
         ({"keep_layer_shares": (1.0, 1.0)}, "must be 3 numbers, one for each layer on disk"),
-        ({"keep_heads": (0, 4, 12)}, "keep_heads: must be below 12, 4 heads of 3 layers"),
+        ({"keep_heads": (0, 4, 12)}, "scoring_heads: must be below 12, 4 heads of 3 layers"),
         ({"keep_heads": (0, 1, 8)}, "must name a head of each layer, got none of 1"),
     ],
 )

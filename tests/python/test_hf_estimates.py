@@ -42,7 +42,7 @@ def test_keys_that_are_not_finite_name_their_layer(tmp_path, name, what, value):
         KVSwapCache(model, tmp_path, config=SELECTING) as cache,
         pytest.raises(
             UnsupportedModelError,
-            match=rf"projection of layer 1 .* {what} must be finite, got .*rows='mean'",
+            match=rf"projection of layer 1 .* {what} must be finite, got .*summary.kind mean",
         ),
     ):
         forward(model, ids, cache)

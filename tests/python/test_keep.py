@@ -74,7 +74,7 @@ def test_who_keeps_everything_has_none() -> None:
             with_keep(SwapConfig.preset(name), 100, None)
     with pytest.raises(ConfigError, match="got one that restores all"):
         with_keep(SwapConfig.preset("exact"), 100, None)
-    with pytest.raises(ConfigError, match="keep: 5000 makes 5000 tokens, but tail_tokens: must be"):
+    with pytest.raises(ConfigError, match="keep: 5000 makes 5000 tokens, but selection.recent_t"):
         with_keep(SwapConfig.preset("streaming"), 5000, None)
     with pytest.raises(ConfigError, match=r"got 0.001, 4 of 4000"):
         with_keep(SwapConfig.preset("snapkv"), 0.001, 4000)

@@ -16,7 +16,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvswap_torch import SwapConfig
-from kvswap_torch.config import SETTINGS, ModelIdentity
+from kvswap_torch.config import ModelIdentity
+from kvswap_torch.config.engine import flat_settings
 from kvswap_torch.methods import arkv, cake, compresskv
 from kvswap_torch.projection import from_chunk
 from tests.oracles import models
@@ -57,7 +58,7 @@ def opened(folder: Path, config: SwapConfig, layers: list[Layer]) -> Any:
     """A session with these settings, without projections."""
     heads, (kv_heads, _, dim) = layers[0].query.shape[1], layers[0].keys.shape[1:]
     shape = {"query_heads": heads, "kv_heads": kv_heads, "head_dim": dim}
-    told = {name: getattr(config, name) for name in SETTINGS}
+    told = flat_settings(config)
     ranks = [config.rank] if config.takes_projections else []
     return native(Options(layers=len(layers), directory=str(folder), ranks=ranks, **shape, **told))
 

@@ -66,14 +66,16 @@ def test_what_cannot_be_shared_is_refused_with_numbers(monkeypatch, split, heads
 
 
 def test_a_stage_has_its_layers_ranks() -> None:
-    row = Solution(1, 1024, {"rank": (4, 5, 6, 7), "true_query_layers": (0, 3)})
-    whole = SwapConfig(rank=(1, 2, 3, 4), true_query_layers=(1, 2), table=(row,))
+    row = Solution(1, 1024, {"summary.rank": (4, 5, 6, 7), "prefetch.skip_layers": (0, 3)})
+    whole = SwapConfig(
+        summary={"rank": (1, 2, 3, 4)}, prefetch={"skip_layers": (1, 2)}, solutions=(row,)
+    )
     mine = local_config(whole, DISK, SECOND_STAGE)
-    assert mine.ranks(2) == (3, 4) and mine.true_query_layers == (0,)
-    settings = dict(mine.table[0].settings)
-    assert settings["rank"] == (6, 7) and settings["true_query_layers"] == (1,)
+    assert mine.ranks(2) == (3, 4) and mine.prefetch.skip_layers == (0,)
+    settings = dict(mine.solutions[0].settings)
+    assert settings == {"summary.rank": (6, 7), "prefetch.skip_layers": (1,)}
     assert local_config(whole, DISK, Placement()) is whole
-    assert local_config(SwapConfig(rank=8), DISK, SECOND_STAGE).rank == 8
+    assert local_config(SwapConfig({"rank": 8}), DISK, SECOND_STAGE).summary.rank == 8
 
 
 def test_a_rank_has_its_heads_rows_of_a_projection() -> None:

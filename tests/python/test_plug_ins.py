@@ -314,13 +314,13 @@ def test_a_query_that_a_plug_in_changes_is_its_own(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match="group_scores: must be given where rows is given"):
+    with pytest.raises(ConfigError, match="group_scores: must be given where summary.kind is user"):
         KVSwapCache(model, tmp_path, settings())
     with pytest.raises(ConfigError, match="must be an object of a class made from"):
         KVSwapCache(model, tmp_path, group_scores=print)
-    with pytest.raises(ConfigError, match="must come with rows='given' in the config, got"):
+    with pytest.raises(ConfigError, match="must come with summary.kind='user' in the config, got"):
         KVSwapCache(model, tmp_path, settings(rows="box"), group_scores=Boxes())
-    with pytest.raises(ConfigError, match="must come with rows='given'"):
+    with pytest.raises(ConfigError, match="must come with summary.kind='user'"):
         KVSwapCache(model, tmp_path, preset="quest", group_scores=Boxes())
     with pytest.raises(TypeError, match="abstract"):
         GroupScores()

@@ -258,9 +258,11 @@ def test_a_wrong_answer_is_named_and_the_cache_goes_on(answer, message, tmp_path
 
 def test_what_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match="token_scores: must be given where keeper is given"):
+    with pytest.raises(
+        ConfigError, match="token_scores: must be given where retention.policy is user"
+    ):
         KVSwapCache(model, tmp_path, settings())
-    with pytest.raises(ConfigError, match="token_scores: must come with keeper='given'"):
+    with pytest.raises(ConfigError, match="token_scores: must come with retention.policy='user'"):
         KVSwapCache(model, tmp_path, token_scores=Told())
     with pytest.raises(ConfigError, match="token_scores: must be an object of a class made from"):
         KVSwapCache(model, tmp_path, settings(), token_scores=print)

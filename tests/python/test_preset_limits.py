@@ -13,7 +13,7 @@ import kvswap_torch
 from kvswap_torch import _C, KVSwapCache, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.hf.families import model_parts
-from kvswap_torch.preset_parts import Preset
+from kvswap_torch.preset.definition import Preset
 from kvswap_torch.sizing import native_options
 from tests.oracles import models
 from tests.python.test_dropping import NAMES as DROPPING
@@ -93,9 +93,10 @@ def test_what_is_resident_is_what_the_config_says(name):
 
 def test_a_preset_of_parts_that_are_there_is_one_entry(monkeypatch, tmp_path):
     """Listed, told, opened and refused as the others are."""
-    settings = {"rows": "box", "group_tokens": 16, "groups_max": 64, "pages_max": 128}
+    settings = {"summary.kind": "min_max", "selection.group_tokens": 16}
+    settings |= {"selection.top_k_groups": 64, "memory.pages_per_layer": 128}
     mine = Preset("mine", "Nobody", "Never.", "Always.", settings, "", ("of nobody",))
-    monkeypatch.setattr("kvswap_torch.preset.PRESETS", (*kvswap_torch.presets(), mine))
+    monkeypatch.setattr("kvswap_torch.preset.registry.PRESETS", (*kvswap_torch.presets(), mine))
     assert kvswap_torch.presets()[-1] is mine
     assert SwapConfig.preset("mine", groups_max=32).groups_max == 32
     told = CliRunner().invoke(app, ["presets", "mine"])

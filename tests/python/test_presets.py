@@ -13,7 +13,7 @@ import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.preset import MISSING, find
-from kvswap_torch.preset_parts import Shape
+from kvswap_torch.preset.definition import Shape
 from tests.python.test_presets_generate import given_of, model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 from tests.selections import assert_same_choice
@@ -242,9 +242,9 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("qest", {}, "must be one of kvswap, .*nearest: quest"),
         ("", {}, "must be one of"),
         ("dapq", {}, "dapq needs its own rule of who is kept"),
-        ("compresskv", {}, r"must be given keep_heads and keep_layer_shares, .*read_heads\(FILE\)"),
+        ("compresskv", {}, r"must be given retention.scoring_heads and .*read_heads\(FILE\)"),
         ("cake", {"keep_interval": 8}, "preset cake: keep_interval: must be left out"),
-        ("snapkv", {"keeper": "heavy"}, "keeper must stay observed"),
+        ("snapkv", {"keeper": "heavy"}, "retention.policy must stay snapkv"),
         ("streaming", {"keep_tokens": 8}, "preset streaming: keep_tokens: must be left out"),
         ("clusterkv", {}, "clusterkv needs a preset of its own"),
         ("shadowkv", {"keep_window": 8}, "preset shadowkv: keep_window: must be left out"),
@@ -252,9 +252,9 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("quest", {"version": 1}, "overrides must be settings, got version"),
         ("quest", {"rank": 8}, "preset quest: rank: must be left out where rows is box"),
         ("quest", {"score": "mass"}, "preset quest: score: must be left out"),
-        ("exact", {"rows": "box"}, "rows must stay none"),
-        ("loki", {"projection_kind": "svd_keys"}, "projection_kind must stay pca_per_head"),
-        *((name, {"look_ahead": True}, "look_ahead must stay False") for name in TRUE_QUERY),
+        ("exact", {"rows": "box"}, "summary.kind must stay none"),
+        ("loki", {"projection_kind": "svd_keys"}, "summary.projection must stay pca_per_head"),
+        *((name, {"look_ahead": True}, "prefetch.mode must stay off") for name in TRUE_QUERY),
         ("kvswap-paper", {"pages_max": 1}, "preset kvswap-paper: pages_max: must be at least"),
     ],
 )

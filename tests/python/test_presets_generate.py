@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 import kvswap_torch
 from kvswap_torch import KVSwapCache, ModelIdentity, SwapConfig
+from kvswap_torch.config.nested import mapping_of
 from kvswap_torch.preset import find
 from tests.python.test_float8_records import RoundedCache
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
@@ -70,14 +71,14 @@ def small(name: str, model, groups: int, **changes) -> SwapConfig:
     on_disk = kinds.count("full_attention")
     changes = given_of(find(name), on_disk, config.num_attention_heads) | changes
     made = SwapConfig.preset(name, model=identity, **FEW | budget | changes)
-    return SwapConfig(**{k: getattr(made, k) for k in kvswap_torch.config.SETTINGS})
+    return SwapConfig(**mapping_of(made))
 
 
 def given_of(preset, layers: int, heads: int) -> dict:
     """What a preset needs to know of a model: one head of each layer, and rising shares."""
     given = {
-        "keep_heads": tuple(layer * heads + layer % heads for layer in range(layers)),
-        "keep_layer_shares": tuple(float(1 + layer) for layer in range(layers)),
+        "retention.scoring_heads": tuple(layer * heads + layer % heads for layer in range(layers)),
+        "retention.layer_weights": tuple(float(1 + layer) for layer in range(layers)),
     }
     return {name: given[name] for name in preset.needs}
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch.cli.app import app
-from kvswap_torch.config import SETTINGS
+from kvswap_torch.config import PATHS
 from tests.python.faulty_kernel import checksum_of
 from tests.python.saved_conversation import filled, goes_on
 from tests.python.saved_manifest import resigned, signed
@@ -203,10 +203,12 @@ def test_settings_are_those_that_python_knows(whole: dict, tmp_path: Path) -> No
     """But the name of a file that is not read any more."""
     model, saved, out, _ = whole["llama"]
     taken = []
-    for name in SETTINGS:
+    for path in PATHS:
+        block, field = path.split(".")
         target = copied(saved, tmp_path / "a")
         with resigned(target) as manifest:
-            manifest["settings"][name] = "no such thing"
+            settings = manifest["settings"]
+            settings[block] = {**(settings[block] or {}), field: "no such thing"}
         if isinstance(used(model, target, out, probe=False), list):
-            taken.append(name)
-    assert taken in ([], ["projection_file"])
+            taken.append(path)
+    assert taken in ([], ["summary.projection_file"])

@@ -330,7 +330,7 @@ def test_a_device_is_refused_by_name(tmp_path):
         (CLUSTERS | {"rank": 5}, "rank: must be left out where rows is centroid"),
         (CLUSTERS | {"records": "fp8"}, "records: must be left out where grouping is clusters"),
         (CLUSTERS | {"keeper": "observed"}, "keeper: must be left out where grouping is clusters"),
-        (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where grouping"),
+        (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where rows is cen"),
         (CLUSTERS | {"split_factor": 0.0}, "split_factor: must be a float"),
         (CLUSTERS | {"pending_tokens": -1}, "pending_tokens: must be an int from 0 to 1024"),
         ({"cluster_update": "local"}, "cluster_update: must be left out where grouping is runs"),

@@ -378,7 +378,7 @@ def test_the_report_shows_the_chosen_setting(tuned, tmp_path):
 
 def test_saved_config_is_the_schemas(tuned, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
-    from kvswap_torch.config_schema import schema
+    from kvswap_torch.config.json_schema import schema
 
     result, _ = tuned
     result.save(tmp_path / "config.json")

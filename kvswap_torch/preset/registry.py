@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Callable
 
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.preset_kept import KEEPING
-from kvswap_torch.preset_parts import TOKENS, Preset, Shape
+from kvswap_torch.preset.definition import TOKENS, Preset, Shape
+from kvswap_torch.preset.evicting import KEEPING
 
 __all__ = ["MISSING", "PRESETS", "Preset", "Shape", "find", "presets"]
 
@@ -22,19 +22,20 @@ def _groups(tokens: int) -> Callable[[Shape], int]:
 
 
 _BOX = {
-    "rows": "box",
-    "heads": "each",
-    "score": "max",
-    "replacement": "lru",
-    "exact_layers": lambda shape: tuple(range(min(2, shape.layers))),
+    "summary.kind": "min_max",
+    "selection.heads": "per_head",
+    "selection.score": "logit_max",
+    "memory.replacement": "lru",
+    "selection.dense_layers": lambda shape: tuple(range(min(2, shape.layers))),
 }
 _STAR = {
-    "projection_kind": "skewed",
-    "group_tokens": 1,
-    "look_ahead": True,
-    "sink_tokens": 0,
-    "rank": lambda shape: max(1, round(0.3 * shape.width)),
-    "groups_max": 400,
+    "summary.projection": "skewed",
+    "selection.score": "logit_sum",
+    "selection.group_tokens": 1,
+    "prefetch.mode": "trust",
+    "selection.sink_tokens": 0,
+    "summary.rank": lambda shape: max(1, round(0.3 * shape.width)),
+    "selection.top_k_groups": 400,
 }
 _RESTORED = "the two exact layers are restored from disk where they outgrow their pages"
 _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its group is sealed"
@@ -48,7 +49,7 @@ PRESETS = (
         "KVSwap",
         "What you get without a config: nothing is calibrated, and a budget is divided for you.",
         "Where a disk hides no reads: `kvswap tune` finds settings that read ahead.",
-        {"score": "mass", "rank": lambda shape: min(32, shape.width)},
+        {"selection.score": "mass_sum", "summary.rank": lambda shape: min(32, shape.width)},
         "better with `kvswap tune`: half the columns, and reads that are hidden",
         (
             "groups are scored by the attention that heads pay them, not by summed products",
@@ -63,12 +64,12 @@ PRESETS = (
         "As kvswap with half the bytes on disk, in pages and read: records in e4m3.",
         "Where answers must be the full cache's own: what leaves the tail is rounded.",
         {
-            "score": "mass",
-            "rank": lambda shape: min(32, shape.width),
-            "records": "fp8",
-            "group_tokens": lambda shape: shape.group_of_bytes,
-            "groups_max": lambda shape: -(-400 // shape.group_of_bytes),
-            "pages_max": lambda shape: max(16, -(-800 // shape.group_of_bytes)),
+            "selection.score": "mass_sum",
+            "summary.rank": lambda shape: min(32, shape.width),
+            "storage.kv_dtype": "fp8_e4m3",
+            "selection.group_tokens": lambda shape: shape.group_of_bytes,
+            "selection.top_k_groups": lambda shape: -(-400 // shape.group_of_bytes),
+            "memory.pages_per_layer": lambda shape: max(16, -(-800 // shape.group_of_bytes)),
         },
         "as kvswap",
         ("those of kvswap", "K and V are rounded to three bits behind the leading one"),
@@ -80,10 +81,11 @@ PRESETS = (
         "To compare with the published form.",
         "For answers that must be found: layers that cannot be predicted are predicted too.",
         {
-            "projection_kind": "svd_keys",
-            "look_ahead": True,
-            "sink_tokens": 0,
-            "rank": lambda shape: min(32, shape.width),
+            "summary.projection": "svd_keys",
+            "selection.score": "logit_sum",
+            "prefetch.mode": "trust",
+            "selection.sink_tokens": 0,
+            "summary.rank": lambda shape: min(32, shape.width),
         },
         "the paper calibrates the SVD of the keys beforehand; else it is made of the prompt",
         ("without a calibration the rank is doubled", "positions and padding are kept exact"),
@@ -93,7 +95,12 @@ PRESETS = (
         "FlexGen",
         "Ground truth: every layer attends everything, restored from disk in every step.",
         "Where tokens per second matter: each one reads the whole cache.",
-        {"rows": "none", "group_tokens": 16, "groups_max": 96, "pages_max": 96},
+        {
+            "summary.kind": "none",
+            "selection.group_tokens": 16,
+            "selection.top_k_groups": 96,
+            "memory.pages_per_layer": 96,
+        },
         "",
         ("the cache alone is on disk; weights and activations stay where the model has them",),
     ),
@@ -102,8 +109,13 @@ PRESETS = (
         "Quest",
         "Tables and code, where low rank is weak: a bound instead of a guess, no calibration.",
         "In small budgets: its boxes take one part in 16 of the KV cache.",
-        {**_BOX, "group_tokens": 16, "groups_max": TOKENS // 16, "pages_max": TOKENS // 8}
-        | {"sink_tokens": 0, "tail_tokens": 16},
+        {
+            **_BOX,
+            "selection.group_tokens": 16,
+            "selection.top_k_groups": TOKENS // 16,
+            "memory.pages_per_layer": TOKENS // 8,
+        }
+        | {"selection.sink_tokens": 0, "selection.recent_tokens": 16},
         "",
         (
             "KV heads choose, each by the largest bound of its query heads; query heads in the "
@@ -117,11 +129,17 @@ PRESETS = (
         "ArkVale",
         "As quest with half its memory: larger pages, and the first and newest ones stay.",
         "In small budgets: its boxes take one part in 32 of the KV cache.",
-        {**_BOX, "group_tokens": 32, "groups_max": TOKENS // 32, "pages_max": TOKENS // 16}
-        | {"sink_tokens": 64, "tail_tokens": 64},
+        {
+            **_BOX,
+            "selection.group_tokens": 32,
+            "selection.top_k_groups": TOKENS // 32,
+            "memory.pages_per_layer": TOKENS // 16,
+        }
+        | {"selection.sink_tokens": 64, "selection.recent_tokens": 64},
         "",
         (
-            "pages leave by when they were last used, not by their score (replacement=score)",
+            "pages leave by when they were last used, not by their score "
+            "(replacement=least_attended)",
             "the cuboid is the digest; the paper has balls too",
             _RESTORED,
         ),
@@ -132,17 +150,17 @@ PRESETS = (
         "Where neighbours' keys are alike: their mean stands for them, those it does not fit stay.",
         "In small budgets: its landmarks take one part in 16 of the KV cache.",
         {
-            "rows": "mean",
-            "heads": "each",
-            "score": "max",
-            "replacement": "lru",
-            "group_tokens": lambda shape: max(8, shape.group_of_head),
-            "groups_max": lambda shape: 2 * TOKENS // max(8, shape.group_of_head),
-            "pages_max": lambda shape: 4 * TOKENS // max(8, shape.group_of_head),
-            "sink_tokens": 0,
-            "tail_tokens": 32,
-            "keeper": "outliers",
-            "keep_tokens": lambda shape: 48 * max(8, shape.group_of_head),
+            "summary.kind": "mean",
+            "selection.heads": "per_head",
+            "selection.score": "logit_max",
+            "memory.replacement": "lru",
+            "selection.group_tokens": lambda shape: max(8, shape.group_of_head),
+            "selection.top_k_groups": lambda shape: 2 * TOKENS // max(8, shape.group_of_head),
+            "memory.pages_per_layer": lambda shape: 4 * TOKENS // max(8, shape.group_of_head),
+            "selection.sink_tokens": 0,
+            "selection.recent_tokens": 32,
+            "retention.policy": "key_outliers",
+            "retention.tokens": lambda shape: 48 * max(8, shape.group_of_head),
         },
         "",
         (
@@ -161,15 +179,16 @@ PRESETS = (
         "To reproduce a table.",
         "On any disk: single tokens of single heads are small reads, and nothing is reused.",
         {
-            "projection_kind": "skewed",
-            "heads": "each",
-            "look_ahead": True,
-            "sink_tokens": 0,
-            "group_tokens": lambda shape: shape.group_of_head,
-            "rank": lambda shape: max(1, round(0.3 * shape.head_dim)),
-            "groups_max": _groups(400),
-            "pages_max": _groups(400),
-            "replacement": "none",
+            "summary.projection": "skewed",
+            "selection.score": "logit_sum",
+            "selection.heads": "per_head",
+            "prefetch.mode": "trust",
+            "selection.sink_tokens": 0,
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+            "summary.rank": lambda shape: max(1, round(0.3 * shape.head_dim)),
+            "selection.top_k_groups": _groups(400),
+            "memory.pages_per_layer": _groups(400),
+            "memory.replacement": "no_reuse",
         },
         "the paper finds the skew beforehand, as `kvswap calibrate` does; else it is the prompt's",
         (_FIXED, _JOINED, _ALIGNED, _NEWEST),
@@ -179,7 +198,7 @@ PRESETS = (
         "KVSwap, 4.2",
         "To reproduce a table: InfiniGen with one choice for all heads.",
         "On any disk: single tokens are small reads, and nothing is reused.",
-        {**_STAR, "pages_max": 400, "replacement": "none"},
+        {**_STAR, "memory.pages_per_layer": 400, "memory.replacement": "no_reuse"},
         "as infinigen",
         (_FIXED, _NEWEST),
     ),
@@ -188,7 +207,7 @@ PRESETS = (
         "KVSwap, 4.2",
         "To reproduce a table: infinigen-star with a reuse buffer.",
         "On any disk: single tokens are small reads.",
-        {**_STAR, "pages_max": 800, "replacement": "fifo"},
+        {**_STAR, "memory.pages_per_layer": 800, "memory.replacement": "fifo"},
         "as infinigen",
         (_FIXED, _NEWEST),
     ),
@@ -198,14 +217,15 @@ PRESETS = (
         "To reproduce a table.",
         "In small budgets: a quarter of every key stays in memory, an eighth of the KV cache.",
         {
-            "projection_kind": "pca_per_head",
-            "heads": "each",
-            "sink_tokens": 0,
-            "group_tokens": lambda shape: shape.group_of_head,
-            "rank": lambda shape: max(1, shape.head_dim // 4),
-            "groups_max": _groups(TOKENS),
-            "pages_max": _groups(2 * TOKENS),
-            "replacement": "lru",
+            "summary.projection": "pca_per_head",
+            "selection.score": "logit_sum",
+            "selection.heads": "per_head",
+            "selection.sink_tokens": 0,
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+            "summary.rank": lambda shape: max(1, shape.head_dim // 4),
+            "selection.top_k_groups": _groups(TOKENS),
+            "memory.pages_per_layer": _groups(2 * TOKENS),
+            "memory.replacement": "lru",
         },
         "the paper finds the components beforehand, as `kvswap calibrate` does; else they are the "
         "prompt's",
@@ -218,14 +238,15 @@ PRESETS = (
         "To compare with: the channels that ThinK would keep choose the tokens.",
         "In small budgets: 0.6 of every key stays in memory, 0.3 of the KV cache.",
         {
-            "projection_kind": "channels",
-            "heads": "each",
-            "sink_tokens": 0,
-            "group_tokens": lambda shape: shape.group_of_head,
-            "rank": lambda shape: max(1, round(0.6 * shape.head_dim)),
-            "groups_max": _groups(TOKENS),
-            "pages_max": _groups(2 * TOKENS),
-            "replacement": "lru",
+            "summary.projection": "channels",
+            "selection.score": "logit_sum",
+            "selection.heads": "per_head",
+            "selection.sink_tokens": 0,
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+            "summary.rank": lambda shape: max(1, round(0.6 * shape.head_dim)),
+            "selection.top_k_groups": _groups(TOKENS),
+            "memory.pages_per_layer": _groups(2 * TOKENS),
+            "memory.replacement": "lru",
         },
         "",
         (
@@ -241,25 +262,25 @@ PRESETS = (
         "Where the disk is asked for few, large reads: clusters of similar keys are read whole.",
         "Where single tokens must be found in little memory: groups of neighbours find more.",
         {
-            "grouping": "clusters",
-            "rows": "centroid",
-            "group_tokens": lambda shape: max(8, shape.group_of_bytes),
-            "groups_max": lambda shape: -(-TOKENS // max(8, shape.group_of_bytes)),
-            "pages_max": lambda shape: -(-2 * TOKENS // max(8, shape.group_of_bytes)),
-            "replacement": "lru",
+            "clusters": {},
+            "summary.kind": "centroid",
+            "selection.group_tokens": lambda shape: max(8, shape.group_of_bytes),
+            "selection.top_k_groups": lambda shape: -(-TOKENS // max(8, shape.group_of_bytes)),
+            "memory.pages_per_layer": lambda shape: -(-2 * TOKENS // max(8, shape.group_of_bytes)),
+            "memory.replacement": "lru",
         },
         "",
         (
             "KV heads choose together, clusters of 16 tokens; in the paper each head chooses by "
-            "itself (heads=each), and they have 25",
+            "itself (heads=per_head), and they have 25",
             "a fixed number of tokens, where the paper takes a share of the context",
             "tokens stand on disk twice: in the order of the text, for what reads all of them, and "
             "in clusters, whose pages are written anew as they change",
             "centroids stay in memory, and pages of every layer; the paper has one layer's at a "
             "time (resident_layers)",
             "clusters stand where there is room; the paper's pools of two that grow towards each "
-            "other are layout=pools, without its choice of which two",
-            "the least recently used page leaves; the paper's order is replacement=clusters",
+            "other are layout=paired_pools, without its choice of which two",
+            "the least recently used page leaves; the paper's order is replacement=largest_cluster",
             "records are of the model's dtype, where the paper has e4m3",
         ),
     ),
@@ -269,7 +290,7 @@ PRESETS = (
 _MERGED = "tokens that are merged or quantised, not dropped"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
 _QUANTISED = "rows of quantised keys"
-_LOCAL = 'a preset of its own (dynakv with cluster_update="local" updates its clusters as it does)'
+_LOCAL = "a preset of its own (dynakv with clusters.update=local updates its clusters as it does)"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
     **dict.fromkeys(("lazyeviction", "defensivekv"), _RULE),
@@ -279,7 +300,7 @@ MISSING = {
     "clusterkv": _LOCAL,
     "pqcache": _QUANTISED,
     "fasa": "its own rule of which pairs of rotary channels are dominant (by another rule they are "
-    "projection_kind=rope_pairs)",
+    "summary.projection=rope_pairs)",
 }
 
 

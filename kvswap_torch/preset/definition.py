@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvswap_torch.config_parts import ModelIdentity
+from kvswap_torch.config import flat
+from kvswap_torch.config.blocks import Memory
+from kvswap_torch.config.nested import OPTIONAL, PATHS
+from kvswap_torch.config.solution import ModelIdentity
 from kvswap_torch.errors import ConfigError
 
 __all__ = ["TOKENS", "Preset", "Shape"]
@@ -83,7 +86,8 @@ class Preset:
     take, leave
         When to take it, and when not: a sentence each.
     settings
-        Of `SwapConfig`, the others at their defaults; a function is given the model's `Shape`.
+        Of `SwapConfig` by their paths, the others at their defaults; a function is given the
+        model's `Shape`.
     calibrate
         What is better calibrated, or must be; empty: nothing.
     differences
@@ -110,44 +114,60 @@ class Preset:
         return {name: each(shape) if callable(each) else each for name, each in self.needs.items()}
 
     @property
-    def _asks_with_the_true_query(self) -> bool:
-        """Its heads choose by the query itself; by a predicted one it is another method."""
-        rows = self.settings.get("rows", "low_rank")
-        return rows != "none" and self.settings.get("heads", "all") == "each"
+    def _selects_with_the_true_query(self) -> bool:
+        """Its heads select by the query itself; by a predicted one it is another method."""
+        kind = self.settings.get("summary.kind", "low_rank")
+        return kind != "none" and self.settings.get("selection.heads", "joint") == "per_head"
 
-    def settings_for(
-        self, shape: Shape, known: Sequence[str], overrides: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Of `SwapConfig`, whose settings are `known`, for a model; see `SwapConfig.preset`."""
-        missing = [name for name in self.needs if name not in overrides]
+    def config(self, kind: Any, shape: Shape, overrides: Mapping[str, Any]) -> Any:
+        """Of `kind`, `SwapConfig`, for a model; see `SwapConfig.preset`."""
+        where = f"preset {self.name}"
+        old = {name: value for name, value in overrides.items() if flat.is_old(name)}
+        said = {**overrides, **dict(flat.renamed(name, value) for name, value in old.items())}
+        missing = [path for path in self.needs if path not in said]
         if missing:
             raise ConfigError(
-                f"preset {self.name}: must be given {' and '.join(missing)}, which belong to a "
-                f"model: SwapConfig.preset({self.name!r}, **read_heads(FILE)) has them from a "
-                "heads file (kvswap_torch.heads_file), which `kvswap calibrate` writes"
+                f"{where}: must be given {' and '.join(missing)}, which belong to a model: "
+                f"SwapConfig.preset({self.name!r}, read_heads(FILE)) has them from a heads file "
+                "(kvswap_torch.heads_file), which `kvswap calibrate` writes"
             )
-        where = f"preset {self.name}"
         for name in overrides:
-            if name not in (*known, "model"):
-                near = difflib.get_close_matches(name, known, 1)
+            if name not in (*PATHS, *OPTIONAL, "model") and name not in old:
+                near = difflib.get_close_matches(str(name), PATHS, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{where}: overrides must be settings, got {name}{hint}")
-        fixed = [("rows", "low_rank"), ("keeper", "none")]
-        if "projection_kind" in self.settings:
-            fixed.append(("projection_kind", ""))
-        if not self.settings.get("look_ahead", False) and self._asks_with_the_true_query:
-            fixed.append(("look_ahead", False))
-        for name, usual in fixed:
-            own = self.settings.get(name, usual)
-            if overrides.get(name, own) != own:
-                raise ConfigError(
-                    f"{where}: {name} must stay {own}, which makes it what it is, got "
-                    f"{overrides[name]!r}; SwapConfig() takes any settings"
-                )
+        self._check_fixed(said)
         made = {
             name: value(shape) if callable(value) else value
             for name, value in self.settings.items()
         }
-        if "groups_max" in overrides and "pages_max" not in overrides:
-            made["pages_max"] = max(made.get("pages_max", 200), overrides["groups_max"])
-        return made | dict(overrides)
+        if "selection.top_k_groups" in said and "memory.pages_per_layer" not in said:
+            pages = made.get("memory.pages_per_layer", Memory().pages_per_layer)
+            if isinstance(said["selection.top_k_groups"], int):
+                made["memory.pages_per_layer"] = max(pages, said["selection.top_k_groups"])
+        new = {n: v for n, v in overrides.items() if n not in old and n != "model"}
+        try:
+            config = kind(model=overrides.get("model")).with_settings(made | new)
+            return dataclasses.replace(config, **old) if old else config
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    def _check_fixed(self, said: Mapping[str, Any]) -> None:
+        fixed = [("summary.kind", "low_rank"), ("retention.policy", None)]
+        if "summary.projection" in self.settings:
+            fixed.append(("summary.projection", ""))
+        predicts = self.settings.get("prefetch.mode", "off") != "off"
+        if not predicts and self._selects_with_the_true_query:
+            fixed.append(("prefetch.mode", "off"))
+        for name, usual in fixed:
+            own = self.settings.get(name, usual)
+            if said.get(name, own) != own:
+                raise ConfigError(
+                    f"preset {self.name}: {name} must stay {own}, which makes it what it is, got "
+                    f"{said[name]!r}; SwapConfig() takes any settings"
+                )
+        if said.get("retention", self) is None and "retention.policy" in self.settings:
+            raise ConfigError(
+                f"preset {self.name}: retention must stay, which makes it what it is, got None; "
+                "SwapConfig() takes any settings"
+            )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from kvswap_torch.preset_parts import TOKENS, Preset
+from kvswap_torch.preset.definition import TOKENS, Preset
 
 __all__ = ["KEEPING"]
 
 # What is not kept is on disk only; one group is enough to see that not everything fits.
-_DROPS = {"rows": "none", "sink_tokens": 0, "groups_max": 1, "pages_max": 8}
+_DROPS = {
+    "summary.kind": "none",
+    "selection.sink_tokens": 0,
+    "selection.top_k_groups": 1,
+    "memory.pages_per_layer": 8,
+}
 _WHOLE_GROUPS = "sinks and newest tokens are attended by whole groups of 16, so up to 15 more each"
 # B tokens in all, of which the newest W = 32 always stay.
 _ARKV = {
-    "tail_tokens": 32,
-    "keeper": "arkv",
-    "keep_tokens": TOKENS - 32,
-    "keep_variance": 263.8108280337562,
+    "selection.recent_tokens": 32,
+    "retention.policy": "arkv",
+    "retention.tokens": TOKENS - 32,
+    "retention.variance_weight": 263.8108280337562,
 }
 _OF_ARKV = (
     "one choice for all KV heads of a layer, as in the text; the published code has one for each",
@@ -30,7 +35,7 @@ _LAYERS_OF_ARKV = (
 )
 _MIXED_ARKV = (
     "room is counted in bytes, as in (2): an e4m3 token takes a half; the code counts tokens, as "
-    "keep_count=tokens does",
+    "budget_unit=tokens does",
     "e4m3 tokens are attended; the published code drops them by mistake",
     "one power of two for each KV head of a page, and one for its V, where the paper has a scale "
     "for each token",
@@ -38,29 +43,29 @@ _MIXED_ARKV = (
 _RECALLED = "the paper drops tokens; here those of low rank that a query asks for are read again"
 _ON_DISK = "with a path what it drops stays on disk: a crop, or a longer prompt, finds it again"
 # B tokens in all, of which the window always stays; as many more are kept as fit beside it.
-_DIVIDED = {**_DROPS, "tail_tokens": 32, "keep_tokens": TOKENS - 32}
+_DIVIDED = {**_DROPS, "selection.recent_tokens": 32, "retention.tokens": TOKENS - 32}
 _NEWEST_DECODED = "of what is decoded the newest {} tokens stay; the paper keeps all of it"
 _REREAD = "it needs a path: what it drops is read again"
 _PRKV = {
-    "rows": "box",
-    "heads": "each",
-    "replacement": "lru",
-    "sink_tokens": 0,
-    "tail_tokens": 64,
-    "group_tokens": 32,
-    "groups_max": (TOKENS - 256) // 32,
-    "pages_max": (TOKENS - 256) // 16,
-    "keeper": "observed",
-    "keep_tokens": 256,
-    "keep_window": 64,
-    "keep_pool": 1,
-    "keep_interval": 128,
+    "summary.kind": "min_max",
+    "selection.heads": "per_head",
+    "memory.replacement": "lru",
+    "selection.sink_tokens": 0,
+    "selection.recent_tokens": 64,
+    "selection.group_tokens": 32,
+    "selection.top_k_groups": (TOKENS - 256) // 32,
+    "memory.pages_per_layer": (TOKENS - 256) // 16,
+    "retention.policy": "snapkv",
+    "retention.tokens": 256,
+    "retention.window_size": 64,
+    "retention.kernel_size": 1,
+    "retention.refresh_interval": 128,
 }
 
 _OF_PRKV = (
     "records are not rewritten: a page that is chosen has holes where its tokens are kept",
     "while decoding tokens are kept for what those were paid that were attended; the paper reads "
-    "all keys again, as keep_scores=disk does",
+    "all keys again, as refresh_scores=all_tokens does",
 )
 
 KEEPING = (
@@ -79,8 +84,8 @@ KEEPING = (
         "As prkv, where prompts differ: how many tokens stay follows from how alike queries look.",
         "In small budgets: its boxes take one part in 32 of the KV cache.",
         _PRKV
-        | {"keep_share": "auto", "keep_tokens": TOKENS * 3 // 4}
-        | {"groups_max": TOKENS // 32, "pages_max": TOKENS // 16},
+        | {"retention.budget": "prompt_adaptive", "retention.tokens": TOKENS * 3 // 4}
+        | {"selection.top_k_groups": TOKENS // 32, "memory.pages_per_layer": TOKENS // 16},
         "",
         (
             *_OF_PRKV,
@@ -92,9 +97,17 @@ KEEPING = (
         "ARKV, KVSwap",
         "As kvswap where much is decoded: half the tokens stay, the others are read on demand.",
         "Where a budget is small: kvswap divides it better.",
-        {**_ARKV, "keep_tokens": TOKENS // 2, "keep_ratio": None, "score": "mass"}
-        | {"rank": lambda shape: min(32, shape.width), "groups_max": TOKENS // 8}
-        | {"pages_max": TOKENS // 4},
+        {
+            **_ARKV,
+            "retention.tokens": TOKENS // 2,
+            "retention.original_ratio": None,
+            "selection.score": "mass_sum",
+        }
+        | {
+            "summary.rank": lambda shape: min(32, shape.width),
+            "selection.top_k_groups": TOKENS // 8,
+        }
+        | {"memory.pages_per_layer": TOKENS // 4},
         "as kvswap",
         (_RECALLED, *_OF_ARKV, *_LAYERS_OF_ARKV, *_MIXED_ARKV),
     ),
@@ -103,8 +116,12 @@ KEEPING = (
         "SnapKV",
         "One question, at the end of the prompt: nothing is read while decoding.",
         "Where questions come later: what the prompt's end did not attend is gone from answers.",
-        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
-        | {"tail_tokens": 32, "keeper": "observed", "keep_tokens": TOKENS},
+        {
+            **_DROPS,
+            "selection.heads": "per_head",
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+        }
+        | {"selection.recent_tokens": 32, "retention.policy": "snapkv", "retention.tokens": TOKENS},
         "",
         (_ON_DISK, "of what is decoded the newest 32 tokens stay; the paper keeps all of it"),
     ),
@@ -113,9 +130,22 @@ KEEPING = (
         "PRKV, SnapKV",
         "As snapkv, where much is decoded: the tokens that stay are chosen anew, of all on disk.",
         "Where questions come later, and on slow disks: the cache is read twice in 128 steps.",
-        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
-        | {"tail_tokens": 64, "keeper": "observed", "keep_tokens": TOKENS, "keep_window": 64}
-        | {"keep_pool": 1, "keep_interval": 128, "keep_scores": "disk"},
+        {
+            **_DROPS,
+            "selection.heads": "per_head",
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+        }
+        | {
+            "selection.recent_tokens": 64,
+            "retention.policy": "snapkv",
+            "retention.tokens": TOKENS,
+            "retention.window_size": 64,
+        }
+        | {
+            "retention.kernel_size": 1,
+            "retention.refresh_interval": 128,
+            "retention.refresh_scores": "all_tokens",
+        },
         "",
         (
             _REREAD,
@@ -128,14 +158,19 @@ KEEPING = (
         "CAKE",
         "As snapkv, where layers differ: those whose attention is spread and changes keep more.",
         "Where questions come later: what the prompt's end did not attend is gone from answers.",
-        {**_DIVIDED, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
-        | {"keeper": "cake", "keep_variance": 200.0},
+        {
+            **_DIVIDED,
+            "selection.heads": "per_head",
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+        }
+        | {"retention.policy": "cake", "retention.variance_weight": 200.0},
         "",
         (
             _ON_DISK,
             _NEWEST_DECODED.format(32),
-            "both roots are 1 for any model (keep_preference); the paper sets them model by model",
-            "a layer keeps at most three times what layers keep on average (keep_layer_most), "
+            "both roots are 1 for any model (preference_temperatures); the paper sets them model "
+            "by model",
+            "a layer keeps at most three times what layers keep on average (max_layer_multiple), "
             "which memory is for; in the paper whatever the others leave",
             "spread and change are summed over tokens whose groups are sealed",
         ),
@@ -146,8 +181,13 @@ KEEPING = (
         "As snapkv, with a heads file of the model: its retrieval heads alone choose, and layers "
         "that need more have more.",
         "Without such a file; where questions come later.",
-        {**_DROPS, "tail_tokens": 8, "keeper": "observed", "keep_tokens": TOKENS - 8}
-        | {"keep_window": 8, "keep_layer_least": 24},
+        {
+            **_DROPS,
+            "selection.recent_tokens": 8,
+            "retention.policy": "compresskv",
+            "retention.tokens": TOKENS - 8,
+        }
+        | {"retention.window_size": 8, "retention.min_layer_tokens": 24},
         "heads and shares of layers must be found beforehand: kvswap calibrate does, and a heads "
         "file (kvswap_torch.heads_file) may be given",
         (
@@ -161,7 +201,10 @@ KEEPING = (
             "what a layer loses is measured before its heads' outputs are projected, and over "
             "answers that count",
         ),
-        needs={"keep_heads": (), "keep_layer_shares": lambda shape: (1.0,) * shape.layers},
+        needs={
+            "retention.scoring_heads": (),
+            "retention.layer_weights": lambda shape: (1.0,) * shape.layers,
+        },
     ),
     Preset(
         "arkv-origin",
@@ -178,7 +221,7 @@ KEEPING = (
         "As arkv-origin with more tokens in the same memory: most become e4m3 in layers whose "
         "attention is even.",
         "Where questions come later: what the prompt's end did not attend is gone from answers.",
-        {**_DROPS, **_ARKV, "keep_ratio": None},
+        {**_DROPS, **_ARKV, "retention.original_ratio": None},
         "",
         (_ON_DISK, *_OF_ARKV, *_LAYERS_OF_ARKV, *_MIXED_ARKV),
     ),
@@ -187,7 +230,7 @@ KEEPING = (
         "ARKV",
         "To compare with: every kept token becomes e4m3 as soon as there is no room.",
         "Where answers must be the full cache's own: what is kept is rounded.",
-        {**_DROPS, **_ARKV, "keep_ratio": 0.0},
+        {**_DROPS, **_ARKV, "retention.original_ratio": 0.0},
         "",
         (_ON_DISK, *_OF_ARKV, *_MIXED_ARKV),
     ),
@@ -196,9 +239,17 @@ KEEPING = (
         "H2O",
         "To compare with: half the budget for tokens that were attended most, half for the newest.",
         "For answers that must be found, and for speed: every step's attention is summed up.",
-        {**_DROPS, "heads": "each", "group_tokens": lambda shape: shape.group_of_head}
-        | {"tail_tokens": TOKENS // 2, "keeper": "heavy", "keep_tokens": TOKENS // 2}
-        | {"keep_interval": 1},
+        {
+            **_DROPS,
+            "selection.heads": "per_head",
+            "selection.group_tokens": lambda shape: shape.group_of_head,
+        }
+        | {
+            "selection.recent_tokens": TOKENS // 2,
+            "retention.policy": "h2o",
+            "retention.tokens": TOKENS // 2,
+        }
+        | {"retention.refresh_interval": 1},
         "",
         (_ON_DISK, "of a prompt the last 32 queries count; all of them in the paper")
         + ("a fixed number of tokens, where the paper takes a share of the prompt",),
@@ -208,8 +259,13 @@ KEEPING = (
         "TOVA",
         "To compare with: the tokens stay that the last query paid most.",
         "For answers that must be found, and for speed: tokens are chosen anew in every step.",
-        {**_DROPS, "tail_tokens": 1, "keeper": "observed", "keep_tokens": TOKENS}
-        | {"keep_window": 1, "keep_pool": 1, "keep_interval": 1},
+        {
+            **_DROPS,
+            "selection.recent_tokens": 1,
+            "retention.policy": "snapkv",
+            "retention.tokens": TOKENS,
+        }
+        | {"retention.window_size": 1, "retention.kernel_size": 1, "retention.refresh_interval": 1},
         "",
         (_ON_DISK, "a group of tokens that was just decoded is chosen once it is sealed"),
     ),
@@ -218,8 +274,8 @@ KEEPING = (
         "StreamingLLM",
         "Endless text of which only the newest part matters: no reads, no choice.",
         "Where an answer stands further back than its window.",
-        {**_DROPS, "group_tokens": 16, "keeper": "newest"}
-        | {"sink_tokens": 4, "tail_tokens": TOKENS - 4},
+        {**_DROPS, "selection.group_tokens": 16, "retention.policy": "recent_only"}
+        | {"selection.sink_tokens": 4, "selection.recent_tokens": TOKENS - 4},
         "",
         (_ON_DISK, "positions stay the text's; the paper counts them in the cache", _WHOLE_GROUPS),
     ),
@@ -228,7 +284,12 @@ KEEPING = (
         "StreamingLLM",
         "To compare with: streaming without the first tokens.",
         "Always: models break down without them.",
-        {**_DROPS, "group_tokens": 16, "keeper": "newest", "tail_tokens": TOKENS},
+        {
+            **_DROPS,
+            "selection.group_tokens": 16,
+            "retention.policy": "recent_only",
+            "selection.recent_tokens": TOKENS,
+        },
         "",
         (_ON_DISK, _WHOLE_GROUPS),
     ),

@@ -1,4 +1,4 @@
-"""What a `SwapConfig` holds beside settings: the model it is for, the tuner's solutions."""
+"""What a `SwapConfig` holds in addition to settings: the model it is for, the tuner's solutions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvswap_torch.config_rules import INT_MAX, may_be_list
+from kvswap_torch.config.fields import INT_MAX
 from kvswap_torch.errors import ConfigError
 
 
@@ -76,8 +76,8 @@ class Solution:
     batch, context
         The pair; `context` in tokens.
     settings
-        Names and values of the `SwapConfig` fields that differ from the config's own. Given as a
-        mapping, kept as sorted pairs.
+        Paths (``selection.top_k_groups``) and values of the settings that differ from the config's
+        own. Given as a mapping, kept as sorted pairs.
     """
 
     batch: int
@@ -89,7 +89,7 @@ class Solution:
             value = getattr(self, name)
             is_int = isinstance(value, int) and not isinstance(value, bool)
             if not is_int or not 0 < value <= INT_MAX:
-                raise ConfigError(f"table: {name} must be a positive int, got {value!r}")
+                raise ConfigError(f"solutions: {name} must be a positive int, got {value!r}")
         given = dict(self.settings)
         for name, value in given.items():
             given[name] = tuple(value) if isinstance(value, list) else value
@@ -112,13 +112,13 @@ def identity_from(fields: Mapping[str, Any]) -> ModelIdentity:
 
 
 def solution_from(row: Any) -> Solution:
-    """A table's row from JSON, or as it is."""
+    """A solution from JSON, or as it is."""
     if isinstance(row, Solution):
         return row
     if not isinstance(row, Mapping) or set(row) != {"batch", "context", "settings"}:
-        raise ConfigError(f"table: a row must have batch, context and settings, got {row!r}")
+        raise ConfigError(f"solutions: a row must have batch, context and settings, got {row!r}")
     if not isinstance(row["settings"], Mapping):
-        raise ConfigError(f"table: settings must be an object, got {row['settings']!r}")
+        raise ConfigError(f"solutions: settings must be an object, got {row['settings']!r}")
     return Solution(row["batch"], row["context"], tuple(row["settings"].items()))
 
 
@@ -134,29 +134,25 @@ def checked_json(provenance: Any) -> dict[str, Any]:
 
 def adopt_plain_values(config: Any) -> None:
     """A config's lists and mappings, as JSON gives them, become what its fields promise."""
-    for item in dataclasses.fields(config):
-        if may_be_list(item) and isinstance(getattr(config, item.name), list):
-            object.__setattr__(config, item.name, tuple(getattr(config, item.name)))
     if isinstance(config.model, Mapping):
         object.__setattr__(config, "model", identity_from(config.model))
     elif config.model is not None and not isinstance(config.model, ModelIdentity):
         raise ConfigError(f"model: must be a ModelIdentity or None, got {config.model!r}")
     object.__setattr__(config, "provenance", checked_json(config.provenance))
-    if isinstance(config.table, str) or not isinstance(config.table, tuple | list):
-        raise ConfigError(f"table: must be a list of solutions, got {config.table!r}")
-    rows = tuple(solution_from(row) for row in config.table)
-    object.__setattr__(config, "table", rows)
+    if isinstance(config.solutions, str) or not isinstance(config.solutions, tuple | list):
+        raise ConfigError(f"solutions: must be a list of solutions, got {config.solutions!r}")
+    object.__setattr__(config, "solutions", tuple(map(solution_from, config.solutions)))
 
 
-def nearest(table: Sequence[Solution], batch: int, context: int) -> Solution:
-    """Of a table that is not empty; see `SwapConfig.for_batch_and_context`."""
-    return min(table, key=lambda row: (row.distance(batch, context), -row.context, -row.batch))
+def nearest(solutions: Sequence[Solution], batch: int, context: int) -> Solution:
+    """Of solutions that are not empty; see `SwapConfig.for_batch_and_context`."""
+    return min(solutions, key=lambda row: (row.distance(batch, context), -row.context, -row.batch))
 
 
-def check_table(
-    table: Sequence[Solution], solvable: Sequence[str], with_row: Callable[[Solution], Any]
+def check_solutions(
+    solutions: Sequence[Solution], solvable: Sequence[str], with_row: Callable[[Solution], Any]
 ) -> None:
-    """Raises `ConfigError` for a row that others may not stand beside, or whose settings are wrong.
+    """Raises `ConfigError` for two rows of one pair, or a row whose settings are wrong.
 
     Parameters
     ----------
@@ -166,21 +162,22 @@ def check_table(
         Makes the config of a row, which checks it.
     """
     seen: set[tuple[int, int]] = set()
-    for row in table:
+    for row in solutions:
         if (row.batch, row.context) in seen:
             raise ConfigError(
-                f"table: one solution per pair, got two for batch {row.batch}, context "
+                f"solutions: one solution per pair, got two for batch {row.batch}, context "
                 f"{row.context}"
             )
         seen.add((row.batch, row.context))
         foreign = sorted(set(dict(row.settings)) - set(solvable))
         if foreign:
             raise ConfigError(
-                f"table: a solution must set only {', '.join(solvable)}, got {', '.join(foreign)}"
+                "solutions: a solution must set only settings by their paths (config.schema.json "
+                f"lists them), got {', '.join(foreign)}"
             )
         try:
             with_row(row)
         except ConfigError as error:
             raise ConfigError(
-                f"table: batch {row.batch}, context {row.context}: {error}"
+                f"solutions: batch {row.batch}, context {row.context}: {error}"
             ) from error

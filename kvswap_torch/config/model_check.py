@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvswap_torch.config_parts import ModelIdentity
-from kvswap_torch.config_rules import checked_rank
+from kvswap_torch.config.fields import checked_rank
+from kvswap_torch.config.retention import CompressKV
+from kvswap_torch.config.solution import ModelIdentity
 from kvswap_torch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvswap_torch.config import SwapConfig
+    from kvswap_torch.config.swap_config import SwapConfig
 
 
 def check_model(config: SwapConfig, identity: ModelIdentity) -> None:
@@ -24,23 +25,25 @@ def check_model(config: SwapConfig, identity: ModelIdentity) -> None:
         )
     if identity.layers is not None:
         _check_layers(config, identity.layers, identity.heads)
-        for row, solution in zip(config.table, config.solutions, strict=True):
+        for row, solution in zip(config.solutions, config.solution_configs, strict=True):
             try:
                 _check_layers(solution, identity.layers, identity.heads)
             except ConfigError as error:
-                where = f"table: batch {row.batch}, context {row.context}"
+                where = f"solutions: batch {row.batch}, context {row.context}"
                 raise ConfigError(f"{where}: {error}") from error
     if identity.kv_heads is not None and identity.head_dim is not None:
         width = config.row_heads(identity.kv_heads) * identity.head_dim
-        for row in (config, *config.solutions):
+        for row in (config, *config.solution_configs):
             if row.takes_projections:
-                checked_rank(row.rank, width)
+                checked_rank(row.summary.rank, width)
 
 
 def _check_layers(config: SwapConfig, layers: int, heads: int | None) -> None:
     config.ranks(layers)
-    for name in ("true_query_layers", "exact_layers"):
-        numbers = getattr(config, name)
+    for name, numbers in (
+        ("prefetch.skip_layers", config.prefetch.skip_layers),
+        ("selection.dense_layers", config.selection.dense_layers),
+    ):
         if any(number >= layers for number in numbers):
             raise ConfigError(
                 f"{name}: must be below {layers}, the layers on disk, got {list(numbers)}"
@@ -49,21 +52,24 @@ def _check_layers(config: SwapConfig, layers: int, heads: int | None) -> None:
 
 
 def _check_division(config: SwapConfig, layers: int, heads: int | None) -> None:
-    """What layers are worth, and heads that are asked, belong to a model."""
-    shares = config.keep_layer_shares
-    if shares and (len(shares) != layers or not any(shares)):
-        raise ConfigError(
-            f"keep_layer_shares: must be {layers} numbers, one for each layer on disk, one of them "
-            f"above 0, got {len(shares)}; read_heads() needs a file of this model"
-        )
-    asked = config.keep_heads
-    if not asked or heads is None:
+    """Weights of layers, and heads whose attention is used, belong to a model."""
+    policy = config.retention
+    if not isinstance(policy, CompressKV):
         return
-    if asked[-1] >= layers * heads:
+    weights, scoring = policy.layer_weights, policy.scoring_heads
+    if weights and (len(weights) != layers or not any(weights)):
         raise ConfigError(
-            f"keep_heads: must be below {layers * heads}, {heads} heads of {layers} layers on "
-            f"disk, got {asked[-1]}; read_heads() needs a file of this model"
+            f"retention.layer_weights: must be {layers} numbers, one for each layer on disk, one "
+            f"of them above 0, got {len(weights)}; read_heads() needs a file of this model"
+        )
+    if not scoring or heads is None:
+        return
+    name = "retention.scoring_heads"
+    if scoring[-1] >= layers * heads:
+        raise ConfigError(
+            f"{name}: must be below {layers * heads}, {heads} heads of {layers} layers on disk, "
+            f"got {scoring[-1]}; read_heads() needs a file of this model"
         )
     for layer in range(layers):
-        if not any(layer * heads <= head < (layer + 1) * heads for head in asked):
-            raise ConfigError(f"keep_heads: must name a head of each layer, got none of {layer}")
+        if not any(layer * heads <= head < (layer + 1) * heads for head in scoring):
+            raise ConfigError(f"{name}: must name a head of each layer, got none of {layer}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -110,7 +109,12 @@ def rank_rule(default: int, doc: str) -> Any:
     """A rank, or a tuple with one for each layer."""
     one = {"type": "integer", "minimum": 1, "maximum": _RANK_MAX}
     schema = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
-    return _field(default, lambda name, value: checked_rank(value, _RANK_MAX), schema, doc)
+    return _field(default, lambda name, value: checked_rank(value, _RANK_MAX, name), schema, doc)
+
+
+def file_rule(doc: str) -> Any:
+    """A file beside the config or below it, or None."""
+    return _field(None, check_beside, {"type": ["string", "null"], "minLength": 1}, doc)
 
 
 def layers_rule(doc: str, what: str = "numbers of layers") -> Any:
@@ -129,7 +133,7 @@ def layers_rule(doc: str, what: str = "numbers of layers") -> Any:
     return _field((), check, {"type": "array", "items": one, "title": what}, doc)
 
 
-def checked_rank(rank: Any, width: int) -> None:
+def checked_rank(rank: Any, width: int, name: str = "summary.rank") -> None:
     """Raises `ConfigError` unless every rank in `rank` lies between 1 and `width`."""
     values = rank if isinstance(rank, tuple) else (rank,)
     good = bool(values) and all(
@@ -139,110 +143,9 @@ def checked_rank(rank: Any, width: int) -> None:
     if not good:
         shown = list(rank) if isinstance(rank, tuple) else rank
         raise ConfigError(
-            f"rank: must be an int from 1 to {width}, or one for each layer on disk, got {shown!r}"
+            f"{name}: must be an int from 1 to {width}, or one for each layer on disk, got "
+            f"{shown!r}"
         )
-
-
-def _word(value: Any) -> str:
-    """A setting as messages and rules name it: whole floats as C++ writes them, without a point."""
-    if value is None:
-        return "null"
-    whole = isinstance(value, float) and value.is_integer()
-    return str(int(value)) if whole else str(value)
-
-
-@dataclass(frozen=True)
-class Owned:
-    """A setting of one method: left at its default unless `owner` is `word`.
-
-    With `values` only those belong to it, and all may have the others. A word is what the owner's
-    value is in JSON, without quotes: ``null`` for None.
-    """
-
-    name: str
-    owner: str
-    word: str
-    values: tuple[str, ...] = ()
-
-    def check(self, settings: Any) -> None:
-        """Raises `ConfigError` where another method would ignore it."""
-        value, other = getattr(settings, self.name), _word(getattr(settings, self.owner))
-        default = type(settings).__dataclass_fields__[self.name].default
-        is_owned = value in self.values if self.values else value != default
-        if other != self.word and is_owned:
-            raise ConfigError(
-                f"{self.name}: must be left out where {self.owner} is {other}, since it belongs to "
-                f"{self.word}, got {value!r}"
-            )
-
-
-@dataclass(frozen=True)
-class Idle:
-    """A setting without effect where `owner` is `word`, and why: left at its default there.
-
-    A word and `values` as in `Owned`.
-    """
-
-    name: str
-    owner: str
-    word: str
-    why: str
-    values: tuple[str, ...] = ()
-
-    def check(self, settings: Any) -> None:
-        """Raises `ConfigError` where it would do nothing."""
-        value = getattr(settings, self.name)
-        default = type(settings).__dataclass_fields__[self.name].default
-        is_idle = value in self.values if self.values else value != default
-        if _word(getattr(settings, self.owner)) == self.word and is_idle:
-            raise ConfigError(
-                f"{self.name}: must be left out where {self.owner} is {self.word}, {self.why}, got "
-                f"{value!r}"
-            )
-
-
-@dataclass(frozen=True)
-class Even:
-    """A number, or each of several, is even where `owner` is `word`, and why."""
-
-    name: str
-    owner: str
-    word: str
-    why: str
-
-    def check(self, settings: Any) -> None:
-        """Raises `ConfigError` where one is odd."""
-        value = getattr(settings, self.name)
-        values = value if isinstance(value, tuple) else (value,)
-        if _word(getattr(settings, self.owner)) == self.word and any(one % 2 for one in values):
-            shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(
-                f"{self.name}: must be even where {self.owner} is {self.word}, {self.why}, got "
-                f"{shown}"
-            )
-
-
-@dataclass(frozen=True)
-class Floor:
-    """What holds between two settings: `name` is at least `floor`, and why.
-
-    With a `keeper` only where that is the setting of that name.
-    """
-
-    name: str
-    floor: str
-    why: str
-    keeper: str = ""
-
-    def check(self, settings: Any) -> None:
-        """Raises `ConfigError` where it does not hold."""
-        if self.keeper and settings.keeper != self.keeper:
-            return
-        value, least = getattr(settings, self.name), getattr(settings, self.floor)
-        if value < least:
-            raise ConfigError(
-                f"{self.name}: must be at least {self.floor} ({least}), {self.why}, got {value}"
-            )
 
 
 def check_beside(field: str, name: Any) -> None:

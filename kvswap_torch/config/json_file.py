@@ -11,14 +11,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvswap_torch.config_parts import Solution
+from kvswap_torch.config import v1
+from kvswap_torch.config.nested import OPTIONAL, mapping_of
+from kvswap_torch.config.solution import Solution
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.outside_file import CONFIG_BYTES_MAX, check_characters, read_start
 
 if TYPE_CHECKING:
-    from kvswap_torch.config import SwapConfig
+    from kvswap_torch.config.swap_config import SwapConfig
 
-CONFIG_VERSION = 1
+CONFIG_VERSION = 2  # what is written; version 1 is read too
 
 Config = TypeVar("Config", bound="SwapConfig")
 
@@ -43,50 +45,55 @@ def load(kind: type[Config], path: Path) -> Config:
         raise ConfigError(f"config {path}: must be a JSON object, got {type(fields).__name__}")
     version = fields.get("version")
     # Before anything else: a newer file may well have fields that are unknown here.
-    if type(version) is not int or version != CONFIG_VERSION:
+    if type(version) is not int or version not in (1, CONFIG_VERSION):
         raise ConfigError(
-            f"config {path}: version must be {CONFIG_VERSION}, which is what this kvswap_torch "
+            f"config {path}: version must be 1 or {CONFIG_VERSION}, which this kvswap_torch "
             f"reads, got {version!r}; write it again with the tuner of this kvswap_torch, or use "
             "the kvswap_torch that wrote it"
         )
     known = [item.name for item in dataclasses.fields(kind) if item.metadata]
+    known = list(v1.FIELDS) if version == 1 else known
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ConfigError(
             f"config {path}: fields must be among {', '.join(known)}, got {', '.join(unknown)}"
         )
     try:
-        return kind(**fields, source=path)
+        made = v1.upgrade(fields) if version == 1 else fields
+        return kind(**made, source=path)
     except ConfigError as error:
-        raise ConfigError(f"config {path}: {error}") from error
+        told = str(error)
+        if version == 1 and told.startswith("solutions:"):
+            told = told.replace("solutions:", "table:", 1)
+        raise ConfigError(f"config {path}: {told}") from error
 
 
-def dumps(config: SwapConfig) -> str:
-    """The file's text: one field a line, one solution a line, so that a diff reads well."""
-    lines = []
-    for item in dataclasses.fields(config):
-        if not item.metadata:
-            continue
-        value = getattr(config, item.name)
-        if item.name == "table" and value:
-            rows = ",\n".join(f"    {_text(_solution_json(row))}" for row in value)
-            shown = f"[\n{rows}\n  ]"
-        elif item.name == "model" and value is not None:
-            shown = _text({k: v for k, v in dataclasses.asdict(value).items() if v is not None})
-        elif item.name == "provenance" and value:
-            shown = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
-            shown = shown.replace("\n", "\n  ")
-        else:
-            shown = _text(value)
-        lines.append(f"  {_text(item.name)}: {shown}")
-    # The version first: it says how to read the rest.
-    lines.sort(key=lambda line: not line.startswith('  "version"'))
+def dumps(config: SwapConfig, full: bool = False) -> str:
+    """The file's text: one block a line, one solution a line, so that a diff reads well.
+
+    What differs from its default; `full`: every setting.
+    """
+    fields: dict[str, str] = {"version": _text(config.version)}
+    for name, block in mapping_of(config, full).items():
+        fields[name] = _text(block)
+    if full:
+        fields |= {name: "null" for name in OPTIONAL if name not in fields}
+    if config.model is not None or full:
+        model = dataclasses.asdict(config.model) if config.model is not None else None
+        fields["model"] = _text(model and {k: v for k, v in model.items() if v is not None})
+    if config.provenance or full:
+        shown = json.dumps(config.provenance, indent=2, sort_keys=True, allow_nan=False)
+        fields["provenance"] = shown.replace("\n", "\n  ")
+    if config.solutions or full:
+        rows = ",\n".join(f"    {_text(_solution_json(row))}" for row in config.solutions)
+        fields["solutions"] = f"[\n{rows}\n  ]" if rows else "[]"
+    lines = [f"  {_text(name)}: {shown}" for name, shown in fields.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def save(config: SwapConfig, path: Path) -> None:
+def save(config: SwapConfig, path: Path, full: bool = False) -> None:
     """See `SwapConfig.save`."""
-    text = dumps(config)
+    text = dumps(config, full)
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:

@@ -1,0 +1,8 @@
+"""Presets: published systems as settings of this one engine."""
+
+from __future__ import annotations
+
+from kvswap_torch.preset.definition import TOKENS, Preset, Shape
+from kvswap_torch.preset.registry import MISSING, PRESETS, find, presets
+
+__all__ = ["MISSING", "PRESETS", "TOKENS", "Preset", "Shape", "find", "presets"]
