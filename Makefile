@@ -338,7 +338,9 @@ format: $(STAMP)  ## rewrite the sources as ruff and clang-format want them
 	@$(VENV)/bin/ruff format $(wildcard $(PY_FILES))
 	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format -i
 
-schema: $(STAMP)  ## write the JSON Schema and the C++ settings from SwapConfig's fields
+schema: $(STAMP)  ## write the JSON Schema, docs/settings.md and the C++ settings from the fields
+	@$(PY) -c 'from kvswap_torch.config.settings_page import page; print(page(), end="")' \
+	  > docs/settings.md
 	@$(PY) -c 'import json; from kvswap_torch.config.json_schema import schema; \
 	  print(json.dumps(schema(), indent=2))' > kvswap_torch/config.schema.json
 	@$(PY) -c 'from kvswap_torch.config import cpp_codegen; print(cpp_codegen.settings(), end="")' \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import statistics
 import time
@@ -125,11 +124,11 @@ def open_preset(
     their attention.
     """
     config = SwapConfig.preset(name, model=model_parts(model).identity)
-    config = dataclasses.replace(config, device_model=device)
+    config = config.with_settings({"storage.simulated_device": device})
     most = {"max_context": context + ROOM_TOKENS, "max_batch": batch}
     cache = KVSwapCache(model, path=path, config=config, **most)
     session = cache.driver.session
-    if config.keeper == "none":
+    if config.retention is None:
         if config.takes_projections:
             chosen = [layer for layer in range(shape.layers) if not config.is_exact(layer)]
             width = shape.kv_heads * shape.head_dim

@@ -37,6 +37,8 @@ from bench.contenders import (
 from bench.kv_file import KvFile
 from bench.shapes import SHAPES, Shape, make_model
 from kvswap_torch import SwapConfig
+from kvswap_torch.config import Memory, Prefetch, Selection, Storage, Summary
+from kvswap_torch.config.engine import renamed
 
 NAMES = "kvswap,static,dynamic,restore,floor"
 
@@ -71,15 +73,19 @@ class Setting:
         groups = SELECTED_TOKENS // self.group_tokens
         pages = self.context // self.group_tokens if self.memory else 3 * groups // 2
         return SwapConfig(
-            group_tokens=self.group_tokens,
-            rank=self.rank // 2,  # doubled by a cache that has no projection file
-            summary_dtype=self.rows,
-            score=self.score,
-            groups_max=groups,
-            pages_max=max(pages, groups),
-            select_queries_max=1,
-            look_ahead=True,
-            device_model=self.device or None,
+            summary=Summary(
+                rank=self.rank // 2,  # doubled by a cache that has no projection file
+                dtype=renamed("summary_dtype", self.rows)[1],
+            ),
+            selection=Selection(
+                group_tokens=self.group_tokens,
+                score=renamed("score", self.score)[1],
+                top_k_groups=groups,
+                max_step_tokens=1,
+            ),
+            prefetch=Prefetch(mode="trust"),
+            memory=Memory(pages_per_layer=max(pages, groups)),
+            storage=Storage(simulated_device=self.device or None),
         )
 
     def opened(self, name: str, model: Any, path: Path) -> Contender:

@@ -56,8 +56,8 @@ class Case:
 # Settings of ours by name: tokens attended per step, and how records are stored.
 OURS = {
     "kvswap": {},
-    "kvswap-k400": {"groups_max": 400, "pages_max": 600},
-    "kvswap-fp8": {"records": "fp8"},
+    "kvswap-k400": {"selection.top_k_groups": 400, "memory.pages_per_layer": 600},
+    "kvswap-fp8": {"storage.kv_dtype": "fp8_e4m3"},
 }
 CONTENDERS = (*OURS, "inplace", "dynamic", "static", "restore")
 
@@ -143,14 +143,15 @@ class OnDevice(FullRestoreCache):
 
 def config_of(name: str) -> SwapConfig:
     settings = {
-        "group_tokens": 4,
-        "rank": 16,  # doubled by a cache that has no projection file
-        "groups_max": SELECTED_TOKENS // 4,
-        "pages_max": 150,
-        "select_queries_max": 1,
-        "look_ahead": True,
+        "selection.group_tokens": 4,
+        "selection.score": "logit_sum",
+        "summary.rank": 16,  # doubled by a cache that has no projection file
+        "selection.top_k_groups": SELECTED_TOKENS // 4,
+        "memory.pages_per_layer": 150,
+        "selection.max_step_tokens": 1,
+        "prefetch.mode": "trust",
     }
-    return SwapConfig(**(settings | OURS[name]))
+    return SwapConfig().with_settings(settings | OURS[name])
 
 
 def open_kvswap(name: str, model: Any, case: Case, path: Path, device: torch.device) -> KVSwapCache:

@@ -28,6 +28,7 @@ from bench.quality.budget import Bytes
 from bench.quality.methods import parse
 from bench.quality.product import Product
 from bench.reading import open_held_out, read, step_seconds
+from kvswap_torch.config.engine import engine_value
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.tuning.documents import TURNS_MAX
 
@@ -106,11 +107,11 @@ def main(
                 "bytes_read_per_token": round(stats.bytes_read_per_token),
                 "hit_rate": stats.hit_rate,
                 "ranks": list(cache.driver.ranks),
-                "summary_dtype": config.summary_dtype,
-                "groups_max": config.groups_max,
-                "group_tokens": config.group_tokens,
-                "resident_layers": config.resident_layers,
-                "device": config.device_model or "local disk",
+                "summary_dtype": engine_value(config, "summary_dtype"),
+                "groups_max": config.selection.top_k_groups,
+                "group_tokens": config.selection.group_tokens,
+                "resident_layers": config.memory.resident_layers,
+                "device": config.storage.simulated_device or "local disk",
             }
     Console().print(told)
     if out:

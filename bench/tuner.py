@@ -50,10 +50,10 @@ def measure(
     """Median step of one setting."""
     wanted = dataclasses.replace(costs.config(setting), source=config.source)
     if result.options.device:
-        wanted = dataclasses.replace(wanted, device_model=result.options.device)
+        wanted = wanted.with_settings({"storage.simulated_device": result.options.device})
     with SyntheticDecode(result.measured.model, path, wanted, costs.batch, costs.context) as decode:
         place = (setting.group_tokens, costs.context, costs.batch)
-        trace = Replayed(costs.traffic, *place, wanted.groups_max)
+        trace = Replayed(costs.traffic, *place, wanted.selection.top_k_groups)
         return median_step(decode.steps(STEPS, trace, WARM_UP))
 
 

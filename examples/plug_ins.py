@@ -130,11 +130,14 @@ def answers(tokens: int = 4000) -> dict[str, list[bool]]:
         load_source(SOURCES[0]), 1, tokens, lambda text: ids(text).shape[1]
     )
     theta = model.config.rope_parameters["rope_theta"]
-    kept = {"rows": "none", "keeper": "given", "keep_tokens": 1024}
+    kept = SwapConfig(summary={"kind": "none"}, retention={"policy": "user", "tokens": 1024})
     choices: dict[str, tuple[SwapConfig | None, dict]] = {
         "the default choice": (None, {}),
-        "MostSimilarKey": (SwapConfig(rows="given"), {"group_scores": MostSimilarKey()}),
-        "AskedFromAhead": (SwapConfig(**kept), {"token_scores": AskedFromAhead(theta)}),
+        "MostSimilarKey": (
+            SwapConfig(summary={"kind": "user"}),
+            {"group_scores": MostSimilarKey()},
+        ),
+        "AskedFromAhead": (kept, {"token_scores": AskedFromAhead(theta)}),
     }
     right: dict[str, list[bool]] = {}
     for name, (config, plug_in) in choices.items():

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import Summary, SwapConfig
+from kvswap_torch.config.engine import engine_value
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.preset.definition import Shape
 from kvswap_torch.projection import Pair
@@ -177,7 +178,7 @@ def _skewed(
 def _rotary(calibrator: Calibrator) -> int:
     from kvswap_torch.hf.rotary import check_pairs, rotary_channels
 
-    check_pairs(SwapConfig(projection_kind="rope_pairs"), calibrator.parts)
+    check_pairs(SwapConfig(summary=Summary(projection="rope_pairs")), calibrator.parts)
     return rotary_channels(calibrator.parts)
 
 
@@ -209,24 +210,26 @@ def fitted_preset(
 
     identity = model_parts(model).identity
     config = preset_of_blocks(name, Shape.of(identity, alignment_bytes))
-    pairs = fit_blocks(model, samples, config.projection_kind, config.rank, config.heads, progress)
+    kind, heads = config.summary.projection, engine_value(config, "heads")
+    pairs = fit_blocks(model, samples, kind, config.summary.rank, heads, progress)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = f"{out.stem}.projection.safetensors"
-    told = {"kind": config.projection_kind, "model": identity, "heads": config.heads}
+    told = {"kind": kind, "model": identity, "heads": heads}
     save_projections(out.parent / beside, pairs, **told)
-    return dataclasses.replace(config, model=identity, projection_file=beside).save(out)
+    config = config.with_settings({"summary.projection_file": beside})
+    return dataclasses.replace(config, model=identity).save(out)
 
 
 def preset_of_blocks(name: str, shape: Shape | None = None) -> SwapConfig:
     """A preset's settings; refused where its projections are not of one block for each KV head."""
-    config = SwapConfig.preset(name, shape)
-    kind = config.projection_kind
-    if config.rows != "low_rank" or kind not in BLOCKS:
-        made = f"projection_kind={kind}" if config.rows == "low_rank" else f"rows={config.rows}"
+    config = SwapConfig.preset(name, shape=shape)
+    kind, summary = config.summary.projection, config.summary.kind
+    if summary != "low_rank" or kind not in BLOCKS:
+        made = f"projection={kind}" if summary == "low_rank" else f"kind={summary}"
         raise ConfigError(
             f"preset {name}: must have projections of one block for each KV head to be calibrated "
-            f"({', '.join(BLOCKS)}), has {made}"
-            + ("; `kvswap tune` makes these" if config.rows == "low_rank" else "")
+            f"({', '.join(BLOCKS)}), has summary.{made}"
+            + ("; `kvswap tune` makes these" if summary == "low_rank" else "")
         )
     return config

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.engine import engine_value, renamed
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.sizing import ModelShape
@@ -159,15 +160,17 @@ class SettingCosts:
         else:
             groups = max(1, self.attended(setting) // setting.group_tokens)
             pages = setting.capacity // setting.group_tokens
-        pages = max(pages, groups, self.base.select_queries_max)
-        return dataclasses.replace(
-            self.base,
-            group_tokens=setting.group_tokens,
-            rank=self.levels.ranks[setting.rank],
-            groups_max=groups,
-            pages_max=pages,
-            resident_layers=SHARING if setting.shares_pages else None,
-            records=setting.records,
+        pages = max(pages, groups, self.base.selection.max_step_tokens)
+        _, kv_dtype = renamed("records", setting.records)
+        return self.base.with_settings(
+            {
+                "selection.group_tokens": setting.group_tokens,
+                "summary.rank": self.levels.ranks[setting.rank],
+                "selection.top_k_groups": groups,
+                "memory.pages_per_layer": pages,
+                "memory.resident_layers": SHARING if setting.shares_pages else None,
+                "storage.kv_dtype": kv_dtype,
+            }
         )
 
     def attended(self, setting: Setting) -> int:
@@ -218,7 +221,8 @@ class SettingCosts:
     def _cost(self, setting: Setting) -> StepCost:
         config = self.config(setting)
         if self.is_whole(setting):
-            sealed = max(0, self.context - config.tail_tokens) // config.group_tokens
+            sealed = max(0, self.context - config.selection.recent_tokens)
+            sealed //= config.selection.group_tokens
             traffic = [Traffic(sealed, 0, 0, 0)] * self.shape.layers
         else:
             traffic = self.layer_traffic(config, self._need(setting)["record_bytes"])
@@ -255,24 +259,27 @@ class SettingCosts:
         What they attended in the last step they read beforehand (csrc/engine/layer_steps.h); this
         is what it lacks.
         """
-        last = dataclasses.replace(config, resident_layers=None, replacement="unused")
+        memory = dataclasses.replace(
+            config.memory, resident_layers=None, replacement="last_step_only"
+        )
+        last = dataclasses.replace(config, memory=memory)
         new = self.layer_traffic(last, self._need(setting)["record_bytes"])
         ahead = set(self._ahead())
         return {layer: self._loads(each) for layer, each in enumerate(new) if layer not in ahead}
 
     def layer_traffic(self, config: SwapConfig, record_bytes: int) -> list[Traffic]:
         """What each layer and sequence reads."""
-        merging = Merging(record_bytes, config.merge_gap_bytes, config.merge_bytes_max)
-        recorded = self.traffic.choices.tokens // config.group_tokens
-        policy = config.replacement if config.resident_layers is None else NO_REUSE
-        if config.groups_max >= recorded:
-            return self.traffic.get(
-                config.group_tokens, config.pages_max, policy, self.context, merging
-            )
+        storage, memory, group = config.storage, config.memory, config.selection.group_tokens
+        merging = Merging(record_bytes, storage.coalesce_gap_bytes, storage.max_read_bytes)
+        recorded = self.traffic.choices.tokens // group
+        policy = engine_value(config, "replacement") if memory.resident_layers is None else NO_REUSE
+        selected, pages = config.selection.top_k_groups, memory.pages_per_layer
+        if selected >= recorded:
+            return self.traffic.get(group, pages, policy, self.context, merging)
         # Fewer groups with as many pages for each are taken to meet as often.
-        share = config.groups_max / recorded
-        pages = round(config.pages_max / share)
-        traffic = self.traffic.get(config.group_tokens, pages, policy, self.context, merging)
+        share = selected / recorded
+        pages = round(pages / share)
+        traffic = self.traffic.get(group, pages, policy, self.context, merging)
         return [each.scaled(share) for each in traffic]
 
     def _ahead(self) -> list[int]:
@@ -281,27 +288,27 @@ class SettingCosts:
 
 def layers_ahead(config: SwapConfig, layers: int) -> list[int]:
     """Layers whose loads are submitted a layer early; the first never is."""
-    if not config.look_ahead:
+    if config.prefetch.mode == "off":
         return []
-    return [i for i in range(1, layers) if i not in config.true_query_layers]
+    return [i for i in range(1, layers) if i not in config.prefetch.skip_layers]
 
 
 def make_work(
     config: SwapConfig, shape: ModelShape, batch: int, context: int, traffic: list[Traffic]
 ) -> Work:
     """What a step with these settings computes."""
-    sealed = max(0, context - config.tail_tokens)
+    sealed = max(0, context - config.selection.recent_tokens)
     ranks = config.ranks(shape.layers)
-    element = {"int8": 1, "int4": 0.5}.get(config.summary_dtype, shape.element_bytes)
+    element = {"int8": 1, "int4": 0.5}.get(config.summary.dtype, shape.element_bytes)
     groups = batch * sum(each.attended for each in traffic)
-    beside = config.sink_tokens + config.tail_tokens
+    beside = config.selection.sink_tokens + config.selection.recent_tokens
     return Work(
         layers=shape.layers,
         batch=batch,
         scanned_bytes=batch * sealed * sum(ranks) * element,
         scanned_tokens=batch * sealed * shape.layers,
         groups=groups,
-        attended_tokens=groups * config.group_tokens + batch * shape.layers * beside,
+        attended_tokens=groups * config.selection.group_tokens + batch * shape.layers * beside,
     )
 
 

@@ -236,7 +236,8 @@ def preset_of_heads(
     out.parent.mkdir(parents=True, exist_ok=True)
     found.save(heads_path(out), identity)
     shape = Shape.of(identity, alignment_bytes)
-    config = SwapConfig.preset(name, shape, model=identity, **read_heads(heads_path(out)))
+    heads = read_heads(heads_path(out))
+    config = SwapConfig.preset(name, heads, shape=shape, model=identity)
     return config.save(out)
 
 

@@ -96,7 +96,7 @@ class Calibrator:
         _register()
         decoder = self.parts.decoder
         previous = decoder.config._attn_implementation
-        watch = _Watch(self.parts, LookAhead(self.parts, score="mass"), observer)
+        watch = _Watch(self.parts, LookAhead(self.parts, by_sum=False), observer)
         decoder.set_attn_implementation(ATTENTION)
         # The generic prediction runs the next attention under our own implementation.
         switch = Switch.acquire(self.parts)

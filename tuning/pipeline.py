@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import Prefetch, Selection, Summary, SwapConfig
+from kvswap_torch.config.engine import renamed
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning import work as kept
@@ -190,23 +191,28 @@ def measure_all(
         tell(str(_least(calibrator, samples, folder, keys, options, batch_max, context_max)))
     figures = _probe(path, folder, keys[0], options, progress)
     calibrated = _calibrate(model, calibrator, samples, folder, keys[1], options, progress)
+    choice = options.calibration.choice
     base = SwapConfig(
-        rank=1,
-        summary_dtype=calibrated.summary_dtype,
-        score=options.calibration.choice.score,
-        true_query_layers=calibrated.true_query_layers,
-        projection_kind=calibrated.kind,
-        projection_file=PROJECTION_NAME,
-        sink_tokens=options.calibration.choice.sink_tokens,
-        tail_tokens=options.calibration.choice.tail_tokens,
-        select_queries_max=1,
-        look_ahead=True,
+        summary=Summary(
+            rank=1,
+            dtype=renamed("summary_dtype", calibrated.summary_dtype)[1],
+            projection=calibrated.kind,
+            projection_file=PROJECTION_NAME,
+        ),
+        selection=Selection(
+            score=renamed("score", choice.score)[1],
+            sink_tokens=choice.sink_tokens,
+            recent_tokens=choice.tail_tokens,
+            max_step_tokens=1,
+        ),
+        prefetch=Prefetch(mode="trust", skip_layers=calibrated.true_query_layers),
     )
     traffic = TrafficTable(calibrated.choices)
-    base = dataclasses.replace(base, replacement=pick_replacement(traffic, context_max))
+    _, replacement = renamed("replacement", pick_replacement(traffic, context_max))
+    base = base.with_settings({"memory.replacement": replacement})
     disk = DiskModel.fit(figures)
     gap = pick_merge_gap(traffic, disk, base, shape.kv_bytes(1) // shape.layers, context_max)
-    base = dataclasses.replace(base, merge_gap_bytes=gap)
+    base = base.with_settings({"storage.coalesce_gap_bytes": gap})
     sizes = usable_sizes(options.sizes, shape, figures.alignment_bytes)
     plan = _timing_plan(batch_max, context_max, shape, calibrated, sizes)
     key = kept.make_key(
@@ -214,15 +220,15 @@ def measure_all(
         identity,
         machine,
         options.device,
-        base.summary_dtype,
-        base.replacement,
-        base.merge_gap_bytes,
+        base.summary.dtype,
+        base.memory.replacement,
+        base.storage.coalesce_gap_bytes,
         calibrated.choices.tokens,
         STEPS * ROUNDS,
         str(path),
     )
     device = options.device if options.device in MODELLED else None
-    timed = dataclasses.replace(base, device_model=device)
+    timed = base.with_settings({"storage.simulated_device": device})
     with projection_beside(timed, calibrated) as config:
         kept_as = (folder, _timings_name(options), key)
         timings = _time(model, path, plan, config, traffic, kept_as, progress)
@@ -236,7 +242,7 @@ def measure_all(
         steps=fit_steps([(_work_of(t, config, shape), t.parts) for t in timings if not t.loads]),
         loading=fit_loading(loading_steps(timings, config, shape.layers), disk),
         traffic=traffic,
-        base=dataclasses.replace(base, select_queries_max=SwapConfig().select_queries_max),
+        base=base.with_settings({"selection.max_step_tokens": Selection().max_step_tokens}),
         date=folder.date(_timings_name(options)) or "",
     )
 
@@ -351,7 +357,9 @@ def _work_of(timing: Timing, base: SwapConfig, shape: ModelShape) -> Work:
         counts["reads"] * each,
         counts["bytes_read"] * each,
     )
-    config = dataclasses.replace(base, group_tokens=place.group_tokens, rank=place.rank)
+    config = base.with_settings(
+        {"selection.group_tokens": place.group_tokens, "summary.rank": place.rank}
+    )
     return make_work(config, shape, place.batch, place.context, [traffic] * shape.layers)
 
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.engine import engine_value
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.tuning.costs import Levels
@@ -67,9 +68,8 @@ class TuneResult:
             kind=calibrated.kind,
             model=calibrated.identity,
         )
-        config = dataclasses.replace(
-            self.config, projection_file=name, provenance=self.provenance(), source=None
-        )
+        config = self.config.with_settings({"summary.projection_file": name})
+        config = dataclasses.replace(config, provenance=self.provenance(), source=None)
         return config.save(path)
 
     def report(self, folder: str | Path) -> Path:
@@ -200,7 +200,7 @@ def _row(solved: Solved) -> list[str]:
         f"{solved.context:,}",
         str(setting.group_tokens),
         f"{sum(config.ranks(costs.shape.layers)) / costs.shape.layers:.0f}",
-        str(config.pages_max * setting.group_tokens),
+        str(config.memory.pages_per_layer * setting.group_tokens),
         f"{1e3 * cost.seconds:.1f}",
         f"{solved.chosen.recall:.3f}",
         f"{cost.hit_rate:.0%}",
@@ -227,7 +227,7 @@ def report_data(result: TuneResult) -> ReportData:
         points=list(_points(result, solved)),
         budget_bytes=result.budget_bytes,
         ranks=list(config.ranks(calibrated.layers)),
-        replacement=config.replacement,
+        replacement=engine_value(config, "replacement"),
         record_bytes=costs.need(config)["record_bytes"],
         facts=_facts(result, solved),
         warnings=[*calibrated.warnings, *result.measured.figures.warnings],

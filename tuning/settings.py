@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import Memory, Selection, Storage, Summary, SwapConfig
+from kvswap_torch.config.engine import renamed
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.sizing import ModelShape, Request, too_small
 from kvswap_torch.tuning.calibration import Calibration
@@ -126,16 +127,22 @@ def check_budget(
     tokens = int(choice.group_tokens * choice.groups_max * min(TOKENS_SHARES))
     smallest = [
         SwapConfig(
-            group_tokens=size,
-            rank=min(RANKS[0], shape.width),
-            summary_dtype="int4" if parts.device.type == "cpu" else "int8",
-            groups_max=max(1, tokens // size),
-            pages_max=max(tokens // size, SwapConfig().select_queries_max),
-            score=choice.score,
-            sink_tokens=choice.sink_tokens,
-            tail_tokens=choice.tail_tokens,
-            records=records,
-            resident_layers=resident,
+            summary=Summary(
+                rank=min(RANKS[0], shape.width),
+                dtype="int4" if parts.device.type == "cpu" else "int8",
+            ),
+            selection=Selection(
+                group_tokens=size,
+                top_k_groups=max(1, tokens // size),
+                score=renamed("score", choice.score)[1],
+                sink_tokens=choice.sink_tokens,
+                recent_tokens=choice.tail_tokens,
+            ),
+            memory=Memory(
+                pages_per_layer=max(tokens // size, Selection().max_step_tokens),
+                resident_layers=resident,
+            ),
+            storage=Storage(kv_dtype=renamed("records", records)[1]),
         )
         for resident in (None, SHARING)
         for records in FORMATS[searched]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvswap_torch.config import Solution as TableRow
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.memory_size import format_bytes
 
@@ -347,18 +348,21 @@ def solve(
 def make_config(solved: Sequence[Solved], base: SwapConfig) -> SwapConfig:
     """The first pair's solution as the config's own settings, all of them as its table."""
     first = solved[0].costs.config(solved[0].chosen.setting)
-    config = dataclasses.replace(base, **_solved_fields(first))
+    config = base.with_settings(_solved_settings(first))
     rows = []
     for each in solved:
-        fields = _solved_fields(each.costs.config(each.chosen.setting))
-        differing = {
-            name: value for name, value in fields.items() if value != getattr(config, name)
-        }
+        settings = _solved_settings(each.costs.config(each.chosen.setting))
+        own = settings_of(config)
+        differing = {path: value for path, value in settings.items() if value != own[path]}
         rows.append(TableRow(each.batch, each.context, tuple(differing.items())))
     rows.sort(key=lambda row: (row.batch, row.context))
-    return dataclasses.replace(config, table=tuple(rows))
+    return dataclasses.replace(config, solutions=tuple(rows))
 
 
-def _solved_fields(config: SwapConfig) -> dict[str, object]:
-    names = ("group_tokens", "rank", "groups_max", "pages_max", "resident_layers", "records")
-    return {name: getattr(config, name) for name in names}
+def _solved_settings(config: SwapConfig) -> dict[str, object]:
+    settings = settings_of(config)
+    paths = (
+        *("selection.group_tokens", "summary.rank", "selection.top_k_groups"),
+        *("memory.pages_per_layer", "memory.resident_layers", "storage.kv_dtype"),
+    )
+    return {path: settings[path] for path in paths}

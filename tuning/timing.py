@@ -160,13 +160,13 @@ def measure_session(
     """Recorded choices and steady turnovers, at the place's context and at a quarter of it."""
     tokens = traffic.choices.tokens
     groups = tokens // place.group_tokens
-    config = dataclasses.replace(
-        base,
-        group_tokens=place.group_tokens,
-        rank=place.rank,
-        groups_max=groups,
-        pages_max=max(3 * groups // 2, base.select_queries_max),
-        table=(),
+    config = dataclasses.replace(base, solutions=()).with_settings(
+        {
+            "selection.group_tokens": place.group_tokens,
+            "summary.rank": place.rank,
+            "selection.top_k_groups": groups,
+            "memory.pages_per_layer": max(3 * groups // 2, base.selection.max_step_tokens),
+        }
     )
     found = []
     with SyntheticDecode(model, path, config, place.batch, place.context) as decode:
@@ -174,7 +174,7 @@ def measure_session(
             if context < 2 * tokens:
                 continue
             decode.crop(context)
-            sealed = (context - config.tail_tokens) // place.group_tokens
+            sealed = (context - config.selection.recent_tokens) // place.group_tokens
             overrides: list[Override] = [
                 Replayed(traffic, place.group_tokens, context, place.batch)
             ]

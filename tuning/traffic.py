@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.config.engine import engine_value
 from kvswap_torch.tuning.choices import BLOCK_TOKENS, Choices, stretched
 from kvswap_torch.tuning.step_model import Disk
 
@@ -253,15 +254,16 @@ def pick_merge_gap(
     """
     group = traffic.choices.middle_group
     pages = 2 * traffic.choices.tokens // group
+    policy = engine_value(config, "replacement")
 
     def seconds(gap: int) -> float:
-        merging = Merging(group * token_bytes, gap, config.merge_bytes_max)
-        layers = traffic.get(group, pages, config.replacement, context, merging)
+        merging = Merging(group * token_bytes, gap, config.storage.max_read_bytes)
+        layers = traffic.get(group, pages, policy, context, merging)
         return sum(
             disk.seconds(each.reads, each.bytes_read / each.reads) for each in layers if each.reads
         )
 
-    usual = config.merge_gap_bytes
+    usual = config.storage.coalesce_gap_bytes
     times = {gap: seconds(gap) for gap in sorted({usual, *GAPS})}
     best = min(times, key=times.__getitem__)
     return best if times[best] < (1 - GAP_GAIN_MIN) * times[usual] else usual

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from fractions import Fraction
 from typing import Any
 
 from kvswap_torch.config import ModelIdentity, SwapConfig
+from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
@@ -60,13 +60,16 @@ class Bytes:
         need = self._under(budget_bytes)
 
         def at(groups: int) -> SwapConfig:
-            pages = max(groups, config.select_queries_max)
-            return dataclasses.replace(config, groups_max=groups, pages_max=pages)
+            pages = max(groups, config.selection.max_step_tokens)
+            return config.with_settings(
+                {"selection.top_k_groups": groups, "memory.pages_per_layer": pages}
+            )
 
-        least = min(_C.GROUPS_MIN, config.groups_max)
+        most = config.selection.top_k_groups
+        least = min(_C.GROUPS_MIN, most)
         fitting = [
             groups
-            for groups in range(least, config.groups_max + 1, max(1, config.groups_max // 32))
+            for groups in range(least, most + 1, max(1, most // 32))
             if need(at(groups))["total"] <= budget_bytes
         ]
         if not fitting:
@@ -83,14 +86,12 @@ class Bytes:
             When not even one part in 64 does.
         """
         need = self._under(budget_bytes)
-        names = [name for name in ("keep_tokens", "tail_tokens") if getattr(config, name) >= 64]
-        if config.keeper == "newest":
-            names.remove("keep_tokens")
+        settings = settings_of(config)
+        paths = ("retention.tokens", "selection.recent_tokens")
+        shared = {path: settings[path] for path in paths if settings.get(path, 0) >= 64}
 
         def at(step: int) -> SwapConfig:
-            return dataclasses.replace(
-                config, **{name: getattr(config, name) * step // 64 for name in names}
-            )
+            return config.with_settings({path: n * step // 64 for path, n in shared.items()})
 
         for step in range(64, 0, -1):
             if need(at(step))["total"] <= budget_bytes:

@@ -21,7 +21,9 @@ from bench.quality.budget import Bytes
 from bench.quality.document import Document, Sample
 from bench.quality.heads import stored_heads
 from bench.quality.told import Told, score_sample
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import PATHS, SwapConfig
+from kvswap_torch.config.engine import NAMES, engine_value, renamed
+from kvswap_torch.keep import drops
 from kvswap_torch.preset import find
 
 if TYPE_CHECKING:
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
 
 CHUNK = 4096  # tokens of the document per forward pass
 OWN = ("memory", "config", "question", "preset")
-CHANGED = tuple(
-    item.name
-    for item in dataclasses.fields(SwapConfig)
-    if item.name not in ("model", "provenance", "table", "version", "source", "projection_file")
-)
+CHANGED = (*NAMES, *PATHS)  # settings by their paths, or by the engine's names
+
+
+def _setting(key: str, value: Any) -> tuple[str, Any]:
+    return renamed(key, value) if key in NAMES else (key, value)
+
+
 QUESTIONS = ("after", "inside")
 
 
@@ -77,7 +81,9 @@ class Product:
             raise ValueError(f"question: must be after or inside, got {question!r}")
         file = settings.get("config")
         config = None if file is None else SwapConfig.load(Path(file))
-        changed = {key: _value(text) for key, text in settings.items() if key in CHANGED}
+        changed = dict(
+            _setting(key, _value(text)) for key, text in settings.items() if key in CHANGED
+        )
         budget = size.share(settings["memory"]) if "memory" in settings else None
         if "preset" in settings:
             if find(settings["preset"]).divides and not changed:
@@ -86,7 +92,7 @@ class Product:
                 changed = stored_heads(size.identity) | changed
             config = cls._of_preset(settings["preset"], changed, budget, size)
         elif changed:
-            config = dataclasses.replace(config or SwapConfig(), **changed)
+            config = (config or SwapConfig()).with_settings(changed)
         return cls(name, config, budget, question)
 
     @staticmethod
@@ -95,10 +101,10 @@ class Product:
     ) -> SwapConfig:
         """Its settings."""
         preset = find(name)
-        config = SwapConfig.preset(name, model=size.identity, **changed)
+        config = SwapConfig.preset(name, changed, model=size.identity)
         if budget is None:
             return config
-        if config.rows == "none" and config.keeper != "none":
+        if drops(config):
             return size.with_fewer_tokens(config, budget)
         return (size.fitted if preset.divides else size.with_fewer_groups)(config, budget)
 
@@ -135,12 +141,12 @@ class Product:
                 "samples": samples,
                 "hit_rate": stats.hit_rate,
                 "bytes_read_per_token": stats.bytes_read_per_token,
-                "groups_per_step": float(config.groups_max),
+                "groups_per_step": float(config.selection.top_k_groups),
                 "memory_bytes": stats.resident_bytes_peak,
-                "groups_max": config.groups_max,
-                "group_tokens": config.group_tokens,
+                "groups_max": config.selection.top_k_groups,
+                "group_tokens": config.selection.group_tokens,
                 "ranks": list(cache.driver.ranks),
-                "summary_dtype": config.summary_dtype,
+                "summary_dtype": engine_value(config, "summary_dtype"),
             }
 
     def _rows(self, model: Any, cache: Any, sample: Sample) -> torch.Tensor:

@@ -248,6 +248,8 @@ def open_file(name: str, cell: Cell) -> Any:
 
 
 def session_report(runner: Runner) -> dict[str, Any]:
+    from kvswap_torch.config.engine import engine_value
+
     cache, config = runner.contender.cache, runner.contender.cache.driver.config
     stats, grown = cache.stats(), runner.clock.grown()
     attended = grown["groups_attended"]
@@ -256,12 +258,12 @@ def session_report(runner: Runner) -> dict[str, Any]:
         "budget_bytes": None if runner.fitted is None else runner.fitted.budget_bytes,
         "ledger": dict(stats.ledger),
         "config": {
-            "group_tokens": config.group_tokens,
+            "group_tokens": config.selection.group_tokens,
             "rank": max(cache.driver.ranks, default=0),
-            "summary_dtype": config.summary_dtype,
-            "groups_max": config.groups_max,
-            "pages_max": config.pages_max,
-            "replacement": config.replacement,
+            "summary_dtype": engine_value(config, "summary_dtype"),
+            "groups_max": config.selection.top_k_groups,
+            "pages_max": config.memory.pages_per_layer,
+            "replacement": engine_value(config, "replacement"),
         },
         "hit_rate": round(1 - grown["groups_loaded"] / attended, 4) if attended else None,
         "read_calls_per_layer": round(grown["read_calls"] / grown["steps"], 1),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.contenders import ROOM_TOKENS, SELECTED_TOKENS
 from bench.side_by_side.plan import Cell
 from kvswap_torch import SwapConfig
+from kvswap_torch.config import Memory, Prefetch, Selection, Storage, Summary
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.families import ModelParts, model_parts
 from kvswap_torch.hf.lookahead import SUMMED_BUDGET_SHARE, LookAhead
@@ -44,8 +45,9 @@ def fit_kvswap(model: Any, cell: Cell, path: Path) -> Fitted:
         return session_module.memory_need(options, batch, context, alignment)["total"]
 
     base = _base(cell, cell.group_tokens)
-    half = {"rank": RANK // 4, "summary_dtype": "int8"}
-    candidates = [replace(base, **each) for each in ({}, {"summary_dtype": "int8"}, half)]
+    int8 = {"summary.dtype": "int8"}
+    half = int8 | {"summary.rank": RANK // 4}
+    candidates = [base.with_settings(each) for each in ({}, int8, half)]
     left = cell.budget_bytes - LookAhead(parts, cell.budget_bytes).nbytes
     for config in candidates:
         if need(_least_pages(config)) <= left:
@@ -68,10 +70,16 @@ def fit_per_head(model: Any, cell: Cell, path: Path, budget_bytes: int, reuse: b
         return session_module.memory_need(options, batch, context, alignment)
 
     head_dim = parts.shape.head_dim
-    base = replace(_base(cell, 1), heads="each", summary_dtype="int8", rank=max(1, head_dim // 8))
+    base = _base(cell, 1).with_settings(
+        {
+            "selection.heads": "per_head",
+            "summary.dtype": "int8",
+            "summary.rank": max(1, head_dim // 8),
+        }
+    )
     if not reuse:
-        base = replace(_least_pages(base), replacement="none")
-    candidates = [base, replace(base, rank=max(1, head_dim // 16))]
+        base = _least_pages(base).with_settings({"memory.replacement": "no_reuse"})
+    candidates = [base, base.with_settings({"summary.rank": max(1, head_dim // 16)})]
     for config in candidates:
         if need(_least_pages(config))["total"] <= left:
             request = Request(left, context, batch)
@@ -83,18 +91,22 @@ def fit_per_head(model: Any, cell: Cell, path: Path, budget_bytes: int, reuse: b
 def _base(cell: Cell, group_tokens: int) -> SwapConfig:
     groups = SELECTED_TOKENS // group_tokens
     return SwapConfig(
-        group_tokens=group_tokens,
-        rank=RANK // 2,  # doubled by a cache that has no projection file
-        groups_max=groups,
-        pages_max=PAGES_OF_GROUPS * groups,
-        select_queries_max=1,
-        look_ahead=True,
-        device_model=cell.device,
+        # The rank is doubled by a cache that has no projection file; the paper's score.
+        summary=Summary(rank=RANK // 2),
+        selection=Selection(
+            group_tokens=group_tokens,
+            score="logit_sum",
+            top_k_groups=groups,
+            max_step_tokens=1,
+        ),
+        prefetch=Prefetch(mode="trust"),
+        memory=Memory(pages_per_layer=PAGES_OF_GROUPS * groups),
+        storage=Storage(simulated_device=cell.device),
     )
 
 
 def _least_pages(config: SwapConfig) -> SwapConfig:
-    return replace(config, pages_max=config.groups_max)
+    return config.with_settings({"memory.pages_per_layer": config.selection.top_k_groups})
 
 
 def _with_predictor(need: int, parts: ModelParts) -> int:

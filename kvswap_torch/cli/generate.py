@@ -220,7 +220,7 @@ def _check_context(
 
 def _load_config(options: GenerateOptions) -> Any:
     from kvswap_torch.config import SwapConfig
-    from kvswap_torch.config.flat import renamed
+    from kvswap_torch.config.engine import renamed
     from kvswap_torch.preset import find
 
     config = None if options.config is None else SwapConfig.load(options.config)

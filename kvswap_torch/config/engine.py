@@ -13,7 +13,7 @@ from kvswap_torch.config.nested import PATHS, default_score, field_of
 from kvswap_torch.config.v1 import PATHS as FIRST
 from kvswap_torch.config.v1 import VALUES
 
-__all__ = ["NAMES", "WORDS", "default_of", "engine_value", "flat_settings", "item_of"]
+__all__ = ["NAMES", "WORDS", "default_of", "engine_value", "flat_settings", "item_of", "renamed"]
 
 #: The engine's name of each setting -> its path.
 NAMES = FIRST | {path.partition(".")[2]: path for path in PATHS if path not in set(FIRST.values())}
@@ -63,3 +63,10 @@ def flat_settings(config: Any) -> dict[str, Any]:
 def engine_value(config: Any, name: str) -> Any:
     """One setting by the engine's name, in the engine's word."""
     return flat_settings(config)[name]
+
+
+def renamed(name: str, value: Any) -> tuple[str, Any]:
+    """A setting's path, and a file's word for the engine's; of a value that is no word itself."""
+    words = VALUES.get(name, {})
+    is_word = isinstance(value, str | bool) and value in words
+    return NAMES[name], words[value] if is_word else value

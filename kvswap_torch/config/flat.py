@@ -16,7 +16,7 @@ from kvswap_torch.config.nested import BLOCKS, default_score
 from kvswap_torch.config.solution import Solution, solution_from
 from kvswap_torch.errors import ConfigError
 
-__all__ = ["install", "is_old", "renamed"]
+__all__ = ["install", "is_old"]
 
 _PATHS = v1.PATHS | {"table": "solutions"}
 
@@ -54,13 +54,6 @@ def install(kind: type) -> None:
 def is_old(name: Any) -> bool:
     """Whether a setting is called as in version 1."""
     return name in v1.PATHS
-
-
-def renamed(name: str, value: Any) -> tuple[str, Any]:
-    """A setting's path, and version 2's word; of a value that is no word itself."""
-    words = v1.VALUES.get(name, {})
-    is_word = isinstance(value, str | bool) and value in words
-    return v1.PATHS[name], words[value] if is_word else value
 
 
 def _value(config: Any, name: str) -> Any:

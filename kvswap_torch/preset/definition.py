@@ -10,6 +10,7 @@ from typing import Any
 
 from kvswap_torch.config import flat
 from kvswap_torch.config.blocks import Memory
+from kvswap_torch.config.engine import renamed
 from kvswap_torch.config.nested import OPTIONAL, PATHS
 from kvswap_torch.config.solution import ModelIdentity
 from kvswap_torch.errors import ConfigError
@@ -123,7 +124,7 @@ class Preset:
         """Of `kind`, `SwapConfig`, for a model; see `SwapConfig.preset`."""
         where = f"preset {self.name}"
         old = {name: value for name, value in overrides.items() if flat.is_old(name)}
-        said = {**overrides, **dict(flat.renamed(name, value) for name, value in old.items())}
+        said = {**overrides, **dict(renamed(name, value) for name, value in old.items())}
         missing = [path for path in self.needs if path not in said]
         if missing:
             raise ConfigError(

@@ -27,6 +27,7 @@ from kvswap_torch.config import (
     SnapKV,
     Storage,
     Summary,
+    settings_page,
 )
 from kvswap_torch.config.json_file import dumps
 from kvswap_torch.config.json_schema import schema
@@ -377,6 +378,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_checked_in_schema_is_the_current_one() -> None:
     assert json.loads(SCHEMA_FILE.read_text(encoding="utf-8")) == json.loads(json.dumps(schema()))
+
+
+def test_the_checked_in_page_is_the_current_one() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+    assert page.read_text(encoding="utf-8") == settings_page.page(), "run: make schema"
 
 
 @given(configs)

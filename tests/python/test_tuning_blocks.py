@@ -103,9 +103,9 @@ def test_a_presets_config_has_them_beside_it(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("quest", "preset quest: must have projections of one block .*has rows=box"),
-        ("snapkv", "has rows=none"),
-        ("kvswap", "has projection_kind=query_aware; `kvswap tune` makes these"),
+        ("quest", "preset quest: must have projections of one block .*has summary.kind=min_max"),
+        ("snapkv", "has summary.kind=none"),
+        ("kvswap", "has summary.projection=query_aware; `kvswap tune` makes these"),
         ("qest", "nearest: quest"),
     ],
 )
