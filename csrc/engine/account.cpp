@@ -7,65 +7,187 @@
 
 #include "engine/batch.h"
 #include "engine/device_space.h"
-#include "methods/rows.h"
+#include "methods/cluster_selector.h"
+#include "methods/mass_scorer.h"
+#include "methods/product_scorer.h"
+#include "store/pool_layout.h"
 
 namespace kvswap {
-
 namespace {
 
-std::string uses_of(const MemoryNeed& need, bool has_device) {
-  const auto number = [](const char* name, int64_t bytes) {
-    return std::string(name) + " " + std::to_string(bytes);
-  };
-  return number("pages", need.pages) + (need.kept > 0 ? number(", kept", need.kept) : "") +
-         number(", summary", need.summary) + number(", tables", need.tables) +
-         number(", staging", need.staging) + number(", projections", need.projections) +
-         number(", scratch", need.scratch) +
-         (need.timeline > 0 ? number(", timeline", need.timeline) : "") +
-         (has_device ? number(", device", need.device) + number(", pinned", need.pinned) : "");
+/// Each by its name; those that few have where there is something of it.
+std::string uses_of(const Arena& arena, bool has_device) {
+  std::string text;
+  for (const Use use :
+       {Use::kPages, Use::kKept, Use::kSummary, Use::kTables, Use::kStaging, Use::kProjections,
+        Use::kScratch, Use::kTimeline, Use::kDevice, Use::kPinned}) {
+    const bool is_devices = use == Use::kDevice || use == Use::kPinned;
+    const bool is_rare = use == Use::kKept || use == Use::kTimeline;
+    if (is_devices ? !has_device : is_rare && arena.of(use) == 0) continue;
+    text += (text.empty() ? "" : ", ") + std::string(use_name(use)) + " " +
+            std::to_string(arena.of(use));
+  }
+  return text;
+}
+
+/// Of the clusters of a layer and sequence with room for so many tokens, and of the tables of their
+/// pages.
+int64_t cluster_bytes(const Plan& plan, int64_t room) {
+  const int64_t clusters = plan.method.clusters.clusters_max(room);
+  const int64_t slots = clusters * pages_a_cluster(plan.method);
+  const int64_t pools = plan.has_pools ? clusters * PoolLayout::bytes_per_pool() : 0;
+  return ClusterRows::row_bytes(plan.method, room) + slots * RecordTables::bytes_per_group() +
+         pools + ClusterRows::pages_max(plan.method, room) * int64_t{sizeof(RecordList::Record)};
+}
+
+/// On disk, of so many tokens of a layer and sequence at most, free pages of pools among them.
+int64_t cluster_pages_on_disk(const Plan& plan, int64_t tokens) {
+  if (!plan.has_clusters) return 0;
+  if (!plan.has_pools) return ClusterRows::pages_max(plan.method, tokens);
+  // Each pool holds a page of a cluster, or is about to.
+  const int64_t pools = plan.method.clusters.clusters_max(ClusterRows::room_for(tokens)) + 1;
+  return pools * pool_options(plan.options).pool_pages(pages_a_cluster(plan.method));
+}
+
+/// Records that stand in memory at once where nothing is on disk.
+int64_t records_held(const Plan& plan, const Extent& extent) {
+  if (!plan.drops) return 0;
+  const EngineOptions& options = plan.options;
+  const int64_t sealed = plan.sealed_tokens(extent.context) / options.group_tokens;
+  // Of a layer the whole prompt; of the others what a crop may ask for, and the next turn.
+  const int64_t waiting =
+      (options.positions_to_crop() + options.keep_interval) / options.group_tokens + 2;
+  return size_product(
+      {extent.batch, sealed + size_product({options.layers, std::min(sealed, waiting)})});
+}
+
+/// Scores of a choice among `groups` of each sequence, where the CPU makes it, and of a turn.
+int64_t score_bytes(const Plan& plan, int64_t batch, int64_t groups) {
+  const EngineOptions& options = plan.options;
+  const MethodOptions& method = plan.method;
+  const int64_t kept = plan.keep.turn_bytes(std::min(groups, kContextMax), options.group_tokens);
+  if (plan.has_clusters) {
+    const int64_t room =
+        ClusterRows::room_for(std::min(groups, kContextMax) * options.group_tokens);
+    return ClusterSelector::scratch_bytes(method, batch, method.clusters.clusters_max(room));
+  }
+  if (!plan.selects || plan.chooses_on_device) return kept;
+  // What is given stands beside what is chosen from: of a layer, and of the one predicted next.
+  const int64_t copies = plan.rows.is_given ? 3 : 1;
+  const int64_t scores = kept + size_product({batch, options.select_queries_max, groups, copies,
+                                              int64_t{sizeof(float)}});
+  if (groups == 0) return scores;
+  const int64_t asked_heads = method.score == Score::kMax ? options.query_heads : 1;
+  if (!plan.rows.takes_projections) {
+    const int64_t width = plan.rows.shape(method, 0).width;
+    return scores + size_product({batch, options.select_queries_max, asked_heads, width,
+                                  int64_t{sizeof(float)}});
+  }
+  const int64_t rank = *std::max_element(options.ranks.begin(), options.ranks.end());
+  const int64_t vectors = size_product({batch, options.select_queries_max, asked_heads});
+  const int64_t staged =
+      options.score_columns ? ProductScorer::scratch_bytes(vectors, rank) : int64_t{0};
+  if (method.score == Score::kSum) return scores + staged;
+  const int64_t projected = size_product(
+      {batch, options.select_queries_max, options.query_heads, rank, int64_t{sizeof(float)}});
+  if (method.score == Score::kMax) return scores + staged + projected;
+  return scores + projected +
+         MassScorer::scratch_bytes(options.query_heads, rank, std::min(groups, kContextMax),
+                                   options.group_tokens);
+}
+
+/// Of a layer, in both directions.
+int64_t projection_bytes(const Plan& plan, int64_t layer) {
+  const EngineOptions& options = plan.options;
+  if (!plan.rows.takes_projections || plan.is_exact(layer)) return 0;
+  const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
+  return 2 * width * options.ranks[layer] *
+         dtype_bytes(projection_dtype(plan.method.summary_dtype));
 }
 
 }  // namespace
 
-Status Account::charge_timeline(EngineParts& parts) {
-  return parts.ledger.charge(Use::kTimeline, Timeline::bytes(parts.options.timeline_spans),
-                             "the timeline's spans");
+int64_t least_budget(const Plan& plan, const Extent& extent, NeedOf need) {
+  // Buffers grow by less than what the budget does, so that this ends, at the least from below.
+  EngineOptions options = plan.options;
+  int64_t least = 0;
+  do {
+    options.kv_memory_bytes = least;
+    least = need(Plan(options, plan.record_bytes), extent).total();
+  } while (least != options.kv_memory_bytes);
+  return least;
 }
 
-Status Account::charge_staging(EngineParts& parts) {
-  const MemoryNeed need = memory_need(parts.options, parts.record_bytes(), 0, 0);
-  const std::string what = "the staging buffers of writes and long chunks";
-  KVSWAP_RETURN_IF_ERROR(parts.ledger.charge(Use::kDevice, need.device, what));
-  KVSWAP_RETURN_IF_ERROR(parts.ledger.charge(Use::kPinned, need.pinned, what));
-  return parts.ledger.charge(Use::kStaging, need.staging, what);
+Account::Account(EngineParts& parts, NeedOf need)
+    : parts_(parts),
+      need_(need),
+      fixed_(need(parts.plan, {}).only({Use::kStaging, Use::kDevice, Use::kPinned})),
+      sequence_(need(parts.plan, {.batch = 1})
+                    .only({Use::kPages, Use::kKept, Use::kTables, Use::kScratch})) {}
+
+void Account::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  const EngineOptions& options = plan.options;
+  const int64_t sealed = plan.sealed_tokens(extent.context);
+  const int64_t room = plan.has_clusters ? ClusterRows::room_for(sealed) : 0;
+  int64_t moving = 0;
+  for (int64_t layer = 0; layer < options.layers; ++layer) {
+    if (plan.is_exact(layer)) continue;
+    if (plan.has_clusters) {
+      arena.take(Use::kSummary, size_product({extent.batch, cluster_bytes(plan, room)}));
+    }
+    const RowShape rows = plan.rows.shape(plan.method, layer);
+    if (rows.width == 0) continue;
+    const Summary::Shape shape = {rows.width, chunk_rows(options.group_tokens, rows.tokens_per_row),
+                                  plan.method.summary_dtype};
+    arena.take(Use::kSummary,
+               size_product({extent.batch, shape.bytes(sealed / rows.tokens_per_row)}));
+    moving = std::max(moving, shape.moving_bytes());
+    arena.take(Use::kProjections, projection_bytes(plan, layer));
+  }
+  const int64_t groups = (extent.context + options.group_tokens - 1) / options.group_tokens;
+  arena.take(Use::kTables,
+             size_product({options.layers, extent.batch, groups, plan.table_bytes_per_group}));
+  arena.take(Use::kStaging, moving);
+  arena.take(Use::kStaging, size_product({records_held(plan, extent), plan.record_bytes}));
+  arena.take(Use::kScratch, score_bytes(plan, extent.batch, groups));
 }
 
-Status Account::check_room(int64_t batch, int64_t context) const {
+Status Account::charge_fixed() {
+  return parts_.ledger.charge(fixed_, "the staging buffers of writes and long chunks");
+}
+
+Status Account::check_room(const Extent& extent) const {
   const EngineOptions& options = parts_.options;
-  const MemoryNeed need = memory_need(options, parts_.record_bytes(), batch, context);
-  const std::string of = " for a batch of " + std::to_string(batch / options.heads_apart) +
-                         " and a context of " + std::to_string(context) + " tokens";
+  const std::string of = " for a batch of " + std::to_string(extent.batch / options.heads_apart) +
+                         " and a context of " + std::to_string(extent.context) + " tokens";
+  const Arena need = need_(parts_.plan, extent);
   if (options.kv_memory_bytes >= 0 && need.total() > options.kv_memory_bytes) {
     EngineOptions enough = options;
-    enough.kv_memory_bytes = least_budget(options, parts_.record_bytes(), batch, context);
-    const MemoryNeed least = memory_need(enough, parts_.record_bytes(), batch, context);
-    return Status::budget(
-        "session: kv_memory_bytes must be at least " + std::to_string(enough.kv_memory_bytes) + of +
-        " (" + uses_of(least, options.device.has_value()) + "), got " +
-        std::to_string(options.kv_memory_bytes) + "; raise it, or lower " +
-        (need.kept > 0 ? "keep_tokens, " : "") + "pages_max, rank, the context or the batch");
+    enough.kv_memory_bytes = least_budget(parts_.plan, extent, need_);
+    const Arena least = need_(Plan(enough, parts_.record_bytes()), extent);
+    return Status::budget("session: kv_memory_bytes must be at least " +
+                          std::to_string(enough.kv_memory_bytes) + of + " (" +
+                          uses_of(least, options.device.has_value()) + "), got " +
+                          std::to_string(options.kv_memory_bytes) + "; raise it, or lower " +
+                          (need.of(Use::kKept) > 0 ? "keep_tokens, " : "") +
+                          "pages_max, rank, the context or the batch");
   }
+  return parts_.plan.drops ? Status::ok() : check_disk(extent, of);
+}
+
+Status Account::check_disk(const Extent& extent, const std::string& of) const {
+  const EngineOptions& options = parts_.options;
   const int64_t saved_groups = options.base != nullptr ? options.base->groups : 0;
-  const int64_t new_groups = std::max<int64_t>(0, options.sealed_groups(context) - saved_groups);
+  const int64_t new_groups =
+      std::max<int64_t>(0, options.sealed_groups(extent.context) - saved_groups);
   int64_t disk_bytes = options.layers;
-  const int64_t pages = has_clusters(options) ? cluster_pages_on_disk(options, context) : 0;
-  for (const int64_t factor : {batch, new_groups + pages, parts_.record_bytes()}) {
+  const int64_t pages = cluster_pages_on_disk(parts_.plan, extent.context);
+  for (const int64_t factor : {extent.batch, new_groups + pages, parts_.record_bytes()}) {
     if (__builtin_mul_overflow(disk_bytes, factor, &disk_bytes)) {
       disk_bytes = std::numeric_limits<int64_t>::max();
       break;
     }
   }
-  if (options.drops()) return Status::ok();
   if (options.disk_quota_bytes && disk_bytes > *options.disk_quota_bytes) {
     return Status::budget("session: disk_quota_bytes must be at least " +
                           std::to_string(disk_bytes) + of + ", got " +
@@ -77,52 +199,29 @@ Status Account::check_room(int64_t batch, int64_t context) const {
   if (disk_bytes > available) {
     return Status::storage(
         "session: " + options.directory + " must have " + std::to_string(disk_bytes) +
-            " bytes free for a context of " + std::to_string(context) + " tokens, got " +
+            " bytes free for a context of " + std::to_string(extent.context) + " tokens, got " +
             std::to_string(available) + "; free some, choose another path, or lower max_context",
         ENOSPC, options.directory);
   }
   return Status::ok();
 }
 
-namespace {
-constexpr const char* kOneSequence = "the pages and tables of one more sequence";
-}  // namespace
-
-Status Account::check_sequence() const {
-  const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
-  return parts_.ledger.check(one.pages + one.kept + one.tables + one.scratch, kOneSequence);
-}
-
-Status Account::charge_sequence() {
-  const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
-  KVSWAP_RETURN_IF_ERROR(check_sequence());
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kPages, one.pages, kOneSequence));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kKept, one.kept, kOneSequence));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, one.tables, kOneSequence));
-  return parts_.ledger.charge(Use::kScratch, one.scratch, kOneSequence);
-}
-
-void Account::release_sequence() {
-  const MemoryNeed one = memory_need(parts_.options, parts_.record_bytes(), 1, 0);
-  parts_.ledger.release(Use::kPages, one.pages);
-  parts_.ledger.release(Use::kKept, one.kept);
-  parts_.ledger.release(Use::kTables, one.tables);
-  parts_.ledger.release(Use::kScratch, one.scratch);
-}
-
 Status Account::reserve(int64_t batch, int64_t groups) {
   if (!parts_.options.device) return Status::ok();
-  const int64_t unit = groups_unit(parts_.options);
+  const int64_t unit = parts_.plan.groups_unit;
   batch = std::max(batch, reserved_batch_);
   groups = std::max((groups + unit - 1) / unit * unit, reserved_groups_);
   if (batch == reserved_batch_ && groups == reserved_groups_) return Status::ok();
-  const DeviceNeed need = device_need(parts_.options, parts_.record_bytes(), batch, groups);
-  const int64_t device = need.device - parts_.ledger.used(Use::kDevice);
-  const int64_t pinned = need.pinned - parts_.ledger.used(Use::kPinned);
+  Arena need;
+  DeviceSpace::reserve(need, parts_.plan, batch, groups);
+  Arena more;
+  for (const Use use : {Use::kDevice, Use::kPinned}) {
+    more.take(use, need.of(use) - parts_.ledger.used(use));
+  }
   const std::string what = "what " + std::to_string(batch / parts_.options.heads_apart) +
                            " sequences of " + std::to_string(groups) +
                            " groups need beside their pages";
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(device + pinned, what));
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(more.total(), what));
   Status reserved = take_place(batch, groups);
   if (!reserved.is_ok()) {
     // What stood there was given up for it, and is taken again.
@@ -134,8 +233,7 @@ Status Account::reserve(int64_t batch, int64_t groups) {
   parts_.broken = Status::ok();  // there was room at the second try
   reserved_batch_ = batch;
   reserved_groups_ = groups;
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kDevice, device, what));
-  return parts_.ledger.charge(Use::kPinned, pinned, what);
+  return parts_.ledger.charge(more, what);
 }
 
 Status Account::take_place(int64_t batch, int64_t groups) {
@@ -143,8 +241,15 @@ Status Account::take_place(int64_t batch, int64_t groups) {
   return parts_.selector->reserve(parts_.space->selection_place());
 }
 
-int64_t Account::score_bytes_to_add(int64_t sequences, int64_t groups) const {
-  return std::max<int64_t>(0, score_bytes(parts_.options, sequences, groups) - scored_bytes_);
+/// And the scores of a choice among so many groups of each sequence.
+Status Account::charge_scored(Arena arena, int64_t sequences, int64_t groups,
+                              const std::string& what) {
+  const int64_t more =
+      std::max<int64_t>(0, score_bytes(parts_.plan, sequences, groups) - scored_bytes_);
+  arena.take(Use::kScratch, more);
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(arena, what));
+  scored_bytes_ += more;
+  return Status::ok();
 }
 
 Status Account::charge_growth(Batch& batch, int64_t layer, int64_t positions) {
@@ -156,34 +261,29 @@ Status Account::charge_growth(Batch& batch, int64_t layer, int64_t positions) {
       parts_.selector->summaries().bytes_to_append(layer, due * group_tokens) -
       parts_.selector->summaries().bytes_to_append(layer, charged * group_tokens);
   const int64_t groups = batch.layer(layer).sealed_groups + due;
-  const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
   ClusterRows* clusters = parts_.clusters_of(layer);
-  const int64_t cluster_bytes =
-      clusters == nullptr ? 0 : cluster_bytes_to_grow(*clusters, layer, groups * group_tokens);
-  const int64_t table_bytes =
-      batch.size() * (due - charged) * table_bytes_per_group(parts_.options);
+  int64_t clustered = 0;
+  if (clusters != nullptr) {
+    const int64_t room =
+        std::max(clusters->room(layer), ClusterRows::room_for(groups * group_tokens));
+    clustered = clusters->sequences() * (cluster_bytes(parts_.plan, room) -
+                                         cluster_bytes(parts_.plan, clusters->room(layer)));
+  }
+  Arena more;
+  more.take(Use::kTables, batch.size() * (due - charged) * parts_.plan.table_bytes_per_group);
   const std::string what = "a context of " + std::to_string(positions) + " tokens";
-  const int64_t record_bytes =
-      parts_.options.drops() ? batch.size() * (due - charged) * parts_.record_bytes() : 0;
-  const int64_t bytes = summary_bytes + cluster_bytes + table_bytes + scratch_bytes + record_bytes;
+  if (parts_.plan.drops) {
+    more.take(Use::kStaging, batch.size() * (due - charged) * parts_.record_bytes());
+  }
+  more.take(Use::kSummary, summary_bytes + clustered);
   if (!reserve(batch.size(), groups).is_ok()) batch.spares().release(0);
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
-  if (!parts_.ledger.check(bytes, what).is_ok()) batch.spares().release(0);
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes + cluster_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kStaging, record_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
-  scored_bytes_ += scratch_bytes;
+  if (!charge_scored(more, batch.size(), groups, what).is_ok()) {
+    batch.spares().release(0);
+    KVSWAP_RETURN_IF_ERROR(charge_scored(more, batch.size(), groups, what));
+  }
   if (clusters != nullptr) clusters->grow(layer, groups * group_tokens);
   return Status::ok();
-}
-
-int64_t Account::cluster_bytes_to_grow(const ClusterRows& clusters, int64_t layer,
-                                       int64_t tokens) const {
-  const int64_t room = std::max(clusters.room(layer), ClusterRows::room_for(tokens));
-  return clusters.sequences() * (cluster_bytes(parts_.options, room) -
-                                 cluster_bytes(parts_.options, clusters.room(layer)));
 }
 
 Status Account::charge_batch(const Batch& batch, int64_t sequences) {
@@ -192,44 +292,32 @@ Status Account::charge_batch(const Batch& batch, int64_t sequences) {
   int64_t clustered = 0;
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     if (const ClusterRows* clusters = parts_.clusters_of(layer)) {
-      clustered += cluster_bytes(parts_.options, clusters->room(layer));
+      clustered += cluster_bytes(parts_.plan, clusters->room(layer));
     }
     groups += batch.layer(layer).sealed_groups;
     groups_max = std::max(groups_max, batch.layer(layer).sealed_groups);
   }
   const int64_t more = std::max<int64_t>(0, sequences - batch.size());
-  const int64_t table_bytes = more * groups * table_bytes_per_group(parts_.options);
-  const int64_t cluster_bytes = more * clustered;
-  const int64_t scratch_bytes = score_bytes_to_add(sequences, groups_max);
-  const std::string what =
-      "the tables of a batch of " + std::to_string(sequences / parts_.options.heads_apart);
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + cluster_bytes + scratch_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, cluster_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
-  scored_bytes_ += scratch_bytes;
-  return Status::ok();
+  Arena arena;
+  arena.take(Use::kSummary, more * clustered);
+  arena.take(Use::kTables, more * groups * parts_.plan.table_bytes_per_group);
+  return charge_scored(
+      arena, sequences, groups_max,
+      "the tables of a batch of " + std::to_string(sequences / parts_.options.heads_apart));
 }
 
-Status Account::charge_projection(int64_t rank) {
-  const EngineOptions& options = parts_.options;
-  const int64_t width = options.heads_apart * options.kv_heads * options.head_dim;
-  const int64_t bytes = 2 * width * rank * dtype_bytes(projection_dtype(options.summary_type()));
-  return parts_.ledger.charge(Use::kProjections, bytes, "one more projection");
+Status Account::charge_projection(int64_t layer) {
+  return parts_.ledger.charge(Use::kProjections, projection_bytes(parts_.plan, layer),
+                              "one more projection");
 }
 
 Status Account::charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes) {
-  const int64_t table_bytes =
-      parts_.options.layers * batch.size() * groups * table_bytes_per_group(parts_.options);
-  const int64_t scratch_bytes = score_bytes_to_add(batch.size(), groups);
-  const std::string what = "the tables and summaries of what was saved";
+  Arena arena;
+  arena.take(Use::kTables,
+             parts_.options.layers * batch.size() * groups * parts_.plan.table_bytes_per_group);
+  arena.take(Use::kSummary, summary_bytes);
   KVSWAP_RETURN_IF_ERROR(reserve(batch.size(), groups));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.check(table_bytes + scratch_bytes + summary_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kTables, table_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kScratch, scratch_bytes, what));
-  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary, summary_bytes, what));
-  scored_bytes_ += scratch_bytes;
-  return Status::ok();
+  return charge_scored(arena, batch.size(), groups, "the tables and summaries of what was saved");
 }
 
 Status Account::charge_summary(const Batch& batch, int64_t layer) {
@@ -241,22 +329,21 @@ Status Account::charge_summary(const Batch& batch, int64_t layer) {
       "the summary of what is sealed");
 }
 
-void Account::settle(const Batch& batch) {
+void Account::settle(Batch& batch) {
   const EngineOptions& options = parts_.options;
   const int64_t sequences = batch.size() + batch.spares().count();
   int64_t summary = parts_.selector->summaries().resident_bytes();
-  int64_t tables = memory_need(options, parts_.record_bytes(), sequences, 0).tables;
-  int64_t staging = memory_need(options, parts_.record_bytes(), 0, 0).staging +
-                    (options.drops() ? parts_.store->bytes_held() : 0);
+  int64_t tables = sequences * sequence_.of(Use::kTables);
+  int64_t staging = fixed_.of(Use::kStaging) + (parts_.plan.drops ? parts_.store->bytes_held() : 0);
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const Batch::Layer& state = batch.layer(layer);
     const int64_t due = batch.due_groups(layer, state.positions);
     if (const ClusterRows* clusters = parts_.clusters_of(layer)) {
-      summary += batch.size() * cluster_bytes(options, clusters->room(layer));
+      summary += batch.size() * cluster_bytes(parts_.plan, clusters->room(layer));
     }
     summary += parts_.selector->summaries().bytes_to_append(layer, due * options.group_tokens);
-    tables += batch.size() * (state.sealed_groups + due) * table_bytes_per_group(options);
-    if (options.drops()) staging += batch.size() * due * parts_.record_bytes();
+    tables += batch.size() * (state.sealed_groups + due) * parts_.plan.table_bytes_per_group;
+    if (parts_.plan.drops) staging += batch.size() * due * parts_.record_bytes();
   }
   const auto lower = [this](Use use, int64_t bytes) {
     const int64_t used = parts_.ledger.used(use);

@@ -1,32 +1,41 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "engine/engine_parts.h"
+#include "memory/arena.h"
 
 namespace kvswap {
 
 class Batch;
 
+/// What all parts of an engine reserve: memory_need().
+using NeedOf = Arena (*)(const Plan& plan, const Extent& extent);
+
+/// The smallest kv_memory_bytes that holds what a plan's options need under it; what they have is
+/// of no matter. Write buffers grow with it.
+int64_t least_budget(const Plan& plan, const Extent& extent, NeedOf need);
+
 /// All arithmetic of an engine's ledger: what is charged before it is allocated, and what is
-/// released once it is freed. memory_need() says the same ahead of time.
+/// released once it is freed. What is charged is what parts reserve: `need` counts that.
 ///
 /// A failed charge leaves the ledger as it was. Not thread-safe.
 class Account {
  public:
-  explicit Account(EngineParts& parts) : parts_(parts) {}
+  Account(EngineParts& parts, NeedOf need);
 
-  static Status charge_timeline(EngineParts& parts);
-  /// The staging buffers of writes and long chunks.
-  static Status charge_staging(EngineParts& parts);
+  /// What grows with what the sequences hold: summaries, tables, scores, records where nothing is
+  /// on disk.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
+  /// What has its size from the start: the staging of writes and long chunks.
+  Status charge_fixed();
   /// Would a batch and its context fit in the budget, the quota and the disk?
-  Status check_room(int64_t batch, int64_t context) const;
+  Status check_room(const Extent& extent) const;
 
-  // Pages and tables of one sequence.
-  Status check_sequence() const;
-  Status charge_sequence();
-  void release_sequence();
+  /// Pages and tables of a sequence that holds nothing.
+  const Arena& sequence() const { return sequence_; }
 
   /// What stands on the device beside the pages; reserves it there. Where the device has no room
   /// left, even for what stood there before, the engine is broken.
@@ -35,21 +44,24 @@ class Account {
   Status charge_growth(Batch& batch, int64_t layer, int64_t positions);
   /// Tables and scores of what is sealed, for a batch that grows to `sequences`.
   Status charge_batch(const Batch& batch, int64_t sequences);
-  Status charge_projection(int64_t rank);
+  Status charge_projection(int64_t layer);
   /// Tables, scores and summaries of a batch that was saved with `groups` sealed.
   Status charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes);
   /// The summary of a layer's groups, those due included.
   Status charge_summary(const Batch& batch, int64_t layer);
   /// Releases what was charged beyond what is held and what the tail will still seal.
-  void settle(const Batch& batch);
+  void settle(Batch& batch);
   void release_scores();
 
  private:
   Status take_place(int64_t batch, int64_t groups);
-  int64_t score_bytes_to_add(int64_t sequences, int64_t groups) const;
-  int64_t cluster_bytes_to_grow(const ClusterRows& clusters, int64_t layer, int64_t tokens) const;
+  Status charge_scored(Arena arena, int64_t sequences, int64_t groups, const std::string& what);
+  Status check_disk(const Extent& extent, const std::string& of) const;
 
   EngineParts& parts_;
+  const NeedOf need_;
+  const Arena fixed_;  // of an engine that has no sequence
+  const Arena sequence_;
   int64_t reserved_batch_ = 0;   // reserve()'s largest
   int64_t reserved_groups_ = 0;  // the same
   int64_t scored_bytes_ = 0;     // charged for scores so far

@@ -34,7 +34,10 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
 Status Appender::check_positions(int64_t positions) const {
   const int64_t context_max = parts_.options.max_context;
   // One that is promised was checked when it was.
-  if (context_max <= 0) return check_context(parts_.options, positions);
+  if (context_max <= 0) {
+    if (positions <= parts_.plan.context_max) return Status::ok();
+    return check_context(parts_.options, positions);
+  }
   if (positions > context_max) {
     return Status::budget("append: the context must stay within max_context (" +
                           std::to_string(context_max) + " tokens), got " +

@@ -20,20 +20,20 @@ double MissedMass::variance() const {
   return std::max(0.0, sum_of_squares - sum * sum / count) / (count - 1) / count;
 }
 
-int64_t Audit::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (apart.steps_between_looks() == 0) return 0;
+void Audit::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  const EngineOptions& apart = plan.options;
+  if (apart.steps_between_looks() == 0) return;
   const int64_t heads = apart.query_heads * apart.heads_apart;
   const int64_t queries = apart.select_queries_max;
   // Pages, masks, positions, counts, a load's, exponents.
-  const int64_t tables = apart.heads_apart * (28 + apart.note_bytes()) + 4;
-  return apart.audit_groups *
-         (apart.heads_apart * (record_bytes + Fetch::bytes_per_load()) + tables +
-          queries * heads * (int64_t{sizeof(float)} + apart.head_dim * dtype_bytes(apart.dtype)));
-}
-
-int64_t Audit::sequence_bytes(const EngineOptions& apart) {
-  if (apart.steps_between_looks() == 0) return 0;
-  return apart.query_heads * apart.select_queries_max * int64_t{sizeof(float)};
+  const int64_t tables = apart.heads_apart * (28 + plan.note_bytes) + 4;
+  arena.take(
+      Use::kStaging,
+      apart.audit_groups *
+          (apart.heads_apart * (plan.record_bytes + Fetch::bytes_per_load()) + tables +
+           queries * heads * (int64_t{sizeof(float)} + apart.head_dim * dtype_bytes(apart.dtype))));
+  arena.take(Use::kScratch,
+             size_product({extent.batch, apart.query_heads, queries, int64_t{sizeof(float)}}));
 }
 
 /// Layers take turns, so that no step is much longer than another.
@@ -60,7 +60,7 @@ Status Audit::make_memory() {
   masks_.resize(entries);
   positions_.resize(entries);
   counts_.assign(entries, 1);
-  exponents_.assign(entries * options.note_bytes(), kNotFloat8);
+  exponents_.assign(entries * parts_.plan.note_bytes, kNotFloat8);
   queries_at_.resize(options.audit_groups);
   drawn_.resize(options.heads_apart);
   others_.resize(options.heads_apart);
@@ -140,7 +140,7 @@ void Audit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen) {
     fetch_.loads.push_back({part, sample_[i], -1, target, nullptr});
     pages_[entry] = target;
     parts_.store->copy_note(layer_, part, sample_[i],
-                            exponents_.data() + entry * options.note_bytes());
+                            exponents_.data() + entry * parts_.plan.note_bytes);
     masks_[entry] = left_out(part, sample_[i], chosen);
     positions_[entry] = static_cast<int32_t>(sample_[i] * options.group_tokens);
   }

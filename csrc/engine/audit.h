@@ -50,9 +50,8 @@ class Audit {
 
   const std::vector<MissedMass>& layers() const { return layers_; }
 
-  // What it allocates: for all that it reads, and beside each of the parts' sequences.
-  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
-  static int64_t sequence_bytes(const EngineOptions& apart);
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
  private:
   bool is_due(int64_t layer);

@@ -7,6 +7,11 @@
 
 namespace kvswap {
 
+void Batch::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  SequencePages::reserve(arena, plan, extent);
+  arena.take(Use::kTables, size_product({extent.batch, (extent.context + 63) / 64, 8}));
+}
+
 Status Batch::begin(int64_t sequences, int64_t tokens) {
   const EngineOptions& options = parts_.options;
   if (sequences < 1) {
@@ -19,7 +24,7 @@ Status Batch::begin(int64_t sequences, int64_t tokens) {
                            std::to_string(sequences / options.heads_apart));
   }
   const int64_t context = std::max(tokens, options.max_context);
-  KVSWAP_RETURN_IF_ERROR(account_.check_room(sequences, context));
+  KVSWAP_RETURN_IF_ERROR(account_.check_room({sequences, context}));
   spares_.release(sequences);
   KVSWAP_RETURN_IF_ERROR(account_.reserve(sequences, options.sealed_groups(context)));
   KVSWAP_RETURN_IF_ERROR(spares_.grow(sequences));
@@ -95,7 +100,7 @@ void Batch::grow(int64_t layer, int64_t positions) {
   Layer& state = layers_[layer];
   const int64_t newest = (positions - 1) / parts_.options.group_tokens;
   state.positions = positions;
-  state.first_in_tail = std::max(state.first_in_tail, newest + 1 - tail_pages(parts_.options));
+  state.first_in_tail = std::max(state.first_in_tail, newest + 1 - parts_.plan.tail_pages);
 }
 
 uint64_t Batch::mask(int64_t layer, int64_t sequence, int64_t group) const {

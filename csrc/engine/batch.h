@@ -28,11 +28,13 @@ class Batch {
   };
 
   Batch(EngineParts& parts, Account& account)
-      : parts_(parts), account_(account), spares_(parts, account), layers_(parts.options.layers) {}
+      : parts_(parts),
+        account_(account),
+        spares_(parts, account.sequence()),
+        layers_(parts.options.layers) {}
 
   int64_t size() const { return static_cast<int64_t>(pages_.size()); }
   SparePages& spares() { return spares_; }
-  const SparePages& spares() const { return spares_; }
   Layer& layer(int64_t index) { return layers_[index]; }
   const Layer& layer(int64_t index) const { return layers_[index]; }
   /// The layer has so many positions now, the newest in the tail.
@@ -76,12 +78,13 @@ class Batch {
   bool all_fit(int64_t layer) const;
   /// Must the layer attend everything, and has not all of it in pages? Then its steps restore the
   /// rest from disk.
-  bool is_restored(int64_t layer) const {
-    return parts_.options.is_exact(layer) && !all_fit(layer);
-  }
+  bool is_restored(int64_t layer) const { return parts_.plan.is_exact(layer) && !all_fit(layer); }
   /// All groups that may be chosen among the first `groups`.
   void choosable(int64_t layer, int64_t sequence, int64_t groups,
                  std::vector<int32_t>& chosen) const;
+
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
  private:
   EngineParts& parts_;

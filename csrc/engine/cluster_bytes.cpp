@@ -60,7 +60,7 @@ std::byte* ClusterBytes::waiting_page(int64_t place) const {
 }
 
 TokenBytes ClusterBytes::at(int64_t token) const {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   const int64_t page_tokens = row_.pages.page_tokens();
   const int32_t place = row_.pages.place(token);
   if (place >= 0) return token_of_page(shape, page(place / page_tokens), place % page_tokens);
@@ -72,7 +72,7 @@ TokenBytes ClusterBytes::at(int64_t token) const {
 const float* ClusterBytes::key(int64_t token) const {
   std::unique_ptr<float[]>& key = keys_[token];
   if (key == nullptr) {
-    const RecordShape shape = parts_.options.record_shape();
+    const RecordShape shape = parts_.plan.record_shape;
     key = std::make_unique_for_overwrite<float[]>(shape.kv_heads * shape.head_dim);
     copy_key(at(token), key.get());
   }
@@ -80,7 +80,7 @@ const float* ClusterBytes::key(int64_t token) const {
 }
 
 void ClusterBytes::copy_key(const TokenBytes& token, float* target) const {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   for (int64_t head = 0; head < shape.kv_heads; ++head) {
     with_elements(token.key + head * token.key_head_stride, parts_.options.dtype,
                   [&](const auto* values) {
@@ -110,7 +110,7 @@ void release_slots(EngineParts& parts, SequencePages& pages, int64_t layer, int6
 
 void truncate_clusters(EngineParts& parts, const Batch& batch, int64_t layer, int64_t tokens) {
   if (parts.clusters_of(layer) == nullptr) return;
-  const RecordShape shape = parts.options.record_shape();
+  const RecordShape shape = parts.plan.record_shape;
   for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
     ClusterRow& row = parts.clusters->of(layer, sequence);
     SequencePages& pages = batch.pages(sequence);

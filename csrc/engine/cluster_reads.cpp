@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/memory_need.h"
 #include "methods/cluster_selector.h"
 
 namespace kvswap {
@@ -16,7 +15,7 @@ Status ClusterReads::begin(int64_t layer) {
     KVSWAP_RETURN_IF_ERROR(parts_.fetcher->settle_abandoned());
   }
   if (memory_ != nullptr) return Status::ok();
-  auto made = share_aligned_bytes(cluster_read_pages(parts_.options) * parts_.record_bytes(),
+  auto made = share_aligned_bytes(parts_.plan.cluster_read_pages * parts_.record_bytes(),
                                   parts_.options.memory_at_end());
   if (!made.is_ok()) return made.status();
   memory_ = std::move(made.value());
@@ -31,7 +30,7 @@ bool ClusterReads::add(ClusterBytes& bytes, int64_t sequence, std::span<const in
   }
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-  if (std::ssize(fetch_.loads) + std::ssize(slots) > cluster_read_pages(parts_.options)) {
+  if (std::ssize(fetch_.loads) + std::ssize(slots) > parts_.plan.cluster_read_pages) {
     KVSWAP_ASSERT(!fetch_.loads.empty());
     return false;
   }

@@ -26,7 +26,7 @@ std::optional<ClusterPlan> ClusterWriter::plan(const ClusterBytes& bytes, int64_
   return plan;
 }
 
-bool ClusterWriter::writes_apart() const { return parts_.options.layout == "pools"; }
+bool ClusterWriter::writes_apart() const { return parts_.plan.has_pools; }
 
 std::vector<int64_t> ClusterWriter::offsets_of(int64_t layer, int64_t sequence,
                                                std::span<const int64_t> slots) const {
@@ -116,7 +116,7 @@ Status ClusterWriter::stage(const ClusterBytes& bytes, int64_t layer, std::span<
 }
 
 void ClusterWriter::pack(const ClusterBytes& bytes, const Page& page, std::byte* record) const {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   const std::vector<int64_t>& tokens = page.plan->tokens;
   const int64_t first = page.index * shape.group_tokens;
   const int64_t count = std::min(shape.group_tokens, std::ssize(tokens) - first);
@@ -135,14 +135,14 @@ void ClusterWriter::adopt(const ClusterBytes& bytes, const RecordStore::StagedRu
                                             parts_.store->records().key(run.entries[i].record));
     if (page < 0) continue;
     std::memcpy(bytes.pages().page(page), run.data() + i * parts_.record_bytes(),
-                parts_.options.payload_bytes());
+                parts_.plan.payload_bytes);
   }
 }
 
 void ClusterWriter::install(ClusterBytes& bytes, int64_t layer, int64_t sequence,
                             std::span<const ClusterPlan> plans,
                             std::span<const RecordStore::StagedRun> runs) {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   ClusterPages& row = bytes.row().pages;
   PageMap& map = bytes.pages().map(layer);
   for (const RecordStore::StagedRun& run : runs) {

@@ -3,11 +3,50 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/memory_need.h"
 #include "io/stopwatch.h"
 #include "methods/cluster_selector.h"
 
 namespace kvswap {
+
+namespace {
+
+/// Keys in fp32 of a block of a prompt, with what its k-means sums up.
+int64_t block_key_bytes(const MethodOptions& method) {
+  const ClusterOptions& clusters = method.clusters;
+  const int64_t width = method.kv_heads * method.head_dim;
+  const int64_t centroids = clusters.block_tokens / clusters.cluster_tokens + 1;
+  return clusters.block_tokens * width * int64_t{sizeof(float)} +
+         centroids * width * int64_t{sizeof(float) + sizeof(double)};
+}
+
+/// The same of a cluster that splits, and of what enters one.
+int64_t row_key_bytes(const MethodOptions& method) {
+  const ClusterOptions& clusters = method.clusters;
+  const int64_t waiting = clusters.waiting_max() + method.group_tokens;
+  // Later tokens that are clustered among themselves stand side by side for it.
+  const int64_t side_by_side = clusters.update == ClusterUpdate::kLocal ? 2 * waiting : 0;
+  return (clusters.cluster_tokens_max + waiting + side_by_side) * method.kv_heads *
+         method.head_dim * int64_t{sizeof(float)};
+}
+
+/// Rows whose tokens enter clusters at a time, on so many threads at most: no block of a prompt has
+/// its keys in memory meanwhile.
+int64_t rows_at_once(const MethodOptions& method) {
+  const int64_t ahead = method.group_tokens * method.kv_heads * method.head_dim;
+  const int64_t each = row_key_bytes(method) + ahead * int64_t{sizeof(float)};
+  return std::max<int64_t>(1, block_key_bytes(method) / each);
+}
+
+}  // namespace
+
+void Clustering::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  if (!plan.has_clusters) return;
+  const int64_t room = ClusterRows::room_for(plan.sealed_tokens(extent.context));
+  // Keys, pages that are read for a cluster, and a row that grows beside what it grows to.
+  arena.take(Use::kStaging, block_key_bytes(plan.method) + row_key_bytes(plan.method) +
+                                plan.cluster_read_pages * plan.record_bytes +
+                                ClusterRows::row_bytes(plan.method, room));
+}
 
 int64_t Clustering::sealed(int64_t layer) const {
   return batch_.layer(layer).sealed_groups * parts_.options.group_tokens;
@@ -66,7 +105,7 @@ Status Clustering::catch_up_rows(std::span<EnteringRow> rows) {
 }
 
 Status Clustering::enter_next_groups(std::span<EnteringRow> rows) {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   const int64_t group_tokens = shape.group_tokens;
   const auto enter = [&](EnteringRow& row, const std::byte* page) {
     row.bytes.set_arriving(
@@ -87,7 +126,7 @@ Status Clustering::enter_next_groups(std::span<EnteringRow> rows) {
     KVSWAP_RETURN_IF_ERROR(past_.load({row.layer, row.sequence, group, 1}, memory.get(), memory));
     enter(row, memory.get());
   }
-  const int64_t some = cluster_rows_at_once(parts_.options);
+  const int64_t some = rows_at_once(parts_.plan.method);
   for (int64_t first = 0; first < std::ssize(in_tail); first += some) {
     const auto count = std::min(some, std::ssize(in_tail) - first);
     run_parallel({.parallel = parts_.threads()}, count, 1, [&](int64_t begin, int64_t end) {
@@ -105,7 +144,7 @@ Status Clustering::enter_chunk(int64_t layer, const KeyValueView& tokens, int64_
   if (parts_.clusters_of(layer) == nullptr) return Status::ok();
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSeal, .layer = layer},
                         &parts_.counters.cluster_seconds);
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     EnteringRow row = row_of(layer, sequence);
     row.bytes.set_arriving([&](int64_t token) {
@@ -142,7 +181,7 @@ bool Clustering::is_outside(const EnteringRow& row, int64_t token) const {
 /// A block of a prompt: its clusters are written as they come out of k-means.
 Status Clustering::enter_block(EnteringRow& row, int64_t end) {
   ClusterRow& data = row.data();
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   const int64_t width = shape.kv_heads * shape.head_dim;
   const int64_t begin = data.clusters.left();
   const int64_t known = data.clusters.table().count();
@@ -177,7 +216,7 @@ Status Clustering::enter_block(EnteringRow& row, int64_t end) {
   }
   KVSWAP_RETURN_IF_ERROR(writer_.write(row.bytes, row.layer, row.sequence, plans));
   // Of a row whose clusters are full: they joined older ones.
-  const int64_t room = waiting_pages(parts_.options) * parts_.options.group_tokens;
+  const int64_t room = parts_.plan.waiting_pages * parts_.options.group_tokens;
   for (const int64_t token : others) {
     if (std::ssize(data.pages.waiting()) == room)
       KVSWAP_RETURN_IF_ERROR(settling_.settle({&row, 1}));
@@ -211,8 +250,8 @@ void Clustering::enter_waiting(const EnteringRow& row, int64_t token) {
   ClusterPages& pages = row.data().pages;
   const TokenBytes bytes = row.bytes.at(token);
   const int64_t place = std::ssize(pages.waiting());
-  put_token(parts_.options.record_shape(), row.bytes.waiting_page(place),
-            place % pages.page_tokens(), bytes);
+  put_token(parts_.plan.record_shape, row.bytes.waiting_page(place), place % pages.page_tokens(),
+            bytes);
   pages.wait(token);
 }
 

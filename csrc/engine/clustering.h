@@ -25,7 +25,7 @@ namespace kvswap {
 /// here.
 ///
 /// What is read for rows of a layer is under way together, and so many rows at a time as
-/// cluster_rows_at_once() says enter their tokens on threads: the order in which they are written
+/// there is memory for enter their tokens on threads: the order in which they are written
 /// does not depend on either.
 ///
 /// Static and local clusters (ClusterOptions::update) are the same but for who joins and who waits.
@@ -49,6 +49,9 @@ class Clustering {
   /// What was sealed of a long chunk, whose first token has this position, enters: block by block.
   /// The tail's pages hold what was sealed of it before.
   Status enter_chunk(int64_t layer, const KeyValueView& tokens, int64_t first_position);
+
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
  private:
   EnteringRow row_of(int64_t layer, int64_t sequence) {

@@ -9,9 +9,10 @@
 #include "engine/device_compute.h"
 #include "engine/device_landing.h"
 #include "engine/device_outbox.h"
-#include "engine/engine_options.h"
 #include "engine/page_space.h"
 #include "engine/pinned_bytes.h"
+#include "engine/plan.h"
+#include "memory/arena.h"
 
 namespace kvswap {
 
@@ -24,22 +25,7 @@ struct DeviceRoom {
   int64_t segment_bytes = 0;  // of the table ring
   SelectionRoom choice;
 };
-DeviceRoom device_room(const EngineOptions& options, int64_t record_bytes, int64_t batch,
-                       int64_t groups);
-
-/// The same in bytes, by place.
-struct DeviceNeed {
-  int64_t device = 0;  // landing and sending staging, tables, choices, scratch
-  int64_t pinned = 0;  // host memory that copies go through; write buffers are staging
-};
-
-/// For a batch and `groups` sealed groups of a sequence: a multiple of groups_unit().
-DeviceNeed device_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
-                       int64_t groups);
-/// Notes of a run, that stand beside each write buffer.
-int64_t outbox_note_bytes(const EngineOptions& options, int64_t record_bytes);
-/// Groups are made room for in multiples of this, so that few steps find none.
-int64_t groups_unit(const EngineOptions& options);
+DeviceRoom device_room(const Plan& plan, int64_t batch, int64_t groups);
 
 /// Pages are device memory. Four streams work beside each other, as Stream tells; the host waits
 /// for chosen ids, for disks, and for copies out of buffers it needs again, never for a whole
@@ -48,9 +34,12 @@ class DeviceSpace final : public PageSpace {
  public:
   /// staging: the write buffers; pinned as long as the space lives, which the caller's store
   /// outlives.
-  static Result<std::unique_ptr<DeviceSpace>> create(const EngineOptions& options,
-                                                     int64_t record_bytes,
+  static Result<std::unique_ptr<DeviceSpace>> create(const Plan& plan,
                                                      std::span<std::byte> staging);
+  /// What stands beside the pages, on the device and in host memory that copies go through, for a
+  /// batch and `groups` sealed groups of a sequence: a multiple of Plan::groups_unit. Write buffers
+  /// are the caller's.
+  static void reserve(Arena& arena, const Plan& plan, int64_t batch, int64_t groups);
   ~DeviceSpace() override;
 
   Device& device() { return *device_; }
@@ -68,13 +57,11 @@ class DeviceSpace final : public PageSpace {
   int64_t pinned_bytes() const override { return device_->pinned_bytes(); }
 
  private:
-  DeviceSpace(const EngineOptions& options, int64_t record_bytes, std::unique_ptr<Device> device,
-              std::span<std::byte> staging);
+  DeviceSpace(const Plan& plan, std::unique_ptr<Device> device, std::span<std::byte> staging);
   Status open();
   Status reserve_tables(const DeviceRoom& room);
 
-  EngineOptions options_;
-  int64_t record_bytes_;
+  const Plan& plan_;
   std::unique_ptr<Device> device_;  // before all that frees itself there
   PinnedBytes table_memory_;        // tables, the selector's answer
   std::unique_ptr<TableRing> tables_;

@@ -7,22 +7,23 @@
 
 namespace kvswap {
 
-int64_t Dropping::fixed_bytes(const EngineOptions& apart) {
-  if (!apart.drops()) return 0;
-  const int64_t pages = sink_pages(apart) + KeepPlan(apart).tokens_max / apart.group_tokens + 1;
-  return pages * (apart.group_bytes() + apart.group_tokens * int64_t{sizeof(int32_t)});
+void Dropping::reserve(Arena& arena, const Plan& plan) {
+  if (!plan.drops) return;
+  const int64_t group_tokens = plan.options.group_tokens;
+  const int64_t pages = plan.sink_pages + plan.keep.tokens_max / group_tokens + 1;
+  arena.take(Use::kStaging, pages * (plan.group_bytes + group_tokens * int64_t{sizeof(int32_t)}));
 }
 
 void Dropping::drop_past(int64_t layer) {
   const EngineOptions& options = parts_.options;
-  if (!options.drops()) return;
+  if (!parts_.plan.drops) return;
   const int64_t held_bytes = parts_.store->bytes_held();
   const int64_t positions = batch_.layer(layer).positions;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     const KeptTokens& kept = batch_.pages(part).kept(layer);
     int64_t end = std::min(batch_.layer(layer).sealed_groups,
                            options.sealed_groups(positions - options.positions_to_crop()));
-    if (options.keeps_tokens(layer)) {
+    if (parts_.plan.keeps_tokens(layer)) {
       if (kept.is_due) continue;
       if (options.keep_interval > 0 || parts_.keep.kind.joins) {
         end = std::min(end, kept.joined_positions / options.group_tokens);
@@ -69,7 +70,7 @@ const LeftTokens& Dropping::left(int64_t layer, int64_t part) {
 }
 
 void Dropping::add(const std::byte* page, int64_t slot, int64_t position) {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   const int64_t place = left_.count++;
   const int64_t to = place / shape.group_tokens;
   if (place % shape.group_tokens == 0) {

@@ -34,7 +34,7 @@ class Dropping {
   void forget_gone(int64_t layer, int64_t part, std::span<float> mass) const;
 
   /// What it allocates.
-  static int64_t fixed_bytes(const EngineOptions& apart);
+  static void reserve(Arena& arena, const Plan& plan);
 
  private:
   void add(const std::byte* page, int64_t slot, int64_t position);

@@ -8,6 +8,13 @@
 
 namespace kvswap {
 
+void Editor::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  // A crop into sealed groups reads all layers before it changes one; see make_room().
+  const int64_t layers = std::max<int64_t>(1, plan.options.layers - plan.crop_lenders);
+  arena.take(Use::kScratch,
+             size_product({layers, extent.batch, plan.tail_pages, plan.record_bytes}));
+}
+
 Status Editor::crop(int64_t positions) {
   if (positions < 0) {
     return Status::invalid("crop: positions must be at least 0, got " + std::to_string(positions));
@@ -77,7 +84,7 @@ Status Editor::make_room(int64_t sequence, Returning& returning) {
 }
 
 Status Editor::crop_layer(const Returning& returning, int64_t positions) {
-  std::vector<std::byte> room(parts_.options.group_bytes());
+  std::vector<std::byte> room(parts_.plan.group_bytes);
   PastPages listed;
   for (int64_t sequence = 0; returning.groups > 0 && sequence < batch_.size(); ++sequence) {
     KVSWAP_RETURN_IF_ERROR(
@@ -136,7 +143,7 @@ Status Editor::set_projection(int64_t layer, int64_t rank, const float* keys,
   if (parts_.options.ranks.empty()) {
     return parts_.selector->set_projection(layer, rank, keys, queries);  // refuses
   }
-  if (parts_.options.is_exact(layer)) {
+  if (parts_.plan.is_exact(layer)) {
     return Status::invalid("set_projection: layer " + std::to_string(layer) +
                            " must choose to need one, and attends everything (exact_layers)");
   }
@@ -148,7 +155,7 @@ Status Editor::set_projection(int64_t layer, int64_t rank, const float* keys,
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   parts_.selector->drop_projection(layer);
   account_.settle(batch_);
-  Status summarised = account_.charge_projection(rank);
+  Status summarised = account_.charge_projection(layer);
   if (summarised.is_ok()) {
     summarised = parts_.selector->set_projection(layer, rank, keys, queries);
   }
@@ -167,29 +174,28 @@ Status Editor::summarise(int64_t layer) {
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   if (sealed == 0) return Status::ok();
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), sealed);
+  const int64_t block = std::min(parts_.plan.past_block_groups, sealed);
   auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
   if (!shared.is_ok()) return shared.status();
   const std::shared_ptr<std::byte>& buffer = shared.value();
-  const EngineOptions& options = parts_.options;
-  auto pool = parts_.space->make_pool(block, token_page_bytes(options, record_bytes));
+  auto pool = parts_.space->make_pool(block, parts_.plan.token_page_bytes);
   if (!pool.is_ok()) return pool.status();
   const auto page = [&](int64_t i) { return pool.value().page(static_cast<int32_t>(i)); };
-  std::vector<std::byte> room(options.group_bytes());
+  std::vector<std::byte> room(parts_.plan.group_bytes);
   PastPages listed;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t group = 0; group < sealed; group += block) {
       const PastReader::Groups groups = {layer, sequence, group, std::min(block, sealed - group)};
       KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer.get(), buffer));
-      if (!options.has_float8_records()) {
+      if (!parts_.plan.has_float8_records) {
         KVSWAP_RETURN_IF_ERROR(
             parts_.space->compute().upload(page(0), buffer.get(), groups.count * record_bytes));
       }
       KVSWAP_RETURN_IF_ERROR(past_.list(groups, buffer.get(), listed));
       for (int64_t i = 0; i < groups.count; ++i) {
-        if (options.has_float8_records()) {
+        if (parts_.plan.has_float8_records) {
           KVSWAP_RETURN_IF_ERROR(parts_.space->compute().upload(
-              page(i), past_.tokens(listed, i, room.data()), options.group_bytes()));
+              page(i), past_.tokens(listed, i, room.data()), parts_.plan.group_bytes));
         }
         KVSWAP_RETURN_IF_ERROR(parts_.selector->append({.layer = layer,
                                                         .sequence = sequence,

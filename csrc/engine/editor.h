@@ -32,6 +32,9 @@ class Editor {
   /// Both [kv_heads * head_dim, rank]; what is sealed is read and summarised anew.
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
 
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
+
  private:
   /// Sealed groups that a crop brings back to the tail.
   struct Returning {

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/memory_need.h"
 #include "io/stopwatch.h"
 
 namespace kvswap {
@@ -12,7 +13,8 @@ namespace kvswap {
 namespace {
 
 /// What `args` ask, over pages that are described elsewhere.
-PagedAttentionArgs asked(const AttendArgs& args, const EngineOptions& options) {
+PagedAttentionArgs asked(const AttendArgs& args, const EngineOptions& options,
+                         const RecordShape& shape) {
   PagedAttentionArgs kernel;
   kernel.query = args.query.data;
   kernel.query_batch_stride = args.query.batch_stride;
@@ -24,7 +26,7 @@ PagedAttentionArgs asked(const AttendArgs& args, const EngineOptions& options) {
   kernel.scale = args.scale;
   kernel.softcap = args.softcap;
   kernel.sinks = args.sinks;
-  kernel.shape = options.record_shape();
+  kernel.shape = shape;
   kernel.dtype = options.dtype;
   return kernel;
 }
@@ -34,7 +36,7 @@ PagedAttentionArgs asked(const AttendArgs& args, const EngineOptions& options) {
 Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
     : options_(options),
       parts_(std::move(parts)),
-      account_(*parts_),
+      account_(*parts_, memory_need),
       batch_(std::make_unique<Batch>(*parts_, account_)),
       tail_(*parts_, *batch_),
       sealer_(*parts_, *batch_, tail_, account_),
@@ -46,6 +48,7 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
       saver_(calls_, *parts_, *batch_, sealer_, *past_, steps_, appender_),
       loader_(calls_, *parts_, *batch_, tail_, editor_, account_),
+      table_(*parts_, *batch_, tail_),
       audit_(*parts_, *batch_, sealer_),
       keeping_(*parts_, *batch_, tail_, sealer_, *past_),
       exact_chunks_(calls_, *parts_, *batch_, *past_, steps_, appender_, keeping_),
@@ -74,12 +77,13 @@ Engine::~Engine() {
 Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, ParallelFor parallel) {
   KVSWAP_RETURN_IF_ERROR(options.validate());
   KVSWAP_RETURN_IF_ERROR(options.check_place());
-  const EngineOptions apart = options.apart();
-  auto parts = EngineParts::open(apart, std::move(parallel));
+  auto parts = EngineParts::open(options, std::move(parallel));
   if (!parts.is_ok()) return parts.status();
   std::unique_ptr<Engine> engine(new Engine(options, std::move(parts.value())));
+  const EngineOptions& apart = engine->parts_->options;
+  KVSWAP_RETURN_IF_ERROR(engine->account_.charge_fixed());
   if (apart.max_context > 0 && apart.max_batch > 0) {
-    KVSWAP_RETURN_IF_ERROR(engine->account_.check_room(apart.max_batch, apart.max_context));
+    KVSWAP_RETURN_IF_ERROR(engine->account_.check_room({apart.max_batch, apart.max_context}));
   }
   return engine;
 }
@@ -133,8 +137,8 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
 }
 
 bool Engine::needs_projection(int64_t layer) const {
-  return options().selects() && !parts_->selector->is_ready(layer) && !options().is_exact(layer) &&
-         !batch_->all_fit(layer);
+  return parts_->plan.selects && !parts_->selector->is_ready(layer) &&
+         !parts_->plan.is_exact(layer) && !batch_->all_fit(layer);
 }
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
@@ -183,14 +187,8 @@ Status Engine::attend(const AttendArgs& args) {
       args.layer,
       {.query = args.query.of_parts(parts_->options.heads_apart), .scale = args.scale}));
   KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, step, queries));
-  table_.build({.layer = args.layer,
-                .pages_max = pages_per_layer(options()),
-                .queries = queries,
-                .heads_apart = parts_->options.heads_apart,
-                .note_bytes = page_note_bytes(parts_->options),
-                .clusters = parts_->clusters_of(args.layer)},
-               *batch_, tail_, step, *parts_->store);
-  PagedAttentionArgs kernel = asked(args, options());
+  table_.build(args.layer, queries, step);
+  PagedAttentionArgs kernel = asked(args, options(), parts_->plan.record_shape);
   table_.describe(kernel);
   // One serves all.
   for (float* wanted : {page_scores_.log_sum_exp(queries),

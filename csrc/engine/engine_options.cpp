@@ -5,7 +5,8 @@
 
 #include "engine/check_settings.h"
 #include "engine/keep_plan.h"
-#include "engine/size_product.h"
+#include "memory/arena.h"
+#include "memory/replacement.h"
 #include "methods/cluster_rows.h"
 #include "methods/rows.h"
 
@@ -32,7 +33,7 @@ Status check_looks(const EngineOptions& options) {
                            got + "; groups are audited on the CPU only");
   }
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    if (!options.is_exact(layer)) return Status::ok();
+    if (!is_exact(options, layer)) return Status::ok();
   }
   return Status::invalid(
       "session: audit_every must be 0 where exact_layers has every layer, and missed_mass_max "
@@ -218,6 +219,11 @@ ReaderOptions EngineOptions::reader_options() const {
 }
 
 MethodOptions EngineOptions::method() const {
+  const std::string& word = kvswap::has_clusters(*this) ? cluster_score : score;
+  const Score score_kind = word == "sum"    ? Score::kSum
+                           : word == "max"  ? Score::kMax
+                           : word == "mass" ? Score::kMass
+                                            : Score::kMaxMass;
   return {.rows = rows,
           .layers = layers,
           .heads = query_heads,
@@ -227,8 +233,10 @@ MethodOptions EngineOptions::method() const {
           .group_tokens = group_tokens,
           .ranks = ranks,
           .exact_layers = exact_layers,
-          .summary_dtype = summary_type(),
-          .score = score_kind(),
+          .summary_dtype = summary_dtype == "int8"   ? DType::kInt8
+                           : summary_dtype == "int4" ? DType::kInt4
+                                                     : dtype,
+          .score = score_kind,
           .clusters = {.cluster_tokens = cluster_tokens,
                        .cluster_tokens_max = cluster_tokens_max,
                        .split_factor = split_factor,
@@ -247,18 +255,13 @@ PoolOptions pool_options(const EngineOptions& options) {
           .slack_pages = options.pool_slack_pages};
 }
 
-bool EngineOptions::is_exact(int64_t layer) const { return kvswap::is_exact(*this, layer); }
-
 RecordShape EngineOptions::record_shape() const {
   return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
 }
 
 int64_t EngineOptions::payload_bytes() const {
-  return has_float8_records() ? group_bytes() / dtype_bytes(dtype) : group_bytes();
-}
-
-bool EngineOptions::keeps_tokens(int64_t layer) const {
-  return keeper_kind().keeps_tokens && !is_exact(layer);
+  const int64_t bytes = record_shape().payload_bytes();
+  return has_float8_records() ? bytes / dtype_bytes(dtype) : bytes;
 }
 
 int64_t EngineOptions::sealed_groups(int64_t positions) const {

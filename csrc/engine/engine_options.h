@@ -18,8 +18,6 @@
 #include "kernels/types.h"
 #include "kvswap/settings.h"
 #include "memory/page_pool.h"
-#include "memory/replacement.h"
-#include "methods/keeper.h"
 #include "methods/rows.h"
 #include "store/pool_layout.h"
 
@@ -70,34 +68,18 @@ struct EngineOptions : Settings {
   /// Beside it, what an engine needs to open: a directory, or a method that drops.
   Status check_place() const;
 
-  // What the words of settings stand for, in options that are valid.
+  // What the words of settings stand for, in options that are valid: of one that is open its Plan
+  // says it.
   DataFileOptions file_options() const;
   ReaderOptions reader_options() const;
-  Replacement replacement_policy() const { return *parse_replacement(replacement); }
-  Score score_kind() const {
-    const std::string& word = grouping == "clusters" ? cluster_score : score;
-    return word == "sum"    ? Score::kSum
-           : word == "max"  ? Score::kMax
-           : word == "mass" ? Score::kMass
-                            : Score::kMaxMass;
-  }
-  DType summary_type() const {
-    return summary_dtype == "int8" ? DType::kInt8 : summary_dtype == "int4" ? DType::kInt4 : dtype;
-  }
   MethodOptions method() const;
   AtEnd memory_at_end() const { return wipe_on_close ? AtEnd::kWiped : AtEnd::kLeft; }
-  /// Does the layer attend everything, whatever its queries are?
-  bool is_exact(int64_t layer) const;
-
   /// audit_every, or how often missed_mass_max has layers look; 0: never.
   int64_t steps_between_looks() const {
     return audit_every > 0 || !missed_mass_max ? audit_every : kStepsBetweenLooks;
   }
   static constexpr int64_t kStepsBetweenLooks = 32;
 
-  const KeeperKind& keeper_kind() const { return *KeeperKind::find(keeper); }
-  /// Do tokens stay in the layer's memory because of what they were paid?
-  bool keeps_tokens(int64_t layer) const;
   /// Tokens that the groups of a step hold.
   int64_t selected_tokens() const { return groups_max * group_tokens; }
   /// Are groups selected? Else what is kept is attended alone.
@@ -111,7 +93,6 @@ struct EngineOptions : Settings {
   bool has_float8_records() const { return records == "fp8"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
-  int64_t group_bytes() const { return record_shape().payload_bytes(); }
   /// The same on disk, and in the pages that records are read to.
   int64_t payload_bytes() const;
   /// Exponents that are kept in memory with a record of e4m3: [kv_heads, 2].

@@ -5,15 +5,14 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine_options.h"
 #include "engine/fetcher.h"
 #include "engine/group_counts.h"
-#include "engine/keep_plan.h"
-#include "engine/memory_need.h"
 #include "engine/page_space.h"
+#include "engine/plan.h"
 #include "io/file_stack.h"
 #include "io/patience.h"
 #include "io/timeline.h"
+#include "memory/arena.h"
 #include "memory/ledger.h"
 #include "methods/cluster_rows.h"
 #include "methods/selector.h"
@@ -50,30 +49,33 @@ struct EngineCounters {
 /// The classes that make a step of it (Batch, Tail, Sealer, LayerSteps, Account) hold a reference
 /// and own nothing of it.
 struct EngineParts {
-  EngineParts(const EngineOptions& options, ParallelFor parallel)
-      : options(options),
+  EngineParts(const EngineOptions& given, int64_t record_bytes, ParallelFor parallel)
+      : plan(given, record_bytes),
         parallel(std::move(parallel)),
-        keep(this->options),
         ledger(options.kv_memory_bytes),
         group_counts(this->options),
         patience(static_cast<double>(options.io_timeout_seconds)) {}
-  /// Opens file, reader, store and space; charges what has a size from the start.
-  static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& options,
+  /// Opens file, reader, store and space, of options that are valid. What has a size from the start
+  /// is the caller's to charge, but for the timeline.
+  static Result<std::unique_ptr<EngineParts>> open(const EngineOptions& given,
                                                    ParallelFor parallel);
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
   /// A new file for the session's records.
   Result<std::unique_ptr<DataFile>> open_own_file();
 
-  int64_t record_bytes() const { return store->record_bytes(); }
+  int64_t record_bytes() const { return plan.record_bytes; }
   /// Null where the layer does not choose clusters.
   ClusterRows* clusters_of(int64_t layer) const {
     return clusters != nullptr && clusters->has(layer) ? clusters : nullptr;
   }
   const ParallelFor* threads() const { return parallel ? &parallel : nullptr; }
 
-  const EngineOptions options;
+  const Plan plan;  // before all that look at it
+  const EngineOptions& options = plan.options;
+  const KeepPlan& keep = plan.keep;
   const ParallelFor parallel;
-  const KeepPlan keep;
   Ledger ledger;
   EngineCounters counters;
   Status broken = Status::ok();  // of a device that lost its room: every call returns it
@@ -89,10 +91,9 @@ struct EngineParts {
   std::unique_ptr<Fetcher> fetcher;
 
  private:
-  Status open_file();
+  void stack(std::unique_ptr<DataFile> own);
   Result<std::unique_ptr<BlockReader>> open_reader_of_file();
-  Status check_group_tokens() const;
-  Status open_store();
+  Status open_store(std::unique_ptr<Layout> layout);
   Status open_space();
 };
 

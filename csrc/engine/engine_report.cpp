@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "engine/chrome_trace.h"
-#include "engine/memory_need.h"
 #include "kernels/cpu_features.h"
 
 namespace kvswap {
@@ -22,7 +21,7 @@ double tokens_kept_in(const Engine& engine, int64_t layer) {
 /// Tokens of each sequence that are kept in a layer, and that are dropped, on average.
 void add_kept(const Engine& engine, std::map<std::string, double>& counters) {
   const EngineOptions& options = engine.parts().options;
-  if (!options.selects() && options.keeper != "none") {
+  if (engine.parts().plan.keeps_alone) {
     counters["tokens_dropped"] = tokens_dropped(engine);
   }
   if (engine.parts().keep.pages == 0) return;
@@ -131,7 +130,7 @@ double tokens_dropped(const Engine& engine) {
   const EngineOptions& options = engine.options();
   int64_t dropped = 0;
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    if (options.selects() || options.is_exact(layer)) continue;
+    if (engine.parts().plan.selects || engine.parts().plan.is_exact(layer)) continue;
     for (int64_t part = 0; part < batch.size(); ++part) dropped += batch.tokens_apart(layer, part);
   }
   const int64_t each = std::max<int64_t>(1, batch.size() * options.layers);
@@ -144,7 +143,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   const ReaderCounters reader = engine.parts().fetcher->reader().counters();
   const SpaceCounters space = engine.parts().space->counters();
   const auto number = [](auto count) { return static_cast<double>(count); };
-  const double is_on_disk = engine.options().drops() ? 0 : 1;
+  const double is_on_disk = engine.parts().plan.drops ? 0 : 1;
   std::map<std::string, double> counters = {
       {"steps", number(steps.steps)},
       {"sequences", number(steps.sequences)},
@@ -178,10 +177,10 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"device_wait_seconds", space.device_wait_seconds},
       {"choice_wait_seconds", engine.parts().selector->wait_seconds()},
   };
-  if (engine.options().drops()) {
+  if (engine.parts().plan.drops) {
     counters["bytes_allocated"] = number(engine.parts().file->allocated_bytes());
   }
-  if (shares_pages(engine.options())) {
+  if (engine.parts().plan.shares_pages) {
     counters["groups_read_again"] = number(steps.groups_read_again);
   }
   add_kept(engine, counters);
@@ -196,7 +195,7 @@ std::map<std::string, std::string> engine_facts(const Engine& engine) {
     fallbacks += (fallbacks.empty() ? "" : "\n") + fallback;
   }
   return {{"reader", engine.parts().fetcher->reader().name()},
-          {"io_mode", engine.options().drops()           ? "none"
+          {"io_mode", engine.parts().plan.drops          ? "none"
                       : engine.parts().file->is_direct() ? "direct"
                                                          : "buffered"},
           {"simd", simd_level()},

@@ -11,6 +11,11 @@ constexpr int64_t kBlockTokensMax = 2048;    // more gains nothing
 
 }  // namespace
 
+void ExactChunks::reserve(Arena& arena, const Plan& plan) {
+  // Two blocks of the past are unpacked to them.
+  arena.take(Use::kStaging, 2 * plan.past_block_groups * plan.token_page_bytes);
+}
+
 Status ExactChunks::prepare(int64_t layer, int64_t sequences, int64_t tokens) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   KVSWAP_RETURN_IF_ERROR(begin(layer));
@@ -18,7 +23,7 @@ Status ExactChunks::prepare(int64_t layer, int64_t sequences, int64_t tokens) {
 }
 
 Status ExactChunks::begin(int64_t layer) {
-  if (!parts_.options.drops() || batch_.layer(layer).positions == 0 || !takes(layer)) {
+  if (!parts_.plan.drops || batch_.layer(layer).positions == 0 || !takes(layer)) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
@@ -27,7 +32,7 @@ Status ExactChunks::begin(int64_t layer) {
 
 void ExactChunks::end(int64_t layer, int64_t tokens) {
   keeping_.note_chunk(layer, tokens);
-  if (!parts_.options.drops() || batch_.layer(layer).positions != tokens) return;
+  if (!parts_.plan.drops || batch_.layer(layer).positions != tokens) return;
   if (keeping_.turn(layer, tokens).is_ok()) keeping_.dropping().drop_past(layer);
 }
 
@@ -100,11 +105,11 @@ Result<PastBlocks> ExactChunks::blocks(const PastReader::Groups& groups, bool wi
   const EngineOptions& options = parts_.options;
   const int64_t record_bytes = parts_.record_bytes();
   SequencePages& pages = batch_.pages(groups.sequence);
-  const int64_t own = past_block_groups(options, record_bytes);
+  const int64_t own = parts_.plan.past_block_groups;
   // Two blocks, and room for one that is unpacked, perhaps to a wider dtype.
-  const int64_t unpacked = (options.group_bytes() + record_bytes - 1) / record_bytes;
+  const int64_t unpacked = (parts_.plan.group_bytes + record_bytes - 1) / record_bytes;
   const int64_t pages_each = 2 + (with_room ? unpacked : 0);
-  const bool is_own = options.is_exact(groups.layer);
+  const bool is_own = parts_.plan.is_exact(groups.layer);
   const int64_t lendable = is_own ? options.pages_max : pages.reuse_pages();
   const int64_t lent =
       std::min({groups.count, lendable / pages_each, kBlockTokensMax / options.group_tokens});

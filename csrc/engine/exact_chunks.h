@@ -59,6 +59,9 @@ class ExactChunks {
   /// Sealed groups in blocks, as walk() visits them; with_room: for who unpacks them.
   Result<std::unique_ptr<PastStream>> stream(const PastReader::Groups& groups, bool with_room);
 
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan);
+
  private:
   Result<PastBlocks> blocks(const PastReader::Groups& groups, bool with_room);
   Status visit_sealed(const PastReader::Groups& groups, PastVisitor& visitor);

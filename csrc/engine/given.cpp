@@ -6,17 +6,16 @@
 namespace kvswap {
 
 bool Given::needs_scores(int64_t layer, int64_t queries) {
-  const EngineOptions& options = parts_.options;
-  if (!RowsKind::find(options.rows)->is_given) return false;
+  if (!parts_.plan.rows.is_given) return false;
   steps_.settle();
-  return !options.is_exact(layer) && !batch_.all_fit(layer) && !exact_chunks_.takes(layer) &&
+  return !parts_.plan.is_exact(layer) && !batch_.all_fit(layer) && !exact_chunks_.takes(layer) &&
          !steps_.of(layer).is_for(queries);
 }
 
 Status Given::take_scores(int64_t layer, const GivenScores& scores) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   const EngineOptions& options = parts_.options;
-  if (options.is_exact(layer)) {
+  if (parts_.plan.is_exact(layer)) {
     return Status::invalid("give_scores: layer " + std::to_string(layer) +
                            " must choose to take scores, and attends everything");
   }

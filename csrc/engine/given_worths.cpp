@@ -13,7 +13,7 @@ Status GivenWorths::check(int64_t layer, const GivenWorth& given) const {
     return Status::invalid(shown + "must have keeper=given to be told what tokens are worth, has " +
                            options.keeper);
   }
-  if (!options.keeps_tokens(layer)) {
+  if (!parts_.plan.keeps_tokens(layer)) {
     return Status::invalid(shown +
                            "must keep tokens to be told what they are worth, and "
                            "attends everything");

@@ -7,10 +7,10 @@
 
 namespace kvswap {
 
-int64_t GroupFits::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  if (!apart.keeper_kind().keeps_outliers) return 0;
-  const int64_t page = int64_t{sizeof(void*)} + apart.note_bytes();
-  return apart.group_bytes() + 2 * past_block_groups(apart, record_bytes) * page;
+void GroupFits::reserve(Arena& arena, const Plan& plan) {
+  if (!plan.keep.kind.keeps_outliers) return;
+  const int64_t page = int64_t{sizeof(void*)} + plan.note_bytes;
+  arena.take(Use::kStaging, plan.group_bytes + 2 * plan.past_block_groups * page);
 }
 
 Status GroupFits::weigh(int64_t layer, int64_t part, std::vector<float>& mass) {
@@ -22,7 +22,7 @@ Status GroupFits::weigh(int64_t layer, int64_t part, std::vector<float>& mass) {
   const int64_t most = 2 * blocks.value().groups;
   mass.clear();
   grow_mass(mass, sealed * group_tokens);
-  room_.resize(options.group_bytes());
+  room_.resize(parts_.plan.group_bytes);
   // K of each KV head, then its V.
   const int64_t head_stride = 2 * group_tokens * options.head_dim;
   for (int64_t group = batch_.validity(part).first_valid() / group_tokens; group < sealed;

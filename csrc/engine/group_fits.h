@@ -21,7 +21,7 @@ class GroupFits {
   Status weigh(int64_t layer, int64_t part, std::vector<float>& mass);
 
   /// What it allocates.
-  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
+  static void reserve(Arena& arena, const Plan& plan);
 
  private:
   EngineParts& parts_;

@@ -8,10 +8,9 @@
 
 namespace kvswap {
 
-int64_t Joining::fixed_bytes(const EngineOptions& apart) {
+void Joining::reserve(Arena& arena, const Plan& plan) {
   // New tokens, and of those kept what they are worth and their order.
-  const KeepPlan keep(apart);
-  return keep.kind.joins ? keep.tokens_max * 40 : 0;
+  if (plan.keep.kind.joins) arena.take(Use::kStaging, plan.keep.tokens_max * 40);
 }
 
 /// Sealed tokens of [begin, end) that may be kept; of more than there is room for the newest.
@@ -38,7 +37,7 @@ int64_t Joining::room_of(size_t in_dtype, size_t in_float8) const {
 
 bool Joining::lacks_room(int64_t layer, int64_t part) const {
   const EngineOptions& options = parts_.options;
-  if (!parts_.keep.kind.joins || !options.keeps_tokens(layer)) return false;
+  if (!parts_.keep.kind.joins || !parts_.plan.keeps_tokens(layer)) return false;
   const Batch::Layer& state = batch_.layer(layer);
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   const int64_t sealed = std::max(state.sealed_groups, options.sealed_groups(state.positions));
@@ -135,8 +134,7 @@ double Joining::ratio(int64_t layer, int64_t part) const {
 }
 
 Status Joining::observe_step(int64_t layer, const PagedAttentionArgs& attended, StepMass& mass) {
-  const EngineOptions& options = parts_.options;
-  if (!options.keeps_tokens(layer)) return Status::ok();
+  if (!parts_.plan.keeps_tokens(layer)) return Status::ok();
   bool is_weighed = false;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
@@ -144,9 +142,7 @@ Status Joining::observe_step(int64_t layer, const PagedAttentionArgs& attended, 
     kept.next.reset();
     if (!lacks_room(layer, part)) continue;
     if (!is_weighed) {
-      KVSWAP_RETURN_IF_ERROR(mass.weigh(attended, options.keep_variance > 0
-                                                      ? StepMass::Numbers::kMeansAndSquares
-                                                      : StepMass::Numbers::kMeans));
+      KVSWAP_RETURN_IF_ERROR(mass.weigh(attended, parts_.keep.step_numbers));
       is_weighed = true;
     }
     choose_who_stays(layer, part, attended, mass);

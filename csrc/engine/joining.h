@@ -36,7 +36,7 @@ class Joining {
   Status turn_after_prompt(int64_t layer, int64_t part, std::span<const float> mass);
 
   /// What it allocates.
-  static int64_t fixed_bytes(const EngineOptions& apart);
+  static void reserve(Arena& arena, const Plan& plan);
 
  private:
   std::vector<int32_t> newcomers(int64_t layer, int64_t part, int64_t begin, int64_t end) const;

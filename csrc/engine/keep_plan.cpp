@@ -29,10 +29,26 @@ int64_t layer_pages_of(const EngineOptions& apart, const KeepPlan& plan) {
   return std::min(pages_for(apart, plan.in_dtype_max), plan.pages * apart.layers);
 }
 
+int64_t numbers_of(const KeepPlan& plan) {
+  if (plan.pages == 0) return 0;
+  return plan.kind.is_given ? 2 : plan.weighs_attended ? 1 : 0;
+}
+
+int64_t step_numbers_of(const EngineOptions& apart, const KeepPlan& plan) {
+  if (plan.pages == 0 || (plan.numbers_a_token != 1 && !plan.kind.joins)) return 0;
+  return apart.keep_variance > 0 ? 2 : 1;
+}
+
+int64_t bytes_of_group(const EngineOptions& apart, const KeepPlan& plan) {
+  if (plan.pages == 0) return 0;
+  return plan.numbers_a_token * apart.group_tokens * int64_t{sizeof(float)} +
+         (apart.group_tokens + 7) / 8;
+}
+
 }  // namespace
 
 KeepPlan::KeepPlan(const EngineOptions& apart)
-    : kind(apart.keeper_kind()),
+    : kind(*KeeperKind::find(apart.keeper)),
       weighs_attended(apart.keep_interval > 0 && !kind.is_given && apart.keep_scores == "attended"),
       weighs_disk(apart.keep_interval > 0 && apart.keep_scores == "disk"),
       shares_groups(apart.keep_share == "auto"),
@@ -44,6 +60,14 @@ KeepPlan::KeepPlan(const EngineOptions& apart)
       tokens_max(in_dtype_max * (has_float8 ? float8_a_room : 1)),
       pages(pages_of(apart, *this)),
       layer_pages(layer_pages_of(apart, *this)),
-      entries(layer_pages * (has_float8 ? float8_a_room : 1)) {}
+      entries(layer_pages * (has_float8 ? float8_a_room : 1)),
+      numbers_a_token(numbers_of(*this)),
+      step_numbers(step_numbers_of(apart, *this)),
+      bytes_per_group(bytes_of_group(apart, *this)) {}
+
+int64_t KeepPlan::turn_bytes(int64_t groups, int64_t group_tokens) const {
+  if (pages == 0 || groups == 0 || numbers_a_token == 1) return 0;
+  return (groups * group_tokens + kMassUnit) * int64_t{sizeof(float)};
+}
 
 }  // namespace kvswap

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "engine/engine_options.h"
+#include "methods/keeper.h"
 
 namespace kvswap {
 
@@ -24,8 +25,14 @@ struct KeepPlan {
   int64_t tokens_max;        // the same, of both precisions
   int64_t pages;  // of each layer, on average where they differ; 0: no keeper of tokens; those
                   // in e4m3 share them, from behind
-  int64_t layer_pages;  // of one layer at most
-  int64_t entries;      // in a page table: where all pages are divided among tokens in e4m3
+  int64_t layer_pages;      // of one layer at most
+  int64_t entries;          // in a page table: where all pages are divided among tokens in e4m3
+  int64_t numbers_a_token;  // beside a token from turn to turn: its worth, and how that decays
+  int64_t step_numbers;     // of each token that a step attends, see Plan::step_mass_bytes()
+  int64_t bytes_per_group;  // of what stands from turn to turn beside a group of a sequence
+
+  /// Of a turn: worths of the tokens of so many groups, where they do not stand from turn to turn.
+  int64_t turn_bytes(int64_t groups, int64_t group_tokens) const;
 };
 
 }  // namespace kvswap

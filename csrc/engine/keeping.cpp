@@ -37,14 +37,24 @@ class TurnCost {
 
 }  // namespace
 
+void Keeping::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  Dropping::reserve(arena, plan);
+  KeptPages::reserve(arena, plan);
+  WindowWeigher::reserve(arena, plan);
+  Joining::reserve(arena, plan);
+  GroupFits::reserve(arena, plan);
+  arena.take(Use::kScratch,
+             size_product({extent.batch, plan.step_mass_bytes(plan.keep.step_numbers)}));
+}
+
 int64_t Keeping::window(int64_t layer) const {
   const EngineOptions& options = parts_.options;
   const bool is_observed = !parts_.keep.kind.is_given && !parts_.keep.kind.keeps_outliers;
-  return options.keeps_tokens(layer) && is_observed ? options.keep_window : 0;
+  return parts_.plan.keeps_tokens(layer) && is_observed ? options.keep_window : 0;
 }
 
 void Keeping::note_chunk(int64_t layer, int64_t tokens) {
-  if (!parts_.keep.kind.keeps_outliers || !parts_.options.keeps_tokens(layer)) return;
+  if (!parts_.keep.kind.keeps_outliers || !parts_.plan.keeps_tokens(layer)) return;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     KeptTokens& kept = batch_.pages(part).kept(layer);
     kept.seen_positions = batch_.layer(layer).positions;
@@ -67,7 +77,7 @@ bool Keeping::is_observed(const KeptTokens& kept) const {
 }
 
 float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
-  if (!parts_.options.keeps_tokens(layer)) return nullptr;
+  if (!parts_.plan.keeps_tokens(layer)) return nullptr;
   for (int64_t part = 0; part < batch_.size(); ++part) {
     const KeptTokens& kept = batch_.pages(part).kept(layer);
     if (is_observed(kept) || joining_.lacks_room(layer, part)) return step_.log_sum_exp(queries);
@@ -78,7 +88,7 @@ float* Keeping::log_sum_exp(int64_t layer, int64_t queries) {
 Status Keeping::observe_step(int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
   if (parts_.keep.kind.joins) return joining_.observe_step(layer, attended, step_);
-  if (!options.keeps_tokens(layer) || options.keep_interval == 0) return Status::ok();
+  if (!parts_.plan.keeps_tokens(layer) || options.keep_interval == 0) return Status::ok();
   if (parts_.keep.kind.is_given) return Status::ok();
   if (parts_.keep.weighs_disk) KVSWAP_RETURN_IF_ERROR(take_queries(layer, attended));
   bool is_weighed = false;
@@ -178,7 +188,7 @@ Status Keeping::take_queries(int64_t layer, const PagedAttentionArgs& attended) 
 }
 
 Status Keeping::turn(int64_t layer, int64_t position) {
-  if (!parts_.options.keeps_tokens(layer)) return Status::ok();
+  if (!parts_.plan.keeps_tokens(layer)) return Status::ok();
   if (parts_.keep.kind.prefers_layers) return turn_of_layers(layer, position);
   // How many stay is one number for all heads, which must have been weighed by then.
   for (int64_t part = 0; parts_.keep.shares_groups && part < batch_.size(); ++part) {
@@ -200,7 +210,7 @@ Status Keeping::turn(int64_t layer, int64_t position) {
 /// All layers whose turn is due have it together: what each keeps depends on the others.
 Status Keeping::turn_of_layers(int64_t layer, int64_t position) {
   const auto is_due_in = [&](int64_t of, int64_t part) {
-    return parts_.options.keeps_tokens(of) && is_due(of, part, position);
+    return parts_.plan.keeps_tokens(of) && is_due(of, part, position);
   };
   bool is_turn = false;
   for (int64_t part = 0; part < batch_.size(); ++part) is_turn |= is_due_in(layer, part);

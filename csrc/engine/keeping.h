@@ -72,13 +72,9 @@ class Keeping {
   /// queries that were cropped, which the chunk's own will replace.
   Status turn_before_chunk(int64_t layer);
 
-  // What all of it allocates: for each layer of a sequence, for each of its groups, beside each of
-  // the parts' sequences, for so many groups of any, and for all.
-  static int64_t bytes_per_layer(const EngineOptions& apart, int64_t token_page_bytes);
-  static int64_t bytes_per_group(const EngineOptions& apart);
-  static int64_t sequence_bytes(const EngineOptions& apart);
-  static int64_t turn_bytes(const EngineOptions& apart, int64_t groups);
-  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
+  /// What all of it allocates, but for what stands with the sequences (SequencePages) and grows
+  /// with what they hold (Account).
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
  private:
   bool is_observed(const KeptTokens& kept) const;

@@ -18,22 +18,22 @@ int64_t place_of(const std::vector<int32_t>& positions, int32_t position) {
 
 }  // namespace
 
-int64_t KeptPages::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  const KeepPlan keep(apart);
-  if (keep.pages == 0) return 0;
-  const int64_t loads = 2 * past_block_groups(apart, record_bytes) * Fetch::bytes_per_load();
+void KeptPages::reserve(Arena& arena, const Plan& plan) {
+  const KeepPlan& keep = plan.keep;
+  if (keep.pages == 0) return;
+  const int64_t loads = 2 * plan.past_block_groups * Fetch::bytes_per_load();
   // A record, and a page that is encoded.
-  const int64_t rounded = keep.kind.joins ? 2 * apart.group_bytes() : 0;
-  const int64_t copies = apart.device ? keep.pages * token_page_bytes(apart, record_bytes) +
-                                            (keep.kind.joins ? apart.group_bytes() : 0)
-                                      : 0;
-  return loads + rounded + copies + (keep.layer_pages + 1) * apart.group_bytes() +
-         keep.in_dtype_max * int64_t{sizeof(size_t)};
+  const int64_t rounded = keep.kind.joins ? 2 * plan.group_bytes : 0;
+  const int64_t copies = plan.options.device ? keep.pages * plan.token_page_bytes +
+                                                   (keep.kind.joins ? plan.group_bytes : 0)
+                                             : 0;
+  arena.take(Use::kStaging, loads + rounded + copies + (keep.layer_pages + 1) * plan.group_bytes +
+                                keep.in_dtype_max * int64_t{sizeof(size_t)});
 }
 
 /// Before they are read: they stand until they are written.
 Status KeptPages::look_at_kept(int64_t layer, int64_t part) {
-  const int64_t bytes = parts_.keep.pages * token_page_bytes(parts_.options, parts_.record_bytes());
+  const int64_t bytes = parts_.keep.pages * parts_.plan.token_page_bytes;
   SequencePages& pages = batch_.pages(part);
   divided_ = &pages;
   layer_ = layer;
@@ -47,7 +47,7 @@ Status KeptPages::look_at_kept(int64_t layer, int64_t part) {
 
 const std::byte* KeptPages::kept_page(int64_t page) const {
   if (parts_.keep.divides_layers) return divided_->kept_page(layer_, page);
-  return kept_ + page * token_page_bytes(parts_.options, parts_.record_bytes());
+  return kept_ + page * parts_.plan.token_page_bytes;
 }
 
 /// The first of what was gathered becomes kept pages.
@@ -56,8 +56,7 @@ Status KeptPages::write(int64_t layer, int64_t part, int64_t first_page, int64_t
   for (int64_t page = first_page; page < first_page + count; ++page) {
     pages.push_back(batch_.pages(part).kept_page(layer, page));
   }
-  return parts_.space->compute().upload_pages(pages, gathered_.data(),
-                                              parts_.options.group_bytes());
+  return parts_.space->compute().upload_pages(pages, gathered_.data(), parts_.plan.group_bytes);
 }
 
 Status KeptPages::adopt(int64_t layer, int64_t part, std::vector<int32_t> positions,
@@ -102,8 +101,8 @@ Status KeptPages::gather(int64_t layer, int64_t part, const Wanted& wanted) {
   const int64_t gone = parts_.store->tables().first_group(layer, part) * options.group_tokens;
   const std::span<const int32_t> positions = wanted.positions;
   KVSWAP_RETURN_IF_ERROR(look_at_kept(layer, part));
-  gathered_.resize(parts_.keep.layer_pages * options.group_bytes());
-  decoded_.resize(options.group_bytes());
+  gathered_.resize(parts_.keep.layer_pages * parts_.plan.group_bytes);
+  decoded_.resize(parts_.plan.group_bytes);
   missing_.clear();
   const std::byte* page = nullptr;
   int64_t group = -1;  // that stands in the page
@@ -162,11 +161,11 @@ Status KeptPages::read_groups(int64_t layer, int64_t part, const Wanted& wanted,
   Status arrived = parts_.fetcher->finish(fetch_);
   if (arrived.is_pending()) parts_.fetcher->abandon(fetch_, blocks.value().memory);
   KVSWAP_RETURN_IF_ERROR(arrived);
-  std::vector<int8_t> note(options.note_bytes());
+  std::vector<int8_t> note(parts_.plan.note_bytes);
   size_t i = first;
   for (const Load& load : fetch_.loads) {
     parts_.store->copy_note(layer, part, load.group, note.data());
-    const std::byte* page = tokens_of_page(options, load.target, note.data(), decoded_.data());
+    const std::byte* page = tokens_of_page(parts_.plan, load.target, note.data(), decoded_.data());
     for (; i < end && group_of(i) == load.group; ++i) {
       put(wanted.first_place + static_cast<int64_t>(missing_[i]), page,
           positions[missing_[i]] % options.group_tokens);
@@ -177,17 +176,16 @@ Status KeptPages::read_groups(int64_t layer, int64_t part, const Wanted& wanted,
 
 /// A sealed group that still stands in the tail's pages, as its record has it; null: it does not.
 Result<const std::byte*> KeptPages::page_in_tail(int64_t layer, int64_t part, int64_t group) {
-  const EngineOptions& options = parts_.options;
   if (!parts_.keep.kind.joins || group < batch_.layer(layer).first_in_tail) {
     return static_cast<const std::byte*>(nullptr);
   }
-  auto page = parts_.space->compute().look_at(tail_.page(layer, part, group), options.group_bytes(),
-                                              tail_copy_);
-  if (!page.is_ok() || !options.has_float8_records()) return page;
-  rounded_.resize(options.payload_bytes());
-  std::vector<int8_t> exponents(options.note_bytes());
-  encode_page(options, page.value(), rounded_.data(), exponents.data());
-  return tokens_of_page(options, rounded_.data(), exponents.data(), decoded_.data());
+  auto page = parts_.space->compute().look_at(tail_.page(layer, part, group),
+                                              parts_.plan.group_bytes, tail_copy_);
+  if (!page.is_ok() || !parts_.plan.has_float8_records) return page;
+  rounded_.resize(parts_.plan.payload_bytes);
+  std::vector<int8_t> exponents(parts_.plan.note_bytes);
+  encode_page(parts_.plan, page.value(), rounded_.data(), exponents.data());
+  return tokens_of_page(parts_.plan, rounded_.data(), exponents.data(), decoded_.data());
 }
 
 const std::byte* KeptPages::decoded(int64_t layer, int64_t part, int64_t page) {
@@ -197,13 +195,13 @@ const std::byte* KeptPages::decoded(int64_t layer, int64_t part, int64_t page) {
 }
 
 const std::byte* KeptPages::decode(int64_t layer, int64_t part, int64_t page) {
-  const EngineOptions& options = parts_.options;
   const int64_t each = parts_.keep.float8_per_token;
-  decoded_.resize(options.group_bytes());
+  decoded_.resize(parts_.plan.group_bytes);
   decode_page(
-      options,
-      kept_page(parts_.keep.pages - 1 - page / each) + page % each * (options.group_bytes() / each),
-      batch_.pages(part).kept(layer).exponents().data() + page * page_note_bytes(options),
+      parts_.plan,
+      kept_page(parts_.keep.pages - 1 - page / each) +
+          page % each * (parts_.plan.group_bytes / each),
+      batch_.pages(part).kept(layer).exponents().data() + page * parts_.plan.page_note_bytes,
       decoded_.data());
   return decoded_.data();
 }
@@ -218,7 +216,7 @@ void KeptPages::put_rounded(int64_t layer, int64_t part, int32_t position, int64
 }
 
 void KeptPages::put(int64_t place, const std::byte* page, int64_t slot) {
-  const RecordShape shape = parts_.options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   std::byte* target = gathered_.data() + place / shape.group_tokens * shape.payload_bytes();
   put_token(shape, target, place % shape.group_tokens, token_of_page(shape, page, slot));
 }
@@ -227,16 +225,16 @@ void KeptPages::put(int64_t place, const std::byte* page, int64_t slot) {
 void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> positions,
                        std::vector<int8_t>& exponents) {
   const EngineOptions& options = parts_.options;
-  const RecordShape shape = options.record_shape();
+  const RecordShape shape = parts_.plan.record_shape;
   const int64_t group_tokens = options.group_tokens;
   const int64_t each = parts_.keep.float8_per_token;
-  const int64_t note_bytes = page_note_bytes(options);
+  const int64_t note_bytes = parts_.plan.page_note_bytes;
   const KeptTokens& kept = batch_.pages(part).kept(layer);
   const auto count = static_cast<int64_t>(positions.size());
   exponents.resize((count + group_tokens - 1) / group_tokens * note_bytes);
   int64_t in_room = -1;  // page that stands in decoded_
   for (int64_t page = 0; page * group_tokens < count; ++page) {
-    unencoded_.assign(options.group_bytes(), std::byte{0});
+    unencoded_.assign(parts_.plan.group_bytes, std::byte{0});
     for (int64_t i = page * group_tokens; i < std::min(count, (page + 1) * group_tokens); ++i) {
       const int64_t in_float8 = place_of(kept.float8(), positions[i]);
       const bool is_float8 = in_float8 < std::ssize(kept.float8());
@@ -249,9 +247,9 @@ void KeptPages::encode(int64_t layer, int64_t part, std::span<const int32_t> pos
       put_token(shape, unencoded_.data(), i % group_tokens,
                 token_of_page(shape, decoded, place % group_tokens));
     }
-    encode_page(options, unencoded_.data(),
-                gathered_.data() + (parts_.keep.pages - 1 - page / each) * options.group_bytes() +
-                    page % each * (options.group_bytes() / each),
+    encode_page(parts_.plan, unencoded_.data(),
+                gathered_.data() + (parts_.keep.pages - 1 - page / each) * parts_.plan.group_bytes +
+                    page % each * (parts_.plan.group_bytes / each),
                 exponents.data() + page * note_bytes);
   }
 }

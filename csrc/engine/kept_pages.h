@@ -36,7 +36,7 @@ class KeptPages {
   const std::byte* decoded(int64_t layer, int64_t part, int64_t page);
 
   /// What it allocates.
-  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
+  static void reserve(Arena& arena, const Plan& plan);
 
  private:
   Status look_at_kept(int64_t layer, int64_t part);

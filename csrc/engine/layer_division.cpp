@@ -82,7 +82,7 @@ std::vector<int64_t> LayerDivision::tokens_of(int64_t first_part) const {
   std::vector<int64_t> limits, weighed;
   int64_t keeping = 0;
   for (int64_t layer = 0; layer < options.layers; ++layer) {
-    keeping += options.keeps_tokens(layer) ? 1 : 0;
+    keeping += parts_.plan.keeps_tokens(layer) ? 1 : 0;
     AttentionSpread all;
     int64_t candidates = 0;
     bool is_weighed = false;

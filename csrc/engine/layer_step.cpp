@@ -27,7 +27,7 @@ Status LayerStep::ask(const Question& question) {
   const EngineOptions& options = parts_.options;
   made_for_ = batch_.layer(layer_);
   chosen_.resize(batch_.size());
-  is_asking_selector_ = parts_.options.selects() && !batch_.all_fit(layer_);
+  is_asking_selector_ = parts_.plan.selects && !batch_.all_fit(layer_);
   if (is_asking_selector_) {
     if (!parts_.selector->is_ready(layer_)) {
       return Status::invalid("session: layer " + std::to_string(layer_) + " must choose among " +
@@ -35,8 +35,8 @@ Status LayerStep::ask(const Question& question) {
                              " groups and has no projection; call set_projection() first");
     }
     const QueryView& query = question.query;
-    const bool is_by_head = options.score_kind() != Score::kSum;
-    const bool needs_all_heads = is_by_head || RowsKind::find(options.rows)->needs_all_heads;
+    const bool is_by_head = parts_.plan.method.score != Score::kSum;
+    const bool needs_all_heads = is_by_head || parts_.plan.rows.needs_all_heads;
     if (needs_all_heads && query.heads != options.query_heads) {
       const int64_t apart = options.heads_apart;
       return Status::invalid("look_ahead: query must have all " +
@@ -195,7 +195,7 @@ void LayerStep::take_pages(int64_t sequence, std::span<const PageMap::Assignment
       fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.page(page)});
     }
   }
-  if (parts_.options.replacement_policy() != Replacement::kClusters) return;
+  if (parts_.plan.replacement != Replacement::kClusters) return;
   // Pages of clusters that stand in the reuse buffer know how large these are.
   for (size_t i = 0; i < chosen.size() && is_page_id(chosen[i]); ++i) {
     const ClusterPages& row = parts_.clusters->of(layer_, sequence).pages;

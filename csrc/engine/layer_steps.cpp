@@ -2,14 +2,20 @@
 
 #include <utility>
 
-#include "engine/memory_need.h"
-
 namespace kvswap {
 
+void LayerSteps::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  // Of a group that a layer has chosen: its number and its page.
+  constexpr int64_t kChosenBytes = 2 * sizeof(int32_t);
+  const int64_t pages = size_product({extent.batch, plan.options.pages_max});
+  arena.take(Use::kTables, size_product({plan.page_layers, pages, Fetch::bytes_per_load()}));
+  arena.take(Use::kTables, size_product({plan.options.layers, pages, kChosenBytes}));
+}
+
 LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer)
-    : parts_(parts), batch_(batch), fetches_(page_layers(parts.options)) {
+    : parts_(parts), batch_(batch), fetches_(parts.plan.page_layers) {
   for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
-    Fetch& fetch = fetches_[layer % page_layers(parts.options)];
+    Fetch& fetch = fetches_[layer % parts.plan.page_layers];
     steps_.emplace_back(layer, parts, batch, sealer, fetch);
   }
 }
@@ -29,7 +35,7 @@ Status LayerSteps::look_ahead(int64_t layer, const Question& question) {
 
 /// In the step that the layer behind it looks ahead for.
 bool LayerSteps::is_yet_to_choose(int64_t layer) const {
-  if (layer < 0 || parts_.options.is_exact(layer)) return false;
+  if (layer < 0 || parts_.plan.is_exact(layer)) return false;
   return batch_.layer(layer).positions == batch_.layer(layer + 1).positions &&
          !steps_[layer].is_for(0);
 }
@@ -51,7 +57,7 @@ Status LayerSteps::take(int64_t layer, const Question& question) {
 /// the last one while the layer before it attends. Those two stand in pages apart.
 void LayerSteps::recall(int64_t layer, int64_t before) {
   const EngineOptions& options = parts_.options;
-  if (!shares_pages(options) || layer == options.layers) return;
+  if (!parts_.plan.shares_pages || layer == options.layers) return;
   LayerStep& step = steps_[layer];
   const bool is_behind = batch_.layer(layer).positions < batch_.layer(before).positions;
   if (step.state() != LayerStep::State::kIdle || step.has_pages() || !is_behind) return;
@@ -79,7 +85,7 @@ Room LayerSteps::room_for(int64_t layer) {
 
 /// Ends the steps of layers that share this one's pages: what they read is no longer there.
 Status LayerSteps::make_page_room(int64_t layer) {
-  const int64_t apart = page_layers(parts_.options);
+  const int64_t apart = parts_.plan.page_layers;
   for (int64_t other = layer % apart; other < parts_.options.layers; other += apart) {
     if (other != layer && steps_[other].has_pages()) KVSWAP_RETURN_IF_ERROR(steps_[other].drop());
   }

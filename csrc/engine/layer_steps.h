@@ -34,6 +34,9 @@ class LayerSteps {
   void forget_choices();
   LayerStep& of(int64_t layer) { return steps_[layer]; }
 
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
+
  private:
   bool is_yet_to_choose(int64_t layer) const;
   Status answer(int64_t layer);

@@ -202,7 +202,7 @@ Status Loader::load_tables(const SavedCounts& counts, const SavedTensors& saved)
 
 Status Loader::load_exponents(const SavedCounts& counts, const SavedTensors& saved,
                               SavedTables& tables) {
-  if (!parts_.options.has_float8_records()) return Status::ok();
+  if (!parts_.plan.has_float8_records) return Status::ok();
   const int64_t sizes[] = {counts.records, parts_.options.kv_heads, 2};
   auto found = saved.get("exponents", "I8", sizes);
   if (!found.is_ok()) return found.status();
@@ -233,7 +233,7 @@ Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedT
       saved.get(saved_name(layer, "sink_records"), saved_dtype(options.dtype), record_sizes);
   if (!records.is_ok()) return records.status();
   const std::vector<uint32_t> places = copied<uint32_t>(sinks.value());
-  const int64_t bytes = options.group_bytes();
+  const int64_t bytes = parts_.plan.group_bytes;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t sequence = places[2 * i];
     const uint32_t group = places[2 * i + 1];
@@ -260,7 +260,7 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
   auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype), sizes);
   if (!found.is_ok()) return found.status();
   const int64_t groups = (newest + options.group_tokens - 1) / options.group_tokens;
-  const int64_t group_bytes = options.group_bytes();
+  const int64_t group_bytes = parts_.plan.group_bytes;
   const size_t half = found.value().size() / counts.sequences / 2;
   std::vector<std::byte> records(groups * group_bytes);
   for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
@@ -275,7 +275,7 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
       lengths.push_back(static_cast<int32_t>(
           std::min(options.group_tokens, newest - group * options.group_tokens)));
     }
-    pack_records({.shape = options.record_shape(),
+    pack_records({.shape = parts_.plan.record_shape,
                   .tokens = {.keys = tokens.data(),
                              .values = tokens.data() + half,
                              .key_head_stride = newest * options.head_dim,

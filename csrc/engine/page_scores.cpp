@@ -1,25 +1,18 @@
 #include "engine/page_scores.h"
 
 namespace kvswap {
-namespace {
-
-bool is_wanted(const EngineOptions& options) {
-  return options.replacement_policy() == Replacement::kScore && options.selects();
-}
-
-}  // namespace
-
-int64_t PageScores::sequence_bytes(const EngineOptions& apart) {
-  return is_wanted(apart) ? StepMass::sequence_bytes(apart, StepMass::Numbers::kMeans) : 0;
+void PageScores::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  arena.take(Use::kScratch,
+             size_product({extent.batch, plan.step_mass_bytes(plan.page_numbers())}));
 }
 
 float* PageScores::log_sum_exp(int64_t queries) {
-  return is_wanted(parts_.options) ? mass_.log_sum_exp(queries) : nullptr;
+  return parts_.plan.page_numbers() > 0 ? mass_.log_sum_exp(queries) : nullptr;
 }
 
 Status PageScores::rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended) {
   const EngineOptions& options = parts_.options;
-  if (!is_wanted(options) || step.pages().empty()) return Status::ok();
+  if (parts_.plan.page_numbers() == 0 || step.pages().empty()) return Status::ok();
   const int64_t group_tokens = options.group_tokens;
   KVSWAP_RETURN_IF_ERROR(mass_.weigh(attended));
   const Batch::Layer& state = batch_.layer(layer);

@@ -22,8 +22,8 @@ class PageScores {
   /// Afterwards, with the arguments of that attention, before anything is sealed.
   Status rate(const LayerStep& step, int64_t layer, const PagedAttentionArgs& attended);
 
-  /// What it allocates, beside each of the parts' sequences.
-  static int64_t sequence_bytes(const EngineOptions& apart);
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
  private:
   EngineParts& parts_;

@@ -9,11 +9,12 @@ namespace kvswap {
 /// Kept tokens that have become padding since they were chosen.
 void PageTable::hide_later_padding(const Apart& first, const TokenValidity& validity,
                                    const KeptTokens& kept) {
+  const int64_t group_tokens = parts_.options.group_tokens;
   const auto hide = [&](int64_t entry, const std::vector<int32_t>& positions, int64_t token) {
     const auto found = std::ranges::lower_bound(positions, token);
     if (found == positions.end() || *found != token) return;
     const int64_t place = found - positions.begin();
-    masks_[entry + place / group_tokens_] &= ~(uint64_t{1} << (place % group_tokens_));
+    masks_[entry + place / group_tokens] &= ~(uint64_t{1} << (place % group_tokens));
   };
   for (const int64_t token : validity.later_padding()) {
     hide(first.kept, kept.positions(), token);
@@ -24,12 +25,13 @@ void PageTable::hide_later_padding(const Apart& first, const TokenValidity& vali
 /// The same of tokens in clusters, and of those that wait for theirs.
 void PageTable::hide_later_padding(const Apart& first, const TokenValidity& validity,
                                    const ClusterRow& row, const std::vector<int32_t>& chosen) {
+  const int64_t group_tokens = parts_.options.group_tokens;
   for (const int64_t token : validity.later_padding()) {
     if (token >= row.clusters.left()) break;  // in the tail yet
     const int64_t waiting = row.pages.waiting_at(token);
     if (waiting >= 0) {
-      const uint64_t bit = uint64_t{1} << (waiting % group_tokens_);
-      masks_[first.waiting + waiting / group_tokens_] &= ~bit;
+      const uint64_t bit = uint64_t{1} << (waiting % group_tokens);
+      masks_[first.waiting + waiting / group_tokens] &= ~bit;
     }
     const int64_t place = row.pages.place(token);
     if (place < 0) continue;
@@ -40,27 +42,30 @@ void PageTable::hide_later_padding(const Apart& first, const TokenValidity& vali
   }
 }
 
-void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
-                      const RecordStore& store) {
-  const auto [layer, pages_max, queries, heads_apart, note_bytes, clusters] = of;
-  const Batch::Layer& state = batch.layer(layer);
-  const int64_t group_tokens = tail.group_tokens();
+void PageTable::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  arena.take(Use::kScratch,
+             size_product({extent.batch, plan.pages_per_layer, 20 + plan.page_note_bytes}));
+}
+
+void PageTable::build(int64_t layer, int64_t queries, const LayerStep& step) {
+  const int64_t pages_max = parts_.plan.pages_per_layer;
+  const int64_t note_bytes = parts_.plan.page_note_bytes;
+  const ClusterRows* clusters = parts_.clusters_of(layer);
+  const Batch::Layer& state = batch_.layer(layer);
+  const int64_t group_tokens = parts_.options.group_tokens;
   const int64_t groups = (state.positions + group_tokens - 1) / group_tokens;
-  pages_max_ = pages_max;
-  group_tokens_ = group_tokens;
-  heads_apart_ = heads_apart;
-  pages_.resize(batch.size() * pages_max);
-  masks_.resize(batch.size() * pages_max);
-  positions_.resize(batch.size() * pages_max);
-  exponents_.assign(batch.size() * pages_max * note_bytes, kNotFloat8);
-  counts_.assign(batch.size(), 0);
-  query_positions_.assign(batch.size(), static_cast<int32_t>(state.positions - queries));
-  for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
-    SequencePages& pages = batch.pages(sequence);
+  pages_.resize(batch_.size() * pages_max);
+  masks_.resize(batch_.size() * pages_max);
+  positions_.resize(batch_.size() * pages_max);
+  exponents_.assign(batch_.size() * pages_max * note_bytes, kNotFloat8);
+  counts_.assign(batch_.size(), 0);
+  query_positions_.assign(batch_.size(), static_cast<int32_t>(state.positions - queries));
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    SequencePages& pages = batch_.pages(sequence);
     int64_t entry = sequence * pages_max;
     const auto add = [&](int64_t group, const std::byte* page) {
       pages_[entry] = page;
-      masks_[entry] = batch.mask(layer, sequence, group);
+      masks_[entry] = batch_.mask(layer, sequence, group);
       positions_[entry] = static_cast<int32_t>(group * group_tokens);
       ++entry;
     };
@@ -94,10 +99,10 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
                   exponents_.begin() + entry * note_bytes);
       add_kept(pages.kept_float8_page(layer, page), in_float8 - done);
     }
-    const TokenValidity& validity = batch.validity(sequence);
+    const TokenValidity& validity = batch_.validity(sequence);
     hide_later_padding(first, validity, kept);
     const std::vector<int32_t>& chosen = step.chosen()[sequence];
-    const bool chose_clusters = clusters != nullptr && !batch.fits(layer, sequence) &&
+    const bool chose_clusters = clusters != nullptr && !batch_.fits(layer, sequence) &&
                                 (chosen.empty() || is_page_id(chosen.front()));
     if (chose_clusters) {
       const ClusterPages& of_row = clusters->of(layer, sequence).pages;
@@ -113,12 +118,12 @@ void PageTable::build(const Of& of, const Batch& batch, const Tail& tail, const 
       hide_later_padding(first, validity, clusters->of(layer, sequence), chosen);
     }
     for (size_t i = 0; i < chosen.size() && !is_page_id(chosen[i]); ++i) {
-      store.copy_note(layer, sequence, chosen[i], exponents_.data() + entry * note_bytes);
+      parts_.store->copy_note(layer, sequence, chosen[i], exponents_.data() + entry * note_bytes);
       add(chosen[i], pages.page(step.pages()[sequence][i]));
-      masks_[entry - 1] = batch.selectable(layer, sequence, chosen[i]);
+      masks_[entry - 1] = batch_.selectable(layer, sequence, chosen[i]);
     }
     for (int64_t group = state.sealed_groups; group < groups; ++group) {
-      add(group, tail.page(layer, sequence, group));
+      add(group, tail_.page(layer, sequence, group));
     }
     counts_[sequence] = static_cast<int32_t>(entry - sequence * pages_max);
   }
@@ -131,9 +136,9 @@ void PageTable::describe(PagedAttentionArgs& args) const {
   args.page_counts = counts_.data();
   args.query_positions = query_positions_.data();
   args.exponents = exponents_.empty() ? nullptr : exponents_.data();
-  args.pages_max = pages_max_;
-  args.table_heads = heads_apart_;
-  args.batch = static_cast<int64_t>(counts_.size()) / heads_apart_;
+  args.pages_max = parts_.plan.pages_per_layer;
+  args.table_heads = parts_.options.heads_apart;
+  args.batch = static_cast<int64_t>(counts_.size()) / parts_.options.heads_apart;
 }
 
 }  // namespace kvswap

@@ -7,7 +7,6 @@
 #include "engine/layer_step.h"
 #include "engine/tail.h"
 #include "kernels/paged_attention.h"
-#include "methods/cluster_rows.h"
 
 namespace kvswap {
 
@@ -15,21 +14,19 @@ namespace kvswap {
 /// allocates nothing.
 class PageTable {
  public:
-  struct Of {
-    int64_t layer = 0;
-    int64_t pages_max = 0;  // of a sequence
-    int64_t queries = 0;    // the newest positions
-    int64_t heads_apart = 1;
-    int64_t note_bytes = 0;                 // of a record; 0: all pages are of the model's dtype
-    const ClusterRows* clusters = nullptr;  // where the layer chooses them
-  };
+  PageTable(const EngineParts& parts, const Batch& batch, const Tail& tail)
+      : parts_(parts), batch_(batch), tail_(tail) {}
+
   /// Sinks, kept tokens, those that wait for their cluster, the step's groups or clusters, and the
   /// tail. Of tokens in pages that are no group's, which every query sees, page i stands as if at
   /// position -(i + 1) * group_tokens; of kept ones those in e4m3 behind the others.
-  void build(const Of& of, const Batch& batch, const Tail& tail, const LayerStep& step,
-             const RecordStore& store);
+  /// queries: the newest positions.
+  void build(int64_t layer, int64_t queries, const LayerStep& step);
   /// The table's part of the kernel's arguments.
   void describe(PagedAttentionArgs& args) const;
+
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
  private:
   /// First entries of a sequence's pages that are no group's.
@@ -44,9 +41,9 @@ class PageTable {
   void hide_later_padding(const Apart& first, const TokenValidity& validity, const ClusterRow& row,
                           const std::vector<int32_t>& chosen);
 
-  int64_t pages_max_ = 0;
-  int64_t group_tokens_ = 0;
-  int64_t heads_apart_ = 1;
+  const EngineParts& parts_;
+  const Batch& batch_;
+  const Tail& tail_;
   // Of sequences, which are KV heads where those are apart.
   std::vector<const void*> pages_;        // [batch, pages_max]
   std::vector<uint64_t> masks_;           // [batch, pages_max]

@@ -6,12 +6,12 @@
 
 namespace kvswap {
 
-void decode_page(const EngineOptions& options, const std::byte* page, const int8_t* exponents,
+void decode_page(const Plan& plan, const std::byte* page, const int8_t* exponents,
                  std::byte* target) {
   const void* from = page;
   void* to = target;
-  decode_records({.shape = options.record_shape(),
-                  .dtype = options.dtype,
+  decode_records({.shape = plan.record_shape,
+                  .dtype = plan.options.dtype,
                   .from = &from,
                   .to = &to,
                   .exponents = const_cast<int8_t*>(exponents),
@@ -19,12 +19,11 @@ void decode_page(const EngineOptions& options, const std::byte* page, const int8
                  {});
 }
 
-void encode_page(const EngineOptions& options, const std::byte* page, std::byte* target,
-                 int8_t* exponents) {
+void encode_page(const Plan& plan, const std::byte* page, std::byte* target, int8_t* exponents) {
   const void* from = page;
   void* to = target;
-  encode_records({.shape = options.record_shape(),
-                  .dtype = options.dtype,
+  encode_records({.shape = plan.record_shape,
+                  .dtype = plan.options.dtype,
                   .from = &from,
                   .to = &to,
                   .exponents = exponents,
@@ -32,10 +31,10 @@ void encode_page(const EngineOptions& options, const std::byte* page, std::byte*
                  {});
 }
 
-const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
-                                const int8_t* exponents, std::byte* room) {
-  if (!options.has_float8_records() || *exponents == kNotFloat8) return page;
-  decode_page(options, page, exponents, room);
+const std::byte* tokens_of_page(const Plan& plan, const std::byte* page, const int8_t* exponents,
+                                std::byte* room) {
+  if (!plan.has_float8_records || *exponents == kNotFloat8) return page;
+  decode_page(plan, page, exponents, room);
   return room;
 }
 

@@ -3,20 +3,19 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "engine/engine_options.h"
+#include "engine/plan.h"
 
 namespace kvswap {
 
-/// A page of e4m3 in the model's dtype, [group_bytes()]; and one of these as e4m3. exponents:
+/// A page of e4m3 in the model's dtype, [group_bytes]; and one of these as e4m3. exponents:
 /// [kv_heads, 2] of the page.
-void decode_page(const EngineOptions& options, const std::byte* page, const int8_t* exponents,
+void decode_page(const Plan& plan, const std::byte* page, const int8_t* exponents,
                  std::byte* target);
-void encode_page(const EngineOptions& options, const std::byte* page, std::byte* target,
-                 int8_t* exponents);
+void encode_page(const Plan& plan, const std::byte* page, std::byte* target, int8_t* exponents);
 
-/// A page's tokens in the model's dtype: the page, or what it is decoded to, [group_bytes()].
-const std::byte* tokens_of_page(const EngineOptions& options, const std::byte* page,
-                                const int8_t* exponents, std::byte* room);
+/// A page's tokens in the model's dtype: the page, or what it is decoded to, [group_bytes].
+const std::byte* tokens_of_page(const Plan& plan, const std::byte* page, const int8_t* exponents,
+                                std::byte* room);
 
 /// K and V of one token in the model's dtype, wherever they stand: those of head h `head_stride`
 /// bytes behind the first.

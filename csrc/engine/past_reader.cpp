@@ -34,8 +34,7 @@ Status PastReader::load(const Groups& groups, std::byte* target,
 }
 
 Status PastReader::list(const Groups& groups, const std::byte* records, PastPages& listed) {
-  const EngineOptions& options = parts_.options;
-  const int64_t note_bytes = options.note_bytes();
+  const int64_t note_bytes = parts_.plan.note_bytes;
   listed.pages.resize(groups.count);
   listed.exponents.resize(groups.count * note_bytes);
   for (int64_t i = 0; i < groups.count; ++i) {
@@ -43,16 +42,16 @@ Status PastReader::list(const Groups& groups, const std::byte* records, PastPage
     parts_.store->copy_note(groups.layer, groups.sequence, groups.first + i,
                             listed.exponents.data() + i * note_bytes);
   }
-  if (!options.has_float8_records()) return Status::ok();
+  if (!parts_.plan.has_float8_records) return Status::ok();
   SequencePages& pages = batch_.pages(groups.sequence);
   const std::vector<int32_t>& sinks = pages.sinks(groups.layer);
-  listed.sinks.resize(sinks.size() * options.group_bytes());
+  listed.sinks.resize(sinks.size() * parts_.plan.group_bytes);
   for (size_t sink = 0; sink < sinks.size(); ++sink) {
     const int64_t i = sinks[sink] - groups.first;
     if (i < 0 || i >= groups.count) continue;
-    std::byte* copy = listed.sinks.data() + sink * options.group_bytes();
+    std::byte* copy = listed.sinks.data() + sink * parts_.plan.group_bytes;
     KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
-        copy, pages.sink_page(groups.layer, static_cast<int64_t>(sink)), options.group_bytes()));
+        copy, pages.sink_page(groups.layer, static_cast<int64_t>(sink)), parts_.plan.group_bytes));
     listed.pages[i] = copy;
     std::fill_n(listed.exponents.begin() + i * note_bytes, note_bytes, kNotFloat8);
   }
@@ -60,8 +59,8 @@ Status PastReader::list(const Groups& groups, const std::byte* records, PastPage
 }
 
 const std::byte* PastReader::tokens(const PastPages& listed, int64_t index, std::byte* room) const {
-  return tokens_of_page(parts_.options, listed.pages[index],
-                        listed.exponents.data() + index * parts_.options.note_bytes(), room);
+  return tokens_of_page(parts_.plan, listed.pages[index],
+                        listed.exponents.data() + index * parts_.plan.note_bytes, room);
 }
 
 Result<PastBlocks> PastReader::blocks() {
@@ -71,7 +70,7 @@ Result<PastBlocks> PastReader::blocks() {
   }
   KVSWAP_ASSERT(blocks_ == nullptr || blocks_.use_count() == 1);
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t groups = past_block_groups(parts_.options, record_bytes);
+  const int64_t groups = parts_.plan.past_block_groups;
   if (blocks_ == nullptr) {
     auto memory = parts_.space->landing().make_landing(2 * groups * record_bytes);
     if (!memory.is_ok()) return memory.status();
@@ -116,11 +115,11 @@ Status PastReader::read_sealed(const Positions& positions, const TokenView& targ
                                batch_.layer(positions.layer).sealed_groups);
   int64_t group = positions.begin / group_tokens;
   if (group >= end) return Status::ok();
-  const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), end - group);
+  const int64_t block = std::min(parts_.plan.past_block_groups, end - group);
   auto shared = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
   if (!shared.is_ok()) return shared.status();
   const std::shared_ptr<std::byte>& buffer = shared.value();
-  std::vector<std::byte> room(parts_.options.group_bytes());
+  std::vector<std::byte> room(parts_.plan.group_bytes);
   PastPages listed;
   for (; group < end; group += block) {
     const Groups groups = {positions.layer, positions.sequence, group,
@@ -139,11 +138,11 @@ Status PastReader::read_tail(const Positions& positions, const TokenView& target
   const int64_t end = (positions.end + group_tokens - 1) / group_tokens;
   int64_t group =
       std::max(positions.begin / group_tokens, batch_.layer(positions.layer).sealed_groups);
-  std::vector<std::byte> record(parts_.options.group_bytes());
+  std::vector<std::byte> record(parts_.plan.group_bytes);
   for (; group < end; ++group) {
     KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
         record.data(), tail_.page(positions.layer, positions.sequence, group),
-        parts_.options.group_bytes()));
+        parts_.plan.group_bytes));
     unpack(record.data(), group, positions, target);
   }
   return Status::ok();
@@ -159,7 +158,7 @@ void PastReader::unpack(const std::byte* record, int64_t group, const Positions&
   const int64_t first_token = first - positions.begin;
   const auto slot = static_cast<int32_t>(first - group * group_tokens);
   const auto length = static_cast<int32_t>(last - first);
-  unpack_records({.shape = parts_.options.record_shape(),
+  unpack_records({.shape = parts_.plan.record_shape,
                   .tokens = target,
                   .records = &base,
                   .first_tokens = &first_token,

@@ -62,9 +62,12 @@ class PastReader {
   /// A group's tokens in the model's dtype: in the pages, or decoded to `room` [group_bytes()].
   const std::byte* tokens(const PastPages& listed, int64_t index, std::byte* room) const;
 
-  /// Blocks of past_block_groups(), kept from call to call and charged as staging from the start;
-  /// one PastStream at a time.
+  /// Blocks of Plan::past_block_groups, kept from call to call and charged as staging from the
+  /// start; one PastStream at a time.
   Result<PastBlocks> blocks();
+  static void reserve(Arena& arena, const Plan& plan) {
+    arena.take(Use::kStaging, 2 * plan.past_block_groups * plan.record_bytes);
+  }
 
   struct Positions {
     int64_t layer = 0;

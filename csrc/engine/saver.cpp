@@ -24,16 +24,16 @@ constexpr uint32_t kNoNumber = std::numeric_limits<uint32_t>::max();
 /// kept.
 Status check_can_go_on(const EngineParts& parts, const char* where) {
   const EngineOptions& options = parts.options;
-  if (RowsKind::find(options.rows)->is_given) {
+  if (parts.plan.rows.is_given) {
     return Status::invalid(std::string(where) +
                            ": rows must not be 'given', since what scores them is not saved");
   }
-  if (has_clusters(options)) {
+  if (parts.plan.has_clusters) {
     return Status::invalid(std::string(where) +
                            ": grouping must be 'runs', got 'clusters', which are not saved; open "
                            "the cache without them");
   }
-  if (options.drops()) {
+  if (parts.plan.drops) {
     return Status::invalid(std::string(where) +
                            ": the session must have a directory, since without one what it drops "
                            "is gone; open the cache with a path");
@@ -120,7 +120,7 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
                    std::vector<uint32_t>& numbers) {
   const int64_t sealed = batch_.layer(0).sealed_groups;
   const int64_t record_bytes = parts_.record_bytes();
-  const int64_t block = std::min(past_block_groups(parts_.options, record_bytes), sealed);
+  const int64_t block = std::min(parts_.plan.past_block_groups, sealed);
   if (block == 0) return Status::ok();
   auto buffer = share_aligned_bytes(block * record_bytes, parts_.options.memory_at_end());
   if (!buffer.is_ok()) return buffer.status();
@@ -156,7 +156,7 @@ Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::G
     const uint32_t sum = record_checksum(bytes, {seed, groups.layer, group, number + 1});
     records.sums.push_back({number, number + 1, sum});
     const size_t noted = records.notes.size();
-    records.notes.resize(noted + parts_.options.note_bytes());
+    records.notes.resize(noted + parts_.plan.note_bytes);
     parts_.store->copy_note(groups.layer, groups.sequence, group, records.notes.data() + noted);
   }
   return target.write_records({buffer.get(), static_cast<size_t>(groups.count * record_bytes)});
@@ -292,7 +292,7 @@ void Saver::list_records(Records records, std::vector<SavedTensor>& tensors) con
                        std::memcpy(target, held->sums.data() + first, rows * sizeof(SavedRecord));
                        return Status::ok();
                      }});
-  const int64_t bytes = parts_.options.note_bytes();
+  const int64_t bytes = parts_.plan.note_bytes;
   if (bytes == 0) return;
   tensors.push_back({"exponents",
                      "I8",
@@ -370,7 +370,7 @@ void Saver::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors) {
                        }
                        return Status::ok();
                      }});
-  const int64_t bytes = options.group_bytes();
+  const int64_t bytes = parts_.plan.group_bytes;
   tensors.push_back({saved_name(layer, "sink_records"),
                      saved_dtype(options.dtype),
                      {count, options.kv_heads, 2, options.group_tokens, options.head_dim},

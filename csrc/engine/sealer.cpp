@@ -10,6 +10,10 @@
 
 namespace kvswap {
 
+void Sealer::reserve(Arena& arena, const Plan& plan) {
+  arena.take(Use::kStaging, plan.encoded_at_once * plan.token_page_bytes);
+}
+
 Status Sealer::seal_overflow(int64_t layer) {
   while (batch_.due_groups(layer, batch_.layer(layer).positions) > 0) {
     const Status sealed = seal_from_tail(layer);
@@ -42,7 +46,7 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
   std::byte* records = parts_.space->outbox().at(staged.value());
   std::vector<int64_t> sequences(count);
   std::iota(sequences.begin(), sequences.end(), first_sequence);
-  const bool is_encoded = parts_.options.has_float8_records();
+  const bool is_encoded = parts_.plan.has_float8_records;
   const bool is_summarised = parts_.selector->is_ready(layer);
   std::vector<const void*> pages;
   std::vector<SealedKeys> keys;
@@ -51,7 +55,7 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
     pages.push_back(page);
     if (!is_encoded) {
       parts_.space->compute().copy(records + i * parts_.record_bytes(), page,
-                                   parts_.options.payload_bytes());
+                                   parts_.plan.payload_bytes);
     }
     pin_if_sink(layer, sequences[i], group, page);
     if (!is_summarised) continue;
@@ -73,7 +77,7 @@ Status Sealer::seal_directly(int64_t layer, const KeyValueView& tokens, int64_t 
   const EngineOptions& options = parts_.options;
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   const int64_t run_max = parts_.store->run_records_max();
-  if (options.has_float8_records() && !unencoded_) KVSWAP_RETURN_IF_ERROR(make_unencoded());
+  if (parts_.plan.has_float8_records && !unencoded_) KVSWAP_RETURN_IF_ERROR(make_unencoded());
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     for (int64_t done = 0; done < groups; done += run_max) {
       KVSWAP_RETURN_IF_ERROR(seal_run_of_chunk(layer, sequence, sealed + done,
@@ -104,7 +108,7 @@ Status Sealer::seal_run_of_chunk(int64_t layer, int64_t sequence, int64_t first_
   auto staged = stage(layer, count);
   if (!staged.is_ok()) return staged.status();
   const Piece piece = {layer, sequence, first_group, first_token, count};
-  if (parts_.options.has_float8_records()) {
+  if (parts_.plan.has_float8_records) {
     pack_and_encode(staged.value(), tokens, piece);
   } else {
     pack(tokens, piece, parts_.space->outbox().at(staged.value()), parts_.record_bytes());
@@ -121,7 +125,7 @@ void Sealer::pack(const KeyValueView& tokens, const Piece& piece, std::byte* pag
     records[i] = pages + i * stride;
     first_tokens[i] = piece.first_token + i * parts_.options.group_tokens;
   }
-  cuda::BatchTransferArgs transfer = transfer_of(parts_.options, tokens);
+  cuda::BatchTransferArgs transfer = transfer_of(parts_.plan, tokens);
   transfer.records = records.data();
   transfer.sequences = sequences.data();
   transfer.first_tokens = first_tokens.data();
@@ -136,8 +140,8 @@ void Sealer::pack(const KeyValueView& tokens, const Piece& piece, std::byte* pag
 void Sealer::pack_and_encode(RecordStore::StagedRun& run, const KeyValueView& tokens,
                              const Piece& piece) {
   const EngineOptions& options = parts_.options;
-  const int64_t most = encoded_at_once(options, parts_.record_bytes());
-  const int64_t page_bytes = token_page_bytes(options, parts_.record_bytes());
+  const int64_t most = parts_.plan.encoded_at_once;
+  const int64_t page_bytes = parts_.plan.token_page_bytes;
   for (int64_t done = 0; done < piece.count; done += most) {
     Piece next = piece;
     next.first_group += done;
@@ -151,9 +155,7 @@ void Sealer::pack_and_encode(RecordStore::StagedRun& run, const KeyValueView& to
 }
 
 Status Sealer::make_unencoded() {
-  const int64_t record_bytes = parts_.record_bytes();
-  auto pool = parts_.space->make_pool(encoded_at_once(parts_.options, record_bytes),
-                                      token_page_bytes(parts_.options, record_bytes));
+  auto pool = parts_.space->make_pool(parts_.plan.encoded_at_once, parts_.plan.token_page_bytes);
   if (!pool.is_ok()) return pool.status();
   unencoded_ = std::make_unique<PagePool>(std::move(pool.value()));
   return Status::ok();
@@ -169,11 +171,11 @@ void Sealer::encode(RecordStore::StagedRun& run, int64_t first,
   for (size_t i = 0; i < pages.size(); ++i) {
     records[i] = outbox + (first + static_cast<int64_t>(i)) * parts_.record_bytes();
   }
-  parts_.space->compute().encode({.shape = options.record_shape(),
+  parts_.space->compute().encode({.shape = parts_.plan.record_shape,
                                   .dtype = options.dtype,
                                   .from = pages.data(),
                                   .to = records.data(),
-                                  .exponents = notes + first * options.note_bytes(),
+                                  .exponents = notes + first * parts_.plan.note_bytes,
                                   .count = static_cast<int64_t>(pages.size())});
 }
 
@@ -182,7 +184,7 @@ void Sealer::pin_if_sink(int64_t layer, int64_t sequence, int64_t group, const s
   SequencePages& pages = batch_.pages(sequence);
   std::vector<int32_t>& sinks = pages.sinks(layer);
   std::byte* page = pages.sink_page(layer, static_cast<int64_t>(sinks.size()));
-  parts_.space->compute().copy(page, record, parts_.options.group_bytes());
+  parts_.space->compute().copy(page, record, parts_.plan.group_bytes);
   sinks.push_back(static_cast<int32_t>(group));
 }
 
@@ -213,7 +215,7 @@ void Sealer::take_back(int64_t layer, int64_t groups) {
 
 /// A run to fill. Those on their way from a device keep their buffers: one is left for this.
 Result<RecordStore::StagedRun> Sealer::stage(int64_t layer, int64_t count) {
-  if (static_cast<int64_t>(sent_.size()) == kWriteBuffers) {
+  if (static_cast<int64_t>(sent_.size()) == Plan::kWriteBuffers) {
     KVSWAP_RETURN_IF_ERROR(hand_over_oldest());
   }
   return parts_.store->stage(layer, count);

@@ -46,6 +46,9 @@ class Sealer {
   /// The keys of a record, where it stands.
   KeyView keys_of(const std::byte* record) const;
 
+  /// What it allocates.
+  static void reserve(Arena& arena, const Plan& plan);
+
  private:
   Result<RecordStore::StagedRun> stage(int64_t layer, int64_t count);
   Status commit(RecordStore::StagedRun run, std::span<const int64_t> sequences);

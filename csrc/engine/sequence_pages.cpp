@@ -1,81 +1,108 @@
 #include "engine/sequence_pages.h"
 
 #include <numeric>
-
-#include "engine/memory_need.h"
+#include <utility>
 
 namespace kvswap {
 namespace {
 
 /// Of one layer.
-int64_t token_pages(const EngineOptions& options) {
-  return sink_pages(options) + tail_pages(options) + KeepPlan(options).pages +
-         waiting_pages(options);
+int64_t token_pages(const Plan& plan) {
+  return plan.sink_pages + plan.tail_pages + plan.keep.pages + plan.waiting_pages;
+}
+
+/// What kept tokens of a layer take: their pages, and what KeptTokens holds.
+int64_t kept_bytes(const Plan& plan) {
+  const EngineOptions& apart = plan.options;
+  const KeepPlan& keep = plan.keep;
+  if (keep.pages == 0) return 0;
+  const int64_t window =
+      keep.kind.is_given || keep.kind.keeps_outliers
+          ? 0
+          : apart.keep_window * apart.query_heads *
+                (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});
+  const int64_t mass =
+      keep.numbers_a_token * (kMassUnit + apart.tail_tokens) * int64_t{sizeof(float)};
+  const int64_t exponents = keep.has_float8 ? keep.entries * plan.page_note_bytes : 0;
+  // Where layers differ: which pages a layer has, and the order of its tokens.
+  const int64_t divided =
+      keep.divides_layers ? 4 * (keep.pages + keep.layer_pages + keep.tokens_max) : 0;
+  const int64_t before = keep.kind.joins ? 4 * keep.tokens_max : 0;  // a chunk, who was to stay
+  // Positions, now and next, and groups that are whole.
+  return keep.pages * plan.token_page_bytes + 4 * keep.entries + 8 * keep.tokens_max + exponents +
+         window + mass + divided + before;
 }
 
 }  // namespace
 
-Result<std::unique_ptr<SequencePages>> SequencePages::create(const EngineOptions& options,
-                                                             int64_t record_bytes,
-                                                             PageSpace& space) {
-  auto records = space.make_pool(page_layers(options) * options.pages_max, record_bytes);
-  if (!records.is_ok()) return records.status();
-  auto tokens = space.make_pool(options.layers * token_pages(options),
-                                token_page_bytes(options, record_bytes));
-  if (!tokens.is_ok()) return tokens.status();
-  return std::unique_ptr<SequencePages>(
-      new SequencePages(options, std::move(records.value()), std::move(tokens.value()), space));
+void SequencePages::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
+  const int64_t buffers = size_product({plan.page_layers, extent.batch, plan.options.pages_max});
+  const int64_t partitions = size_product({plan.options.layers, extent.batch});
+  arena.take(Use::kPages, size_product({buffers, plan.record_bytes}));
+  arena.take(Use::kPages,
+             size_product({partitions, plan.sink_pages + plan.tail_pages + plan.waiting_pages,
+                           plan.token_page_bytes}));
+  arena.take(Use::kKept, size_product({partitions, kept_bytes(plan)}));
+  arena.take(Use::kTables, size_product({buffers, PageMap::bytes_per_page(plan.replacement)}));
 }
 
-SequencePages::SequencePages(const EngineOptions& options, PagePool records, PagePool tokens,
-                             PageSpace& space)
-    : options_(options),
-      keep_(options),
+Result<std::unique_ptr<SequencePages>> SequencePages::create(const Plan& plan, PageSpace& space) {
+  const EngineOptions& options = plan.options;
+  auto records = space.make_pool(plan.page_layers * options.pages_max, plan.record_bytes);
+  if (!records.is_ok()) return records.status();
+  auto tokens = space.make_pool(options.layers * token_pages(plan), plan.token_page_bytes);
+  if (!tokens.is_ok()) return tokens.status();
+  return std::unique_ptr<SequencePages>(
+      new SequencePages(plan, std::move(records.value()), std::move(tokens.value()), space));
+}
+
+SequencePages::SequencePages(const Plan& plan, PagePool records, PagePool tokens, PageSpace& space)
+    : plan_(plan),
       space_(space),
       records_(std::move(records)),
       tokens_(std::move(tokens)),
-      sinks_(options.layers),
-      kept_(options.layers) {
-  maps_.reserve(page_layers(options));
-  for (int64_t layer = 0; layer < page_layers(options); ++layer) {
-    maps_.emplace_back(static_cast<int32_t>(layer * options.pages_max),
-                       static_cast<int32_t>(options.pages_max), options.replacement_policy());
+      sinks_(plan.options.layers),
+      kept_(plan.options.layers) {
+  const auto pages = static_cast<int32_t>(plan.options.pages_max);
+  maps_.reserve(plan.page_layers);
+  for (int32_t layer = 0; layer < plan.page_layers; ++layer) {
+    maps_.emplace_back(layer * pages, pages, plan.replacement);
   }
   free_kept();
 }
 
 /// No layer has pages of kept tokens.
 void SequencePages::free_kept() {
-  if (!keep_.divides_layers) return;
-  held_.assign(options_.layers, {});
-  free_.resize(options_.layers * keep_.pages);
+  if (!plan_.keep.divides_layers) return;
+  held_.assign(plan_.options.layers, {});
+  free_.resize(plan_.options.layers * plan_.keep.pages);
   std::iota(free_.rbegin(), free_.rend(), 0);
 }
 
-int64_t SequencePages::first_sink(int64_t layer) const { return layer * token_pages(options_); }
+int64_t SequencePages::first_sink(int64_t layer) const { return layer * token_pages(plan_); }
 
 std::byte* SequencePages::sink_page(int64_t layer, int64_t index) const {
-  KVSWAP_ASSERT(index < sink_pages(options_));
+  KVSWAP_ASSERT(index < plan_.sink_pages);
   return tokens_.page(static_cast<int32_t>(first_sink(layer) + index));
 }
 
 std::byte* SequencePages::tail_page(int64_t layer, int64_t group) const {
-  return tokens_.page(static_cast<int32_t>(first_sink(layer) + sink_pages(options_) +
-                                           group % tail_pages(options_)));
+  return tokens_.page(
+      static_cast<int32_t>(first_sink(layer) + plan_.sink_pages + group % plan_.tail_pages));
 }
 
 std::byte* SequencePages::kept_page(int64_t layer, int64_t index) const {
-  if (keep_.divides_layers) {
+  if (plan_.keep.divides_layers) {
     const int64_t page = held_[layer][index];
-    layer = page / keep_.pages;
-    index = page % keep_.pages;
+    layer = page / plan_.keep.pages;
+    index = page % plan_.keep.pages;
   }
-  return tokens_.page(static_cast<int32_t>(first_sink(layer) + sink_pages(options_) +
-                                           tail_pages(options_) + index));
+  return tokens_.page(
+      static_cast<int32_t>(first_sink(layer) + plan_.sink_pages + plan_.tail_pages + index));
 }
 
 int64_t SequencePages::hold_kept(int64_t layer, int64_t tokens) {
-  const int64_t wanted = (tokens + options_.group_tokens - 1) / options_.group_tokens;
+  const int64_t wanted = (tokens + plan_.options.group_tokens - 1) / plan_.options.group_tokens;
   std::vector<int32_t>& held = held_[layer];
   while (std::ssize(held) > wanted) {
     free_.push_back(held.back());
@@ -90,20 +117,20 @@ int64_t SequencePages::hold_kept(int64_t layer, int64_t tokens) {
 }
 
 std::byte* SequencePages::kept_float8_page(int64_t layer, int64_t index) const {
-  const int64_t each = keep_.float8_per_token;
-  return kept_page(layer, keep_.pages - 1 - index / each) +
-         index % each * (options_.group_bytes() / each);
+  const int64_t each = plan_.keep.float8_per_token;
+  return kept_page(layer, plan_.keep.pages - 1 - index / each) +
+         index % each * (plan_.group_bytes / each);
 }
 
 std::byte* SequencePages::lend_to_crop(int64_t layer, int64_t groups) {
-  if (!shares_pages(options_)) {
-    if (groups > options_.pages_max) return nullptr;
+  if (!plan_.shares_pages) {
+    if (groups > plan_.options.pages_max) return nullptr;
     map(layer).vacate(groups);
     return first_reuse_page(layer);
   }
   // Layers cannot have the pages they share at once: each has a place of its own among them all.
-  const int64_t each = tail_pages(options_);
-  if (groups > each || layer >= crop_lenders(options_)) return nullptr;
+  const int64_t each = plan_.tail_pages;
+  if (groups > each || layer >= plan_.crop_lenders) return nullptr;
   for (PageMap& shared : maps_) shared.clear();
   return records_.page(static_cast<int32_t>(layer * each));
 }

@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "engine/engine_options.h"
-#include "engine/keep_plan.h"
 #include "engine/page_space.h"
+#include "engine/plan.h"
+#include "memory/arena.h"
 #include "memory/page_map.h"
 #include "memory/page_pool.h"
 #include "methods/keeper.h"
@@ -22,18 +22,19 @@ namespace kvswap {
 class SequencePages {
  public:
   /// The pages are the space's, which outlives them.
-  static Result<std::unique_ptr<SequencePages>> create(const EngineOptions& options,
-                                                       int64_t record_bytes, PageSpace& space);
+  static Result<std::unique_ptr<SequencePages>> create(const Plan& plan, PageSpace& space);
+  /// What they, and what their layers keep, take of so many.
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
 
   std::byte* page(int32_t index) const { return records_.page(index); }
   const std::shared_ptr<std::byte>& memory() const { return records_.memory(); }
   /// Of the layer, and of all that share its pages.
   PageMap& map(int64_t layer) { return maps_[layer % std::ssize(maps_)]; }
-  /// Pages of the reuse buffers, those of page_layers() layers, one after the other; a layer's
+  /// Pages of the reuse buffers, those of Plan::page_layers layers, one after the other; a layer's
   /// begin here.
   int64_t reuse_pages() const { return records_.pages(); }
   std::byte* first_reuse_page(int64_t layer) const {
-    return records_.page(static_cast<int32_t>(layer % std::ssize(maps_) * options_.pages_max));
+    return records_.page(static_cast<int32_t>(layer % std::ssize(maps_) * plan_.options.pages_max));
   }
   /// Where a crop puts the layer's groups that return to the tail, before any layer changes: pages
   /// of the reuse buffer, whose own groups are forgotten. Null: there are too few.
@@ -51,7 +52,7 @@ class SequencePages {
   KeptTokens& kept(int64_t layer) { return kept_[layer]; }
   /// Of tokens that wait for their clusters.
   std::byte* waiting_page(int64_t layer, int64_t index) const {
-    return kept_page(layer, keep_.pages + index);
+    return kept_page(layer, plan_.keep.pages + index);
   }
 
   /// Takes over tail, sinks and kept tokens of another sequence; the reuse buffer begins empty.
@@ -59,16 +60,15 @@ class SequencePages {
   void clear();
 
  private:
-  SequencePages(const EngineOptions& options, PagePool records, PagePool tokens, PageSpace& space);
+  SequencePages(const Plan& plan, PagePool records, PagePool tokens, PageSpace& space);
   int64_t first_sink(int64_t layer) const;
   void free_kept();
 
-  EngineOptions options_;
-  KeepPlan keep_;
+  const Plan& plan_;
   PageSpace& space_;
   PagePool records_;
   PagePool tokens_;
-  std::vector<PageMap> maps_;                // [page_layers()]
+  std::vector<PageMap> maps_;                // [page_layers]
   std::vector<std::vector<int32_t>> sinks_;  // [layers][sinks]
   std::vector<KeptTokens> kept_;             // [layers]
   // Where layers differ in how many tokens they keep: kept pages, numbered through all layers.

@@ -6,11 +6,14 @@ namespace kvswap {
 
 Status SparePages::grow(int64_t wanted) {
   while (count() < wanted) {
-    KVSWAP_RETURN_IF_ERROR(account_.check_sequence());
-    auto created = SequencePages::create(parts_.options, parts_.record_bytes(), *parts_.space);
-    if (!created.is_ok()) return created.status();
+    KVSWAP_RETURN_IF_ERROR(
+        parts_.ledger.charge(sequence_, "the pages and tables of one more sequence"));
+    auto created = SequencePages::create(parts_.plan, *parts_.space);
+    if (!created.is_ok()) {
+      parts_.ledger.release(sequence_);
+      return created.status();
+    }
     pages_.push_back(std::move(created.value()));
-    KVSWAP_RETURN_IF_ERROR(account_.charge_sequence());
   }
   return Status::ok();
 }
@@ -18,7 +21,7 @@ Status SparePages::grow(int64_t wanted) {
 void SparePages::release(int64_t wanted) {
   while (count() > wanted) {
     pages_.pop_back();
-    account_.release_sequence();
+    parts_.ledger.release(sequence_);
   }
 }
 

@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "engine/account.h"
 #include "engine/engine_parts.h"
 #include "engine/sequence_pages.h"
 
@@ -14,7 +13,8 @@ namespace kvswap {
 /// what the next one takes. Not thread-safe.
 class SparePages {
  public:
-  SparePages(EngineParts& parts, Account& account) : parts_(parts), account_(account) {}
+  /// sequence: what one of them takes.
+  SparePages(EngineParts& parts, const Arena& sequence) : parts_(parts), sequence_(sequence) {}
 
   int64_t count() const { return static_cast<int64_t>(pages_.size()); }
   /// There are so many at least.
@@ -28,7 +28,7 @@ class SparePages {
 
  private:
   EngineParts& parts_;
-  Account& account_;
+  const Arena& sequence_;
   std::vector<std::unique_ptr<SequencePages>> pages_;
 };
 

@@ -10,7 +10,7 @@
 namespace kvswap {
 
 /// What a step's queries paid the tokens that they attended: of each KV head the mean over its
-/// query heads and the queries. Not thread-safe.
+/// query heads and the queries. It takes Plan::step_mass_bytes() of each sequence. Not thread-safe.
 class StepMass {
  public:
   StepMass(const EngineParts& parts, const Batch& batch) : parts_(parts), batch_(batch) {}
@@ -18,9 +18,8 @@ class StepMass {
   /// Where the step's attention must leave its own, unless another asks for it too.
   float* log_sum_exp(int64_t queries);
 
-  enum class Numbers : int8_t { kMeans, kMeansAndSquares };
-  /// Afterwards, with the arguments of that attention.
-  Status weigh(const PagedAttentionArgs& attended, Numbers numbers = Numbers::kMeans);
+  /// Afterwards, with the arguments of that attention; numbers: 1, or 2 with squares.
+  Status weigh(const PagedAttentionArgs& attended, int64_t numbers = 1);
 
   /// [group_tokens]: of a page of the step's table, by its place there.
   const float* means(int64_t part, int64_t head, int64_t entry) const {
@@ -30,9 +29,6 @@ class StepMass {
   const float* squares(int64_t part, int64_t head, int64_t entry) const {
     return square_.empty() ? nullptr : square_.data() + first_slot(part, head, entry);
   }
-
-  /// What it allocates, beside each of the parts' sequences.
-  static int64_t sequence_bytes(const EngineOptions& apart, Numbers numbers);
 
  private:
   int64_t first_slot(int64_t part, int64_t head, int64_t entry) const {

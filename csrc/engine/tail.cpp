@@ -25,7 +25,7 @@ void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
       token += length;
     }
   }
-  cuda::BatchTransferArgs transfer = transfer_of(parts_.options, tokens);
+  cuda::BatchTransferArgs transfer = transfer_of(parts_.plan, tokens);
   transfer.records = records.data();
   transfer.sequences = sequences.data();
   transfer.first_tokens = first_tokens.data();
@@ -37,16 +37,16 @@ void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
 
 Status Tail::put_back(int64_t layer, int64_t sequence, int64_t group, const std::byte* tokens) {
   return parts_.space->compute().upload(page(layer, sequence, group), tokens,
-                                        parts_.options.group_bytes());
+                                        parts_.plan.group_bytes);
 }
 
 std::byte* Tail::page(int64_t layer, int64_t sequence, int64_t group) const {
   return batch_.pages(sequence).tail_page(layer, group);
 }
 
-cuda::BatchTransferArgs transfer_of(const EngineOptions& options, const KeyValueView& tokens) {
+cuda::BatchTransferArgs transfer_of(const Plan& plan, const KeyValueView& tokens) {
   cuda::BatchTransferArgs transfer;
-  transfer.shape = options.record_shape();
+  transfer.shape = plan.record_shape;
   transfer.tokens = {.keys = const_cast<void*>(tokens.keys),
                      .values = const_cast<void*>(tokens.values),
                      .key_head_stride = tokens.key_head_stride,

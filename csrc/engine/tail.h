@@ -43,7 +43,6 @@ class Tail {
   void fill(int64_t layer, const KeyValueView& tokens, const Piece& piece);
   /// A group that comes back: its tokens in the model's dtype, in the host's memory.
   Status put_back(int64_t layer, int64_t sequence, int64_t group, const std::byte* tokens);
-  int64_t group_tokens() const { return parts_.options.group_tokens; }
   /// The page of a group that is not sealed yet.
   std::byte* page(int64_t layer, int64_t sequence, int64_t group) const;
 
@@ -53,6 +52,6 @@ class Tail {
 };
 
 /// All sequences' tokens; which of them go where is left to fill in.
-cuda::BatchTransferArgs transfer_of(const EngineOptions& options, const KeyValueView& tokens);
+cuda::BatchTransferArgs transfer_of(const Plan& plan, const KeyValueView& tokens);
 
 }  // namespace kvswap

@@ -15,7 +15,7 @@ namespace kvswap {
 /// one. Keeps its tables from block to block; not thread-safe.
 class WindowBlock {
  public:
-  explicit WindowBlock(const EngineOptions& options) : options_(options) {}
+  explicit WindowBlock(const Plan& plan) : plan_(plan) {}
 
   /// Where the pages of the next block are to be listed, before take().
   PastPages& listed() { return listed_; }
@@ -24,20 +24,18 @@ class WindowBlock {
   /// The block is these pages of what is left of dropped tokens, which all queries see.
   void take(const LeftTokens& left, int64_t first_page, int64_t pages);
 
-  int64_t tokens() const { return page_count_ * options_.group_tokens; }
+  int64_t tokens() const { return page_count_ * plan_.options.group_tokens; }
   /// Is token `token` of the block there, and does it count?
   bool counts(int64_t token) const {
-    return (masks_[token / options_.group_tokens] >> (token % options_.group_tokens) & 1) != 0;
+    return (masks_[token / plan_.options.group_tokens] >> (token % plan_.options.group_tokens) &
+            1) != 0;
   }
   /// Queries of a window over the block, as many from `first` on as stand in a row and attend at
   /// once; the output is left to fill in. Stands until the next call. log_sums: of these queries.
   PagedAttentionArgs asked(const QueryWindow& window, int64_t first, float* log_sums);
 
-  /// What it allocates for so many groups.
-  static int64_t bytes(const EngineOptions& apart, int64_t groups);
-
  private:
-  const EngineOptions& options_;
+  const Plan& plan_;
   PastPages listed_;
   std::vector<const void*> pages_;
   std::vector<uint64_t> masks_;

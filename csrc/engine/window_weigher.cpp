@@ -19,12 +19,14 @@ float add_logs(float one, float other) {
 
 }  // namespace
 
-int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_bytes) {
-  const KeepPlan keep(apart);
-  if (keep.pages == 0) return 0;
-  const int64_t block = 2 * past_block_groups(apart, record_bytes);
+void WindowWeigher::reserve(Arena& arena, const Plan& plan) {
+  const EngineOptions& apart = plan.options;
+  const KeepPlan& keep = plan.keep;
+  if (keep.pages == 0) return;
+  const int64_t block = 2 * plan.past_block_groups;
+  const int64_t pages = block * (20 + plan.note_bytes);  // of WindowBlock, masks and positions
   // Means, and with a variance squares, of one call and of a window's.
-  const bool has_sums = apart.keep_variance > 0 || !apart.keep_ratio || weighs_each(apart);
+  const bool has_sums = apart.keep_variance > 0 || !apart.keep_ratio || weighs_each(plan);
   const int64_t copies = has_sums ? 4 : 1;
   const int64_t mean =
       copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
@@ -36,9 +38,9 @@ int64_t WindowWeigher::fixed_bytes(const EngineOptions& apart, int64_t record_by
   const int64_t agreed =
       keep.shares_groups ? TopOverlap::bytes(apart.query_heads, apart.selected_tokens()) : 0;
   const int64_t tail = (keep.weighs_disk || keep.kind.accumulates) && apart.device
-                           ? tail_pages(apart) * apart.group_bytes()
+                           ? plan.tail_pages * plan.group_bytes
                            : 0;
-  return WindowBlock::bytes(apart, block) + mean + log_sums + output + agreed + tail;
+  arena.take(Use::kStaging, pages + mean + log_sums + output + agreed + tail);
 }
 
 Status WindowWeigher::weigh(int64_t layer, int64_t part, std::vector<float>& mass) {
@@ -95,21 +97,20 @@ Status WindowWeigher::walk_sealed(int64_t layer, int64_t part, const MeetBlock& 
 
 /// The same of what is newer, which stands in the tail.
 Status WindowWeigher::walk_tail(int64_t layer, int64_t part, const MeetBlock& meet) {
-  const EngineOptions& options = parts_.options;
   const int64_t end = end_group(batch_.layer(layer));
-  const int64_t most = 2 * past_block_groups(options, parts_.record_bytes());
-  tail_copies_.resize(std::min(most, tail_pages(options)));
+  const int64_t most = 2 * parts_.plan.past_block_groups;
+  tail_copies_.resize(std::min(most, parts_.plan.tail_pages));
   PastPages& listed = block_.listed();
   for (int64_t first = batch_.layer(layer).sealed_groups; first < end; first += most) {
     const PastReader::Groups groups = {layer, part, first, std::min(most, end - first)};
     listed.pages.clear();
     for (int64_t i = 0; i < groups.count; ++i) {
       auto page = parts_.space->compute().look_at(tail_.page(layer, part, first + i),
-                                                  options.group_bytes(), tail_copies_[i]);
+                                                  parts_.plan.group_bytes, tail_copies_[i]);
       if (!page.is_ok()) return page.status();
       listed.pages.push_back(page.value());
     }
-    listed.exponents.assign(groups.count * options.note_bytes(), kNotFloat8);
+    listed.exponents.assign(groups.count * parts_.plan.note_bytes, kNotFloat8);
     block_.take(groups, batch_);
     meet(groups);
   }
@@ -155,7 +156,7 @@ void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
   if (parts_.store->tables().first_group(layer, part) == 0) return;
   const LeftTokens& left = dropping_.left(layer, part);
   const int64_t pages = (left.count + options.group_tokens - 1) / options.group_tokens;
-  const int64_t most = 2 * past_block_groups(options, parts_.record_bytes());
+  const int64_t most = 2 * parts_.plan.past_block_groups;
   for (int64_t first = 0; first < pages; first += most) {
     block_.take(left, first, std::min(most, pages - first));
     block.positions = left.positions.data() + first * options.group_tokens;
@@ -165,7 +166,7 @@ void WindowWeigher::weigh_left(int64_t layer, int64_t part, Block block) {
 
 void WindowWeigher::weigh_block(const Block& block) {
   const EngineOptions& options = parts_.options;
-  if (weighs_each(options)) return weigh_each_head(block);
+  if (weighs_each(parts_.plan)) return weigh_each_head(block);
   const QueryWindow& window = *block.window;
   const int64_t tokens = block_.tokens();
   mean_.resize(options.kv_heads * tokens);

@@ -32,7 +32,7 @@ class WindowWeigher {
         tail_(tail),
         past_(past),
         dropping_(dropping),
-        block_(parts.options) {}
+        block_(parts.plan) {}
 
   /// Adds to mass, [sealed tokens], or where it is summed up from turn to turn [tokens], what each
   /// was paid by the window's queries, summed over them; where heads are weighed alone, what it is
@@ -43,7 +43,7 @@ class WindowWeigher {
   Status weigh(int64_t layer, int64_t part, std::vector<float>& mass);
 
   /// What it allocates.
-  static int64_t fixed_bytes(const EngineOptions& apart, int64_t record_bytes);
+  static void reserve(Arena& arena, const Plan& plan);
 
  private:
   using MeetBlock = std::function<void(const PastReader::Groups&)>;
@@ -86,8 +86,8 @@ class WindowWeigher {
     return parts_.options.keep_variance > 0 || !parts_.options.keep_ratio;
   }
   /// Is each query head weighed for itself (CAKE, CompressKV)?
-  static bool weighs_each(const EngineOptions& apart) {
-    return apart.keeper_kind().prefers_layers || !apart.keep_heads.empty();
+  static bool weighs_each(const Plan& plan) {
+    return plan.keep.kind.prefers_layers || !plan.options.keep_heads.empty();
   }
 
   EngineParts& parts_;

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "engine/engine_options.h"
-#include "engine/memory_need.h"
+#include "engine/plan.h"
 #include "kvswap/errors.h"
 #include "kvswap/memory_size.h"
 #include "methods/rows.h"
@@ -65,18 +64,12 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
   return chosen;
 }
 
-int64_t tail_pages_of(const Settings& settings) {
-  EngineOptions options;
-  static_cast<Settings&>(options) = settings;
-  return tail_pages(options);
-}
-
 /// The settings, or with as many pages as the tail has where that needs less memory: a crop puts
 /// what it reads back into pages of the reuse buffer; with fewer than the tail has, every layer
 /// keeps memory for it.
 template <typename NeedOf>
 Settings in_least_memory(const Settings& settings, int64_t pages_max, const NeedOf& need_of) {
-  const int64_t tail = tail_pages_of(settings);
+  const int64_t tail = tail_pages(settings);
   if (settings.pages_max >= tail || tail > pages_max) return settings;
   Settings roomier = settings;
   roomier.pages_max = tail;
@@ -291,7 +284,7 @@ class Divider {
                              [&](const Settings& candidate) { return need_of(candidate); });
     }
     // As many as a crop of all layers wants; it has memory of its own otherwise.
-    const int64_t crop = shape_.layers * tail_pages_of(chosen);
+    const int64_t crop = shape_.layers * tail_pages(chosen);
     chosen.pages_max = std::max(chosen.pages_max, (crop + *resident_layers - 1) / *resident_layers);
     return chosen;
   }

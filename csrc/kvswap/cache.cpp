@@ -262,7 +262,7 @@ EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
   const EngineOptions& options = engine.options();
   // Rows that have no projection have no rank either.
   if (impl_->projection(layer).source != ProjectionSource::kNone || options.ranks.empty() ||
-      options.is_exact(layer)) {
+      engine.parts().plan.is_exact(layer)) {
     return EstimateWanted::kNo;
   }
   // A few tokens say too little, whatever they are.

@@ -28,7 +28,8 @@ void round_to(DType dtype, const float* from, int64_t count, std::byte* to) {
 class HostPart final : public ExactPart {
  public:
   HostPart(const Engine& engine, int64_t part, const PartView& view, const AttendArgs& args)
-      : options_(engine.parts().options),
+      : plan_(engine.parts().plan),
+        options_(plan_.options),
         validity_(engine.sequences().validity(part)),
         view_(view),
         scale_(args.scale),
@@ -50,7 +51,7 @@ class HostPart final : public ExactPart {
             .position = begin});
   }
 
-  bool unpacks() const override { return options_.has_float8_records(); }
+  bool unpacks() const override { return plan_.has_float8_records; }
 
   Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                       const std::byte* values) override {
@@ -79,7 +80,7 @@ class HostPart final : public ExactPart {
     const int64_t group_tokens = options_.group_tokens;
     std::vector<const void*> records;
     for (int64_t token = 0; token < left.count; token += group_tokens) {
-      records.push_back(left.pages.data() + token / group_tokens * options_.group_bytes());
+      records.push_back(left.pages.data() + token / group_tokens * plan_.group_bytes);
     }
     // They all count, and are before every query of the chunk, wherever they stood.
     run({.records = records.data(), .tokens = left.count, .position = view_.position - left.count});
@@ -132,13 +133,13 @@ class HostPart final : public ExactPart {
  private:
   /// Pages of e4m3 become those of the cache's dtype.
   void decode(const PastStream::Block& block, std::vector<const void*>& records) {
-    const int64_t bytes = options_.group_bytes();
+    const int64_t bytes = plan_.group_bytes;
     if (block.room == nullptr) decoded_.resize(block.groups * bytes);
     std::byte* room = block.room == nullptr ? decoded_.data() : block.room;
     run_parallel(execution_, block.groups, 16, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int8_t* exponents = block.listed->exponents.data() + i * options_.note_bytes();
-        records[i] = tokens_of_page(options_, block.listed->pages[i], exponents, room + i * bytes);
+        const int8_t* exponents = block.listed->exponents.data() + i * plan_.note_bytes;
+        records[i] = tokens_of_page(plan_, block.listed->pages[i], exponents, room + i * bytes);
       }
     });
   }
@@ -165,11 +166,12 @@ class HostPart final : public ExactPart {
     args.queries = view_.query.queries;
     args.scale = scale_;
     args.softcap = softcap_;
-    args.shape = options_.record_shape();
+    args.shape = plan_.record_shape;
     args.dtype = options_.dtype;
     chunk_attention(args, execution_);
   }
 
+  const Plan& plan_;
   const EngineOptions& options_;
   const TokenValidity& validity_;
   const PartView view_;

@@ -1,3 +1,5 @@
+#include "engine/memory_need.h"
+
 #include <stdexcept>
 
 #include "kvswap/cache_options.h"
@@ -14,15 +16,15 @@ std::map<std::string, int64_t> memory_need(const CacheOptions& options, int64_t 
   }
   const int64_t record_bytes =
       (engine.payload_bytes() + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
-  const MemoryNeed need = memory_need(engine, record_bytes, batch, context);
-  return {
-      {"pages", need.pages},         {"kept", need.kept},
-      {"summary", need.summary},     {"tables", need.tables},
-      {"staging", need.staging},     {"projections", need.projections},
-      {"scratch", need.scratch},     {"device", need.device},
-      {"pinned", need.pinned},       {"timeline", need.timeline},
-      {"total", need.total()},       {"least", least_budget(engine, record_bytes, batch, context)},
+  const Arena need = memory_need(engine, record_bytes, batch, context);
+  std::map<std::string, int64_t> bytes = {
+      {"total", need.total()},
+      {"least", least_budget(engine, record_bytes, batch, context)},
       {"record_bytes", record_bytes}};
+  for (int use = 0; use < kUses; ++use) {
+    bytes[use_name(static_cast<Use>(use))] = need.of(static_cast<Use>(use));
+  }
+  return bytes;
 }
 
 }  // namespace kvswap

@@ -5,32 +5,6 @@
 
 namespace kvswap {
 
-const char* use_name(Use use) {
-  switch (use) {
-    case Use::kPages:
-      return "pages";
-    case Use::kKept:
-      return "kept";
-    case Use::kSummary:
-      return "summary";
-    case Use::kTables:
-      return "tables";
-    case Use::kStaging:
-      return "staging";
-    case Use::kProjections:
-      return "projections";
-    case Use::kScratch:
-      return "scratch";
-    case Use::kDevice:
-      return "device";
-    case Use::kPinned:
-      return "pinned";
-    case Use::kTimeline:
-      return "timeline";
-  }
-  return "?";
-}
-
 Status Ledger::check(int64_t bytes, const std::string& what) const {
   KVSWAP_ASSERT(bytes >= 0);
   const int64_t needed = total() + bytes;
@@ -46,6 +20,19 @@ Status Ledger::charge(Use use, int64_t bytes, const std::string& what) {
   used_[static_cast<int>(use)] += bytes;
   peak_ = std::max(peak_, total());
   return Status::ok();
+}
+
+Status Ledger::charge(const Arena& arena, const std::string& what) {
+  KVSWAP_RETURN_IF_ERROR(check(arena.total(), what));
+  for (int use = 0; use < kUses; ++use) used_[use] += arena.of(static_cast<Use>(use));
+  peak_ = std::max(peak_, total());
+  return Status::ok();
+}
+
+void Ledger::release(const Arena& arena) {
+  for (int use = 0; use < kUses; ++use) {
+    release(static_cast<Use>(use), arena.of(static_cast<Use>(use)));
+  }
 }
 
 void Ledger::release(Use use, int64_t bytes) {

@@ -5,24 +5,9 @@
 #include <string>
 
 #include "io/status.h"
+#include "memory/arena.h"
 
 namespace kvswap {
-
-/// What a byte of the budget is used for.
-enum class Use {
-  kPages,
-  kKept,  // tokens that stay whatever is asked
-  kSummary,
-  kTables,
-  kStaging,
-  kProjections,
-  kScratch,
-  kDevice,  // on a device, beside pages, summary and projections
-  kPinned,  // host memory that copies to and from a device go through
-  kTimeline,
-};
-inline constexpr int kUses = 10;
-const char* use_name(Use use);
 
 /// Counts every byte the session holds, by use; the limit is hard.
 ///
@@ -36,7 +21,10 @@ class Ledger {
   Status check(int64_t bytes, const std::string& what) const;
   /// `what` completes the sentence "kv_memory_bytes must hold ...". Nothing is charged on error.
   Status charge(Use use, int64_t bytes, const std::string& what);
+  /// All of it or nothing.
+  Status charge(const Arena& arena, const std::string& what);
   void release(Use use, int64_t bytes);
+  void release(const Arena& arena);
 
   int64_t used(Use use) const { return used_[static_cast<int>(use)]; }
   int64_t total() const;

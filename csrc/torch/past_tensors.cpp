@@ -13,9 +13,9 @@ namespace {
 
 /// Records of e4m3, [groups, payload_bytes()] bytes, as pages of `dtype`; those that stand
 /// elsewhere are in that already.
-at::Tensor decode_there(const EngineOptions& options, const PastStream::Block& block,
-                        const at::Tensor& records, at::ScalarType dtype) {
-  const int64_t sides = options.note_bytes();  // K and V of each KV head
+at::Tensor decode_there(const Plan& plan, const PastStream::Block& block, const at::Tensor& records,
+                        at::ScalarType dtype) {
+  const int64_t sides = plan.note_bytes;  // K and V of each KV head
   std::vector<float> factors;
   for (const int8_t exponent : block.listed->exponents) {
     factors.push_back(exponent == kNotFloat8 ? 0.0f : power_of_exponent(exponent));
@@ -44,18 +44,17 @@ std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options,
   return {tokens[0], tokens[1]};
 }
 
-std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
-                                               const PastStream::Block& block, int64_t record_bytes,
+std::pair<at::Tensor, at::Tensor> unpack_there(const Plan& plan, const PastStream::Block& block,
                                                const at::TensorOptions& like) {
   const at::ScalarType dtype = c10::typeMetaToScalarType(like.dtype());
-  const at::Tensor records =
-      at::from_blob(const_cast<std::byte*>(block.records), {block.groups, record_bytes}, at::kByte)
-          .to(like.device())
-          .narrow(1, 0, options.payload_bytes())
-          .contiguous();
-  return split_pages(options, options.has_float8_records()
-                                  ? decode_there(options, block, records, dtype)
-                                  : records.view(dtype));
+  const at::Tensor records = at::from_blob(const_cast<std::byte*>(block.records),
+                                           {block.groups, plan.record_bytes}, at::kByte)
+                                 .to(like.device())
+                                 .narrow(1, 0, plan.payload_bytes)
+                                 .contiguous();
+  return split_pages(plan.options, plan.has_float8_records
+                                       ? decode_there(plan, block, records, dtype)
+                                       : records.view(dtype));
 }
 
 }  // namespace kvswap

@@ -7,6 +7,7 @@
 
 #include "engine/engine_options.h"
 #include "engine/past_stream.h"
+#include "engine/plan.h"
 
 namespace kvswap {
 
@@ -17,8 +18,7 @@ std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options,
 
 /// The same of a block of the past, on the device of `like` and of its dtype, in torch's own
 /// operations: records of e4m3 are decoded there, exactly as decode_records() does.
-std::pair<at::Tensor, at::Tensor> unpack_there(const EngineOptions& options,
-                                               const PastStream::Block& block, int64_t record_bytes,
+std::pair<at::Tensor, at::Tensor> unpack_there(const Plan& plan, const PastStream::Block& block,
                                                const at::TensorOptions& like);
 
 }  // namespace kvswap

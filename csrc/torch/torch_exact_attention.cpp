@@ -60,17 +60,17 @@ PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
 
 /// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
 /// one.
-std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
-                                         const PastStream::Block& block,
+std::pair<at::Tensor, at::Tensor> unpack(const Plan& plan, const PastStream::Block& block,
                                          const at::TensorOptions& like) {
+  const EngineOptions& options = plan.options;
   const int64_t tokens = block.groups * options.group_tokens;
   const auto empty = [&](std::byte* room) {
     const std::array<int64_t, 3> sizes = {options.kv_heads, tokens, options.head_dim};
     return room == nullptr ? at::empty(sizes, like) : at::from_blob(room, sizes, like);
   };
   const at::Tensor keys = empty(block.room);
-  const at::Tensor values = empty(
-      block.room == nullptr ? nullptr : block.room + options.group_bytes() / 2 * block.groups);
+  const at::Tensor values =
+      empty(block.room == nullptr ? nullptr : block.room + plan.group_bytes / 2 * block.groups);
   std::vector<void*> records(block.groups);
   std::vector<int64_t> first_tokens(block.groups);
   for (int64_t i = 0; i < block.groups; ++i) {
@@ -79,7 +79,7 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
   }
   const int64_t head_stride = tokens * options.head_dim;
   const auto unpack_to = [&](void* const* from, const int64_t* first_token, int64_t count) {
-    unpack_records({.shape = options.record_shape(),
+    unpack_records({.shape = plan.record_shape,
                     .tokens = {.keys = keys.data_ptr(),
                                .values = values.data_ptr(),
                                .key_head_stride = head_stride,
@@ -93,12 +93,12 @@ std::pair<at::Tensor, at::Tensor> unpack(const EngineOptions& options,
                     .count = count});
   };
   at_parallel_for()(block.groups, 16, [&](int64_t begin, int64_t end) {
-    if (options.has_float8_records()) {
-      std::vector<std::byte> room(options.group_bytes());
+    if (plan.has_float8_records) {
+      std::vector<std::byte> room(plan.group_bytes);
       for (int64_t i = begin; i < end; ++i) {
         void* record = const_cast<std::byte*>(
-            tokens_of_page(options, block.listed->pages[i],
-                           block.listed->exponents.data() + i * options.note_bytes(), room.data()));
+            tokens_of_page(plan, block.listed->pages[i],
+                           block.listed->exponents.data() + i * plan.note_bytes, room.data()));
         unpack_to(&record, &first_tokens[i], 1);
       }
       return;
@@ -142,12 +142,10 @@ class TorchPart final : public ExactPart {
   void write() override { output_.copy_(partial_.output); }
 
   Status visit_sealed(const PastStream::Block& block) override {
-    const EngineOptions& options = engine_.parts().options;
-    const auto [keys, values] =
-        query_.is_cpu()
-            ? unpack(options, block, query_.options())
-            : unpack_there(options, block, engine_.parts().record_bytes(), query_.options());
-    attend(keys, values, block.first_group * options.group_tokens);
+    const Plan& plan = engine_.parts().plan;
+    const auto [keys, values] = query_.is_cpu() ? unpack(plan, block, query_.options())
+                                                : unpack_there(plan, block, query_.options());
+    attend(keys, values, block.first_group * plan.options.group_tokens);
     return Status::ok();
   }
 
@@ -157,7 +155,7 @@ class TorchPart final : public ExactPart {
     const int64_t pages = (left.count + group_tokens - 1) / group_tokens;
     if (pages == 0) return Status::ok();
     const at::Tensor bytes = at::from_blob(const_cast<std::byte*>(left.pages.data()),
-                                           {pages, options.group_bytes()}, at::kByte);
+                                           {pages, engine_.parts().plan.group_bytes}, at::kByte);
     const auto [keys, values] = split_pages(options, bytes.view(query_.scalar_type()));
     const at::Tensor left_keys = keys.narrow(1, 0, left.count);
     const at::Tensor left_values = values.narrow(1, 0, left.count);

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "kvswap_torch"
 
 LINES_MAX = 600
 BODY_LINES_MAX = 60
+KNOT_MAX = 3  # pairs of a header and its source that may lead to one another
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core"}
 
 # Who may include whom. Every room sees io's Status, where small things are kept, what is saved.
@@ -319,6 +320,70 @@ def test_imports_lead_nowhere_back() -> None:
         for path in CPP
     }
     assert circle(headers) == []
+
+
+def knots(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Names that all lead to one another, the most first; such of one name are none."""
+
+    def reached(name: str) -> set[str]:
+        seen: set[str] = set()
+        queue = [name]
+        while queue:
+            seen |= (new := graph.get(queue.pop(), set()) - seen)
+            queue += new
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    found = {
+        tuple(sorted(other for other in reach[name] if name in reach.get(other, set())))
+        for name in graph
+    }
+    return sorted((list(knot) for knot in found if len(knot) > 1), key=len, reverse=True)
+
+
+def test_knots_are_found() -> None:
+    tied = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert knots(tied) == [["a", "b", "c"], ["d", "e"]]
+    assert knots({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def pairs_of(folder: Path) -> dict[str, set[str]]:
+    """What a header and its source include together, by their path without what it ends in."""
+    graph: dict[str, set[str]] = {}
+    for path in sources(folder, ".h", ".cpp", ".cu", ".cuh"):
+        name = path.relative_to(CSRC).with_suffix("").as_posix()
+        ends = {str(Path(what).with_suffix("")) for quoted, what in includes(path) if quoted}
+        graph[name] = graph.get(name, set()) | ends - {name}
+    return graph
+
+
+def test_headers_and_sources_together_make_small_knots_at_most() -> None:
+    """What is tied together can only be understood, and changed, together."""
+    assert [knot for knot in knots(pairs_of(CSRC)) if len(knot) > KNOT_MAX] == []
+
+
+def test_a_source_of_the_engine_says_what_its_own_header_declares() -> None:
+    """Else a knot of two parts would look like none."""
+    paths = {path.relative_to(CSRC).as_posix() for path in sources(CSRC / "engine", ".h", ".cpp")}
+    alone = {path for path in paths if str(Path(path).with_suffix(".h")) not in paths}
+    assert alone == {"engine/host_space.cpp"}  # beside page_space.h, whose other kind is a header
+
+
+def test_words_of_settings_are_read_when_an_engine_is_opened_and_never_again() -> None:
+    """Plan has them as numbers and kinds; see csrc/engine/plan.h."""
+    words = re.compile(
+        r"\bparse_\w+\(|Kind::find\(|\bmethod\(\)|->\s*file_options\(|"
+        r"options(?:_|\(\))?\.(?:rows|keeper|grouping|layout|records|heads|score|replacement|"
+        r"keep_\w+)\s*[=!]=\s*\""
+    )
+    opening = {"engine_options", "keep_plan", "plan", "engine_parts"}
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sources(CSRC / "engine", ".h", ".cpp")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if path.stem not in opening and words.search(line)
+    ]
+    assert wrong == []
 
 
 def test_nothing_but_the_command_line_knows_the_command_line() -> None:

@@ -14,6 +14,7 @@
 
 #include "caller_memory.h"
 #include "engine/engine.h"
+#include "engine/memory_need.h"
 #include "plain_memory.h"
 #include "small_options.h"
 
@@ -237,11 +238,11 @@ class EngineRun {
       context_max_ = std::max(context_max_, engine_->positions(layer));
     }
     batch_max_ = std::max(batch_max_, engine_->batch());
-    const MemoryNeed need =
+    const Arena need =
         memory_need(options_, engine_->parts().record_bytes(), batch_max_, context_max_);
     ASSERT_LE(engine_->parts().ledger.peak(), need.total());
-    ASSERT_LE(engine_->parts().ledger.used(Use::kSummary), need.summary);
-    ASSERT_LE(engine_->parts().ledger.used(Use::kTables), need.tables);
+    ASSERT_LE(engine_->parts().ledger.used(Use::kSummary), need.of(Use::kSummary));
+    ASSERT_LE(engine_->parts().ledger.used(Use::kTables), need.of(Use::kTables));
   }
 
   /// Every position of every sequence is what was appended, bit for bit; with records=fp8 of what

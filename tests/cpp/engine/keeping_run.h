@@ -178,9 +178,9 @@ inline void expect_right_after_faults(MakeOptions made, const std::string& rows,
 inline void expect_counted(EngineOptions options) {
   const int64_t record_bytes = options.payload_bytes();
   options.kv_memory_bytes = 4 << 20;  // write buffers follow from it
-  const MemoryNeed need = memory_need(options, record_bytes, kBatch, 200);
+  const Arena need = memory_need(options, record_bytes, kBatch, 200);
   const int64_t token_bytes = 2 * options.kv_heads * options.head_dim * 4;
-  EXPECT_GE(need.kept, kBatch * options.layers * options.keep_tokens * token_bytes);
+  EXPECT_GE(need.of(Use::kKept), kBatch * options.layers * options.keep_tokens * token_bytes);
   options.max_batch = kBatch;
   options.max_context = 200;
   ReadFaults faults;
@@ -189,7 +189,7 @@ inline void expect_counted(EngineOptions options) {
     for (const int64_t layer : {0, 1}) EXPECT_EQ(pair.step(layer, faults), 1);
   }
   const Ledger& ledger = pair.one().engine().parts().ledger;
-  EXPECT_EQ(ledger.used(Use::kKept), need.kept);
+  EXPECT_EQ(ledger.used(Use::kKept), need.of(Use::kKept));
   EXPECT_LE(ledger.peak(), need.total());
   ASSERT_TRUE(pair.one().engine().reset().is_ok());
   EXPECT_EQ(tokens_kept(pair.one().engine()), 0);

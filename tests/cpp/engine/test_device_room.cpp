@@ -17,7 +17,8 @@ struct FullTables {
   FullTables() : bytes_max(kMuch), run(options_of(directory, &bytes_max), 7) {
     for (const int64_t layer : {0, 1}) EXPECT_TRUE(run.set_projection(layer).is_ok());
     const EngineOptions& options = run.engine().parts().options;
-    while (options.sealed_groups(run.engine().positions(1) + kChunk) <= groups_unit(options)) {
+    while (options.sealed_groups(run.engine().positions(1) + kChunk) <=
+           run.engine().parts().plan.groups_unit) {
       run.forward(2, kChunk);
     }
     run.expect_context(run.engine().positions(1) + kChunk);

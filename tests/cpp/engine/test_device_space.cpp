@@ -37,14 +37,15 @@ class DeviceSpaceTest : public testing::Test {
     options.records = records_;
     options.replacement = replacement_;
     options.device = host_device({.slow = slow, .slow_us = 20000});
-    staging_.resize(kWriteBuffers * write_buffer_bytes(options, kRecordBytes));
-    auto space = DeviceSpace::create(options, kRecordBytes, staging_);
+    plan_ = std::make_unique<Plan>(options, kRecordBytes);
+    staging_.resize(Plan::kWriteBuffers * plan_->write_buffer_bytes);
+    auto space = DeviceSpace::create(*plan_, staging_);
     ASSERT_TRUE(space.is_ok()) << space.status().message();
     space_ = std::move(space.value());
     auto pool = space_->make_pool(4, kRecordBytes);
     ASSERT_TRUE(pool.is_ok());
     pool_ = std::make_unique<PagePool>(std::move(pool.value()));
-    ASSERT_TRUE(space_->reserve(1, groups_unit(options)).is_ok());
+    ASSERT_TRUE(space_->reserve(1, plan_->groups_unit).is_ok());
     for (auto* each : {&tokens_, &other_tokens_}) {
       auto memory = space_->make_pool(1, kRecordBytes);
       ASSERT_TRUE(memory.is_ok());
@@ -126,6 +127,7 @@ class DeviceSpaceTest : public testing::Test {
   std::string replacement_ = "fifo";
   const void* table_[1] = {};
   PagedAttentionArgs attended_;  // the newest
+  std::unique_ptr<Plan> plan_;
   std::vector<std::byte> staging_;
   std::unique_ptr<DeviceSpace> space_;
   std::unique_ptr<PagePool> pool_;

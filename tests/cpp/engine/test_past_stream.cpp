@@ -71,7 +71,7 @@ TEST(PastStream, InASmallBudgetGoesThroughTheReuseBuffers) {
     ASSERT_TRUE(block.is_ok()) << block.status().message();
     const EngineParts& parts = run.engine().parts();
     EXPECT_EQ(block.value().groups, parts.options.layers * parts.options.pages_max / 3);
-    EXPECT_GT(block.value().groups, past_block_groups(parts.options, parts.record_bytes()));
+    EXPECT_GT(block.value().groups, parts.plan.past_block_groups);
     ASSERT_NE(block.value().room, nullptr);
     std::memset(block.value().room, 0xff, block.value().groups * parts.record_bytes());
   }

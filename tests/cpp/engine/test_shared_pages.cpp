@@ -83,12 +83,12 @@ TEST(SharedPages, WhatWasAttendedLastIsReadBeforeItIsChosen) {
 TEST(SharedPages, TakeTheMemoryOfTwoLayersAndNoMore) {
   const TestDirectory directory;
   EngineOptions options = shared_options(directory.path());
-  const auto pages = [&] { return memory_need(options, 4096, 1, 0).pages; };
+  const auto pages = [&] { return memory_need(options, 4096, 1, 0).of(Use::kPages); };
   const int64_t shared = pages();
   options.resident_layers.reset();
   EXPECT_EQ(pages() - shared, (kLayers - 2) * options.pages_max * 4096);
   options.resident_layers = kLayers + 3;
-  EXPECT_FALSE(shares_pages(options));
+  EXPECT_FALSE(Plan(options, 4096).shares_pages);
 }
 
 TEST(SharedPages, EveryReadThatFailsIsReadAgainOrReported) {
@@ -129,7 +129,7 @@ TEST(SharedPages, ACropFindsRoomForTheTailsOfAllLayers) {
     EngineOptions options = shared_options(directory.path());
     options.tail_tokens = 17;
     options.pages_max = pages;
-    const int64_t lenders = crop_lenders(options);
+    const int64_t lenders = Plan(options, 4096).crop_lenders;
     EXPECT_GE(lenders, 1);
     Steps steps(options);
     for (const int64_t positions : {88, 61, 40}) {

@@ -58,5 +58,34 @@ TEST(Ledger, EveryUseHasAName) {
   EXPECT_FALSE(names.contains("?"));
 }
 
+TEST(Ledger, TakesAnArenaWholeOrNotAtAll) {
+  Arena arena;
+  arena.take(Use::kPages, 600);
+  arena.take(Use::kTables, 100);
+  arena.take(Use::kPages, 100);
+  EXPECT_EQ(arena.total(), 800);
+  EXPECT_EQ(arena.of(Use::kPages), 700);
+  EXPECT_EQ(arena.only({Use::kTables, Use::kKept}).total(), 100);
+  Ledger ledger(1000);
+  EXPECT_TRUE(ledger.charge(arena, "an arena").is_ok());
+  EXPECT_EQ(ledger.used(Use::kTables), 100);
+  EXPECT_EQ(ledger.charge(arena.only({Use::kPages}), "more").code(), StatusCode::kBudget);
+  EXPECT_EQ(ledger.total(), 800);
+  ledger.release(arena);
+  EXPECT_EQ(ledger.total(), 0);
+  EXPECT_EQ(ledger.peak(), 800);
+}
+
+TEST(Arena, HoldsWhatNoBudgetDoes) {
+  Arena arena;
+  for (int use = 0; use < kUses; ++use) {
+    for (int time = 0; time < 3; ++time) {
+      arena.take(static_cast<Use>(use), size_product({kTooManyBytes, kTooManyBytes}));
+    }
+  }
+  EXPECT_EQ(arena.of(Use::kPages), kTooManyBytes);
+  EXPECT_EQ(arena.total(), kUses * kTooManyBytes);
+}
+
 }  // namespace
 }  // namespace kvswap

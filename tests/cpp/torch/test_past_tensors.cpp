@@ -58,7 +58,7 @@ void expect_as_the_host_decodes(DType dtype, at::ScalarType type, const std::str
   const PastStream::Block block = {
       .first_group = 0, .groups = kGroups, .records = stored.data(), .listed = &listed};
   const auto [keys, values] =
-      unpack_there(options, block, record_bytes, at::TensorOptions().dtype(type));
+      unpack_there(Plan(options, record_bytes), block, at::TensorOptions().dtype(type));
   const auto [expected_keys, expected_values] = split_pages(options, expected);
   EXPECT_EQ(keys.sizes(), (at::IntArrayRef{2, kGroups * 4, 8}));
   EXPECT_TRUE(at::allclose(keys, expected_keys, 0, 0, true));

@@ -1,0 +1,108 @@
+#include "engine/plan.h"
+
+#include <algorithm>
+
+#include "engine/check_settings.h"
+#include "methods/cluster_rows.h"
+#include "store/record_store.h"
+
+namespace kvswap {
+namespace {
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+std::vector<bool> exact_layers_of(const EngineOptions& options) {
+  std::vector<bool> exact(options.layers);
+  for (int64_t layer = 0; layer < options.layers; ++layer) exact[layer] = is_exact(options, layer);
+  return exact;
+}
+
+int64_t sink_pages_of(const EngineOptions& options) {
+  if (options.sink_tokens == 0) return 0;
+  return (options.sink_tokens + options.group_tokens - 2) / options.group_tokens + 1;
+}
+
+int64_t crop_lenders_of(const Plan& plan) {
+  const EngineOptions& options = plan.options;
+  if (options.device) return 0;
+  if (!plan.shares_pages) return options.pages_max >= plan.tail_pages ? options.layers : 0;
+  return std::min(options.layers, plan.page_layers * options.pages_max / plan.tail_pages);
+}
+
+int64_t waiting_pages_of(const Plan& plan) {
+  if (!plan.has_clusters) return 0;
+  const int64_t group_tokens = plan.options.group_tokens;
+  return (plan.method.clusters.waiting_max() + 2 * group_tokens - 1) / group_tokens;
+}
+
+int64_t write_buffer_bytes_of(const EngineOptions& options, int64_t record_bytes) {
+  // A small budget must not be eaten by staging; a large one gains nothing beyond 1 MiB.
+  const int64_t wanted = options.kv_memory_bytes < 0
+                             ? 1 << 20
+                             : std::clamp<int64_t>(options.kv_memory_bytes / 96, 64 << 10, 1 << 20);
+  return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
+}
+
+}  // namespace
+
+int64_t tail_pages(const Settings& settings) {
+  const int64_t group_tokens = settings.group_tokens;
+  const int64_t step = group_tokens - 1 + settings.select_queries_max;
+  // What a step seals stands there until it has joined.
+  const int64_t sealed = KeeperKind::find(settings.keeper)->joins ? step / group_tokens : 0;
+  return (settings.tail_tokens + step + group_tokens - 1) / group_tokens + 1 + sealed;
+}
+
+Plan::Plan(const EngineOptions& given, int64_t bytes_of_record)
+    : options(given.apart()),
+      keep(options),
+      exact_layers(exact_layers_of(options)),
+      method(options.method()),
+      rows(*RowsKind::find(options.rows)),
+      replacement(*parse_replacement(options.replacement)),
+      selects(options.selects()),
+      keeps_alone(!selects && options.keeper != "none"),
+      has_clusters(kvswap::has_clusters(options)),
+      has_pools(options.layout == "pools"),
+      drops(options.drops()),
+      context_max(has_clusters ? ClusterRows::tokens_most(method) : kContextMax),
+      chooses_on_device(options.device && has_device_kernels(method)),
+      has_float8_records(options.has_float8_records()),
+      record_shape(options.record_shape()),
+      group_bytes(record_shape.payload_bytes()),
+      payload_bytes(options.payload_bytes()),
+      record_bytes(bytes_of_record),
+      note_bytes(options.note_bytes()),
+      token_page_bytes(has_float8_records ? round_up(group_bytes, 64) : record_bytes),
+      sink_pages(sink_pages_of(options)),
+      tail_pages(kvswap::tail_pages(options)),
+      page_layers(std::min(options.resident_layers.value_or(options.layers), options.layers)),
+      shares_pages(page_layers < options.layers),
+      crop_lenders(crop_lenders_of(*this)),
+      waiting_pages(waiting_pages_of(*this)),
+      pages_per_layer(options.pages_max + sink_pages + tail_pages + keep.entries + waiting_pages),
+      page_note_bytes(has_float8_records || keep.has_float8 ? 2 * record_shape.kv_heads : 0),
+      // Its own, and those of the one that it was split from.
+      cluster_read_pages(has_clusters ? 2 * pages_a_cluster(method) : 0),
+      table_bytes_per_group(RecordStore::table_bytes_per_group() + note_bytes +
+                            keep.bytes_per_group),
+      write_buffers(drops ? 1 : kWriteBuffers),
+      write_buffer_bytes(write_buffer_bytes_of(options, record_bytes)),
+      gap_bytes(drops ? 0 : options.merge_gap_bytes),
+      past_block_groups(std::max<int64_t>(1, write_buffer_bytes / record_bytes)),
+      encoded_at_once(
+          has_float8_records ? std::max<int64_t>(1, write_buffer_bytes / token_page_bytes) : 0),
+      groups_unit(4 * chunk_rows(options.group_tokens, 1) / options.group_tokens) {}
+
+int64_t Plan::sealed_tokens(int64_t context) const {
+  return options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
+}
+
+int64_t Plan::step_mass_bytes(int64_t numbers) const {
+  if (numbers == 0) return 0;
+  return int64_t{sizeof(float)} *
+         (options.query_heads * options.select_queries_max +
+          numbers * options.kv_heads * pages_per_layer * options.group_tokens);
+}
+
+}  // namespace kvswap
