@@ -281,6 +281,22 @@ def test_a_schema_that_is_none_is_refused(world: World) -> None:
     assert status == 400 and "at most 65536 bytes" in told
 
 
+def test_a_schema_that_takes_too_much_is_its_clients_fault(world: World) -> None:
+    """It is known, and too complex once an answer is held to it; others are answered as before."""
+    pytest.importorskip("llguidance")
+    field = {"type": "string", "pattern": "^[a-z]{1,40}$"}
+    schema = {"type": "object", "properties": {f"field{i}": field for i in range(900)}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    right = send(world.served, "POST", "/v1/chat/completions", body | {"temperature": 0})
+    body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    status, told = send(world.served, "POST", "/v1/chat/completions", body)
+    assert status in (200, 400) and (status == 200 or "response_format" in told), told
+    del body["response_format"]
+    again = send(world.served, "POST", "/v1/chat/completions", body | {"temperature": 0})
+    choices = [json.loads(each[1])["choices"] for each in (right, again)]
+    assert choices[0] == choices[1]
+
+
 def test_without_llguidance_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

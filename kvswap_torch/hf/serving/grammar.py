@@ -106,9 +106,11 @@ class JsonAnswers(LogitsProcessor):
             if row.is_over:
                 continue
             matcher.consume_tokens(newest[i])
+            allowed = matcher.compute_logit_bias()
             if matcher.is_error():
-                raise RuntimeError(f"response_format: {matcher.get_error()}")
-            allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+                said = matcher.get_error().splitlines()[0][:300]
+                raise ValueError(f"response_format must have a simpler schema: {said}")
+            allowed = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)
             forbidden = torch.ones(scores.shape[1], dtype=torch.bool)
             count = min(len(allowed), len(forbidden))
             forbidden[:count] = allowed[:count] == 0
