@@ -113,10 +113,10 @@ class CacheStore:
         self.refresh()
 
     def entries(self, owner: str = "") -> list[Entry]:
-        """Those that can be used here for an owner's requests."""
+        """Those that can be used here for an owner's requests. Any thread."""
         return [
             entry
-            for entry in self._entries.values()
+            for entry in list(self._entries.values())
             if entry.tokens is not None and entry.owner == owner
         ]
 
