@@ -24,7 +24,7 @@ PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality docs docs-run lint format \
-  wheel wheel-check golden clean locked-build locked-core locked-torch-test \
+  wheel wheel-check golden clean locked-build locked-libraries locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check gpu-prebuilt locked-cuda oldest-torch other-transformers \
   sanitize-address sanitize-thread \
@@ -280,8 +280,16 @@ test-long: $(STAMP)  ## the engine on the real CUDA device path, over a fake CUD
 	seq 0 $$(( $(JOBS) - 1 )) | KVSWAP_TEST_LONG=1 GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -I{} \
 	  env GTEST_SHARD_INDEX={} build/core/tests/cpp/test_fake_cuda --gtest_brief=1
 
-demo: build  ## a long document answered from a KV cache on disk, next to the full cache
+demo:  ## a long document answered from a KV cache on disk, next to the full cache
+	@.ci/plan $(VENV)
+	@$(SUB) $(STAMP)
+	@$(call LOCK,dev) $(SUB) locked-libraries
 	$(PY) -m examples.demo $(ARGS)
+
+# Without what tests alone want.
+locked-libraries: build/dev/build.ninja
+	@$(NINJA) -C build/dev libraries
+	@$(SUB) $(EDITABLE)
 
 .PHONY: texts
 texts:  ## manuals that the reference model is trained on and bench/ reads: Debian packages (root)
@@ -357,6 +365,17 @@ wheel-check: $(STAMP)  ## build the wheel, install it, import it, link a C++ pro
 .PHONY: core-check
 core-check: $(STAMP)  ## a program built against the torch-free library, by CMake and pkg-config; ARGS=--conan
 	@$(call LOCK,core) $(PY) -m tests.packaging.check_core $(ARGS)
+
+.PHONY: wheels wheels-check sdist
+sdist: $(STAMP)  ## the source distribution, into dist/
+	@mkdir -p dist && $(PY) -c 'import sys; sys.path.insert(0, "tools"); import build_backend; \
+	  print(build_backend.build_sdist("dist"))' | tail -1
+
+wheels: $(STAMP)  ## wheels for Python 3.11 to 3.14, manylinux_2_28; ARGS="--architecture x86_64 aarch64"
+	@$(call LOCK,wheels) $(PY) -m tools.wheels $(ARGS)
+
+wheels-check: $(STAMP)  ## their tags and contents, README's six lines without a compiler; ARGS="--bare 3.12"
+	@$(PY) -m tests.packaging.check_wheels $(ARGS)
 
 .PHONY: release
 release: $(STAMP)  ## check tree, changelog, tags, tests and docs, then set the tag; VERSION=0.2.0

@@ -36,6 +36,8 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         if os.environ.get("KVSWAP_PREBUILT") and self.editable_mode:
             return  # `make build` has put the libraries into the tree
+        if os.environ.get("KVSWAP_NO_LIBRARIES"):
+            return  # tools/wheels builds them for other machines, and puts them in
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 raise SystemExit(f"kvswap_torch: {tool} must be on PATH to build and is not")

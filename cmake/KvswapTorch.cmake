@@ -1,10 +1,27 @@
-find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
-execute_process(
-  COMMAND ${Python_EXECUTABLE} -c
-    "import torch; print(torch.__path__[0]); print(torch.__version__); \
+# Another torch, and another Python, than those that run here: for wheels (tools/wheels).
+set(KVSWAP_TORCH_ROOT "" CACHE PATH "a torch package's folder; else that of Python's torch")
+set(KVSWAP_PYTHON_INCLUDE "" CACHE PATH "the folder of Python.h; else the running Python's")
+set(KVSWAP_PYTHON_SUFFIX "" CACHE STRING "what the module's name ends with, as .cpython-312-....so")
+if(NOT KVSWAP_PYTHON_INCLUDE OR NOT KVSWAP_TORCH_ROOT)
+  find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
+endif()
+if(KVSWAP_TORCH_ROOT)
+  file(STRINGS ${KVSWAP_TORCH_ROOT}/version.py torch_said REGEX "^(__version__|cuda)")
+  string(REGEX MATCH "__version__ = '([^']+)'" matched "${torch_said}")
+  set(torch_facts "${KVSWAP_TORCH_ROOT}" "${CMAKE_MATCH_1}")
+  if(torch_said MATCHES "cuda: [^=]*= '([0-9.]+)'")
+    list(APPEND torch_facts "${CMAKE_MATCH_1}")
+  else()
+    list(APPEND torch_facts none)
+  endif()
+else()
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -c
+      "import torch; print(torch.__path__[0]); print(torch.__version__); \
 print(torch.version.cuda or 'none')"
-  OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-string(REPLACE "\n" ";" torch_facts "${torch_facts}")
+    OUTPUT_VARIABLE torch_facts OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE "\n" ";" torch_facts "${torch_facts}")
+endif()
 list(GET torch_facts 0 torch_root)
 list(GET torch_facts 1 KVSWAP_TORCH_VERSION)
 list(GET torch_facts 2 torch_cuda)
@@ -80,7 +97,13 @@ target_link_options(kvswap_torch PRIVATE -Wl,--exclude-libs,liburing.a -Wl,--no-
 set(targets kvswap_torch)
 if(python_sources)
   find_library(KVSWAP_TORCH_PYTHON torch_python PATHS ${torch_lib_dir} NO_DEFAULT_PATH REQUIRED)
-  Python_add_library(_C MODULE WITH_SOABI ${python_sources})
+  if(KVSWAP_PYTHON_INCLUDE)
+    add_library(_C MODULE ${python_sources})
+    target_include_directories(_C SYSTEM PRIVATE ${KVSWAP_PYTHON_INCLUDE})
+    set_target_properties(_C PROPERTIES PREFIX "" SUFFIX "${KVSWAP_PYTHON_SUFFIX}")
+  else()
+    Python_add_library(_C MODULE WITH_SOABI ${python_sources})
+  endif()
   target_link_libraries(_C PRIVATE kvswap_options kvswap_hardened kvswap_torch kvswap_dependencies
     ${KVSWAP_TORCH_PYTHON})
   target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)

@@ -56,6 +56,7 @@ class Kvswap(ConanFile):
 
     def generate(self) -> None:
         toolchain = CMakeToolchain(self, generator="Ninja")
+        toolchain.user_presets_path = False  # none into the clone
         toolchain.cache_variables["KVSWAP_BUILD_TORCH"] = False
         toolchain.cache_variables["KVSWAP_BUILD_TESTS"] = False
         toolchain.generate()

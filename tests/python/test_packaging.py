@@ -318,3 +318,26 @@ def test_the_recipe_takes_the_sources_that_a_build_needs() -> None:
     assert read - {"kvswap_torch"} <= taken
     assert {"CMakeLists.txt", "LICENSE", "cmake", "kvswap_torch/version.py"} <= taken
     assert all((ROOT / name).exists() for name in taken)
+
+
+def test_the_demo_says_beforehand_what_it_fetches_and_builds(tmp_path: Path) -> None:
+    def told(root: Path, venv: Path) -> str:
+        script = root / ".ci" / "plan"
+        return subprocess.run([script, venv], check=True, capture_output=True, text=True).stdout
+
+    made = tmp_path / "clone" / ".ci" / "plan"
+    made.parent.mkdir(parents=True)
+    made.write_text((ROOT / ".ci" / "plan").read_text())
+    made.chmod(0o755)
+    first = told(made.parents[1], tmp_path / ".venv")
+    assert re.search(r"download packages into .*/\.venv: some \d+ MB .* GB on disk", first)
+    assert re.search(r"compile \d+ files .* about \d+ minutes on \d+ cores", first)
+    # Where all is there, nothing is announced.
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".kvswap-setup").touch()
+    library = made.parents[1] / "kvswap_torch" / "lib" / "libkvswap_torch.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert told(made.parents[1], tmp_path / ".venv") == ""
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\t@.ci/plan $(VENV)\n" in makefile.split("\ndemo:")[1].split("\n\n")[0]

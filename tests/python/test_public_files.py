@@ -28,6 +28,7 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 SCRIPTS = sorted(path for path in (ROOT / ".ci").iterdir() if path.is_file())
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+SIGNS = {"attest": {"id-token", "attestations"}, "publish": {"id-token"}}
 TODAY = datetime.date(2026, 12, 1)
 
 
@@ -74,18 +75,23 @@ def test_workflows_call_make_and_may_only_read(path: Path) -> None:
     workflow = parsed(path)
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in path.read_text()
-    for job in workflow["jobs"].values():
+    for name, job in workflow["jobs"].items():
+        # Only who signs what was built, or hands it on, may do more, and runs nothing of the tree.
+        if "permissions" in job:
+            assert {key for key, may in job["permissions"].items() if may == "write"} <= SIGNS[name]
+            assert not any("checkout" in step.get("uses", "") for step in job["steps"])
         assert job["timeout-minutes"]
         rows = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step)
             if "uses" in step:
-                assert re.fullmatch(r"[\w./-]+@v\d+", step["uses"])
+                assert re.fullmatch(r"[\w./-]+@(release/)?v\d+", step["uses"])
                 continue
             for script in {filled(step["run"], row) for row in rows}:
                 check_shell(script)
                 for targets in re.findall(r"^make (.+)$", script, re.MULTILINE):
-                    assert set(targets.split()) <= TARGETS, targets
+                    named = re.sub(r"[A-Z]+=(\"[^\"]*\"|\S*)", "", targets).split()
+                    assert named and set(named) <= TARGETS, targets
 
 
 def test_the_jobs_are_lint_build_test_and_wheels() -> None:
@@ -97,6 +103,21 @@ def test_the_jobs_are_lint_build_test_and_wheels() -> None:
         "test": ["test"],
         "wheels": ["wheel-check", "wheel"],
     }
+
+
+def test_a_tag_gets_wheels_sources_provenance_and_bills_of_materials() -> None:
+    jobs = parsed(GITHUB / "workflows" / "wheels.yml")["jobs"]
+    assert {row["architecture"] for row in jobs["build"]["strategy"]["matrix"]["include"]} == {
+        "x86_64",
+        "aarch64",
+    }
+    used = {name: [step.get("uses", "").split("@")[0] for step in job["steps"]]
+            for name, job in jobs.items()}  # fmt: skip
+    assert "actions/attest-build-provenance" in used["attest"]
+    script = "\n".join(step.get("run", "") for step in jobs["attest"]["steps"])
+    assert "sboms/kvswap_torch.cdx.json" in script and "sha256sum" in script
+    assert set(jobs["attest"]["needs"]) == {"build", "sources"}
+    assert jobs["publish"]["needs"] == "attest" and "refs/tags/v" in jobs["publish"]["if"]
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)

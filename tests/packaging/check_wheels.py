@@ -1,0 +1,201 @@
+"""Tries the wheels of ``make wheels``: tags, contents, and an answer without a compiler.
+
+    python -m tests.packaging.check_wheels [dist] [--bare 3.11 ...] [--may-skip]
+
+is what ``make wheels-check`` runs. Every wheel must be consistent with manylinux_2_28, as
+auditwheel sees it, and bring its licences and its bill of materials. The one for this Python is
+installed beside this environment's packages, and README's six lines must answer a question rightly
+there with no compiler on PATH. ``--bare 3.12`` does so in a new environment into which pip brings
+everything, torch too: gigabytes, so it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from tests.packaging.check_wheel import PROBE, check_libraries, make_environment, run
+from tests.packaging.run_docs import ROOT, blocks
+from tools.wheels.pythons import interpreters
+
+MODEL = ROOT / "examples" / "reference_model"
+# Around README's block: what it takes for granted, and what is asked of its answer.
+BEFORE = """
+import json, pathlib, sys
+facts = json.loads(pathlib.Path(sys.argv[1]).read_text())
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(facts["model"])
+tokenizer = AutoTokenizer.from_pretrained(facts["model"])
+prompt = facts["prompt"]
+"""
+AFTER = """
+told = tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+assert told.split("\\n")[0].strip() == facts["answer"], (told, facts["answer"])
+import kvswap_torch
+assert pathlib.Path(kvswap_torch.__file__).is_relative_to(sys.prefix), kvswap_torch.__file__
+"""
+
+
+def say(text: str) -> None:
+    print(f"wheels-check: {text}", flush=True)
+
+
+def auditwheel() -> list[str] | None:
+    """The command, of this environment or on PATH."""
+    asked = [sys.executable, "-c", "import auditwheel"]
+    if subprocess.run(asked, capture_output=True).returncode == 0:
+        return [sys.executable, "-m", "auditwheel"]
+    found = shutil.which("auditwheel")
+    return None if found is None else [found]
+
+
+def audited(wheel: Path, command: list[str]) -> str:
+    """The policy that the wheel's symbols allow, as auditwheel tells."""
+    done = subprocess.run([*command, "show", str(wheel)], capture_output=True, text=True)
+    told = " ".join((done.stdout + done.stderr).split())
+    found = re.search(r'constrains the platform tag to "(\w+)"', told)
+    if done.returncode or found is None:
+        sys.exit(f"wheels-check: auditwheel show {wheel.name}:\n{done.stdout}{done.stderr}")
+    return found[1]
+
+
+def check_contents(wheel: Path) -> None:
+    """Libraries for the tag's processor and Python, licences, bill of materials."""
+    python, _, platform = wheel.stem.split("-")[2:]
+    architecture = platform.removeprefix("manylinux_2_28_")
+    module = f"kvswap_torch/_C.cpython-{python[2:]}-{architecture}-linux-gnu.so"
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        wanted = {module, "kvswap_torch/lib/libkvswap_torch.so", "kvswap_torch/lib/liburing.a",
+                  "kvswap_torch/lib/libkvswap_core.a", f"{info}/sboms/kvswap_torch.cdx.json",
+                  *(f"{info}/licenses/third_party/{name}.txt" for name in
+                    ("highway", "libstdc++", "liburing", "nlohmann-json", "xxhash"))}  # fmt: skip
+        if missing := sorted(wanted - names):
+            sys.exit(f"wheels-check: {wheel.name} must have {missing}")
+        modules = [name for name in names if name.startswith("kvswap_torch/_C")]
+        if modules != [module]:
+            sys.exit(f"wheels-check: {wheel.name} must have {module} alone, has {modules}")
+        built = json.loads(packed.read("kvswap_torch/lib/build_info.json"))
+        machine = packed.read(module)[18]
+    if {built[name] for name in ("liburing", "highway", "xxhash", "json")} != {1}:
+        sys.exit(f"wheels-check: {wheel.name} must be built with everything, got {built}")
+    if machine != {"x86_64": 62, "aarch64": 183}[architecture]:
+        sys.exit(f"wheels-check: {module} must be for {architecture}, is for machine {machine}")
+
+
+def question(folder: Path) -> Path:
+    """A file with a prompt of 3,000 tokens and its answer."""
+    from transformers import AutoTokenizer
+
+    from tools.reference_model.documents import SOURCES, load_source, make_document
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    text, questions = make_document(
+        load_source(SOURCES[0]), 1, 3000, lambda part: len(tokenizer(part)["input_ids"])
+    )
+    asked = questions[0]
+    prompt = f"{text}\nQuestion: {asked.text}\nAnswer:"
+    facts = {"model": str(MODEL), "prompt": prompt, "answer": asked.answer}
+    path = folder / "facts.json"
+    path.write_text(json.dumps(facts))
+    return path
+
+
+def six_lines(folder: Path) -> Path:
+    """README's, with a folder that is there and few new tokens."""
+    (shown,) = (block.text for block in blocks(ROOT / "README.md")
+                if "/fast/disk" in block.text and "with KVSwapCache" in block.text)  # fmt: skip
+    lines = shown.replace("/fast/disk", str(folder)).replace('"max_new_tokens": 200',
+                                                             '"max_new_tokens": 12')  # fmt: skip
+    path = folder / "six_lines.py"
+    path.write_text(BEFORE + lines + AFTER)
+    return path
+
+
+def answer(python: Path, folder: Path) -> float:
+    """Seconds of README's six lines in that environment, without a compiler on PATH."""
+    (folder / "empty").mkdir(exist_ok=True)
+    outside = ("PATH", "PYTHONPATH", "CC", "CXX", "CUDA_HOME")
+    kept = {name: value for name, value in os.environ.items() if name not in outside}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [python, six_lines(folder), question(folder)], cwd=folder, text=True,
+        env=kept | {"PATH": str(folder / "empty")}, capture_output=True,
+    )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"wheels-check: README's six lines\n{done.stdout}{done.stderr}")
+    return time.monotonic() - begin
+
+
+def bare(version: str, wheel: Path, folder: Path) -> Path:
+    """A new environment with the wheel and what pip brings with it."""
+    found = next(interpreters(version), None)
+    if found is None:
+        sys.exit(f"wheels-check: --bare {version} needs python{version}, which is not here")
+    subprocess.run([found, "-m", "venv", folder / "env"], check=True)
+    pip = [folder / "env" / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "-q", wheel], check=True)
+    return folder / "env" / "bin" / "python"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="check_wheels", description=__doc__)
+    parser.add_argument("dist", nargs="?", type=Path, default=ROOT / "dist")
+    parser.add_argument("--bare", nargs="+", default=[], metavar="3.11")
+    parser.add_argument("--may-skip", action="store_true")
+    asked = parser.parse_args()
+    wheels = sorted(asked.dist.glob("kvswap_torch-*-manylinux_2_28_*.whl"))
+    if not wheels:
+        sys.exit(f"wheels-check: {asked.dist} must have wheels, has none; run: make wheels")
+    command = auditwheel()
+    if command is None and not asked.may_skip:
+        sys.exit("wheels-check: needs auditwheel; run: pip install 'kvswap_torch[wheels]'")
+    for wheel in wheels:
+        check_contents(wheel)
+        if command is None:
+            say(f"{wheel.name}: contents right; auditwheel is not here")
+            continue
+        policy = audited(wheel, command)
+        if not policy.startswith("manylinux_2_28_"):
+            sys.exit(f"wheels-check: {wheel.name} must be manylinux_2_28, auditwheel says {policy}")
+        say(f"{wheel.name}: contents right; auditwheel says {policy}")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    fitting = {
+        version: [
+            wheel
+            for wheel in wheels
+            if f"-cp{version.replace('.', '')}-" in wheel.name
+            and wheel.stem.endswith(os.uname().machine)
+        ]
+        for version in (here, *asked.bare)
+    }
+    for version in asked.bare or [here]:
+        if not fitting[version]:
+            sys.exit(
+                f"wheels-check: {asked.dist} has no wheel for Python {version} on this processor"
+            )
+        with tempfile.TemporaryDirectory(prefix="kvswap-wheels-") as name:
+            folder = Path(name)
+            if asked.bare:
+                python = bare(version, fitting[version][0], folder)
+            else:
+                python = make_environment(folder / "env", fitting[version][0])
+                check_libraries(python, folder)
+            told = run(python, "-c", PROBE, cwd=folder)
+            seconds = answer(python, folder)
+            say(f"Python {version}: six lines answer in {seconds:.0f} s; built with {told}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Wheels for other machines than this one: ``make wheels``."""
