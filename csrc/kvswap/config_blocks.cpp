@@ -163,6 +163,18 @@ void read_setting(const ConfigPath& path, const Json& value, const Rule& rule, T
   refuse(text_of(path), "one of " + listed(known), value);
 }
 
+/// Takes a score away that is its summary's default: another summary has its own.
+void forget_default_score(Json& fields) {
+  const Json* summary = find_field(fields, "summary");
+  const Json* kind = summary ? find_field(*summary, "kind") : nullptr;
+  const bool is_low_rank = kind == nullptr || *kind == "low_rank";
+  const char* usual = is_low_rank ? kScoreOfLowRank : kScoreOfOthers;
+  if (find_field(fields, "selection") == nullptr) return;
+  Json& selection = fields["selection"];
+  const Json* score = find_field(selection, "score");
+  if (score != nullptr && *score == names_of_paths().word("score", usual)) selection.erase("score");
+}
+
 }  // namespace
 
 Settings settings_from_blocks(const Json& fields) {
@@ -198,7 +210,9 @@ Settings settings_from_blocks(const Json& fields) {
     if (interval == nullptr) settings.audit_every = kAuditInterval;
   }
   // Other summaries do not have every token's logit.
-  if (!has_score && settings.rows != "low_rank") settings.score = "sum";
+  if (!has_score) {
+    settings.score = settings.rows == "low_rank" ? kScoreOfLowRank : kScoreOfOthers;
+  }
   const Status checked = check_settings(settings, names_of_paths());
   if (!checked.is_ok()) throw ConfigError(checked.message());
   return settings;
@@ -234,6 +248,7 @@ Json blocks_of(const Settings& settings) {
 
 Json with_changes(const Json& fields, const Json& changes) {
   Json made = fields;
+  if (find_field(changes, "summary.kind") != nullptr) forget_default_score(made);
   for (const ConfigBlock& block : kConfigBlocks) {
     if (const Json* change = find_field(changes, block.name)) made[block.name] = *change;
   }

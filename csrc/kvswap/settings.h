@@ -85,7 +85,7 @@ struct Settings {
   std::string summary_dtype = "model";
   /// selection.score: A group's score. mass_sum: its attention mass, summed over heads.
   /// mass_max: the largest of a head. logit_max: the largest logit of a head. logit_sum: of all
-  /// queries' sum (KVSwap), the default.
+  /// queries' sum (KVSwap). Default: mass_sum with summary.kind=low_rank, else logit_sum.
   std::string score = "sum";
   /// summary.coarse_rank: Dimensions of a first, coarse ranking; the best rerank_fraction is
   /// ranked again by all. Reads less and may select other groups. null: one ranking by all.

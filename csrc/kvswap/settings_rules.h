@@ -265,6 +265,9 @@ inline constexpr ConfigBlock kConfigBlocks[] = {
     {"storage", false}, {"retention", true},  {"clusters", true},  {"audit", true},
 };
 
+/// `selection.score` of a file that leaves it out, with low-rank keys and otherwise.
+inline constexpr const char* kScoreOfLowRank = "mass";
+inline constexpr const char* kScoreOfOthers = "sum";
 /// `audit.interval` of a block that leaves it out.
 inline constexpr int64_t kAuditInterval = 32;
 

@@ -118,7 +118,7 @@ class Selection(Block):
         (None, *_SCORES),
         "A group's score. `mass_sum`: its attention mass, summed over heads. `mass_max`: the "
         "largest of a head. `logit_max`: the largest logit of a head. `logit_sum`: of all queries' "
-        "sum (KVSwap), the default.",
+        "sum (KVSwap). Default: `mass_sum` with `summary.kind=low_rank`, else `logit_sum`.",
     )
     top_k_groups: int = number(
         100,

@@ -16,7 +16,7 @@ from kvswap_torch.config import v1
 from kvswap_torch.config.constraints import EVEN, FLOORS, ONLY, Only
 from kvswap_torch.config.engine import NAMES, WORDS, default_of, item_of
 from kvswap_torch.config.json_file import CONFIG_VERSION
-from kvswap_torch.config.nested import BLOCKS, OPTIONAL, POLICY, field_of
+from kvswap_torch.config.nested import BLOCKS, OPTIONAL, POLICY, default_score, field_of
 from kvswap_torch.config.retention import POLICIES
 from kvswap_torch.config.solution import ModelIdentity
 from kvswap_torch.config.swap_config import SOLVABLE
@@ -186,6 +186,11 @@ def _paths() -> list[str]:
         "  bool is_optional;  // without it there is none of what it says",
         "};",
         *_array("ConfigBlock kConfigBlocks", blocks),
+        "/// `selection.score` of a file that leaves it out, with low-rank keys and otherwise.",
+        *(
+            f'inline constexpr const char* {name} = "{WORDS["score"][default_score(kind)]}";'
+            for name, kind in (("kScoreOfLowRank", "low_rank"), ("kScoreOfOthers", "mean"))
+        ),
         "/// `audit.interval` of a block that leaves it out.",
         f"inline constexpr int64_t kAuditInterval = {field_of('audit.interval').default};",
         "",

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from kvswap_torch.config.constraints import values_of
-from kvswap_torch.config.nested import PATHS, default_score, field_of
+from kvswap_torch.config.nested import PATHS, field_of
 from kvswap_torch.config.v1 import PATHS as FIRST
 from kvswap_torch.config.v1 import VALUES
 
@@ -19,7 +19,8 @@ __all__ = ["NAMES", "WORDS", "default_of", "engine_value", "flat_settings", "ite
 NAMES = FIRST | {path.partition(".")[2]: path for path in PATHS if path not in set(FIRST.values())}
 # Words of the engine that are not version 1's: of a setting, word of a file -> the engine's.
 _LATER: dict[str, dict[str, Any]] = {"keeper": {"compresskv": "observed"}}
-_ABSENT = {"grouping": "runs", "keeper": "none", "audit_every": 0}
+# The struct's own default of `score` is the engine's tests'; readers of files set version 2's.
+_ABSENT = {"grouping": "runs", "keeper": "none", "audit_every": 0, "score": "sum"}
 
 
 def item_of(name: str) -> dataclasses.Field[Any] | None:
@@ -42,8 +43,6 @@ def default_of(name: str) -> Any:
     """What the engine has for a setting that no block says."""
     if name in _ABSENT:
         return _ABSENT[name]
-    if name == "score":
-        return WORDS[name][default_score("low_rank")]
     default = field_of(NAMES[name]).default
     return WORDS[name][default] if name in WORDS else default
 

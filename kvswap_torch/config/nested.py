@@ -72,8 +72,8 @@ def field_of(path: str) -> dataclasses.Field[Any]:
 
 
 def default_score(kind: str) -> str:
-    """`selection.score` where it is left out."""
-    return "logit_sum"
+    """`selection.score` where it is left out: attention mass, if there is every token's logit."""
+    return "mass_sum" if kind == "low_rank" else "logit_sum"
 
 
 def block_from(name: str, value: Any) -> Block | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvswap_torch.config import Selection, Summary, SwapConfig
+from kvswap_torch.config import Summary, SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, spend_budget
@@ -124,8 +124,7 @@ def default_config(shape: ModelShape, context: int) -> SwapConfig:
     on the reference model 10 of 10 answers are right this way and 0 of 10 with prediction.
     """
     rank = min(shape.width, Summary().rank)
-    config = SwapConfig(summary=Summary(rank=rank), selection=Selection(score="mass_sum"))
-    return at_length(config, context)
+    return at_length(SwapConfig(summary=Summary(rank=rank)), context)
 
 
 def at_length(config: SwapConfig, context: int) -> SwapConfig:

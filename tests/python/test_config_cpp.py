@@ -107,7 +107,7 @@ def test_what_python_saves_cpp_reads(tmp_path: Path) -> None:
     (answer,) = ask({"do": "load", "path": str(tmp_path / "c.json")})
     assert answer["ok"]["settings"] == plain(config)
     (answer,) = ask({"do": "prepare", "path": "", "directory": str(tmp_path), **MODEL})
-    assert answer["ok"]["settings"] == plain(SwapConfig(score="mass"))  # no file: the defaults
+    assert answer["ok"]["settings"] == plain(SwapConfig())  # no file: the defaults
 
 
 def refusals(paths: list[Path]) -> list[tuple[str, str]]:

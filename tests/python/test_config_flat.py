@@ -45,6 +45,7 @@ def test_attributes_have_version_1s_words() -> None:
 def test_another_summary_has_its_own_score_unless_one_is_named() -> None:
     assert SwapConfig(rows="box").selection.score == "logit_sum"
     assert SwapConfig(rows="low_rank").selection.score == SwapConfig().selection.score
+    assert SwapConfig().score == "mass" and SwapConfig(rows="box").score == "sum"
     assert SwapConfig(score="sum").selection.score == "logit_sum"
     assert SwapConfig(score="mass").selection.score == "mass_sum"
     assert SwapConfig(rows="box", score="max").selection.score == "logit_max"

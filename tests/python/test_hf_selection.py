@@ -142,7 +142,7 @@ def test_full_rank_chooses_what_attention_weighs_most(open_cache):
     model = tiny_model("llama", num_key_value_heads=4, num_hidden_layers=1)
     config = SwapConfig(
         group_tokens=1, tail_tokens=0, sink_tokens=0, rank=64, groups_max=4, pages_max=4,
-        select_queries_max=4,
+        select_queries_max=4, score="sum",
     )  # fmt: skip
     cache = open_cache(model, config)
     ids = prompt(1, 30)["input_ids"]

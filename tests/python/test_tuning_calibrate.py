@@ -254,8 +254,8 @@ def test_true_query_layers_must_be_rising_numbers(layers):
 def test_true_query_layers_must_be_the_models():
     layers = {"true_query_layers": [0, 3]}
     table = SwapConfig(table=[{"batch": 1, "context": 8, "settings": layers}])
-    for config, where in ((SwapConfig(**layers), "^"), (table, "table: batch 1, context 8: ")):
+    for config, where in ((SwapConfig(**layers), "^"), (table, "solutions: batch 1, context 8: ")):
         config.check_model(ModelIdentity(layers=4))
-        told = where + r"true_query_layers: must be below 3, the layers on disk, got \[0, 3\]"
+        told = where + r"prefetch.skip_layers: must be below 3, the layers on disk, got \[0, 3\]"
         with pytest.raises(ConfigError, match=told):
             config.check_model(ModelIdentity(layers=3))

@@ -57,6 +57,7 @@ SMALL = {
     "tail_tokens": 4,
     "sink_tokens": 2,
     "rank": 8,
+    "score": "sum",  # as the executable specification scores
     "select_queries_max": 4,
     "read_depth": 8,
     "look_ahead": True,
