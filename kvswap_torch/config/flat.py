@@ -5,6 +5,7 @@ Delete this module together with the call of `install`, and what presets ask of 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Mapping
@@ -24,10 +25,14 @@ _PATHS = v1.PATHS | {"table": "solutions"}
 def install(kind: type) -> None:
     """Has a config's class take the old names."""
     nested = kind.__init__
+    places = [item.name for item in dataclasses.fields(kind) if item.init and not item.kw_only]
 
     @functools.wraps(nested)
     def __init__(self: Any, *args: Any, **fields: Any) -> None:
-        fields = dict(zip(BLOCKS, args, strict=False)) | fields
+        by_place = dict(zip(places, args, strict=False))
+        if len(args) > len(places) or by_place.keys() & fields.keys():
+            return nested(self, *args, **fields)  # which refuses them
+        fields |= by_place
         old = {name: fields.pop(name) for name in _PATHS if name in fields}
         if "table" in old:
             fields["solutions"] = old["table"]
@@ -39,7 +44,7 @@ def install(kind: type) -> None:
             old |= dict.fromkeys(name for row in rows for name in _settings(row) if name in _PATHS)
         if old:
             _warn(old)
-        nested(self, **fields)
+        return nested(self, **fields)
 
     def __getattr__(self: Any, name: str) -> Any:
         if name not in _PATHS or "summary" not in vars(self):
@@ -72,13 +77,8 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _warn(names: Iterable[str]) -> None:
-    if not WARNS:
-        return
     told = ", ".join(f"{name} is {_PATHS[name]}" for name in names)
     warnings.warn(f"SwapConfig: since version 2 {told}", DeprecationWarning, 3)
-
-
-WARNS = False
 
 
 def _bare(kind: type, fields: Mapping[str, Any]) -> Any:

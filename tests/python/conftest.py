@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Old names of settings are taken for one release, and many tests still use them."""
+    told = "ignore:SwapConfig. since version 2:DeprecationWarning"
+    config.addinivalue_line("filterwarnings", told)
+
+
 @pytest.fixture(autouse=True)
 def no_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them spin while they wait for one another: minutes, on a small machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 
@@ -77,6 +78,23 @@ def test_what_is_wrong_is_told_by_the_old_name() -> None:
         SwapConfig(look_ahead=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'groups'"):
         SwapConfig(groups=3)
+    with pytest.raises(TypeError, match="multiple values for argument 'summary'"):
+        SwapConfig(Summary(), summary=Summary())
+    with pytest.raises(TypeError, match="positional argument"):
+        SwapConfig(*[None] * 14)
+
+
+def test_a_warning_names_the_new_path() -> None:
+    with pytest.warns(DeprecationWarning, match="groups_max is selection.top_k_groups") as told:
+        config = SwapConfig(groups_max=7)
+    assert len(told) == 1 and told[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="keeper is retention.policy"):
+        assert config.keeper == "none"
+    with pytest.warns(DeprecationWarning, match="rank is summary.rank"):
+        SwapConfig(solutions=[Solution(1, 8, {"rank": 8})])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SwapConfig(selection={"top_k_groups": 7}, solutions=[Solution(1, 8, {"summary.rank": 8})])
 
 
 def test_a_preset_takes_them_too() -> None:
