@@ -22,7 +22,7 @@ from kvswap_torch.tuning.disk import DiskModel
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.probe import DiskFigures, probe_disk
 from kvswap_torch.tuning.progress import Progress
-from kvswap_torch.tuning.recall import RANKS, rank_grid
+from kvswap_torch.tuning.recall import RANKS, Choice, rank_grid
 from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.settings import (
     FORMATS,
@@ -191,22 +191,7 @@ def measure_all(
         tell(str(_least(calibrator, samples, folder, keys, options, batch_max, context_max)))
     figures = _probe(path, folder, keys[0], options, progress)
     calibrated = _calibrate(model, calibrator, samples, folder, keys[1], options, progress)
-    choice = options.calibration.choice
-    base = SwapConfig(
-        summary=Summary(
-            rank=1,
-            dtype=renamed("summary_dtype", calibrated.summary_dtype)[1],
-            projection=calibrated.kind,
-            projection_file=PROJECTION_NAME,
-        ),
-        selection=Selection(
-            score=renamed("score", choice.score)[1],
-            sink_tokens=choice.sink_tokens,
-            recent_tokens=choice.tail_tokens,
-            max_step_tokens=1,
-        ),
-        prefetch=Prefetch(mode="trust", skip_layers=calibrated.true_query_layers),
-    )
+    base = _base_of(calibrated, options.calibration.choice)
     traffic = TrafficTable(calibrated.choices)
     _, replacement = renamed("replacement", pick_replacement(traffic, context_max))
     base = base.with_settings({"memory.replacement": replacement})
@@ -244,6 +229,25 @@ def measure_all(
         traffic=traffic,
         base=base.with_settings({"selection.max_step_tokens": Selection().max_step_tokens}),
         date=folder.date(_timings_name(options)) or "",
+    )
+
+
+def _base_of(calibrated: Calibrated, choice: Choice) -> SwapConfig:
+    """What a calibration says of a config; sizes are solved for."""
+    return SwapConfig(
+        summary=Summary(
+            rank=1,
+            dtype=renamed("summary_dtype", calibrated.summary_dtype)[1],
+            projection=calibrated.kind,
+            projection_file=PROJECTION_NAME,
+        ),
+        selection=Selection(
+            score=renamed("score", choice.score)[1],
+            sink_tokens=choice.sink_tokens,
+            recent_tokens=choice.tail_tokens,
+            max_step_tokens=1,
+        ),
+        prefetch=Prefetch(mode="trust", skip_layers=calibrated.true_query_layers),
     )
 
 
