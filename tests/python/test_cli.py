@@ -271,7 +271,7 @@ def test_tune_writes_what_it_found_as_json(tmp_path: Path, capsys: Any) -> None:
     write_json(config, tmp_path / "out.json", report=None)
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["config"] == str(tmp_path / "config.json") and told["report"] is None
-    assert told["settings"]["rank"] == 8
+    assert told["settings"]["summary"]["rank"] == 8
     write_json(config, Path("-"), report=tmp_path / "page.html")
     assert json.loads(capsys.readouterr().out)["report"] == str(tmp_path / "page.html")
 

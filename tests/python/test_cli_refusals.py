@@ -38,9 +38,9 @@ __all__ = ["document"]  # a fixture
         (["--save", "/tmp"], "--save: /tmp must not exist, and does"),
         (
             ["--save", "book", "--preset", "snapkv"],
-            "--preset snapkv: keeper must be none or newest",
+            "--preset snapkv: retention.policy must be none or recent_only",
         ),
-        (["--save", "book", "--preset", "dynakv"], "--preset dynakv: grouping must be runs"),
+        (["--save", "book", "--preset", "dynakv"], "--preset dynakv: clusters must be left out"),
     ],
 )
 def test_what_is_refused_before_a_model_is_looked_for(

@@ -75,7 +75,7 @@ def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Pa
         ("taken", ["--overwrite"], "--output: .*taken must be the folder of a saved cache"),
         ("no/book", [], "--output: its parent must be a folder"),
         ("x" * 250, [], "--output: its parent .*File name too long"),
-        ("book", ["--config", tmp_path / "keeps.json"], "--config: keeper must be none or newest"),
+        ("book", ["--config", tmp_path / "keeps.json"], "--config: retention.policy must be none"),
     ):
         words = ["ingest", "nowhere.txt", "--model", "nowhere", "-o", tmp_path / output, *more]
         with pytest.raises(ConfigError, match=told):

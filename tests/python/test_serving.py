@@ -365,8 +365,8 @@ def test_the_command(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     SwapConfig.preset("snapkv+").save(tmp_path / "keeps.json")
     SwapConfig.preset("dynakv").save(tmp_path / "clusters.json")
     for more, told in (
-        (["--config", str(tmp_path / "keeps.json")], "--config: keeper must be none or newest"),
-        (["--config", str(tmp_path / "clusters.json")], "--config: grouping must be runs"),
+        (["--config", str(tmp_path / "keeps.json")], "--config: retention.policy must be none or"),
+        (["--config", str(tmp_path / "clusters.json")], "--config: clusters must be left out"),
         ([], "--api-key-file must be given to listen on 0.0.0.0"),
         (["--api-key-file", str(keys)], "must have a key"),
         (["--continuous-batching"], "a paged cache of its own"),

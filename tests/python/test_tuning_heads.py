@@ -140,7 +140,7 @@ def test_the_command_finds_heads_that_a_cache_keeps_by(tmp_path: Path, monkeypat
     assert all(sorted(heads) == list(range(8)) for heads in found["heads"])
     config = SwapConfig.load(out)
     assert config.keep_layer_shares == tuple(found["layers"])
-    assert config.keep_heads == read_heads(files["heads"])["keep_heads"]
+    assert config.keep_heads == read_heads(files["heads"])["retention.scoring_heads"]
     assert len(config.keep_heads) == HEADS * len(found["heads"])
 
     model = load_model(str(REFERENCE))
@@ -148,6 +148,6 @@ def test_the_command_finds_heads_that_a_cache_keeps_by(tmp_path: Path, monkeypat
         greedy(model, prompt(1, 300), cache, tokens=2)
         assert cache.stats().tokens_dropped > 0
     identity = model_parts(model).identity
-    assert stored_heads(identity, tmp_path)["keep_heads"] == config.keep_heads
+    assert stored_heads(identity, tmp_path)["retention.scoring_heads"] == config.keep_heads
     with pytest.raises(ConfigError, match="must have a heads file of this model; `kvswap calibrat"):
         stored_heads(dataclasses.replace(identity, layers=7), tmp_path)
