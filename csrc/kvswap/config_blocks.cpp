@@ -46,8 +46,10 @@ const ConfigPath* path_of(std::string_view name) {
 std::string text_of(const ConfigPath& path) { return std::string(path.block) + "." + path.field; }
 
 const ConfigPolicy* policy_of(const Json& name) {
+  // Not with name == policy.policy, which makes a value of the text and may not throw.
+  const auto* text = name.get_ptr<const std::string*>();
   for (const ConfigPolicy& policy : kConfigPolicies) {
-    if (name.is_string() && name == policy.policy) return &policy;
+    if (text != nullptr && *text == policy.policy) return &policy;
   }
   return nullptr;
 }

@@ -254,7 +254,7 @@ def test_masks_must_not_change_their_mind(llama, open_cache):
     changed = longer.clone()
     changed[1, 0] = 1
     for wrong in (changed, torch.ones_like(longer)):
-        with pytest.raises(ValueError, match="some have changed"):
+        with pytest.raises(ValueError, match="must stay padding"):
             forward(llama, ids[:, :2], cache, attention_mask=wrong)
     with pytest.raises(ValueError, match="must be passed again"):
         forward(llama, ids[:, :2], cache)

@@ -2,6 +2,7 @@
 // refused.
 
 #include "device/host_device.h"
+#include "engine/check_settings.h"
 #include "engine_run.h"
 #include "kvswap/settings_rules.h"
 
@@ -309,37 +310,17 @@ TEST(Options, HeadsThatADeviceCannotAttendAreRefused) {
 /// Settings and a model that the rules allow, mostly the largest and the smallest numbers.
 EngineOptions drawn_options(std::mt19937_64& random) {
   EngineOptions options;
-  const EngineOptions usual;
   visit_settings([&](const char*, auto member, const auto& rule) {
     using Value = std::remove_cvref_t<decltype(options.*member)>;
     using Rule = std::remove_cvref_t<decltype(rule)>;
+    const Value before = options.*member;
     if constexpr (std::is_same_v<Rule, IntRange> && std::is_same_v<Value, int64_t>) {
       if (random() % 2 == 0) options.*member = random() % 2 == 0 ? rule.low : rule.high;
     } else if constexpr (std::is_same_v<Rule, OneOf> && std::is_same_v<Value, std::string>) {
       options.*member = rule.choices[random() % rule.choices.size()];
     }
-  });
-  // Of owners that are no words none is drawn.
-  const auto is_word = [&](auto owner, const std::string& word) {
-    if constexpr (std::is_convertible_v<decltype(options.*owner), std::string>) {
-      return options.*owner == word;
-    }
-    return true;
-  };
-  visit_owned([&](const char*, auto member, const char*, auto owner, const std::string& word,
-                  const OneOf& values) {
-    const bool is_another = !is_word(owner, word) && concerns(values, options.*member);
-    if (is_another) options.*member = usual.*member;
-  });
-  visit_idle([&](const char*, auto member, const char*, auto owner, const std::string& word,
-                 const char*, const OneOf& values) {
-    const bool is_idle = is_word(owner, word) && concerns(values, options.*member);
-    if (is_idle) options.*member = usual.*member;
-  });
-  visit_floors([&](const char*, auto member, const char*, auto floor, const char*,
-                   const std::string& keeper) {
-    if (!keeper.empty() && options.keeper != keeper) return;
-    options.*member = std::max(options.*member, options.*floor);
+    // What those before it exclude is not drawn.
+    if (!check_settings(options).is_ok()) options.*member = before;
   });
   options.layers = random() % 2 == 0 ? 1 : 4096;
   options.kv_heads = random() % 2 == 0 ? 1 : 1024;
