@@ -26,7 +26,8 @@ from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.cli.targets import check_directory, check_folder, check_settings
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import SwapConfig, v1
+from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import ConfigError, CorruptionError, KVSwapError
 from kvswap_torch.memory_size import format_bytes, parse_bytes
 from kvswap_torch.saved_path import named
@@ -187,12 +188,22 @@ def show(saved: Path, as_json: bool, console: Console) -> None:
 
 
 def _told_settings(settings: dict[str, Any]) -> str:
-    """Single ones that are not the defaults."""
-    usual = SwapConfig()
+    """Single ones that are not the defaults, in the words of the manifest's version."""
+    is_nested = any(isinstance(value, dict) for value in settings.values())
+    usual = settings_of(SwapConfig()) if is_nested else v1.DEFAULTS
+    named = (
+        {
+            f"{block}.{name}": value
+            for block, fields in settings.items()
+            for name, value in (fields or {}).items()
+        }
+        if is_nested
+        else settings
+    )
     told = [
         f"{name}={value}"
-        for name, value in settings.items()
-        if not isinstance(value, list | None) and value != getattr(usual, name, value)
+        for name, value in named.items()
+        if not isinstance(value, list | None) and value != usual.get(name)
     ]
     return ", ".join(told) or "the defaults"
 
