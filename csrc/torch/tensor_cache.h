@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>  // a program that includes this needs no other header of torch
 
 #include <cstdint>
 #include <functional>
