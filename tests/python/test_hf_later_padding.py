@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from kvswap_torch import KVSwapCache, SwapConfig
 from tests.python.tiny_models import COVERING, PAD, SMALL, prompt, tiny_model
 
-EACH = SwapConfig(groups_max=400, pages_max=400, heads="each", score="mass", **SMALL)
-MASS = SwapConfig(groups_max=400, pages_max=400, score="mass", **SMALL)
+BY_MASS = SMALL | {"score": "mass"}
+EACH = SwapConfig(groups_max=400, pages_max=400, heads="each", **BY_MASS)
+MASS = SwapConfig(groups_max=400, pages_max=400, **BY_MASS)
 COVERINGS = {"sum": COVERING, "mass": MASS, "each head": EACH}
 #: A choice among 30 groups and more, with pages for each of them.
 SELECTING = SwapConfig(groups_max=8, pages_max=400, **SMALL)

@@ -40,19 +40,22 @@ def test_a_mask_is_looked_at_once(padded: bool) -> None:
     for mask in masks(padded):
         tokens = mask.shape[1] - positions
         with CountedWaits() as waits:
-            new = padding.declare(positions, 2, tokens, mask)
-        assert waits.seen == []
+            past, new = padding.declare(positions, 2, tokens, mask)
+        assert waits.seen == [] and past is None
         assert (new is None) == (positions > 0 or not padded)
         padding.commit()
         positions += tokens
     assert (padding.valid is None) == (not padded)
 
 
-def test_what_was_said_of_earlier_positions_stands() -> None:
+def test_padding_may_come_later_and_stays() -> None:
     padding = Padding()
-    first, second = masks(padded=True)[:2]
+    first, second, third, _ = masks(padded=True)
     padding.declare(0, 2, 6, first)
     padding.commit()
     second[0, 0] = 0
-    with pytest.raises(ValueError, match="some have changed"):
-        padding.declare(6, 2, 1, second)
+    past, new = padding.declare(6, 2, 1, second)
+    assert past is not None and torch.equal(past, second[:, :6].bool()) and new is None
+    padding.commit()
+    with pytest.raises(ValueError, match="must stay padding"):
+        padding.declare(7, 2, 1, third)
