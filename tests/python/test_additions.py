@@ -144,7 +144,7 @@ def test_the_method_chooses_as_its_reference(tree: Path, tmp_path: Path) -> None
     assert told.returncode == 0, told.stdout
 
     # Groups of all but the newest tokens, which are the tail.
-    sealed = (tokens - CONFIG["tail_tokens"]) // CONFIG["group_tokens"]
+    sealed = (tokens - SELECTION["recent_tokens"]) // SELECTION["group_tokens"]
     torch.save((keys[:, : 4 * sealed], query), tmp_path / "tensors.pt")
     code = f"""
 import torch
