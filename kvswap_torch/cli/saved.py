@@ -184,22 +184,19 @@ def show(saved: Path, as_json: bool, console: Console) -> None:
         "settings": _told_settings(manifest["settings"]),
     }
     for name, value in rows.items():
-        console.print(f"{name:32} {value}", highlight=False)
+        console.print(f"{name:32} {value}", highlight=False, soft_wrap=True)
 
 
 def _told_settings(settings: dict[str, Any]) -> str:
     """Single ones that are not the defaults, in the words of the manifest's version."""
-    is_nested = any(isinstance(value, dict) for value in settings.values())
-    usual = settings_of(SwapConfig()) if is_nested else v1.DEFAULTS
-    named = (
-        {
+    named, usual = settings, v1.DEFAULTS
+    if any(isinstance(value, dict) for value in settings.values()):
+        usual = settings_of(SwapConfig())
+        named = {
             f"{block}.{name}": value
             for block, fields in settings.items()
             for name, value in (fields or {}).items()
         }
-        if is_nested
-        else settings
-    )
     told = [
         f"{name}={value}"
         for name, value in named.items()
