@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 
 from kvswap_torch.cli import calibrate, presets, saved_app, serve
-from kvswap_torch.cli.completion import preset_names, saved_caches
+from kvswap_torch.cli.completion import saved_caches
 from kvswap_torch.cli.report import print_error
+from kvswap_torch.cli.saved_app import Preset
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
@@ -120,13 +121,7 @@ def generate(
         Path | None,
         typer.Option(help="What the tuner wrote, or SwapConfig.save().", metavar="config.json"),
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="A published system, in the config's place: see kvswap presets.",
-            autocompletion=preset_names,
-        ),
-    ] = None,
+    preset: Preset = None,
     keep: Annotated[
         str | None,
         typer.Option(

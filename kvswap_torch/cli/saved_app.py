@@ -24,6 +24,13 @@ Memory = Annotated[
 ]
 Place = Annotated[Path, typer.Option(help="Folder on the disk for new records.", metavar="DIR")]
 Template = Annotated[str, typer.Option(help="auto, or a text with {document} and {question}.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="A published system, in the config's place: see kvswap presets.",
+        autocompletion=preset_names,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -36,13 +43,7 @@ def ingest(
     config: Annotated[
         Path | None, typer.Option(help="What the tuner wrote.", metavar="config.json")
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="A published system, in the config's place: see kvswap presets.",
-            autocompletion=preset_names,
-        ),
-    ] = None,
+    preset: Preset = None,
     kv_memory: Memory = None,
     path: Place = Path("."),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace it.")] = False,
