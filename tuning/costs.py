@@ -288,7 +288,7 @@ class SettingCosts:
 
 def layers_ahead(config: SwapConfig, layers: int) -> list[int]:
     """Layers whose loads are submitted a layer early; the first never is."""
-    if config.prefetch.mode == "off":
+    if not config.predicts:
         return []
     return [i for i in range(1, layers) if i not in config.prefetch.skip_layers]
 

@@ -141,8 +141,10 @@ bool Engine::needs_projection(int64_t layer) const {
          !parts_->plan.is_exact(layer) && !batch_->all_fit(layer);
 }
 
-Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale) {
+Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale,
+                          int64_t since_ns) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  if (parts_->look_ahead == LookAheadMode::kOff) return Status::ok();
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   if (batch_->layer(layer).sealed_groups == 0 || query.queries < 1 || exact_chunks_.takes(layer) ||
       needs_projection(layer)) {
@@ -153,7 +155,8 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
   KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, positions(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
   const Question question = {.query = query.of_parts(parts_->options.heads_apart),
-                             .scale = scale.value_or(usual)};
+                             .scale = scale.value_or(usual),
+                             .since_ns = since_ns};
   return calls_.leave(steps_.look_ahead(layer, question));
 }
 

@@ -68,7 +68,9 @@ class Engine {
   /// Chooses, plans and submits what `layer` will need; see Cache::look_ahead(). On a device
   /// selection is asynchronous: the next call completes it, and attend() returns its errors.
   /// scale: what attend() will be given; none: 1 / sqrt(head_dim). Only a score by mass uses it.
-  Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {});
+  /// since_ns: when the prediction began, of the timeline's clock; 0: with the call.
+  Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {},
+                    int64_t since_ns = 0);
   /// Attention of the last query.queries positions over sinks, chosen groups and tail, then seals
   /// what has left the tail. Of a decode pass, but for what ExactChunks takes.
   Status attend(const AttendArgs& args);

@@ -248,6 +248,22 @@ MethodOptions EngineOptions::method() const {
           .bound_weight = bound_weight};
 }
 
+std::string why_no_prefetch(const EngineOptions& options) {
+  if (options.look_ahead != "verify") return "";
+  if (!options.selects()) return "nothing is selected";
+  if (RowsKind::find(options.rows)->is_given) return "scores come from outside";
+  const bool is_shared = options.resident_layers && *options.resident_layers < options.layers;
+  // Of shared pages those of the layer are free until it attends.
+  if (is_shared || options.pages_max > options.groups_max) return "";
+  return "pages_max (" + std::to_string(options.pages_max) + ") leaves no page beside groups_max";
+}
+
+LookAheadMode look_ahead_mode(const EngineOptions& options) {
+  if (options.look_ahead == "trust") return LookAheadMode::kTrust;
+  const bool verifies = options.look_ahead == "verify" && why_no_prefetch(options).empty();
+  return verifies ? LookAheadMode::kVerify : LookAheadMode::kOff;
+}
+
 PoolOptions pool_options(const EngineOptions& options) {
   const int64_t tokens = options.cluster_tokens + options.group_tokens - 1;
   return {.layers = options.layers,

@@ -23,6 +23,13 @@
 
 namespace kvswap {
 
+/// What becomes of a predicted query.
+enum class LookAheadMode {
+  kOff,     ///< nothing
+  kTrust,   ///< it chooses
+  kVerify,  ///< what it would choose is prefetched, and the true query chooses
+};
+
 /// What an engine is made of: the settings, and what the model, the place and the promises add.
 ///
 /// Its parts see apart(): with heads=each every KV head of a sequence is a sequence of its own, of
@@ -100,6 +107,11 @@ struct EngineOptions : Settings {
   /// Groups that are sealed once `positions` tokens are there and nothing is pending.
   int64_t sealed_groups(int64_t positions) const;
 };
+
+/// As it comes to here: verify is off where there is nothing to predict, or no page to spare.
+LookAheadMode look_ahead_mode(const EngineOptions& options);
+/// Why it is off where the settings say verify; empty: it is not.
+std::string why_no_prefetch(const EngineOptions& options);
 
 /// Are clusters of similar keys chosen, in the place of groups?
 inline bool has_clusters(const EngineOptions& options) { return options.grouping == "clusters"; }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/adaptive_prefetch.h"
 #include "engine/fetcher.h"
 #include "engine/group_counts.h"
 #include "engine/page_space.h"
@@ -27,6 +28,7 @@ struct EngineCounters {
   uint64_t groups_attended = 0;  // selected groups (a head's own where it chooses), no sinks, tail
   uint64_t groups_loaded = 0;
   uint64_t groups_read_again = 0;  // before a layer chose: what it attended last, of shared pages
+  uint64_t groups_prefetched = 0;  // before a layer chose, with a prediction
   uint64_t records_sealed = 0;
   double select_seconds = 0;  // project, score, choose
   double plan_seconds = 0;    // page maps, merging, submitting
@@ -53,7 +55,9 @@ struct EngineParts {
       : plan(given, record_bytes),
         parallel(std::move(parallel)),
         ledger(options.kv_memory_bytes),
+        look_ahead(look_ahead_mode(this->options)),
         group_counts(this->options),
+        adaptive_prefetch(this->options),
         patience(static_cast<double>(options.io_timeout_seconds)) {}
   /// Opens file, reader, store and space, of options that are valid. What has a size from the start
   /// is the caller's to charge, but for the timeline.
@@ -78,8 +82,10 @@ struct EngineParts {
   const ParallelFor parallel;
   Ledger ledger;
   EngineCounters counters;
+  const LookAheadMode look_ahead;
   Status broken = Status::ok();  // of a device that lost its room: every call returns it
   GroupCounts group_counts;
+  AdaptivePrefetch adaptive_prefetch;
   std::vector<std::string> fallbacks;
   Patience patience;                   // how long calls wait for the disk, and who may end that
   std::unique_ptr<Timeline> timeline;  // null: nothing is recorded

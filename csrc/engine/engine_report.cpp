@@ -74,6 +74,30 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
   counters["bytes_a_read"] = counters["bytes_read"] / std::max(1.0, counters["reads"]);
 }
 
+/// What predictions have led to, in all and by layer.
+void add_prefetch(const Engine& engine, std::map<std::string, double>& counters) {
+  const EngineParts& parts = engine.parts();
+  if (parts.look_ahead != LookAheadMode::kVerify) return;
+  const auto add = [&](const std::string& layer, const AdaptivePrefetch::Counts& counts) {
+    counters["prefetch_hits" + layer] = static_cast<double>(counts.hits);
+    counters["prefetch_wasted" + layer] = static_cast<double>(counts.wasted);
+    counters["prefetch_dropped" + layer] = static_cast<double>(counts.dropped);
+  };
+  add("", parts.adaptive_prefetch.total());
+  counters["groups_prefetched"] = static_cast<double>(parts.counters.groups_prefetched);
+  for (int64_t layer = 0; layer < parts.options.layers; ++layer) {
+    const std::string name = std::string("_").append(std::to_string(layer));
+    add(name, parts.adaptive_prefetch.counts(layer));
+    counters["predicts" + name] = parts.adaptive_prefetch.predicts(layer) ? 1 : 0;
+  }
+}
+
+/// settings' word; where verify is off, why.
+std::string look_ahead_fact(const EngineOptions& options) {
+  const std::string why = why_no_prefetch(options);
+  return why.empty() ? options.look_ahead : "off: " + why;
+}
+
 /// Half of the 95 % interval of a mean with that variance.
 double half_interval(double variance) { return 1.96 * std::sqrt(variance); }
 
@@ -183,6 +207,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
   if (engine.parts().plan.shares_pages) {
     counters["groups_read_again"] = number(steps.groups_read_again);
   }
+  add_prefetch(engine, counters);
   add_kept(engine, counters);
   add_missed_mass(engine, counters);
   add_clusters(engine, counters);
@@ -200,6 +225,7 @@ std::map<std::string, std::string> engine_facts(const Engine& engine) {
                                                          : "buffered"},
           {"simd", simd_level()},
           {"device", engine.parts().space->name()},
+          {"look_ahead", look_ahead_fact(engine.options())},
           {"fallbacks", fallbacks}};
 }
 

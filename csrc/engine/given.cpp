@@ -38,9 +38,10 @@ Status Given::take_worth(int64_t layer, const GivenWorth& worth) {
   return worths_.give(layer, worth);
 }
 
-Status Given::take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups) {
+Status Given::take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups,
+                          std::vector<std::vector<int32_t>> predicted) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  return steps_.of(layer).override_with(std::move(groups));
+  return steps_.of(layer).override_with(std::move(groups), std::move(predicted));
 }
 
 Status Given::take_validity(int64_t batch, int64_t positions, const bool* valid) {

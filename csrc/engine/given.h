@@ -31,9 +31,10 @@ class Given {
   Status take_scores(int64_t layer, const GivenScores& scores);
   /// With keeper=given, after each append(): what its tokens are worth.
   Status take_worth(int64_t layer, const GivenWorth& worth);
-  /// The layer's next selection, [parts][groups]. The selector still runs, so that its cost is
-  /// measured; see GroupChoice.
-  Status take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups);
+  /// The layer's next selection, and that of the prediction for it, [parts][groups]. The selector
+  /// still runs, so that its cost is measured; see GroupChoice.
+  Status take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups,
+                     std::vector<std::vector<int32_t>> predicted = {});
   /// Which positions count from now on, of all that are held: [batch, positions]; see
   /// kvswap::declare_held().
   Status take_validity(int64_t batch, int64_t positions, const bool* valid);

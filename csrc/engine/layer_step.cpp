@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "io/stopwatch.h"
-#include "methods/cluster_selector.h"
 
 namespace kvswap {
 namespace {
@@ -20,13 +19,37 @@ uint64_t recalled_of(const KeptTokens& kept, const std::vector<int32_t>& chosen)
 
 }  // namespace
 
-Status LayerStep::ask(const Question& question) {
+Status LayerStep::ask(const Question& question, Purpose purpose) {
   KVSWAP_ASSERT(state_ == State::kIdle);
-  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer_},
-                        &parts_.counters.select_seconds);
+  is_prediction_ = purpose == Purpose::kPrefetch;
+  double seconds = 0;
+  Status asked;
+  {
+    const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer_},
+                          &seconds);
+    asked = start_choice(question);
+  }
+  count_selecting(question.since_ns == 0
+                      ? seconds
+                      : 1e-9 * static_cast<double>(Timeline::now_ns() - question.since_ns),
+                  seconds);
+  if (is_prediction_) prefetch_.expect();
+  if (!asked.is_ok()) return is_prediction_ ? drop_prediction(std::move(asked)) : asked;
+  state_ = State::kAsked;
+  return asked;
+}
+
+/// spent: with what came before it, for a prediction.
+void LayerStep::count_selecting(double spent, double seconds) {
+  parts_.counters.select_seconds += seconds;
+  if (is_prediction_) prefetch_.spend(spent);
+}
+
+Status LayerStep::start_choice(const Question& question) {
   const EngineOptions& options = parts_.options;
   made_for_ = batch_.layer(layer_);
-  chosen_.resize(batch_.size());
+  Groups& chosen = choosing();
+  chosen.resize(batch_.size());
   is_asking_selector_ = parts_.plan.selects && !batch_.all_fit(layer_);
   if (is_asking_selector_) {
     if (!parts_.selector->is_ready(layer_)) {
@@ -66,37 +89,66 @@ Status LayerStep::ask(const Question& question) {
          .groups_per_query =
              std::min(parts_.group_counts.of(layer_), options.pages_max / query.queries),
          .candidates = candidates,
-         .chosen = &chosen_,
-         .scale = question.scale}));
+         .chosen = &chosen,
+         .scale = question.scale,
+         .effort = is_prediction_ ? Effort::kCoarse : Effort::kWhole}));
   }
-  state_ = State::kAsked;
   return Status::ok();
 }
 
 Status LayerStep::choose() {
   KVSWAP_ASSERT(state_ == State::kAsked);
   state_ = State::kIdle;
+  Groups& chosen = choosing();
+  double seconds = 0;
+  Status answered;
   {
     const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kSelect, .layer = layer_},
-                          &parts_.counters.select_seconds);
-    if (is_asking_selector_) KVSWAP_RETURN_IF_ERROR(parts_.selector->finish_choice());
+                          &seconds);
+    if (is_asking_selector_) answered = parts_.selector->finish_choice();
     // A shorter sequence of the batch gets what it would get alone: everything.
-    for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    for (int64_t sequence = 0; answered.is_ok() && sequence < batch_.size(); ++sequence) {
       if (batch_.fits(layer_, sequence)) {
-        batch_.choosable(layer_, sequence, made_for_.sealed_groups, chosen_[sequence]);
+        batch_.choosable(layer_, sequence, made_for_.sealed_groups, chosen[sequence]);
       } else if (!is_asking_selector_) {
-        chosen_[sequence].clear();  // nothing but what is kept
+        chosen[sequence].clear();  // nothing but what is kept
       }
     }
   }
-  apply_override();
+  count_selecting(seconds, seconds);
+  KVSWAP_RETURN_IF_ERROR(answered);
+  is_prediction_ ? override_.apply_to_prediction(chosen) : override_.apply(chosen);
   state_ = State::kChosen;
   return Status::ok();
 }
 
+Status LayerStep::drop_prediction(Status error) {
+  is_prediction_ = false;
+  if (error.code() == StatusCode::kInvalid) {
+    prefetch_.forget();
+    return error;
+  }
+  prefetch_.drop();
+  return Status::ok();
+}
+
+bool LayerStep::finish_prediction() {
+  if (state_ != State::kAsked) return state_ == State::kChosen;
+  Status chosen = choose();
+  if (!chosen.is_ok()) (void)drop_prediction(std::move(chosen)).is_ok();
+  return state_ == State::kChosen;
+}
+
 Status LayerStep::answer(const Room& make_room) {
+  if (is_predicting()) {
+    if (!finish_prediction()) return Status::ok();
+    state_ = State::kIdle;
+    is_prediction_ = false;
+    prefetch_.begin(make_room, chosen_);
+    return Status::ok();
+  }
   if (state_ == State::kAsked) KVSWAP_RETURN_IF_ERROR(choose());
-  Status ready = end_recall();
+  Status ready = prefetch_.end();
   if (ready.is_ok()) ready = make_room.of_pages();
   if (!ready.is_ok()) {
     state_ = State::kIdle;
@@ -105,43 +157,16 @@ Status LayerStep::answer(const Room& make_room) {
   const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
                         &parts_.counters.plan_seconds);
   plan();
-  Status submitted = submit(make_room);
+  Status submitted = reads_.submit(make_room);
   if (!submitted.is_ok()) state_ = State::kIdle;
   return submitted;
 }
 
-void LayerStep::recall(const Room& make_room) {
-  KVSWAP_ASSERT(state_ == State::kIdle && !is_recalling_);
-  if (static_cast<int64_t>(chosen_.size()) != batch_.size()) return;
-  if (!make_room.of_pages().is_ok()) return;
-  const Stopwatch watch(parts_.timeline.get(), {.kind = SpanKind::kPlan, .layer = layer_},
-                        &parts_.counters.plan_seconds);
-  // Some of them may have been packed anew since, or dropped.
-  const RecordTables& tables = parts_.store->tables();
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-    std::erase_if(chosen_[sequence], [&](int32_t id) {
-      return is_page_id(id) ? !tables.has_page(layer_, sequence, id)
-                            : id < tables.first_group(layer_, sequence);
-    });
-  }
-  plan_loads();
-  is_recalling_ = submit(make_room).is_ok();
-  if (is_recalling_) parts_.counters.groups_read_again += fetch_.loads.size();
-}
-
-Status LayerStep::end_recall() {
-  if (!is_recalling_) return Status::ok();
-  Status arrived = finish_loads();
-  if (arrived.is_pending()) return arrived;
-  // What did not arrive is read again, by those who choose it, and its error is theirs.
-  is_recalling_ = false;
-  return Status::ok();
-}
-
 void LayerStep::plan() {
-  const size_t groups = plan_loads();
-  parts_.counters.groups_attended += groups;
-  parts_.counters.groups_loaded += fetch_.loads.size();
+  const PageMap::Step step = prefetch_.step();
+  prefetch_.judge(chosen_);
+  parts_.counters.groups_attended += reads_.plan(chosen_, step);
+  parts_.counters.groups_loaded += reads_.loads().size();
   for (int64_t sequence = 0; parts_.keep.pages > 0 && sequence < batch_.size(); ++sequence) {
     if (batch_.fits(layer_, sequence)) continue;  // nothing has been left behind
     parts_.counters.groups_recalled +=
@@ -152,81 +177,11 @@ void LayerStep::plan() {
   state_ = State::kReading;
 }
 
-size_t LayerStep::plan_loads() {
-  constexpr int64_t kKeysAtOnce = 128;  // fewer are not worth a thread
-  const int64_t sequences = batch_.size();
-  std::vector<size_t> first(sequences + 1);  // of all that are chosen
-  for (int64_t i = 0; i < sequences; ++i) first[i + 1] = first[i] + chosen_[i].size();
-  const size_t groups = first.back();
-  std::vector<RecordKey> keys(groups);
-  std::vector<PageMap::Assignment> assignments(groups);
-  const auto of_sequence = [&](auto& all, int64_t sequence) {
-    return std::span(all).subspan(first[sequence], chosen_[sequence].size());
-  };
-  const int64_t grain = kKeysAtOnce * sequences / std::max<int64_t>(1, groups) + 1;
-  // Sequences have pages of their own, and nothing else changes.
-  run_parallel({.parallel = parts_.threads()}, sequences, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t sequence = begin; sequence < end; ++sequence) {
-      const std::span<RecordKey> own = of_sequence(keys, sequence);
-      for (size_t i = 0; i < own.size(); ++i) {
-        own[i] = parts_.store->key(layer_, sequence, chosen_[sequence][i]);
-      }
-      batch_.pages(sequence).map(layer_).plan(own, of_sequence(assignments, sequence));
-    }
-  });
-  pages_.resize(sequences);
-  fetch_.layer = layer_;
-  fetch_.loads.clear();
-  fetch_.loads.reserve(groups);
-  for (int64_t sequence = 0; sequence < sequences; ++sequence) {
-    take_pages(sequence, of_sequence(assignments, sequence));
-  }
-  return groups;
-}
-
-void LayerStep::take_pages(int64_t sequence, std::span<const PageMap::Assignment> assignments) {
-  const std::vector<int32_t>& chosen = chosen_[sequence];
-  SequencePages& pages = batch_.pages(sequence);
-  pages_[sequence].resize(chosen.size());
-  for (size_t i = 0; i < chosen.size(); ++i) {
-    const int32_t page = assignments[i].page;
-    pages_[sequence][i] = page;
-    if (assignments[i].is_load) {
-      fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.page(page)});
-    }
-  }
-  if (parts_.plan.replacement != Replacement::kClusters) return;
-  // Pages of clusters that stand in the reuse buffer know how large these are.
-  for (size_t i = 0; i < chosen.size() && is_page_id(chosen[i]); ++i) {
-    const ClusterPages& row = parts_.clusters->of(layer_, sequence).pages;
-    const int64_t beside = row.pages_beside(slot_of_page(chosen[i]));
-    pages.map(layer_).describe(pages_[sequence][i], static_cast<int32_t>(beside));
-  }
-}
-
-Status LayerStep::submit(const Room& make_room) {
-  Status submitted = make_room.to_land(static_cast<int64_t>(fetch_.loads.size()));
-  if (submitted.is_ok()) submitted = sealer_.settle_layer(layer_);
-  if (submitted.is_ok()) submitted = parts_.space->landing().lend(fetch_);
-  if (submitted.is_ok()) submitted = parts_.fetcher->submit(fetch_);
-  if (!submitted.is_ok()) forget_loads();
-  return submitted;
-}
-
 Status LayerStep::land() {
-  KVSWAP_RETURN_IF_ERROR(end_recall());
+  KVSWAP_RETURN_IF_ERROR(prefetch_.end());
   if (state_ != State::kReading) return Status::ok();
-  Status arrived = finish_loads();
+  Status arrived = reads_.finish();
   if (!arrived.is_pending()) state_ = arrived.is_ok() ? State::kReady : State::kIdle;
-  return arrived;
-}
-
-/// Where they do not arrive, they are as if nobody had asked for them.
-Status LayerStep::finish_loads() {
-  Status arrived = parts_.fetcher->finish(fetch_);
-  if (arrived.is_pending()) return arrived;
-  if (arrived.is_ok()) arrived = parts_.space->landing().publish(fetch_);
-  if (!arrived.is_ok()) forget_loads();
   return arrived;
 }
 
@@ -245,7 +200,11 @@ Status LayerStep::drop() {
   if (state_ == State::kAsked || state_ == State::kChosen) state_ = State::kIdle;
   // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
   Status taken = take();
-  return state_ == State::kReading || is_recalling_ ? taken : Status::ok();
+  if (has_pages()) return taken;
+  prefetch_.judge({});
+  prefetch_.forget();
+  (void)reads_.take_waited_seconds();
+  return Status::ok();
 }
 
 void LayerStep::fail(Status error) {
@@ -254,58 +213,16 @@ void LayerStep::fail(Status error) {
   state_ = State::kFailed;
 }
 
-void LayerStep::forget_loads() {
-  for (const Load& load : fetch_.loads) {
-    batch_.pages(load.sequence)
-        .map(layer_)
-        .forget(parts_.store->key(layer_, load.sequence, load.group));
-  }
-  parts_.space->landing().give_back(fetch_);
-}
-
 bool LayerStep::is_for(int64_t queries) const {
   const Batch::Layer& now = batch_.layer(layer_);
   return is_read() && made_for_.sealed_groups == now.sealed_groups &&
          made_for_.positions + queries == now.positions;
 }
 
-Status LayerStep::override_with(std::vector<std::vector<int32_t>> groups) {
-  if (static_cast<int64_t>(groups.size()) != batch_.size()) {
-    return Status::invalid("override_selection: groups must be given for each of " +
-                           std::to_string(batch_.size()) + " sequences, got " +
-                           std::to_string(groups.size()));
-  }
-  const int64_t pages_max = parts_.options.pages_max;
-  for (std::vector<int32_t>& of_sequence : groups) {
-    std::sort(of_sequence.begin(), of_sequence.end());
-    of_sequence.erase(std::unique(of_sequence.begin(), of_sequence.end()), of_sequence.end());
-    if (static_cast<int64_t>(of_sequence.size()) > pages_max) {
-      return Status::invalid("override_selection: a sequence must have at most pages_max (" +
-                             std::to_string(pages_max) + ") groups, got " +
-                             std::to_string(of_sequence.size()));
-    }
-  }
-  overriding_ = std::move(groups);
-  return Status::ok();
-}
-
-void LayerStep::apply_override() {
-  if (static_cast<int64_t>(overriding_.size()) != batch_.size()) return;
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-    std::vector<int32_t>& chosen = chosen_[sequence];
-    chosen.clear();
-    for (const int32_t group : overriding_[sequence]) {
-      const bool is_there = group >= parts_.store->tables().first_group(layer_, sequence) &&
-                            group < made_for_.sealed_groups;
-      if (is_there && !batch_.is_pinned(layer_, sequence, group)) chosen.push_back(group);
-    }
-  }
-  overriding_.clear();
-}
-
 void LayerStep::forget_choice() {
   chosen_.clear();
-  overriding_.clear();
+  prefetch_.forget();
+  override_.clear();
 }
 
 }  // namespace kvswap

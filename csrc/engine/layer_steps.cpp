@@ -22,15 +22,26 @@ LayerSteps::LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer)
 
 Status LayerSteps::look_ahead(int64_t layer, const Question& question) {
   LayerStep& step = steps_[layer];
-  KVSWAP_RETURN_IF_ERROR(step.ask(question));
+  KVSWAP_RETURN_IF_ERROR(step.ask(
+      question, verifies(layer) ? LayerStep::Purpose::kPrefetch : LayerStep::Purpose::kChoice));
+  if (step.state() == LayerStep::State::kIdle) return Status::ok();
   if (step.is_choosing()) {
     asked_ = layer;
     return Status::ok();
   }
   if (!is_yet_to_choose(layer - 1)) return answer(layer);
-  KVSWAP_RETURN_IF_ERROR(step.choose());
+  if (step.is_predicting()) {
+    if (!step.finish_prediction()) return Status::ok();
+  } else {
+    KVSWAP_RETURN_IF_ERROR(step.choose());
+  }
   asked_ = layer;
   return Status::ok();
+}
+
+bool LayerSteps::verifies(int64_t layer) const {
+  // Where all fits any query chooses the same.
+  return parts_.look_ahead == LookAheadMode::kVerify && !batch_.all_fit(layer);
 }
 
 /// In the step that the layer behind it looks ahead for.
@@ -49,6 +60,7 @@ Status LayerSteps::take(int64_t layer, const Question& question) {
   }
   settle();
   KVSWAP_RETURN_IF_ERROR(step.take());
+  if (verifies(layer)) step.report();
   recall(layer + 1, layer);
   return Status::ok();
 }
@@ -69,6 +81,11 @@ void LayerSteps::settle() {
 }
 
 void LayerSteps::settle_before(int64_t layer) {
+  if (asked_ == layer + 1 && steps_[asked_].is_predicting()) {
+    // The selector is free for this layer's own query, whose reads go first.
+    if (steps_[asked_].finish_prediction()) return;
+    asked_ = -1;
+  }
   const bool waits = asked_ == layer + 1 && steps_[asked_].state() == LayerStep::State::kChosen;
   if (!waits) settle();
 }

@@ -13,13 +13,14 @@ namespace kvswap {
 /// A layer that looks ahead while the one before it has yet to choose, with its own query, reads
 /// behind that one, which waits for the disk next. settle() comes before anything else happens to
 /// the session: it submits such reads, and completes the choice that look_ahead() has left to a
-/// device. Not thread-safe.
+/// device. With look_ahead=verify every layer has yet to choose, so that what a layer lacks is read
+/// before the next one's prefetch. Not thread-safe.
 class LayerSteps {
  public:
   LayerSteps(EngineParts& parts, const Batch& batch, Sealer& sealer);
 
-  /// Begins a layer's step ahead of its attention; on a device the choice may go on beside the
-  /// caller, and errors then are reported when the step is taken.
+  /// Begins a layer's step ahead of its attention, or prefetches for it; on a device the choice may
+  /// go on beside the caller, and errors then are reported when the step is taken.
   Status look_ahead(int64_t layer, const Question& question);
   /// The pages that the newest `query.queries` positions attend: the step that looked ahead, or one
   /// that is made now.
@@ -39,6 +40,8 @@ class LayerSteps {
 
  private:
   bool is_yet_to_choose(int64_t layer) const;
+  /// Does the layer choose by its own query, whatever was predicted?
+  bool verifies(int64_t layer) const;
   Status answer(int64_t layer);
   void recall(int64_t layer, int64_t before);
   Room room_for(int64_t layer);

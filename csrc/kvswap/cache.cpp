@@ -131,13 +131,17 @@ LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   Engine& engine = use.engine();
   const EngineOptions& options = engine.options();
   const std::vector<int64_t>& own = options.true_query_layers;
-  if (!options.look_ahead || layer < 0 || layer >= options.layers ||
+  const LookAheadMode mode = engine.parts().look_ahead;
+  if (mode == LookAheadMode::kOff || layer < 0 || layer >= options.layers ||
       std::find(own.begin(), own.end(), layer) != own.end() || engine.exact_chunks().takes(layer) ||
       tokens > options.select_queries_max ||
       engine.positions(layer) < options.tail_tokens + options.group_tokens) {
     return LookAhead::kNo;
   }
-  return engine.sequences().all_fit(layer) ? LookAhead::kAnyQuery : LookAhead::kPredicted;
+  if (engine.sequences().all_fit(layer)) return LookAhead::kAnyQuery;
+  const bool pays =
+      mode == LookAheadMode::kTrust || engine.parts().adaptive_prefetch.predicts(layer);
+  return pays ? LookAhead::kPredicted : LookAhead::kNo;
 }
 
 void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms) try {
@@ -155,7 +159,8 @@ void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms
                       .begin_ns = terms.predicting_since_ns,
                       .end_ns = Timeline::now_ns()});
   }
-  throw_status(engine.look_ahead(layer, query_view(query, options.dtype), terms.scale));
+  throw_status(engine.look_ahead(layer, query_view(query, options.dtype), terms.scale,
+                                 terms.predicting_since_ns));
 } catch (const std::bad_alloc&) {
   impl_->ran_out_of_memory();
 }
@@ -195,16 +200,20 @@ void Cache::give(int64_t layer, const TokenWorth& given) try {
 
 void Cache::give(int64_t layer, const GroupChoice& choice) try {
   const Impl::Use use(*impl_);
-  std::vector<std::vector<int32_t>> narrow;
   // Numbers that no group can have stay such.
   const auto number = [](int64_t group) {
     return static_cast<int32_t>(
         std::clamp<int64_t>(group, -1, std::numeric_limits<int32_t>::max()));
   };
-  for (const auto& groups : choice.groups) {
-    std::transform(groups.begin(), groups.end(), std::back_inserter(narrow.emplace_back()), number);
-  }
-  throw_status(use.engine().given().take_choice(layer, std::move(narrow)));
+  const auto narrow = [&](const std::vector<std::vector<int64_t>>& wide) {
+    std::vector<std::vector<int32_t>> all;
+    for (const auto& groups : wide) {
+      std::transform(groups.begin(), groups.end(), std::back_inserter(all.emplace_back()), number);
+    }
+    return all;
+  };
+  throw_status(
+      use.engine().given().take_choice(layer, narrow(choice.groups), narrow(choice.predicted)));
 } catch (const std::bad_alloc&) {
   impl_->ran_out_of_memory();
 }

@@ -37,7 +37,7 @@ struct LayerState {
 enum class LookAhead {
   kNo,
   kAnyQuery,   // all of it is attended, so that nothing must be predicted
-  kPredicted,  // a predicted query chooses
+  kPredicted,  // a predicted query prefetches, or with look_ahead=trust chooses
 };
 
 /// Whether a layer that is to choose must be given a projection that is estimated.
@@ -101,12 +101,15 @@ class Cache {
 
   /// Whether a look ahead could be of use to `layer` in a forward pass of `tokens` tokens that has
   /// not reached it. kNo in a prefill, and for a layer that is not there, so that i + 1 may be
-  /// asked for the last.
+  /// asked for the last; also for one whose predictions have cost more time than they saved, which
+  /// tries again now and then.
   LookAhead wants_look_ahead(int64_t layer, int64_t tokens) const;
   /// Predicts what `layer` will read from a predicted query, and submits the reads; where the layer
-  /// before is to choose first, with its own query, behind the reads of that one. Does nothing when
-  /// nothing has to be read, or in a prefill. Where any query will do its data may be null. A score
-  /// by mass needs all heads.
+  /// before is to choose first, with its own query, behind the reads of that one. With
+  /// look_ahead=verify the query given to attend() chooses all the same, and what it lacks is read
+  /// then: the selection is as without any prediction. A prefetch that fails is dropped, and
+  /// counted. Does nothing when nothing has to be read, or in a prefill. Where any query will do
+  /// its data may be null. A score by mass needs all heads.
   void look_ahead(int64_t layer, const Queries& query, const LookAheadTerms& terms = {});
 
   // What a program decides in the place of the settings' method.
@@ -140,9 +143,10 @@ class Cache {
   void read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                  void* values);
 
-  /// The groups that the last look_ahead() or attend() chose, [batch][...] in rising order; with
-  /// heads=each [batch * kv_heads][...]. With grouping=clusters, where not everything fits, pages
-  /// of clusters: negative numbers, see methods/cluster_selector.h.
+  /// The groups that the last attend() chose, with look_ahead=trust the last look_ahead(),
+  /// [batch][...] in rising order; with heads=each [batch * kv_heads][...]. With grouping=clusters,
+  /// where not everything fits, pages of clusters: negative numbers, see
+  /// methods/cluster_selector.h.
   std::vector<std::vector<int64_t>> last_selection(int64_t layer) const;
 
   /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat. Nothing is rewritten.

@@ -72,13 +72,22 @@ ModelIdentity identity_from(const Json& object) {
   return identity;
 }
 
+/// A setting's value in the struct's words, of version 1, where this one was true or false.
+Json of_today(const std::string& name, const Json& value) {
+  if (name != "look_ahead") return value;
+  if (!value.is_boolean()) refuse(name, "true or false", value);
+  return value.get<bool>() ? "trust" : "off";
+}
+
 /// The settings that a file's fields make, with a row's in the place of its own; flat ones.
 Settings settings_of_first(const Json& fields, const Json* row) {
   Settings settings = settings_of_version_1();
   visit_settings([&](const char* name, auto member, const auto& rule) {
     const Json* value = row ? find_field(*row, name) : nullptr;
     if (!value) value = find_field(fields, name);
-    if (value && !take(*value, settings.*member)) refuse(name, rule.words(), *value);
+    if (value && !take(of_today(name, *value), settings.*member)) {
+      refuse(name, rule.words(), *value);
+    }
   });
   const Status checked = check_settings(settings);
   if (!checked.is_ok()) throw ConfigError(checked.message());

@@ -31,7 +31,7 @@ int64_t alignment_of(const std::string& directory) {
 
 /// Predictors are there where the settings look ahead.
 int64_t predictor_bytes(const OpenArgs& args, const Settings& settings) {
-  return settings.look_ahead ? args.predictor_bytes : 0;
+  return settings.look_ahead != "off" ? args.predictor_bytes : 0;
 }
 
 /// What the session itself may take of the budget.

@@ -119,10 +119,10 @@ struct Settings {
   /// selection.max_step_tokens: Longest decoding step in tokens; it attends the union of its
   /// tokens' selections.
   int64_t select_queries_max = 8;
-  /// prefetch.mode: off: each layer selects by its own query. trust: the next layer's query is
-  /// predicted, its groups are read ahead and attended. Only with projections calibrated for
-  /// it: those of kvswap tune.
-  bool look_ahead = false;
+  /// prefetch.mode: What the next layer's predicted query does. verify: its groups are read
+  /// ahead, and the layer selects by its own query. trust: they are attended too; for models
+  /// and projections that a calibration found fit for it. off: nothing is predicted.
+  std::string look_ahead = "verify";
   /// prefetch.skip_layers: Layers without prefetch, because the previous layer does not predict
   /// their query. They select by their own query; their reads are not overlapped.
   std::vector<int64_t> true_query_layers;

@@ -83,6 +83,7 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
 /// What a file of version 1 means that leaves settings out.
 inline Settings settings_of_version_1() {
   Settings settings;
+  settings.look_ahead = "off";
   return settings;
 }
 
@@ -125,7 +126,7 @@ void visit_settings(Visit&& visit) {
   visit("replacement", &Settings::replacement,
         OneOf{{"fifo", "lru", "unused", "none", "score", "clusters"}});
   visit("select_queries_max", &Settings::select_queries_max, IntRange{1, 16});
-  visit("look_ahead", &Settings::look_ahead, Boolean{});
+  visit("look_ahead", &Settings::look_ahead, OneOf{{"off", "trust", "verify"}});
   visit("true_query_layers", &Settings::true_query_layers, Numbers{"numbers of layers"});
   visit("exact_layers", &Settings::exact_layers, Numbers{"numbers of layers"});
   visit("keeper", &Settings::keeper,
@@ -185,7 +186,7 @@ inline constexpr ConfigPath kConfigPaths[] = {
     {"tail_tokens", "selection", "recent_tokens", "", true},
     {"exact_layers", "selection", "dense_layers", "", true},
     {"select_queries_max", "selection", "max_step_tokens", "", true},
-    {"look_ahead", "prefetch", "mode", "off=false trust=true", true},
+    {"look_ahead", "prefetch", "mode", "off=off trust=trust verify=verify", true},
     {"true_query_layers", "prefetch", "skip_layers", "", true},
     {"pages_max", "memory", "pages_per_layer", "", true},
     {"replacement", "memory", "replacement",

@@ -84,6 +84,8 @@ struct TokenWorth {
 /// left out. At most pages_max a sequence.
 struct GroupChoice {
   std::vector<std::vector<int64_t>> groups;  // [batch][...]; heads=each: [batch * kv_heads][...]
+  // With look_ahead=verify, of the prediction for it, as groups; empty: what its query chooses.
+  std::vector<std::vector<int64_t>> predicted = {};
 };
 
 }  // namespace kvswap

@@ -67,9 +67,9 @@ void PageMap::erase(int32_t index) {
   }
 }
 
-void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignments) {
+void PageMap::plan(std::span<const uint64_t> keys, std::span<Assignment> assignments, Step step) {
   KVSWAP_ASSERT(keys.size() <= states_.size() && keys.size() == assignments.size());
-  if (replacement_ == Replacement::kNone) clear();
+  if (replacement_ == Replacement::kNone && step == Step::kNew) clear();
   ++step_;
   size_t loads = 0;
   for (size_t i = 0; i < keys.size(); ++i) {

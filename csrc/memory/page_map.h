@@ -24,8 +24,13 @@ class PageMap {
     bool is_load = false;
   };
 
-  /// Keys must be distinct and at most as many as there are pages.
-  void plan(std::span<const uint64_t> keys, std::span<Assignment> assignments);
+  /// Does a plan begin a step, or has one before it, that prefetched for it?
+  enum class Step { kNew, kSame };
+
+  /// Keys must be distinct and at most as many as there are pages. With kNone everything leaves
+  /// before a new step.
+  void plan(std::span<const uint64_t> keys, std::span<Assignment> assignments,
+            Step step = Step::kNew);
   void forget(uint64_t key);
   /// The page that holds `key` holds what has `new_key` now, which is an update; which page that
   /// is, or -1.

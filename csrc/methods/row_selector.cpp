@@ -12,6 +12,20 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
+/// asked: [means, of_each, rank] becomes [means, rank].
+void average_heads(float* asked, int64_t means, int64_t of_each, int64_t rank) {
+  const float share = 1.0f / static_cast<float>(of_each);
+  for (int64_t mean = 0; mean < means; ++mean) {
+    const float* from = asked + mean * of_each * rank;
+    float* to = asked + mean * rank;  // at or before what is read
+    for (int64_t column = 0; column < rank; ++column) {
+      float sum = 0;
+      for (int64_t head = 0; head < of_each; ++head) sum += from[head * rank + column];
+      to[column] = share * sum;
+    }
+  }
+}
+
 }  // namespace
 
 RowSelector::RowSelector(const MethodOptions& options, std::unique_ptr<Rows> rows,
@@ -138,13 +152,17 @@ void RowSelector::score_by_mass(const ChooseArgs& args) {
   const int64_t rank = rows_->shape(args.layer).width;
   asked_.resize(sequences() * queries_ * heads * rank);
   rows_->ask_each_head(args.layer, args.query, sequences(), args.scale, asked_.data());
+  const bool is_coarse = args.effort == Effort::kCoarse;
+  const int64_t askers = is_coarse ? std::min(options_.kv_heads, heads) : heads;
   for (int64_t row = 0; row < sequences() * queries_; ++row) {
     const int64_t sequence = row / queries_;
     const int64_t query = row % queries_;
+    float* asked = asked_.data() + row * heads * rank;
+    if (askers < heads) average_heads(asked, askers, heads / askers, rank);
     mass_.score({.summary = &summaries_.of(args.layer, sequence),
-                 .query = asked_.data() + row * heads * rank,
+                 .query = asked,
                  .candidates = &args.candidates[sequence],
-                 .heads = heads,
+                 .heads = askers,
                  .groups = groups_,
                  .join = options_.score == Score::kMass ? HeadJoin::kSum : HeadJoin::kMax,
                  .parallel = options_.parallel},

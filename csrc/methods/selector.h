@@ -70,6 +70,14 @@ enum class Score : int8_t {
   kMaxMass,  ///< the attention paid to the group by the head that pays it most
 };
 
+/// How well a choice is scored.
+enum class Effort : int8_t {
+  kWhole,
+  /// For less work, where the choice is only prefetched: by mass on the host, each KV head asks
+  /// with the mean of its query heads.
+  kCoarse,
+};
+
 /// Which groups of one sequence may be chosen.
 struct Candidates {
   const TokenValidity* valid = nullptr;  // invalid tokens do not score
@@ -86,6 +94,7 @@ struct ChooseArgs {
   std::vector<std::vector<int32_t>>* chosen = nullptr;  // [batch][...] out, in rising order
   // For a score by mass alone.
   float scale = 1.0f;  // of attention
+  Effort effort = Effort::kWhole;
 };
 
 /// What a layer's groups are worth, said by somebody else.

@@ -192,10 +192,12 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
           py::arg("layer"), py::arg("tokens"), Released())
       .def(
           "override_selection",
-          [](TensorCache& self, int64_t layer, std::vector<std::vector<int64_t>> groups) {
-            self.cache().give(layer, GroupChoice{std::move(groups)});
+          [](TensorCache& self, int64_t layer, std::vector<std::vector<int64_t>> groups,
+             std::vector<std::vector<int64_t>> predicted) {
+            self.cache().give(layer, GroupChoice{std::move(groups), std::move(predicted)});
           },
-          py::arg("layer"), py::arg("groups"), Released())
+          py::arg("layer"), py::arg("groups"),
+          py::arg("predicted") = std::vector<std::vector<int64_t>>(), Released())
       .def(
           "needs_scores",
           [](const TensorCache& self, int64_t layer, int64_t queries) {

@@ -156,11 +156,11 @@ class Prefetch(Block):
     BLOCK = "prefetch"
 
     mode: str = one_of(
-        "off",
-        ("off", "trust"),
-        "`off`: each layer selects by its own query. `trust`: the next layer's query is predicted, "
-        "its groups are read ahead and attended. Only with projections calibrated for it: those of "
-        "`kvswap tune`.",
+        "verify",
+        ("off", "trust", "verify"),
+        "What the next layer's predicted query does. `verify`: its groups are read ahead, and the "
+        "layer selects by its own query. `trust`: they are attended too; for models and "
+        "projections that a calibration found fit for it. `off`: nothing is predicted.",
     )
     skip_layers: tuple[int, ...] = layers_rule(
         "Layers without prefetch, because the previous layer does not predict their query. They "

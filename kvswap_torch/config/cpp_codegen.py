@@ -97,7 +97,7 @@ def rules() -> str:
     known += [f'{{"{name}", false}}' for name in ("model", "provenance", "table", "version")]
     old = [
         f"  settings.{name} = {_literal(name, value)};"
-        for name, value in v1.DEFAULTS.items()
+        for name, value in ((name, _of_first(name, each)) for name, each in v1.DEFAULTS.items())
         if value != default_of(name)
     ]
     identity = [f'  visit("{i.name}", &ModelIdentity::{i.name});' for i in _identity()]
@@ -338,6 +338,12 @@ def _literal(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return _flag(value)
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _of_first(name: str, value: Any) -> Any:
+    """The engine's word for a value of version 1."""
+    words = v1.VALUES.get(name)
+    return WORDS[name][words[value]] if words else value
 
 
 def _rule(name: str) -> str:

@@ -10,7 +10,7 @@ from kvswap_torch.config.solution import Solution, nearest
 from kvswap_torch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvswap_torch.config.blocks import Selection, Summary
+    from kvswap_torch.config.blocks import Prefetch, Selection, Summary
     from kvswap_torch.config.retention import Retention
     from kvswap_torch.config.swap_config import SwapConfig
 
@@ -22,6 +22,7 @@ class ConfigFacts:
 
     summary: Summary
     selection: Selection
+    prefetch: Prefetch
     retention: Retention | None
     solutions: tuple[Solution, ...]
     source: Path | None
@@ -30,6 +31,11 @@ class ConfigFacts:
     def ranks_by_sum(self) -> bool:
         """Are groups ranked by a sum of logits, for which the sum of all queries is enough?"""
         return self.takes_projections and self.selection.score == "logit_sum"
+
+    @property
+    def predicts(self) -> bool:
+        """Are queries predicted, for the prefetch alone or for the selection?"""
+        return self.prefetch.mode != "off"
 
     @property
     def takes_projections(self) -> bool:

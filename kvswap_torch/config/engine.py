@@ -18,7 +18,10 @@ __all__ = ["NAMES", "WORDS", "default_of", "engine_value", "flat_settings", "ite
 #: The engine's name of each setting -> its path.
 NAMES = FIRST | {path.partition(".")[2]: path for path in PATHS if path not in set(FIRST.values())}
 # Words of the engine that are not version 1's: of a setting, word of a file -> the engine's.
-_LATER: dict[str, dict[str, Any]] = {"keeper": {"compresskv": "observed"}}
+_LATER: dict[str, dict[str, Any]] = {
+    "keeper": {"compresskv": "observed"},
+    "look_ahead": {word: word for word in ("off", "trust", "verify")},
+}
 # The struct's own default of `score` is the engine's tests'; readers of files set version 2's.
 _ABSENT = {"grouping": "runs", "keeper": "none", "audit_every": 0, "score": "sum"}
 

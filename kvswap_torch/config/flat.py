@@ -88,12 +88,18 @@ def _bare(kind: type, fields: Mapping[str, Any]) -> Any:
 
 def _blocks(bare: Any, old: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks of `bare` with settings of the old names."""
-    given = v1.checked({name: value for name, value in old.items() if name in v1.PATHS})
+    later = {n: v for n, v in old.items() if _is_later_word(n, v)}
+    given = later | v1.checked({n: v for n, v in old.items() if n in v1.PATHS and n not in later})
     had = flat_settings(bare)
     if "score" not in given and bare.selection.score == default_score(bare.summary.kind):
         kind = v1.VALUES["rows"][given.get("rows", had["rows"])]
         had["score"] = WORDS["score"][default_score(kind)]
     return vars(v1.blocks_of(had | given))
+
+
+def _is_later_word(name: str, value: Any) -> bool:
+    """Whether a setting that was true or false says one of its words of today."""
+    return name == "look_ahead" and isinstance(value, str) and value in WORDS[name]
 
 
 def _settings(row: Any) -> dict[Any, Any]:

@@ -26,7 +26,7 @@ A cache needs none of them. Eight are worth knowing; everything else is advanced
 | 5 | `keep=` | for presets that evict: tokens attended per layer, or a fraction of `max_context` |
 | 6 | `selection.top_k_groups` | groups attended per step: more is more accurate and slower |
 | 7 | `storage.kv_dtype` | `auto`, or `fp8_e4m3`: half the bytes on disk and in pages |
-| 8 | `prefetch.mode` | only with a config that `kvswap tune` wrote |
+| 8 | `prefetch.mode` | `verify` needs nothing; `trust` only with a config of `kvswap tune` |
 
 The first five are arguments of a cache. The others belong to a `SwapConfig`, in blocks:
 

@@ -287,7 +287,7 @@ def blocks_of(flat: Mapping[str, Any]) -> SimpleNamespace:
         block, _, field = path.partition(".")
         if field and path != POLICY:
             words = VALUES.get(name)
-            made[block][field] = flat[name] if words is None else words[flat[name]]
+            made[block][field] = flat[name] if words is None else words.get(flat[name], flat[name])
     made["retention"] = _retention(flat, made["retention"])
     made["clusters"] = _clusters(flat, made["clusters"])
     made["audit"] = _audit(flat, made["audit"])

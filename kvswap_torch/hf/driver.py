@@ -103,7 +103,7 @@ class SessionDriver:
 
     def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
         plugged = self.plug_ins.nbytes(batch, context)
-        predictor = self._predictor.nbytes if config.prefetch.mode != "off" else 0
+        predictor = self._predictor.nbytes if config.predicts else 0
         return {"predictor": predictor, "plug_in": plugged}
 
     def _open(self, first: FirstPass | None) -> None:
@@ -135,7 +135,7 @@ class SessionDriver:
         self.plug_ins.open(config, self.parts)
         beside = self._beside(config, *ready_for(self.budget, first))
         options = self._options(config, sum(beside.values()))
-        if config.prefetch.mode != "off":
+        if config.predicts:
             self._predictor.build()
         session = session_module.open_session(options)
         room = None if self.budget.kv_memory_bytes is None else beside["plug_in"]
@@ -262,7 +262,7 @@ class SessionDriver:
 
     def wants_look_ahead(self, layer: int, batch: int, tokens: int) -> Ahead:
         """Whether a look ahead could be of use to `layer`."""
-        if self.config.prefetch.mode == "off" or self._held != batch:
+        if not self.config.predicts or self._held != batch:
             return Ahead.NO
         if layer == 0:  # asked by one that is not on disk
             self.session.begin_pass(pass_of(tokens, self.config.selection.max_step_tokens))
@@ -312,9 +312,10 @@ class SessionDriver:
     def predictor_source(self) -> str:
         """How queries are predicted, or why they are not."""
         calibrated = self._projections is not None
-        if self.config.prefetch.mode != "off":
+        mode = self.session.facts()["look_ahead"]
+        if mode == "trust":
             return self._predictor.description + ("" if calibrated else ", not calibrated")
-        return "off" if calibrated else "off (not calibrated)"
+        return f"{self._predictor.description}, verified" if mode == "verify" else mode
 
     @property
     def projection_source(self) -> str:

@@ -70,7 +70,7 @@ class ContinuedDriver(SessionDriver):
         start = self._start
         if not start.may_sum:
             self._predictor.take_apart()
-        if start.config.prefetch.mode != "off":
+        if start.config.predicts:
             self._predictor.build()
         self._hold(start.session, start.config, start.ranks)
         fallbacks = start.session.facts()["fallbacks"]
@@ -351,6 +351,6 @@ def _settings_of(folder: Any) -> dict[str, Any]:
 
 
 def _predictor_bytes(parts: ModelParts, config: SwapConfig, budget: Budget) -> int:
-    if config.prefetch.mode == "off" or budget.kv_memory_bytes is None:
+    if not config.predicts or budget.kv_memory_bytes is None:
         return 0
     return LookAhead(parts, budget.kv_memory_bytes, config.ranks_by_sum).nbytes

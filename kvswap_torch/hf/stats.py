@@ -35,8 +35,8 @@ class CacheStats:
     bytes_read, bytes_written
         From and to the disk.
     bytes_read_per_token, bytes_written_per_token
-        Selected groups read per decoding step of a sequence, with shared pages those too that it
-        attended last and read beforehand; written per token stored.
+        Selected groups read per decoding step of a sequence, those that were prefetched too;
+        written per token stored.
     missed_mass, missed_mass_error
         With `SwapConfig.audit_every`: the estimated share of attention that went to groups that
         were not selected, mean over heads and layers, and half of its 95 % interval; both by layer
@@ -59,8 +59,15 @@ class CacheStats:
         Share of selected groups found in memory; None before anything was selected.
     groups_per_step
         Groups selected per layer, sequence and step; with ``heads="each"`` those of all KV heads.
+    prefetch_hits, prefetch_wasted
+        With ``look_ahead="verify"``: groups that a prediction read before their layer chose them,
+        and groups read so that it did not choose; in `counters` those of each layer
+        (`prefetch_hits_1`), prefetches that failed (`prefetch_dropped`), and whether a layer
+        predicts now (`predicts_1`). None where nothing is prefetched so.
     wait_seconds, hidden_seconds
         Read time that layers waited for, and read time overlapped with computing.
+    hidden_share
+        Of both together, the share that was overlapped; None before anything was read.
     write_wait_seconds
         Time that prefill waited for a free write buffer: the disk writes more slowly than the model
         reads.
@@ -115,8 +122,11 @@ class CacheStats:
     tokens_dropped: float | None
     hit_rate: float | None
     groups_per_step: float
+    prefetch_hits: int | None
+    prefetch_wasted: int | None
     wait_seconds: float
     hidden_seconds: float
+    hidden_share: float | None
     write_wait_seconds: float
     resident_bytes: int
     resident_bytes_peak: int
@@ -198,7 +208,7 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
     ledger |= beside
     tokens, batch = driver.positions(), session.batch()
     attended, loaded = counters["groups_attended"], counters["groups_loaded"]
-    again = counters.get("groups_read_again", 0)
+    again = counters.get("groups_read_again", 0) + counters.get("groups_prefetched", 0)
     decoded = counters["sequences"] / shape.layers
     each = 1 / max(1.0, decoded)
     written = counters["bytes_written"]
@@ -218,8 +228,7 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
         tokens_dropped=counters.get("tokens_dropped"),
         hit_rate=1 - loaded / attended if attended else None,
         groups_per_step=attended * each / shape.layers,
-        wait_seconds=counters["wait_seconds"],
-        hidden_seconds=counters["hidden_seconds"],
+        **_read_numbers(counters),
         write_wait_seconds=counters["write_blocked_seconds"],
         resident_bytes=resident,
         resident_bytes_peak=peak,
@@ -241,6 +250,16 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
         counters=counters,
         timeline=Timeline(json.loads(session.timeline())) if timeline else None,
     )
+
+
+def _read_numbers(counters: Mapping[str, float]) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
+        name: int(counters[name]) if name in counters else None
+        for name in ("prefetch_hits", "prefetch_wasted")
+    }
+    waited, hidden = counters["wait_seconds"], counters["hidden_seconds"]
+    share = hidden / (waited + hidden) if waited + hidden else None
+    return numbers | {"wait_seconds": waited, "hidden_seconds": hidden, "hidden_share": share}
 
 
 def _device_numbers(counters: Mapping[str, float]) -> dict[str, Any]:
@@ -276,6 +295,8 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         ("projection", stats.projection),
         ("predictor", stats.predictor),
     ]
+    if stats.prefetch_hits is not None:
+        rows.append(("prefetched", _prefetched(stats)))
     if stats.tokens_kept is not None:
         read = format_bytes(stats.counters["turn_bytes_read"])
         turns = f"{stats.counters['turns']:,.0f} turns that read {read}"
@@ -304,6 +325,16 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
     if stats.fallbacks:
         rows.append(("fell back", stats.fallbacks))
     return rows
+
+
+def _prefetched(stats: CacheStats) -> str:
+    """What came of it, and the layers that do without."""
+    counters = stats.counters
+    layers = [is_on for name, is_on in counters.items() if name.startswith("predicts_")]
+    off, failed = layers.count(0), counters["prefetch_dropped"]
+    without = f", {off} layers without" if off else ""
+    dropped = f", {failed:,.0f} failed" if failed else ""
+    return f"{stats.prefetch_hits:,} groups, {stats.prefetch_wasted:,} in vain{dropped}{without}"
 
 
 def _clusters(counters: Mapping[str, float]) -> str:

@@ -157,9 +157,9 @@ class Preset:
         fixed = [("summary.kind", "low_rank"), ("retention.policy", None)]
         if "summary.projection" in self.settings:
             fixed.append(("summary.projection", ""))
-        predicts = self.settings.get("prefetch.mode", "off") != "off"
-        if not predicts and self._selects_with_the_true_query:
-            fixed.append(("prefetch.mode", "off"))
+        trusts = "prefetch.mode" in self.settings or said.get("prefetch.mode") != "trust"
+        if not trusts and self._selects_with_the_true_query:
+            fixed.append(("prefetch.mode", "verify"))
         for name, usual in fixed:
             own = self.settings.get(name, usual)
             if said.get(name, own) != own:

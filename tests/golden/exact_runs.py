@@ -72,7 +72,8 @@ def run(changes: dict[str, Any]) -> dict[str, Any]:
     batch, look_ahead = changes.pop("batch", 2), changes.pop("look_ahead", True)
     with tempfile.TemporaryDirectory() as folder:
         options = _C.CacheOptions()
-        for name, value in (OPTIONS | changes | {"directory": folder}).items():
+        asked = {"directory": folder, "look_ahead": "trust" if look_ahead else "off"}
+        for name, value in (OPTIONS | changes | asked).items():
             setattr(options, name, value)
         session = _C.TensorCache(options)
         dtype, has_rank = changes.get("dtype", torch.float32), "rows" not in changes

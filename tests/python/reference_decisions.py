@@ -23,11 +23,21 @@ class Decisions:
     def set_estimate(self, estimate: Callable[..., Any]) -> None:
         self._estimate = estimate
 
+    @property
+    def prediction(self) -> str:
+        """off, trust, or verify where there is something to predict, and a page to spare."""
+        made = self._options
+        shared = made.resident_layers is not None and made.resident_layers < made.layers
+        has_room = shared or made.pages_max > made.groups_max
+        if made.look_ahead == "verify" and (made.rows in ("none", "given") or not has_room):
+            return "off"
+        return made.look_ahead
+
     def wants_look_ahead(self, layer: int, tokens: int) -> int:
         """0: no; 1: with any query; 2: with a predicted one."""
         made = self._options
         is_of_use = (
-            made.look_ahead
+            self.prediction != "off"
             and layer in range(made.layers)
             and layer not in made.true_query_layers
             and self.kind == "decode"

@@ -145,11 +145,13 @@ class ReferenceSession(Dropping, Scores, Decisions):
         """query: [batch, heads or kv_heads, queries, head_dim]."""
         self._open()
         state = self._layers.get(layer)
-        if state is None or self.kind == "prefill":
+        if state is None or self.kind == "prefill" or self.prediction == "off":
             return
         if self._is_restored(layer) or (self._must_choose(state) and self._lacks_projection(layer)):
             return
         self._turn(state, state.positions)
+        if self.prediction == "verify" and self._must_choose(state):
+            return  # what is prefetched changes no choice
         scale = query.shape[3] ** -0.5 if scale is None else scale
         state.predicted = state.selection = self._choose(layer, query, scale)
 
@@ -279,7 +281,8 @@ class ReferenceSession(Dropping, Scores, Decisions):
         return dict(self._counters)
 
     def facts(self) -> dict[str, str]:
-        return {"device": "cpu", "reader": "memory", "io_mode": "memory", "fallbacks": ""}
+        facts = {"device": "cpu", "reader": "memory", "io_mode": "memory", "fallbacks": ""}
+        return facts | {"look_ahead": self.prediction}
 
     def ledger(self) -> dict[str, int]:
         size = sum(2 * state.keys.nbytes for state in self._layers.values())

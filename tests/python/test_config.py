@@ -64,7 +64,7 @@ configs = st.builds(
         top_k_groups=st.integers(1, 200),
         sink_tokens=st.integers(0, 64),
     ),
-    prefetch=st.builds(Prefetch, mode=st.sampled_from(["off", "trust"])),
+    prefetch=st.builds(Prefetch, mode=st.sampled_from(["off", "trust", "verify"])),
     memory=st.builds(
         Memory,
         pages_per_layer=st.integers(200, 4000),

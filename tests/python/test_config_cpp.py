@@ -195,7 +195,7 @@ def settled(request: dict[str, Any], config: SwapConfig | None, folder: Path) ->
     alignment = alignment_bytes(folder)
 
     def need(candidate: SwapConfig, batch: int, context: int) -> dict[str, int]:
-        beside = reserved if candidate.look_ahead else 0
+        beside = reserved if candidate.predicts else 0
         inner = {name: getattr(budget, name) for name in LIMITS}
         if budget.kv_memory_bytes is not None:
             inner["kv_memory_bytes"] = max(1, budget.kv_memory_bytes - beside)
@@ -240,7 +240,7 @@ def random_config(draw: random.Random, layers: int) -> SwapConfig:
     return SwapConfig(
         **settings(),
         summary_dtype=draw.choice(["model", "int8", "int4"]),
-        look_ahead=draw.choice([False, True]),
+        look_ahead=draw.choice(["off", "trust", "verify"]),
         select_queries_max=draw.randint(1, 16),
         table=draw.choice([[], rows]),
     )

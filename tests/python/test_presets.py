@@ -254,7 +254,7 @@ def test_a_preset_is_plain_settings(tmp_path):
         ("quest", {"score": "mass"}, "preset quest: score: must be left out"),
         ("exact", {"rows": "box"}, "summary.kind must stay none"),
         ("loki", {"projection_kind": "svd_keys"}, "summary.projection must stay pca_per_head"),
-        *((name, {"look_ahead": True}, "prefetch.mode must stay off") for name in TRUE_QUERY),
+        *((name, {"look_ahead": True}, "prefetch.mode must stay verify") for name in TRUE_QUERY),
         ("kvswap-paper", {"pages_max": 1}, "preset kvswap-paper: pages_max: must be at least"),
     ],
 )

@@ -355,9 +355,9 @@ def test_an_unknown_context_leaves_room_to_grow():
     assert FirstPass(1, 100).context == 1124 and FirstPass(1, 10_000).context == 15_000
 
 
-def test_without_a_calibration_layers_choose_with_their_true_query():
+def test_without_a_calibration_a_prediction_is_not_trusted():
     shape = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16, element_bytes=4)
     settled = settle(None, shape, Budget(), lambda *_: {"total": 0})
-    assert not settled.look_ahead
-    asked = settle(SwapConfig(look_ahead=True), shape, Budget(), lambda *_: {"total": 0})
-    assert asked.look_ahead
+    assert settled.look_ahead == SwapConfig().look_ahead == "verify"
+    asked = settle(SwapConfig(look_ahead="trust"), shape, Budget(), lambda *_: {"total": 0})
+    assert asked.look_ahead == "trust"

@@ -17,6 +17,7 @@ inline EngineOptions in_clusters(EngineOptions options) {
   options.ranks = {};
   options.rows = "centroid";
   options.grouping = "clusters";
+  options.look_ahead = "trust";
   options.cluster_tokens = 4;
   options.cluster_tokens_max = 10;
   options.pending_tokens = 5;
@@ -76,14 +77,16 @@ class ClusterRun {
       repeat(mend, [&] { return engine().append(layer, run_.view(drawn, batch)); });
       const std::vector<float> query = run_.draw_query(batch, tokens);
       std::vector<std::byte> output;
-      const bool stands = looks && engine().sequences().layer(layer).sealed_groups > 0;
+      const bool is_trusted = options_.look_ahead == "trust";
+      const bool stands =
+          looks && is_trusted && engine().sequences().layer(layer).sealed_groups > 0;
       auto seen = seen_tokens(
           layer, stands ? engine().last_selection(layer) : choice(layer, query, tokens));
       const int refused = refused_;
       const bool asks_first = run_.draw(0, 1) == 0;
       repeat(mend, [&] {
         // One that was refused after it had attended enters its tokens first, and chooses anew.
-        if (refused != refused_ && asks_first) {
+        if (refused != refused_ && asks_first && is_trusted) {
           KVSWAP_RETURN_IF_ERROR(engine().look_ahead(layer, run_.view(query, tokens), 0.125f));
           seen = seen_tokens(layer, engine().last_selection(layer));
         }
@@ -93,7 +96,7 @@ class ClusterRun {
       const auto expected = run_.memory().attend_over(
           layer, query, tokens, 0.125,
           [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
-      const bool is_known = refused == refused_ || asks_first;
+      const bool is_known = refused == refused_ || (asks_first && is_trusted);
       if (is_known || engine().sequences().all_fit(layer)) run_.expect_close(output, expected);
       note_missed(layer, query, tokens, seen);
       check_rows(layer);

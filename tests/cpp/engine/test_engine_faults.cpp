@@ -22,6 +22,7 @@ EngineOptions with_read_faults(const std::string& directory, ReadFaults* faults)
   options.wrap_reader = [faults](std::unique_ptr<BlockReader> inner) {
     return std::make_unique<FaultyReader>(std::move(inner), faults);
   };
+  options.look_ahead = "trust";  // a prefetch that fails would be dropped
   return options;
 }
 

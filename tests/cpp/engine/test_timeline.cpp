@@ -24,6 +24,7 @@ EngineOptions recording(const std::string& directory, const BackEnd& back_end) {
   if (*back_end.model != 0) options.device_model = back_end.model;
   if (back_end.on_device) options.device = host_device({});
   options.timeline_spans = kSpans;
+  options.look_ahead = "trust";
   return options;
 }
 

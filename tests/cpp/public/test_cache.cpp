@@ -148,6 +148,7 @@ TEST(Cache, SelectsWithAProjectionAndLooksAhead) {
   CacheOptions options = covering(folder.path());
   options.settings.groups_max = 3;
   options.settings.pages_max = 8;
+  options.settings.look_ahead = "trust";
   Cache session(options);
   std::vector<float> keys(2 * 100 * 16, 0.5f);
   const auto query = Queries::packed(keys.data(), 4, 1, 16);

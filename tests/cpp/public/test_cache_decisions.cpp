@@ -55,7 +55,7 @@ class Decisions : public testing::Test {
     options_ = covering(folder_.path());
     options_.settings.groups_max = 3;
     options_.settings.pages_max = 8;
-    options_.settings.look_ahead = true;
+    options_.settings.look_ahead = "trust";
   }
 
   void append(Cache& cache, int64_t tokens) {

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "engine/batch.h"
+#include "engine/engine_parts.h"
+#include "engine/sealer.h"
+
+namespace kvswap {
+
+/// Of each sequence, groups in rising order; pages of clusters by their page_id().
+using Groups = std::vector<std::vector<int32_t>>;  // [batch][groups]
+
+/// Who gives way to a step's reads, while it begins them.
+struct Room {
+  /// Others that stand in its pages: nothing of theirs is on the way there any more.
+  std::function<Status()> of_pages;
+  /// Others' loads, which land where these have no place to.
+  std::function<Status(int64_t loads)> to_land;
+};
+
+/// The reads of one layer's step: which page each group gets, and what is on the way there.
+///
+///   plan -> submit -> finish; then it is planned anew.
+///
+/// What does not arrive is as if nobody had asked for it. Not thread-safe.
+class StepReads {
+ public:
+  /// fetch: of the layer's pages, so of all layers that share them; nobody else's when this one
+  /// begins to read.
+  StepReads(int64_t layer, EngineParts& parts, const Batch& batch, Sealer& sealer, Fetch& fetch)
+      : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer), fetch_(fetch) {}
+
+  /// A page for each group; returns how many groups these are.
+  size_t plan(const Groups& groups, PageMap::Step step);
+  Status submit(const Room& make_room);
+  Status finish();
+
+  /// Of the newest plan, unless another layer has read since; else none.
+  std::span<const Load> loads() const;
+  const std::vector<std::vector<int32_t>>& pages() const { return pages_; }  // [batch][groups]
+  /// Seconds that the caller has waited for them since it was asked last.
+  double take_waited_seconds() { return std::exchange(waited_seconds_, 0); }
+
+ private:
+  void take_pages(int64_t sequence, const std::vector<int32_t>& groups,
+                  std::span<const PageMap::Assignment> assignments);
+  void forget();
+
+  int64_t layer_;
+  EngineParts& parts_;
+  const Batch& batch_;
+  Sealer& sealer_;
+  Fetch& fetch_;
+  double waited_seconds_ = 0;
+  std::vector<std::vector<int32_t>> pages_;  // [batch][groups]: of the sequence's pool
+};
+
+}  // namespace kvswap
