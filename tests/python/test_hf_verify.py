@@ -1,0 +1,58 @@
+"""Predicted queries prefetch for the next layer, and change no choice (``look_ahead="verify"``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.python.tiny_models import TIGHT, greedy, has_native, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+
+
+@pytest.fixture(autouse=True)
+def _native(sessions: str) -> None:
+    if sessions == "reference":
+        pytest.skip("the reference prefetches nothing")
+
+
+def decoded(model: Any, open_cache: Any, **settings: Any) -> tuple[Any, list[Any], Any]:
+    """Tokens, each layer's last choice, and stats."""
+    cache = open_cache(model, dataclasses.replace(TIGHT, **settings))
+    tokens = greedy(model, prompt(2, 60, padding=(0, 5)), cache, tokens=24)
+    session = cache.driver.session
+    chosen = [session.last_selection(layer) for layer in range(len(cache.parts.disk))]
+    stats = cache.stats()
+    cache.close()
+    return tokens, chosen, stats
+
+
+@pytest.mark.parametrize("score", ["sum", "max", "mass", "max_mass"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_choices_are_the_true_querys(family: str, score: str, open_cache: Any) -> None:
+    model = tiny_model(family)
+    alone = decoded(model, open_cache, look_ahead="off", score=score)
+    verified = decoded(model, open_cache, look_ahead="verify", score=score)
+    assert torch.equal(alone[0], verified[0]) and alone[1] == verified[1]
+    assert alone[2].prefetch_hits is None and alone[2].predictor == "off"
+    stats = verified[2]
+    assert stats.predictor.endswith(", verified") and stats.prefetch_hits > 0
+    assert stats.prefetch_hits + stats.prefetch_wasted == stats.counters["groups_prefetched"]
+    assert stats.hit_rate > alone[2].hit_rate and 0 <= stats.hidden_share <= 1
+    assert "in vain" in str(stats)
+
+
+def test_without_a_page_to_spare_it_is_off_by_name(open_cache: Any) -> None:
+    stats = decoded(
+        tiny_model("llama"), open_cache, look_ahead="verify", groups_max=8, pages_max=8
+    )[2]
+    assert stats.predictor.startswith("off: pages_max") and stats.prefetch_hits is None
+
+
+def test_layers_that_are_named_are_not_predicted(open_cache: Any) -> None:
+    stats = decoded(tiny_model("llama"), open_cache, look_ahead="verify", true_query_layers=(1,))[2]
+    assert stats.counters["prefetch_hits_1"] == stats.counters["prefetch_wasted_1"] == 0
+    assert stats.counters["prefetch_hits_2"] > 0
