@@ -39,7 +39,9 @@ from kvswap_torch import format_bytes, presets
 
 _TEXT = f"""Decodes with each contender in turn, each in a process of its own: one token of every
 sequence at a time, so that what else the machine does falls on all alike. Caches are filled with
-random K and V, so no prefill is needed, and choices have no locality (the worst case for reuse).
+random K and V, so no prefill is needed. Random choices are the worst case: nothing is selected
+twice, nothing can be predicted. Recorded ones (smollm2, reference_model) are those of a model that
+reads a manual, with its predictions, scaled to the cell's shape; kvswap still scores all groups.
 Each cell is one JSON file under bench/results/side_by_side; a cell that has one is left
 alone, so that a plan can be run in parts. Tables and plots: python -m bench table
 
@@ -61,6 +63,9 @@ def main(
     linear: Annotated[
         str, typer.Option(help="the model's linear layers: torch; ours, as commands have them")
     ] = "ours",
+    choices: Annotated[str, typer.Option(help="random; recorded: smollm2, reference_model")] = (
+        "random"
+    ),
     only: Annotated[str, typer.Option(help="contenders, comma-separated")] = ",".join(DEFAULT),
     seconds: Annotated[float, typer.Option(help="of decoding, at most, with each")] = 20,
     path: Annotated[Path, typer.Option(help="folder on the disk to measure")] = Path("build"),
@@ -71,7 +76,8 @@ def main(
     console = Console(width=140)
     keys = _known(only)
     try:
-        plan = cells(_words(shapes), _numbers(contexts), _numbers(batches), _words(devices), linear)
+        sizes = (_words(shapes), _numbers(contexts), _numbers(batches))
+        plan = cells(*sizes, _words(devices), linear, _words(choices))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     due = [cell for cell in plan if again or not _file(cell, out).exists()]

@@ -218,12 +218,17 @@ def open_contender(runner: Runner) -> Any:
 
 def open_session_contender(runner: Runner) -> Any:
     from bench import contenders as known
+    from bench.side_by_side.plan import OWN_SETTINGS
     from bench.side_by_side.settings import Fitted, fit_kvswap, fit_per_head
 
     model, cell, key = runner.model, runner.cell, runner.order.key
     folder = Path(runner.order.folder)
-    if key == "default":
-        runner.fitted = Fitted(None, cell.budget_bytes)
+    if key in OWN_SETTINGS:
+        changes = {"prefetch.mode": "off"} if key == "no_prefetch" else {}
+        if cell.device:
+            changes["storage.simulated_device"] = cell.device
+        config = own_settings(model, cell, folder).with_settings(changes) if changes else None
+        runner.fitted = Fitted(config, cell.budget_bytes)
     else:
         runner.fitted = fit_kvswap(model, cell, folder)
     budget_bytes = runner.fitted.budget_bytes
@@ -234,7 +239,31 @@ def open_session_contender(runner: Runner) -> Any:
         model, cell.shape, cell.batch, cell.context, folder, runner.fitted.config, budget_bytes
     )
     contender.name = key
+    if cell.choices != "random":
+        follow(contender, cell)
     return contender
+
+
+def follow(contender: Any, cell: Cell) -> None:
+    """Has it select the cell's recorded groups, outside of the time that is measured."""
+    from bench.recorded import Recorded
+
+    config, session = contender.cache.driver.config, contender.cache.driver.session
+    groups = cell.context // config.selection.group_tokens
+    recorded = Recorded.load(cell.choices).scaled(
+        cell.shape.layers, groups, config.selection.top_k_groups
+    )
+    contender.before_step = recorded.follow(session, cell.batch)
+
+
+def own_settings(model: Any, cell: Cell, folder: Path) -> Any:
+    """Those that a cache without a config has in the cell."""
+    from bench.contenders import ROOM_TOKENS
+    from kvswap_torch import KVSwapCache
+
+    most = {"max_context": cell.context + ROOM_TOKENS, "max_batch": cell.batch}
+    with KVSwapCache(model, path=folder, kv_memory_bytes=cell.budget_bytes, **most) as cache:
+        return cache.driver.config
 
 
 def open_file(name: str, cell: Cell) -> Any:

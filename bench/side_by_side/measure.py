@@ -230,7 +230,7 @@ class Measurement:
             "batch": cell.batch,
             "linear": cell.linear,
             "device": cell.device or "local disk",
-            "choices": "random",
+            "choices": cell.choices,
             "selected_tokens": SELECTED_TOKENS,
             "kv_bytes_full": cell.kv_bytes,
             "memory_bytes_per_second": round(memory_bandwidth),

@@ -26,6 +26,7 @@ DISK_SHARE_MAX = 0.95
 LABELS = {
     "kvswap": "kvswap",
     "default": "kvswap by default",
+    "no_prefetch": "the same without prefetch",
     "floor": f"floor ({SELECTED_TOKENS} tokens)",
     "static": "StaticCache",
     "dynamic": "DynamicCache",
@@ -34,6 +35,7 @@ LABELS = {
     "tokens": "tokens per head",
     "tokens_no_reuse": "tokens per head, no reuse",
 }
+CHOICES = ("random", "smollm2", "reference_model")  # the others are recorded: bench/recorded.py
 DEFAULT = tuple(LABELS)  # who runs unless others are asked for
 # llama.cpp's, by the type of its KV cache; llama_floor attends as many tokens as floor does.
 LLAMA = {"llama_f16": "f16", "llama_q8": "q8_0", "llama_floor": "f16"}
@@ -47,9 +49,9 @@ FLOORS = ("floor", "llama_floor")
 PRESET = "preset:"  # before a preset's name: a contender with its own settings and memory
 ALWAYS = ("kvswap", "floor")  # in every wave, so that all are paired with them
 ON_FILE = ("restore", "mmap")
-ON_SESSION = ("kvswap", "default", "tokens", "tokens_no_reuse")
+OWN_SETTINGS = ("default", "no_prefetch")  # nothing is configured
+ON_SESSION = ("kvswap", *OWN_SETTINGS, "tokens", "tokens_no_reuse")
 UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
-OWN_DISK = "on its own disk: without a config none is modelled"
 NO_DISK = "reads no disk: its time is that of the cell without a modelled device"
 NO_LLAMA = "no llama.cpp: `make peers` builds it for this processor"
 NO_OLLM = "no oLLM: `make peers` installs it"
@@ -89,6 +91,7 @@ class Cell:
     """One setting in which all are measured; `device` is a modelled one, None the disk itself.
 
     `linear` says whose linear layers the model has: torch's, or ours (`kvswap_torch.half_linear`).
+    `choices` says which groups are selected: random ones, or those of a recorded model, scaled.
     """
 
     shape_name: str
@@ -96,6 +99,7 @@ class Cell:
     batch: int
     device: str | None = None
     linear: str = "ours"
+    choices: str = "random"
 
     @property
     def shape(self) -> Shape:
@@ -105,7 +109,8 @@ class Cell:
     @property
     def name(self) -> str:
         tokens = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        return f"{self.shape_name}_{tokens}_b{self.batch}_{self.device or 'local'}"
+        name = f"{self.shape_name}_{tokens}_b{self.batch}_{self.device or 'local'}"
+        return name if self.choices == "random" else f"{name}_{self.choices}"
 
     @property
     def kv_bytes(self) -> int:
@@ -130,6 +135,7 @@ def cells(
     batches: Iterable[int],
     devices: Iterable[str],
     linear: str = "ours",
+    choices: Iterable[str] = ("random",),
 ) -> list[Cell]:
     """The small ones first; of a modelled device only `MODELLED_CONTEXTS` where any is asked for.
 
@@ -138,11 +144,14 @@ def cells(
     ValueError
         Naming what of these is not known, or a size that is not positive.
     """
-    shapes, contexts, batches, devices = map(list, (shapes, contexts, batches, devices))
+    shapes, contexts, batches, devices, choices = map(
+        list, (shapes, contexts, batches, devices, choices)
+    )
     known = {
         "shapes": (shapes, list(SHAPES)),
         "devices": (devices, ["local", "emmc", "ufs"]),
         "linear": ([linear], ["torch", "ours"]),
+        "choices": (choices, CHOICES),
     }
     for what, (given, allowed) in known.items():
         for name in given:
@@ -153,11 +162,13 @@ def cells(
             raise ValueError(f"{what}: must be positive, got {numbers}")
     modelled = [context for context in contexts if context in MODELLED_CONTEXTS] or contexts
     found = [
-        Cell(shape, context, batch, None if device == "local" else device, linear)
-        for shape, context, batch, device in product(shapes, contexts, batches, devices)
+        Cell(shape, context, batch, None if device == "local" else device, linear, chosen)
+        for shape, context, batch, device, chosen in product(
+            shapes, contexts, batches, devices, choices
+        )
         if device == "local" or context in modelled
     ]
-    return sorted(found, key=lambda cell: (cell.kv_bytes, cell.device or ""))
+    return sorted(found, key=lambda cell: (cell.kv_bytes, cell.device or "", cell.choices))
 
 
 def memory_need(cell: Cell, key: str) -> int:
@@ -205,8 +216,6 @@ class Room:
         """Why a contender cannot be measured; None: it can."""
         if key in ("mmap", "ollm") and cell.device:
             return UNMODELLED
-        if key == "default" and cell.device:
-            return OWN_DISK
         if key == "mmap" and not self.has_cap:
             return memory_cap.NONE
         if key in LLAMA and cell.device:

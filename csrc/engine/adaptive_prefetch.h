@@ -16,7 +16,7 @@ namespace kvswap {
 /// Not thread-safe.
 class AdaptivePrefetch {
  public:
-  static constexpr int64_t kStepsToFirstTrial = 32;
+  static constexpr int64_t kStepsToFirstTrial = 8;
   static constexpr int64_t kStepsBetweenTrials = 128;
   static constexpr int64_t kTrialSteps = 8;
 

@@ -152,6 +152,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
     def _attach(self, settings: SwapConfig, budget: Budget, make_driver: Any) -> None:
         """Puts the model on a driver that is made here; undone by `close`, or an exception."""
         self._others_changed = False  # a pass has begun to change layers that are not on disk
+        self._predicting: tuple[int, dict[str, Any]] | None = None  # after this layer's attention
         self._pass: OpenPass | None = None  # under way, or ended by an exception
         self._entering = threading.Lock()
         self._memory = MemoryReturns()
@@ -347,6 +348,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
                     self._memory.after(time.perf_counter() - done.began)
             else:
                 self._pass.fail()
+                self._predicting = None
                 disarm(self.layers)
 
     def _make_usable(self) -> None:
@@ -358,7 +360,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
             self._pass.take_back_others()
         self.driver.take_back(self._pass.positions)
         disarm(self.layers)
-        self._pass, self._others_changed = None, False
+        self._pass, self._others_changed, self._predicting = None, False, None
         if self._bar is not None:
             self._bar.end()
 
@@ -384,11 +386,31 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
         if ahead == Ahead.ANY_QUERY:
             self.driver.read_ahead(target, tokens)
             return
+        is_verified = self.driver.config.prefetch.mode == "verify"
+        if is_verified and index in self._look_ahead.after_attention:
+            self._predicting = index, kwargs
+            return
         began_ns = time.monotonic_ns()
         query = self._look_ahead.predict(index + 1, index, hidden, kwargs)
+        self._look_ahead_with(query, index + 1, began_ns)
+
+    def after_attention(self, index: int, residual: torch.Tensor) -> None:
+        """Layer `index` has attended: predicts for the next one, where it is verified."""
+        waiting, self._predicting = self._predicting, None
+        if waiting is None or waiting[0] != index:
+            return
+        began_ns = time.monotonic_ns()
+        query = self._look_ahead.predict_after_attention(index + 1, residual, waiting[1])
+        self._look_ahead_with(query, index + 1, began_ns)
+
+    def _look_ahead_with(self, query: torch.Tensor | None, index: int, began_ns: int) -> None:
         if query is not None:
-            scale = attention_scale(self.parts.mixers[index + 1], query.shape[-1])
-            self.driver.look_ahead(target, query, scale, began_ns)
+            scale = attention_scale(self.parts.mixers[index], query.shape[-1])
+            self.driver.look_ahead(self.parts.disk_index[index], query, scale, began_ns)
+
+    def norms_after_attention(self) -> dict[int, nn.Module]:
+        """Per layer, what is called with the residual that the next query is predicted from."""
+        return self._look_ahead.after_attention
 
     def layers_elsewhere(self) -> list[CacheLayerMixin]:
         """Those that are not on disk."""

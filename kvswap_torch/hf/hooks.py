@@ -32,6 +32,8 @@ class Hooks:
         for index, mixer in enumerate(parts.mixers):
             if mixer is not None:
                 self._add(mixer.register_forward_pre_hook, _Before(cache, switch, index))
+        for index, norm in cache.norms_after_attention().items():
+            self._add(norm.register_forward_pre_hook, _AfterAttention(cache, switch, index))
 
     def _add(self, register: Any, hook: _Hook, **options: Any) -> None:
         self._handles.append(register(hook, with_kwargs=True, **options))
@@ -127,6 +129,14 @@ class _Before(_Hook):
             cache.before_layer(self._index, module, hidden, kwargs)
         else:
             passes.attend_elsewhere(module, cache.layers)
+
+
+class _AfterAttention(_Before):
+    """Before the norm that reads the residual after attention: predicts for the next layer."""
+
+    def run(self, cache: KVSwapCache, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if args and passes.is_with(cache):
+            cache.after_attention(self._index, args[0])
 
 
 def _nothing(*call: Any) -> None:

@@ -1,5 +1,8 @@
 """Predicting the next layer's query from this layer's input (KVSwap, section 3.3).
 
+A prediction that is verified is made later: from the residual after this layer's attention, which
+lacks its MLP alone. Reads have the MLP's time, and more of them are the right ones.
+
 Two ways, with the same answer:
 
 *fast*, in C++, for the Llama and Qwen families with plain linear projections;
@@ -51,6 +54,7 @@ class LookAhead:
         self.summed = may_sum and self._may_sum(fast, kv_memory_bytes)
         self._plan = tuple(fast)  # layers that are predicted the fast way
         self._fast: dict[int, Any] | None = None
+        self.after_attention = _norms_after_attention(parts)
         rotary = getattr(parts.decoder, "rotary_emb", None)
         parameters = inspect.signature(rotary.forward).parameters if rotary is not None else {}
         self._rotary_by_kind = rotary if "layer_type" in parameters else None
@@ -126,6 +130,17 @@ class LookAhead:
                 return predictor.predict(hidden, cos, sin)
             return captured_query(attention, hidden, embeddings, kwargs)
 
+    def predict_after_attention(
+        self, layer: int, residual: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The same from what `after_attention[layer - 1]` is called with, before it is normalised.
+
+        kwargs: what the attention of ``layer - 1`` was called with.
+        """
+        with torch.no_grad():
+            hidden = _blocks(self._parts)[layer].input_layernorm.forward(residual)
+        return self.predict(layer, layer - 1, hidden, kwargs)
+
     def _position_embeddings(self, layer, source, hidden, kwargs) -> Any:
         kinds = self._parts.kinds
         if self._rotary_by_kind is not None and kinds[layer] != kinds[source]:
@@ -134,6 +149,32 @@ class LookAhead:
                 return None  # not known, or not turned, and perhaps scaled by position
             return self._rotary_by_kind(hidden, positions, kinds[layer])
         return kwargs.get("position_embeddings")
+
+
+def _blocks(parts: ModelParts) -> Any:
+    """The decoder's layers; none where it keeps them otherwise."""
+    blocks = getattr(parts.decoder, "layers", ())
+    return blocks if len(blocks) == len(parts.mixers) else ()
+
+
+def _norms_after_attention(parts: ModelParts) -> dict[int, nn.Module]:
+    """Of layers before one on disk, the norm that the residual after their attention goes to.
+
+    Layers that normalise what attention returns, or run beside their MLP, have none.
+    """
+    norms, blocks = {}, _blocks(parts)
+    for index in parts.disk:
+        if not 0 < index < len(blocks) or not hasattr(blocks[index], "input_layernorm"):
+            continue
+        before = blocks[index - 1]
+        names = [name for name in _NORMS if hasattr(before, name)]
+        if names and hasattr(before, "input_layernorm") and parts.mixers[index - 1] is not None:
+            norms[index - 1] = getattr(before, names[0])
+    return norms
+
+
+# Where a layer has the first, the second is of what attention returns.
+_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm")
 
 
 def captured_query(

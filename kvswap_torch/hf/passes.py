@@ -49,6 +49,11 @@ def is_with_ours(config: Any) -> bool:
     return cache is not None and cache.parts.config is config
 
 
+def is_with(cache: KVSwapCache) -> bool:
+    """Whether this thread runs a pass with `cache`."""
+    return here.cache is not None and here.cache() is cache
+
+
 def attend_next(module: nn.Module, layer: DiskLayer) -> None:
     """`module` is about to attend over `layer`."""
     here.attending = weakref.ref(module), weakref.ref(layer)

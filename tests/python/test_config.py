@@ -106,7 +106,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.selection.group_tokens, config.summary.rank) == (4, 32)
     assert (config.selection.top_k_groups, config.memory.pages_per_layer) == (100, 200)
     assert (config.selection.sink_tokens, config.selection.recent_tokens) == (4, 32)
-    assert (config.memory.replacement, config.prefetch.mode) == ("fifo", "off")
+    assert (config.memory.replacement, config.prefetch.mode) == ("fifo", "verify")
     assert config.selection.score == "mass_sum"
     assert (config.retention, config.clusters, config.audit) == (None, None, None)
     for item in dataclasses.fields(SwapConfig):

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.lookahead import LookAhead
 from tests.python.tiny_models import TIGHT, greedy, has_native, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -56,3 +59,36 @@ def test_layers_that_are_named_are_not_predicted(open_cache: Any) -> None:
     stats = decoded(tiny_model("llama"), open_cache, look_ahead="verify", true_query_layers=(1,))[2]
     assert stats.counters["prefetch_hits_1"] == stats.counters["prefetch_wasted_1"] == 0
     assert stats.counters["prefetch_hits_2"] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_without_an_mlp_between_the_prediction_is_the_query(family: str, open_cache: Any) -> None:
+    """After attention the MLP is all that a prediction lacks."""
+    model = tiny_model(family)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    open_cache(model)  # the generic way needs our attention function
+    ahead = LookAhead(model_parts(model), kv_memory_bytes=1)
+    residuals, calls = {}, {}
+    layers = list(ahead.after_attention)
+    assert layers == [index - 1 for index in model_parts(model).disk if index > 0]
+    for index, norm in ahead.after_attention.items():
+        norm.register_forward_pre_hook(lambda _, args, i=index: residuals.update({i: args[0]}))
+    for index, mixer in enumerate(model_parts(model).mixers):
+        mixer.register_forward_pre_hook(
+            lambda _, args, kwargs, i=index: calls.update({i: kwargs}), with_kwargs=True
+        )
+    with torch.no_grad():
+        model(**prompt(2, 5), use_cache=False)
+        for index in layers:
+            after = ahead.predict_after_attention(index + 1, residuals[index], calls[index])
+            true = ahead.predict(index + 1, index + 1, calls[index + 1]["hidden_states"],
+                                 calls[index + 1])  # fmt: skip
+            torch.testing.assert_close(after, true, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_of_what_attention_returns_are_not_taken() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    none = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"))
+    config = Olmo2Config(vocab_size=64, num_hidden_layers=3, **sizes, **none)
+    assert not LookAhead(model_parts(Olmo2ForCausalLM(config))).after_attention

@@ -203,8 +203,8 @@ def test_who_cannot_run_is_told_why():
 def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
-        ["kvswap", "floor", "restore", "mmap", "default", "static", "dynamic", "tokens",
-         "tokens_no_reuse",
+        ["kvswap", "floor", "restore", "mmap", "default", "no_prefetch", "static", "dynamic",
+         "tokens", "tokens_no_reuse",
          "llama_f16", "llama_q8", "llama_floor", "ollm"]
     ]  # fmt: skip
     room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, modules=ALL)

@@ -60,6 +60,7 @@ def test_steps_choose_what_a_session_chooses(score):
         sink_tokens=6,
         tail_tokens=10,
         score=score,
+        look_ahead="trust",
     )
     session = ReferenceSession(options)
     session.set_projection(0, *pair)
