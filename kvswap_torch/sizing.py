@@ -35,6 +35,8 @@ class ModelShape:
         Attention heads, key-value heads, and their width.
     element_bytes
         Bytes of one element of K or V.
+    sides
+        2: K and V; 1: K alone, which is the values too, as in latent attention.
     """
 
     layers: int
@@ -42,6 +44,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     element_bytes: int
+    sides: int = 2
 
     @property
     def width(self) -> int:
@@ -54,7 +57,7 @@ class ModelShape:
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V of `tokens` tokens in all layers, uncompressed."""
-        return 2 * self.layers * self.width * self.element_bytes * tokens
+        return self.sides * self.layers * self.width * self.element_bytes * tokens
 
 
 def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> tuple[int, ...]:
@@ -75,6 +78,7 @@ def native_options(config: SwapConfig, shape: ModelShape, **others: Any) -> Any:
         query_heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        sides=shape.sides,
         **others,
     )
 

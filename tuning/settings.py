@@ -71,7 +71,7 @@ def usable_sizes(
     sizes: Sequence[int], shape: ModelShape, alignment: int, records: str = "model"
 ) -> list[int]:
     """Group sizes whose records are not mostly padding."""
-    token = 2 * shape.width * (1 if records == "fp8" else shape.element_bytes)
+    token = shape.sides * shape.width * (1 if records == "fp8" else shape.element_bytes)
 
     def waste(size: int) -> float:
         return -(-size * token // alignment) * alignment / (size * token)

@@ -67,6 +67,22 @@ Status check_division(const EngineOptions& options) {
   return Status::ok();
 }
 
+/// What has no kernels yet for records in which K is the values too.
+Status check_one_side(const EngineOptions& options) {
+  const std::string where = "session: where keys are the values too (sides=1) ";
+  if (options.device) {
+    return Status::invalid(where +
+                           "pages must be the host's, since the CPU alone attends them; "
+                           "keep the cache in host memory");
+  }
+  if (options.has_float8_records() || KeepPlan(options).has_float8) {
+    return Status::invalid(
+        where + "tokens must be kept in the model's dtype, got records=" + options.records +
+        " and keeper=" + options.keeper + ", which keep some in e4m3");
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status EngineOptions::validate() const {
@@ -80,6 +96,7 @@ Status EngineOptions::validate() const {
       {"kv_heads", 1, 1024, kv_heads},
       {"query_heads", 1, 4096, query_heads},
       {"head_dim", 1, 1024, head_dim},
+      {"sides", 1, 2, sides},
       {"timeline_spans", 0, 1 << 24, timeline_spans},
       {"max_context", -1, kContextMax, max_context},
       {"max_batch", -1, kBatchMax, max_batch},
@@ -106,6 +123,7 @@ Status EngineOptions::validate() const {
     return Status::invalid("session: query_heads must be a multiple of kv_heads, got " +
                            std::to_string(query_heads) + " and " + std::to_string(kv_heads));
   }
+  if (sides == 1) KVSWAP_RETURN_IF_ERROR(check_one_side(*this));
   if (device && has_clusters(*this)) {
     return Status::invalid(
         "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
@@ -272,7 +290,7 @@ PoolOptions pool_options(const EngineOptions& options) {
 }
 
 RecordShape EngineOptions::record_shape() const {
-  return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype)};
+  return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype), sides};
 }
 
 int64_t EngineOptions::payload_bytes() const {

@@ -23,8 +23,7 @@ Status GroupFits::weigh(int64_t layer, int64_t part, std::vector<float>& mass) {
   mass.clear();
   grow_mass(mass, sealed * group_tokens);
   room_.resize(parts_.plan.group_bytes);
-  // K of each KV head, then its V.
-  const int64_t head_stride = 2 * group_tokens * options.head_dim;
+  const int64_t head_stride = parts_.plan.record_shape.head_elements();
   for (int64_t group = batch_.validity(part).first_valid() / group_tokens; group < sealed;
        group += most) {
     const PastReader::Groups groups = {layer, part, group, std::min(most, sealed - group)};

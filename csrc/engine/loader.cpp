@@ -227,7 +227,7 @@ Status Loader::load_sinks(int64_t layer, const SavedCounts& counts, const SavedT
   const int64_t sizes[] = {count, 2};
   auto sinks = saved.get(name, "U32", sizes);
   if (!sinks.is_ok()) return sinks.status();
-  const int64_t record_sizes[] = {count, options.kv_heads, 2, options.group_tokens,
+  const int64_t record_sizes[] = {count, options.kv_heads, options.sides, options.group_tokens,
                                   options.head_dim};
   auto records =
       saved.get(saved_name(layer, "sink_records"), saved_dtype(options.dtype), record_sizes);
@@ -256,16 +256,16 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
   const int64_t begin = counts.groups * options.group_tokens;
   const int64_t newest = counts.positions - begin;
   if (newest == 0) return Status::ok();
-  const int64_t sizes[] = {counts.sequences, 2, options.kv_heads, newest, options.head_dim};
+  const int64_t sizes[] = {counts.sequences, options.sides, options.kv_heads, newest,
+                           options.head_dim};
   auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype), sizes);
   if (!found.is_ok()) return found.status();
   const int64_t groups = (newest + options.group_tokens - 1) / options.group_tokens;
   const int64_t group_bytes = parts_.plan.group_bytes;
-  const size_t half = found.value().size() / counts.sequences / 2;
+  const size_t row = found.value().size() / counts.sequences;
   std::vector<std::byte> records(groups * group_bytes);
   for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
-    std::vector<std::byte> tokens =
-        copied<std::byte>(found.value().subspan(2 * sequence * half, 2 * half));
+    std::vector<std::byte> tokens = copied<std::byte>(found.value().subspan(sequence * row, row));
     std::vector<void*> targets;
     std::vector<int64_t> first_tokens;
     std::vector<int32_t> lengths;
@@ -277,7 +277,7 @@ Status Loader::load_tail(int64_t layer, const SavedCounts& counts, const SavedTe
     }
     pack_records({.shape = parts_.plan.record_shape,
                   .tokens = {.keys = tokens.data(),
-                             .values = tokens.data() + half,
+                             .values = tokens.data() + row / options.sides * (options.sides - 1),
                              .key_head_stride = newest * options.head_dim,
                              .key_token_stride = options.head_dim,
                              .value_head_stride = newest * options.head_dim,

@@ -40,18 +40,20 @@ const std::byte* tokens_of_page(const Plan& plan, const std::byte* page, const i
 
 TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position) {
   const int64_t row = shape.head_dim * shape.element_bytes;
-  const int64_t side = shape.group_tokens * row;
-  return {page + position * row, page + side + position * row, 2 * side, 2 * side};
+  const int64_t head = shape.head_elements() * shape.element_bytes;
+  const std::byte* key = page + position * row;
+  return {key, key + shape.value_elements() * shape.element_bytes, head, head};
 }
 
 void put_token(const RecordShape& shape, std::byte* page, int64_t position,
                const TokenBytes& token) {
   const int64_t row = shape.head_dim * shape.element_bytes;
-  const int64_t side = shape.group_tokens * row;
   for (int64_t head = 0; head < shape.kv_heads; ++head) {
-    std::byte* target = page + 2 * head * side + position * row;
+    std::byte* target = page + head * shape.head_elements() * shape.element_bytes + position * row;
     std::memcpy(target, token.key + head * token.key_head_stride, row);
-    std::memcpy(target + side, token.value + head * token.value_head_stride, row);
+    if (shape.sides == 1) continue;
+    target += shape.value_elements() * shape.element_bytes;
+    std::memcpy(target, token.value + head * token.value_head_stride, row);
   }
 }
 

@@ -327,15 +327,17 @@ void Saver::list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedT
   const int64_t begin = groups * options.group_tokens;
   const int64_t newest = positions - begin;
   if (newest == 0) return;
-  const int64_t half = options.kv_heads * newest * options.head_dim * dtype_bytes(options.dtype);
+  const int64_t side = options.kv_heads * newest * options.head_dim * dtype_bytes(options.dtype);
+  const int64_t sides = options.sides;
   tensors.push_back({saved_name(layer, "tail"),
                      saved_dtype(options.dtype),
-                     {batch_.size(), 2, options.kv_heads, newest, options.head_dim},
-                     2 * half,
+                     {batch_.size(), sides, options.kv_heads, newest, options.head_dim},
+                     sides * side,
                      [=, this](int64_t first, int64_t count, std::byte* target) {
-                       for (int64_t i = 0; i < count; ++i, target += 2 * half) {
+                       for (int64_t i = 0; i < count; ++i, target += sides * side) {
                          KVSWAP_RETURN_IF_ERROR(past_.read({layer, first + i, begin, positions},
-                                                           target, target + half));
+                                                           target,
+                                                           sides == 2 ? target + side : nullptr));
                        }
                        return Status::ok();
                      }});
@@ -371,17 +373,18 @@ void Saver::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors) {
                        return Status::ok();
                      }});
   const int64_t bytes = parts_.plan.group_bytes;
-  tensors.push_back({saved_name(layer, "sink_records"),
-                     saved_dtype(options.dtype),
-                     {count, options.kv_heads, 2, options.group_tokens, options.head_dim},
-                     bytes,
-                     [this, sinks, bytes](int64_t first, int64_t rows, std::byte* target) {
-                       for (int64_t i = 0; i < rows; ++i) {
-                         KVSWAP_RETURN_IF_ERROR(parts_.space->compute().download(
-                             target + i * bytes, sinks[first + i].page, bytes));
-                       }
-                       return Status::ok();
-                     }});
+  tensors.push_back(
+      {saved_name(layer, "sink_records"),
+       saved_dtype(options.dtype),
+       {count, options.kv_heads, options.sides, options.group_tokens, options.head_dim},
+       bytes,
+       [this, sinks, bytes](int64_t first, int64_t rows, std::byte* target) {
+         for (int64_t i = 0; i < rows; ++i) {
+           KVSWAP_RETURN_IF_ERROR(
+               parts_.space->compute().download(target + i * bytes, sinks[first + i].page, bytes));
+         }
+         return Status::ok();
+       }});
 }
 
 }  // namespace kvswap

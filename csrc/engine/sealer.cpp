@@ -190,7 +190,7 @@ void Sealer::pin_if_sink(int64_t layer, int64_t sequence, int64_t group, const s
 
 KeyView Sealer::keys_of(const std::byte* record) const {
   const EngineOptions& options = parts_.options;
-  return {record, 2 * options.group_tokens * options.head_dim, options.head_dim, options.dtype};
+  return {record, parts_.plan.record_shape.head_elements(), options.head_dim, options.dtype};
 }
 
 void Sealer::take_back(int64_t layer, int64_t groups) {

@@ -6,22 +6,28 @@
 
 namespace kvswap {
 
-/// A record holds `[kv_heads, 2, group_tokens, head_dim]`: each head's K, then its V. Elements are
-/// moved as raw bytes of `element_bytes` (2 or 4).
+/// A record holds `[kv_heads, sides, group_tokens, head_dim]`: each head's K, then its V. With one
+/// side, K is the values too: what latent attention (MLA) caches. Elements are moved as raw bytes
+/// of `element_bytes` (2 or 4).
 struct RecordShape {
   int64_t kv_heads = 0;
   int64_t group_tokens = 0;
   int64_t head_dim = 0;
   int64_t element_bytes = 0;
+  int64_t sides = 2;  // or 1
 
-  int64_t payload_bytes() const { return kv_heads * 2 * group_tokens * head_dim * element_bytes; }
+  int64_t payload_bytes() const { return kv_heads * head_elements() * element_bytes; }
+  /// From one KV head's K to the next one's.
+  int64_t head_elements() const { return sides * group_tokens * head_dim; }
+  /// From a KV head's K to its V.
+  int64_t value_elements() const { return (sides - 1) * group_tokens * head_dim; }
 };
 
 /// K and V of one sequence and one layer as tensors see them: element (h, t, d) of K stands at
 /// h * head_stride + t * token_stride + d. Covers HND ([heads, tokens, dim]) and NHD.
 struct TokenView {
   void* keys = nullptr;
-  void* values = nullptr;
+  void* values = nullptr;       // of records with one side not packed; null: not unpacked either
   int64_t key_head_stride = 0;  // elements, as all strides
   int64_t key_token_stride = 0;
   int64_t value_head_stride = 0;

@@ -45,11 +45,19 @@ void check_batch(const char* where, const Queries& query, int64_t batch) {
                               ", got " + std::to_string(query.batch));
 }
 
-void check_tokens(const char* where, const NewTokens& tokens) {
+void check_tokens(const char* where, const NewTokens& tokens, int64_t sides) {
   if (!tokens.keys || !tokens.values || tokens.batch < 1 || tokens.tokens < 1) {
     throw std::invalid_argument(
         std::string(where) + ": must have keys and values of a batch of tokens, got " +
         std::to_string(tokens.batch) + " x " + std::to_string(tokens.tokens));
+  }
+  const bool is_one = tokens.values == tokens.keys &&
+                      tokens.value_batch_stride == tokens.key_batch_stride &&
+                      tokens.value_head_stride == tokens.key_head_stride &&
+                      tokens.value_token_stride == tokens.key_token_stride;
+  if (sides == 1 && !is_one) {
+    throw std::invalid_argument(
+        std::string(where) + ": values must be the keys where the cache has one side, got others");
   }
 }
 
@@ -220,7 +228,7 @@ void Cache::give(int64_t layer, const GroupChoice& choice) try {
 
 void Cache::append(int64_t layer, const NewTokens& tokens) try {
   const Impl::Use use(*impl_);
-  check_tokens("append", tokens);
+  check_tokens("append", tokens, impl_->options().shape.sides);
   throw_status(use.engine().append(layer, key_value_view(tokens)));
 } catch (const std::bad_alloc&) {
   impl_->ran_out_of_memory();
@@ -241,7 +249,7 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
                    void* output, const CapAndSinks& terms) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
-  check_tokens("extend", tokens);
+  check_tokens("extend", tokens, impl_->options().shape.sides);
   check_heads("extend", query, engine.options());
   if (query.tokens != tokens.tokens || (query.batch != 0 && query.batch != tokens.batch)) {
     throw std::invalid_argument("extend: query must be of the " + std::to_string(tokens.batch) +

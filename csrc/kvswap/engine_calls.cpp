@@ -50,6 +50,7 @@ EngineOptions engine_options(const CacheOptions& from) {
   to.query_heads = from.shape.heads;
   to.kv_heads = from.shape.kv_heads;
   to.head_dim = from.shape.head_dim;
+  to.sides = from.shape.sides;
   to.dtype = engine_dtype(from.shape.dtype);
   to.directory = from.directory;
   to.ranks = from.ranks;

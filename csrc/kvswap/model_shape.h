@@ -18,12 +18,17 @@ struct ModelShape {
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   ElementType dtype = ElementType::kFloat32;
+  /// K and V; or 1: K alone, which is the values too, as in latent attention (MLA). What is then
+  /// passed as values must be the keys.
+  int64_t sides = 2;
 
   /// Elements of one token's K in one layer.
   int64_t width() const { return kv_heads * head_dim; }
   int64_t element_bytes() const { return dtype == ElementType::kFloat32 ? 4 : 2; }
   /// Bytes of K and V of `tokens` tokens in all layers, uncompressed.
-  int64_t kv_bytes(int64_t tokens) const { return 2 * layers * width() * element_bytes() * tokens; }
+  int64_t kv_bytes(int64_t tokens) const {
+    return sides * layers * width() * element_bytes() * tokens;
+  }
 };
 
 }  // namespace kvswap

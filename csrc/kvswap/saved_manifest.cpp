@@ -42,6 +42,7 @@ class Fields {
                            "; save the cache again",
                        EIO, path_);
   }
+  bool has(const char* name) const { return find_field(object_, name) != nullptr; }
   Fields object(const char* name) const { return {json(name), path_}; }
   const Json& json(const char* name) const {
     const Json* value = find_field(object_, name);
@@ -92,7 +93,8 @@ ModelShape shape_from(const Fields& fields) {
           .heads = fields.number("heads", 1, 4096),
           .kv_heads = fields.number("kv_heads", 1, 1024),
           .head_dim = fields.number("head_dim", 1, 1024),
-          .dtype = element_type(fields)};
+          .dtype = element_type(fields),
+          .sides = fields.has("sides") ? fields.number("sides", 1, 2) : 2};
 }
 
 /// Sizes must agree before anything is made of them.
@@ -102,7 +104,8 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
       manifest.settings.heads == "each" ? manifest.shape.head_dim : manifest.shape.width();
   const int64_t element_bytes =
       manifest.settings.records == "fp8" ? 1 : manifest.shape.element_bytes();
-  const int64_t payload = 2 * width * element_bytes * manifest.settings.group_tokens;
+  const int64_t payload =
+      manifest.shape.sides * width * element_bytes * manifest.settings.group_tokens;
   if (counts.record_bytes < payload || counts.record_bytes % 512 != 0) {
     fields.refuse("record_bytes", "be a multiple of 512 that a group's " + std::to_string(payload) +
                                       " bytes fit in");
@@ -149,6 +152,7 @@ std::string manifest_text(const SavedManifest& manifest) {
       {"records_bytes", manifest.records_bytes},
       {"facts", facts},
   };
+  if (manifest.shape.sides == 1) json["shape"]["sides"] = 1;
   json[kChecksumField] = hex(checksum_of_text(json.dump()));
   return json.dump(2) + "\n";
 }

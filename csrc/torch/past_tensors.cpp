@@ -37,11 +37,12 @@ at::Tensor decode_there(const Plan& plan, const PastStream::Block& block, const 
 
 std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options,
                                               const at::Tensor& pages) {
-  const at::Tensor tokens =
-      pages.view({pages.size(0), options.kv_heads, 2, options.group_tokens, options.head_dim})
-          .permute({2, 1, 0, 3, 4})
-          .reshape({2, options.kv_heads, -1, options.head_dim});
-  return {tokens[0], tokens[1]};
+  const at::Tensor tokens = pages
+                                .view({pages.size(0), options.kv_heads, options.sides,
+                                       options.group_tokens, options.head_dim})
+                                .permute({2, 1, 0, 3, 4})
+                                .reshape({options.sides, options.kv_heads, -1, options.head_dim});
+  return {tokens[0], tokens[options.sides - 1]};
 }
 
 std::pair<at::Tensor, at::Tensor> unpack_there(const Plan& plan, const PastStream::Block& block,

@@ -69,8 +69,11 @@ std::pair<at::Tensor, at::Tensor> unpack(const Plan& plan, const PastStream::Blo
     return room == nullptr ? at::empty(sizes, like) : at::from_blob(room, sizes, like);
   };
   const at::Tensor keys = empty(block.room);
+  const bool has_values = options.sides == 2;
   const at::Tensor values =
-      empty(block.room == nullptr ? nullptr : block.room + plan.group_bytes / 2 * block.groups);
+      !has_values ? keys
+                  : empty(block.room == nullptr ? nullptr
+                                                : block.room + plan.group_bytes / 2 * block.groups);
   std::vector<void*> records(block.groups);
   std::vector<int64_t> first_tokens(block.groups);
   for (int64_t i = 0; i < block.groups; ++i) {
@@ -81,7 +84,7 @@ std::pair<at::Tensor, at::Tensor> unpack(const Plan& plan, const PastStream::Blo
   const auto unpack_to = [&](void* const* from, const int64_t* first_token, int64_t count) {
     unpack_records({.shape = plan.record_shape,
                     .tokens = {.keys = keys.data_ptr(),
-                               .values = values.data_ptr(),
+                               .values = has_values ? values.data_ptr() : nullptr,
                                .key_head_stride = head_stride,
                                .key_token_stride = options.head_dim,
                                .value_head_stride = head_stride,

@@ -87,16 +87,16 @@ def fill(cache: KVSwapCache, source: Any, attention_mask: torch.Tensor | None) -
     with torch.no_grad():
         cache.driver.begin_forward(batch, tokens, attention_mask)
         for number, layer in enumerate(disk):
-            cache.driver.store(number, layer.keys, layer.values)
+            cache.driver.store(number, *cache.parts.stored(layer.keys, layer.values))
 
 
 def _check(cache: KVSwapCache, disk: list[Any]) -> None:
-    shape, dtype = cache.parts.shape, cache.parts.dtype
+    dtype = cache.parts.dtype
     batch, _, tokens, _ = disk[0].keys.shape
-    expected = (batch, shape.kv_heads, tokens, shape.head_dim)
+    shapes = cache.parts.cached_shapes(batch, tokens)
     for index, layer in zip(cache.parts.disk, disk, strict=True):
-        for tensor in (layer.keys, layer.values):
-            if tuple(tensor.shape) != expected or tensor.dtype != dtype:
+        for tensor, expected in zip((layer.keys, layer.values), shapes, strict=True):
+            if tensor.shape != expected or tensor.dtype != dtype:
                 raise ValueError(
                     f"from_cache: layer {index} of {cache.parts.name} must hold {list(expected)} "
                     f"of {dtype}, got {list(tensor.shape)} of {tensor.dtype}"
@@ -113,5 +113,5 @@ def read(cache: KVSwapCache) -> DynamicCache:
             dynamic.layers[index] = copy.deepcopy(layer)
         elif positions:
             keys, values = cache.driver.session.read_back(layer.disk_index, 0, positions)
-            dynamic.layers[index].update(keys, values)
+            dynamic.layers[index].update(*cache.parts.cached(keys, values))
     return dynamic

@@ -15,11 +15,13 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf.latent import Latent, latent_of
 from kvswap_torch.hf.placement import Placement, placement_of
 from kvswap_torch.sizing import ModelShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIM_MAX = 256
+LATENT_DIM_MAX = 1024
 # Kinds of layers with a past that grows, and why it stays in memory.
 OTHER_KINDS = {
     "hybrid": "has attention only in hybrid blocks, beside a recurrent state of the same layer",
@@ -51,6 +53,9 @@ class ModelParts:
         Of what this process has of the model, and of the whole model.
     placement, disk_everywhere
         Which part this process has where several run one model, and `disk` of all of them.
+    latent
+        Of a model that caches latents: how wide they are. `shape` is then that of one KV head whose
+        keys are the latent and the rotated key, and whose values are its keys.
     """
 
     name: str
@@ -67,6 +72,7 @@ class ModelParts:
     identity: ModelIdentity = field(repr=False)
     placement: Placement = field(default_factory=Placement, repr=False)
     disk_everywhere: tuple[int, ...] = ()
+    latent: Latent | None = None
 
     @cached_property
     def disk_index(self) -> dict[int, int]:
@@ -77,6 +83,24 @@ class ModelParts:
     def config(self) -> Any:
         """The decoder's own config: what attention and mask functions are looked up by."""
         return self.decoder.config
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as a session takes them, of what the model caches."""
+        if self.latent is None:
+            return keys, values
+        joined = self.latent.join(keys, values)
+        return joined, joined
+
+    def cached(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model caches, of a session's K and V."""
+        return (keys, values) if self.latent is None else self.latent.split(keys)
+
+    def cached_shapes(self, batch: int, tokens: int) -> tuple[torch.Size, torch.Size]:
+        """Of what the model caches as keys and as values."""
+        shape, latent = self.shape, self.latent
+        widths = (shape.head_dim,) * 2 if latent is None else (latent.rank, latent.rotary)
+        keys, values = (torch.Size((batch, shape.kv_heads, tokens, width)) for width in widths)
+        return keys, values
 
 
 # Of PEFT: adapters that are keys and values of tokens which nobody typed.
@@ -119,25 +143,19 @@ def model_parts(model: Any) -> ModelParts:
     decoder = _decoder(model)
     config = decoder.config
     kinds, layer_kwargs = _layer_types_and_kwargs(config)
-    mixers = tuple(_mixer(layer) for layer in decoder.layers)
+    mixers = tuple(mixer for layer in decoder.layers for mixer in _mixers(layer))
     _check_kinds(name, kinds, mixers)
     windows = _full_windows(config, kinds, layer_kwargs)
-    disk_everywhere = tuple(
-        i
-        for i, kind in enumerate(kinds)
-        if kind == "full_attention"
-        or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
-    )
-    if not disk_everywhere:
-        raise unsupported(name, _why_none(kinds, layer_kwargs))
+    disk_everywhere = _disk_layers(name, kinds, layer_kwargs, windows)
     layer_config = config.per_layer_config[disk_everywhere[0]]
     heads = layer_config.num_attention_heads
-    kv_heads = getattr(layer_config, "num_key_value_heads", None) or heads
+    latent = latent_of(mixers[disk_everywhere[0]])
+    kv_heads = getattr(layer_config, "num_key_value_heads", None) or heads if latent is None else 1
     placement = placement_of(model, heads, kv_heads, disk_everywhere)
     disk = tuple(i for i in disk_everywhere if placement.has_layer(i))
     attentions = [mixers[i] for i in disk]
     _check_attention(name, decoder, attentions)
-    dtype, shape = _tensors(name, decoder, attentions, layer_config, placement)
+    dtype, shape = _tensors(name, decoder, attentions, layer_config, placement, latent)
     device = _device(name, decoder, attentions)
     identity = ModelIdentity(
         model_type=config.model_type,
@@ -163,6 +181,7 @@ def model_parts(model: Any) -> ModelParts:
         identity=identity,
         placement=placement,
         disk_everywhere=disk_everywhere,
+        latent=latent,
     )
 
 
@@ -206,14 +225,18 @@ def _fact(config: Any, name: str) -> Any:
         return None
 
 
-def _mixer(layer: nn.Module) -> nn.Module | None:
-    """The child that reads and writes the cache: it knows its layer's number."""
+def _mixers(layer: nn.Module) -> list[nn.Module | None]:
+    """The children that read and write the cache: they know their layers' numbers.
+
+    One, or none; LongCat Flash has two attentions in a layer, each with a place in the cache.
+    """
     children = dict(layer.named_children())
     for name in ("self_attn", "attention", "attn"):
         if name in children:
-            return children[name]
+            found = children[name]
+            return list(found) if isinstance(found, nn.ModuleList) else [found]
     numbered = (c for c in children.values() if isinstance(getattr(c, "layer_idx", None), int))
-    return next(numbered, None)
+    return [next(numbered, None)]
 
 
 def _check_kinds(name: str, kinds: list[str], mixers: tuple[nn.Module | None, ...]) -> None:
@@ -237,18 +260,29 @@ def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> fr
     return frozenset(w for w in windows if isinstance(longest, int) and w >= longest)
 
 
+def _disk_layers(
+    name: str, kinds: list[str], layer_kwargs: list[dict], windows: frozenset[int]
+) -> tuple[int, ...]:
+    """Of all processes: those of full attention."""
+    found = tuple(
+        i
+        for i, kind in enumerate(kinds)
+        if kind == "full_attention"
+        or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
+    )
+    if not found:
+        raise unsupported(name, _why_none(kinds, layer_kwargs))
+    return found
+
+
 def _check_attention(name: str, decoder: PreTrainedModel, attentions: list) -> None:
     config = decoder.config
     if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
         raise unsupported(name, "shares one layer's keys and values with other layers")
     if None in attentions or not getattr(decoder, "_can_set_attn_implementation", lambda: True)():
         raise unsupported(name, "computes attention itself, not through the attention interface")
-    if any(hasattr(a, "kv_lora_rank") for a in attentions):
-        raise unsupported(
-            name,
-            "has multi-head latent attention (kv_lora_rank): it caches a compressed latent, not "
-            "keys and values per head",
-        )
+    if len({latent_of(a) for a in attentions}) > 1:
+        raise unsupported(name, "has layers whose latents differ in width (kv_lora_rank)")
     if getattr(config, "use_bidirectional_attention", False) or not all(
         getattr(a, "is_causal", True) for a in attentions
     ):
@@ -275,8 +309,14 @@ def _tensors(
     attentions: list[nn.Module],
     layer_config: Any,
     placement: Placement,
+    latent: Latent | None,
 ) -> tuple[torch.dtype, ModelShape]:
     heads, kv_heads = placement.local_heads()
+    if latent is not None:
+        dtype = _latent_dtype(name, decoder, attentions, latent, placement)
+        return dtype, ModelShape(
+            len(attentions), heads, 1, latent.head_dim, dtype.itemsize, sides=1
+        )
     whole = placement.heads
     head_dim = getattr(attentions[0], "head_dim", None) or layer_config.hidden_size // whole
     value_dim = getattr(attentions[0], "v_head_dim", head_dim)
@@ -286,10 +326,46 @@ def _tensors(
             f"has heads of {head_dim} (keys) and {value_dim} (values) elements; they must be equal "
             f"and a multiple of 8, at most {HEAD_DIM_MAX}",
         )
+    dtype = _supported_dtype(name, decoder, attentions)
+    return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
+
+
+def _latent_dtype(
+    name: str,
+    decoder: PreTrainedModel,
+    attentions: list[nn.Module],
+    latent: Latent,
+    placement: Placement,
+) -> torch.dtype:
+    """Of what a model with latent attention caches, if that can be done here."""
+    if latent.head_dim % 8 or latent.head_dim > LATENT_DIM_MAX:
+        raise unsupported(
+            name,
+            f"caches latents of {latent.rank} numbers and rotated keys of {latent.rotary}; "
+            f"together they must be a multiple of 8, at most {LATENT_DIM_MAX}",
+        )
+    if placement.head_ranks > 1:
+        raise unsupported(
+            name,
+            "has multi-head latent attention, whose heads share one latent; they must be of one "
+            "process: load it with tp_size=1 (layers may be split, with pp_size)",
+        )
+    if _device(name, decoder, attentions).type != "cpu":
+        raise unsupported(
+            name,
+            "has multi-head latent attention, which is done on the CPU alone; move the model with "
+            "model.to('cpu')",
+        )
+    return _supported_dtype(name, decoder, attentions)
+
+
+def _supported_dtype(
+    name: str, decoder: PreTrainedModel, attentions: list[nn.Module]
+) -> torch.dtype:
     dtype = _dtype(decoder, attentions)
     if dtype not in DTYPES:
         raise unsupported(name, f"is of type {dtype}; float32, bfloat16 and float16 are supported")
-    return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
+    return dtype
 
 
 def _dtype(decoder: PreTrainedModel, attentions: list[nn.Module]) -> torch.dtype:

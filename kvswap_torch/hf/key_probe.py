@@ -87,7 +87,7 @@ def _pairs(
         fresh = computed.layers[index]
         if index in cache.parts.disk_index:
             number = cache.parts.disk_index[index]
-            saved = cache.driver.session.read_back(number, 0, count)
+            saved = cache.parts.cached(*cache.driver.session.read_back(number, 0, count))
             for what, before, now in zip(
                 ("keys", "values"), saved, (fresh.keys, fresh.values), strict=True
             ):

@@ -62,7 +62,8 @@ class DiskLayer(CacheLayerMixin):
         if positions == 0:
             return None
         batch = self.driver.session.batch()
-        shape = torch.Size((batch, parts.shape.kv_heads, positions, parts.shape.head_dim))
+        keys, values = parts.cached_shapes(batch, positions)
+        shape = keys if side == "keys" else values
         return LayerView(self.disk_index, side, shape, parts.dtype, parts.device)
 
     def _cut(self, side: str, cut: LayerView) -> None:
@@ -99,6 +100,8 @@ class DiskLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes the new tokens' K (after RoPE) and V, ``[batch, kv_heads, tokens, head_dim]``.
 
+        Of latent attention these are the latent and the rotated key.
+
         Returns
         -------
         tuple
@@ -129,7 +132,8 @@ class DiskLayer(CacheLayerMixin):
             raise UnsupportedModelError(_why_no_update(module, self.driver.parts.outermost))
         keys, values = self._pending
         self._pending = None
-        if key.shape != keys.shape or value.shape != values.shape:
+        latent = self.driver.parts.latent
+        if latent is None and (key.shape != keys.shape or value.shape != values.shape):
             raise UnsupportedModelError(
                 f"KVSwapCache: {type(module).__name__} must attend to what it has cached, keys "
                 f"{list(keys.shape)} and values {list(values.shape)}, got {list(key.shape)} and "
@@ -140,7 +144,11 @@ class DiskLayer(CacheLayerMixin):
             _refuse_window(module, sliding_window, self.get_seq_length() + keys.shape[2])
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         terms = ScoreTerms(scale, softcap or 0.0, self._plain_sinks(s_aux))
-        return self.driver.attend(self.disk_index, query, keys, values, terms)
+        stored = self.driver.parts.stored(keys, values)
+        if latent is None:
+            return self.driver.attend(self.disk_index, query, *stored, terms)
+        asked = latent.absorb(module, query)
+        return latent.expand(module, self.driver.attend(self.disk_index, asked, *stored, terms))
 
     def _plain_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """In fp32, made anew where they changed: a device may read them after the step returned."""

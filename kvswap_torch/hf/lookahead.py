@@ -128,7 +128,9 @@ class LookAhead:
             if predictor is not None:
                 cos, sin = embeddings
                 return predictor.predict(hidden, cos, sin)
-            return captured_query(attention, hidden, embeddings, kwargs)
+            query = captured_query(attention, hidden, embeddings, kwargs)
+            latent = self._parts.latent
+            return query if latent is None else latent.absorb(attention, query)
 
     def predict_after_attention(
         self, layer: int, residual: torch.Tensor, kwargs: dict[str, Any]

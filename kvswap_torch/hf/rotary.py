@@ -17,6 +17,8 @@ def rotary_channels(parts: ModelParts) -> int:
     of_kind = f"{parts.kinds[parts.disk[0]]}_inv_freq"  # where kinds of layers turn differently
     speeds = getattr(rotary, "inv_freq", getattr(rotary, of_kind, None))
     head_dim = parts.shape.head_dim
+    if parts.latent is not None:
+        return head_dim  # not the first ones
     return head_dim if speeds is None else min(head_dim, 2 * speeds.numel())
 
 

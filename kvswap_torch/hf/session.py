@@ -46,6 +46,7 @@ def session_options(
         "query_heads": parts.shape.heads,
         "kv_heads": parts.shape.kv_heads,
         "head_dim": parts.shape.head_dim,
+        "sides": parts.shape.sides,
         "dtype": parts.dtype,
         "device": str(parts.device),
         "directory": "" if path is None else str(path),

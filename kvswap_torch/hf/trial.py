@@ -23,6 +23,8 @@ from kvswap_torch.hf.families import ModelParts, unsupported
 from kvswap_torch.hf.layer import refuse_options
 
 TOKENS = 2
+# Of the norm: sums in another order, in bf16 or with weights of 8 bits that are widened.
+EXPANSION_TOLERANCE = 2e-2
 
 _passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -111,13 +113,13 @@ class TrialCache(Cache):
             raise self.fail("updates a layer's cache twice in one pass")
         self.finish_layer()
         self._current = layer
-        shape = self.parts.shape
-        expected = (1, shape.kv_heads, TOKENS, shape.head_dim)
-        keys, values = tuple(layer.keys.shape), tuple(layer.values.shape)
-        if keys != expected or values != expected:
+        shapes = self.parts.cached_shapes(1, TOKENS)
+        if (layer.keys.shape, layer.values.shape) != shapes:
+            keys, values = list(layer.keys.shape), list(layer.values.shape)
+            must = " and ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise self.fail(
-                f"caches keys of shape {list(keys)} and values of shape {list(values)} in layer "
-                f"{layer.index}; all layers must have {list(expected)}"
+                f"caches keys of shape {keys} and values of shape {values} in layer "
+                f"{layer.index}; all layers must have {must}"
             )
         if layer.keys.dtype != self.parts.dtype or layer.values.dtype != self.parts.dtype:
             raise self.fail(f"has weights of {self.parts.dtype}, but caches {layer.keys.dtype}")
@@ -135,19 +137,34 @@ class TrialCache(Cache):
                 f"attends more than once over what a layer caches, or to something else ({name})"
             )
         layer.attended = True
-        if any(
+        latent = self.parts.latent
+        if latent is not None:
+            self._check_expansion(module, key, value)
+        elif any(
             a.shape != b.shape or a.data_ptr() != b.data_ptr()
             for a, b in ((key, layer.keys), (value, layer.values))
         ):
             raise self.fail(f"changes keys or values after they were cached ({name})")
-        heads, head_dim = self.parts.shape.heads, self.parts.shape.head_dim
+        heads = self.parts.shape.heads
+        head_dim = self.parts.shape.head_dim if latent is None else latent.query_dim
         if tuple(query.shape) != (1, heads, TOKENS, head_dim):
             raise self.fail(
                 f"has queries of shape {list(query.shape)} in {name}; its config says "
                 f"{[1, heads, TOKENS, head_dim]}"
             )
         refuse_options(module, mask, 0.0, options)
-        return torch.zeros_like(query).transpose(1, 2)
+        return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2)
+
+    def _check_expansion(self, module: nn.Module, key, value) -> None:
+        """Latents must be expanded by kv_b_proj alone, unrotated part first."""
+        layer, latent = self._current, self.parts.latent
+        expected = latent.expanded(module, layer.keys, layer.values)
+        for ours, theirs in zip(expected, (key, value), strict=True):
+            if ours.shape != theirs.shape or not _is_close(ours, theirs):
+                raise self.fail(
+                    "expands its latents otherwise than by kv_b_proj, or changes keys or values "
+                    f"after that ({type(module).__name__})"
+                )
 
     @property
     def stopped_in(self) -> str | None:
@@ -193,6 +210,12 @@ class TrialLayer(DynamicLayer):
         self.keys, self.values = key_states, value_states
         self._trial().updates(self)
         return key_states, value_states
+
+
+def _is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Within what rounding explains, of weights of any precision."""
+    apart = float((ours.float() - theirs.float()).norm())
+    return apart <= EXPANSION_TOLERANCE * float(theirs.float().norm())
 
 
 def _kind(mixer: nn.Module) -> tuple[Any, ...]:

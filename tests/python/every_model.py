@@ -109,7 +109,8 @@ TINY: dict[str, Any] = (
     | {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
     | {"mamba_n_groups": 1, "tie_word_embeddings": False}
 )
-_LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has as many as query heads
+# Latent attention (MLA) has as many as query heads; what it caches of two tokens fills a block.
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 56}
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _TINY_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                 "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
@@ -141,7 +142,8 @@ OWN: dict[str, dict[str, Any]] = dict.fromkeys(
     "Inkling2": {"layer_types": ["hybrid_sliding", HYBRID] * 2},
     "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2Moe": {"layer_types": ["conv", FULL] * 2, "num_dense_layers": 1},
-    "LongcatFlash": _LATENT | {"head_dim": 8, "num_layers": 2, "zero_expert_num": 1, "moe_topk": 2},
+    "LongcatFlash": _LATENT | {"head_dim": 8, "num_layers": 2, "zero_expert_num": 1,
+                               "moe_topk": 2},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
     "Qwen4Exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
                  "indexer_budget": 8, "indexer_compress_ratio": 4},
@@ -170,8 +172,12 @@ PAGE = """# Models
 Every `*ForCausalLM` of transformers {version}, tried with random weights. *equal*: `generate()` on
 a batch with padding gives `DynamicCache`'s tokens in fp32 while all groups fit the budget.
 *refused*: `KVSwapCache` raises `UnsupportedModelError` when it is opened, with this reason. A
-vision-language model is as its text model. `python -m tests.python.every_model > docs/models.md`
-writes this page, and `tests/python/test_hf_every_model.py` holds it true.
+vision-language model is as its text model. Models with multi-head latent attention (MLA) keep the
+latent and the rotated key of a token, as `DynamicCache` does, in records without values; groups are
+chosen, and attended, by queries that have taken the expansion of keys in. They run on the CPU, in
+one process or in stages, with records in the model's dtype.
+`python -m tests.python.every_model > docs/models.md` writes this page, and
+`tests/python/test_hf_every_model.py` holds it true.
 
 | family | |
 |---|---|

@@ -16,6 +16,7 @@ Options = make_dataclass(
         ("query_heads", int, 0),
         ("kv_heads", int, 0),
         ("head_dim", int, 0),
+        ("sides", int, 2),
         ("dtype", torch.dtype, torch.float32),
         ("device", str, "cpu"),
         ("directory", str, ""),

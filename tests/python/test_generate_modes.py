@@ -1,4 +1,4 @@
-"""Every mode of `generate()`, for four families: the cache on disk gives what `DynamicCache` does.
+"""Every mode of `generate()`, for five families: the cache on disk gives what `DynamicCache` does.
 
 What transformers refuses with a `DynamicCache` it must refuse here too, by the same sentence.
 `NOT_DONE` says what a family does with no cache, and why.
@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.parametrize("sessions", ["native"], indirect=True),
     pytest.mark.filterwarnings("ignore"),  # transformers', on sampling options set for one call
 ]
-FAMILIES = ("llama", "qwen3", "gemma3", "bamba")
+FAMILIES = ("llama", "qwen3", "gemma3", "bamba", "deepseek")
+OF_EVERY = {"bamba": "Bamba", "deepseek": "DeepseekV3"}
 TOKENS = 7
 
 
@@ -35,7 +36,7 @@ TOKENS = 7
 def model(request: pytest.FixtureRequest):
     """With its family's name, which `NOT_DONE` asks for."""
     name = request.param
-    made = every_model.build("Bamba") if name == "bamba" else tiny_model(name)
+    made = every_model.build(OF_EVERY[name]) if name in OF_EVERY else tiny_model(name)
     return name, made
 
 

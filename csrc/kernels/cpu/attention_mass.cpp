@@ -72,7 +72,7 @@ class MassUnit {
   }
   int64_t key_offset(const TokenBlock& block, int64_t head) const {
     const int64_t element_bytes = block.is_float8 ? 1 : static_cast<int64_t>(sizeof(T));
-    return head_in_page(head) * 2 * args_.shape.group_tokens * args_.shape.head_dim * element_bytes;
+    return head_in_page(head) * args_.shape.head_elements() * element_bytes;
   }
 
   void weigh(TokenBlock& block, const TokenBlock& next) {

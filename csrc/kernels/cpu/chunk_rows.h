@@ -25,7 +25,8 @@ const T* token_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t side,
   if (args.valid != nullptr && args.valid[t] == 0) return nullptr;
   const RecordShape& shape = args.shape;
   if (args.records != nullptr) {
-    const int64_t slot = (kv_head * 2 + side) * shape.group_tokens + t % shape.group_tokens;
+    const int64_t slot = (kv_head * shape.sides + side * (shape.sides - 1)) * shape.group_tokens +
+                         t % shape.group_tokens;
     return static_cast<const T*>(args.records[t / shape.group_tokens]) + slot * shape.head_dim;
   }
   const TokenView& view = args.view;

@@ -78,16 +78,14 @@ class AttentionRun {
   int64_t head_of(int64_t unit, int64_t row) const {
     return (first_kv_head_ + unit) * (args_.heads / cut_.kv_heads) + row / args_.queries;
   }
-  /// Of one head's K, or V, in a page.
-  int64_t side_bytes(const TokenBlock& block) const {
-    return args_.shape.group_tokens * args_.shape.head_dim *
-           (block.is_float8 ? 1 : static_cast<int64_t>(sizeof(T)));
+  static int64_t element_bytes(const TokenBlock& block) {
+    return block.is_float8 ? 1 : static_cast<int64_t>(sizeof(T));
   }
   int64_t head_in_page(int64_t unit) const {
     return args_.shape.kv_heads == 1 ? 0 : first_kv_head_ + unit;
   }
   int64_t key_offset(const TokenBlock& block, int64_t unit) const {
-    return head_in_page(unit) * 2 * side_bytes(block);
+    return head_in_page(unit) * args_.shape.head_elements() * element_bytes(block);
   }
 
   void make_state() {
@@ -153,7 +151,7 @@ class AttentionRun {
           .next_tokens = is_last ? next.count : block.count,
           .key_offset = key_offset(block, unit),
           .next_key_offset = is_last ? key_offset(next, 0) : key_offset(block, unit + 1),
-          .side_bytes = side_bytes(block),
+          .side_bytes = args_.shape.value_elements() * element_bytes(block),
           .head_dim = args_.shape.head_dim};
       score(state, head, block, unit);
       float scale = args_.scale;

@@ -21,9 +21,10 @@ void gather_head(const PagedGatherArgs& args, int64_t sequence, int64_t kv_head)
       std::memset(values, 0, side_bytes);
       continue;
     }
-    const char* source = static_cast<const char*>(base) + head_in_page * 2 * side_bytes;
+    const char* source =
+        static_cast<const char*>(base) + head_in_page * args.shape.sides * side_bytes;
     std::memcpy(keys, source, side_bytes);
-    std::memcpy(values, source + side_bytes, side_bytes);
+    std::memcpy(values, source + (args.shape.sides - 1) * side_bytes, side_bytes);
   }
 }
 

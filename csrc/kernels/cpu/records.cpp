@@ -42,7 +42,10 @@ void transfer(const TransferArgs& args) {
   const RecordShape& shape = args.shape;
   const TokenView& view = args.tokens;
   const int64_t row_bytes = shape.head_dim * shape.element_bytes;
-  const int64_t side_bytes = shape.group_tokens * row_bytes;  // K or V of one head
+  const int64_t head_bytes = shape.head_elements() * shape.element_bytes;
+  const int64_t value_bytes = shape.value_elements() * shape.element_bytes;
+  const bool has_values =
+      shape.sides == 2 || (kDirection == Direction::kUnpack && view.values != nullptr);
   for (int64_t i = 0; i < args.count; ++i) {
     const int64_t length = args.lengths ? args.lengths[i] : shape.group_tokens;
     const int64_t first = args.first_tokens[i];
@@ -53,10 +56,11 @@ void transfer(const TransferArgs& args) {
       const int64_t value = head * view.value_head_stride + first * view.value_token_stride;
       copy_tokens<kDirection>(static_cast<char*>(view.keys) + key * shape.element_bytes,
                               view.key_token_stride * shape.element_bytes,
-                              record + 2 * head * side_bytes, length, row_bytes);
+                              record + head * head_bytes, length, row_bytes);
+      if (!has_values) continue;
       copy_tokens<kDirection>(static_cast<char*>(view.values) + value * shape.element_bytes,
                               view.value_token_stride * shape.element_bytes,
-                              record + (2 * head + 1) * side_bytes, length, row_bytes);
+                              record + head * head_bytes + value_bytes, length, row_bytes);
     }
   }
 }

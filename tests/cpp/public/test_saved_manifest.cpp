@@ -49,6 +49,15 @@ std::string changed(const std::function<void(Json&)>& change) {
   return json.dump();
 }
 
+TEST(SavedManifest, SaysWhereKeysAreTheValues) {
+  SavedManifest manifest = some_manifest();
+  const std::string usual = manifest_text(manifest);
+  EXPECT_EQ(usual.find("sides"), std::string::npos) << "an older reader takes it too";
+  EXPECT_EQ(read_manifest(usual, "book").shape.sides, 2);
+  manifest.shape.sides = 1;
+  EXPECT_EQ(read_manifest(manifest_text(manifest), "book").shape.sides, 1);
+}
+
 TEST(SavedManifest, ComesBackAsItWas) {
   const SavedManifest read = read_manifest(manifest_text(some_manifest()), "book");
   EXPECT_EQ(read.settings.heads, "each");
