@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
@@ -53,6 +54,8 @@ class ModelParts:
         Of what this process has of the model, and of the whole model.
     placement, disk_everywhere
         Which part this process has where several run one model, and `disk` of all of them.
+    value_dim
+        Of a KV head's values; records have them as wide as keys, with zeros behind.
     latent
         Of a model that caches latents: how wide they are. `shape` is then that of one KV head whose
         keys are the latent and the rotated key, and whose values are its keys.
@@ -72,6 +75,7 @@ class ModelParts:
     identity: ModelIdentity = field(repr=False)
     placement: Placement = field(default_factory=Placement, repr=False)
     disk_everywhere: tuple[int, ...] = ()
+    value_dim: int = 0
     latent: Latent | None = None
 
     @cached_property
@@ -87,18 +91,33 @@ class ModelParts:
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as a session takes them, of what the model caches."""
         if self.latent is None:
-            return keys, values
+            missing = self.shape.head_dim - self.value_dim
+            return keys, F.pad(values, (0, missing)) if missing else values
         joined = self.latent.join(keys, values)
         return joined, joined
 
     def cached(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the model caches, of a session's K and V."""
-        return (keys, values) if self.latent is None else self.latent.split(keys)
+        if self.latent is not None:
+            return self.latent.split(keys)
+        return keys, values[..., : self.value_dim]
+
+    def asked(self, attention: nn.Module, query: torch.Tensor) -> torch.Tensor:
+        """The query over a session's K, of the model's own."""
+        return query if self.latent is None else self.latent.absorb(attention, query)
+
+    def answered(self, attention: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        """What the model's attention gives, of a session's output."""
+        if self.latent is not None:
+            return self.latent.expand(attention, output)
+        return output[..., : self.value_dim]
 
     def cached_shapes(self, batch: int, tokens: int) -> tuple[torch.Size, torch.Size]:
         """Of what the model caches as keys and as values."""
         shape, latent = self.shape, self.latent
-        widths = (shape.head_dim,) * 2 if latent is None else (latent.rank, latent.rotary)
+        widths = (shape.head_dim, self.value_dim)
+        if latent is not None:
+            widths = (latent.rank, latent.rotary)
         keys, values = (torch.Size((batch, shape.kv_heads, tokens, width)) for width in widths)
         return keys, values
 
@@ -181,6 +200,7 @@ def model_parts(model: Any) -> ModelParts:
         identity=identity,
         placement=placement,
         disk_everywhere=disk_everywhere,
+        value_dim=getattr(attentions[0], "v_head_dim", shape.head_dim),
         latent=latent,
     )
 
@@ -320,11 +340,11 @@ def _tensors(
     whole = placement.heads
     head_dim = getattr(attentions[0], "head_dim", None) or layer_config.hidden_size // whole
     value_dim = getattr(attentions[0], "v_head_dim", head_dim)
-    if head_dim % 8 or head_dim > HEAD_DIM_MAX or value_dim != head_dim:
+    if head_dim % 8 or head_dim > HEAD_DIM_MAX or value_dim > head_dim:
         raise unsupported(
             name,
-            f"has heads of {head_dim} (keys) and {value_dim} (values) elements; they must be equal "
-            f"and a multiple of 8, at most {HEAD_DIM_MAX}",
+            f"has heads of {head_dim} (keys) and {value_dim} (values) elements; keys must be a "
+            f"multiple of 8, at most {HEAD_DIM_MAX}, and values no wider",
         )
     dtype = _supported_dtype(name, decoder, attentions)
     return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)

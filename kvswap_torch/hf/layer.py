@@ -132,8 +132,8 @@ class DiskLayer(CacheLayerMixin):
             raise UnsupportedModelError(_why_no_update(module, self.driver.parts.outermost))
         keys, values = self._pending
         self._pending = None
-        latent = self.driver.parts.latent
-        if latent is None and (key.shape != keys.shape or value.shape != values.shape):
+        expands = self.driver.parts.latent is not None
+        if not expands and (key.shape != keys.shape or value.shape != values.shape):
             raise UnsupportedModelError(
                 f"KVSwapCache: {type(module).__name__} must attend to what it has cached, keys "
                 f"{list(keys.shape)} and values {list(values.shape)}, got {list(key.shape)} and "
@@ -144,11 +144,9 @@ class DiskLayer(CacheLayerMixin):
             _refuse_window(module, sliding_window, self.get_seq_length() + keys.shape[2])
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         terms = ScoreTerms(scale, softcap or 0.0, self._plain_sinks(s_aux))
-        stored = self.driver.parts.stored(keys, values)
-        if latent is None:
-            return self.driver.attend(self.disk_index, query, *stored, terms)
-        asked = latent.absorb(module, query)
-        return latent.expand(module, self.driver.attend(self.disk_index, asked, *stored, terms))
+        parts = self.driver.parts
+        stored, asked = parts.stored(keys, values), parts.asked(module, query)
+        return parts.answered(module, self.driver.attend(self.disk_index, asked, *stored, terms))
 
     def _plain_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """In fp32, made anew where they changed: a device may read them after the step returned."""

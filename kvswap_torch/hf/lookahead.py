@@ -129,8 +129,7 @@ class LookAhead:
                 cos, sin = embeddings
                 return predictor.predict(hidden, cos, sin)
             query = captured_query(attention, hidden, embeddings, kwargs)
-            latent = self._parts.latent
-            return query if latent is None else latent.absorb(attention, query)
+            return self._parts.asked(attention, query)
 
     def predict_after_attention(
         self, layer: int, residual: torch.Tensor, kwargs: dict[str, Any]

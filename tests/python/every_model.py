@@ -144,6 +144,7 @@ OWN: dict[str, dict[str, Any]] = dict.fromkeys(
     "Lfm2Moe": {"layer_types": ["conv", FULL] * 2, "num_dense_layers": 1},
     "LongcatFlash": _LATENT | {"head_dim": 8, "num_layers": 2, "zero_expert_num": 1,
                                "moe_topk": 2},
+    "MiMoV2Flash": {"head_dim": 24, "v_head_dim": 16},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
     "Qwen4Exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
                  "indexer_budget": 8, "indexer_compress_ratio": 4},

@@ -11,7 +11,16 @@ from torch import nn
 
 from kvswap_torch import KVSwapCache, UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
-from tests.python.tiny_models import COVERING, FAMILIES, config_of, greedy, prompt, tiny_model
+from tests.python import every_model
+from tests.python.tiny_models import (
+    COVERING,
+    FAMILIES,
+    config_of,
+    forward,
+    greedy,
+    prompt,
+    tiny_model,
+)
 
 TINY = {
     "vocab_size": 97,
@@ -47,6 +56,25 @@ def test_a_window_as_long_as_the_model_is_full_attention(open_cache):
     assert model_parts(model).disk == (0, 1)
     inputs = prompt(2, 20, padding=(0, 6))
     assert torch.equal(greedy(model, inputs, open_cache(model)), greedy(model, inputs))
+
+
+def test_values_narrower_than_keys(tmp_path):
+    """MiMo V2: what is read back is as wide as the model's own, and going on gives its tokens."""
+    model, ids = every_model.build("MiMoV2Flash"), prompt(2, 30)["input_ids"]
+    plain = transformers.DynamicCache(config=model.config)
+    expected = forward(model, ids, plain)
+    with KVSwapCache(model, tmp_path, COVERING) as cache:
+        torch.testing.assert_close(forward(model, ids, cache), expected)
+        memory = cache.to_dynamic()
+        for index in cache.parts.disk:
+            ours, theirs = memory.layers[index], plain.layers[index]
+            assert (ours.keys.shape[3], ours.values.shape[3]) == (24, 16)
+            torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
+            shown = cache.layers[index].values.shape
+            assert shown == theirs.values.shape
+    with KVSwapCache.from_cache(model, plain, tmp_path, config=COVERING) as cache:
+        step = prompt(2, 1, seed=4)["input_ids"]
+        torch.testing.assert_close(forward(model, step, cache), forward(model, step, plain))
 
 
 def test_peft_wrappers_are_looked_through():

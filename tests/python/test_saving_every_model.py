@@ -25,8 +25,8 @@ PADDING = (0, 5)
 # layers without positions, queries scaled by positions.
 SOME = ("GPTNeoX", "GptOss", "Gemma3n", "Qwen3Next", "KimiLinear", "Bamba", "Zamba2", "Lfm2")
 SOME += ("Beam", "Lfm3", "Llama4")
-# Latents; beside recurrent layers is KimiLinear, and two attentions in a layer has LongcatFlash.
-SOME += ("DeepseekV2", "DeepseekV3", "LongcatFlash")
+# Values narrower than keys; latents, also in two attentions of one layer.
+SOME += ("MiMoV2Flash", "DeepseekV2", "DeepseekV3", "LongcatFlash")
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
