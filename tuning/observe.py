@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.tuning.samples import Sample
 
 
@@ -78,6 +79,12 @@ class Calibrator:
         from kvswap_torch.hf.families import model_parts
 
         self.parts = model_parts(model)
+        if self.parts.latent is not None:
+            raise UnsupportedModelError(
+                f"kvswap-tune: {self.parts.name} has multi-head latent attention, whose latents "
+                "calibration does not see; open a cache without a config, which estimates its "
+                "projections from each prompt"
+            )
 
     def read(self, sample: Sample, observer: Observer) -> torch.Tensor:
         """Lets the model read a sample; the observer is called once a layer.

@@ -71,7 +71,8 @@ def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[
     from kvswap_torch import _C
     from kvswap_torch.sizing import ModelShape, effective_ranks, native_options
 
-    model = ModelShape(shape.layers, heads, shape.kv_heads, shape.head_dim, shape.element_bytes)
+    widths = (shape.kv_heads, shape.head_dim, shape.element_bytes, shape.sides)
+    model = ModelShape(shape.layers, heads, *widths)
     options = native_options(
         config,
         model,
@@ -94,11 +95,14 @@ def _shape_of(model: str) -> tuple[Shape, int]:
     if not heads:
         raise ConfigError(f"--model: must have attention heads, got {model!r}, which names none")
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    latent = getattr(text, "kv_lora_rank", None)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     shape = Shape(
         layers=kinds.count("full_attention"),
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        kv_heads=1 if latent else getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=latent + text.qk_rope_head_dim if latent else head_dim,
         element_bytes=4 if str(text.dtype) == "torch.float32" else 2,
+        sides=1 if latent else 2,
     )
     return shape, heads
 

@@ -102,6 +102,7 @@ class Wish:
         if find(self.preset) is PRESETS[0]:
             return None
         shape = Shape.of(parts.identity, alignment_bytes(self.path))
+        shape = dataclasses.replace(shape, sides=parts.shape.sides)
         return SwapConfig.preset(self.preset, shape=shape)
 
 

@@ -32,6 +32,8 @@ class Shape:
         Of the model's keys.
     alignment_bytes
         What the disk reads at once.
+    sides
+        2: keys and values; 1: keys that are the values too, as in latent attention.
     """
 
     layers: int = 32
@@ -39,6 +41,7 @@ class Shape:
     head_dim: int = 128
     element_bytes: int = 2
     alignment_bytes: int = 4096
+    sides: int = 2
 
     @classmethod
     def of(cls, model: ModelIdentity | None, alignment_bytes: int = 4096) -> Shape:
@@ -62,12 +65,12 @@ class Shape:
     @property
     def group_of_head(self) -> int:
         """Tokens of the smallest group of one KV head whose record fills half of what is read."""
-        return self._group_filling(2 * self.head_dim * self.element_bytes)
+        return self._group_filling(self.sides * self.head_dim * self.element_bytes)
 
     @property
     def group_of_bytes(self) -> int:
         """The same of all KV heads, in records of one byte a number; at least four tokens."""
-        return max(4, self._group_filling(2 * self.width))
+        return max(4, self._group_filling(self.sides * self.width))
 
     def _group_filling(self, token_bytes: int) -> int:
         return -(-((self.alignment_bytes + 1) // 2) // token_bytes)

@@ -14,6 +14,8 @@ from transformers import DynamicCache
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig, UnsupportedModelError
 from kvswap_torch.hf import families
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.preset import PRESETS
+from kvswap_torch.tuning.observe import Calibrator
 from tests.python import every_model
 from tests.python.test_hf_selection import conversation
 from tests.python.tiny_models import COVERING, SMALL, TIGHT, forward, greedy, has_native, prompt
@@ -242,6 +244,27 @@ def test_a_latent_of_an_odd_width_is_refused():
     config = every_model.build("DeepseekV3").config
     config.kv_lora_rank = 52
     refused(type(every_model.build("DeepseekV3"))(config).eval(), "multiple of 8, at most 1024")
+
+
+def test_calibration_is_refused(deepseek):
+    with pytest.raises(UnsupportedModelError, match="kvswap-tune: .* latents calibration does not"):
+        Calibrator(deepseek)
+
+
+# CompressKV's heads are of a calibrated model.
+@pytest.mark.parametrize("preset", [each.name for each in PRESETS if each.name != "compresskv"])
+def test_every_preset_runs_or_is_refused_by_its_setting(preset, deepseek, tmp_path):
+    """What keeps tokens in e4m3 says so; everything else answers."""
+    ids = prompt(1, 120)["input_ids"]
+    try:
+        cache = KVSwapCache(deepseek, tmp_path, preset=preset, max_context=128, max_batch=1)
+    except (ConfigError, ValueError) as error:
+        assert "sides=1" in str(error) and "e4m3" in str(error)
+        return
+    with cache:
+        logits = forward(deepseek, ids, cache)
+        torch.testing.assert_close(logits, forward(deepseek, ids, None), rtol=1e-3, atol=1e-4)
+        assert torch.isfinite(forward(deepseek, ids[:, :1], cache)).all()
 
 
 def test_records_of_another_format_are_refused(deepseek, tmp_path):
