@@ -18,6 +18,7 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import REMEDY, most_positions
+from kvswap_torch.tuning.calibration import KINDS
 from kvswap_torch.tuning.documents import default_samples, samples_from_files
 from kvswap_torch.tuning.pipeline import TuneOptions, find_settings, measure_all, projection_beside
 from kvswap_torch.tuning.progress import Progress
@@ -167,7 +168,7 @@ def tune(
             f"tune: the model must be on the CPU, where it is calibrated and timed, got "
             f"{model.device}; load it with device_map=None"
         )
-    options = at_length(options, max_context_len)
+    options = of_projection(at_length(options, max_context_len))
     if not Path(path).is_dir():
         raise StorageError(errno.ENOENT, "path must be a folder that exists", str(path))
     check_budget(
@@ -226,6 +227,16 @@ def at_length(options: TuneOptions, context: int) -> TuneOptions:
     return dataclasses.replace(options, calibration=calibration)
 
 
+def of_projection(options: TuneOptions) -> TuneOptions:
+    """With the projection that was asked for as the first of the kinds to calibrate."""
+    wanted = options.projection
+    if not wanted:
+        return options
+    kinds = (wanted, *(kind for kind in options.calibration.kinds if kind != wanted))
+    calibration = dataclasses.replace(options.calibration, kinds=kinds)
+    return dataclasses.replace(options, calibration=calibration)
+
+
 def _check(max_context_len: int, max_batch_size: int, options: TuneOptions) -> None:
     for name, value, least in (
         ("max_context_len", max_context_len, 1024),
@@ -240,6 +251,11 @@ def _check(max_context_len: int, max_batch_size: int, options: TuneOptions) -> N
     if options.records not in FORMATS:
         raise ConfigError(
             f"tune: records must be one of {', '.join(FORMATS)}, got {options.records!r}"
+        )
+    if options.projection not in ("", *KINDS):
+        raise ConfigError(
+            f"tune: projection must be one of {', '.join(KINDS)}, got {options.projection!r}; "
+            "`kvswap calibrate` makes the projections of other presets"
         )
     for name in ("min_recall", "exposed_share"):
         if not 0 <= getattr(options, name) <= 1:

@@ -1,6 +1,7 @@
-"""Projections of one block for each KV head, from text: what prompts else make for themselves.
+"""Projections from keys and queries of text: what prompts else make for themselves.
 
-Loki and InfiniGen find theirs beforehand, over other text than the one that is asked about. The
+Loki, InfiniGen and KVSwap find theirs beforehand, over other text than the one that is asked about.
+Loki's and InfiniGen's have one block for each KV head, KVSwap's is the SVD of all heads' keys. The
 rules are those of `kvswap_torch.projection.from_chunk`, over second moments of every sample's keys
 and of the queries of tokens in focus: those of all query heads that share a KV head count alike.
 """
@@ -18,7 +19,7 @@ from kvswap_torch.config import Summary, SwapConfig
 from kvswap_torch.config.engine import engine_value
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.preset.definition import Shape
-from kvswap_torch.projection import Pair
+from kvswap_torch.projection import Pair, flat_tokens, pair_from_moments
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.tuning.calibration import read_samples
 from kvswap_torch.tuning.observe import Calibrator, Observed
@@ -26,6 +27,25 @@ from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.samples import Sample
 
 BLOCKS = ("pca_per_head", "skewed", "channels", "rope_pairs")
+FITTED = (*BLOCKS, "svd_keys")
+
+
+class KeyMoment:
+    """Second moment of one layer's keys, all KV heads side by side (KVSwap, section 3.2)."""
+
+    def __init__(self, width: int):
+        self._sum = torch.zeros(width, width, dtype=torch.float64)
+        self._count = 0
+
+    def add(self, seen: Observed, focus: int) -> None:
+        """Counts a sample's keys; `focus` makes no difference to them."""
+        keys = flat_tokens(seen.keys).double()
+        self._sum += keys.T @ keys
+        self._count += len(keys)
+
+    def pair(self, columns: int) -> Pair:
+        """The leading right singular vectors of the keys, for keys and queries alike."""
+        return pair_from_moments("svd_keys", (self._sum / self._count).float(), None, columns)
 
 
 class HeadMoments:
@@ -110,7 +130,7 @@ def fit_blocks(
     samples
         At least one; ``skewed`` reads them twice.
     kind
-        ``pca_per_head``, ``skewed``, ``channels`` or ``rope_pairs``.
+        ``pca_per_head``, ``skewed``, ``channels``, ``rope_pairs`` or ``svd_keys``.
     columns
         Of the largest rank: at most a key's width, ``head_dim`` with ``heads="each"`` and else
         ``kv_heads * head_dim``; even for ``rope_pairs``.
@@ -125,9 +145,9 @@ def fit_blocks(
     UnsupportedModelError
         When the model's cache cannot live on disk.
     """
-    if kind not in BLOCKS:
+    if kind not in FITTED:
         raise ConfigError(
-            f"projection_kind: must be one of {', '.join(BLOCKS)}, got {kind!r}; `kvswap tune` "
+            f"projection_kind: must be one of {', '.join(FITTED)}, got {kind!r}; `kvswap tune` "
             "makes the others, with a config around them"
         )
     if not samples:
@@ -139,13 +159,21 @@ def fit_blocks(
         even = ", even" if at_once == 2 else ""
         raise ConfigError(f"columns: must be 1 to {most}{even}, got {columns}")
     rotary = _rotary(calibrator) if kind == "rope_pairs" else 0
-    moments = [HeadMoments(shape.kv_heads, shape.head_dim) for _ in range(shape.layers)]
+    is_joint = kind == "svd_keys" and heads == "all"
+    moments = [
+        KeyMoment(shape.width) if is_joint else HeadMoments(shape.kv_heads, shape.head_dim)
+        for _ in range(shape.layers)
+    ]
 
     def count(seen: Observed, sample: Sample) -> None:
         moments[seen.layer].add(seen, sample.focus)
 
     read_samples(calibrator, samples, count, f"fitting {kind}", progress)
-    if kind == "pca_per_head":
+    if is_joint:
+        return [each.pair(columns) for each in moments]
+    if kind == "svd_keys":
+        blocks = [directions(each.keys) for each in moments]
+    elif kind == "pca_per_head":
         blocks = [directions(each.centred_keys) for each in moments]
     elif kind == "channels":
         blocks = [channels_of(each) for each in moments]
@@ -204,12 +232,12 @@ def fitted_preset(
     Raises
     ------
     ConfigError
-        As `SwapConfig.preset` and `fit_blocks`; for a preset whose projections are of no blocks.
+        As `SwapConfig.preset` and `fit_blocks`; for a preset without projections, or with others.
     """
     from kvswap_torch.hf.families import model_parts
 
     identity = model_parts(model).identity
-    config = preset_of_blocks(name, Shape.of(identity, alignment_bytes))
+    config = preset_to_fit(name, Shape.of(identity, alignment_bytes))
     kind, heads = config.summary.projection, engine_value(config, "heads")
     pairs = fit_blocks(model, samples, kind, config.summary.rank, heads, progress)
     out = Path(out)
@@ -221,15 +249,18 @@ def fitted_preset(
     return dataclasses.replace(config, model=identity).save(out)
 
 
-def preset_of_blocks(name: str, shape: Shape | None = None) -> SwapConfig:
-    """A preset's settings; refused where its projections are not of one block for each KV head."""
+def preset_to_fit(name: str, shape: Shape | None = None) -> SwapConfig:
+    """A preset's settings; refused if `fit_blocks` makes no projection of its kind."""
     config = SwapConfig.preset(name, shape=shape)
     kind, summary = config.summary.projection, config.summary.kind
-    if summary != "low_rank" or kind not in BLOCKS:
-        made = f"projection={kind}" if summary == "low_rank" else f"kind={summary}"
+    if summary != "low_rank":
         raise ConfigError(
-            f"preset {name}: must have projections of one block for each KV head to be calibrated "
-            f"({', '.join(BLOCKS)}), has summary.{made}"
-            + ("; `kvswap tune` makes these" if summary == "low_rank" else "")
+            f"preset {name}: must have projections to be calibrated, has none with "
+            f"summary.kind={summary}; use the preset as it is"
+        )
+    if kind not in FITTED:
+        raise ConfigError(
+            f"preset {name}: summary.projection must be one of {', '.join(FITTED)} to be "
+            f"calibrated without a tuner, has {kind}; `kvswap tune` makes it, and settings with it"
         )
     return config

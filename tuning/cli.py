@@ -112,6 +112,9 @@ def main(
         float, typer.Option(min=0, max=1, help="Share of loading that may stay visible (greedy).")
     ] = 0.0,
     uniform_rank: Annotated[bool, typer.Option(help="One rank for all layers.")] = False,
+    projection: Annotated[
+        str, typer.Option(help="query_aware, or svd_keys (the paper's).")
+    ] = "query_aware",
     records: Annotated[
         str, typer.Option(help="What records hold: model, fp8, or both to search them together.")
     ] = "model",
@@ -145,6 +148,7 @@ def main(
             exposed_share=exposed_share,
             uniform_rank=uniform_rank,
             records=records,
+            projection=projection,
         )
         network = load_model(model, say=console.print, wanted="a model's folder or name")
         with show_progress(console) as progress:

@@ -102,6 +102,9 @@ class TuneOptions:
         Group sizes to try.
     records
         What records hold: ``model``, ``fp8``, or ``both`` to search them with the group sizes.
+    projection
+        What the config's projection is: ``query_aware``, ``svd_keys`` (the paper's), or empty for
+        the first of `calibration.kinds`. The other one is measured beside it.
     """
 
     device: str = ""
@@ -112,6 +115,7 @@ class TuneOptions:
     probe_seconds: float = 40.0
     sizes: tuple[int, ...] = GROUPS
     records: str = "model"
+    projection: str = ""
     calibration: CalibrationOptions = field(
         default_factory=lambda: CalibrationOptions(rank_max=RANK_MAX)
     )

@@ -17,11 +17,11 @@ from kvswap_torch.tuning.cli import show_progress, write_json
 HELP = """
 Find what a preset must know of a model, once, from text.
 
-Projections of one block for each KV head, in the place of each prompt's own: loki, infinigen,
-infinigen-star, infinigen-star-ru, think. Loki's and InfiniGen's papers find theirs beforehand.
+Projections, in the place of each prompt's own: kvswap-paper, loki, infinigen, infinigen-star,
+infinigen-star-ru, think. KVSwap's, Loki's and InfiniGen's papers find theirs beforehand.
 Which query heads find what is asked for, and what layers lose: compresskv; the model must be able
 to answer questions about facts in a text. Writes a config, and projections or heads beside it.
-(`kvswap tune` finds kvswap's, and settings with them.)
+(`kvswap tune` finds kvswap's, and settings with them; with `--projection svd_keys` the paper's.)
 
 Example:
 
@@ -46,13 +46,13 @@ def main(
     """See `HELP`."""
     from kvswap_torch.hf.session import alignment_bytes
     from kvswap_torch.preset import find
-    from kvswap_torch.tuning.blocks import fitted_preset, preset_of_blocks
+    from kvswap_torch.tuning.blocks import fitted_preset, preset_to_fit
     from kvswap_torch.tuning.heads import heads_path, preset_of_heads
 
     # Before a model is loaded and text is drawn.
     takes_heads = "retention.scoring_heads" in find(preset).needs
     if not takes_heads:
-        preset_of_blocks(preset)
+        preset_to_fit(preset)
     if not path.is_dir():
         raise StorageError(errno.ENOENT, "--path must be a folder that exists", str(path))
     console = Console(stderr=json_out)

@@ -1,4 +1,4 @@
-"""Projections of one block a KV head from text: those that its prompt would make for itself."""
+"""Projections from text, without a tuner: those that its prompt would make for itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvswap_torch.errors import StorageError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.projection import from_chunk
 from kvswap_torch.projection_file import load_projections
-from kvswap_torch.tuning.blocks import BLOCKS, fit_blocks, fitted_preset
+from kvswap_torch.tuning.blocks import FITTED, fit_blocks, fitted_preset
 from kvswap_torch.tuning.observe import Calibrator, Observed
 from kvswap_torch.tuning.samples import Sample
 from tests.python.test_rotary import other_model
@@ -45,7 +45,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("heads", ["each", "all"])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", FITTED)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_of_one_prompt_they_are_those_that_it_makes(family, kind, heads):
     """Skews look at all queries of a prompt, which here are those in focus."""
@@ -79,7 +79,24 @@ def test_samples_count_together():
         torch.testing.assert_close(matrix.T @ matrix, torch.eye(16), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["loki", "infinigen", "infinigen-star", "think"])
+def test_the_papers_svd_is_of_all_samples_and_all_heads(tmp_path):
+    """KVSwap, section 3.2: the right singular vectors of the keys of all heads, side by side."""
+    model = tiny_model("llama")
+    samples = [sample(seed) for seed in range(3)]
+    config = fitted_preset(model, "kvswap-paper", tmp_path / "paper.json", samples)
+    assert config.summary.projection == "svd_keys" and config.prefetch.mode == "trust"
+    layers = zip(*(seen_of(model, one) for one in samples), strict=True)
+    shape = model_parts(model).shape
+    made = load_projections(
+        config.projection_path, [config.rank] * shape.layers, shape.width, config.model
+    )
+    for (key, query), each in zip(made, layers, strict=True):
+        rows = torch.cat([seen.keys[0].transpose(0, 1).flatten(1) for seen in each])
+        close(key, torch.linalg.svd(rows, full_matrices=False).Vh[: config.rank].T)
+        assert torch.equal(key, query)
+
+
+@pytest.mark.parametrize("name", ["loki", "infinigen", "infinigen-star", "think", "kvswap-paper"])
 def test_a_presets_config_has_them_beside_it(name, tmp_path):
     model = tiny_model("llama")
     config = fitted_preset(model, name, tmp_path / "made" / f"{name}.json", [sample(1), sample(2)])
@@ -103,9 +120,9 @@ def test_a_presets_config_has_them_beside_it(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("quest", "preset quest: must have projections of one block .*has summary.kind=min_max"),
-        ("snapkv", "has summary.kind=none"),
-        ("kvswap", "has summary.projection=query_aware; `kvswap tune` makes these"),
+        ("quest", "preset quest: must have projections to be calibrated.*summary.kind=min_max"),
+        ("snapkv", "has none with summary.kind=none"),
+        ("kvswap", "without a tuner, has query_aware; `kvswap tune` makes it"),
         ("qest", "nearest: quest"),
     ],
 )
@@ -118,7 +135,7 @@ def test_other_presets_are_refused(name, told, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "columns", "heads", "told"),
     [
-        ("svd_keys", 4, "each", "must be one of pca_per_head, .*`kvswap tune` makes the others"),
+        ("query_aware", 4, "each", "must be one of pca_per_head, .*`kvswap tune` makes the others"),
         ("channels", 17, "each", "columns: must be 1 to 16, got 17"),
         ("channels", 33, "all", "columns: must be 1 to 32, got 33"),
         ("rope_pairs", 3, "each", "columns: must be 1 to 16, even, got 3"),
@@ -146,7 +163,7 @@ def test_the_command_writes_both(tmp_path):
     files = json.loads(told.stdout)
     assert SwapConfig.load(files["config"]).projection_kind == "pca_per_head"
     assert files["projections"] == str(tmp_path / "loki.projection.safetensors")
-    with pytest.raises(ConfigError, match="preset quest: must have projections"):
+    with pytest.raises(ConfigError, match="preset quest: must have projections to be calibrated"):
         CliRunner().invoke(app, [*start, "--preset", "quest"], catch_exceptions=False)
     missing = ["--preset", "loki", "--model", "nowhere", "--path", str(tmp_path / "no")]
     with pytest.raises(StorageError, match="--path must be a folder that exists"):

@@ -134,6 +134,39 @@ def test_the_same_measurements_give_the_same_bytes(tuned, model, tmp_path):
         assert first.read_bytes() == second.read_bytes()
 
 
+def test_the_papers_solver_finds_settings_in_the_papers_regime(tuned, model):
+    """From the least memory that has any to all of it: wherever the exhaustive one does."""
+    _, folder = tuned
+    need = {"exhaustive": set(), "greedy": set()}
+    for solver, found in need.items():
+        for size in (640, 672, 680, 700, 750, 850, 1024):
+            options = dataclasses.replace(OPTIONS, solver=solver)
+            try:
+                result = run(model, folder, budget=f"{size}KiB", options=options)
+            except BudgetError as error:
+                assert "must be at least 688080 " in str(error) and size == 640
+                continue
+            assert all(each.chosen.memory_bytes <= size << 10 for each in result.solved)
+            assert result.provenance()["solver"] == solver
+            found.add(size)
+    assert need["greedy"] == need["exhaustive"]
+    assert len(need["greedy"]) == 6
+
+
+def test_the_papers_svd_can_be_what_is_written(model, tmp_path):
+    options = dataclasses.replace(OPTIONS, projection="svd_keys")
+    result = run(model, tmp_path, options=options)
+    config = result.save(tmp_path / "config.json")
+    assert config.summary.projection == result.measured.calibrated.kind == "svd_keys"
+    for key, query in result.measured.calibrated.pairs:
+        assert torch.equal(key, query), "the SVD has one matrix for keys and queries"
+    with KVSwapCache(model, path=tmp_path, config=tmp_path / "config.json") as cache:
+        assert greedy(model, prompt(1, 200), cache, tokens=4).shape == (1, 204)
+        assert cache.driver.projection_source == "file"
+    with pytest.raises(ConfigError, match="projection must be one of query_aware, svd_keys"):
+        run(model, tmp_path, options=dataclasses.replace(OPTIONS, projection="pca"))
+
+
 def test_another_limit_measures_nothing(tuned, model):
     result, folder = tuned
     told = []
