@@ -90,6 +90,42 @@ def _unpack_records(records, tokens, layout="hnd"):
     return side(), side()
 
 
+@torch.library.register_fake("kvswap_torch::transfer_records")
+def _transfer_records(source, target, source_slots, target_slots):
+    return None
+
+
+@torch.library.register_fake("kvswap_torch::encode_records")
+def _encode_records(records):
+    encoded = records.new_empty(records.shape, dtype=torch.float8_e4m3fn)
+    return encoded, records.new_empty(records.shape[:-2], dtype=torch.int8)
+
+
+@torch.library.register_fake("kvswap_torch::decode_records")
+def _decode_records(encoded, exponents, dtype):
+    return encoded.new_empty(encoded.shape, dtype=dtype)
+
+
+@torch.library.register_fake("kvswap_torch::prefetch_open")
+def _prefetch_open(path, record_bytes, first_byte=0, reader="auto", io="auto", depth=64):
+    return torch.empty((4,), dtype=torch.int64)
+
+
+@torch.library.register_fake("kvswap_torch::prefetch_submit")
+def _prefetch_submit(handle, records):
+    return handle.new_empty(())
+
+
+@torch.library.register_fake("kvswap_torch::prefetch_wait")
+def _prefetch_wait(handle, ticket, shape, dtype):
+    return handle.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("kvswap_torch::prefetch_close")
+def _prefetch_close(handle):
+    return None
+
+
 @torch.library.register_fake("kvswap_torch::fp8_quantize")
 def _fp8_quantize(source):
     quantized = source.new_empty(source.shape, dtype=torch.float8_e4m3fn)

@@ -1,7 +1,8 @@
 """The compiled ops, typed and documented: ``torch.ops.kvswap_torch.*``.
 
 In fp32 inside. On the CPU they run on torch's own threads, and the result does not depend on how
-many; where CUDA was built all but `linear_rows` run on CUDA tensors too.
+many. Where CUDA was built all run on CUDA tensors too, but `linear_rows`, `encode_records`,
+`decode_records` and what reads files.
 Wrong shapes or dtypes raise ``ValueError`` with what must hold and what came.
 """
 
@@ -17,9 +18,18 @@ from kvswap_torch.attention_ops import (
     paged_attention,
 )
 from kvswap_torch.op_library import compiled as _ops
+from kvswap_torch.page_ops import decode_records, encode_records, transfer_records
+from kvswap_torch.prefetch_ops import (
+    prefetch_close,
+    prefetch_open,
+    prefetch_submit,
+    prefetch_wait,
+)
 
 __all__ = [
     "attention_mass",
+    "decode_records",
+    "encode_records",
     "fp8_dequantize",
     "fp8_quantize",
     "group_mass",
@@ -31,9 +41,14 @@ __all__ = [
     "pack_records",
     "paged_attention",
     "paged_gather",
+    "prefetch_close",
+    "prefetch_open",
+    "prefetch_submit",
+    "prefetch_wait",
     "project_keys",
     "select_groups",
     "top_k_groups",
+    "transfer_records",
     "unpack_records",
 ]
 

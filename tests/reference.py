@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,6 +124,38 @@ def float8_rounded(side: Tensor) -> Tensor:
     power = torch.ldexp(torch.ones_like(largest), exponent.clamp(low, high))
     scaled = (values / power).clamp(-448, 448).where(values.isfinite(), torch.nan)
     return (scaled.to(torch.float8_e4m3fn).float() * power).to(side.dtype)
+
+
+def encode_records(records: Tensor) -> tuple[Tensor, Tensor]:
+    values = records.float()
+    largest = values.abs().where(values.isfinite(), 0.0).amax((-2, -1))
+    mantissa, exponent = torch.frexp(largest)
+    low, high = (-15, 7) if records.dtype == torch.float16 else (-117, 119)
+    exponent = (exponent - 9 + (mantissa > 0.875).int()).where(largest > 0, low).clamp(low, high)
+    powers = torch.ldexp(torch.ones_like(largest), exponent)
+    scaled = (values / powers[..., None, None]).clamp(-448, 448)
+    scaled = scaled.where(values.isfinite(), torch.nan)
+    return scaled.to(torch.float8_e4m3fn), exponent.to(torch.int8)
+
+
+def decode_records(encoded: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ldexp(encoded.float(), exponents[..., None, None]).to(dtype)
+
+
+def transfer_records(source: Tensor, target: Tensor, read: Tensor, written: Tensor) -> None:
+    for row in range(len(read)):
+        for i, j in zip(read[row].tolist(), written[row].tolist(), strict=True):
+            if i < 0 or j < 0:
+                continue
+            if len(read) == 1:
+                target[j] = source[i]
+            else:
+                target[j, row % target.shape[1]] = source[i, row % source.shape[1]]
+
+
+def read_records(path: str, record_bytes: int, first_byte: int, records: Tensor) -> Tensor:
+    whole = torch.from_numpy(np.fromfile(path, np.uint8))[first_byte:]
+    return whole[: len(whole) // record_bytes * record_bytes].view(-1, record_bytes)[records]
 
 
 def paged_attention(

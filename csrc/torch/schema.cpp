@@ -26,6 +26,17 @@ TORCH_LIBRARY(kvswap_torch, library) {
   define(
       "unpack_records(Tensor records, int tokens, str layout=\"hnd\") "
       "-> (Tensor keys, Tensor values)");
+  define(
+      "transfer_records(Tensor source, Tensor(a!) target, Tensor source_slots, "
+      "Tensor target_slots) -> ()");
+  define("encode_records(Tensor records) -> (Tensor encoded, Tensor exponents)");
+  define("decode_records(Tensor encoded, Tensor exponents, ScalarType dtype) -> Tensor");
+  define(
+      "prefetch_open(str path, int record_bytes, int first_byte=0, str reader=\"auto\", "
+      "str io=\"auto\", int depth=64) -> Tensor");
+  define("prefetch_submit(Tensor handle, Tensor records) -> Tensor");
+  define("prefetch_wait(Tensor handle, Tensor ticket, SymInt[] shape, ScalarType dtype) -> Tensor");
+  define("prefetch_close(Tensor(a!) handle) -> ()");
   define("fp8_quantize(Tensor source) -> (Tensor quantized, Tensor scales)");
   define("fp8_dequantize(Tensor quantized, Tensor scales, ScalarType dtype) -> Tensor");
   define(

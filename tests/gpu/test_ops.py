@@ -171,6 +171,20 @@ def test_paged_gather(ops, dtype, page_heads, table_heads, pages):
     assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
 
 
+@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize("places", ["cpu cuda", "cuda cpu", "cuda cuda"])
+def test_transfer_of_records_between_memories(ops, places, tables):
+    source = torch.randn(20, 3, 2, 4, 64).bfloat16()
+    target, expected = torch.zeros(2, 50, 3, 2, 4, 64).bfloat16().unbind()
+    read = torch.randint(-1, 20, (tables, 30), dtype=torch.int32)
+    written = torch.randperm(50)[:30].int().expand(tables, -1)
+    first, second = places.split()
+    target = target.to(second)
+    ops.transfer_records(source.to(first), target, read, written)
+    reference.transfer_records(source, expected, read, written)
+    assert torch.equal(target.cpu(), expected)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("is_nhd", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
