@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks from bench/results, and their plots.
+"""Writes the tables of README.md and docs from bench/results, or from shapes, and their plots.
 
     python -m bench table
 
@@ -14,12 +14,13 @@ from typing import Any
 
 from bench import headline
 from bench.machine import RESULTS
-from bench.pages import answers, plots, presets, reuse, speed
+from bench.pages import answers, fit, plots, presets, reuse, speed
 from bench.side_by_side.report import OF_LLAMA
 from bench.side_by_side.report import load as load_cells
 
 FOLDER = Path("docs/benchmarks")
-PAGES = (Path("README.md"), FOLDER / "index.md", FOLDER / "methodology.md")
+FIT = Path("docs/how-to/will-it-fit.md")
+PAGES = (Path("README.md"), FOLDER / "index.md", FOLDER / "methodology.md", FIT)
 OF_PRESETS = ("13", "fp8", "heads", "end")  # runs that fill table 4
 
 
@@ -51,6 +52,8 @@ TABLES = {
     "turns": lambda: reuse.turns_rows(load("turns_1b_4k", "turns_1b_8k")),
     "tuner": lambda: reuse.tuner_rows(load("tuner_emmc", "tuner_local")),
     "reader": lambda: reuse.reader_rows(load("reader")),
+    "fit-32k": lambda: fit.rows(fit.CONTEXTS[0]),
+    "fit-128k": lambda: fit.rows(fit.CONTEXTS[1]),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from kvswap_torch.cli import calibrate, presets, saved_app, serve
+from kvswap_torch.cli import calibrate, fit, presets, saved_app, serve
 from kvswap_torch.cli.completion import saved_caches
 from kvswap_torch.cli.report import print_error
 from kvswap_torch.cli.saved_app import Preset
@@ -257,6 +257,7 @@ def cmake_prefix() -> None:
 
 saved_app.add_to(app)
 app.command("presets")(presets.main)
+app.command("fit", help=fit.HELP)(fit.main)
 app.command("serve", help=serve.HELP)(serve.serve)
 app.command("calibrate", help=calibrate.HELP)(calibrate.main)
 app.command("tune", help=tuning.HELP)(tuning.main)

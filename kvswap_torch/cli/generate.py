@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvswap_torch.cli import report
 from kvswap_torch.cli.document import document_text
-from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.load import check_budget, check_saved_budget, load_model, load_tokenizer
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
 from kvswap_torch.cli.reading import reading
@@ -52,6 +52,7 @@ class GenerateOptions:
     device: str = "cpu"
     prefill_chunk: int = 4096
     prompt_template: str = "auto"
+    weights: str | None = None
     tensor_parallel: int = 1
     pipeline: int = 1
 
@@ -79,8 +80,10 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     _check_outputs(options)
     _check_saved(options)
     _check_save(options, config)
-    material = _load(options, distributed, console)
+    material = _read_prompt(options, console)
     context = _context(options, material)
+    _check_fits(options, material, config, kv_memory, context)
+    material = _with_model(options, material, distributed, console)
     _check_context(context, material)
     arguments = {
         "path": _path(options, config),
@@ -329,18 +332,11 @@ def _save_timeline(options: GenerateOptions, cache: Any, console: Console) -> No
     console.print(str(timeline), markup=False, highlight=False)
 
 
-def _load(options: GenerateOptions, distributed: Any, console: Console) -> Material:
+def _read_prompt(options: GenerateOptions, console: Console) -> Material:
+    """All but the model."""
     text = None if options.document is None else document_text(options.document)
     saved_ids = None if options.saved is None else _saved_ids(options.saved)
-    with console.status("loading the model"):
-        tokenizer = load_tokenizer(options.model)
-        model = load_model(
-            options.model,
-            options.dtype,
-            options.device,
-            say=lambda told: console.print(f"[dim]{told}[/dim]"),
-            distributed=distributed,
-        )
+    tokenizer = load_tokenizer(options.model)
     prompt = make_prompt(options.prompt_template, tokenizer)
     if options.prompt_template == "auto" and not getattr(tokenizer, "chat_template", None):
         console.print("[dim]no chat template in this model's folder: asked in plain words[/dim]")
@@ -352,4 +348,45 @@ def _load(options: GenerateOptions, distributed: Any, console: Console) -> Mater
             f"--document: must be what was saved in {options.saved}, of {len(saved_ids):,} tokens, "
             f"got {len(ids):,}"
         )
-    return Material(model, tokenizer, prompt, ids)
+    return Material(None, tokenizer, prompt, ids)
+
+
+def _with_model(
+    options: GenerateOptions, material: Material, distributed: Any, console: Console
+) -> Material:
+    with console.status("loading the model"):
+        model = load_model(
+            options.model,
+            options.dtype,
+            options.device,
+            say=lambda told: console.print(f"[dim]{told}[/dim]"),
+            distributed=distributed,
+        )
+    return replace(material, model=model)
+
+
+def _check_fits(
+    options: GenerateOptions, material: Material, config: Any, kv_memory: int | None, context: int
+) -> None:
+    """Refuses a budget that is too small before the model is loaded.
+
+    On a device, and where several processes share the model, the cache itself does so.
+    """
+    if options.device != "cpu" or options.tensor_parallel * options.pipeline > 1:
+        return
+    if options.saved is not None:
+        check_saved_budget(options.saved, kv_memory, context)
+        return
+    check_budget(
+        options.model,
+        options.dtype,
+        options.weights,
+        path=_path(options, config),
+        config=config,
+        preset=options.preset,
+        keep=_keep(options.keep),
+        kv_memory_bytes=kv_memory,
+        max_context=context,
+        max_batch=1,
+        timeline_spans=SPANS if options.timeline is not None else 0,
+    )

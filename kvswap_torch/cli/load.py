@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.saved_path import named
 
 MODEL = "a Hugging Face causal language model with its tokenizer"
 
@@ -72,6 +74,44 @@ def load_config(name: str) -> Any:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
+
+
+def check_budget(name: str, dtype: str, weights: str | None, **arguments: Any) -> None:
+    """That a `KVSwapCache` of these arguments has enough memory, before its model is loaded.
+
+    Nothing is checked without ``kv_memory_bytes``.
+
+    Raises
+    ------
+    BudgetError, ConfigError, UnsupportedModelError
+        As the cache would, from the model's config.
+    """
+    if arguments.get("kv_memory_bytes") is None:
+        return
+    from kvswap_torch.hf.unloaded import computed_dtype, plan_cache, unloaded_model
+
+    config = load_config(name)
+    plan_cache(unloaded_model(config, computed_dtype(name, config, dtype, weights), weights),
+               **arguments)  # fmt: skip
+
+
+def check_saved_budget(
+    saved: Path, kv_memory_bytes: int | str | None, max_context: int | None = None
+) -> None:
+    """That a saved cache can be opened with so much memory; its model is not needed.
+
+    Raises
+    ------
+    BudgetError
+    """
+    if kv_memory_bytes is None:
+        return
+    import torch  # noqa: F401  loads the libraries that the module needs
+
+    from kvswap_torch import _C
+
+    memory = parse_bytes(kv_memory_bytes, "--kv-memory")
+    _C.SavedCache(named(saved)).options(".", memory, max_context, 1, 0)
 
 
 def load_model(

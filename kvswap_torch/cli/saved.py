@@ -16,13 +16,14 @@ from kvswap_torch.cli.generate import (
     GenerateOptions,
     Material,
     _check_context,
-    _load,
     _load_config,
     _read,
+    _read_prompt,
+    _with_model,
     check_questions,
     save,
 )
-from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.load import check_budget, check_saved_budget, load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.cli.targets import check_directory, check_folder, check_settings
@@ -47,22 +48,24 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
     chosen = config if options.preset is None else SwapConfig.preset(options.preset)
     said = "--config" if options.preset is None else "--preset"
     check_settings(said, chosen or SwapConfig(), "ingest saves its cache")
-    material = _load(options, None, console)
-    _check_context(len(material.document_ids), material, "its tokens", "shorten it")
+    material = _read_prompt(options, console)
 
     from kvswap_torch import KVSwapCache
     from kvswap_torch.cli.conversation import Conversation
     from kvswap_torch.hf.settings import FirstPass
 
-    with KVSwapCache(
-        material.model,
-        path=options.path,
-        config=config,
-        preset=options.preset,
-        kv_memory_bytes=options.kv_memory,
-        max_context=FirstPass(1, len(material.document_ids)).context,  # questions come too
-        max_batch=1,
-    ) as cache:
+    arguments = {
+        "path": options.path,
+        "config": config,
+        "preset": options.preset,
+        "kv_memory_bytes": options.kv_memory,
+        "max_context": FirstPass(1, len(material.document_ids)).context,  # questions come too
+        "max_batch": 1,
+    }
+    check_budget(options.model, options.dtype, options.weights, **arguments)
+    material = _with_model(options, material, None, console)
+    _check_context(len(material.document_ids), material, "its tokens", "shorten it")
+    with KVSwapCache(material.model, **arguments) as cache:
         conversation = Conversation(material.model, material.tokenizer, cache, material.prompt)
         cache.document = "" if options.document is None else str(options.document)
         read = _read(conversation, material.document_ids, options.prefill_chunk, console)
@@ -85,6 +88,7 @@ def _load_for(
 ) -> Material:
     """A saved document's model, in the precision that it was saved in, and tokenizer."""
     facts = facts_of(saved)["facts"]
+    check_saved_budget(saved, options.kv_memory)
     model = model or facts.get("name") or ""
     wanted = f"the model that {saved} was made by"
     tokenizer = load_tokenizer(model, wanted=wanted)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.load import check_budget, load_config, load_model, load_tokenizer
 from kvswap_torch.cli.serve_log import LogFormat, log_to_stderr
 from kvswap_torch.cli.targets import check_settings
 from kvswap_torch.config import SwapConfig
@@ -124,6 +124,8 @@ def serve(
     from kvswap_torch.hf.serving.server import Server, ServerOptions
 
     hf_logging.set_verbosity_error()  # the server warns of every request
+    if device == "cpu":
+        _check_fits(model, dtype, path or store, config, kv_memory, max_context)
     tokenizer = load_tokenizer(model, wanted=FOLDER)
     loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER)
     server = Server(
@@ -151,6 +153,30 @@ def serve(
         ),
     )
     _run(server, console, as_json, has_page=not no_page)
+
+
+def _check_fits(
+    model: str,
+    dtype: str,
+    path: Path,
+    config: Path | None,
+    kv_memory: str | None,
+    max_context: int | None,
+) -> None:
+    """Refuses a budget that is too small for the longest context before the model is loaded."""
+    if kv_memory is None:
+        return
+    text = load_config(model).get_text_config()
+    check_budget(
+        model,
+        dtype,
+        None,
+        path=path,
+        config=config,
+        kv_memory_bytes=kv_memory,
+        max_context=max_context or getattr(text, "max_position_embeddings", None),
+        max_batch=1,
+    )
 
 
 def _run(server: Server, console: Console, as_json: bool, has_page: bool) -> None:

@@ -138,8 +138,13 @@ def _check_adapter(wrapped: Any) -> None:
         )
 
 
-def model_parts(model: Any) -> ModelParts:
+def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
     """Takes a model apart, or says by name why its cache cannot live on disk.
+
+    Parameters
+    ----------
+    place
+        Where the model will be: of one without weights, on the meta device.
 
     Raises
     ------
@@ -175,7 +180,7 @@ def model_parts(model: Any) -> ModelParts:
     attentions = [mixers[i] for i in disk]
     _check_attention(name, decoder, attentions)
     dtype, shape = _tensors(name, decoder, attentions, layer_config, placement, latent)
-    device = _device(name, decoder, attentions)
+    device = place or _device(name, decoder, attentions)
     identity = ModelIdentity(
         model_type=config.model_type,
         layers=len(disk_everywhere),
