@@ -167,6 +167,12 @@ def _embedding(model: nn.Module) -> torch.Tensor | None:
     return getattr(model.get_input_embeddings(), "weight", None)
 
 
+def format_of(model: nn.Module) -> str | None:
+    """The one of few bits that a model was loaded in; None: in none."""
+    bits = {layer.bits for layer in model.modules() if isinstance(layer, FewBitLinear)}
+    return f"int{min(bits)}" if bits else None
+
+
 def put_in_place(model: nn.Module, name: str, layer: nn.Module) -> None:
     """`layer` in the place of the one of that name."""
     parent, _, child = name.rpartition(".")

@@ -14,8 +14,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from kvswap_torch.cli.load import load_model
 from kvswap_torch.cli.report import print_error
+from kvswap_torch.cli.saved_app import Weights
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import KVSwapError
+from kvswap_torch.few_bits import check_format
 from kvswap_torch.positions import most_positions
 
 USUAL_CONTEXT = 32768  # tokens
@@ -121,6 +123,7 @@ def main(
     evaluate: Annotated[
         bool, typer.Option(help="Decode the held-out questions with the result.")
     ] = False,
+    weights: Weights = None,
     work: Annotated[
         Path | None, typer.Option(help="Measurements and report; default: OUT with .tuning.")
     ] = None,
@@ -150,7 +153,9 @@ def main(
             records=records,
             projection=projection,
         )
-        network = load_model(model, say=console.print, wanted="a model's folder or name")
+        check_format(weights)
+        wanted = "a model's folder or name"
+        network = load_model(model, say=console.print, wanted=wanted, weights=weights)
         with show_progress(console) as progress:
             result = tune(
                 network,

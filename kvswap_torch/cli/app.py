@@ -16,7 +16,7 @@ from rich.console import Console
 from kvswap_torch.cli import calibrate, fit, presets, saved_app, serve
 from kvswap_torch.cli.completion import saved_caches
 from kvswap_torch.cli.report import print_error
-from kvswap_torch.cli.saved_app import Preset
+from kvswap_torch.cli.saved_app import Preset, Weights
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
@@ -178,6 +178,7 @@ def generate(
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Of weights and KV; auto: as the model says."),
     ] = "auto",
+    weights: Weights = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=64, help="Tokens of the document per forward pass.", metavar="N")
     ] = 4096,
@@ -215,6 +216,7 @@ def generate(
             timeline=timeline,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
+            weights=weights,
             device=device,
             prefill_chunk=prefill_chunk,
             prompt_template=prompt_template,

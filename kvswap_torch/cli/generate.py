@@ -18,6 +18,7 @@ from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
 from kvswap_torch.cli.reading import reading
 from kvswap_torch.cli.targets import check_directory, check_file, check_folder, check_settings
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.few_bits import check_format
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import REMEDY, most_positions
 from kvswap_torch.saved_path import named
@@ -76,6 +77,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     config = _load_config(options)
     keep = _keep(options.keep)
     check_questions(options)
+    check_format(options.weights, options.device)
     check_directory("--path", options.path)
     _check_outputs(options)
     _check_saved(options)
@@ -361,6 +363,7 @@ def _with_model(
             options.device,
             say=lambda told: console.print(f"[dim]{told}[/dim]"),
             distributed=distributed,
+            weights=options.weights,
         )
     return replace(material, model=model)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.few_bits import BITS, check_format
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.saved_path import named
 
+# Libraries that quantise weights -> the extra that installs them.
+EXTRAS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes"}
 MODEL = "a Hugging Face causal language model with its tokenizer"
 
 
@@ -122,6 +127,7 @@ def load_model(
     say: Callable[[str], None] | None = None,
     wanted: str = MODEL,
     distributed: Any = None,
+    weights: str | None = None,
 ) -> Any:
     """A transformers model, ready for inference.
 
@@ -138,12 +144,17 @@ def load_model(
     distributed
         transformers' ``distributed_config``; each process then has its place already, and the
         products stay as they are.
+    weights
+        ``bf16``; ``int8`` or ``int4``, in which they are put one tensor after the other while they
+        are loaded; None: as `dtype` says.
 
     Raises
     ------
     ConfigError
-        When transformers cannot load it, its weights do not fit its config, or there is no such
-        device.
+        When transformers cannot load it, its weights do not fit its config, there is no such
+        device, or its weights cannot be in that format.
+    ImportError
+        A library that its weights need is missing; names the extra that installs it.
     """
     import torch
     from safetensors import SafetensorError
@@ -154,9 +165,15 @@ def load_model(
 
     check_name(str(name), wanted)
     device = device_of(device)
+    check_weights(name, dtype, device, weights, is_split=distributed is not None)
     logging.disable_progress_bar()  # it would stand above ours
+    dtype = "bfloat16" if weights == "bf16" else dtype
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     split = {} if distributed is None else {"distributed_config": distributed}
+    if weights in BITS:
+        from kvswap_torch.hf.few_bit_loading import FewBitConfig
+
+        split["quantization_config"] = FewBitConfig(weights)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -166,6 +183,47 @@ def load_model(
         if replace_linear(model) and say is not None:
             say(TOLD)
     return model.eval()
+
+
+def check_weights(
+    name: str, dtype: str, device: Any, weights: str | None, is_split: bool = False
+) -> None:
+    """That a model's weights can be in that format, and what they are in is known here.
+
+    Raises
+    ------
+    ConfigError, ImportError
+        As `load_model`.
+    """
+    check_format(weights, str(device))
+    method = _quantised_by(name)
+    if method in EXTRAS and importlib.util.find_spec(method) is None:
+        raise ImportError(
+            f"--model: {name} has weights quantised by {method}, which must be installed, and is "
+            f"not; run: pip install 'kvswap_torch[{EXTRAS[method]}]'"
+        )
+    if weights is None:
+        return
+    if method is not None:
+        raise ConfigError(
+            f"--weights: must be left out with a model whose weights are quantised already, got "
+            f"{weights} for {name}, which is quantised by {method}"
+        )
+    if weights == "bf16" and dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"--weights bf16: must be left out with --dtype {dtype}")
+    if weights in BITS and is_split:
+        raise ConfigError(
+            f"--weights {weights}: must be left out where several processes run a model"
+        )
+
+
+def _quantised_by(name: str) -> str | None:
+    """The library, or method, that a model's config says its weights were quantised by."""
+    try:
+        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+        return config["quantization_config"]["quant_method"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # none, or no config, which loading the model reports
 
 
 def load_tokenizer(name: str, *, wanted: str = MODEL) -> Any:

@@ -98,6 +98,7 @@ def _load_for(
         options.device,
         say=lambda told: console.print(f"[dim]{told}[/dim]"),
         wanted=wanted,
+        weights=options.weights or facts.get("weights_format"),
     )
     return Material(loaded, tokenizer, make_prompt(options.prompt_template, tokenizer), [])
 

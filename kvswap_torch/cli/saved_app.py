@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -31,6 +31,12 @@ Preset = Annotated[
         autocompletion=preset_names,
     ),
 ]
+Weights = Annotated[
+    Literal["bf16", "int8", "int4"] | None,
+    typer.Option(
+        help="Format of the weights, on the CPU; else as they were saved.", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -45,6 +51,7 @@ def ingest(
     ] = None,
     preset: Preset = None,
     kv_memory: Memory = None,
+    weights: Weights = None,
     path: Place = Path("."),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace it.")] = False,
     prefill_chunk: Annotated[int, typer.Option(min=64, metavar="N")] = 4096,
@@ -62,6 +69,7 @@ def ingest(
         config=config,
         preset=preset,
         kv_memory=kv_memory,
+        weights=weights,
         path=path,
         prefill_chunk=prefill_chunk,
         prompt_template=prompt_template,
@@ -93,6 +101,7 @@ def ask(
     question: Annotated[list[str], typer.Option(help="A question; may be repeated.")],
     model: Model = None,
     kv_memory: Memory = None,
+    weights: Weights = None,
     path: Place = Path("."),
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
     prompt_template: Template = "auto",
@@ -103,7 +112,7 @@ def ask(
 
     from kvswap_torch.cli import saved
 
-    asked = {"questions": tuple(question), "max_new_tokens": max_new_tokens}
+    asked = {"questions": tuple(question), "max_new_tokens": max_new_tokens, "weights": weights}
     options = _options(book, model, kv_memory, path, prompt_template, **asked)
     answers = saved.ask(book, model, options, Console(stderr=as_json))
     if as_json:
@@ -114,6 +123,7 @@ def chat(
     book: Saved,
     model: Model = None,
     kv_memory: Memory = None,
+    weights: Weights = None,
     path: Place = Path("."),
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
     prompt_template: Template = "auto",
@@ -126,7 +136,7 @@ def chat(
     from kvswap_torch.cli import saved
     from kvswap_torch.cli.chat import Chat
 
-    options = _options(book, model, kv_memory, path, prompt_template)
+    options = _options(book, model, kv_memory, path, prompt_template, weights=weights)
     console = Console(stderr=as_json)
     with saved.opened(book, model, options, console) as conversation:
         Chat(conversation, max_new_tokens, console).run()

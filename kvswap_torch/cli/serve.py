@@ -13,10 +13,12 @@ import typer
 from rich.console import Console
 
 from kvswap_torch.cli.load import check_budget, load_config, load_model, load_tokenizer
+from kvswap_torch.cli.saved_app import Weights
 from kvswap_torch.cli.serve_log import LogFormat, log_to_stderr
 from kvswap_torch.cli.targets import check_settings
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.few_bits import check_format
 from kvswap_torch.memory_size import parse_bytes
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def serve(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and KV.")
     ] = "auto",
+    weights: Weights = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=64, help="Tokens of a prompt per forward pass.", metavar="N")
     ] = 4096,
@@ -115,6 +118,7 @@ def serve(
     limit = parse_bytes(store_limit, "--store-limit")
     if kv_memory is not None:
         parse_bytes(kv_memory, "--kv-memory")
+    check_format(weights, device)
     keys = _keys(api_key_file, shared_store)
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
 
@@ -125,9 +129,9 @@ def serve(
 
     hf_logging.set_verbosity_error()  # the server warns of every request
     if device == "cpu":
-        _check_fits(model, dtype, path or store, config, kv_memory, max_context)
+        _check_fits(model, (dtype, weights), path or store, config, kv_memory, max_context)
     tokenizer = load_tokenizer(model, wanted=FOLDER)
-    loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER)
+    loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER, weights=weights)
     server = Server(
         loaded,
         tokenizer,
@@ -157,7 +161,7 @@ def serve(
 
 def _check_fits(
     model: str,
-    dtype: str,
+    formats: tuple[str, str | None],
     path: Path,
     config: Path | None,
     kv_memory: str | None,
@@ -169,8 +173,7 @@ def _check_fits(
     text = load_config(model).get_text_config()
     check_budget(
         model,
-        dtype,
-        None,
+        *formats,
         path=path,
         config=config,
         kv_memory_bytes=kv_memory,

@@ -13,6 +13,7 @@ import torch
 
 from kvswap_torch.config.solution import identity_from
 from kvswap_torch.errors import CorruptionError
+from kvswap_torch.few_bits import BITS
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.families import ModelParts
@@ -44,6 +45,8 @@ def check_facts(facts: dict[str, Any], path: str) -> None:
     layers = facts.get("layers")
     _must(isinstance(layers, list) and all(map(_is_layer, layers)), path, "layers",
           "have null or kind and parts for each layer of the model")  # fmt: skip
+    _must(facts.get("weights_format") in (None, *BITS), path, "weights_format",
+          f"be one of {', '.join(BITS)}")  # fmt: skip
     _check_weights(facts.get("weights"), path)
 
 

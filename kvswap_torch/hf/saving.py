@@ -14,6 +14,7 @@ import torch
 
 from kvswap_torch.config import SwapConfig, v1
 from kvswap_torch.errors import BudgetError, ConfigError, CorruptionError, KVSwapError
+from kvswap_torch.few_bits import format_of
 from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
@@ -145,6 +146,8 @@ class Saving:
             "layers": others,
             "weights": weights_of(self.parts).facts(),
         }
+        if (weights := format_of(self.parts.outermost)) is not None:
+            facts["weights_format"] = weights
         if self.document:
             facts["document"] = self.document
         self.driver.session.save(named(path), overwrite, json.dumps(facts), tensors)

@@ -1,8 +1,11 @@
-"""Doors from other programs: ``generate(custom_generate=...)``, lm-evaluation-harness."""
+"""Doors from other programs: ``generate(custom_generate=...)``, few-bit weights, lm-eval."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from kvswap_torch.errors import ConfigError
 
 
 def generate_folder() -> str:
@@ -19,3 +22,31 @@ def generate_folder() -> str:
     own. transformers runs no code of a folder without ``trust_remote_code=True``.
     """
     return str(Path(__file__).resolve().parent / "generate")
+
+
+def few_bits(weights: str) -> Any:
+    """What ``from_pretrained(quantization_config=...)`` takes, for linear layers in few bits.
+
+    ::
+
+        model = AutoModelForCausalLM.from_pretrained("DIR", quantization_config=few_bits("int4"))
+
+    Weights are put in that format one tensor after the other while they are loaded, on the CPU.
+
+    Parameters
+    ----------
+    weights
+        ``int8`` or ``int4``; see `kvswap_torch.few_bits`.
+
+    Raises
+    ------
+    ConfigError
+        There is no such format, or the processor has no instructions for it.
+    """
+    from kvswap_torch.few_bits import BITS, check_format
+    from kvswap_torch.hf.few_bit_loading import FewBitConfig
+
+    check_format(weights)
+    if weights not in BITS:
+        raise ConfigError(f"few_bits: must be one of {', '.join(BITS)}, got {weights!r}")
+    return FewBitConfig(weights)
