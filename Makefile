@@ -23,7 +23,7 @@ CPP_FILES := find csrc tests/cpp bench examples \( -name '*.h' -o -name '*.cpp' 
 PY_FILES := kvswap_torch tuning tests bench tools examples docs setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help schema setup build cpp-test torch-test py-test test demo bench quality docs docs-run lint format \
+.PHONY: help schema stubs setup build cpp-test torch-test py-test test demo bench quality docs docs-run lint format \
   wheel wheel-check golden clean locked-build locked-libraries locked-core locked-torch-test \
   libtorch-example locked-example test-aarch64 \
   cuda-compile cuda-report gpu-check gpu-prebuilt locked-cuda oldest-torch other-transformers \
@@ -336,9 +336,10 @@ docs-run: $(STAMP)  ## the shell blocks of README and docs/, in a fresh clone; m
 docs: $(STAMP)  ## the pages of docs/ and the API reference, into build/docs; a broken link fails
 	@mkdir -p build && $(VENV)/bin/mkdocs build > build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 
-lint: $(STAMP)  ## ruff and clang-format, changing nothing
+lint: $(STAMP)  ## ruff, mypy and clang-format, changing nothing
 	@$(VENV)/bin/ruff check -q --output-format concise $(wildcard $(PY_FILES))
 	@$(VENV)/bin/ruff format --check $(wildcard $(PY_FILES))
+	@$(PY) -m mypy --no-error-summary
 	@$(CPP_FILES) | xargs -0 -r $(VENV)/bin/clang-format --dry-run -Werror
 
 format: $(STAMP)  ## rewrite the sources as ruff and clang-format want them
@@ -355,6 +356,11 @@ schema: $(STAMP)  ## write the JSON Schema, docs/settings.md and the C++ setting
 	  | $(VENV)/bin/clang-format > csrc/kvswap/settings.h
 	@$(PY) -c 'from kvswap_torch.config import cpp_codegen; print(cpp_codegen.rules(), end="")' \
 	  | $(VENV)/bin/clang-format > csrc/kvswap/settings_rules.h
+
+stubs: build  ## write the types of the C++ extension, kvswap_torch/_C.pyi
+	@$(PY) -m pybind11_stubgen kvswap_torch._C -o build/stubs > build/stubs.log 2>&1 || \
+	  { cat build/stubs.log; exit 1; }
+	@cp build/stubs/kvswap_torch/_C.pyi kvswap_torch/_C.pyi
 
 wheel: $(STAMP)  ## build a wheel into dist/
 	@$(call LOCK,wheel) $(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -5,7 +5,7 @@ One table, in C++ (``csrc/io/failure.h``), for errno wherever it comes from.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 from kvswap_torch.errors import CorruptionError
 
@@ -29,5 +29,5 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, MemoryError):
         return "passing"
     if isinstance(error, OSError) and error.errno is not None:
-        return _C.failure_name(error.errno)
+        return cast(Failure, _C.failure_name(error.errno))
     return "permanent"

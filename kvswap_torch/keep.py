@@ -21,7 +21,7 @@ def drops(config: SwapConfig | None) -> bool:
 
 def drops_for_good(config: SwapConfig | None) -> bool:
     """Whether it also never reads what it has dropped: then no disk is needed."""
-    if not drops(config) or config.selection.dense_layers:
+    if config is None or not drops(config) or config.selection.dense_layers:
         return False
     return getattr(config.retention, "refresh_scores", "attended") == "attended"
 

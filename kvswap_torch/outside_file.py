@@ -87,8 +87,8 @@ def check_safetensors(path: str | Path) -> None:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"a field must be given once, got {', '.join(twice)} again")
     return fields
 

@@ -190,6 +190,7 @@ class GroupRows(GroupScores):
 
     width = 1
     """Numbers of a row, fp32."""
+    _rows: list[list[torch.Tensor]]  # [layers][parts]
 
     @abstractmethod
     def rows(self, layer: int, keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -227,7 +228,7 @@ class GroupRows(GroupScores):
         self._rows = [[part[chosen] for part in parts] for parts in self._rows]
 
     def reset(self) -> None:
-        self._rows: list[list[torch.Tensor]] = [[] for _ in range(self.shape.layers)]
+        self._rows = [[] for _ in range(self.shape.layers)]
 
     def nbytes(self, batch: int, tokens: int) -> int:
         layers = self.shape.layers - len(self.shape.exact_layers)
@@ -258,11 +259,11 @@ def flat_numbers(
         sentence.
     """
     wanted = (batch, *heads, *rest)
-    is_tensor = isinstance(told, torch.Tensor) and not told.is_meta
-    if not is_tensor or not told.is_floating_point() or tuple(told.shape) != wanted:
-        came = f"{list(told.shape)} of {told.dtype}" if is_tensor else repr(told)
+    tensor = told if isinstance(told, torch.Tensor) and not told.is_meta else None
+    if tensor is None or not tensor.is_floating_point() or tuple(tensor.shape) != wanted:
+        came = repr(told) if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"{what} a tensor {list(wanted)} of floating numbers, got {came}")
-    return told.detach().float().cpu().flatten(0, len(heads))
+    return tensor.detach().float().cpu().flatten(0, len(heads))
 
 
 class named:

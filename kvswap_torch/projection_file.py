@@ -13,6 +13,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -141,7 +142,7 @@ def _check_metadata(
         )
 
 
-def _pair(where: str, file, names: set[str], layer: int, rank: int, width: int) -> Pair:
+def _pair(where: str, file: Any, names: set[str], layer: int, rank: int, width: int) -> Pair:
     matrices = []
     for role in ("key", "query"):
         name = f"layers.{layer}.{role}"

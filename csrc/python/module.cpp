@@ -139,7 +139,7 @@ void bind_tensor_calls(py::class_<TensorCache>& cache) {
           [](TensorCache& self, const std::string& pass, const std::optional<at::Tensor>& valid) {
             self.begin_pass(pass_named(pass), valid);
           },
-          py::arg("pass"), py::arg("valid") = py::none(), Released())
+          py::arg("kind"), py::arg("valid") = py::none(), Released())
       .def("declare_held", &TensorCache::declare_held, py::arg("valid"), Released())
       .def("look_ahead",
            py::overload_cast<int64_t, const at::Tensor&, std::optional<double>, int64_t>(

@@ -24,6 +24,7 @@ __all__ = ["Audit", "Block", "Clusters", "Memory", "Prefetch", "Selection", "Sto
 _SCORES = ("logit_sum", "logit_max", "mass_sum", "mass_max")
 
 
+@dataclass(frozen=True)
 class Block:
     """Settings that belong together. Checked on construction, then immutable."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvswap_torch.config.solution import Solution, nearest
 from kvswap_torch.errors import ConfigError
@@ -90,7 +90,9 @@ class ConfigFacts:
             raise ConfigError(
                 f"for_batch_and_context: both must be positive, got {batch} and {context}"
             )
-        return self._with(nearest(self.solutions, batch, context)) if self.solutions else self
+        if not self.solutions:
+            return cast("SwapConfig", self)
+        return self._with(nearest(self.solutions, batch, context))
 
     @property
     def solution_configs(self) -> tuple[SwapConfig, ...]:
@@ -98,7 +100,7 @@ class ConfigFacts:
         return tuple(map(self._with, self.solutions))
 
     def _with(self, row: Solution) -> SwapConfig:
-        plain = dataclasses.replace(self, solutions=())  # type: ignore[type-var]
+        plain = dataclasses.replace(cast("SwapConfig", self), solutions=())
         return plain.with_settings(dict(row.settings))
 
     @property

@@ -46,7 +46,7 @@ def default_of(name: str) -> Any:
     """What the engine has for a setting that no block says."""
     if name in _ABSENT:
         return _ABSENT[name]
-    default = field_of(NAMES[name]).default
+    default: Any = field_of(NAMES[name]).default
     return WORDS[name][default] if name in WORDS else default
 
 

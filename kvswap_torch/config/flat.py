@@ -24,7 +24,7 @@ _PATHS = v1.PATHS | {"table": "solutions"}
 
 def install(kind: type) -> None:
     """Has a config's class take the old names."""
-    nested = kind.__init__
+    nested: Any = vars(kind)["__init__"]
     places = [item.name for item in dataclasses.fields(kind) if item.init and not item.kw_only]
 
     @functools.wraps(nested)

@@ -33,9 +33,9 @@ def check_model(config: SwapConfig, identity: ModelIdentity) -> None:
                 raise ConfigError(f"{where}: {error}") from error
     if identity.kv_heads is not None and identity.head_dim is not None:
         width = config.row_heads(identity.kv_heads) * identity.head_dim
-        for row in (config, *config.solution_configs):
-            if row.takes_projections:
-                checked_rank(row.summary.rank, width)
+        for each in (config, *config.solution_configs):
+            if each.takes_projections:
+                checked_rank(each.summary.rank, width)
 
 
 def _check_layers(config: SwapConfig, layers: int, heads: int | None) -> None:

@@ -164,12 +164,12 @@ def changed(blocks: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if path in OPTIONAL:
             made.pop(path, None)
             if value is not None:
-                block = block_from(path, value)
-                assert block is not None
+                whole = block_from(path, value)
+                assert whole is not None
                 fields = {
-                    item.name: getattr(block, item.name) for item in dataclasses.fields(block)
+                    item.name: getattr(whole, item.name) for item in dataclasses.fields(whole)
                 }
-                policy = {"policy": block.POLICY} if isinstance(block, Retention) else {}
+                policy = {"policy": whole.POLICY} if isinstance(whole, Retention) else {}
                 made[path] = policy | fields
             continue
         if path not in PATHS:

@@ -91,7 +91,8 @@ def _table(block: str, kind: type) -> str:
         default: Any = default_score("low_rank") if path == "selection.score" else item.default
         doc = item.metadata["doc"].replace("|", "\\|")
         old = names.get(path)
-        changed = {new: word for new, word in WORDS.get(old, {}).items() if new != word}
+        words = {} if old is None else WORDS.get(old, {})
+        changed = {new: word for new, word in words.items() if new != word}
         told = "" if old is None else f"`{old}`" + _words(changed)
         lines.append(f"| `{path}` | `{json.dumps(default)}` | {doc} | {told} |")
     return "\n".join(lines) + "\n"

@@ -42,12 +42,12 @@ class ModelIdentity:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            kind = int if item.type.startswith("int") else str
+            kind: type = int if str(item.type).startswith("int") else str
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, kind) or value in (0, ""):
                 raise ConfigError(f"model.{item.name}: must be a {kind.__name__}, got {value!r}")
-            if kind is int and not 0 < value <= INT_MAX:
+            if isinstance(value, int) and not 0 < value <= INT_MAX:
                 raise ConfigError(f"model.{item.name}: must be positive, got {value}")
 
     def differences(self, other: ModelIdentity) -> dict[str, tuple[Any, Any]]:

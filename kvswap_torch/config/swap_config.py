@@ -114,7 +114,9 @@ class SwapConfig(ConfigFacts):
             For a path that no setting has, or a value out of range.
         """
         made = changed(mapping_of(self), settings)
-        blocks = {name: made.get(name, None if name in OPTIONAL else {}) for name in BLOCKS}
+        blocks: dict[str, Any] = {
+            name: made.get(name, None if name in OPTIONAL else {}) for name in BLOCKS
+        }
         return dataclasses.replace(self, **blocks)
 
     def check_model(self, identity: ModelIdentity) -> None:

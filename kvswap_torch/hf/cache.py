@@ -319,7 +319,7 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
         """
         self.driver.check_open()
         with self._entering:
-            if self.is_in_pass:
+            if self._pass is not None and self.is_in_pass:
                 self._pass.check_thread()
                 return False
             try:
@@ -405,7 +405,9 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
 
     def _look_ahead_with(self, query: torch.Tensor | None, index: int, began_ns: int) -> None:
         if query is not None:
-            scale = attention_scale(self.parts.mixers[index], query.shape[-1])
+            attention = self.parts.mixers[index]
+            assert attention is not None  # a layer on disk attends
+            scale = attention_scale(attention, query.shape[-1])
             self.driver.look_ahead(self.parts.disk_index[index], query, scale, began_ns)
 
     def norms_after_attention(self) -> dict[int, nn.Module]:
@@ -415,4 +417,5 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
     def layers_elsewhere(self) -> list[CacheLayerMixin]:
         """Those that are not on disk."""
         self.driver.check_open()
-        return [layer for layer in self.layers if not isinstance(layer, DiskLayer)]
+        elsewhere: list[Any] = [each for each in self.layers if not isinstance(each, DiskLayer)]
+        return elsewhere

@@ -68,7 +68,7 @@ class Estimates:
         joined = engine_value(config, "score"), engine_value(config, "heads")
         try:
             pair = from_chunk(kind, keys, query, rank, valid, *joined, rotary=self._rotary)
-        except (ValueError, torch.linalg.LinAlgError) as error:
+        except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             raise UnsupportedModelError(
                 f"KVSwapCache: a projection of layer {layer} must be estimated from this prompt's "
                 f"keys and queries, and cannot be: {error}. Look at the layer's weights and dtype, "

@@ -57,6 +57,8 @@ class Method:
 
         A head's query meets its own KV head's keys alone.
         """
+        if self.group_scores is None:
+            raise ValueError(f"{self.name}: groups are not scored by its rows")
         alone = torch.zeros_like(query)
         of_heads = []
         for head in range(len(query)):

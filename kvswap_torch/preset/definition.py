@@ -48,7 +48,7 @@ class Shape:
         """Of a model, as far as it is known."""
         if not isinstance(model, ModelIdentity):  # what it is not, SwapConfig says
             return cls()
-        known = {
+        known: dict[str, Any] = {
             "layers": model.layers,
             "kv_heads": model.kv_heads,
             "head_dim": model.head_dim,
